@@ -1,0 +1,125 @@
+"""The store directory: every extent is one file, named by its number in hexadecimal.
+
+Bytes enter and leave extents inside the kernel (passthrough, copy_file_range); this module only makes,
+opens, copies and removes the files. An extent that was published is never written again.
+"""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# One call may copy at most this much, so that a signal or a cancelled scope is noticed in between.
+_COPY_CHUNK_BYTES = 256 * 1024 * 1024
+
+
+class ExtentStore:
+    """Extents in one directory. Not shared between processes: the store's lock guards it."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        self._dir_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._next = max(self, default=0) + 1
+
+    def close(self) -> None:
+        os.close(self._dir_fd)
+
+    def __iter__(self) -> Iterator[int]:
+        """Numbers of all extents that exist as files."""
+        for name in os.listdir(self._dir_fd):
+            try:
+                yield int(name, 16)
+            except ValueError:
+                continue
+
+    def path(self, extent: int) -> str:
+        return f"{self.directory}/{extent:x}"
+
+    def allocate(self) -> tuple[int, int]:
+        """Make an empty extent. Returns its number and a read-write descriptor the caller closes.
+
+        Raises OSError (ENOSPC, EMFILE).
+        """
+        extent = self._next
+        fd = os.open(
+            f"{extent:x}",
+            os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC,
+            0o600,
+            dir_fd=self._dir_fd,
+        )
+        self._next = extent + 1
+        return extent, fd
+
+    def open(self, extent: int, flags: int = os.O_RDONLY) -> int:
+        """Open an extent. Raises OSError EIO when the file is gone: the store was damaged."""
+        try:
+            return os.open(f"{extent:x}", flags | os.O_CLOEXEC, dir_fd=self._dir_fd)
+        except FileNotFoundError:
+            raise OSError(
+                errno.EIO, "extent is missing from the store", self.path(extent)
+            ) from None
+
+    @contextmanager
+    def opened(self, extent: int, flags: int = os.O_RDONLY) -> Iterator[int]:
+        fd = self.open(extent, flags)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def stat(self, extent: int) -> os.stat_result:
+        return os.stat(f"{extent:x}", dir_fd=self._dir_fd)
+
+    def free(self, extent: int) -> None:
+        """Remove an extent; its memory goes when the last open file of it is closed."""
+        try:
+            os.unlink(f"{extent:x}", dir_fd=self._dir_fd)
+        except FileNotFoundError:
+            pass
+
+    def sync(self, extent: int) -> None:
+        """Make an extent survive a power loss (for stores on disk)."""
+        with self.opened(extent) as fd:
+            os.fsync(fd)
+        os.fsync(self._dir_fd)
+
+    def statvfs(self) -> os.statvfs_result:
+        return os.fstatvfs(self._dir_fd)
+
+
+def copy_contents(source_fd: int, target_fd: int, length: int | None = None) -> None:
+    """Copy the first `length` bytes (all by default) of one file to another, inside the kernel.
+
+    Holes stay holes. Raises OSError (ENOSPC, EIO); the target is then incomplete.
+    """
+    size = os.fstat(source_fd).st_size
+    if length is not None:
+        size = min(size, length)
+    offset = 0
+    while offset < size:
+        try:
+            start = os.lseek(source_fd, offset, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            break
+        end = min(os.lseek(source_fd, start, os.SEEK_HOLE), size)
+        while start < end:
+            start += _copy_some(source_fd, target_fd, start, end - start)
+        offset = max(end, offset + 1)
+    os.ftruncate(target_fd, size if length is None else max(size, length))
+
+
+def _copy_some(source_fd: int, target_fd: int, offset: int, count: int) -> int:
+    count = min(count, _COPY_CHUNK_BYTES)
+    try:
+        copied = os.copy_file_range(source_fd, target_fd, count, offset, offset)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        os.lseek(target_fd, offset, os.SEEK_SET)
+        copied = os.sendfile(target_fd, source_fd, offset, count)
+    if copied == 0:
+        raise OSError(errno.EIO, "the file shrank while it was copied")
+    return copied

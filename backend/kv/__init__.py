@@ -1,0 +1,136 @@
+"""The transactional key-value engine that the namespace is kept on: what every engine promises.
+
+The model is etcd's, cut down to what a namespace needs. One counter, the revision, grows by one
+with every transaction that changes something; a key remembers the revision that last put it
+(`mod_revision`), and that is the only thing a transaction can compare. Deleting a key that does
+not exist changes nothing.
+"""
+
+import errno
+import os
+from collections.abc import AsyncIterator, Sequence
+from typing import NamedTuple, Protocol
+
+__all__ = [
+    "Compacted",
+    "Conflict",
+    "Damaged",
+    "Delete",
+    "Engine",
+    "Event",
+    "KeyValue",
+    "NoSpace",
+    "Put",
+]
+
+
+class KeyValue(NamedTuple):
+    key: bytes
+    value: bytes
+    mod_revision: int
+
+
+class Put(NamedTuple):
+    key: bytes
+    value: bytes
+
+
+class Delete(NamedTuple):
+    key: bytes
+
+
+class Event(NamedTuple):
+    """What the transaction `revision` did to a key; value is None if it was deleted."""
+
+    revision: int
+    key: bytes
+    value: bytes | None
+
+
+class Conflict(Exception):
+    """A compare of a transaction did not hold, on `key`, so nothing was changed."""
+
+    def __init__(self, key: bytes) -> None:
+        super().__init__(f"key {key!r} has another revision than expected")
+        self.key = key
+
+
+class Compacted(Exception):
+    """Events this old are not kept: read the range again and watch from `revision` or later."""
+
+    def __init__(self, revision: int) -> None:
+        super().__init__(f"only events after revision {revision} are kept")
+        self.revision = revision
+
+
+class Damaged(Exception):
+    """The stored data cannot be trusted. The message names the file and what to do about it."""
+
+
+class NoSpace(OSError):
+    """ENOSPC: the transaction was not applied; the engine goes on working."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+
+class Engine(Protocol):
+    """An ordered map from bytes to bytes with compare-and-swap transactions.
+
+    Every method raises OSError when the storage fails, Damaged when it holds nonsense and
+    trio.ClosedResourceError after `close`.
+    """
+
+    @property
+    def revision(self) -> int:
+        """Revision of the newest transaction that is visible here."""
+        ...
+
+    async def get(self, key: bytes) -> KeyValue | None: ...
+
+    async def range(self, start: bytes, end: bytes, limit: int = 0) -> list[KeyValue]:
+        """Keys with start <= key < end in order, at most `limit` of them (0: all).
+
+        The next page starts at the last key + b"\\0".
+        """
+        ...
+
+    async def transact(
+        self,
+        compares: Sequence[tuple[bytes, int]],
+        operations: Sequence[Put | Delete],
+        *,
+        durable: bool = True,
+        urgent: bool = False,
+    ) -> int:
+        """Apply all operations if every compared key has the given mod_revision.
+
+        A mod_revision of 0 means that the key must not exist. A key may occur in one operation
+        only (ValueError). Returns the revision of the transaction, or the current one if nothing
+        changed.
+
+        durable=False: visible at once and in order, but it reaches the storage with the next
+        durable transaction or `flush`. A crash loses the newest of these only, each whole, and
+        nothing that came before a durable transaction.
+        urgent: on a full storage, use the space that is kept back for freeing some. Transactions
+        of nothing but deletes are always urgent.
+
+        Raises Conflict or NoSpace; either way nothing has changed.
+        """
+        ...
+
+    async def flush(self) -> None:
+        """Make every transaction so far durable. Raises NoSpace: all stay visible, try again."""
+        ...
+
+    def watch(self, start: bytes, end: bytes, from_revision: int) -> AsyncIterator[Event]:
+        """Every event with start <= key < end after `from_revision`, exactly once, by revision.
+
+        Ends when the engine is closed. Raises Compacted, here or from the iterator, when the
+        events are too old to be kept.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Flush and release the storage, even if flushing raises. Closing twice does nothing."""
+        ...

@@ -1,0 +1,159 @@
+"""The store node: extents and the namespace that names them, in one store directory.
+
+Embedded, it runs inside the mount's daemon. An extent is in one of three lives: working (allocated, no
+version names it), current (a file's newest version), retired (superseded or given up). A retired
+extent is freed once nothing pins it; working and retired extents do not survive a crash.
+"""
+
+import errno
+import fcntl
+import logging
+import os
+from types import TracebackType
+from typing import Self
+
+from .extents import ExtentStore
+from .kv.sqlite import SQLiteEngine
+from .namespace import Inode, Namespace
+
+log = logging.getLogger(__name__)
+
+
+class StoreInUse(OSError):
+    """Another daemon serves this store directory."""
+
+
+class StoreNode:
+    """One open store directory. Use as an async context manager.
+
+    Raises StoreInUse when another process has it open, kv.Damaged when its database cannot be read.
+    """
+
+    namespace: Namespace
+    extents: ExtentStore
+    engine: SQLiteEngine
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self.power_safe = False
+        self._lock_fd = -1
+        self._pins: dict[int, int] = {}
+        self._retired: set[int] = set()
+
+    async def __aenter__(self) -> Self:
+        os.makedirs(self.directory, mode=0o700, exist_ok=True)
+        self._lock_fd = self._acquire_lock()
+        try:
+            self.power_safe = not _in_memory(self.directory)
+            self.engine = SQLiteEngine(f"{self.directory}/kv.sqlite", power_safe=self.power_safe)
+            self.namespace = Namespace(self.engine)
+            self.extents = ExtentStore(f"{self.directory}/extents")
+            await self.namespace.load()
+            self._free_leftovers()
+        except BaseException:
+            os.close(self._lock_fd)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        for extent in self._retired:
+            self.extents.free(extent)
+        await self.engine.close()
+        self.extents.close()
+        os.close(self._lock_fd)
+
+    def _acquire_lock(self) -> int:
+        fd = os.open(f"{self.directory}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(fd)
+            raise StoreInUse(
+                errno.EBUSY, f"store is in use by another daemon (pid {owner})", self.directory
+            ) from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+        return fd
+
+    def _free_leftovers(self) -> None:
+        named = {inode.extent for inode in self.namespace.inodes.values()}
+        present = set(self.extents)
+        for extent in present - named:
+            self.extents.free(extent)
+        missing = named - present - {0}
+        for inode in self.namespace.inodes.values():
+            if inode.extent in missing:
+                log.error(
+                    "the content of inode %d (version %d) is missing from the store: %s",
+                    inode.ino, inode.version, self.extents.path(inode.extent),
+                )  # fmt: skip
+
+    # -- the life of an extent ---------------------------------------------------------------------
+
+    def pin(self, extent: int) -> None:
+        """Keep an extent although its file moves on to another version."""
+        if extent:
+            self._pins[extent] = self._pins.get(extent, 0) + 1
+
+    def unpin(self, extent: int) -> None:
+        if not extent:
+            return
+        left = self._pins[extent] - 1
+        if left:
+            self._pins[extent] = left
+            return
+        del self._pins[extent]
+        if extent in self._retired:
+            self._retired.remove(extent)
+            self.extents.free(extent)
+
+    def retire(self, extent: int) -> None:
+        """No version names this extent any more: free it as soon as nothing pins it."""
+        if not extent:
+            return
+        if extent in self._pins:
+            self._retired.add(extent)
+        else:
+            self.extents.free(extent)
+
+    async def publish(
+        self, ino: int, extent: int, status: os.stat_result, mtime_ns: int
+    ) -> Inode:
+        """Make `extent` the file's next version; `status` is its stat. Durable when it returns.
+
+        An empty extent is not kept: the version is recorded as empty. Raises OSError ENOSPC, and
+        the file keeps its present version.
+        """
+        size = status.st_size
+        if size and self.power_safe:
+            self.extents.sync(extent)
+        before = self.namespace.inode(ino).extent
+        kept = extent if size else 0
+        inode = await self.namespace.publish(
+            ino, kept, size, status.st_blocks, mtime_ns
+        )
+        self._retired.discard(kept)
+        if before != kept:
+            self.retire(before)
+        return inode
+
+    async def forget(self, inode: Inode) -> None:
+        """Drop an inode that has no name and no holder, and its content."""
+        await self.namespace.drop(inode.ino)
+        self.retire(inode.extent)
+
+
+def _in_memory(path: str) -> bool:
+    """Whether a directory lies on a filesystem that a power loss empties anyway."""
+    # st_dev names the mount in /proc/self/mountinfo; its type is the field after " - ".
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
+        for line in mounts:
+            fields, _, tail = line.partition(" - ")
+            if fields.split()[2] == wanted:
+                return tail.split()[0] in ("tmpfs", "ramfs")
+    return False

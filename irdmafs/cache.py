@@ -1,0 +1,494 @@
+"""Versions and working copies on this host: which node an open gets, and when bytes become a version.
+
+docs/design.md, "Which node an open gets" and "When a version is published", has the rules that this
+module carries out. Nothing here moves parameter bytes except copies before an in-place write and
+copies for fsync, both made inside the kernel.
+"""
+
+import errno
+import logging
+import os
+import time
+from typing import Protocol
+
+import trio
+
+from . import processes
+from .backend.extents import copy_contents
+from .backend.namespace import Inode, fail
+from .backend.node import StoreNode
+from .inline import detach
+from .nodes import Handle, Node, NodeTable, State
+
+log = logging.getLogger(__name__)
+
+# Larger copies are made in a thread, so that other requests are served meanwhile.
+_COPY_INLINE_MAX_BYTES = 1024 * 1024
+# Before 6.13 tmpfs stamps times with the timer tick (1-10 ms): a write may leave them as they were.
+_TIMESTAMP_GRAIN_NS = 20_000_000
+# The kernel repeats a lookup at once; a redirection older than this belongs to an open that died.
+_REDIRECT_MAX_AGE_S = 2.0
+
+
+class KernelCache(Protocol):
+    """What the session can make the kernel forget. Both return at once; the work may be done later."""
+
+    def invalidate_attributes(self, node: Node) -> None: ...
+    def expire_names(self, names: list[tuple[int, bytes]]) -> None: ...
+    def version_published(self, ino: int) -> None: ...
+    def drop_backing(self, node: Node) -> None:
+        """The node's extent changes or goes: let go of what passthrough holds of it."""
+
+
+class Cache:
+    """Opens, publishes and releases file contents. `passthrough`: the session can do it."""
+
+    def __init__(self, store: StoreNode, mountpoint: str, *, passthrough: bool) -> None:
+        self.store = store
+        self.mountpoint = mountpoint
+        self.passthrough = passthrough
+        self.kernel: KernelCache
+        self._inodes = store.namespace.inodes
+        self.nodes = NodeTable(self._inodes[1], self._dropped)
+        self._redirect_times: dict[tuple[int, int], float] = {}
+
+    # -- what stat shows -----------------------------------------------------------------------------
+
+    def content(self, node: Node, inode: Inode) -> tuple[int, int, int]:
+        """Size in bytes, 512-byte blocks and mtime (ns) of what the node stands for."""
+        if node.state is not State.SEALED and (node.working or not node.cached):
+            status = os.fstat(node.fd)
+            return status.st_size, status.st_blocks, status.st_mtime_ns
+        if node.version == inode.version or not node.opens:
+            return inode.size, inode.blocks, inode.mtime_ns
+        return node.size, node.blocks, node.mtime_ns
+
+    # -- which node -----------------------------------------------------------------------------------
+
+    def node_of(self, inode: Inode, pid: int) -> Node:
+        """The node a lookup of the inode's name by this process finds."""
+        ino = inode.ino
+        node = self.nodes.redirected.get((pid, ino))
+        if node is None:
+            node = self.nodes.live.get(ino) or self._sealed(inode)
+        return node
+
+    def _sealed(self, inode: Inode) -> Node:
+        node = self.nodes.sealed.get(inode.ino)
+        if node is None or node.version != inode.version:
+            node = self.nodes.add(inode)
+            self.nodes.sealed[inode.ino] = node
+        return node
+
+    def names_are_stable(self, ino: int) -> bool:
+        """Whether the kernel may keep the answer of a lookup: no one is to see another node."""
+        if ino in self.nodes.private:
+            return False
+        return not self._redirect_times or all(key[1] != ino for key in self._redirect_times)
+
+    def choose(self, inode: Inode, node: Node, flags: int, pid: int) -> Node:
+        """The node that an open arriving at `node` is to be served from. May begin a working copy.
+
+        Raises OSError ESTALE when that is another one: the kernel will look up and open again.
+        """
+        key = (pid, inode.ino)
+        expected = self.nodes.redirected.pop(key, None)
+        self._redirect_times.pop(key, None)
+        if expected is node:
+            return node
+        if expected is not None:
+            # Looking up again led here once more: a descriptor opened through /proc/self/fd or
+            # /dev/stdout, which has no name to look up. It shares what the descriptor has.
+            self._give_up(expected)
+            if node.opens and node.state is not State.SEALED and flags & os.O_TRUNC:
+                os.ftruncate(node.fd, 0)
+            if node.opens:
+                return node
+        chosen = self.choose_any(inode, node, flags)
+        if chosen is node:
+            return node
+        self.redirect(key, chosen)
+        raise fail(errno.ESTALE)
+
+    def choose_any(self, inode: Inode, node: Node, flags: int) -> Node:
+        """The node an open is to be served from; `node` is it, if it can be."""
+        ino = inode.ino
+        writing = flags & os.O_ACCMODE != os.O_RDONLY
+        idle = not node.opens and node.state is State.SEALED
+        if writing and flags & os.O_TRUNC:
+            chosen = node if idle else self.nodes.add(inode)
+            self.begin(chosen, State.PRIVATE)
+            return chosen
+        live = self.nodes.live.get(ino)
+        if live is not None:
+            return live
+        current = node.state is State.SEALED and node.version == inode.version
+        if not writing:
+            return node if current else self._sealed(inode)
+        chosen = node if idle and current else self.nodes.add(inode)
+        if inode.extent:
+            self._begin_in_place(chosen)
+        else:
+            self.begin(chosen, State.LIVE)
+        return chosen
+
+    def redirect(self, key: tuple[int, int], node: Node) -> None:
+        """Let the next lookup by this process (key: pid, inode) find `node`."""
+        now = time.monotonic()
+        for old, since in list(self._redirect_times.items()):
+            if now - since > _REDIRECT_MAX_AGE_S:
+                del self._redirect_times[old]
+                self._give_up(self.nodes.redirected.pop(old))
+        self.nodes.redirected[key] = node
+        self._redirect_times[key] = now
+        if self._inodes[node.ino].nlink > 1:
+            self.kernel.expire_names(list(self.store.namespace.names_of(node.ino)))
+
+    def _give_up(self, node: Node) -> None:
+        """A node was prepared for an open that did not come."""
+        if not node.opens and node.state is not State.SEALED:
+            self._seal(node)
+        self.nodes.drop_unused(node)
+
+    # -- working copies ---------------------------------------------------------------------------------
+
+    def begin(self, node: Node, state: State) -> None:
+        """Give the node an empty working copy. Raises OSError (ENOSPC, EMFILE)."""
+        extent, fd = self.store.extents.allocate()
+        self._let_go(node)
+        node.extent, node.fd, node.working = extent, fd, True
+        node.cached = not self.passthrough
+        node.dirty = True
+        node.stamp = None
+        self.store.pin(extent)
+        node.pinned = extent
+        if self.nodes.sealed.get(node.ino) is node:
+            del self.nodes.sealed[node.ino]
+        if state is State.PRIVATE:
+            self.nodes.add_private(node)
+        else:
+            node.state = state
+            self.nodes.live[node.ino] = node
+
+    def _begin_in_place(self, node: Node) -> None:
+        """Open the node for writing in place; its base is copied before the first write."""
+        fd = self.store.extents.open(node.extent)
+        self._let_go(node)
+        node.fd, node.working, node.cached, node.dirty = fd, False, True, False
+        self.store.pin(node.extent)
+        node.pinned = node.extent
+        if self.nodes.sealed.get(node.ino) is node:
+            del self.nodes.sealed[node.ino]
+        node.state = State.LIVE
+        self.nodes.live[node.ino] = node
+
+    def _let_go(self, node: Node) -> None:
+        """Close and unpin what the node holds of its present extent."""
+        self.kernel.drop_backing(node)
+        if node.fd >= 0:
+            os.close(node.fd)
+            node.fd = -1
+        if node.working:
+            self._retire_working(node)
+        self.store.unpin(node.pinned)
+        node.pinned = 0
+
+    def _retire_working(self, node: Node) -> None:
+        self.store.retire(node.extent)
+        node.working = False
+
+    async def make_writable(self, node: Node) -> None:
+        """Before a write through us (cached mode): copy what a version still names."""
+        if node.working:
+            return
+        if node.size > _COPY_INLINE_MAX_BYTES or node.lock is not None:
+            await detach()
+            async with self._locked(node):
+                if not node.working:
+                    await self._copy_before_write(node)
+        else:
+            await self._copy_before_write(node)
+
+    async def _copy_before_write(self, node: Node) -> None:
+        extent, fd = await self._copy(node.fd)
+        base = node.extent
+        os.close(node.fd)
+        self.store.pin(extent)
+        self.store.unpin(node.pinned)
+        node.extent, node.fd, node.working, node.pinned = extent, fd, True, extent
+        log.debug("%r: copied extent %x to %x before a write", node, base, extent)
+
+    async def _copy(self, source_fd: int) -> tuple[int, int]:
+        extent, fd = self.store.extents.allocate()
+        try:
+            if os.fstat(source_fd).st_size <= _COPY_INLINE_MAX_BYTES:
+                copy_contents(source_fd, fd)
+            else:
+                await trio.to_thread.run_sync(copy_contents, source_fd, fd)
+        except BaseException:
+            os.close(fd)
+            self.store.extents.free(extent)
+            raise
+        return extent, fd
+
+    def _locked(self, node: Node) -> trio.Lock:
+        if node.lock is None:
+            node.lock = trio.Lock()
+        return node.lock
+
+    # -- open and release ---------------------------------------------------------------------------------
+
+    def open(self, node: Node, flags: int, pid: int) -> Handle:
+        """Open a handle on the node that choose() or a creation decided on."""
+        if not node.opens and node.state is State.SEALED:
+            # An empty version has no extent, hence nothing to pass through to.
+            node.cached = not (self.passthrough and node.extent)
+            if node.cached and node.extent:
+                node.fd = self.store.extents.open(node.extent)
+            self.store.pin(node.extent)
+            node.pinned = node.extent
+        return self.nodes.open(node, flags, pid)
+
+    async def release(self, fh: int) -> None:
+        """The last descriptor of a handle is gone. Publishes what is not yet."""
+        handle = self.nodes.close(fh)
+        node = handle.node
+        if handle.writing and not node.writers and node.state is not State.SEALED:
+            try:
+                if (
+                    not handle.aborted
+                    and self._inodes[node.ino].nlink
+                    and self._changed(node, rdwr=_is_rdwr(handle))
+                ):
+                    await self._publish(node, writers_stay=False)
+            except OSError as error:
+                log.error("inode %d: its last changes could not be published: %s", node.ino, error)
+            self._seal(node)
+        if not node.opens:
+            await self._rest(node)
+
+    async def _rest(self, node: Node) -> None:
+        """Nothing has the node open any more."""
+        if node.fd >= 0:
+            os.close(node.fd)
+            node.fd = -1
+        self.store.unpin(node.pinned)
+        node.pinned = 0
+        inode = self._inodes[node.ino]
+        if node.version != inode.version or not node.extent:
+            self.kernel.drop_backing(node)
+        if inode.nlink == 0 and not self.nodes.in_use(node.ino):
+            await self.store.forget(inode)
+        self.nodes.drop_unused(node)
+
+    def _seal(self, node: Node) -> None:
+        """The last writer is gone: the node stands for a version again."""
+        inode = self._inodes[node.ino]
+        was_private = node.state is State.PRIVATE
+        if was_private:
+            self.nodes.remove_private(node, State.SEALED)
+        else:
+            node.state = State.SEALED
+            if self.nodes.live.get(node.ino) is node:
+                del self.nodes.live[node.ino]
+        if node.extent == inode.extent or (node.working and not inode.size and not _size(node)):
+            if node.working:
+                self._retire_working(node)
+            node.show(inode)
+            self.nodes.sealed[node.ino] = node
+        elif node.opens:
+            # Readers joined it; they keep what they have, and others look for the current version.
+            status = os.fstat(node.fd)
+            node.size, node.blocks = status.st_size, status.st_blocks
+            node.mtime_ns = status.st_mtime_ns
+            node.version = -1
+            if node.working:
+                self._retire_working(node)
+        else:
+            self._let_go(node)
+            node.show(inode)
+            self.nodes.sealed.setdefault(node.ino, node)
+            self.kernel.invalidate_attributes(node)
+
+    def _dropped(self, node: Node) -> None:
+        self.kernel.drop_backing(node)
+
+    # -- publishing -----------------------------------------------------------------------------------------
+
+    async def flush(self, handle: Handle, pid: int) -> None:
+        """close(2) of one descriptor. Returns when what was written is published."""
+        node = handle.node
+        if not handle.writing or node.state is State.SEALED or not self._inodes[node.ino].nlink:
+            return
+        if node.lock is not None and node.lock.locked():
+            await detach()
+            async with node.lock:
+                pass
+        handle.aborted = False
+        if node.state is State.PRIVATE:
+            if processes.killed_by_signal(pid):
+                handle.aborted = True
+                log.info("inode %d: pid %d died writing it; the version before stays", node.ino, pid)
+                return
+            if node.stamp is None and not _size(node) and self._held_elsewhere(pid, node.ino):
+                return
+        if not self._changed(node, rdwr=_is_rdwr(handle)):
+            return
+        stays = node.writers > 1
+        if stays and not node.cached:
+            await detach()
+            async with self._locked(node):
+                await self._publish(node, writers_stay=True)
+        else:
+            await self._publish(node, writers_stay=False)
+        if node.state is State.PRIVATE and _size(node):
+            self.nodes.remove_private(node, State.LIVE)
+            self.nodes.live[node.ino] = node
+
+    def _held_elsewhere(self, pid: int, ino: int) -> bool:
+        return processes.holds_descriptor(pid, ino, self.mountpoint)
+
+    async def fsync(self, handle: Handle) -> None:
+        """fsync(2): publish what is written so far; the descriptor stays open for more."""
+        node = handle.node
+        if node.state is State.SEALED or not self._changed(node, rdwr=_is_rdwr(handle)):
+            return
+        if node.cached:
+            await self._publish(node, writers_stay=False)
+        else:
+            await detach()
+            async with self._locked(node):
+                await self._publish(node, writers_stay=True)
+
+    async def publish_now(self, ino: int) -> None:
+        """Publish what is being written to an inode whose name is about to mean something new."""
+        for node in list(self.nodes.of(ino)):
+            if node.state is State.PRIVATE and _size(node) and self._changed(node, rdwr=False):
+                await self._publish(node, writers_stay=False)
+                self.nodes.remove_private(node, State.LIVE)
+                self.nodes.live[ino] = node
+                self.kernel.invalidate_attributes(node)
+
+    async def _publish(self, node: Node, *, writers_stay: bool) -> None:
+        status = published = os.fstat(node.fd)
+        extent = node.extent
+        if writers_stay and status.st_size:
+            extent, fd = await self._copy(node.fd)
+            published = os.fstat(fd)
+            os.close(fd)
+        try:
+            inode = await self.store.publish(node.ino, extent, published, status.st_mtime_ns)
+        except BaseException:
+            if extent != node.extent:
+                self.store.extents.free(extent)
+            raise
+        self.kernel.version_published(node.ino)
+        node.dirty = False
+        node.version = inode.version
+        node.size, node.blocks, node.mtime_ns = inode.size, inode.blocks, inode.mtime_ns
+        node.working = inode.extent != node.extent
+        node.stamp = _stamp(status)
+        node.settled = time.time_ns() - status.st_ctime_ns > _TIMESTAMP_GRAIN_NS
+
+    def _changed(self, node: Node, *, rdwr: bool) -> bool:
+        """Whether the node may hold bytes that its last published version does not."""
+        if node.cached or node.stamp is None:
+            return node.dirty
+        status = os.fstat(node.fd)
+        if _stamp(status) != node.stamp:
+            return True
+        # Stores through a mapping move no times; they matter when the version is a copy.
+        return node.working and status.st_size > 0 and (rdwr or not node.settled)
+
+    def set_mtime(self, node: Node, mtime_ns: int) -> None:
+        """utimensat(2): where the time is kept in the working copy, it is to be set there."""
+        if node.state is State.SEALED or not (node.working or not node.cached):
+            return
+        status = os.fstat(node.fd)
+        unchanged = _stamp(status) == node.stamp
+        os.utime(node.fd, ns=(status.st_atime_ns, mtime_ns))
+        if unchanged:
+            node.stamp = _stamp(os.fstat(node.fd))
+
+    # -- truncate -----------------------------------------------------------------------------------------
+
+    async def truncate(self, node: Node, size: int) -> None:
+        """ftruncate(2), and truncate(2) of a node that is being written."""
+        if node.cached:
+            await self.make_writable(node)
+        os.ftruncate(node.fd, size)
+        node.dirty = True
+
+    async def truncate_sealed(self, inode: Inode, node: Node, size: int, pid: int) -> None:
+        """truncate(2) by name: publish the shortened or extended content at once.
+
+        Raises OSError ESTALE when the name leads to another node from now on.
+        """
+        key = (pid, inode.ino)
+        expected = self.nodes.redirected.pop(key, None)
+        self._redirect_times.pop(key, None)
+        if expected is node and inode.size == size:
+            return
+        live = self.nodes.live.get(inode.ino)
+        if live is None and inode.size == size and node.version == inode.version:
+            return
+        if live is not None and live is not node:
+            self.redirect(key, live)
+            raise fail(errno.ESTALE)
+        target = node if not node.opens and node.state is State.SEALED else self.nodes.add(inode)
+        extent, fd = self.store.extents.allocate()
+        try:
+            if inode.extent and size:
+                with self.store.extents.opened(inode.extent) as source:
+                    if min(inode.size, size) > _COPY_INLINE_MAX_BYTES:
+                        await detach()
+                        await trio.to_thread.run_sync(copy_contents, source, fd, size)
+                    else:
+                        copy_contents(source, fd, size)
+            os.ftruncate(fd, size)
+            status = os.fstat(fd)
+            published = await self.store.publish(inode.ino, extent, status, status.st_mtime_ns)
+        except BaseException:
+            self.store.extents.free(extent)
+            raise
+        finally:
+            os.close(fd)
+        if not published.extent:
+            self.store.extents.free(extent)
+        self.kernel.version_published(inode.ino)
+        self.kernel.drop_backing(target)
+        target.show(published)
+        self.nodes.sealed[inode.ino] = target
+        if target is not node:
+            self.redirect(key, target)
+            raise fail(errno.ESTALE)
+
+    # -- reading and writing through us (cached mode) -------------------------------------------------------
+
+    def read(self, handle: Handle, offset: int, size: int) -> bytes:
+        fd = handle.node.fd
+        return os.pread(fd, size, offset) if fd >= 0 else b""
+
+    async def write(self, handle: Handle, offset: int, data: "memoryview | bytes") -> int:
+        node = handle.node
+        if not node.working:
+            data = bytes(data)  # the session reuses its buffer while we wait
+            await self.make_writable(node)
+        node.dirty = True
+        view = memoryview(data)
+        written = 0
+        while written < len(view):
+            written += os.pwrite(node.fd, view[written:], offset + written)
+        return written
+
+
+def _stamp(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _size(node: Node) -> int:
+    return os.fstat(node.fd).st_size if node.fd >= 0 else node.size
+
+
+def _is_rdwr(handle: Handle) -> bool:
+    return handle.flags & os.O_ACCMODE == os.O_RDWR

@@ -1,0 +1,277 @@
+"""The `irdmafs` command.
+
+Commands other than `mount` start without trio, pyfuse3 and numpy. Errors are one line on stderr
+and exit code 1; wrong usage is exit code 2.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+from typing import Any, get_args
+
+import click
+
+from . import __version__, background, mounting, status, stores
+from .config import MountConfig, MountError, SessionName, parse_mount_options, parse_size
+from .mount_users import users_of
+
+_DAEMON_EXIT_TIMEOUT_S = 60.0
+_LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def _say(text: str, err: bool = False) -> None:
+    click.echo(f"irdmafs: {status.printable(text)}", err=err)
+
+
+class _Failure(click.ClickException):
+    def show(self, file: Any = None) -> None:
+        _say(self.message, err=True)
+
+
+class _Group(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except MountError as error:
+            raise _Failure(str(error)) from error
+        except BrokenPipeError:
+            # The reader of our output went away, as `head` does.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            ctx.exit(1)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="irdmafs", message="%(prog)s %(version)s")
+def main() -> None:
+    """A parameter filesystem: mount a directory, and the files in it are published versions."""
+
+
+@main.command()
+@click.argument("directory", metavar="DIR", type=click.Path())
+@click.option("--store", metavar="STORE", type=click.Path(), help="Keep contents in this directory "
+              "(default: a private tmpfs, found again by the mountpoint's name).")  # fmt: skip
+@click.option("--size", metavar="SIZE", help="Limit of that tmpfs: 512M, 8G, 50%  [default: 80%]")
+@click.option("--session", type=click.Choice(get_args(SessionName)), default="auto",
+              show_default=True, help="How to talk to the kernel.")  # fmt: skip
+@click.option("-o", "options", metavar="OPT[,OPT...]", multiple=True, help="Mount options: ro, "
+              "allow_other, uid=, gid=, umask=, noexec, nonempty, fsname=, ...")  # fmt: skip
+@click.option("-f", "--foreground", is_flag=True, help="Stay; Ctrl-C unmounts.")
+@click.option("--log-level", type=click.Choice(_LOG_LEVELS), default="info", show_default=True)
+@click.option("--log-file", metavar="FILE", type=click.Path(), help="Default: irdmafs.log in the "
+              "store, or stderr in the foreground.")  # fmt: skip
+@click.option("-v", "--verbose", is_flag=True, help="Log every request (--log-level debug).")
+@click.pass_context
+def mount(
+    ctx: click.Context,
+    directory: str,
+    store: str | None,
+    size: str | None,
+    session: SessionName,
+    options: tuple[str, ...],
+    foreground: bool,
+    log_level: str,
+    log_file: str | None,
+    verbose: bool,
+) -> None:
+    """Mount a filesystem on DIR and return once it answers."""
+    mount_options = parse_mount_options(options)
+    size_bytes = None if size is None else parse_size(size)
+    mountpoint = mounting.prepare_mountpoint(directory, mount_options.nonempty)
+    if store is None:
+        chosen = stores.default_store(mountpoint, size_bytes)
+    else:
+        chosen = stores.explicit_store(store, mountpoint, size_bytes)
+    for warning in chosen.warnings:
+        _say(f"warning: {warning}", err=True)
+    config = MountConfig(
+        mountpoint=mountpoint,
+        store=chosen.path,
+        session=session,
+        options=mount_options,
+        size=size_bytes,
+        log_level="debug" if verbose else log_level,
+        log_file=None if log_file is None else os.path.abspath(log_file),
+        foreground=foreground,
+    )
+
+    def ready(text: str) -> None:
+        what, _, reason = text.partition("\n")
+        _say(f"{directory} mounted ({what}; store {chosen.path})")
+        if reason:
+            _say(reason)
+        sys.stdout.flush()
+
+    try:
+        if foreground:
+            background.run_here(config, ready)
+        else:
+            ready(background.start(config))
+    except background.DaemonFailedError:
+        raise
+    except MountError:
+        if chosen.created:
+            stores.discard_store(chosen.path)
+        raise
+    except KeyboardInterrupt:
+        ctx.exit(128 + signal.SIGINT)
+
+
+@main.command()
+@click.argument("directory", metavar="DIR", type=click.Path())
+@click.option("-l", "--lazy", is_flag=True, help="Detach now; it ends when nobody uses it.")
+@click.option("--discard", is_flag=True, help="Also throw away the store and all that is in it.")
+def umount(directory: str, lazy: bool, discard: bool) -> None:
+    """Unmount DIR and wait until its daemon has stored everything and ended."""
+    if lazy and discard:
+        raise click.UsageError("--discard cannot be used with --lazy: the store may be in use")
+    mountpoint = mounting.resolve(directory)
+    found = mounting.find_mount(mountpoint)
+    store = stores.default_store_path(mountpoint)
+    if found is None:
+        if not (discard and store):
+            raise MountError(f"{directory} is not mounted")
+        stores.discard_store(store)
+        return
+    if found.fstype != mounting.FSTYPE:
+        raise MountError(f"{directory} is a {found.fstype} mount, not one of irdmafs")
+    report = status.report(found)
+    if report.state == "stale":
+        mounting.heal(mountpoint)
+    else:
+        store = report.status.get("store", store)
+        _unmount(mountpoint, report.status.get("pid"), lazy)
+    if discard:
+        if store is None:
+            raise MountError(f"{directory} is unmounted, but where its store was is not known")
+        stores.discard_store(store)
+
+
+def _unmount(mountpoint: str, pid: int | None, lazy: bool) -> None:
+    # Taken before: once the daemon is gone its number may be another process's.
+    daemon = None if pid is None or lazy else _open_daemon(pid)
+    try:
+        mounting.unmount(mountpoint, lazy)
+        if daemon is not None:
+            poll = select.poll()
+            poll.register(daemon, select.POLLIN)
+            if not poll.poll(_DAEMON_EXIT_TIMEOUT_S * 1000):
+                raise MountError(
+                    f"{mountpoint} is unmounted, but process {pid} has not ended "
+                    f"after {_DAEMON_EXIT_TIMEOUT_S:g} s; see its log"
+                )
+    except mounting.MountBusyError:
+        raise MountError(f"{mountpoint} is busy{_describe_users(mountpoint)}") from None
+    finally:
+        if daemon is not None:
+            os.close(daemon)
+
+
+def _open_daemon(pid: int) -> int | None:
+    # A daemon in another PID namespace reports a number that means somebody else here.
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:
+        return None
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            if b"irdmafs" in file.read():
+                return descriptor
+    except OSError:
+        pass
+    os.close(descriptor)
+    return None
+
+
+def _describe_users(mountpoint: str) -> str:
+    users: list[str] = []
+    for user in users_of(mountpoint):
+        if len(users) == 5:
+            users.append("and others")
+            break
+        users.append(f"{user.pid} ({user.command}: {user.how} {user.path})")
+    if not users:
+        return "; see who uses it as root, or detach it with --lazy"
+    return f", used by {', '.join(users)}; end them or detach it with --lazy"
+
+
+@main.command("status")
+@click.argument("directory", metavar="[DIR]", type=click.Path(), required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def status_command(ctx: click.Context, directory: str | None, as_json: bool) -> None:
+    """Show one mount, or all of them and the stores that no mount uses."""
+    if directory is not None:
+        found = mounting.containing_mount(directory)
+        if found is None or found.fstype != mounting.FSTYPE:
+            raise MountError(f"{directory} is not on an irdmafs mount")
+        entry = status.report(found)
+        if as_json:
+            _print_json(entry.to_json())
+        else:
+            status.print_mount(entry)
+        ctx.exit(0 if entry.state == "ok" else 1)
+    reports = [status.report(found) for found in mounting.irdmafs_mounts()]
+    leftovers = stores.leftover_stores(entry.mount.mountpoint for entry in reports)
+    if as_json:
+        _print_json(
+            {
+                "mounts": [entry.to_json() for entry in reports],
+                "leftover_stores": [
+                    {"path": left.path, "mountpoint": left.mountpoint, "bytes": left.bytes_used}
+                    for left in leftovers
+                ],
+            }
+        )
+    else:
+        status.print_overview(reports, leftovers)
+    ctx.exit(1 if any(entry.state in ("stale", "hung") for entry in reports) else 0)
+
+
+@main.command()
+@click.argument("path", metavar="PATH", type=click.Path())
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def versions(path: str, as_json: bool) -> None:
+    """List the versions kept of the file PATH: the current one and those that are open."""
+    found = mounting.containing_mount(path)
+    if found is None or found.fstype != mounting.FSTYPE:
+        raise MountError(f"{path} is not on an irdmafs mount")
+    try:
+        data = status.read_versions(os.path.abspath(path))
+    except TimeoutError:
+        raise MountError(f"{found.mountpoint} does not answer") from None
+    except OSError as error:
+        raise MountError(f"cannot list the versions of {path}: {error.strerror}") from error
+    if as_json:
+        _print_json(data)
+    else:
+        status.print_versions(path, data)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def doctor(ctx: click.Context, as_json: bool) -> None:
+    """Say what this machine can do for irdmafs, and what would make it do better."""
+    from .doctor import examine
+
+    found = examine()
+    if as_json:
+        _print_json(found.to_json())
+    else:
+        status.print_checks(
+            (check.name, check.verdict, check.found, check.remedy) for check in found.checks
+        )
+        print(found.summary())
+    ctx.exit(0 if found.sessions else 1)
+
+
+def _print_json(value: object) -> None:
+    click.echo(status.printable(json.dumps(value, indent=2, ensure_ascii=True)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""Arrays on a mount, by name: a client that uses nothing but the mount's files.
+
+>>> from irdmafs import client
+>>> store = client.open("/mnt/params")
+>>> store.publish("layer0/weight", weight)          # a new version of layer0/weight.npy
+>>> store["layer0/weight"]                          # mapped: no copy, read-only
+>>> store.publish_state_dict(model.state_dict(), "model.safetensors")
+>>> store["model.safetensors/encoder.layer.0.weight"]
+>>> store.state_dict("model.safetensors")           # all its tensors, in one mapping
+
+**Names.** A name is components joined by "/". It means the array in the file ``NAME.npy``; or, if
+a component before the last ends in ``.safetensors``, the tensor of that file whose name is the
+rest; or the file ``NAME`` itself if it has the extended attributes ``user.irdmafs.dtype`` (such as
+``float32``, ``<f4`` or ``bfloat16``) and ``user.irdmafs.shape`` (such as ``[2, 3]``). A file that
+is empty has nothing published in it yet and counts as missing.
+
+**Versions.** Each lookup opens the version that is current then: there is nothing to refresh. An
+array keeps the version it was taken from for as long as it lives, whatever happens to the name.
+
+**Any directory works**, not only a mount. Publishing is then writing a file of another name and
+renaming it over the old one, so that readers keep what they have; files that other programs
+overwrite in place have no such protection there, as always with mapped files.
+
+**bfloat16 and 8-bit floats** are arrays of ml_dtypes where that package is installed, and
+otherwise ``uint16`` and ``uint8`` arrays of their bits. torch tensors of these types are published
+as what they are; ``torch.from_numpy(bits).view(torch.bfloat16)`` makes a tensor of the bits.
+"""
+
+from __future__ import annotations
+
+import os
+
+from ._errors import FormatError
+from ._store import Store
+
+__all__ = ["FormatError", "Store", "open"]
+
+
+def open(path: str | os.PathLike[str]) -> Store:
+    """The store in a directory. Raises FileNotFoundError and NotADirectoryError."""
+    return Store(path)

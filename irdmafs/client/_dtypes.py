@@ -1,0 +1,160 @@
+"""Element types: what files call them, what numpy calls them, and how values become arrays.
+
+numpy has no bfloat16 and no 8-bit floats; the package ml_dtypes adds them. Such *extension* types
+are arrays of that package where it can be imported, and otherwise unsigned integers of the same
+size that hold the bits: ``uint16`` for bfloat16, ``uint8`` for the 8-bit floats. On the way to a
+file they are always integers together with the extension's name, so that ml_dtypes arrays and
+torch tensors take one path.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+DType: TypeAlias = np.dtype[Any]
+
+# Where an array's memory is not yet what the file needs, this many bytes are converted at a time.
+COPY_BYTES = 64 << 20
+
+# Safetensors codes and the numpy types they mean; the format is little-endian.
+_CODES = {
+    "BOOL": "|b1",
+    "U8": "|u1",
+    "I8": "|i1",
+    "U16": "<u2",
+    "I16": "<i2",
+    "F16": "<f2",
+    "U32": "<u4",
+    "I32": "<i4",
+    "F32": "<f4",
+    "C64": "<c8",
+    "U64": "<u8",
+    "I64": "<i8",
+    "F64": "<f8",
+}
+# Safetensors codes and the names that ml_dtypes and torch give these types.
+_EXTENSION_CODES = {
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+_CODE_OF_DTYPE = {np.dtype(text): code for code, text in _CODES.items()}
+_CODE_OF_EXTENSION = {name: code for code, name in _EXTENSION_CODES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What goes into a file: an array, and the extension type whose bits it holds, if any."""
+
+    array: Array
+    extension: str | None = None
+
+    @property
+    def code(self) -> str | None:
+        """The safetensors code of the elements, None where that format has no such type."""
+        if self.extension is not None:
+            return _CODE_OF_EXTENSION[self.extension]
+        dtype = self.array.dtype
+        return _CODE_OF_DTYPE.get(dtype.newbyteorder("<")) if dtype.names is None else None
+
+
+def bits_of(extension: str) -> DType | None:
+    """The integer type that holds the bits of an extension type; None for an unknown name."""
+    if extension not in _CODE_OF_EXTENSION:
+        return None
+    return np.dtype("<u2" if extension == "bfloat16" else "|u1")
+
+
+@functools.cache
+def extension_dtype(extension: str) -> DType:
+    """The ml_dtypes type of that name, or the integer type of its bits without ml_dtypes.
+
+    Raises KeyError for an unknown name.
+    """
+    bits = bits_of(extension)
+    if bits is None:
+        raise KeyError(extension)
+    try:
+        found: DType = np.dtype(getattr(importlib.import_module("ml_dtypes"), extension))
+    except (ImportError, AttributeError):
+        return bits
+    return found
+
+
+def dtype_of_code(code: str) -> DType:
+    """The numpy type of a safetensors code. Raises KeyError for one that numpy cannot index,
+    such as the packed 4- and 6-bit floats."""
+    if code in _EXTENSION_CODES:
+        return extension_dtype(_EXTENSION_CODES[code])
+    return np.dtype(_CODES[code])
+
+
+def dtype_of_name(name: str) -> DType:
+    """The type that ``float32``, ``<f4`` or ``bfloat16`` names.
+
+    Raises whatever numpy raises for text that names no type (TypeError, ValueError, SyntaxError).
+    """
+    return np.dtype(name) if bits_of(name) is None else extension_dtype(name)
+
+
+def value_of(source: object) -> Value:
+    """The array in a numpy array, a torch tensor, anything with ``numpy()`` or ``__array__``, or
+    numbers in nested lists. Memory is shared with ``source`` where it can be.
+
+    Raises TypeError for what numpy can only hold as Python objects.
+    """
+    if type(source).__module__.partition(".")[0] == "torch":
+        return _value_of_tensor(source)
+    if not isinstance(source, np.ndarray) and callable(getattr(source, "numpy", None)):
+        source = source.numpy()  # type: ignore[attr-defined]
+    array = np.asarray(source)
+    if array.dtype.hasobject:
+        raise TypeError(f"an array of {array.dtype} holds Python objects, not numbers")
+    bits = bits_of(array.dtype.name)
+    return Value(array) if bits is None else Value(array.view(bits), array.dtype.name)
+
+
+def _value_of_tensor(tensor: Any) -> Value:
+    # The tensor's own module is loaded, or there would be no tensor: torch is never imported here.
+    torch = sys.modules["torch"]
+    extension = str(tensor.dtype).removeprefix("torch.")
+    bits = bits_of(extension)
+    if bits is None:
+        return Value(tensor.numpy(force=True))
+    integers = tensor.detach().view(torch.uint16 if bits.itemsize == 2 else torch.uint8)
+    return Value(integers.numpy(force=True), extension)
+
+
+def buffers(array: Array, dtype: DType) -> Iterator[memoryview]:
+    """The bytes of an array as ``dtype`` in C order: views of its memory where that is already
+    so, copies of COPY_BYTES at most where it is not."""
+    if array.nbytes == 0:
+        return
+    if array.dtype == dtype and array.flags.c_contiguous:
+        yield array.reshape(-1).view(np.uint8).data
+    elif array.nbytes <= COPY_BYTES or array.ndim == 0:
+        yield from buffers(np.ascontiguousarray(array, dtype), dtype)
+    elif (row_bytes := array.nbytes // len(array)) > COPY_BYTES:
+        for row in array:
+            yield from buffers(np.asarray(row), dtype)
+    else:
+        rows = COPY_BYTES // row_bytes
+        for first in range(0, len(array), rows):
+            yield from buffers(array[first : first + rows], dtype)
+
+
+def size_bytes(dtype: DType, shape: tuple[int, ...]) -> int:
+    """Bytes of an array, without the overflow that numpy's own arithmetic would have."""
+    return dtype.itemsize * math.prod(shape)

@@ -1,0 +1,226 @@
+"""Files as memory: mapping them to read, and writing arrays from where they lie."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import secrets
+import stat
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import numpy as np
+
+from ._dtypes import Array, DType, size_bytes
+from ._errors import FormatError
+
+_VERSION_XATTR = "user.irdmafs.version"
+_DISCARD_XATTR = "user.irdmafs.discard"
+_NO_XATTR = (errno.ENODATA, errno.EOPNOTSUPP)
+_IOV_MAX = 1024
+# Buffers are gathered up to this size before they are written; larger ones are written at once.
+_GATHER_BYTES = 64 << 20
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class Mapping:
+    """A whole file in memory, shared and read-only, for as long as an array of it lives.
+
+    mmap.mmap keeps a duplicate of the descriptor (until Python 3.13 always), and a model of some
+    thousand files would meet RLIMIT_NOFILE; a mapping of our own needs none. Arrays come from
+    numpy's array interface rather than from a writable buffer, so that setting
+    ``flags.writeable`` on one is refused instead of ending in a SIGSEGV.
+    """
+
+    def __init__(self, path: str, fd: int, size: int) -> None:
+        address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+        if address == _MAP_FAILED:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), path)
+        self.size = size
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (size,),
+            "data": (address, True),
+        }
+        # Not at exit: other exit handlers and daemon threads may still look at arrays.
+        weakref.finalize(self, _libc.munmap, address, size).atexit = False
+
+    @property
+    def bytes(self) -> Array:
+        """All of the file, as a read-only array of bytes that keeps the mapping."""
+        return np.asarray(self)
+
+
+def view(
+    path: str,
+    data: Array | None,
+    dtype: DType,
+    shape: tuple[int, ...],
+    offset: int,
+    order: Literal["C", "F"] = "C",
+) -> Array:
+    """The array at ``offset`` bytes into a file's mapped bytes; ``data`` may be None for an array
+    without elements. Raises FormatError for what numpy cannot represent."""
+    try:
+        if size_bytes(dtype, shape) == 0:
+            array: Array = np.ndarray(shape, dtype)
+            array.flags.writeable = False
+            return array
+        return np.ndarray(shape, dtype, data, offset, order=order)
+    except (ValueError, OverflowError, TypeError, MemoryError) as error:
+        defect = f"numpy cannot hold an array of {len(shape)} dimensions: {error}"
+        raise FormatError(path, defect) from None
+
+
+@contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Put the path into OSErrors of calls that know only a descriptor."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = path
+        raise
+
+
+@contextlib.contextmanager
+def open_to_read(path: str) -> Iterator[tuple[int, os.stat_result]]:
+    """The descriptor and status of a regular file; for anything else FileNotFoundError."""
+    with naming(path):
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except NotADirectoryError as error:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise FileNotFoundError(errno.ENOENT, "Not a regular file", path)
+            yield fd, status
+        finally:
+            os.close(fd)
+
+
+def read_at(fd: int, size: int, offset: int) -> bytes:
+    """``size`` bytes at ``offset``, fewer only at the end of the file. Headers are read, not
+    looked at through a mapping: a file that shrinks meanwhile is then an error, not a SIGBUS."""
+    data = os.pread(fd, size, offset)
+    while len(data) < size:
+        more = os.pread(fd, size - len(data), offset + len(data))
+        if not more:
+            break
+        data += more
+    return data
+
+
+def read_xattr(file: str | int, name: str) -> bytes | None:
+    """An extended attribute, None where there is none or the filesystem has no such thing."""
+    try:
+        return os.getxattr(file, name)
+    except OSError as error:
+        if error.errno in _NO_XATTR:
+            return None
+        raise
+
+
+def read_version(file: str | int) -> int | None:
+    """The version that a file of an irdmafs mount has; None on other filesystems."""
+    text = read_xattr(file, _VERSION_XATTR)
+    return None if text is None else int(text)
+
+
+def is_irdmafs(device: int) -> bool:
+    """Whether the mount whose files have this ``st_dev`` is one of irdmafs."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with open("/proc/self/mountinfo", errors="surrogateescape") as mounts:
+        for line in mounts:
+            mount, _, filesystem = line.partition(" - ")
+            if mount.split(" ", 3)[2] == number:
+                return filesystem.split(" ", 1)[0] == "fuse.irdmafs"
+    return False
+
+
+def replace_file(path: str, contents: Iterable[memoryview], *, versioned: bool) -> None:
+    """Make ``contents`` what ``path`` holds, whole or not at all, creating the file if need be.
+
+    ``versioned`` says that the file lies on irdmafs: there truncating begins a new version, which
+    closing publishes. Elsewhere a file of another name is written and renamed over it. Either way
+    whoever has the old content open or mapped keeps it. Raises OSError, with the path.
+    """
+    if versioned:
+        with naming(path):
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            try:
+                write_all(fd, contents)
+            except BaseException:
+                _discard(fd)
+                raise
+            os.close(fd)
+        return
+    temporary = os.path.join(os.path.dirname(path), f".{secrets.token_hex(8)}.tmp")
+    with naming(path):
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            try:
+                write_all(fd, contents)
+            finally:
+                os.close(fd)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+
+def _discard(fd: int) -> None:
+    # Closing publishes what was written so far, unless the mount is told to drop it.
+    try:
+        os.setxattr(fd, _DISCARD_XATTR, b"1")
+    except OSError:
+        pass
+    finally:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+def write_all(fd: int, contents: Iterable[memoryview]) -> None:
+    """Write buffers of bytes one after the other, each straight from its memory."""
+    batch: list[memoryview] = []
+    batch_bytes = 0
+    for buffer in contents:
+        batch.append(buffer)
+        batch_bytes += buffer.nbytes
+        if batch_bytes >= _GATHER_BYTES or len(batch) == _IOV_MAX:
+            _write_batch(fd, batch)
+            batch, batch_bytes = [], 0
+    _write_batch(fd, batch)
+
+
+def _write_batch(fd: int, batch: list[memoryview]) -> None:
+    # One call takes 2 GiB less a page at most, and may take less.
+    position = 0
+    while position < len(batch):
+        written = os.writev(fd, batch[position:])
+        if written == 0 and any(buffer.nbytes for buffer in batch[position:]):
+            raise OSError(errno.EIO, "The filesystem accepts no more bytes")
+        while position < len(batch) and written >= batch[position].nbytes:
+            written -= batch[position].nbytes
+            position += 1
+        if written:
+            batch[position] = batch[position][written:]

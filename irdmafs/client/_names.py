@@ -1,0 +1,82 @@
+"""Names of arrays, and the files they lie in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from enum import Enum
+
+from ._files import read_xattr
+
+NPY = ".npy"
+SAFETENSORS = ".safetensors"
+DTYPE_XATTR = "user.irdmafs.dtype"
+SHAPE_XATTR = "user.irdmafs.shape"
+
+
+class Kind(Enum):
+    """How a file holds arrays."""
+
+    NPY = "npy"
+    SAFETENSORS = "safetensors"
+    RAW = "raw"
+
+
+def check_name(name: str) -> list[str]:
+    """The components of a name. Raises ValueError for one that is no name of an array."""
+    parts = name.split("/")
+    if not name or "\0" in name or any(part in ("", ".", "..") for part in parts):
+        raise ValueError(
+            f"{name!r} is not a name: names are components joined by '/', "
+            "without empty ones, '.' and '..'"
+        )
+    return parts
+
+
+def split_name(name: str) -> tuple[str, str | None]:
+    """The file's name and, where the name lies inside a .safetensors file, the tensor's."""
+    parts = check_name(name)
+    for index, part in enumerate(parts[:-1], start=1):
+        if part.endswith(SAFETENSORS):
+            return "/".join(parts[:index]), "/".join(parts[index:])
+    return name, None
+
+
+def is_addressable(tensor: str) -> bool:
+    """Whether a tensor's own name can be part of a name."""
+    try:
+        check_name(tensor)
+    except ValueError:
+        return False
+    return True
+
+
+def walk(root: str, prefix: str) -> Iterator[tuple[str, Kind]]:
+    """Every file of arrays under ``root``/``prefix``: its path from there, and its kind; in no
+    particular order. Symbolic links to directories are not followed.
+
+    Raises OSError where a directory cannot be read; one that vanishes meanwhile is passed over.
+    """
+    try:
+        entries = os.scandir(os.path.join(root, prefix))
+    except FileNotFoundError:
+        return
+    with entries:
+        for entry in entries:
+            path = f"{prefix}/{entry.name}" if prefix else entry.name
+            if entry.is_dir(follow_symlinks=False):
+                if not entry.name.endswith(SAFETENSORS):
+                    yield from walk(root, path)
+            elif entry.is_file() and (kind := _kind(entry)) is not None:
+                yield path, kind
+
+
+def _kind(entry: os.DirEntry[str]) -> Kind | None:
+    try:
+        if entry.name.endswith((NPY, SAFETENSORS)):
+            if entry.stat().st_size == 0:
+                return None
+            return Kind.NPY if entry.name.endswith(NPY) else Kind.SAFETENSORS
+        return Kind.RAW if read_xattr(entry.path, DTYPE_XATTR) is not None else None
+    except FileNotFoundError:
+        return None

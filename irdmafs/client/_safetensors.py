@@ -1,0 +1,163 @@
+"""The .safetensors container: named arrays in one file.
+
+A file is a little-endian u64 (the length of the header), the header (JSON: name -> dtype, shape,
+data_offsets counted from the end of the header; ``__metadata__`` -> text), and the data. Arrays
+lie in C order, little-endian, without holes between them.
+https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+from ._dtypes import Array, DType, Value, buffers, dtype_of_code, size_bytes
+from ._errors import FormatError
+from ._files import view
+
+LENGTH_BYTES = 8
+# The limit of the reference implementation: what we write it must read.
+HEADER_MAX_BYTES = 100_000_000
+# numpy's own limit since 2.0.
+_NDIM_MAX = 64
+_ALIGN = 64
+_METADATA = "__metadata__"
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+_decode_header = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_entry = msgspec.json.Decoder(_Entry).decode
+_decode_metadata = msgspec.json.Decoder(dict[str, str] | None).decode
+
+
+class Tensor(NamedTuple):
+    """Where a tensor lies; ``offset`` in bytes from the beginning of the file."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file says it holds, checked against the file's size."""
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+    has_data: bool
+
+    def array(self, path: str, data: Array | None, name: str) -> Array:
+        """The tensor ``name`` in the file's mapped bytes. Raises KeyError and FormatError."""
+        tensor = self.tensors[name]
+        return view(path, data, tensor.dtype, tensor.shape, tensor.offset)
+
+
+def header_size(path: str, first: bytes, size: int) -> int:
+    """Bytes of JSON in a file of ``size`` bytes that begins with ``first``. Raises FormatError."""
+    if len(first) < LENGTH_BYTES:
+        raise FormatError(path, f"not a .safetensors file: it has only {len(first)} bytes")
+    (length,) = struct.unpack_from("<Q", first)
+    if LENGTH_BYTES + length > size:
+        raise FormatError(path, f"a header of {length} bytes is announced in {size} bytes of file")
+    if length > HEADER_MAX_BYTES:
+        raise FormatError(path, f"the header has {length} bytes, more than {HEADER_MAX_BYTES}")
+    return int(length)
+
+
+def parse_header(path: str, text: bytes, size: int) -> Header:
+    """Read a header and check it against the file's ``size`` in bytes. Raises FormatError."""
+    if text[:1] != b"{":
+        raise FormatError(path, "the header does not begin with {")
+    try:
+        fields = _decode_header(text)
+        metadata = _decode_metadata(fields.pop(_METADATA, msgspec.Raw(b"null"))) or {}
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(path, f"the header is not what it should be: {error}") from None
+    data_start = LENGTH_BYTES + len(text)
+    tensors = {}
+    ranges = []
+    for name, raw in fields.items():
+        dtype, shape, first, end = _parse_entry(path, name, raw)
+        tensors[name] = Tensor(dtype, shape, data_start + first)
+        ranges.append((first, end, name))
+    # As the reference implementation does: every byte of data belongs to exactly one tensor.
+    position = 0
+    for first, end, name in sorted(ranges):
+        if first != position:
+            defect = "overlaps another" if first < position else "leaves a hole before it"
+            raise FormatError(path, f"tensor {name!r} {defect}")
+        position = end
+    if data_start + position != size:
+        defect = f"the tensors take {position} bytes of data, {size - data_start} are there"
+        raise FormatError(path, defect)
+    return Header(tensors, metadata, position > 0)
+
+
+def _parse_entry(path: str, name: str, raw: msgspec.Raw) -> tuple[DType, tuple[int, ...], int, int]:
+    try:
+        entry = _decode_entry(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(path, f"tensor {name!r}: {error}") from None
+    try:
+        dtype = dtype_of_code(entry.dtype)
+    except KeyError:
+        raise FormatError(path, f"tensor {name!r} has the unknown dtype {entry.dtype!r}") from None
+    shape = tuple(entry.shape)
+    if len(shape) > _NDIM_MAX:
+        raise FormatError(path, f"tensor {name!r} has {len(shape)} dimensions")
+    first, end = entry.data_offsets
+    if any(length < 0 for length in shape) or first < 0:
+        raise FormatError(path, f"tensor {name!r} has a negative length or offset")
+    needed = size_bytes(dtype, shape)
+    if end - first != needed:
+        defect = f"tensor {name!r} takes {needed} bytes, its offsets span {end - first}"
+        raise FormatError(path, defect)
+    return dtype, shape, first, end
+
+
+def encode(values: Mapping[str, Value], metadata: Mapping[str, str] | None) -> Iterator[memoryview]:
+    """The contents of a file that holds ``values``; data begins at a multiple of 64 bytes, and
+    tensors of larger elements come first, so that every one is aligned to its element.
+
+    Raises TypeError and ValueError, before anything is yielded, for what the format cannot hold.
+    """
+    if metadata is not None and not all(
+        isinstance(text, str) for item in metadata.items() for text in item
+    ):
+        raise TypeError("metadata of a .safetensors file must be a mapping of str to str")
+    fields: dict[str, object] = {} if metadata is None else {_METADATA: dict(metadata)}
+    ordered: list[tuple[Array, DType]] = []
+    position = 0
+    for name, value in sorted(
+        values.items(), key=lambda item: (-item[1].array.dtype.itemsize, item[0])
+    ):
+        code = value.code
+        if name == _METADATA:
+            raise ValueError(f"a tensor cannot be named {_METADATA!r} in a .safetensors file")
+        if code is None:
+            raise TypeError(f"tensor {name!r}: .safetensors files cannot hold {value.array.dtype}")
+        dtype = value.array.dtype.newbyteorder("<")
+        end = position + value.array.nbytes
+        fields[name] = _Entry(code, list(value.array.shape), (position, end))
+        ordered.append((value.array, dtype))
+        position = end
+    text = msgspec.json.encode(fields)
+    text += b" " * (-(LENGTH_BYTES + len(text)) % _ALIGN)
+    if len(text) > HEADER_MAX_BYTES:
+        raise ValueError(f"the header takes {len(text)} bytes, more than {HEADER_MAX_BYTES}")
+    return _contents(struct.pack("<Q", len(text)) + text, ordered)
+
+
+def _contents(head: bytes, ordered: list[tuple[Array, DType]]) -> Iterator[memoryview]:
+    yield memoryview(head)
+    for array, dtype in ordered:
+        yield from buffers(array, dtype)

@@ -1,0 +1,384 @@
+"""The store: arrays by name."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, NamedTuple, Self
+
+from . import _files, _npy, _safetensors
+from ._dtypes import Array, Value, dtype_of_name, size_bytes, value_of
+from ._errors import FormatError
+from ._names import (
+    DTYPE_XATTR,
+    NPY,
+    SAFETENSORS,
+    SHAPE_XATTR,
+    Kind,
+    check_name,
+    is_addressable,
+    split_name,
+    walk,
+)
+
+# Headers kept parsed: what programs look into again and again is a few files of many tensors.
+_HEADERS_MAX = 64
+
+
+class _Parsed(NamedTuple):
+    """A .safetensors file as it was last seen. The mapping lives only as long as arrays of it."""
+
+    identity: tuple[int, int, int, int | None]
+    text: bytes
+    header: _safetensors.Header
+    mapping: weakref.ref[_files.Mapping] | None
+
+
+class Store(MutableMapping[str, Array]):
+    """The arrays in a directory, by name. See the package's documentation for what is a name.
+
+    Every lookup opens the version that is current at that moment; an array obtained earlier keeps
+    showing the version it was taken from. Lookups may be made from several threads. Lookups raise
+    KeyError for what is missing or still empty, ValueError for a name that is none, FormatError
+    for a damaged file; OSErrors pass through with the file's name in them.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.path.abspath(path)
+        if not stat.S_ISDIR(os.stat(self.path).st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, "Not a directory", self.path)
+        self._closed = False
+        self._parsed: OrderedDict[str, _Parsed] = OrderedDict()
+        self._parsed_lock = threading.Lock()
+        self._versioned_devices: dict[int, bool] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the use of the store; arrays obtained from it stay valid."""
+        self._closed = True
+        self._parsed.clear()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.path!r})"
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str]]:
+        return type(self), (self.path,)
+
+    # Mapping would compare contents, which for arrays has no truth value.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    @property
+    def versioned(self) -> bool:
+        """Whether the directory lies on an irdmafs mount, so that files have versions."""
+        return self._is_versioned(self._path(""))
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def __getitem__(self, name: str) -> Array:
+        """Map the array ``name``: read-only, without copying it."""
+        file, tensor = split_name(name)
+        try:
+            if tensor is not None:
+                return self._load_tensors(file, [tensor])[tensor]
+            try:
+                array = _npy.load(self._path(file + NPY))
+            except FileNotFoundError:
+                array = self._load_raw(file)
+        except (FileNotFoundError, KeyError):
+            raise KeyError(name) from None
+        if array is None:
+            raise KeyError(name)
+        return array
+
+    def state_dict(self, name: str = "") -> dict[str, Array]:
+        """The tensors of a .safetensors file by their own names, or every array under a directory
+        ("" is the whole store) by its name from there. Arrays of one file are of one version.
+
+        Raises KeyError where there is neither.
+        """
+        if not name:
+            return dict(self._load_tree(""))
+        check_name(name)
+        try:
+            if name.endswith(SAFETENSORS):
+                return self._load_tensors(name, None)
+            if not stat.S_ISDIR(os.stat(self._path(name)).st_mode):
+                raise KeyError(name)
+        except (FileNotFoundError, NotADirectoryError, KeyError):
+            raise KeyError(name) from None
+        return dict(self._load_tree(name))
+
+    def metadata(self, name: str) -> dict[str, str]:
+        """The text that a .safetensors file carries beside its tensors. Raises KeyError."""
+        check_name(name)
+        try:
+            with _files.open_to_read(self._path(name)) as (fd, status):
+                return dict(self._parse(self._path(name), fd, status).header.metadata)
+        except FileNotFoundError:
+            raise KeyError(name) from None
+
+    def version(self, name: str) -> int | None:
+        """The version of the file that holds the array ``name``, or of the file ``name``; None on
+        a filesystem other than irdmafs. Raises KeyError for a missing file."""
+        file, tensor = split_name(name)
+        for path in (self._path(file),) if tensor else (self._path(file + NPY), self._path(file)):
+            try:
+                if stat.S_ISREG(os.stat(path).st_mode):
+                    return _files.read_version(path)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+        raise KeyError(name)
+
+    def __contains__(self, name: object) -> bool:
+        if not isinstance(name, str):
+            return False
+        file, tensor = split_name(name)
+        try:
+            if tensor is not None:
+                with _files.open_to_read(self._path(file)) as (fd, status):
+                    return tensor in self._parse(self._path(file), fd, status).header.tensors
+            return self._file_of(file) is not None
+        except FileNotFoundError:
+            return False
+
+    def __iter__(self) -> Iterator[str]:
+        """Every name, sorted. Tensors whose own name cannot be part of a name (one with an empty
+        component, say) are left out; state_dict() has them."""
+        names = set()
+        for file, kind in walk(self._path(""), ""):
+            if kind is Kind.NPY:
+                names.add(file.removesuffix(NPY))
+            elif kind is Kind.RAW:
+                names.add(file)
+            else:
+                try:
+                    with _files.open_to_read(self._path(file)) as (fd, status):
+                        tensors = self._parse(self._path(file), fd, status).header.tensors
+                except FileNotFoundError:
+                    continue
+                names.update(f"{file}/{tensor}" for tensor in tensors if is_addressable(tensor))
+        return iter(sorted(names))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def publish(self, name: str, array: object) -> None:
+        """Make ``array`` the next version of ``name``, in the file ``name.npy``.
+
+        ``array`` is a numpy array, a torch tensor, or anything numpy makes an array of; its memory
+        is written as it lies. Directories are created. Readers see the version before, whole,
+        until this returns. Raises TypeError for an array of Python objects, ValueError for a name
+        inside a .safetensors file, and OSError (ENOSPC, EROFS), after which the version before is
+        still the current one.
+        """
+        file, tensor = split_name(name)
+        if tensor is not None:
+            raise ValueError(
+                f"{name!r} lies inside the file {file!r}, which is published as a whole: "
+                "use publish_state_dict"
+            )
+        self._replace(file + NPY, _npy.encode(value_of(array)))
+
+    def publish_state_dict(
+        self,
+        state: Mapping[str, object],
+        path: str = "model.safetensors",
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        """Make the arrays of ``state`` the next version of the .safetensors file ``path``.
+
+        Values are as for publish(); ``metadata`` is text by name, kept in the file. Raises
+        TypeError and ValueError for what the format cannot hold, and OSError as publish() does.
+        """
+        self._check_file(path)
+        values: dict[str, Value] = {}
+        for name, array in state.items():
+            if not isinstance(name, str):
+                raise TypeError(f"tensor names must be str, not {name!r}")
+            try:
+                values[name] = value_of(array)
+            except TypeError as error:
+                raise TypeError(f"tensor {name!r}: {error}") from None
+        self._replace(path, _safetensors.encode(values, metadata))
+
+    def publish_file(self, source: str | os.PathLike[str], path: str) -> None:
+        """Make the bytes of the file ``source`` the next version of the .npy or .safetensors file
+        ``path``. Raises OSError as publish() does."""
+        self._check_file(path, (SAFETENSORS, NPY))
+        with _files.open_to_read(os.fspath(source)) as (fd, status):
+            size = status.st_size
+            contents = [_files.Mapping(os.fspath(source), fd, size).bytes.data] if size else []
+        self._replace(path, contents)
+
+    def __setitem__(self, name: str, array: object) -> None:
+        self.publish(name, array)
+
+    def __delitem__(self, name: str) -> None:
+        """Remove the file that holds the array ``name``; arrays that show it keep it. Raises
+        ValueError for one tensor of a .safetensors file."""
+        file, tensor = split_name(name)
+        if tensor is not None:
+            raise ValueError(f"{name!r} cannot be removed from the file {file!r} it lies in")
+        path = self._file_of(file)
+        if path is None:
+            raise KeyError(name)
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            raise KeyError(name) from None
+
+    # -- files -----------------------------------------------------------------------------------
+
+    def _path(self, file: str) -> str:
+        if self._closed:
+            raise ValueError(f"the store of {self.path} is closed")
+        return os.path.join(self.path, file)
+
+    def _check_file(self, path: str, suffixes: tuple[str, ...] = (SAFETENSORS,)) -> None:
+        if split_name(path)[1] is not None or not path.endswith(suffixes):
+            raise ValueError(f"{path!r} does not name a file that ends in {' or '.join(suffixes)}")
+
+    def _is_versioned(self, directory: str) -> bool:
+        device = os.stat(directory).st_dev
+        known = self._versioned_devices.get(device)
+        if known is None:
+            known = self._versioned_devices[device] = _files.is_irdmafs(device)
+        return known
+
+    def _replace(self, file: str, contents: Iterable[memoryview]) -> None:
+        path = self._path(file)
+        directory = os.path.dirname(path)
+        try:
+            versioned = self._is_versioned(directory)
+        except FileNotFoundError:
+            os.makedirs(directory, exist_ok=True)
+            versioned = self._is_versioned(directory)
+        _files.replace_file(path, contents, versioned=versioned)
+
+    def _file_of(self, file: str) -> str | None:
+        """The path of the .npy or raw file that holds an array, None where there is none."""
+        path = self._path(file + NPY)
+        try:
+            status = os.stat(path)
+            if stat.S_ISREG(status.st_mode) and status.st_size:
+                return path
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        path = self._path(file)
+        try:
+            raw = (
+                stat.S_ISREG(os.stat(path).st_mode)
+                and _files.read_xattr(path, DTYPE_XATTR) is not None
+                and not path.endswith((NPY, SAFETENSORS))
+            )
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return path if raw else None
+
+    def _load_raw(self, file: str) -> Array | None:
+        """Map a file of bare bytes whose attributes tell type and shape; None without them."""
+        path = self._path(file)
+        with _files.open_to_read(path) as (fd, status):
+            size = status.st_size
+            dtype_text = _files.read_xattr(fd, DTYPE_XATTR)
+            if dtype_text is None or path.endswith((NPY, SAFETENSORS)):
+                return None
+            shape_text = _files.read_xattr(fd, SHAPE_XATTR)
+            try:
+                dtype = dtype_of_name(dtype_text.decode("ascii"))
+            except Exception:
+                # numpy raises almost anything for text that only looks like a type.
+                raise FormatError(path, f"{DTYPE_XATTR} names no type: {dtype_text!r}") from None
+            if dtype.hasobject:
+                raise FormatError(path, f"{DTYPE_XATTR} names Python objects: {dtype_text!r}")
+            shape = _parse_shape(path, shape_text)
+            if size_bytes(dtype, shape) != size:
+                defect = (
+                    f"its attributes announce {size_bytes(dtype, shape)} bytes, {size} are there"
+                )
+                raise FormatError(path, defect)
+            data = _files.Mapping(path, fd, size).bytes if size else None
+        return _files.view(path, data, dtype, shape, 0)
+
+    def _load_tree(self, prefix: str) -> Iterator[tuple[str, Array]]:
+        for file, kind in sorted(walk(self._path(""), prefix), key=lambda item: item[0]):
+            name = file.removeprefix(f"{prefix}/") if prefix else file
+            try:
+                if kind is Kind.SAFETENSORS:
+                    for tensor, array in self._load_tensors(file, None).items():
+                        yield f"{name}/{tensor}", array
+                else:
+                    yield name.removesuffix(NPY), self[file.removesuffix(NPY)]
+            except (FileNotFoundError, KeyError):
+                # Removed since the directory was read.
+                continue
+
+    def _load_tensors(self, file: str, names: Iterable[str] | None) -> dict[str, Array]:
+        """Map tensors (None: all) of a .safetensors file. Raises FileNotFoundError, KeyError."""
+        path = self._path(file)
+        with _files.open_to_read(path) as (fd, status):
+            parsed = self._parse(path, fd, status)
+            mapping = parsed.mapping() if parsed.mapping is not None else None
+            if mapping is None and parsed.header.has_data:
+                mapping = _files.Mapping(path, fd, status.st_size)
+                self._keep(path, parsed._replace(mapping=weakref.ref(mapping)))
+        header = parsed.header
+        data = None if mapping is None else mapping.bytes
+        wanted = header.tensors if names is None else names
+        return {name: header.array(path, data, name) for name in wanted}
+
+    def _parse(self, path: str, fd: int, status: os.stat_result) -> _Parsed:
+        """The header of an open .safetensors file, with the mapping other arrays of it have.
+
+        A mapping is shared when it is of the same version; elsewhere than on irdmafs of the same
+        inode, which cannot be another file's as long as the mapping lives. What the header says
+        is compared, not trusted to be the same.
+        """
+        size = status.st_size
+        if size == 0:
+            raise FileNotFoundError(
+                errno.ENOENT, "The file is empty: nothing was published yet", path
+            )
+        start = _safetensors.LENGTH_BYTES
+        length = _safetensors.header_size(path, _files.read_at(fd, start, 0), size)
+        text = _files.read_at(fd, length, start)
+        if len(text) != length:
+            raise FormatError(path, "the header is cut off")
+        identity = (status.st_dev, status.st_ino, size, _files.read_version(fd))
+        known = self._parsed.get(path)
+        if known is not None and known.identity == identity and known.text == text:
+            return known
+        parsed = _Parsed(identity, text, _safetensors.parse_header(path, text, size), None)
+        self._keep(path, parsed)
+        return parsed
+
+    def _keep(self, path: str, parsed: _Parsed) -> None:
+        with self._parsed_lock:
+            self._parsed[path] = parsed
+            self._parsed.move_to_end(path)
+            while len(self._parsed) > _HEADERS_MAX:
+                self._parsed.popitem(last=False)
+
+
+def _parse_shape(path: str, text: bytes | None) -> tuple[int, ...]:
+    try:
+        shape: Any = json.loads(text or b"")
+    except (ValueError, RecursionError):
+        shape = None
+    if not isinstance(shape, list) or not all(type(item) is int and item >= 0 for item in shape):
+        raise FormatError(path, f"{SHAPE_XATTR} is not a list of lengths: {text!r}")
+    return tuple(shape)

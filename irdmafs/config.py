@@ -1,0 +1,190 @@
+"""What a mount is asked to be: options, sizes, and the configuration the daemon is given."""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+SessionName = Literal["auto", "kernel", "pyfuse3"]
+
+
+class MountError(Exception):
+    """Something about a mount cannot be done; the text is one line for the person who asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class MountOptions:
+    """The options of ``-o``. ``uid``, ``gid`` and ``umask`` are overrides: None shows what is
+    stored. Sizes are in bytes; None leaves them to the session."""
+
+    read_only: bool = False
+    allow_other: bool = False
+    default_permissions: bool = True
+    uid: int | None = None
+    gid: int | None = None
+    umask: int | None = None
+    dev: bool = False
+    suid: bool = False
+    exec: bool = True
+    noatime: bool = False
+    relatime: bool = False
+    sync: bool = False
+    dirsync: bool = False
+    nonempty: bool = False
+    fsname: str = "irdmafs"
+    max_read: int | None = None
+    max_write: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MountConfig:
+    """One mount, with every default filled in. ``mountpoint`` and ``store`` are absolute paths
+    without symlinks; ``size`` is the store's limit in bytes, None where none was asked for."""
+
+    mountpoint: str
+    store: str
+    session: SessionName = "auto"
+    options: MountOptions = field(default_factory=MountOptions)
+    size: int | None = None
+    log_level: str = "info"
+    log_file: str | None = None
+    foreground: bool = False
+
+
+_FLAGS: dict[str, dict[str, bool]] = {
+    "ro": {"read_only": True},
+    "rw": {"read_only": False},
+    "allow_other": {"allow_other": True},
+    "default_permissions": {"default_permissions": True},
+    "dev": {"dev": True},
+    "nodev": {"dev": False},
+    "suid": {"suid": True},
+    "nosuid": {"suid": False},
+    "exec": {"exec": True},
+    "noexec": {"exec": False},
+    "atime": {"noatime": False},
+    "noatime": {"noatime": True},
+    "relatime": {"relatime": True},
+    "sync": {"sync": True},
+    "async": {"sync": False},
+    "dirsync": {"dirsync": True},
+    "nonempty": {"nonempty": True},
+}
+
+# What fstab and systemd say to each other, not to a filesystem.
+_IGNORED = frozenset(
+    {"_netdev", "auto", "defaults", "group", "noauto", "nofail", "nouser", "owner", "user", "users"}
+)
+_IGNORED_PREFIXES = ("x-", "comment=")
+
+
+def _parse_user(text: str) -> int:
+    return int(text) if text.isascii() and text.isdigit() else pwd.getpwnam(text).pw_uid
+
+
+def _parse_group(text: str) -> int:
+    return int(text) if text.isascii() and text.isdigit() else grp.getgrnam(text).gr_gid
+
+
+def _parse_umask(text: str) -> int:
+    mask = int(text, 8)
+    if not 0 <= mask <= 0o777:
+        raise ValueError(text)
+    return mask
+
+
+def _parse_request_size(text: str) -> int:
+    size = parse_size(text)
+    if not 4096 <= size <= 1 << 30:
+        raise ValueError(text)
+    return size
+
+
+def _parse_name(text: str) -> str:
+    if not text or "\0" in text:
+        raise ValueError(text)
+    return text
+
+
+_VALUES: dict[str, tuple[Callable[[str], Any], str]] = {
+    "uid": (_parse_user, "a user id or name"),
+    "gid": (_parse_group, "a group id or name"),
+    "umask": (_parse_umask, "an octal mask such as 022"),
+    "fsname": (_parse_name, "a name"),
+    "max_read": (_parse_request_size, "a size from 4K to 1G"),
+    "max_write": (_parse_request_size, "a size from 4K to 1G"),
+}
+
+
+def parse_mount_options(arguments: Iterable[str]) -> MountOptions:
+    """Read ``-o`` arguments, each a comma-separated list; of contradicting options the last wins.
+
+    Raises MountError for an unknown option or a value that makes no sense.
+    """
+    changes: dict[str, Any] = {}
+    for option in (part.strip() for argument in arguments for part in argument.split(",")):
+        name, equals, value = option.partition("=")
+        if not option or option in _IGNORED or option.startswith(_IGNORED_PREFIXES):
+            continue
+        if not equals and name in _FLAGS:
+            changes.update(_FLAGS[name])
+        elif equals and name in _VALUES:
+            parse, expected = _VALUES[name]
+            try:
+                changes[name] = parse(value)
+            except (ValueError, KeyError, MountError):
+                raise MountError(f"-o {option}: {name} takes {expected}") from None
+        elif name in _VALUES:
+            raise MountError(f"-o {name} needs a value: {name}={_VALUES[name][1]}")
+        elif equals and name in _FLAGS:
+            raise MountError(f"-o {option}: {name} takes no value")
+        elif name == "allow_root":
+            raise MountError(
+                "-o allow_root is not supported; use allow_other (permissions are still checked)"
+            )
+        else:
+            known = ", ".join(sorted([*_FLAGS, *(f"{key}=" for key in _VALUES)]))
+            raise MountError(f"unknown mount option {name!r}; known are: {known}")
+    return replace(MountOptions(), **changes)
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(%|(?:([KMGT])(?:iB)?|B)?)", re.IGNORECASE | re.ASCII)
+
+
+def parse_size(text: str) -> int:
+    """Bytes meant by "4096", "64M", "8GiB" (powers of 1024) or "50%" (of the machine's memory).
+
+    Raises MountError for anything else, and for nothing at all.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise MountError(f"{text!r} is not a size; write it like 512M, 8G, 8GiB or 50%")
+    number, unit, prefix = match.groups()
+    if unit == "%":
+        if float(number) > 100:
+            raise MountError(f"{text!r} is more memory than this machine has")
+        size = int(memory_limit() * float(number) / 100)
+    else:
+        size = int(float(number) * 1024 ** (" KMGT".index(prefix.upper()) if prefix else 0))
+    if size <= 0:
+        raise MountError(f"{text!r} is not a size: it must be more than nothing")
+    if size >= 1 << 63:
+        raise MountError(f"{text!r} is larger than any file system can be")
+    return size
+
+
+def memory_limit() -> int:
+    """Bytes of memory that this process may count on: the machine's, or its control group's."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path) as file:
+                total = min(total, int(file.read()))
+        except (OSError, ValueError):
+            continue
+    return total

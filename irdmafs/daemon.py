@@ -1,0 +1,204 @@
+"""One mounted filesystem from start to end: store, session, signals."""
+
+import errno
+import logging
+import os
+import platform
+import resource
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import trio
+
+from . import mounting
+from ._version import __version__
+from .backend.kv import Damaged
+from .backend.node import StoreInUse, StoreNode
+from .cache import Cache
+from .config import MountConfig, MountError
+from .operations import Operations
+from .session.kernel import KernelSession, ProtocolError
+from .session.portable import PortableSession
+
+log = logging.getLogger(__name__)
+
+_WANTED_OPEN_FILES = 1_048_576
+_LOW_SPACE_SHARE = 0.05
+
+
+async def serve(config: MountConfig, ready: Callable[[str], None]) -> None:
+    """Mount, and serve until the filesystem is unmounted or a signal says so.
+
+    `ready` is called once the mount answers, with the session's name and, on a second line, why it
+    is not the faster one. Raises MountError with one line for whoever mounts.
+    """
+    _raise_open_files_limit()
+    try:
+        async with StoreNode(config.store) as store:
+            await _Daemon(config, store).run(ready)
+    except StoreInUse as error:
+        raise MountError(f"{config.store}: {error.strerror}") from error
+    except Damaged as error:
+        raise MountError(str(error)) from error
+    except OSError as error:
+        raise MountError(f"{error.filename or config.store}: {error.strerror}") from error
+
+
+class _Daemon:
+    def __init__(self, config: MountConfig, store: StoreNode) -> None:
+        self._config = config
+        self._store = store
+        self._started = time.monotonic()
+        self._reason = ""
+        self._session: KernelSession | PortableSession
+        self._cache: Cache
+        self._operations: Operations
+
+    async def run(self, ready: Callable[[str], None]) -> None:
+        await self._mount()
+        config = self._config
+        log.info("mounted %s: %s session, store %s", config.mountpoint, self._session.name, config.store)
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._stop_on_signal)
+                nursery.start_soon(self._announce, ready)
+                await self._session.run()
+                nursery.cancel_scope.cancel()
+        finally:
+            self._unmount()
+            self._session.close()
+            log.info("unmounted %s", config.mountpoint)
+
+    # -- mounting ----------------------------------------------------------------------------------------
+
+    async def _mount(self) -> None:
+        wanted = self._config.session
+        if wanted in ("auto", "kernel"):
+            try:
+                self._session = await self._mount_kernel()
+                return
+            except (ProtocolError, OSError, MountError) as error:
+                text = getattr(error, "strerror", None) or str(error)
+                if wanted == "kernel":
+                    raise MountError(f"no kernel session: {text}") from error
+                self._reason = f"no passthrough: {text}"
+                log.warning("taking the pyfuse3 session; %s", self._reason)
+        self._session = self._mount_portable()
+
+    async def _mount_kernel(self) -> KernelSession:
+        if not mounting.can_mount():
+            raise MountError("passthrough needs CAP_SYS_ADMIN (root)")
+        fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+        session = KernelSession(fd)
+        try:
+            mounting.mount_fuse(fd, self._config.mountpoint, self._config.options)
+            try:
+                # INIT is the first message, and the kernel has sent it when mount(2) returns.
+                session.handshake()
+            except BaseException:
+                mounting.unmount(self._config.mountpoint, lazy=True)
+                raise
+        except BaseException:
+            session.close()
+            raise
+        session.attach(self._assemble(session, passthrough=True))
+        return session
+
+    def _mount_portable(self) -> PortableSession:
+        session = PortableSession()
+        operations = self._assemble(session, passthrough=False)
+        options = mounting.libfuse_options(self._config.options)
+        try:
+            session.mount(operations, self._config.mountpoint, options)
+        except RuntimeError as error:
+            raise MountError(
+                f"cannot mount on {self._config.mountpoint}: libfuse refused ({error}); "
+                "see `irdmafs doctor`"
+            ) from error
+        return session
+
+    def _assemble(
+        self, session: KernelSession | PortableSession, *, passthrough: bool
+    ) -> Operations:
+        self._cache = Cache(self._store, self._config.mountpoint, passthrough=passthrough)
+        self._cache.kernel = session
+        self._operations = Operations(
+            self._store, self._cache, self._config.options, self.status
+        )
+        return self._operations
+
+    async def _announce(self, ready: Callable[[str], None]) -> None:
+        """Say ready when the mount answers a stat that really comes through the kernel."""
+        await trio.to_thread.run_sync(os.stat, self._config.mountpoint, abandon_on_cancel=True)
+        ready("\n".join(filter(None, (self._session.name, self._reason))))
+
+    # -- ending ------------------------------------------------------------------------------------------
+
+    async def _stop_on_signal(self) -> None:
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
+            async for number in signals:
+                log.info("%s: unmounting", signal.Signals(number).name)
+                self._session.stop()
+
+    def _unmount(self) -> None:
+        """Leave no stale mountpoint, whoever began the end."""
+        found = mounting.find_mount(self._config.mountpoint)
+        if found is None or not self._is_ours(found):
+            return
+        try:
+            mounting.unmount(self._config.mountpoint, lazy=True)
+        except MountError as error:
+            log.error("%s", error)
+
+    def _is_ours(self, found: mounting.Mount) -> bool:
+        return found.fstype == mounting.FSTYPE
+
+    # -- status ------------------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        below = self._store.extents.statvfs()
+        free, total = below.f_bavail * below.f_frsize, below.f_blocks * below.f_frsize
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        warnings = [self._reason] if self._reason else []
+        if free < total * _LOW_SPACE_SHARE:
+            warnings.append(f"the store is nearly full: {free >> 20} MiB of {total >> 20} MiB free")
+        if not isinstance(self._session, KernelSession):
+            warnings.append("locks are kept by version: two versions of a file lock separately")
+        return {
+            "version": __version__,
+            "pid": os.getpid(),
+            "mountpoint": self._config.mountpoint,
+            "store": self._config.store,
+            "session": self._session.name,
+            "session_reason": self._reason,
+            "passthrough": isinstance(self._session, KernelSession),
+            "kernel": platform.release(),
+            "uptime_s": round(time.monotonic() - self._started, 3),
+            **self._operations.count(),
+            "store_free_bytes": free,
+            "store_total_bytes": total,
+            "daemon_rss_bytes": _resident_bytes(),
+            "open_files_limit": soft,
+            "requests": self._session.requests,
+            "errors": self._session.errors,
+            "warnings": warnings,
+        }
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def _raise_open_files_limit() -> None:
+    """Each file being written is a descriptor of ours."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for wanted in (max(hard, _WANTED_OPEN_FILES), hard):
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, max(wanted, hard)))
+            return
+        except (OSError, ValueError):
+            continue
+    log.warning("the limit of open files stays at %d (%s)", soft, os.strerror(errno.EPERM))

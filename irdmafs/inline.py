@@ -1,0 +1,69 @@
+"""Run a coroutine without a task until it really has to wait.
+
+Most requests are answered from memory and never wait, but a trio task costs more than answering them.
+So the kernel session starts each request's coroutine itself. A coroutine that is about to wait calls
+`await detach()` first; at that point the session moves it into a task of its own. Under any other
+runner (pyfuse3, a test) detach() does nothing.
+"""
+
+from collections.abc import Coroutine, Generator
+from types import coroutine
+from typing import Any, Final, TypeVar
+
+T = TypeVar("T")
+
+_DETACH: Final = object()
+_inline = False
+
+
+class Detached(Exception):
+    """Raised by run(): the coroutine has to wait; go on with resume() in a task."""
+
+
+@coroutine
+def detach() -> Generator[object, None, None]:
+    """To be awaited before the first await that may wait."""
+    if _inline:
+        yield _DETACH
+
+
+def run(coro: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end, from synchronous code. Raises Detached when it called detach()."""
+    global _inline
+    _inline = True
+    try:
+        yielded = coro.send(None)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    finally:
+        _inline = False
+    if yielded is not _DETACH:
+        raise RuntimeError(f"{coro!r} waited without detach()")
+    raise Detached
+
+
+@coroutine
+def resume(coro: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
+    """Await this in a task to run a detached coroutine to its end."""
+    step = lambda: coro.send(None)  # noqa: E731
+    while True:
+        try:
+            yielded = step()
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+        try:
+            sent = yield yielded
+        except BaseException as error:  # cancellation, too, belongs to the coroutine
+            step = _thrower(coro, error)
+        else:
+            step = _sender(coro, sent)
+
+
+def _sender(coro: Coroutine[Any, Any, T], value: Any) -> Any:
+    return lambda: coro.send(value)
+
+
+def _thrower(coro: Coroutine[Any, Any, T], error: BaseException) -> Any:
+    return lambda: coro.throw(error)

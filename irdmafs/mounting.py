@@ -1,0 +1,400 @@
+"""Mount tables, mounting and unmounting, stale mountpoints.
+
+A mount whose daemon hangs makes every call that reaches it hang, beyond the reach of signals. So
+nothing here touches a mounted filesystem in this process: questions to one go through
+`ask_mount`, a child that can be left behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+from .config import MountError, MountOptions
+
+FSTYPE = "fuse.irdmafs"
+STATUS_XATTR = "user.irdmafs.status"
+VERSIONS_XATTR = "user.irdmafs.versions"
+
+MS_RDONLY = 0x1
+MS_NOSUID = 0x2
+MS_NODEV = 0x4
+MS_NOEXEC = 0x8
+MS_SYNCHRONOUS = 0x10
+MS_REMOUNT = 0x20
+MS_DIRSYNC = 0x80
+MS_NOATIME = 0x400
+MS_RELATIME = 0x200000
+MNT_DETACH = 0x2
+UMOUNT_NOFOLLOW = 0x8
+
+CAP_SYS_ADMIN = 21
+
+_STALE_ERRNOS = frozenset({errno.ENOTCONN, errno.ECONNABORTED})
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class MountBusyError(MountError):
+    """The mount is in use and was left as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One line of /proc/self/mountinfo (proc(5)). ``device`` is "major:minor"."""
+
+    mount_id: int
+    parent_id: int
+    device: str
+    root: str
+    mountpoint: str
+    options: str
+    fstype: str
+    source: str
+    super_options: str
+
+
+def unescape(field: bytes) -> str:
+    """A path as the kernel writes it in tables of /proc, where blanks are octal escapes."""
+    return os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), field))
+
+
+def parse_mountinfo(text: bytes) -> list[Mount]:
+    """The mounts in the order of the table: of several on one mountpoint the last is on top."""
+    mounts = []
+    for line in text.splitlines():
+        before, _, after = line.partition(b" - ")
+        fields, tail = before.split(b" "), after.split(b" ")
+        if len(fields) < 6 or len(tail) < 3:
+            continue
+        device, root, mountpoint, options = map(unescape, fields[2:6])
+        fstype, source, super_options = map(unescape, tail[:3])
+        mounts.append(
+            Mount(
+                mount_id=int(fields[0]),
+                parent_id=int(fields[1]),
+                device=device,
+                root=root,
+                mountpoint=mountpoint,
+                options=options,
+                fstype=fstype,
+                source=source,
+                super_options=super_options,
+            )
+        )
+    return mounts
+
+
+def mounts() -> list[Mount]:
+    """Every mount that this process can see."""
+    with open("/proc/self/mountinfo", "rb") as file:
+        return parse_mountinfo(file.read())
+
+
+def irdmafs_mounts() -> list[Mount]:
+    return [mount for mount in mounts() if mount.fstype == FSTYPE]
+
+
+def is_under(path: str, directory: str) -> bool:
+    """Whether `path` is `directory` or lies below it; both absolute, neither is touched."""
+    return path == directory or path.startswith(directory.rstrip("/") + "/")
+
+
+def resolve(path: str) -> str:
+    """The absolute path without symlinks, found without touching what is mounted on it."""
+    path = os.path.abspath(path)
+    for _ in range(40):
+        parent, name = os.path.split(path)
+        path = os.path.join(os.path.realpath(parent), name) if name else parent
+        if any(mount.mountpoint == path for mount in mounts()):
+            return path
+        try:
+            path = os.path.join(os.path.dirname(path), os.readlink(path))
+        except OSError:
+            return path
+        path = os.path.abspath(path)
+    return path
+
+
+def find_mount(path: str) -> Mount | None:
+    """The topmost mount on exactly this path."""
+    path = resolve(path)
+    return next((mount for mount in reversed(mounts()) if mount.mountpoint == path), None)
+
+
+def containing_mount(path: str) -> Mount | None:
+    """The topmost mount that holds this path."""
+    # A path inside a mount is not resolved: that would ask the mount.
+    path = os.path.abspath(path)
+    inside = [mount for mount in mounts() if is_under(path, mount.mountpoint)]
+    best = max(inside, key=lambda mount: len(mount.mountpoint), default=None)
+    if best is None or best.fstype != FSTYPE:
+        path = resolve(path)
+        inside = [mount for mount in mounts() if is_under(path, mount.mountpoint)]
+    longest = max((len(mount.mountpoint) for mount in inside), default=0)
+    return next((m for m in reversed(inside) if len(m.mountpoint) == longest), None)
+
+
+_ASK = """
+import os, sys
+path, name = os.fsencode(sys.argv[1]), sys.argv[2]
+try:
+    answer = os.getxattr(path, name) if name else bool(os.statvfs(path)) * b""
+    sys.stdout.buffer.write(b"+" + answer)
+except OSError as error:
+    sys.stdout.write(f"-{error.errno}")
+"""
+
+
+def ask_mount(path: str, xattr: str = "", timeout_s: float = 5.0) -> bytes:
+    """The value of an extended attribute (or, without one, b"" once statfs answered).
+
+    Raises the filesystem's OSError, and TimeoutError when there is no answer in time.
+    """
+    child = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _ASK, path, xattr],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+    )
+    try:
+        answer = child.communicate(timeout=timeout_s)[0]
+    except subprocess.TimeoutExpired:
+        child.kill()
+        try:
+            child.communicate(timeout=0.5)
+        except subprocess.TimeoutExpired:
+            # It waits in the kernel for the mount and ends with it; init will collect it.
+            assert child.stdout is not None
+            child.stdout.close()
+            child.returncode = -9
+        raise TimeoutError(errno.ETIMEDOUT, f"no answer in {timeout_s:g} s", path) from None
+    if answer.startswith(b"+"):
+        return answer[1:]
+    code = int(answer[1:]) if answer.startswith(b"-") else errno.EIO
+    raise OSError(code, os.strerror(code), path)
+
+
+MountState = Literal["ok", "stale", "hung", "denied"]
+
+
+def mount_state(path: str, timeout_s: float = 5.0) -> MountState:
+    """Whether a mount answers. "denied" is one that only its own user may look into."""
+    try:
+        ask_mount(path, timeout_s=timeout_s)
+    except TimeoutError:
+        return "hung"
+    except OSError as error:
+        if error.errno in _STALE_ERRNOS:
+            return "stale"
+        if error.errno in (errno.EACCES, errno.EPERM):
+            return "denied"
+        raise
+    return "ok"
+
+
+def is_stale(path: str) -> bool:
+    """Whether the daemon behind this mountpoint is gone while the mount is still there."""
+    # statfs, not stat: stat may be answered from attributes that the kernel still holds.
+    try:
+        return mount_state(path) == "stale"
+    except OSError:
+        return False
+
+
+def heal(path: str) -> None:
+    """Take away a stale irdmafs mount. Raises MountError where it is not one."""
+    mount = find_mount(path)
+    if mount is None:
+        raise MountError(f"{path} is not a mountpoint")
+    if mount.fstype != FSTYPE:
+        raise MountError(
+            f"{path} is a {mount.fstype} mount, not one of irdmafs; "
+            f"if it is stale, remove it with: umount -l {path}"
+        )
+    if not is_stale(path):
+        raise MountError(f"{path} is mounted and not stale")
+    unmount(path, lazy=True)
+
+
+def has_capability(capability: int) -> bool:
+    """Whether this process has a capability (a number of capabilities(7)) in effect."""
+    with open("/proc/self/status") as file:
+        for line in file:
+            if line.startswith("CapEff:"):
+                return bool(int(line.split()[1], 16) >> capability & 1)
+    return False
+
+
+def can_mount() -> bool:
+    """Whether mount(2) is allowed to this process (a sandbox may still refuse it)."""
+    return has_capability(CAP_SYS_ADMIN)
+
+
+def mount_filesystem(source: str, target: str, fstype: str, flags: int, data: str) -> None:
+    """mount(2). Raises OSError."""
+    result = _libc.mount(
+        os.fsencode(source),
+        os.fsencode(target),
+        fstype.encode(),
+        ctypes.c_ulong(flags),
+        os.fsencode(data),
+    )
+    if result != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), target)
+
+
+def unmount_filesystem(target: str, flags: int = 0) -> None:
+    """umount2(2), which never follows a symlink here. Raises OSError."""
+    if _libc.umount2(os.fsencode(target), flags | UMOUNT_NOFOLLOW) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), target)
+
+
+def mount_flags(options: MountOptions) -> int:
+    """The MS_* flags of mount(2) that these options stand for."""
+    flags = 0
+    for wanted, flag in (
+        (options.read_only, MS_RDONLY),
+        (not options.suid, MS_NOSUID),
+        (not options.dev, MS_NODEV),
+        (not options.exec, MS_NOEXEC),
+        (options.sync, MS_SYNCHRONOUS),
+        (options.dirsync, MS_DIRSYNC),
+        (options.noatime, MS_NOATIME),
+        (options.relatime, MS_RELATIME),
+    ):
+        if wanted:
+            flags |= flag
+    return flags
+
+
+def mount_fuse(fd: int, mountpoint: str, options: MountOptions, fsname: str | None = None) -> None:
+    """Mount the /dev/fuse descriptor `fd`; the kernel then sends INIT to it. Raises MountError."""
+    data = [f"fd={fd}", "rootmode=40000", f"user_id={os.geteuid()}", f"group_id={os.getegid()}"]
+    if options.default_permissions:
+        data.append("default_permissions")
+    if options.allow_other:
+        data.append("allow_other")
+    if options.max_read is not None:
+        data.append(f"max_read={options.max_read}")
+    source = options.fsname if fsname is None else fsname
+    try:
+        mount_filesystem(source, mountpoint, FSTYPE, mount_flags(options), ",".join(data))
+    except OSError as error:
+        hint = ""
+        if error.errno == errno.EPERM:
+            hint = " (mounting needs CAP_SYS_ADMIN, and no sandbox that forbids it)"
+        elif error.errno == errno.ENODEV:
+            hint = " (this kernel has no FUSE: modprobe fuse)"
+        raise MountError(f"cannot mount on {mountpoint}: {error.strerror}{hint}") from error
+
+
+def libfuse_options(options: MountOptions) -> set[str]:
+    """The same options for libfuse, as `pyfuse3.init` takes them."""
+    words = {f"fsname={options.fsname}", f"subtype={FSTYPE.removeprefix('fuse.')}"}
+    for wanted, word in (
+        (options.default_permissions, "default_permissions"),
+        (options.allow_other, "allow_other"),
+        (options.read_only, "ro"),
+        (options.suid, "suid"),
+        (options.dev, "dev"),
+        (not options.exec, "noexec"),
+        (options.sync, "sync"),
+        (options.dirsync, "dirsync"),
+        (options.noatime, "noatime"),
+        (options.max_read is not None, f"max_read={options.max_read}"),
+    ):
+        if wanted:
+            words.add(word)
+    return words
+
+
+def fusermount() -> str | None:
+    """The setuid helper of libfuse through which unprivileged users mount and unmount."""
+    return shutil.which("fusermount3") or shutil.which("fusermount")
+
+
+def unmount(path: str, lazy: bool = False) -> None:
+    """Unmount; `lazy` detaches it now and ends it when its last user lets go.
+
+    Raises MountBusyError when it is in use, MountError for any other reason.
+    """
+    if can_mount():
+        try:
+            unmount_filesystem(path, MNT_DETACH if lazy else 0)
+        except OSError as error:
+            if error.errno == errno.EBUSY:
+                raise MountBusyError(f"{path} is busy") from error
+            if error.errno == errno.EINVAL:
+                raise MountError(f"{path} is not a mountpoint") from error
+            raise MountError(f"cannot unmount {path}: {error.strerror}") from error
+        return
+    helper = fusermount()
+    if helper is None:
+        raise MountError(f"cannot unmount {path}: fusermount3 is missing; install fuse3")
+    command = [helper, "-u", *(["-z"] if lazy else []), "--", path]
+    result = subprocess.run(command, capture_output=True, text=True, errors="replace", cwd="/")
+    if result.returncode != 0:
+        reason = result.stderr.strip().splitlines()[-1:] or [f"{helper} failed"]
+        if "busy" in reason[0].lower():
+            raise MountBusyError(f"{path} is busy")
+        raise MountError(f"cannot unmount {path}: {reason[0]}")
+
+
+def prepare_mountpoint(path: str, nonempty: bool = False) -> str:
+    """The real path of a directory that can be mounted on; a stale mount of ours is taken away.
+
+    Raises MountError saying what is wrong with it and what to do.
+    """
+    real = resolve(path)
+    mount = find_mount(real)
+    while mount is not None and (state := mount_state(real)) != "ok":
+        if state == "stale":
+            heal(real)
+            mount = find_mount(real)
+        elif state == "hung":
+            raise MountError(
+                f"{path} is a {mount.fstype} mount that does not answer; "
+                f"detach it with: irdmafs umount --lazy {path}"
+            )
+        else:
+            raise MountError(f"{path} is already mounted ({mount.fstype}) by another user")
+    if mount is not None and mount.fstype == FSTYPE:
+        raise MountError(
+            f"{path} is already mounted{_served_by(real)}; unmount it with: irdmafs umount {path}"
+        )
+    try:
+        mode = os.stat(real).st_mode
+        if not stat.S_ISDIR(mode):
+            raise MountError(f"{path} is not a directory")
+        with os.scandir(real) as entries:
+            empty = next(entries, None) is None
+    except FileNotFoundError:
+        raise MountError(f"{path} does not exist; create it with: mkdir -p {path}") from None
+    except OSError as error:
+        raise MountError(f"cannot use {path}: {error.strerror}") from error
+    if not empty and not nonempty:
+        raise MountError(f"{path} is not empty; mounting would hide what is in it (-o nonempty)")
+    if not can_mount() and not os.access(real, os.W_OK):
+        raise MountError(f"cannot mount on {path}: you may not write to it")
+    return real
+
+
+def _served_by(mountpoint: str) -> str:
+    match = None
+    try:
+        match = re.search(rb'"pid": ?(\d+)', ask_mount(mountpoint, STATUS_XATTR))
+    except OSError:
+        pass
+    return f" (served by process {int(match[1])})" if match else ""

@@ -1,0 +1,625 @@
+"""The POSIX operations of a mount, as a pyfuse3.Operations object that both sessions run.
+
+Names and attributes are answered from the namespace's replica; contents are the cache's business.
+Methods raise OSError. Those of the kernel session that pyfuse3 has no name for (fallocate, lseek,
+copy_file_range, locks, tmpfile) are ordinary methods here.
+"""
+
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import stat
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import pyfuse3
+
+from .backend.namespace import ROOT_INO, Inode, Namespace, fail
+from .backend.node import StoreNode
+from .cache import Cache
+from .config import MountOptions
+from .inline import detach
+from .locks import FlockTable, Lock, LockTable
+from .nodes import Handle, Node, State
+
+# Only this mount changes the tree, and it tells the kernel; so the kernel may believe what it knows.
+VALID_FOREVER_S = 86400.0
+
+XATTR_STATUS = b"user.irdmafs.status"
+XATTR_VERSION = b"user.irdmafs.version"
+XATTR_VERSIONS = b"user.irdmafs.versions"
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+class Caller(Protocol):
+    """Who made a request; pyfuse3's RequestContext is one."""
+
+    @property
+    def uid(self) -> int: ...
+    @property
+    def gid(self) -> int: ...
+    @property
+    def pid(self) -> int: ...
+
+
+class Fields(Protocol):
+    """Which attributes a setattr changes; pyfuse3's SetattrFields is one."""
+
+    @property
+    def update_mode(self) -> bool: ...
+    @property
+    def update_uid(self) -> bool: ...
+    @property
+    def update_gid(self) -> bool: ...
+    @property
+    def update_size(self) -> bool: ...
+    @property
+    def update_atime(self) -> bool: ...
+    @property
+    def update_mtime(self) -> bool: ...
+
+
+class Attributes(pyfuse3.EntryAttributes):
+    """`st_ino` is the node id, which pyfuse3 hands to the kernel; `ino` is what stat(2) shows."""
+
+    ino: int
+
+
+class OpenInfo(pyfuse3.FileInfo):
+    """The answer to an open; the kernel session passes `node` through when `passthrough`."""
+
+    node: Node
+    passthrough: bool
+    noflush: bool
+
+
+class Operations(pyfuse3.Operations):
+    """One mounted filesystem."""
+
+    supports_dot_lookup = True
+    enable_writeback_cache = False
+
+    def __init__(
+        self,
+        store: StoreNode,
+        cache: Cache,
+        options: MountOptions,
+        status: Callable[[], dict[str, Any]],
+    ) -> None:
+        super().__init__()
+        self._store = store
+        self._namespace: Namespace = store.namespace
+        self._cache = cache
+        self._nodes = cache.nodes
+        self._inodes = store.namespace.inodes
+        self._status = status
+        self.extents = store.extents
+        self._options = options
+        self._umask = options.umask or 0
+        self.posix_locks = LockTable()
+        self.flocks = FlockTable()
+        self._lockers: dict[int, set[tuple[int, int]]] = {}
+        self.readdir_reply: Callable[[Any, bytes, Attributes, int], bool] = pyfuse3.readdir_reply
+
+    # -- helpers -------------------------------------------------------------------------------------
+
+    def _inode(self, node_id: int) -> Inode:
+        node = self._nodes.by_id.get(node_id)
+        inode = self._inodes.get(node.ino) if node is not None else None
+        if inode is None:
+            raise fail(errno.ESTALE)
+        return inode
+
+    def _node(self, node_id: int) -> tuple[Node, Inode]:
+        node = self._nodes.by_id.get(node_id)
+        inode = self._inodes.get(node.ino) if node is not None else None
+        if node is None or inode is None:
+            raise fail(errno.ESTALE)
+        return node, inode
+
+    def _attributes(self, node: Node, inode: Inode) -> Attributes:
+        entry = Attributes()
+        mode = inode.mode
+        entry.ino = inode.ino
+        entry.st_ino = node.id
+        if mode & 0o170000 == stat.S_IFREG:
+            size, blocks, mtime_ns = self._cache.content(node, inode)
+            entry.st_size, entry.st_blocks, entry.st_mtime_ns = size, blocks, mtime_ns
+        else:
+            entry.st_size = inode.size
+            entry.st_mtime_ns = inode.mtime_ns
+        options = self._options
+        entry.st_mode = mode & ~self._umask
+        entry.st_nlink = inode.nlink
+        entry.st_uid = inode.uid if options.uid is None else options.uid
+        entry.st_gid = inode.gid if options.gid is None else options.gid
+        entry.st_rdev = inode.rdev
+        entry.st_atime_ns = inode.atime_ns
+        entry.st_ctime_ns = inode.ctime_ns
+        entry.entry_timeout = entry.attr_timeout = VALID_FOREVER_S
+        return entry
+
+    def _entry(self, inode: Inode, pid: int) -> Attributes:
+        """What a lookup answers; the kernel then holds one more reference to the node."""
+        node = self._cache.node_of(inode, pid)
+        node.lookups += 1
+        entry = self._attributes(node, inode)
+        if not self._cache.names_are_stable(inode.ino):
+            entry.entry_timeout = 0
+        return entry
+
+    def _refresh_other_nodes(self, node: Node | None, ino: int) -> None:
+        """An inode's attributes changed through one node: the kernel may hold them for others."""
+        for other in self._nodes.of(ino):
+            if other is not node:
+                self._cache.kernel.invalidate_attributes(other)
+
+    # -- names -----------------------------------------------------------------------------------------
+
+    async def lookup(
+        self, parent_inode: int, name: bytes, ctx: Caller
+    ) -> Attributes:
+        inode = self._namespace.lookup(self._inode(parent_inode).ino, name)
+        if inode is None:
+            missing = Attributes()
+            missing.ino = missing.st_ino = 0
+            missing.entry_timeout = VALID_FOREVER_S
+            return missing
+        return self._entry(inode, ctx.pid)
+
+    async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
+        for node_id, lookups in inode_list:
+            self._nodes.forget(node_id, lookups)
+
+    async def _make(
+        self, parent: int, name: bytes, mode: int, ctx: Caller, **what: Any
+    ) -> Attributes:
+        directory = self._inode(parent)
+        inode = await self._namespace.create(
+            directory.ino, name, mode, ctx.uid, ctx.gid, **what
+        )
+        return self._entry(inode, ctx.pid)
+
+    async def mknod(
+        self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: Caller
+    ) -> Attributes:
+        return await self._make(parent_inode, name, mode, ctx, rdev=rdev, version=1)
+
+    async def mkdir(
+        self, parent_inode: int, name: bytes, mode: int, ctx: Caller
+    ) -> Attributes:
+        mode = mode & ~stat.S_IFMT(mode) | stat.S_IFDIR
+        return await self._make(parent_inode, name, mode, ctx)
+
+    async def symlink(
+        self, parent_inode: int, name: bytes, target: bytes, ctx: Caller
+    ) -> Attributes:
+        if len(target) >= 4096:
+            raise fail(errno.ENAMETOOLONG)
+        return await self._make(parent_inode, name, stat.S_IFLNK | 0o777, ctx, target=target)
+
+    async def link(
+        self, inode: int, new_parent_inode: int, new_name: bytes, ctx: Caller
+    ) -> Attributes:
+        node, _ = self._node(inode)
+        directory = self._inode(new_parent_inode)
+        await self._cache.publish_now(node.ino)
+        linked = await self._namespace.link(node.ino, directory.ino, new_name)
+        self._refresh_other_nodes(node, node.ino)
+        node.lookups += 1
+        return self._attributes(node, linked)
+
+    async def unlink(self, parent_inode: int, name: bytes, ctx: Caller) -> None:
+        parent = self._inode(parent_inode).ino
+        found = self._namespace.lookup(parent, name)
+        in_use = found is not None and self._nodes.in_use(found.ino)
+        await self._unnamed(await self._namespace.unlink(parent, name, in_use=in_use), in_use)
+
+    async def rmdir(self, parent_inode: int, name: bytes, ctx: Caller) -> None:
+        parent = self._inode(parent_inode).ino
+        found = self._namespace.lookup(parent, name)
+        in_use = found is not None and self._nodes.in_use(found.ino)
+        await self._namespace.rmdir(parent, name, in_use=in_use)
+
+    async def _unnamed(self, inode: Inode, in_use: bool) -> None:
+        """An inode lost a name."""
+        if inode.nlink:
+            self._refresh_other_nodes(None, inode.ino)
+        elif not in_use:
+            self._store.retire(inode.extent)
+
+    async def rename(
+        self,
+        parent_inode_old: int,
+        name_old: bytes,
+        parent_inode_new: int,
+        name_new: bytes,
+        flags: int,
+        ctx: Caller,
+    ) -> None:
+        old, new = self._inode(parent_inode_old).ino, self._inode(parent_inode_new).ino
+        moved = self._namespace.lookup(old, name_old)
+        if moved is not None and moved.ino in self._nodes.private:
+            await self._cache.publish_now(moved.ino)
+        if len(name_new) > 255:
+            raise fail(errno.ENAMETOOLONG)
+        replaced = self._namespace.lookup(new, name_new)
+        in_use = replaced is not None and self._nodes.in_use(replaced.ino)
+        unnamed = await self._namespace.rename(
+            old, name_old, new, name_new, flags, in_use=in_use
+        )
+        if unnamed is not None:
+            await self._unnamed(unnamed, in_use)
+
+    async def readlink(self, inode: int, ctx: Caller) -> bytes:
+        return self._inode(inode).target
+
+    # -- attributes ------------------------------------------------------------------------------------
+
+    async def getattr(self, inode: int, ctx: Caller) -> Attributes:
+        node, found = self._node(inode)
+        return self._attributes(node, found)
+
+    async def setattr(
+        self,
+        inode: int,
+        attr: pyfuse3.EntryAttributes,
+        fields: Fields,
+        fh: int | None,
+        ctx: Caller,
+    ) -> Attributes:
+        node, found = self._node(inode)
+        if fields.update_size:
+            await self._truncate(node, found, attr.st_size, fh, ctx)
+        changes: dict[str, int] = {}
+        if fields.update_mode:
+            changes["mode"] = attr.st_mode
+        if fields.update_uid:
+            changes["uid"] = attr.st_uid
+        if fields.update_gid:
+            changes["gid"] = attr.st_gid
+        if fields.update_atime:
+            changes["atime_ns"] = attr.st_atime_ns
+        if fields.update_mtime:
+            changes["mtime_ns"] = attr.st_mtime_ns
+            self._cache.set_mtime(node, attr.st_mtime_ns)
+        if changes:
+            await self._namespace.set_attributes(node.ino, **changes)
+            self._refresh_other_nodes(node, node.ino)
+        return self._attributes(node, self._inodes[node.ino])
+
+    async def _truncate(
+        self, node: Node, inode: Inode, size: int, fh: int | None, ctx: Caller
+    ) -> None:
+        if size < 0 or size > 2**63 - 1:
+            raise fail(errno.EINVAL)
+        handle = self._nodes.handles.get(fh) if fh is not None else None
+        if handle is not None and handle.writing and node.state is not State.SEALED:
+            await self._cache.truncate(node, size)
+        elif node.state is State.LIVE:
+            await self._cache.truncate(node, size)
+        else:
+            await self._cache.truncate_sealed(inode, node, size, ctx.pid)
+
+    async def setxattr(
+        self, inode: int, name: bytes, value: bytes, ctx: Caller, flags: int = 0
+    ) -> None:
+        found = self._inode(inode)
+        if name in (XATTR_STATUS, XATTR_VERSION, XATTR_VERSIONS):
+            raise fail(errno.EPERM)
+        await self._namespace.set_xattr(found.ino, name, value, flags)
+
+    async def getxattr(self, inode: int, name: bytes, ctx: Caller) -> bytes:
+        found = self._inode(inode)
+        value = found.xattrs.get(name)
+        if value is not None:
+            return value
+        if name == XATTR_VERSION and found.is_file:
+            node, _ = self._node(inode)
+            return b"%d" % (node.version if node.opens and node.version > 0 else found.version)
+        if name == XATTR_VERSIONS and found.is_file:
+            return json.dumps(self._versions(found)).encode()
+        if name == XATTR_STATUS and found.ino == ROOT_INO:
+            return json.dumps(self._status()).encode()
+        raise fail(errno.ENODATA)
+
+    async def listxattr(self, inode: int, ctx: Caller) -> list[bytes]:
+        return list(self._inode(inode).xattrs)
+
+    async def removexattr(self, inode: int, name: bytes, ctx: Caller) -> None:
+        await self._namespace.remove_xattr(self._inode(inode).ino, name)
+
+    def _versions(self, inode: Inode) -> dict[str, Any]:
+        """Every content of a file that is kept, newest first, and who keeps it."""
+        openers: dict[Node, list[int]] = {}
+        for handle in self._nodes.handles.values():
+            if handle.node.ino == inode.ino:
+                openers.setdefault(handle.node, []).append(handle.pid)
+        rows = []
+        current_openers: set[int] = set()
+        for node, pids in openers.items():
+            size, _, mtime_ns = self._cache.content(node, inode)
+            if node.state is State.SEALED and node.version == inode.version:
+                current_openers.update(pids)
+                continue
+            working = node.state is not State.SEALED
+            rows.append(
+                {
+                    "version": None if working or node.version < 0 else node.version,
+                    "size": size,
+                    "mtime_ns": mtime_ns,
+                    "state": "working" if working else "open",
+                    "openers": sorted(set(pids)),
+                }
+            )
+        current = {
+            "version": inode.version,
+            "size": inode.size,
+            "mtime_ns": inode.mtime_ns,
+            "state": "current",
+            "openers": sorted(current_openers),
+        }
+        rows.sort(key=lambda row: (row["state"] != "working", -(row["version"] or 0)))
+        working_rows = [row for row in rows if row["state"] == "working"]
+        old_rows = [row for row in rows if row["state"] != "working"]
+        return {"ino": inode.ino, "versions": [*working_rows, current, *old_rows]}
+
+    async def statfs(self, ctx: Caller) -> pyfuse3.StatvfsData:
+        below = self.extents.statvfs()
+        data = pyfuse3.StatvfsData()
+        data.f_bsize, data.f_frsize = below.f_bsize, below.f_frsize
+        data.f_blocks, data.f_bfree, data.f_bavail = below.f_blocks, below.f_bfree, below.f_bavail
+        data.f_files = below.f_files
+        data.f_ffree = data.f_favail = below.f_ffree
+        data.f_namemax = 255
+        return data
+
+    async def access(self, inode: int, mode: int, ctx: Caller) -> bool:
+        raise fail(errno.ENOSYS)  # the kernel checks modes itself: default_permissions
+
+    # -- files -----------------------------------------------------------------------------------------
+
+    async def create(
+        self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: Caller
+    ) -> tuple[OpenInfo, Attributes]:
+        directory = self._inode(parent_inode)
+        found = self._namespace.lookup(directory.ino, name)
+        if found is not None:
+            if flags & os.O_EXCL:
+                raise fail(errno.EEXIST)
+            node = self._cache.node_of(found, ctx.pid)
+            chosen = self._cache.choose_any(found, node, flags)
+            chosen.lookups += 1
+            info = self._opened(self._cache.open(chosen, flags, ctx.pid))
+            return info, self._attributes(chosen, found)
+        writing = flags & os.O_ACCMODE != os.O_RDONLY
+        # A file nobody writes is published as it is: empty. Else the name is made durable together
+        # with the first version; a crash before that leaves neither.
+        inode = await self._namespace.create(
+            directory.ino, name, mode & 0o7777 | stat.S_IFREG, ctx.uid, ctx.gid,
+            version=0 if writing else 1, durable=not writing,
+        )  # fmt: skip
+        return self._created(inode, flags, ctx)
+
+    async def tmpfile(
+        self, parent_inode: int, mode: int, flags: int, ctx: Caller
+    ) -> tuple[OpenInfo, Attributes]:
+        """O_TMPFILE: a file without a name, that linkat(2) may give one."""
+        self._inode(parent_inode)
+        inode = self._namespace.orphan(mode & 0o7777 | stat.S_IFREG, ctx.uid, ctx.gid)
+        return self._created(inode, flags, ctx)
+
+    def _created(
+        self, inode: Inode, flags: int, ctx: Caller
+    ) -> tuple[OpenInfo, Attributes]:
+        node = self._nodes.add(inode)
+        node.lookups += 1
+        if flags & os.O_ACCMODE == os.O_RDONLY:
+            self._nodes.sealed[inode.ino] = node
+        else:
+            rdwr = flags & os.O_ACCMODE == os.O_RDWR
+            in_place = rdwr and not flags & os.O_TRUNC
+            try:
+                self._cache.begin(node, State.LIVE if in_place else State.PRIVATE)
+            except OSError:
+                node.lookups -= 1
+                self._nodes.drop_unused(node)
+                raise
+        info = self._opened(self._cache.open(node, flags, ctx.pid))
+        return info, self._attributes(node, inode)
+
+    async def open(self, inode: int, flags: int, ctx: Caller) -> OpenInfo:
+        node, found = self._node(inode)
+        node = self._cache.choose(found, node, flags, ctx.pid)
+        return self._opened(self._cache.open(node, flags, ctx.pid))
+
+    def _opened(self, handle: Handle) -> OpenInfo:
+        node = handle.node
+        info = OpenInfo(handle.fh, False, node.opens > 1 and node.cached, False)
+        info.node = node
+        info.passthrough = not node.cached
+        info.noflush = not handle.writing
+        return info
+
+    async def read(self, fh: int, off: int, size: int) -> bytes:
+        return self._cache.read(self._nodes.handles[fh], off, size)
+
+    async def write(self, fh: int, off: int, buf: "memoryview | bytes") -> int:
+        return await self._cache.write(self._nodes.handles[fh], off, buf)
+
+    async def flush(self, fh: int, pid: int = 0) -> None:
+        handle = self._nodes.handles[fh]
+        await self._cache.flush(handle, pid or handle.pid)
+
+    async def release(self, fh: int) -> None:
+        await self._cache.release(fh)
+
+    async def fsync(self, fh: int, datasync: bool) -> None:
+        await self._cache.fsync(self._nodes.handles[fh])
+
+    # -- what only the kernel session can ask for ------------------------------------------------------
+
+    async def fallocate(self, fh: int, mode: int, offset: int, length: int) -> None:
+        node = self._nodes.handles[fh].node
+        if node.cached:
+            await self._cache.make_writable(node)
+        if _libc.fallocate(node.fd, mode, offset, length):
+            raise fail(ctypes.get_errno())
+        node.dirty = True
+
+    async def lseek(self, fh: int, offset: int, whence: int) -> int:
+        node = self._nodes.handles[fh].node
+        if node.fd >= 0:
+            return os.lseek(node.fd, offset, whence)
+        if not node.extent:
+            raise fail(errno.ENXIO)
+        with self.extents.opened(node.extent) as fd:
+            return os.lseek(fd, offset, whence)
+
+    async def copy_file_range(
+        self, fh_in: int, off_in: int, fh_out: int, off_out: int, length: int
+    ) -> int:
+        source, target = self._nodes.handles[fh_in].node, self._nodes.handles[fh_out].node
+        if not source.extent:
+            return 0
+        if target.cached:
+            await self._cache.make_writable(target)
+        target.dirty = True
+        length = min(length, 16 * 1024 * 1024)  # other requests wait meanwhile
+        with self.extents.opened(source.extent) as fd:
+            return os.copy_file_range(fd, target.fd, length, off_in, off_out)
+
+    def newer_version(self, fh: int) -> tuple[int, bool]:
+        """The handle's inode, and whether a version newer than the handle's was published."""
+        node = self._nodes.handles[fh].node
+        inode = self._inodes[node.ino]
+        return node.ino, node.state is State.SEALED and node.version != inode.version
+
+    def test_lock(self, node_id: int, owner: int, lock: Lock) -> Lock:
+        """fcntl(F_GETLK): the lock in the way, or `lock` as F_UNLCK."""
+        found = self.posix_locks.test(self._inode(node_id).ino, owner, lock)
+        return found if found is not None else lock._replace(type=fcntl.F_UNLCK)
+
+    async def lock(self, fh: int, owner: int, lock: Lock, *, flock: bool, wait: bool) -> None:
+        """fcntl(F_SETLK, F_SETLKW) and flock(2). Raises OSError EAGAIN, EDEADLK, ENOLCK."""
+        ino = self._nodes.handles[fh].node.ino
+        table = self.flocks if flock else self.posix_locks
+        if not flock:
+            self._lockers.setdefault(fh, set()).add((ino, owner))
+        try:
+            table.acquire(ino, owner, lock)
+            return
+        except BlockingIOError:
+            if not wait:
+                raise
+        await detach()
+        await table.acquire_wait(ino, owner, lock)
+
+    def release_posix_locks(self, node_id: int, owner: int) -> None:
+        """A descriptor was closed: its process loses its locks on the file, as POSIX wants."""
+        self.posix_locks.release_owner(self._inode(node_id).ino, owner)
+
+    def release_handle_locks(self, fh: int) -> None:
+        """What was locked through a descriptor whose close we were not told of (read-only ones)."""
+        for ino, owner in self._lockers.pop(fh, ()):
+            self.posix_locks.release_owner(ino, owner)
+
+    def release_flock(self, node_id: int, owner: int) -> None:
+        self.flocks.release_owner(self._inode(node_id).ino, owner)
+
+    # -- directories -------------------------------------------------------------------------------------
+
+    async def opendir(self, inode: int, ctx: Caller) -> int:
+        node, found = self._node(inode)
+        if not found.is_dir:
+            raise fail(errno.ENOTDIR)
+        return self._nodes.open(node, os.O_RDONLY, ctx.pid).fh
+
+    def _listing(self, handle: Handle, start_id: int) -> list[tuple[bytes, int]]:
+        """The names of a directory as they were when its listing began."""
+        if handle.entries is None or start_id == 0:
+            ino = handle.node.ino
+            inode = self._inodes[ino]
+            handle.entries = [(b".", ino), (b"..", inode.parent or ino)]
+            handle.entries += self._namespace.children(ino)
+        return handle.entries
+
+    async def readdir(self, fh: int, start_id: int, token: Any) -> None:
+        entries = self._listing(self._nodes.handles[fh], start_id)
+        for index in range(start_id, len(entries)):
+            name, ino = entries[index]
+            inode = self._inodes.get(ino)
+            if inode is None:
+                continue
+            if index < 2:
+                dots = Attributes()
+                dots.ino = dots.st_ino = ino
+                dots.st_mode = stat.S_IFDIR
+                if not self.readdir_reply(token, name, dots, index + 1):
+                    return
+                continue
+            node = self._cache.node_of(inode, 0)
+            entry = self._attributes(node, inode)
+            if not self._cache.names_are_stable(ino):
+                entry.entry_timeout = 0
+            if not self.readdir_reply(token, name, entry, index + 1):
+                return
+            node.lookups += 1
+
+    def names(self, fh: int, start_id: int) -> list[tuple[int, int, bytes, int]]:
+        """A listing without attributes: (next id, ino, name, mode)."""
+        entries = self._listing(self._nodes.handles[fh], start_id)
+        return [
+            (index + 1, ino, name, self._inodes[ino].mode)
+            for index, (name, ino) in enumerate(entries[start_id : start_id + 4096], start_id)
+            if ino in self._inodes
+        ]
+
+    async def releasedir(self, fh: int) -> None:
+        node = self._nodes.close(fh).node
+        inode = self._inodes.get(node.ino)
+        if inode is not None and inode.nlink == 0 and not node.opens:
+            await self._namespace.drop(node.ino)
+        self._nodes.drop_unused(node)
+
+    async def fsyncdir(self, fh: int, datasync: bool) -> None:
+        await self._namespace.flush()
+
+    # -- status --------------------------------------------------------------------------------------------
+
+    def count(self) -> dict[str, int]:
+        """Figures for `irdmafs status`."""
+        files = directories = published = 0
+        for inode in self._inodes.values():
+            if inode.is_dir:
+                directories += 1
+            elif inode.is_file:
+                files += 1
+                published += inode.blocks * 512
+        kept = files
+        working = 0
+        seen: set[Node] = set()
+        for handle in self._nodes.handles.values():
+            node = handle.node
+            if node in seen or handle.entries is not None:
+                continue
+            seen.add(node)
+            inode = self._inodes[node.ino]
+            if node.working:
+                working += self._cache.content(node, inode)[1] * 512
+            elif node.extent and node.extent != inode.extent:
+                kept += 1
+        return {
+            "inodes": len(self._inodes),
+            "files": files,
+            "directories": directories,
+            "versions_kept": kept,
+            "bytes_published": published,
+            "bytes_working": working,
+            "nodes": len(self._nodes.by_id),
+            "open_handles": len(self._nodes.handles),
+        }

@@ -1,0 +1,690 @@
+"""The kernel session: speaks /dev/fuse itself, for what libfuse 3.14 cannot do, passthrough above all.
+
+One trio task reads requests and starts each one's coroutine in place (see inline.py); almost all are
+answered before the next read. A request that has to wait goes on in a task of its own.
+
+While requests keep coming, the reader looks for the next one for a moment before it goes back to
+trio: a process that opens file after file is then answered without a sleep and a wake-up in between,
+which on a virtual machine cost more than the whole answer.
+"""
+
+import errno
+import logging
+import os
+import select
+import stat
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pyfuse3
+import trio
+
+from .. import inline
+from ..backend.namespace import fail
+from ..cache import KernelCache
+from ..locks import Lock
+from ..nodes import Node, State
+from ..operations import Attributes, OpenInfo, Operations
+from . import passthrough, wire
+from .wire import BODY, Init, Malformed, Opcode, Valid
+
+log = logging.getLogger(__name__)
+
+MAX_WRITE_BYTES = 1024 * 1024
+_BUFFER_BYTES = MAX_WRITE_BYTES + 4096
+# How long the reader looks for the next request before it sleeps, and how long it may keep trio's
+# other tasks (signals, waiting requests) from their turn.
+_SPIN_NS = 50_000
+_TURN_NS = 2_000_000
+
+_WANTED = (
+    Init.ASYNC_READ
+    | Init.POSIX_LOCKS
+    | Init.ATOMIC_O_TRUNC
+    | Init.EXPORT_SUPPORT
+    | Init.BIG_WRITES
+    | Init.FLOCK_LOCKS
+    | Init.DO_READDIRPLUS
+    | Init.READDIRPLUS_AUTO
+    | Init.PARALLEL_DIROPS
+    | Init.MAX_PAGES
+    | Init.CACHE_SYMLINKS
+    | Init.EXPLICIT_INVAL_DATA
+    | Init.HANDLE_KILLPRIV_V2
+    | Init.INIT_EXT
+    | Init.PASSTHROUGH
+)
+
+_NS = 1_000_000_000
+_NO_REPLY = object()
+
+Answer = Coroutine[Any, Any, bytes]
+
+
+class ProtocolError(Exception):
+    """The kernel's FUSE cannot do what this session needs; the text says what."""
+
+
+class Caller:
+    """Who made a request. `pid` is the thread's, 0 when it lies outside our pid namespace."""
+
+    __slots__ = ("gid", "pid", "uid", "umask")
+
+    def __init__(self, uid: int, gid: int, pid: int) -> None:
+        self.uid = uid
+        self.gid = gid
+        self.pid = pid
+        self.umask = 0
+
+
+class SetattrFields:
+    """Which attributes a SETATTR changes; pyfuse3's own can be made by C code only."""
+
+    def __init__(self, valid: int) -> None:
+        self.update_mode = bool(valid & Valid.MODE)
+        self.update_uid = bool(valid & Valid.UID)
+        self.update_gid = bool(valid & Valid.GID)
+        self.update_size = bool(valid & Valid.SIZE)
+        self.update_atime = bool(valid & (Valid.ATIME | Valid.ATIME_NOW))
+        self.update_mtime = bool(valid & (Valid.MTIME | Valid.MTIME_NOW))
+        self.update_ctime = bool(valid & Valid.CTIME)
+
+
+class DirectoryReply:
+    """The buffer that a READDIRPLUS answer is collected in."""
+
+    def __init__(self, size: int) -> None:
+        self._room = size
+        self.parts: list[bytes] = []
+
+    def add(self, name: bytes, entry: Attributes, next_id: int) -> bool:
+        record = wire.dirent(entry.ino, next_id, name, entry.st_mode)
+        size = wire.ENTRY_OUT.size + len(record)
+        if size > self._room:
+            return False
+        self._room -= size
+        # The kernel takes no reference on "." and "..": their node id says so.
+        self.parts.append(_pack_entry(entry, 0 if name in (b".", b"..") else entry.st_ino))
+        self.parts.append(record)
+        return True
+
+
+def _readdir_reply(token: Any, name: bytes, entry: Attributes, next_id: int) -> bool:
+    reply: DirectoryReply = token
+    return reply.add(name, entry, next_id)
+
+
+class KernelSession(KernelCache):
+    """Serves one mount from an open /dev/fuse descriptor, which it closes in the end.
+
+    Call handshake() once the filesystem is mounted, then run().
+    """
+
+    name = "kernel"
+
+    def __init__(self, device_fd: int) -> None:
+        self._fd = device_fd
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+        self._nursery: trio.Nursery
+        self._waiting: dict[int, trio.CancelScope] = {}
+        self._pollers: dict[int, set[int]] = {}
+        self._operations: Operations
+        self._finished = trio.Event()
+        self._requests = [0] * 64
+        self.errors: dict[str, int] = {}
+        self._handlers: dict[int, Callable[[int, int, Caller, int], Answer]] = {
+            opcode: getattr(self, f"_{opcode.name.lower()}")
+            for opcode in Opcode
+            if hasattr(self, f"_{opcode.name.lower()}")
+        }
+
+    def attach(self, operations: Operations) -> None:
+        self._operations = operations
+        operations.readdir_reply = _readdir_reply
+
+    @property
+    def requests(self) -> dict[str, int]:
+        """Requests so far, by kind."""
+        return {
+            opcode.name: self._requests[opcode] for opcode in Opcode if self._requests[opcode]
+        }
+
+    # -- setting up ------------------------------------------------------------------------------------
+
+    def handshake(self) -> None:
+        """Answer the kernel's INIT. Raises ProtocolError when it lacks what we need."""
+        received = os.readv(self._fd, [self._buffer])
+        header = wire.decode_header(self._buffer, received)
+        if header.opcode != Opcode.INIT:
+            raise ProtocolError(f"the kernel began with request {header.opcode}, not INIT")
+        major, minor, readahead, flags = wire.decode(wire.INIT_IN, self._buffer, received)
+        if major != wire.MAJOR or minor < wire.MIN_MINOR:
+            os.write(self._fd, wire.error_reply(header.unique, errno.EPROTO))
+            raise ProtocolError(f"the kernel speaks FUSE {major}.{minor}; 7.{wire.MIN_MINOR} is needed")
+        if flags & Init.INIT_EXT:
+            (flags2,) = wire.INIT_IN_FLAGS2.unpack_from(self._buffer, BODY + wire.INIT_IN.size)
+            flags |= flags2 << 32
+        if not flags & Init.PASSTHROUGH:
+            os.write(self._fd, wire.error_reply(header.unique, errno.EPROTO))
+            raise ProtocolError("the kernel's FUSE has no passthrough (Linux 6.9 with "
+                                "CONFIG_FUSE_PASSTHROUGH has)")  # fmt: skip
+        agreed = flags & _WANTED
+        answer = wire.INIT_OUT.pack(
+            wire.MAJOR, min(minor, wire.MINOR), readahead, agreed & 0xFFFFFFFF,
+            64, 48, MAX_WRITE_BYTES, 1, MAX_WRITE_BYTES // 4096, 0, agreed >> 32, 1, 0,
+        )  # fmt: skip
+        os.write(self._fd, wire.reply(header.unique, answer))
+        os.set_blocking(self._fd, False)
+
+    # -- the loop ----------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Serve until the filesystem is unmounted or stop() is called."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            nursery.start_soon(self._read_requests)
+            await self._finished.wait()
+            nursery.cancel_scope.cancel()
+
+    def stop(self) -> None:
+        self._finished.set()
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    async def _read_requests(self) -> None:
+        poller = select.poll()
+        poller.register(self._fd, select.POLLIN)
+        clock = time.monotonic_ns
+        while True:
+            await trio.lowlevel.wait_readable(self._fd)
+            turn_ends = clock() + _TURN_NS
+            while True:
+                if self._serve_one():
+                    spin_ends = clock() + _SPIN_NS
+                    if spin_ends > turn_ends:
+                        await trio.lowlevel.checkpoint()
+                        turn_ends = clock() + _TURN_NS
+                    continue
+                if self._finished.is_set():
+                    return
+                while not (ready := poller.poll(0)) and clock() < spin_ends:
+                    pass
+                if not ready:
+                    break
+
+    def _serve_one(self) -> bool:
+        """Read and answer one request; False when there is none."""
+        try:
+            received = os.readv(self._fd, [self._buffer])
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno in (errno.EINTR, errno.ENOENT):
+                return True
+            if error.errno != errno.ENODEV:
+                log.error("reading from the kernel failed: %s", error)
+            self._finished.set()
+            return False
+        try:
+            header = wire.decode_header(self._buffer, received)
+        except Malformed as error:
+            log.error("from the kernel: %s", error)
+            return True
+        self.dispatch(header)
+        return True
+
+    def dispatch(self, header: wire.Header) -> None:
+        """Answer the request in the buffer."""
+        length, opcode, unique, nodeid, uid, gid, pid = header
+        self._requests[opcode & 63] += 1
+        handler = self._handlers.get(opcode)
+        if handler is None:
+            self._send(wire.error_reply(unique, errno.ENOSYS))
+            return
+        coro = handler(unique, nodeid, Caller(uid, gid, pid), length)
+        try:
+            self._send(inline.run(coro))
+        except inline.Detached:
+            self._nursery.start_soon(self._finish, unique, opcode, coro)
+        except Exception as error:
+            self._fail(unique, opcode, error)
+
+    async def _finish(self, unique: int, opcode: int, coro: Answer) -> None:
+        """Run a request that waits, in a task of its own; INTERRUPT cancels it."""
+        with trio.CancelScope() as scope:
+            self._waiting[unique] = scope
+            try:
+                self._send(await inline.resume(coro))
+            except Exception as error:
+                self._fail(unique, opcode, error)
+            finally:
+                del self._waiting[unique]
+        if scope.cancelled_caught:
+            self._send(wire.error_reply(unique, errno.EINTR))
+
+    def _send(self, message: bytes) -> None:
+        if not message:
+            return
+        try:
+            os.write(self._fd, message)
+        except OSError as error:
+            # ENOENT: the caller was killed meanwhile. ENODEV: unmounted.
+            if error.errno not in (errno.ENOENT, errno.ENODEV):
+                log.error("answering the kernel failed: %s", error)
+
+    def _fail(self, unique: int, opcode: int, error: Exception) -> None:
+        if isinstance(error, Malformed):
+            log.error("from the kernel: %s", error)
+            code = errno.EINVAL
+        elif isinstance(error, OSError) and error.errno:
+            code = error.errno
+            if code in (errno.EIO, errno.ENOSPC, errno.EMFILE):
+                log.error("%s: %s", _name(opcode), error)
+        elif isinstance(error, pyfuse3.FUSEError):
+            code = error.errno
+        elif isinstance(error, KeyError):
+            code = errno.EBADF
+        else:
+            log.exception("%s failed", _name(opcode), exc_info=error)
+            code = errno.EIO
+        name = errno.errorcode.get(code, str(code))
+        self.errors[name] = self.errors.get(name, 0) + 1
+        if opcode not in (Opcode.FORGET, Opcode.BATCH_FORGET, Opcode.INTERRUPT):
+            self._send(wire.error_reply(unique, code))
+
+    # -- telling the kernel -------------------------------------------------------------------------------
+
+    def invalidate_attributes(self, node: Node) -> None:
+        if node.lookups > 0:
+            self._nursery.start_soon(self._notify, wire.inval_inode(node.id, -1, 0))
+
+    def expire_names(self, names: list[tuple[int, bytes]]) -> None:
+        for parent, name in names:
+            self._nursery.start_soon(self._notify, wire.inval_entry(parent, name))
+
+    async def _notify(self, message: bytes) -> None:
+        # In a thread: the kernel may wait for a lock that a caller of ours holds until we answer.
+        try:
+            await trio.to_thread.run_sync(os.write, self._fd, message)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENODEV, errno.ENOTDIR):
+                log.warning("notifying the kernel failed: %s", error)
+
+    def drop_backing(self, node: Node) -> None:
+        if node.backing_id:
+            passthrough.unregister(self._fd, node.backing_id)
+            node.backing_id = 0
+
+    def version_published(self, ino: int) -> None:
+        for handle in self._pollers.pop(ino, ()):
+            message = wire.notification(wire.Notify.POLL, wire.NOTIFY_POLL.pack(handle))
+            self._nursery.start_soon(self._notify, message)
+
+    # -- names ---------------------------------------------------------------------------------------------
+
+    async def _lookup(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        name, _ = wire.decode_name(self._buffer, BODY, end)
+        entry = await self._operations.lookup(nodeid, name, caller)
+        return wire.reply(unique, _pack_entry(entry, entry.st_ino))
+
+    async def _forget(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        (lookups,) = wire.decode(wire.FORGET_IN, self._buffer, end)
+        await self._operations.forget([(nodeid, lookups)])
+        return b""
+
+    async def _batch_forget(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        count, _ = wire.decode(wire.BATCH_FORGET_IN, self._buffer, end)
+        start = BODY + wire.BATCH_FORGET_IN.size
+        if start + count * wire.FORGET_ONE.size > end:
+            raise Malformed(f"BATCH_FORGET of {count} nodes is cut short")
+        stop = start + count * wire.FORGET_ONE.size
+        await self._operations.forget(list(wire.FORGET_ONE.iter_unpack(self._view[start:stop])))
+        return b""
+
+    async def _mknod(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        mode, rdev, caller.umask, _ = wire.decode(wire.MKNOD_IN, self._buffer, end)
+        name, _ = wire.decode_name(self._buffer, BODY + wire.MKNOD_IN.size, end)
+        entry = await self._operations.mknod(nodeid, name, mode, rdev, caller)
+        return wire.reply(unique, _pack_entry(entry, entry.st_ino))
+
+    async def _mkdir(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        mode, caller.umask = wire.decode(wire.MKDIR_IN, self._buffer, end)
+        name, _ = wire.decode_name(self._buffer, BODY + wire.MKDIR_IN.size, end)
+        entry = await self._operations.mkdir(nodeid, name, mode, caller)
+        return wire.reply(unique, _pack_entry(entry, entry.st_ino))
+
+    async def _symlink(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        name, after = wire.decode_name(self._buffer, BODY, end)
+        target, _ = wire.decode_name(self._buffer, after, end)
+        entry = await self._operations.symlink(nodeid, name, target, caller)
+        return wire.reply(unique, _pack_entry(entry, entry.st_ino))
+
+    async def _link(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        (old,) = wire.decode(wire.LINK_IN, self._buffer, end)
+        name, _ = wire.decode_name(self._buffer, BODY + wire.LINK_IN.size, end)
+        entry = await self._operations.link(old, nodeid, name, caller)
+        return wire.reply(unique, _pack_entry(entry, entry.st_ino))
+
+    async def _unlink(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        name, _ = wire.decode_name(self._buffer, BODY, end)
+        await self._operations.unlink(nodeid, name, caller)
+        return wire.reply(unique)
+
+    async def _rmdir(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        name, _ = wire.decode_name(self._buffer, BODY, end)
+        await self._operations.rmdir(nodeid, name, caller)
+        return wire.reply(unique)
+
+    async def _rename(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        (target,) = wire.decode(wire.RENAME_IN, self._buffer, end)
+        return await self._renamed(unique, nodeid, target, 0, BODY + wire.RENAME_IN.size, end, caller)
+
+    async def _rename2(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        target, flags, _ = wire.decode(wire.RENAME2_IN, self._buffer, end)
+        start = BODY + wire.RENAME2_IN.size
+        return await self._renamed(unique, nodeid, target, flags, start, end, caller)
+
+    async def _renamed(
+        self, unique: int, nodeid: int, target: int, flags: int, start: int, end: int, caller: Caller
+    ) -> bytes:
+        old, after = wire.decode_name(self._buffer, start, end)
+        new, _ = wire.decode_name(self._buffer, after, end)
+        await self._operations.rename(nodeid, old, target, new, flags, caller)
+        return wire.reply(unique)
+
+    async def _readlink(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        return wire.reply(unique, await self._operations.readlink(nodeid, caller))
+
+    # -- attributes ----------------------------------------------------------------------------------------
+
+    async def _getattr(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        entry = await self._operations.getattr(nodeid, caller)
+        return wire.reply(unique, _pack_attributes(entry))
+
+    async def _setattr(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        (
+            valid, _, fh, size, _, atime, mtime, ctime, atime_ns, mtime_ns, ctime_ns,
+            mode, _, uid, gid, _,
+        ) = wire.decode(wire.SETATTR_IN, self._buffer, end)  # fmt: skip
+        wanted = Attributes()
+        now = time.time_ns()
+        wanted.st_mode, wanted.st_uid, wanted.st_gid = mode, uid, gid
+        if valid & Valid.SIZE:
+            if size > 2**63 - 1:
+                raise fail(errno.EFBIG)
+            wanted.st_size = size
+        wanted.st_atime_ns = now if valid & Valid.ATIME_NOW else atime * _NS + atime_ns
+        wanted.st_mtime_ns = now if valid & Valid.MTIME_NOW else mtime * _NS + mtime_ns
+        fields = SetattrFields(valid)
+        if valid & Valid.KILL_SUIDGID and not valid & Valid.MODE:
+            kept = await self._operations.getattr(nodeid, caller)
+            wanted.st_mode = _without_suid(kept.st_mode)
+            fields.update_mode = wanted.st_mode != kept.st_mode
+        handle = fh if valid & Valid.FH else None
+        entry = await self._operations.setattr(nodeid, wanted, fields, handle, caller)
+        return wire.reply(unique, _pack_attributes(entry))
+
+    async def _setxattr(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        size, flags = wire.decode(wire.SETXATTR_IN, self._buffer, end)
+        name, after = wire.decode_name(self._buffer, BODY + wire.SETXATTR_IN.size, end)
+        if after + size > end:
+            raise Malformed("the value of an xattr is cut short")
+        value = bytes(self._view[after : after + size])
+        await self._operations.setxattr(nodeid, name, value, caller, flags)
+        return wire.reply(unique)
+
+    async def _getxattr(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        size, _ = wire.decode(wire.GETXATTR_IN, self._buffer, end)
+        name, _ = wire.decode_name(self._buffer, BODY + wire.GETXATTR_IN.size, end)
+        return _sized(unique, await self._operations.getxattr(nodeid, name, caller), size)
+
+    async def _listxattr(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        size, _ = wire.decode(wire.GETXATTR_IN, self._buffer, end)
+        names = await self._operations.listxattr(nodeid, caller)
+        return _sized(unique, b"".join(name + b"\0" for name in names), size)
+
+    async def _removexattr(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        name, _ = wire.decode_name(self._buffer, BODY, end)
+        await self._operations.removexattr(nodeid, name, caller)
+        return wire.reply(unique)
+
+    async def _statfs(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        data = await self._operations.statfs(caller)
+        return wire.reply(
+            unique,
+            wire.STATFS_OUT.pack(
+                data.f_blocks, data.f_bfree, data.f_bavail, data.f_files, data.f_ffree,
+                data.f_bsize, data.f_namemax, data.f_frsize, 0,
+            ),
+        )  # fmt: skip
+
+    # -- files -----------------------------------------------------------------------------------------------
+
+    async def _open(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        flags, _ = wire.decode(wire.OPEN_IN, self._buffer, end)
+        info = await self._operations.open(nodeid, flags, caller)
+        return wire.reply(unique, self._pack_open(info))
+
+    async def _create(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        flags, mode, caller.umask, _ = wire.decode(wire.CREATE_IN, self._buffer, end)
+        name, _ = wire.decode_name(self._buffer, BODY + wire.CREATE_IN.size, end)
+        info, entry = await self._operations.create(nodeid, name, mode, flags, caller)
+        return wire.reply(unique, _pack_entry(entry, entry.st_ino) + self._pack_open(info))
+
+    async def _tmpfile(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        flags, mode, caller.umask, _ = wire.decode(wire.CREATE_IN, self._buffer, end)
+        info, entry = await self._operations.tmpfile(nodeid, mode, flags, caller)
+        return wire.reply(unique, _pack_entry(entry, entry.st_ino) + self._pack_open(info))
+
+    def _pack_open(self, info: OpenInfo) -> bytes:
+        flags = Open_NOFLUSH if info.noflush else 0
+        if not info.passthrough:
+            return wire.OPEN_OUT.pack(info.fh, flags | (Open_KEEP_CACHE if info.keep_cache else 0), 0)
+        node = info.node
+        if not node.backing_id:
+            self._register(node)
+        return wire.OPEN_OUT.pack(info.fh, flags | Open_PASSTHROUGH, node.backing_id)
+
+    def _register(self, node: Node) -> None:
+        if node.fd >= 0:
+            node.backing_id = passthrough.register(self._fd, node.fd)
+            return
+        with self._operations.extents.opened(node.extent) as fd:
+            node.backing_id = passthrough.register(self._fd, fd)
+
+    async def _read(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        fh, offset, size, _, _, _, _ = wire.decode(wire.READ_IN, self._buffer, end)
+        return wire.reply(unique, await self._operations.read(fh, offset, size))
+
+    async def _write(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        fh, offset, size, flags, _, _, _ = wire.decode(wire.WRITE_IN, self._buffer, end)
+        start = BODY + wire.WRITE_IN.size
+        if start + size > end:
+            raise Malformed("the data of a WRITE is cut short")
+        written = await self._operations.write(fh, offset, self._view[start : start + size])
+        if flags & wire.WRITE_KILL_SUIDGID:
+            await self._kill_suid(nodeid, caller)
+        return wire.reply(unique, wire.WRITE_OUT.pack(written, 0))
+
+    async def _kill_suid(self, nodeid: int, caller: Caller) -> None:
+        entry = await self._operations.getattr(nodeid, caller)
+        if _without_suid(entry.st_mode) != entry.st_mode:
+            entry.st_mode = _without_suid(entry.st_mode)
+            await self._operations.setattr(nodeid, entry, SetattrFields(Valid.MODE), None, caller)
+
+    async def _flush(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        fh, _, _, owner = wire.decode(wire.FLUSH_IN, self._buffer, end)
+        operations = self._operations
+        if len(operations.posix_locks):
+            operations.release_posix_locks(nodeid, owner)
+        await operations.flush(fh, caller.pid)
+        return wire.reply(unique)
+
+    async def _release(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        fh, _, flags, owner = wire.decode(wire.RELEASE_IN, self._buffer, end)
+        operations = self._operations
+        if flags & wire.RELEASE_FLOCK_UNLOCK:
+            operations.release_flock(nodeid, owner)
+        if len(operations.posix_locks):
+            operations.release_handle_locks(fh)
+        await operations.release(fh)
+        return wire.reply(unique)
+
+    async def _fsync(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        fh, flags, _ = wire.decode(wire.FSYNC_IN, self._buffer, end)
+        await self._operations.fsync(fh, bool(flags & 1))
+        return wire.reply(unique)
+
+    async def _fallocate(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        fh, offset, length, mode, _ = wire.decode(wire.FALLOCATE_IN, self._buffer, end)
+        if max(offset, length) > 2**63 - 1:
+            raise fail(errno.EFBIG)
+        await self._operations.fallocate(fh, mode, offset, length)
+        return wire.reply(unique)
+
+    async def _lseek(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        fh, offset, whence, _ = wire.decode(wire.LSEEK_IN, self._buffer, end)
+        found = await self._operations.lseek(fh, offset, whence)
+        return wire.reply(unique, wire.LSEEK_OUT.pack(found))
+
+    async def _copy_file_range(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        fh_in, off_in, _, fh_out, off_out, length, _ = wire.decode(
+            wire.COPY_FILE_RANGE_IN, self._buffer, end
+        )
+        copied = await self._operations.copy_file_range(fh_in, off_in, fh_out, off_out, length)
+        return wire.reply(unique, wire.WRITE_OUT.pack(copied, 0))
+
+    async def _poll(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        """A file is always readable and writable; POLLPRI says that a newer version was published."""
+        fh, kernel_handle, flags, _ = wire.decode(wire.POLL_IN, self._buffer, end)
+        ino, newer = self._operations.newer_version(fh)
+        if newer:
+            events = select.POLLIN | select.POLLOUT | select.POLLPRI
+        else:
+            events = select.POLLIN | select.POLLOUT
+            if flags & wire.POLL_SCHEDULE_NOTIFY:
+                self._pollers.setdefault(ino, set()).add(kernel_handle)
+        return wire.reply(unique, wire.POLL_OUT.pack(events, 0))
+
+    # -- directories ---------------------------------------------------------------------------------------
+
+    async def _opendir(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        fh = await self._operations.opendir(nodeid, caller)
+        flags = wire.Open.CACHE_DIR | wire.Open.KEEP_CACHE
+        return wire.reply(unique, wire.OPEN_OUT.pack(fh, flags, 0))
+
+    async def _readdir(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        fh, offset, size, _, _, _, _ = wire.decode(wire.READ_IN, self._buffer, end)
+        parts: list[bytes] = []
+        for next_id, ino, name, mode in self._operations.names(fh, offset):
+            record = wire.dirent(ino, next_id, name, mode)
+            size -= len(record)
+            if size < 0:
+                break
+            parts.append(record)
+        return wire.reply(unique, b"".join(parts))
+
+    async def _readdirplus(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        fh, offset, size, _, _, _, _ = wire.decode(wire.READ_IN, self._buffer, end)
+        token = DirectoryReply(size)
+        await self._operations.readdir(fh, offset, token)
+        return wire.reply(unique, b"".join(token.parts))
+
+    async def _releasedir(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        fh, _, _, _ = wire.decode(wire.RELEASE_IN, self._buffer, end)
+        await self._operations.releasedir(fh)
+        return wire.reply(unique)
+
+    async def _fsyncdir(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        fh, flags, _ = wire.decode(wire.FSYNC_IN, self._buffer, end)
+        await self._operations.fsyncdir(fh, bool(flags & 1))
+        return wire.reply(unique)
+
+    async def _syncfs(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        await self._operations.fsyncdir(0, False)
+        return wire.reply(unique)
+
+    # -- locks -----------------------------------------------------------------------------------------------
+
+    def _decode_lock(self, end: int) -> tuple[int, int, Lock, bool]:
+        fh, owner, start, last, kind, pid, flags, _ = wire.decode(wire.LOCK_IN, self._buffer, end)
+        if start > last or last > wire.EMPTY_LOCK_END:
+            raise Malformed(f"a lock of bytes {start} to {last}")
+        return fh, owner, Lock(kind, start, last, pid), bool(flags & wire.LOCK_FLOCK)
+
+    async def _getlk(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        _, owner, lock, _ = self._decode_lock(end)
+        found = self._operations.test_lock(nodeid, owner, lock)
+        return wire.reply(unique, wire.LOCK_OUT.pack(found.start, found.end, found.type, found.pid))
+
+    async def _setlk(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        fh, owner, lock, flock = self._decode_lock(end)
+        await self._operations.lock(fh, owner, lock, flock=flock, wait=False)
+        return wire.reply(unique)
+
+    async def _setlkw(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        fh, owner, lock, flock = self._decode_lock(end)
+        await self._operations.lock(fh, owner, lock, flock=flock, wait=True)
+        return wire.reply(unique)
+
+    async def _interrupt(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        (interrupted,) = wire.decode(wire.INTERRUPT_IN, self._buffer, end)
+        scope = self._waiting.get(interrupted)
+        if scope is not None:
+            scope.cancel()
+        return b""
+
+    async def _destroy(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        return wire.reply(unique)
+
+
+Open_KEEP_CACHE = int(wire.Open.KEEP_CACHE)
+Open_NOFLUSH = int(wire.Open.NOFLUSH)
+Open_PASSTHROUGH = int(wire.Open.PASSTHROUGH)
+
+
+def _name(opcode: int) -> str:
+    try:
+        return Opcode(opcode).name
+    except ValueError:
+        return f"request {opcode}"
+
+
+def _without_suid(mode: int) -> int:
+    """As a write by somebody without CAP_FSETID leaves a mode."""
+    mode &= ~stat.S_ISUID
+    return mode & ~stat.S_ISGID if mode & stat.S_IXGRP else mode
+
+
+def _sized(unique: int, value: bytes, room: int) -> bytes:
+    """The answer to GETXATTR and LISTXATTR: the size alone when none was offered."""
+    if room == 0:
+        return wire.reply(unique, wire.XATTR_SIZE_OUT.pack(len(value), 0))
+    if len(value) > room:
+        return wire.error_reply(unique, errno.ERANGE)
+    return wire.reply(unique, value)
+
+
+def _pack_entry(entry: Attributes, node_id: int) -> bytes:
+    atime, mtime, ctime = entry.st_atime_ns, entry.st_mtime_ns, entry.st_ctime_ns
+    return wire.ENTRY_OUT.pack(
+        node_id, 0, int(entry.entry_timeout), int(entry.attr_timeout), 0, 0,
+        entry.ino, entry.st_size, entry.st_blocks, atime // _NS, mtime // _NS, ctime // _NS,
+        atime % _NS, mtime % _NS, ctime % _NS, entry.st_mode, entry.st_nlink,
+        entry.st_uid, entry.st_gid, entry.st_rdev, 4096, 0,
+    )  # fmt: skip
+
+
+def _pack_attributes(entry: Attributes) -> bytes:
+    atime, mtime, ctime = entry.st_atime_ns, entry.st_mtime_ns, entry.st_ctime_ns
+    return wire.ATTR_OUT.pack(
+        int(entry.attr_timeout), 0, 0,
+        entry.ino, entry.st_size, entry.st_blocks, atime // _NS, mtime // _NS, ctime // _NS,
+        atime % _NS, mtime % _NS, ctime % _NS, entry.st_mode, entry.st_nlink,
+        entry.st_uid, entry.st_gid, entry.st_rdev, 4096, 0,
+    )  # fmt: skip

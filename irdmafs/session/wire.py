@@ -1,0 +1,241 @@
+"""The /dev/fuse messages: their layout (include/uapi/linux/fuse.h, protocol 7.31-7.45), nothing else.
+
+Requests are decoded from the buffer they were read into; a message that is too short or whose parts
+do not add up raises Malformed. Replies are packed to bytes.
+"""
+
+import struct
+from enum import IntEnum, IntFlag
+from typing import Final, NamedTuple
+
+Buffer = bytes | bytearray | memoryview
+
+MAJOR: Final = 7
+MINOR: Final = 41  # what we implement; the kernel and we use the lower of both
+MIN_MINOR: Final = 31
+
+
+class Malformed(ValueError):
+    """A request that the kernel would not have sent."""
+
+
+class Opcode(IntEnum):
+    LOOKUP = 1
+    FORGET = 2
+    GETATTR = 3
+    SETATTR = 4
+    READLINK = 5
+    SYMLINK = 6
+    MKNOD = 8
+    MKDIR = 9
+    UNLINK = 10
+    RMDIR = 11
+    RENAME = 12
+    LINK = 13
+    OPEN = 14
+    READ = 15
+    WRITE = 16
+    STATFS = 17
+    RELEASE = 18
+    FSYNC = 20
+    SETXATTR = 21
+    GETXATTR = 22
+    LISTXATTR = 23
+    REMOVEXATTR = 24
+    FLUSH = 25
+    INIT = 26
+    OPENDIR = 27
+    READDIR = 28
+    RELEASEDIR = 29
+    FSYNCDIR = 30
+    GETLK = 31
+    SETLK = 32
+    SETLKW = 33
+    ACCESS = 34
+    CREATE = 35
+    INTERRUPT = 36
+    BMAP = 37
+    DESTROY = 38
+    IOCTL = 39
+    POLL = 40
+    NOTIFY_REPLY = 41
+    BATCH_FORGET = 42
+    FALLOCATE = 43
+    READDIRPLUS = 44
+    RENAME2 = 45
+    LSEEK = 46
+    COPY_FILE_RANGE = 47
+    SETUPMAPPING = 48
+    REMOVEMAPPING = 49
+    SYNCFS = 50
+    TMPFILE = 51
+    STATX = 52
+
+
+class Init(IntFlag):
+    """Capabilities both sides name in INIT; those above bit 31 travel in flags2."""
+
+    ASYNC_READ = 1 << 0
+    POSIX_LOCKS = 1 << 1
+    ATOMIC_O_TRUNC = 1 << 3
+    EXPORT_SUPPORT = 1 << 4
+    BIG_WRITES = 1 << 5
+    FLOCK_LOCKS = 1 << 10
+    DO_READDIRPLUS = 1 << 13
+    READDIRPLUS_AUTO = 1 << 14
+    PARALLEL_DIROPS = 1 << 18
+    MAX_PAGES = 1 << 22
+    CACHE_SYMLINKS = 1 << 23
+    EXPLICIT_INVAL_DATA = 1 << 25
+    HANDLE_KILLPRIV_V2 = 1 << 28
+    INIT_EXT = 1 << 30
+    PASSTHROUGH = 1 << 37
+
+
+class Open(IntFlag):
+    KEEP_CACHE = 1 << 1
+    CACHE_DIR = 1 << 3
+    NOFLUSH = 1 << 5
+    PASSTHROUGH = 1 << 7
+
+
+class Valid(IntFlag):
+    """Which fields of a SETATTR count."""
+
+    MODE = 1 << 0
+    UID = 1 << 1
+    GID = 1 << 2
+    SIZE = 1 << 3
+    ATIME = 1 << 4
+    MTIME = 1 << 5
+    FH = 1 << 6
+    ATIME_NOW = 1 << 7
+    MTIME_NOW = 1 << 8
+    CTIME = 1 << 10
+    KILL_SUIDGID = 1 << 11
+
+
+class Notify(IntEnum):
+    POLL = 1
+    INVAL_INODE = 2
+    INVAL_ENTRY = 3
+
+
+LOCK_FLOCK: Final = 1 << 0
+RELEASE_FLOCK_UNLOCK: Final = 1 << 1
+POLL_SCHEDULE_NOTIFY: Final = 1 << 0
+WRITE_KILL_SUIDGID: Final = 1 << 2
+
+IN_HEADER: Final = struct.Struct("<IIQQIIIHH")
+OUT_HEADER: Final = struct.Struct("<IiQ")
+
+# The fixed part of each request's body.
+OPEN_IN: Final = struct.Struct("<II")
+CREATE_IN: Final = struct.Struct("<IIII")
+MKNOD_IN: Final = struct.Struct("<IIII")
+MKDIR_IN: Final = struct.Struct("<II")
+RENAME_IN: Final = struct.Struct("<Q")
+RENAME2_IN: Final = struct.Struct("<QII")
+LINK_IN: Final = struct.Struct("<Q")
+SETATTR_IN: Final = struct.Struct("<IIQQQqqqIIIIIIII")
+READ_IN: Final = struct.Struct("<QQIIQII")
+WRITE_IN: Final = struct.Struct("<QQIIQII")
+FLUSH_IN: Final = struct.Struct("<QIIQ")
+RELEASE_IN: Final = struct.Struct("<QIIQ")
+FSYNC_IN: Final = struct.Struct("<QII")
+SETXATTR_IN: Final = struct.Struct("<II")
+GETXATTR_IN: Final = struct.Struct("<II")
+LOCK_IN: Final = struct.Struct("<QQQQIIII")
+INTERRUPT_IN: Final = struct.Struct("<Q")
+INIT_IN: Final = struct.Struct("<IIII")
+INIT_IN_FLAGS2: Final = struct.Struct("<I")
+FORGET_IN: Final = struct.Struct("<Q")
+BATCH_FORGET_IN: Final = struct.Struct("<II")
+FORGET_ONE: Final = struct.Struct("<QQ")
+FALLOCATE_IN: Final = struct.Struct("<QQQII")
+LSEEK_IN: Final = struct.Struct("<QqII")
+COPY_FILE_RANGE_IN: Final = struct.Struct("<QQQQQQQ")
+POLL_IN: Final = struct.Struct("<QQII")
+
+INIT_OUT: Final = struct.Struct("<IIIIHHIIHHIIH22x")
+ENTRY_OUT: Final = struct.Struct("<QQQQIIQQQqqqIIIIIIIIII")
+ATTR_OUT: Final = struct.Struct("<QIIQQQqqqIIIIIIIIII")
+OPEN_OUT: Final = struct.Struct("<QIi")
+WRITE_OUT: Final = struct.Struct("<II")
+STATFS_OUT: Final = struct.Struct("<QQQQQIIII24x")
+XATTR_SIZE_OUT: Final = struct.Struct("<II")
+LOCK_OUT: Final = struct.Struct("<QQII")
+LSEEK_OUT: Final = struct.Struct("<Q")
+POLL_OUT: Final = struct.Struct("<II")
+DIRENT: Final = struct.Struct("<QQII")
+NOTIFY_POLL: Final = struct.Struct("<Q")
+NOTIFY_INVAL_INODE: Final = struct.Struct("<Qqq")
+NOTIFY_INVAL_ENTRY: Final = struct.Struct("<QII")
+
+BODY: Final = IN_HEADER.size
+EMPTY_LOCK_END: Final = (1 << 63) - 1
+
+
+class Header(NamedTuple):
+    length: int
+    opcode: int
+    unique: int
+    nodeid: int
+    uid: int
+    gid: int
+    pid: int
+
+
+def decode_header(buffer: Buffer, received: int) -> Header:
+    """The header of a message of `received` bytes at the start of `buffer`."""
+    if received < BODY:
+        raise Malformed(f"{received} bytes are no request")
+    length, opcode, unique, nodeid, uid, gid, pid, _, _ = IN_HEADER.unpack_from(buffer)
+    if length != received:
+        raise Malformed(f"a request of {length} bytes came as {received}")
+    return Header(length, opcode, unique, nodeid, uid, gid, pid)
+
+
+def decode(layout: struct.Struct, buffer: Buffer, end: int) -> tuple[int, ...]:
+    """The fixed part of a request's body; `end` is the message's length."""
+    if BODY + layout.size > end:
+        raise Malformed("the request is too short for its kind")
+    return layout.unpack_from(buffer, BODY)
+
+
+def decode_name(buffer: Buffer, start: int, end: int) -> tuple[bytes, int]:
+    """A NUL-terminated string at `start`, and where the next part begins."""
+    data = bytes(buffer[start:end])
+    stop = data.find(b"\0")
+    if stop < 0:
+        raise Malformed("a name is not terminated")
+    if stop == 0:
+        raise Malformed("a name is empty")
+    return data[:stop], start + stop + 1
+
+
+def reply(unique: int, payload: bytes = b"") -> bytes:
+    return OUT_HEADER.pack(OUT_HEADER.size + len(payload), 0, unique) + payload
+
+
+def error_reply(unique: int, code: int) -> bytes:
+    return OUT_HEADER.pack(OUT_HEADER.size, -code, unique)
+
+
+def notification(code: Notify, payload: bytes) -> bytes:
+    return OUT_HEADER.pack(OUT_HEADER.size + len(payload), code, 0) + payload
+
+
+def inval_inode(nodeid: int, offset: int, length: int) -> bytes:
+    """Forget attributes and, with offset >= 0, pages (length 0: to the end)."""
+    return notification(Notify.INVAL_INODE, NOTIFY_INVAL_INODE.pack(nodeid, offset, length))
+
+
+def inval_entry(parent: int, name: bytes) -> bytes:
+    payload = NOTIFY_INVAL_ENTRY.pack(parent, len(name), 0) + name + b"\0"
+    return notification(Notify.INVAL_ENTRY, payload)
+
+
+def dirent(ino: int, next_offset: int, name: bytes, mode: int) -> bytes:
+    padding = b"\0" * (-(DIRENT.size + len(name)) % 8)
+    return DIRENT.pack(ino, next_offset, len(name), mode >> 12) + name + padding

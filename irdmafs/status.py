@@ -1,0 +1,299 @@
+"""What `irdmafs status`, `versions` and `doctor` print: JSON from a mount made readable.
+
+On a terminal the tables are rich's; elsewhere they are aligned text, and rich is not imported.
+A key that the daemon does not report shows as "-": the two may be of different releases.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from .mounting import (
+    STATUS_XATTR,
+    VERSIONS_XATTR,
+    Mount,
+    MountState,
+    ask_mount,
+    mount_state,
+)
+from .stores import LeftoverStore
+
+_ASK_TIMEOUT_S = 5.0
+
+_VERDICT_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "info": "cyan"}
+
+
+@dataclass(frozen=True, slots=True)
+class MountReport:
+    """A mount and what its daemon says; `status` is empty unless `state` is "ok"."""
+
+    mount: Mount
+    state: MountState
+    status: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"mountpoint": self.mount.mountpoint, "state": self.state, **self.status}
+
+
+def read_status(mountpoint: str, timeout_s: float = _ASK_TIMEOUT_S) -> dict[str, Any]:
+    """What the daemon of a mount reports. Raises OSError, TimeoutError among them."""
+    return _as_dict(ask_mount(mountpoint, STATUS_XATTR, timeout_s))
+
+
+def read_versions(path: str, timeout_s: float = _ASK_TIMEOUT_S) -> dict[str, Any]:
+    """The versions kept of a file on a mount. Raises OSError, TimeoutError among them."""
+    return _as_dict(ask_mount(path, VERSIONS_XATTR, timeout_s))
+
+
+def _as_dict(text: bytes) -> dict[str, Any]:
+    value = json.loads(text)
+    return value if isinstance(value, dict) else {}
+
+
+def report(mount: Mount) -> MountReport:
+    """Ask a mount how it is, without ever waiting for long."""
+    try:
+        return MountReport(mount, "ok", read_status(mount.mountpoint))
+    except TimeoutError:
+        return MountReport(mount, "hung", {})
+    except (OSError, ValueError):
+        return MountReport(mount, mount_state(mount.mountpoint), {})
+
+
+def printable(text: str) -> str:
+    """A path for people: bytes that are no UTF-8 become question marks."""
+    return text.encode(errors="surrogateescape").decode(errors="replace")
+
+
+def human_bytes(count: object) -> str:
+    """1536 -> "1.5 KiB"; anything but a number -> "-"."""
+    if not isinstance(count, int | float):
+        return "-"
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+
+
+def human_duration(seconds: object) -> str:
+    """Two units at most: "45 s", "2 h 5 min", "3 d 4 h"."""
+    if not isinstance(seconds, int | float):
+        return "-"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    units = [(days, "d"), (hours, "h"), (minutes, "min"), (rest, "s")]
+    while len(units) > 1 and units[0][0] == 0:
+        units.pop(0)
+    return " ".join(f"{count} {unit}" for count, unit in units[:2] if count or unit == "s")
+
+
+def _count(value: object) -> str:
+    if isinstance(value, bool) or value is None:
+        return "-" if value is None else ("yes" if value else "no")
+    return f"{value:,}" if isinstance(value, int) else printable(str(value))
+
+
+def print_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    title: str = "",
+    styles: Mapping[str, str] | None = None,
+    right: frozenset[int] = frozenset(),
+) -> None:
+    """Print rows of text on stdout. `styles` colours cells by their text, `right` are the columns
+    that are aligned there. Without column names there is no head line."""
+    table = [[printable(cell) for cell in row] for row in rows]
+    if sys.stdout.isatty():
+        _print_rich(columns, table, printable(title), styles or {}, right)
+        return
+    if title:
+        print(printable(title))
+    lines = [list(columns), *table] if any(columns) else table
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = (
+            cell.rjust(width) if index in right else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        print("  ".join(cells).rstrip())
+
+
+def _print_rich(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    title: str,
+    styles: Mapping[str, str],
+    right: frozenset[int],
+) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(
+        title=Text(title) if title else None,
+        title_justify="left",
+        show_header=any(columns),
+        box=box.SIMPLE,
+    )
+    for index, column in enumerate(columns):
+        table.add_column(
+            Text(column), justify="right" if index in right else "left", overflow="fold"
+        )
+    for row in rows:
+        table.add_row(*(Text(cell, style=styles.get(cell, "")) for cell in row))
+    Console().print(table)
+
+
+def print_overview(reports: Sequence[MountReport], leftovers: Sequence[LeftoverStore]) -> None:
+    """All mounts, one line each, and the stores that wait for theirs."""
+    if not reports:
+        print("no irdmafs mounts")
+    else:
+        columns = ("mountpoint", "state", "session", "files", "published", "pid", "up")
+        rows = []
+        for entry in reports:
+            data = entry.status
+            rows.append(
+                (
+                    entry.mount.mountpoint,
+                    entry.state,
+                    _session(data),
+                    _count(data.get("files")),
+                    human_bytes(data.get("bytes_published")),
+                    str(data.get("pid", "-")),
+                    human_duration(data.get("uptime_s")),
+                )
+            )
+        print_table(columns, rows, styles=_STATE_STYLES, right=frozenset({3, 4, 5}))
+    for entry in reports:
+        for line in _advice(entry):
+            print(printable(line))
+    if leftovers:
+        rows_left = [
+            (left.path, human_bytes(left.bytes_used), left.mountpoint or "-") for left in leftovers
+        ]
+        print()
+        print_table(
+            ("store", "used", "mountpoint"),
+            rows_left,
+            title="stores without a mount (mount there again to use them, "
+            "or irdmafs umount --discard DIR)",
+            right=frozenset({1}),
+        )
+
+
+_STATE_STYLES = {"ok": "green", "stale": "bold red", "hung": "bold red", "denied": "yellow"}
+
+
+def _session(data: Mapping[str, Any]) -> str:
+    if "session" not in data:
+        return "-"
+    return f"{data['session']}{', passthrough' if data.get('passthrough') else ''}"
+
+
+def _advice(entry: MountReport) -> list[str]:
+    path = entry.mount.mountpoint
+    if entry.state == "stale":
+        return [f"{path} is stale: its daemon is gone. Heal it with: irdmafs mount {path}"]
+    if entry.state == "hung":
+        return [f"{path} does not answer. Detach it with: irdmafs umount --lazy {path}"]
+    if entry.state == "denied":
+        return [f"{path} belongs to another user, who did not mount it with -o allow_other"]
+    return [f"{path}: warning: {warning}" for warning in entry.status.get("warnings") or ()]
+
+
+def print_mount(entry: MountReport) -> None:
+    """Everything that one mount reports."""
+    data = entry.status
+    if entry.state != "ok":
+        for line in _advice(entry):
+            print(printable(line))
+        return
+    opened, limit = data.get("open_files_limit"), data.get("open_handles")
+    rows = [
+        ("session", _session(data)),
+        ("reason", str(data.get("session_reason") or "-")),
+        ("daemon", f"process {data.get('pid', '-')}, irdmafs {data.get('version', '-')}"),
+        ("up", human_duration(data.get("uptime_s"))),
+        ("memory of daemon", human_bytes(data.get("daemon_rss_bytes"))),
+        ("store", str(data.get("store", "-"))),
+        (
+            "store space",
+            f"{human_bytes(data.get('store_free_bytes'))} free of "
+            f"{human_bytes(data.get('store_total_bytes'))}",
+        ),
+        ("files", _count(data.get("files"))),
+        ("directories", _count(data.get("directories"))),
+        ("inodes", _count(data.get("inodes"))),
+        ("versions kept", _count(data.get("versions_kept"))),
+        ("bytes published", human_bytes(data.get("bytes_published"))),
+        ("bytes in working copies", human_bytes(data.get("bytes_working"))),
+        ("nodes", _count(data.get("nodes"))),
+        ("open handles", f"{_count(limit)} (file limit {_count(opened)})"),
+    ]
+    print_table(("", ""), rows, title=entry.mount.mountpoint)
+    for title in ("requests", "errors"):
+        counts = data.get(title) or {}
+        if counts:
+            ordered = sorted(counts.items(), key=lambda item: (-int(item[1]), str(item[0])))
+            print()
+            print_table(
+                (title, "count"),
+                [(str(kind), _count(count)) for kind, count in ordered],
+                right=frozenset({1}),
+            )
+    warnings = data.get("warnings") or ()
+    if warnings:
+        print()
+    for warning in warnings:
+        print(printable(f"warning: {warning}"))
+
+
+def print_versions(path: str, data: Mapping[str, Any]) -> None:
+    """The versions kept of one file, newest first."""
+    rows = []
+    for entry in data.get("versions") or ():
+        mtime_ns = entry.get("mtime_ns")
+        when = "-"
+        if isinstance(mtime_ns, int):
+            when = datetime.fromtimestamp(mtime_ns / 1e9).isoformat(" ", "milliseconds")
+        openers = ", ".join(map(str, entry.get("openers") or ())) or "-"
+        rows.append(
+            (
+                str(entry.get("version", "-")),
+                str(entry.get("state", "-")),
+                human_bytes(entry.get("size")),
+                when,
+                openers,
+            )
+        )
+    print_table(
+        ("version", "state", "size", "modified", "open in processes"),
+        rows,
+        title=f"{path} (inode {data.get('ino', '-')})",
+        styles={"current": "green", "working": "yellow"},
+        right=frozenset({0, 2}),
+    )
+
+
+def print_checks(rows: Iterable[tuple[str, str, str, str]]) -> None:
+    """The doctor's findings: (name, verdict, found, remedy)."""
+    rows = list(rows)
+    if sys.stdout.isatty():
+        print_table(("check", "verdict", "found", "remedy"), rows, styles=_VERDICT_STYLES)
+        return
+    # The remedies are sentences: beside the findings they would make lines too long to read.
+    width = max((len(name) for name, *_ in rows), default=0)
+    for name, verdict, found, remedy in rows:
+        print(printable(f"{name.ljust(width)}  {verdict.ljust(4)}  {found}"))
+        if remedy:
+            print(printable(f"{' ' * width}        -> {remedy}"))

@@ -1,0 +1,303 @@
+"""Store directories: where they are by default, how they are made and thrown away.
+
+A default store is named after its mountpoint, so that mounting there again finds what was
+published. Where we may mount it is a tmpfs of its own: its pages can be huge, its size has a
+limit, and discarding it is one unmount.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from .config import MountError, memory_limit
+from .mounting import (
+    MS_NODEV,
+    MS_NOSUID,
+    MS_REMOUNT,
+    can_mount,
+    find_mount,
+    mount_filesystem,
+    unmount_filesystem,
+)
+
+# Not a temporary directory cleaner's business, unlike /tmp, and root's alone.
+TMPFS_ROOT = "/run/irdmafs/stores"
+SHM_ROOT = "/dev/shm"
+
+# A tmpfs that fills all memory takes the machine down; the rest is for programs.
+_DEFAULT_SHARE = 0.8
+_TMPFS_FLAGS = MS_NOSUID | MS_NODEV
+_MOUNTPOINT_FILE = "mountpoint"
+_LOCK_FILE = "lock"
+_ENTRIES = re.compile(r"kv\.sqlite.*|extents|lock|mountpoint|irdmafs\.log.*")
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """A store directory ready for a daemon. `created` when we made it, so that it holds nothing
+    from before; `warnings` are lines for the user."""
+
+    path: str
+    created: bool
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LeftoverStore:
+    """A default store that no mount uses. `mountpoint` is where mounting brings it back."""
+
+    path: str
+    mountpoint: str | None
+    bytes_used: int
+
+
+def store_name(mountpoint: str) -> str:
+    """The name of a mountpoint's default store: readable, and its own."""
+    readable = re.sub(r"[^A-Za-z0-9._-]", "_", os.path.basename(mountpoint))[:40] or "root"
+    return f"{readable}-{hashlib.sha256(os.fsencode(mountpoint)).hexdigest()[:8]}"
+
+
+def _shm_directory() -> str:
+    return os.path.join(SHM_ROOT, f"irdmafs-{os.geteuid()}")
+
+
+def _private_directory(path: str) -> bool:
+    """Make a directory that only we can look into; True when it is new.
+
+    /dev/shm is everybody's: a directory or symlink that somebody else put there is refused.
+    """
+    created = True
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        created = False
+    except OSError as error:
+        raise MountError(f"cannot create the store {path}: {error.strerror}") from error
+    status = os.lstat(path)
+    if not stat.S_ISDIR(status.st_mode):
+        raise MountError(f"the store {path} is not a directory; move it away or use --store")
+    if status.st_uid != os.geteuid():
+        raise MountError(
+            f"the store {path} belongs to user {status.st_uid}, not to you; use --store"
+        )
+    if status.st_mode & 0o077:
+        os.chmod(path, 0o700)
+    return created
+
+
+@contextmanager
+def _locked(directory: str) -> Iterator[None]:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def default_store(mountpoint: str, size: int | None = None) -> Store:
+    """The store of a mountpoint that was given none; `size` in bytes limits it.
+
+    Raises MountError where it cannot be made, or not with that size.
+    """
+    if can_mount():
+        try:
+            os.makedirs(os.path.dirname(TMPFS_ROOT), 0o755, exist_ok=True)
+            _private_directory(TMPFS_ROOT)
+            with _locked(TMPFS_ROOT):
+                store = _tmpfs_store(os.path.join(TMPFS_ROOT, store_name(mountpoint)), size)
+            return _noting_mountpoint(store, mountpoint)
+        except PermissionError as error:
+            refused = f"no tmpfs of its own for the store ({error.strerror})"
+    else:
+        refused = ""
+    if size is not None:
+        raise MountError(
+            "--size needs a tmpfs of its own for the store, and mounting one needs CAP_SYS_ADMIN; "
+            f"without it the store shares {SHM_ROOT} and that one's limit"
+        )
+    _private_directory(_shm_directory())
+    path = os.path.join(_shm_directory(), store_name(mountpoint))
+    created = _private_directory(path)
+    warnings = (f"{refused}; it is in {path}, without huge pages",) if refused else ()
+    return _noting_mountpoint(Store(path, created, warnings), mountpoint)
+
+
+def _tmpfs_store(path: str, size: int | None) -> Store:
+    mount = find_mount(path)
+    if mount is not None:
+        if mount.fstype != "tmpfs":
+            raise MountError(f"a {mount.fstype} filesystem is mounted on {path}; unmount it")
+        if size is not None:
+            resize(path, size)
+        return Store(path, created=False)
+    _private_directory(path)
+    warnings = mount_tmpfs(path, int(memory_limit() * _DEFAULT_SHARE) if size is None else size)
+    return Store(path, created=True, warnings=warnings)
+
+
+def mount_tmpfs(path: str, size: int) -> tuple[str, ...]:
+    """Mount a private huge-page tmpfs of `size` bytes. Returns warnings (of a kernel without
+    huge pages); raises PermissionError where mounting is forbidden, else MountError."""
+    data = f"mode=0700,size={size}"
+    try:
+        mount_filesystem("irdmafs", path, "tmpfs", _TMPFS_FLAGS, f"huge=within_size,{data}")
+        return ()
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise _refusal(path, error) from error
+    try:
+        mount_filesystem("irdmafs", path, "tmpfs", _TMPFS_FLAGS, data)
+    except OSError as error:
+        raise _refusal(path, error) from error
+    return ("this kernel has no huge pages for tmpfs: large files are slower",)
+
+
+def _refusal(path: str, error: OSError) -> Exception:
+    if isinstance(error, PermissionError):
+        return error
+    return MountError(f"cannot mount a tmpfs on {path}: {error.strerror}")
+
+
+def resize(path: str, size: int) -> None:
+    """Set the size in bytes of a mounted tmpfs. Raises MountError (smaller than its contents)."""
+    try:
+        mount_filesystem("irdmafs", path, "tmpfs", _TMPFS_FLAGS | MS_REMOUNT, f"size={size}")
+    except OSError as error:
+        used = _bytes_used(path)
+        raise MountError(
+            f"cannot resize the store {path} to {size} bytes: {error.strerror} (it holds {used})"
+        ) from error
+
+
+def _noting_mountpoint(store: Store, mountpoint: str) -> Store:
+    with open(os.path.join(store.path, _MOUNTPOINT_FILE), "wb") as file:
+        file.write(os.fsencode(mountpoint))
+    return store
+
+
+def explicit_store(directory: str, mountpoint: str, size: int | None = None) -> Store:
+    """The store that was asked for with --store; it is created where it is missing.
+
+    Raises MountError where it cannot be one.
+    """
+    path = os.path.realpath(directory)
+    inside = os.path.commonpath([path, mountpoint])
+    if inside in (path, mountpoint):
+        raise MountError(f"the store {directory} and the mountpoint must not contain each other")
+    ours = os.path.dirname(path) == TMPFS_ROOT and find_mount(path) is not None
+    if size is not None and not ours:
+        raise MountError(
+            f"--size limits the private tmpfs that irdmafs makes; {directory} has the size of the "
+            "filesystem that it is on"
+        )
+    try:
+        created = not os.path.lexists(path)
+        os.makedirs(path, 0o700, exist_ok=True)
+        if not os.path.isdir(path):
+            raise NotADirectoryError(path)
+        if not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+    except (FileExistsError, NotADirectoryError):
+        raise MountError(f"the store {directory} is not a directory") from None
+    except OSError as error:
+        raise MountError(f"cannot use the store {directory}: {error.strerror}") from error
+    if size is not None:
+        resize(path, size)
+    return Store(path, created)
+
+
+def default_store_path(mountpoint: str) -> str | None:
+    """Where the default store of a mountpoint is, if there is one."""
+    name = store_name(mountpoint)
+    for parent in (TMPFS_ROOT, _shm_directory()):
+        path = os.path.join(parent, name)
+        if os.path.isdir(path):
+            return path
+    return None
+
+
+def is_locked(store: str) -> bool:
+    """Whether a daemon works on this store."""
+    try:
+        descriptor = os.open(os.path.join(store, _LOCK_FILE), os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def discard_store(path: str) -> None:
+    """Throw a store away with everything in it. In a directory that was given with --store,
+    what is not the store's is left. Raises MountError when a daemon still works on it."""
+    if is_locked(path):
+        raise MountError(f"the store {path} is in use by another mount")
+    mount = find_mount(path)
+    try:
+        if mount is not None and mount.fstype == "tmpfs" and os.path.dirname(path) == TMPFS_ROOT:
+            unmount_filesystem(path)
+        else:
+            for entry in os.scandir(path):
+                if not _ENTRIES.fullmatch(entry.name):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path)
+                else:
+                    os.unlink(entry.path)
+        os.rmdir(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if error.errno == errno.ENOTEMPTY:
+            return
+        raise MountError(f"cannot discard the store {path}: {error.strerror}") from error
+
+
+def _bytes_used(path: str) -> int:
+    if find_mount(path) is not None:
+        usage = os.statvfs(path)
+        return (usage.f_blocks - usage.f_bfree) * usage.f_frsize
+    return sum(
+        os.lstat(os.path.join(directory, name)).st_blocks * 512
+        for directory, _, names in os.walk(path)
+        for name in names
+    )
+
+
+def leftover_stores(mountpoints: Iterable[str]) -> list[LeftoverStore]:
+    """The default stores that belong to none of these mountpoints and to no daemon."""
+    used = {store_name(mountpoint) for mountpoint in mountpoints}
+    found = []
+    for parent in (TMPFS_ROOT, _shm_directory()):
+        try:
+            names = sorted(os.listdir(parent))
+        except OSError:
+            continue
+        for name in names:
+            path = os.path.join(parent, name)
+            if name in used or not os.path.isdir(path) or is_locked(path):
+                continue
+            try:
+                with open(os.path.join(path, _MOUNTPOINT_FILE), "rb") as file:
+                    mountpoint = os.fsdecode(file.read())
+            except OSError:
+                mountpoint = None
+            try:
+                found.append(LeftoverStore(path, mountpoint, _bytes_used(path)))
+            except OSError:
+                continue
+    return found

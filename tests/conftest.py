@@ -1,0 +1,145 @@
+"""Fixtures: a mount for each session, a directory of its own for each test, other processes.
+
+With IRDMAFS_TEST_DIR set, mounts are plain directories under it and what only irdmafs promises is skipped: a check
+of the tests themselves against the POSIX behaviour of another filesystem.
+"""
+
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from mountpoint import PLAIN, Mount, PlainMount, living
+from processes import Process
+
+SESSIONS = ("kernel", "pyfuse3")
+PLAIN_DIRECTORY = os.environ.get("IRDMAFS_TEST_DIR")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "beyond_posix: promised by irdmafs, not by other filesystems")
+    config.addinivalue_line("markers", "kernel_session(reason): promised by that session only")
+
+
+def make_mount(session: str, *arguments: str, store_size: str | None = None) -> Mount:
+    """A mount that is not mounted yet. Skips the test where the session cannot run."""
+    if session == PLAIN:
+        assert PLAIN_DIRECTORY is not None
+        return PlainMount(Path(PLAIN_DIRECTORY))
+    if not os.path.exists("/dev/fuse"):
+        pytest.skip("no /dev/fuse on this machine")
+    if os.geteuid() != 0:
+        if session == "kernel":
+            pytest.skip("the kernel session needs CAP_SYS_ADMIN")
+        if store_size is not None:
+            pytest.skip("mounting a small store needs root")
+    return Mount(session, arguments=arguments, store_size=store_size)
+
+
+def _skip_what_is_not_promised(item: pytest.Item, session: str) -> None:
+    if session == PLAIN and item.get_closest_marker("beyond_posix"):
+        pytest.skip("promised by irdmafs, not by POSIX")
+    marker = item.get_closest_marker("kernel_session")
+    if marker and session not in ("kernel", PLAIN):
+        pytest.skip(f"only in the kernel session: {marker.args[0]}")
+
+
+@pytest.fixture(scope="module", params=[PLAIN] if PLAIN_DIRECTORY else SESSIONS)
+def session(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def module_mount(session: str) -> Iterator[Mount]:
+    options = ("-o", "allow_other") if os.geteuid() == 0 else ()
+    with make_mount(session, *options) as mount:
+        yield mount
+
+
+@pytest.fixture
+def mount(module_mount: Mount, request: pytest.FixtureRequest) -> Mount:
+    """A mount shared by the tests of a module that leave it working."""
+    _skip_what_is_not_promised(request.node, module_mount.session)
+    return module_mount
+
+
+@pytest.fixture
+def folder(mount: Mount, request: pytest.FixtureRequest) -> Path:
+    """A directory on the mount that no other test uses."""
+    path = mount.path / re.sub(r"\W+", "_", request.node.name)
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def new_mount(session: str, request: pytest.FixtureRequest) -> Iterator[Callable[..., Mount]]:
+    """Makes mounts for one test alone, which may kill or break them: new_mount(*arguments, store_size=None)."""
+    _skip_what_is_not_promised(request.node, session)
+    mounts: list[Mount] = []
+
+    def make(*arguments: str, store_size: str | None = None) -> Mount:
+        mounts.append(make_mount(session, *arguments, store_size=store_size))
+        return mounts[-1]
+
+    yield make
+    for made in mounts:
+        made.close()
+
+
+_idle_processes: list[Process] = []
+
+
+@pytest.fixture
+def process() -> Iterator[Callable[[], Process]]:
+    """Gives other processes, each used by one test at a time: process()."""
+    used: list[Process] = []
+
+    def take() -> Process:
+        used.append(_idle_processes.pop() if _idle_processes else Process())
+        return used[-1]
+
+    yield take
+    for one in used:
+        if one.reset():
+            _idle_processes.append(one)
+        else:
+            one.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _end_idle_processes() -> Iterator[None]:
+    yield
+    while _idle_processes:
+        _idle_processes.pop().close()
+
+
+@pytest.fixture(autouse=True)
+def _abort_mounts_that_hang(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A system call that waits for a daemon cannot be timed out from outside; end its connection."""
+    marker = request.node.get_closest_marker("timeout")
+    limit_s = marker.args[0] if marker else float(request.config.getini("timeout") or 120)
+
+    def abort() -> None:
+        print(f"aborting {[str(mount.path) for mount in living]}: {limit_s * 0.8} s are over")
+        for mount in list(living):
+            mount.abort()
+
+    timer = threading.Timer(limit_s * 0.8, abort)
+    timer.daemon = True
+    timer.start()
+    yield
+    timer.cancel()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Iterator[None] | pytest.TestReport:
+    report: pytest.TestReport = yield  # type: ignore[assignment, misc]
+    if report.failed:
+        for mount in living:
+            report.sections.append((f"log of {mount.path}", mount.log_tail()))
+    return report

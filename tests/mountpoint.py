@@ -1,0 +1,251 @@
+"""A mounted irdmafs for tests: made by the command line, as users do it, and always cleaned up."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+COMMAND_TIMEOUT_S = 60.0
+PLAIN = "plain"
+
+# Requests the kernel does not wait for: a program is not slowed down by them.
+NOT_BLOCKING = frozenset(
+    {"FORGET", "BATCH_FORGET", "INTERRUPT", "RELEASE", "RELEASEDIR", "NOTIFY_REPLY"}
+)
+
+living: set["Mount"] = set()
+
+
+def irdmafs(
+    *arguments: str | os.PathLike[str], launcher: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run the command line tool; its exit code is for the caller to judge."""
+    command = [*launcher, sys.executable, "-m", "irdmafs", *map(os.fspath, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, cwd="/"
+    )
+
+
+def eventually(condition: Callable[[], bool], what: str, within_s: float = 10.0) -> None:
+    """Wait for something that happens soon but sends no event. Raises AssertionError."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {within_s} s: {what}")
+        time.sleep(0.01)
+
+
+class Mount:
+    """One mountpoint with a store of its own. A context manager: mounts, and cleans up at the end.
+
+    Attributes: `path` and `store` (directories), `log` (the daemon's log file), `session`.
+    """
+
+    def __init__(
+        self,
+        session: str,
+        *,
+        arguments: tuple[str, ...] = (),
+        launcher: tuple[str, ...] = (),
+        store_size: str | None = None,
+    ) -> None:
+        """`store_size` puts the store on a tmpfs of that size (needs root)."""
+        self.session = session
+        self.arguments = arguments
+        self.launcher = launcher
+        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        self._top = Path(tempfile.mkdtemp(prefix="test-irdmafs-", dir=memory))
+        self.path = self._top / "mount"
+        self.store = self._top / "store"
+        self.log = self._top / "log"
+        self._top.chmod(0o755)
+        self.path.mkdir()
+        self.store.mkdir()
+        self._small_store = store_size is not None
+        if store_size is not None:
+            run_checked("mount", "-t", "tmpfs", "-o", f"size={store_size}", "none", self.store)
+        if launcher:
+            for directory in (self._top, self.path, self.store):
+                os.chown(directory, 65534, 65534)
+
+    # -- mounting ---------------------------------------------------------------------------
+
+    def try_mount(self) -> subprocess.CompletedProcess[str]:
+        return irdmafs(
+            "mount",
+            self.path,
+            "--store",
+            self.store,
+            "--session",
+            self.session,
+            "--log-file",
+            self.log,
+            *self.arguments,
+            launcher=self.launcher,
+        )
+
+    def mount(self) -> None:
+        done = self.try_mount()
+        assert done.returncode == 0, f"irdmafs mount failed\n{self.explain(done)}"
+        assert self.is_mounted(), f"irdmafs mount returned but it is not mounted\n{done}"
+        living.add(self)
+
+    remount = mount
+
+    def unmount(self) -> None:
+        done = irdmafs("umount", self.path, launcher=self.launcher)
+        assert done.returncode == 0, f"irdmafs umount failed\n{self.explain(done)}"
+        eventually(lambda: not self.is_mounted(), f"{self.path} unmounted")
+        eventually(lambda: not self.pids(), f"the daemon of {self.path} ends after umount")
+        living.discard(self)
+
+    def explain(self, done: subprocess.CompletedProcess[str]) -> str:
+        return f"exit {done.returncode}\n{done.stdout}{done.stderr}\nlog:\n{self.log_tail()}"
+
+    def is_mounted(self) -> bool:
+        """Whether the mount table has it; asks nothing of the filesystem itself."""
+        mounts = Path("/proc/self/mounts").read_text()
+        return any(line.split()[1] == str(self.path) for line in mounts.splitlines())
+
+    # -- the daemon ---------------------------------------------------------------------------
+
+    def pids(self) -> list[int]:
+        """Processes that serve this mount, found by their command line."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            with contextlib.suppress(OSError):
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                if b"irdmafs" in words and b"mount" in words and bytes(self.store) in words:
+                    found.append(int(entry.name))
+        return found
+
+    @property
+    def pid(self) -> int:
+        return int(self.status()["pid"])
+
+    def kill9(self) -> None:
+        """Kill the daemon the hard way and wait until it is gone. The mountpoint stays, stale."""
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        eventually(lambda: not self.pids(), "the killed daemon is gone")
+
+    def log_tail(self, characters: int = 3000) -> str:
+        with contextlib.suppress(OSError):
+            return self.log.read_text(errors="replace")[-characters:]
+        return "(no log)"
+
+    # -- what it says of itself -------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(os.getxattr(self.path, "user.irdmafs.status"))
+        return answer
+
+    def versions(self, file: Path) -> list[dict[str, Any]]:
+        answer = json.loads(os.getxattr(file, "user.irdmafs.versions"))
+        return list(answer["versions"])
+
+    def _requests_so_far(self) -> Counter[str]:
+        return Counter({kind.upper(): n for kind, n in self.status()["requests"].items()})
+
+    @contextlib.contextmanager
+    def requests(self) -> Iterator[Counter[str]]:
+        """Requests to the daemon inside the block, by kind; what the asking costs is taken off."""
+        counted: Counter[str] = Counter()
+        first = self._requests_so_far()
+        before = self._requests_so_far()
+        yield counted
+        after = self._requests_so_far()
+        counted.update(after)
+        counted.subtract(before)
+        counted.subtract(before - first)
+        for kind in [kind for kind, n in counted.items() if n <= 0]:
+            del counted[kind]
+
+    def extents(self) -> list[Path]:
+        return list((self.store / "extents").iterdir())
+
+    # -- the end ----------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Make every waiting request fail: the daemon's death ends the connection."""
+        minor = self._minor()
+        self.kill9()
+        if minor is not None:
+            with contextlib.suppress(OSError):
+                Path(f"/sys/fs/fuse/connections/{minor}/abort").write_text("1")
+
+    def _minor(self) -> int | None:
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            words = line.split()
+            if words[4] == str(self.path):
+                return int(words[2].split(":")[1])
+        return None
+
+    def close(self) -> None:
+        living.discard(self)
+        try:
+            if self.is_mounted() and self.pids():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    irdmafs("umount", self.path, launcher=self.launcher)
+            if self.pids():
+                self.abort()
+            while self.is_mounted():
+                run_checked("umount", "-l", self.path)
+        finally:
+            if self._small_store:
+                run_checked("umount", "-l", self.store)
+            shutil.rmtree(self._top, ignore_errors=True)
+
+    def __enter__(self) -> "Mount":
+        try:
+            self.mount()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+
+class PlainMount(Mount):
+    """An ordinary directory in the place of a mount, to check the tests themselves against POSIX."""
+
+    def __init__(self, parent: Path) -> None:
+        parent.mkdir(parents=True, exist_ok=True)
+        self.session = PLAIN
+        self._top = self.path = Path(tempfile.mkdtemp(prefix="plain-", dir=parent))
+        self.path.chmod(0o755)
+        self.store = self.log = self._top / ".none"
+
+    def mount(self) -> None:
+        pass
+
+    def close(self) -> None:
+        shutil.rmtree(self._top, ignore_errors=True)
+
+
+def run_checked(*command: str | os.PathLike[str]) -> str:
+    """Run a program; returns what it prints. Raises AssertionError with its output."""
+    done = subprocess.run(
+        [os.fspath(word) for word in command],
+        capture_output=True,
+        text=True,
+        errors="surrogateescape",
+        timeout=COMMAND_TIMEOUT_S,
+        cwd="/",
+    )
+    assert done.returncode == 0, f"{command} exit {done.returncode}\n{done.stdout}{done.stderr}"
+    return done.stdout

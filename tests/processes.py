@@ -1,0 +1,148 @@
+"""Other processes, driven one step at a time.
+
+A `Process` keeps a Python interpreter whose names live on between steps, so that a test can hold a descriptor,
+a mapping or a lock in one process while it does something in another. Steps are ordered by their replies.
+"""
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+from typing import Any
+
+STEP_TIMEOUT_S = 60.0
+
+
+class Process:
+    """A Python interpreter of its own. A context manager; leaving it kills the process."""
+
+    def __init__(self, launcher: tuple[str, ...] = ()) -> None:
+        """`launcher` is a command prefix, such as setpriv and its options."""
+        ours, theirs = os.pipe(), os.pipe()
+        self._sender = Connection(theirs[1], readable=False)
+        self._receiver = Connection(ours[0], writable=False)
+        command = [*launcher, sys.executable, __file__, str(theirs[0]), str(ours[1])]
+        self._popen = subprocess.Popen(
+            command, pass_fds=(theirs[0], ours[1]), stdin=subprocess.DEVNULL, cwd="/"
+        )
+        os.close(theirs[0])
+        os.close(ours[1])
+        self.pid = self._popen.pid
+
+    def start(self, source: str, **values: object) -> None:
+        """Begin to run `source` with `values` as names; collect the outcome with `result`."""
+        self._sender.send((source, values))
+
+    def result(self, timeout_s: float = STEP_TIMEOUT_S) -> Any:
+        """The value of the last expression of what was started.
+
+        Raises what the step raised, TimeoutError (the process is then killed), EOFError when it died.
+        """
+        if not self._receiver.poll(timeout_s):
+            self.kill()
+            raise TimeoutError(f"the step did not end within {timeout_s} s; process killed")
+        succeeded, value = self._receiver.recv()
+        if not succeeded:
+            raise value
+        return value
+
+    def do(self, source: str, **values: object) -> Any:
+        """Run one step and wait for it: `start` and `result`."""
+        self.start(source, **values)
+        return self.result()
+
+    def finished(self, within_s: float = 0.0) -> bool:
+        """Whether the step that was started has an outcome by now."""
+        return self._receiver.poll(within_s)
+
+    def send_signal(self, number: int) -> None:
+        self._popen.send_signal(number)
+
+    def reset(self) -> bool:
+        """Forget names and close descriptors. False when the process is not usable any more."""
+        try:
+            self.start("__reset__")
+            return bool(self.result(10) == "reset")
+        except (OSError, EOFError):
+            return False
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """End it by a signal and wait until it is gone (its files are closed then)."""
+        self._popen.send_signal(number)
+        self._popen.wait(STEP_TIMEOUT_S)
+
+    def close(self) -> None:
+        if self._popen.poll() is None:
+            self._popen.kill()
+            try:
+                self._popen.wait(10)
+            except subprocess.TimeoutExpired:
+                print(f"process {self.pid} does not die: stuck in the kernel", file=sys.stderr)
+        self._sender.close()
+        self._receiver.close()
+
+    def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+
+def _evaluate(source: str, names: dict[str, Any]) -> Any:
+    tree = ast.parse(source)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, "<step>", "exec"), names)
+    if not isinstance(last, ast.Expr):
+        return None
+    return eval(compile(ast.Expression(last.value), "<step>", "eval"), names)
+
+
+def _fresh_names() -> dict[str, Any]:
+    import ctypes
+    import errno
+    import fcntl
+    import mmap
+    import stat
+
+    from patterns import pattern, version_of
+
+    modules = (ctypes, errno, fcntl, mmap, os, signal, stat, subprocess, sys)
+    names: dict[str, Any] = {module.__name__: module for module in modules}
+    return names | {"pattern": pattern, "version_of": version_of}
+
+
+def _serve(receiver: Connection, sender: Connection) -> None:
+    os.set_inheritable(receiver.fileno(), False)
+    os.set_inheritable(sender.fileno(), False)
+    names = _fresh_names()
+    while True:
+        try:
+            source, values = receiver.recv()
+        except EOFError:
+            return
+        if source == "__reset__":
+            names = _fresh_names()
+            os.chdir("/")
+            first = max(receiver.fileno(), sender.fileno()) + 1
+            os.closerange(3, min(receiver.fileno(), sender.fileno()))
+            os.closerange(first, first + 1000)
+            sender.send((True, "reset"))
+            continue
+        names.update(values)
+        try:
+            outcome = (True, _evaluate(source, names))
+        except BaseException as error:
+            error.add_note(f"in process {os.getpid()}, step: {source}")
+            outcome = (False, error)
+        try:
+            sender.send(outcome)
+        except Exception:
+            sender.send((False, RuntimeError(f"cannot be sent: {outcome!r}")))
+
+
+if __name__ == "__main__":
+    _serve(
+        Connection(int(sys.argv[1]), writable=False), Connection(int(sys.argv[2]), readable=False)
+    )

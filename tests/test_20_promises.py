@@ -1,0 +1,420 @@
+"""What users are told about versions: a reader keeps its own, a writer publishes whole, the next open sees it."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from patterns import pattern, version_of
+from processes import Process
+
+SIZES = [64 * 1024, 32 * 1024 * 1024]
+TakeProcess = Callable[[], Process]
+
+REPUBLISH = {
+    "truncate": "with open(file, 'wb') as f: f.write(pattern(version, size))",
+    "rename": """
+with open(file + '.new', 'wb') as f: f.write(pattern(version, size))
+os.rename(file + '.new', file)
+""",
+    "unlink": """
+os.unlink(file)
+with open(file, 'wb') as f: f.write(pattern(version, size))
+""",
+}
+
+
+def write(file: Path, version: int, size: int) -> None:
+    file.write_bytes(pattern(version, size))
+
+
+# Overwriting a file leaves its readers alone only with us.
+EVERY_WAY = [
+    pytest.param("truncate", marks=pytest.mark.beyond_posix),
+    "rename",
+    "unlink",
+]
+
+
+@pytest.mark.parametrize("how", EVERY_WAY)
+@pytest.mark.parametrize("size", SIZES)
+def test_reader_keeps_its_version_when_file_is_republished(
+    folder: Path, process: TakeProcess, size: int, how: str
+) -> None:
+    file = folder / "weights"
+    write(file, 1, size)
+    reader, writer = process(), process()
+    reader.do("f = open(file, 'rb'); begin = f.read(5000)", file=str(file))
+    writer.do(REPUBLISH[how], file=str(file), version=2, size=size)
+    assert reader.do("version_of(begin + f.read())") == 1
+    assert reader.do("f.seek(0); version_of(f.read())") == 1
+    assert reader.do("f.seek(size // 2); f.read(10) == pattern(1, size)[size // 2:][:10]", size=size)
+    assert reader.do("os.fstat(f.fileno()).st_size") == size
+    assert reader.do("version_of(open(file, 'rb').read())", file=str(file)) == 2
+
+
+@pytest.mark.parametrize("how", EVERY_WAY)
+@pytest.mark.parametrize("size", SIZES)
+def test_mapping_keeps_its_version_when_file_is_republished(
+    folder: Path, process: TakeProcess, size: int, how: str
+) -> None:
+    file = folder / "weights"
+    write(file, 1, size)
+    reader, writer = process(), process()
+    reader.do(
+        "f = open(file, 'rb'); m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ); f.close()",
+        file=str(file),
+    )
+    for version in (2, 3):
+        writer.do(REPUBLISH[how], file=str(file), version=version, size=size)
+        assert reader.do("version_of(m[:])") == 1
+    assert reader.do("version_of(open(file, 'rb').read())", file=str(file)) == 3
+
+
+@pytest.mark.beyond_posix
+def test_mapping_survives_truncation_of_the_file_by_name(
+    folder: Path, process: TakeProcess
+) -> None:
+    file = folder / "weights"
+    write(file, 1, 1 << 20)
+    reader = process()
+    reader.do("f = open(file, 'rb'); m = mmap.mmap(f.fileno(), 0, prot=1)", file=str(file))
+    process().do("os.truncate(file, 0)", file=str(file))
+    assert reader.do("version_of(m[:])") == 1
+    assert file.read_bytes() == b""
+
+
+@pytest.mark.beyond_posix
+@pytest.mark.parametrize("size", SIZES)
+def test_reader_keeps_its_version_when_file_is_edited_in_place(
+    folder: Path, process: TakeProcess, size: int
+) -> None:
+    file = folder / "weights"
+    write(file, 1, size)
+    reader, writer = process(), process()
+    reader.do("f = open(file, 'rb'); m = mmap.mmap(f.fileno(), 0, prot=1)", file=str(file))
+    writer.do(
+        "f = open(file, 'r+b'); f.write(b'x' * 5000); f.truncate(6000); f.close()", file=str(file)
+    )
+    assert reader.do("version_of(f.read())") == 1
+    assert reader.do("version_of(m[:])") == 1
+    assert reader.do("open(file, 'rb').read()", file=str(file)) == (
+        b"x" * 5000 + pattern(1, size)[5000:6000]
+    )
+
+
+@pytest.mark.beyond_posix
+@pytest.mark.parametrize("size", SIZES)
+def test_new_version_is_seen_after_close_and_the_old_one_until_then(
+    folder: Path, process: TakeProcess, size: int
+) -> None:
+    file = folder / "weights"
+    write(file, 1, size)
+    reader, writer = process(), process()
+    see = "version_of(open(file, 'rb').read())"
+    writer.do("f = open(file, 'wb', buffering=0)", file=str(file))
+    assert reader.do(see, file=str(file)) == 1
+    writer.do("content = pattern(2, size); f.write(content[:size // 2])", size=size)
+    assert reader.do(see, file=str(file)) == 1
+    assert reader.do("os.stat(file).st_size", file=str(file)) == size
+    writer.do("f.write(content[size // 2:])")
+    assert reader.do(see, file=str(file)) == 1
+    writer.do("f.close()")
+    assert reader.do(see, file=str(file)) == 2
+
+
+@pytest.mark.beyond_posix
+def test_new_file_is_empty_until_it_is_closed(folder: Path, process: TakeProcess) -> None:
+    file = folder / "weights"
+    reader, writer = process(), process()
+    writer.do("f = open(file, 'wb', buffering=0)", file=str(file))
+    assert reader.do("open(file, 'rb').read()", file=str(file)) == b""
+    writer.do("f.write(b'half')")
+    assert reader.do("early = open(file, 'rb'); early.read()", file=str(file)) == b""
+    writer.do("f.write(b' and half'); f.close()")
+    assert reader.do("open(file, 'rb').read()", file=str(file)) == b"half and half"
+    assert reader.do("early.seek(0); early.read()") == b""
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 1 << 20])
+def test_size_and_content_are_right_for_others_once_close_returned(
+    folder: Path, process: TakeProcess, size: int
+) -> None:
+    file = folder / "weights"
+    reader = process()
+    for version, length in enumerate([size, size + 100, size // 2], start=1):
+        content = pattern(version, length)
+        file.write_bytes(content)
+        assert reader.do("os.stat(file).st_size", file=str(file)) == length
+        assert reader.do("open(file, 'rb').read()", file=str(file)) == content
+
+
+@pytest.mark.beyond_posix
+@pytest.mark.parametrize("move", ["os.rename(file, target)", "os.replace(file, target)"])
+@pytest.mark.parametrize("target_exists", [False, True])
+def test_rename_publishes_a_file_that_is_still_being_written(
+    folder: Path, process: TakeProcess, move: str, target_exists: bool
+) -> None:
+    file, target = folder / "partial", folder / "weights"
+    if target_exists:
+        write(target, 1, 100_000)
+    reader, writer = process(), process()
+    writer.do("f = open(file, 'wb', buffering=0); f.write(pattern(2, 100_000))", file=str(file))
+    writer.do(move, file=str(file), target=str(target))
+    assert reader.do("version_of(open(file, 'rb').read())", file=str(target)) == 2
+    writer.do("f.write(b'more'); f.close()")
+    assert reader.do("open(file, 'rb').read()[100_000:]", file=str(target)) == b"more"
+
+
+@pytest.mark.beyond_posix
+def test_link_publishes_a_file_that_is_still_being_written(
+    folder: Path, process: TakeProcess
+) -> None:
+    file, other = folder / "weights", folder / "other"
+    reader, writer = process(), process()
+    writer.do("f = open(file, 'wb', buffering=0); f.write(pattern(1, 9000))", file=str(file))
+    writer.do("os.link(file, other)", file=str(file), other=str(other))
+    assert reader.do("version_of(open(other, 'rb').read())", other=str(other)) == 1
+
+
+@pytest.mark.beyond_posix
+@pytest.mark.parametrize("size", SIZES)
+def test_last_close_wins_and_is_whole_when_two_writers_overwrite(
+    folder: Path, process: TakeProcess, size: int
+) -> None:
+    file = folder / "weights"
+    write(file, 1, 1000)
+    first, second, reader = process(), process(), process()
+    for writer, version in ((first, 2), (second, 3)):
+        writer.do("f = open(file, 'wb', buffering=0)", file=str(file))
+        writer.do("content = pattern(version, size)", version=version, size=size)
+    for part in ("[:size // 3]", "[size // 3:]"):
+        first.do(f"f.write(content{part})")
+        second.do(f"f.write(content{part})")
+    see = "version_of(open(file, 'rb').read())"
+    assert reader.do(see, file=str(file)) == 1
+    second.do("f.close()")
+    assert reader.do(see, file=str(file)) == 3
+    first.do("f.close()")
+    assert reader.do(see, file=str(file)) == 2
+
+
+def test_writes_in_place_are_seen_by_descriptors_opened_meanwhile(
+    folder: Path, process: TakeProcess
+) -> None:
+    file = folder / "weights"
+    write(file, 1, 1 << 20)
+    reader, writer = process(), process()
+    writer.do("f = open(file, 'r+b', buffering=0)", file=str(file))
+    reader.do("f = open(file, 'rb', buffering=0)", file=str(file))
+    assert reader.do("version_of(f.read())") == 1
+    writer.do("os.pwrite(f.fileno(), b'here', 500_000)")
+    assert reader.do("os.pread(f.fileno(), 4, 500_000)") == b"here"
+    writer.do("os.ftruncate(f.fileno(), 500_002)")
+    assert reader.do("os.fstat(f.fileno()).st_size") == 500_002
+    writer.do("f.close()")
+    assert reader.do("f.seek(500_000); f.read()") == b"he"
+
+
+def test_new_file_opened_for_reading_and_writing_is_shared_as_posix_says(
+    folder: Path, process: TakeProcess
+) -> None:
+    file = folder / "database"
+    first, second = process(), process()
+    first.do("fd = os.open(file, os.O_RDWR | os.O_CREAT)", file=str(file))
+    second.do("fd = os.open(file, os.O_RDWR | os.O_CREAT)", file=str(file))
+    first.do("os.pwrite(fd, b'first', 0)")
+    assert second.do("os.pread(fd, 10, 0)") == b"first"
+    second.do("os.pwrite(fd, b'SECOND', 5)")
+    assert first.do("os.pread(fd, 20, 0)") == b"firstSECOND"
+    assert first.do("os.fstat(fd).st_size") == 11
+
+
+def test_stores_through_a_mapping_are_seen_by_others(folder: Path, process: TakeProcess) -> None:
+    file = folder / "weights"
+    write(file, 1, 1 << 20)
+    reader, writer = process(), process()
+    writer.do("f = open(file, 'r+b'); m = mmap.mmap(f.fileno(), 0); f.close()", file=str(file))
+    writer.do("m[4096:4100] = b'here'; m.flush()")
+    assert reader.do("f = open(file, 'rb'); f.seek(4096); f.read(4)", file=str(file)) == b"here"
+    writer.do("m[8192:8197] = b'again'; m.flush(); m.close()")
+    assert reader.do("f = open(file, 'rb'); f.seek(8192); f.read(5)", file=str(file)) == b"again"
+
+
+@pytest.mark.parametrize("mode", ["wb", "r+b"])
+def test_fsync_publishes(folder: Path, process: TakeProcess, mode: str) -> None:
+    file = folder / "weights"
+    write(file, 1, 50_000)
+    reader, writer = process(), process()
+    writer.do("f = open(file, mode, buffering=0)", file=str(file), mode=mode)
+    writer.do("f.write(pattern(2, 50_000)); os.fsync(f.fileno())")
+    assert reader.do("version_of(open(file, 'rb').read())", file=str(file)) == 2
+
+
+@pytest.mark.beyond_posix
+def test_writes_after_fsync_do_not_change_what_a_reader_then_has(
+    folder: Path, process: TakeProcess
+) -> None:
+    file = folder / "weights"
+    reader, writer = process(), process()
+    writer.do("f = open(file, 'wb', buffering=0)", file=str(file))
+    writer.do("f.write(pattern(1, 1 << 20)); os.fsync(f.fileno())")
+    reader.do("f = open(file, 'rb'); m = mmap.mmap(f.fileno(), 0, prot=1)", file=str(file))
+    writer.do("os.pwrite(f.fileno(), pattern(2, 1 << 20), 0)")
+    assert reader.do("version_of(f.read())") == 1
+    assert reader.do("version_of(m[:])") == 1
+    writer.do("f.close()")
+    assert reader.do("version_of(m[:])") == 1
+    assert reader.do("version_of(open(file, 'rb').read())", file=str(file)) == 2
+
+
+@pytest.mark.beyond_posix
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+@pytest.mark.parametrize("mapped", [False, True])
+def test_killed_writer_publishes_nothing(
+    folder: Path, process: TakeProcess, number: int, mapped: bool
+) -> None:
+    file = folder / "weights"
+    write(file, 1, 3 << 20)
+    with Process() as writer:
+        writer.do("f = open(file, 'w+b', buffering=0)", file=str(file))
+        writer.do("f.write(pattern(2, 3 << 20)[:1 << 20])")
+        if mapped:
+            writer.do("m = mmap.mmap(f.fileno(), 0); m[:4] = b'half'")
+        writer.kill(number)
+    reader = process()
+    assert reader.do("version_of(open(file, 'rb').read())", file=str(file)) == 1
+    assert reader.do("os.stat(file).st_size", file=str(file)) == 3 << 20
+    write(file, 3, 1 << 20)
+    assert reader.do("version_of(open(file, 'rb').read())", file=str(file)) == 3
+
+
+def test_writer_that_exits_without_closing_publishes(folder: Path, process: TakeProcess) -> None:
+    file = folder / "weights"
+    run = "subprocess.run([sys.executable, '-c', program, file], check=True)"
+    program = (
+        "import os, sys; fd = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_TRUNC);"
+        "os.write(fd, b'whole'); os._exit(0)"
+    )
+    process().do(run, program=program, file=str(file))
+    assert process().do("open(file, 'rb').read()", file=str(file)) == b"whole"
+
+
+@pytest.mark.parametrize("how", EVERY_WAY[:2])
+def test_no_reader_ever_sees_a_torn_or_partial_file(
+    folder: Path, process: TakeProcess, how: str
+) -> None:
+    file, size = folder / "weights", 8 << 20
+    write(file, 1, size)
+    readers = {
+        "read": "version_of(open(file, 'rb').read())",
+        "mmap": "f = open(file, 'rb'); version_of(mmap.mmap(f.fileno(), 0, prot=1)[:])",
+        "parts": """
+f = open(file, 'rb', buffering=0)
+length = os.fstat(f.fileno()).st_size
+version_of(b''.join(os.pread(f.fileno(), 1 << 20, at) for at in range(0, length, 1 << 20)))
+""",
+    }
+    hunt = """
+exec('def look():\\n' + ''.join(f'    {line}\\n' for line in lines[:-1]) + f'    return {lines[-1]}')
+seen = []
+while not seen or seen[-1] < last:
+    try:
+        seen.append(look())
+    except FileNotFoundError as error:
+        raise AssertionError('the name was missing') from error
+seen
+"""
+    last = 40
+    hunters = {name: process() for name in readers}
+    for name, hunter in hunters.items():
+        lines = readers[name].replace("; ", "\n").strip().splitlines()
+        hunter.start(hunt, lines=lines, file=str(file), last=last)
+    writer = process()
+    republish = "for version in range(2, last + 1):\n" + "\n".join(
+        f"    {line}" for line in REPUBLISH[how].strip().splitlines()
+    )
+    writer.do(republish, file=str(file), size=size, last=last)
+    for name, hunter in hunters.items():
+        seen = hunter.result()
+        assert seen == sorted(seen), f"{name} went back to an older version: {seen}"
+
+
+def test_every_open_sees_the_last_close_in_a_long_chain_of_hand_overs(
+    folder: Path, process: TakeProcess
+) -> None:
+    file = folder / "token"
+    pair = process(), process()
+    pair[0].do("open(file, 'w').write('0')", file=str(file))
+    step = "n = int(open(file).read()); f = open(file, 'w'); f.write(str(n + 1)); f.close(); n"
+    for turn in range(200):
+        assert pair[turn % 2].do(step, file=str(file)) == turn
+
+
+SHELL = {
+    "echo x > f": b"x\n",
+    "(echo a; echo b) > f": b"a\nb\n",
+    "echo a > f; echo b >> f; (echo c; echo d) >> f": b"a\nb\nc\nd\n",
+    "{ echo a; bash -c 'echo b'; echo c; } > f": b"a\nb\nc\n",
+    "exec 3> f; echo a >&3; echo b >&3; exec 3>&-": b"a\nb\n",
+    "echo old > f; : > f": b"",
+    "echo old > f; cat < f > g; mv g f; cat f > /dev/null": b"old\n",
+    "seq 1000 | tee f > /dev/null; sed -i s/^1000$/end/ f; tail -n 1 f > g; mv g f": b"end\n",
+    "printf abc > f; exec 3<> f; printf X >&3; exec 3>&-": b"Xbc",
+    "echo a > f; cp f g; echo b > f; cat g f > h; mv h f": b"a\nb\n",
+}
+
+
+@pytest.mark.parametrize("command", SHELL, ids=lambda command: command)
+def test_shell_redirections_leave_what_they_always_leave(
+    folder: Path, process: TakeProcess, command: str
+) -> None:
+    run = "subprocess.run(['bash', '-ec', command], cwd=cwd, check=True, timeout=30)"
+    process().do(run, command=command, cwd=str(folder))
+    assert process().do("open(file, 'rb').read()", file=str(folder / "f")) == SHELL[command]
+
+
+def test_forked_children_may_write_what_their_parent_opened(
+    folder: Path, process: TakeProcess
+) -> None:
+    file = folder / "shared"
+    writer = process()
+    writer.do(
+        """
+fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+for word in (b'one ', b'two '):
+    child = os.fork()
+    if child == 0:
+        os.write(fd, word)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+os.write(fd, b'three')
+os.close(fd)
+""",
+        file=str(file),
+    )
+    assert process().do("open(file, 'rb').read()", file=str(file)) == b"one two three"
+
+
+def test_duplicated_descriptor_goes_on_writing_after_the_first_is_closed(
+    folder: Path, process: TakeProcess
+) -> None:
+    file = folder / "shared"
+    writer, reader = process(), process()
+    writer.do("fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)", file=str(file))
+    writer.do("other = os.dup(fd); os.write(fd, b'one'); os.close(fd); os.write(other, b' two')")
+    writer.do("os.close(other)")
+    assert reader.do("open(file, 'rb').read()", file=str(file)) == b"one two"
+
+
+def test_empty_write_publishes_an_empty_file(folder: Path, process: TakeProcess) -> None:
+    file = folder / "weights"
+    write(file, 1, 5000)
+    writer = process()
+    writer.do("os.close(os.open(file, os.O_WRONLY | os.O_TRUNC))", file=str(file))
+    assert process().do("open(file, 'rb').read(), os.stat(file).st_size", file=str(file)) == (
+        b"",
+        0,
+    )

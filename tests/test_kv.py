@@ -1,0 +1,647 @@
+"""The key-value engine: what every engine promises, and what SQLite's file survives."""
+
+import errno
+import functools
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import trio
+import trio.testing
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from irdmafs.backend.kv import (
+    Compacted,
+    Conflict,
+    Damaged,
+    Delete,
+    Engine,
+    Event,
+    KeyValue,
+    NoSpace,
+    Put,
+)
+from irdmafs.backend.kv.sqlite import SQLiteEngine
+
+END = b"\xff"
+Result = TypeVar("Result")
+Open = Callable[[], Engine]
+
+
+def in_trio(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(*args: object, **kwargs: object) -> None:
+        async def call() -> None:
+            await test(*args, **kwargs)
+
+        trio.run(call)
+
+    return run
+
+
+def now(awaitable: Awaitable[Result]) -> Result:
+    """The result of a coroutine that does not wait."""
+    try:
+        awaitable.__await__().__next__()
+    except StopIteration as stop:
+        result: Result = stop.value
+        return result
+    raise AssertionError("it waited")
+
+
+async def contents(engine: Engine) -> dict[bytes, bytes]:
+    return {key: value for key, value, _ in await engine.range(b"", END)}
+
+
+@pytest.fixture(params=["sqlite", "sqlite-power-safe"])
+def open_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
+    """Opens the engine of this test: the same store every time."""
+    power_safe = request.param == "sqlite-power-safe"
+    return lambda: SQLiteEngine(str(tmp_path / "kv.sqlite"), power_safe=power_safe)
+
+
+class TestEveryEngine:
+    @in_trio
+    async def test_a_new_store_is_empty_at_revision_0(self, open_engine: Open) -> None:
+        engine = open_engine()
+        assert engine.revision == 0
+        assert await engine.get(b"key") is None
+        assert await engine.range(b"", END) == []
+        await engine.close()
+
+    @in_trio
+    async def test_get_returns_what_was_put_with_its_revision(self, open_engine: Open) -> None:
+        engine = open_engine()
+        large = random.Random(1).randbytes(3_000_000)
+        assert await engine.transact((), [Put(b"a", b"1"), Put(b"\0\0", b"")]) == 1
+        assert await engine.transact((), [Put(b"a", large)]) == 2
+        assert await engine.get(b"a") == KeyValue(b"a", large, 2)
+        assert await engine.get(b"\0\0") == KeyValue(b"\0\0", b"", 1)
+        assert engine.revision == 2
+        await engine.close()
+
+    @in_trio
+    async def test_range_is_ordered_excludes_its_end_and_comes_in_pages(
+        self, open_engine: Open
+    ) -> None:
+        engine = open_engine()
+        keys = [b"a", b"a\0", b"aa", b"b", b"b\xff", b"c"]
+        await engine.transact((), [Put(key, key) for key in reversed(keys)])
+        assert [found.key for found in await engine.range(b"a\0", b"c")] == keys[1:-1]
+        pages, start = [], b""
+        while page := await engine.range(start, END, limit=2):
+            assert len(page) <= 2
+            pages += page
+            start = page[-1].key + b"\0"
+        assert [found.key for found in pages] == keys
+        await engine.close()
+
+    @pytest.mark.parametrize("durable", [True, False])
+    @in_trio
+    async def test_a_transaction_with_a_failing_compare_changes_nothing(
+        self, open_engine: Open, durable: bool
+    ) -> None:
+        engine = open_engine()
+        await engine.transact((), [Put(b"a", b"1")], durable=durable)
+        await engine.transact((), [Put(b"b", b"2")], durable=durable)
+        for compares in ([(b"a", 1), (b"b", 1)], [(b"a", 0)], [(b"none", 1)], [(b"a", 2)]):
+            with pytest.raises(Conflict):
+                await engine.transact(compares, [Put(b"a", b"9"), Delete(b"b")], durable=durable)
+        assert await contents(engine) == {b"a": b"1", b"b": b"2"}
+        assert engine.revision == 2
+        compares = [(b"a", 1), (b"b", 2), (b"none", 0)]
+        assert await engine.transact(compares, [Put(b"none", b"3")], durable=durable) == 3
+        await engine.close()
+
+    @in_trio
+    async def test_deleting_what_is_not_there_is_no_change(self, open_engine: Open) -> None:
+        engine = open_engine()
+        await engine.transact((), [Put(b"a", b"1")])
+        assert await engine.transact((), [Delete(b"b")]) == 1
+        assert await engine.transact([(b"a", 1)], []) == 1
+        assert await engine.transact((), [Delete(b"b"), Delete(b"a")], durable=False) == 2
+        assert await engine.transact((), [Delete(b"a")], durable=False) == 2
+        assert engine.revision == 2
+        await engine.close()
+
+    @in_trio
+    async def test_a_key_cannot_occur_twice_in_a_transaction(self, open_engine: Open) -> None:
+        engine = open_engine()
+        with pytest.raises(ValueError, match="one operation"):
+            await engine.transact((), [Put(b"a", b"1"), Delete(b"a")])
+        assert engine.revision == 0
+        await engine.close()
+
+    @in_trio
+    async def test_everything_is_there_after_closing_and_opening(self, open_engine: Open) -> None:
+        engine = open_engine()
+        for number in range(20):
+            durable = number % 3 == 0
+            await engine.transact((), [Put(b"%d" % number, b"x" * number)], durable=durable)
+        await engine.transact((), [Delete(b"7")], durable=False)
+        before, revision = await engine.range(b"", END), engine.revision
+        await engine.close()
+        await engine.close()
+        engine = open_engine()
+        assert await engine.range(b"", END) == before
+        assert engine.revision == revision == 21
+        await engine.close()
+
+    @in_trio
+    async def test_revisions_are_not_used_again_after_the_newest_key_was_deleted(
+        self, open_engine: Open
+    ) -> None:
+        engine = open_engine()
+        await engine.transact((), [Put(b"a", b"1")])
+        await engine.transact((), [Delete(b"a")])
+        await engine.close()
+        engine = open_engine()
+        assert await engine.transact((), [Put(b"a", b"2")]) == 3
+        await engine.close()
+
+    @in_trio
+    async def test_a_watch_gives_every_event_of_its_range_once_in_order(
+        self, open_engine: Open
+    ) -> None:
+        engine = open_engine()
+        await engine.transact((), [Put(b"a", b"old")])
+        await engine.transact((), [Put(b"a", b"1"), Put(b"z", b"no"), Put(b"b", b"2")])
+        watch = engine.watch(b"a", b"c", 1)
+        seen: list[Event] = []
+
+        async def follow() -> None:
+            async for event in watch:
+                seen.append(event)  # noqa: PERF401 - what came so far is looked at meanwhile
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(follow)
+            await trio.testing.wait_all_tasks_blocked()
+            assert seen == [Event(2, b"a", b"1"), Event(2, b"b", b"2")]
+            await engine.transact((), [Put(b"z", b"no")])
+            await engine.transact((), [Delete(b"a"), Delete(b"bb")], durable=False)
+            with pytest.raises(Conflict):
+                await engine.transact([(b"b", 9)], [Put(b"b", b"no")])
+            await engine.transact((), [Put(b"b", b"3")], durable=False)
+            await trio.testing.wait_all_tasks_blocked()
+            assert seen[2:] == [Event(4, b"a", None), Event(5, b"b", b"3")]
+            await engine.transact((), [Put(b"b", b"4")])
+            await engine.close()
+        assert seen[4:] == [Event(6, b"b", b"4")]
+
+    @in_trio
+    async def test_a_watch_that_asks_for_forgotten_events_is_told_so(
+        self, open_engine: Open
+    ) -> None:
+        engine = open_engine()
+        slow = engine.watch(b"", END, 0)
+        for number in range(10_000):
+            await engine.transact((), [Put(b"key", b"%d" % number)], durable=False)
+        with pytest.raises(Compacted) as refused:
+            engine.watch(b"", END, 0)
+        with pytest.raises(Compacted):
+            await anext(slow)
+        recent = engine.watch(b"", END, refused.value.revision)
+        assert (await anext(recent)).revision == refused.value.revision + 1
+        await engine.close()
+
+    @in_trio
+    async def test_a_closed_engine_refuses_everything(self, open_engine: Open) -> None:
+        engine = open_engine()
+        await engine.close()
+        with pytest.raises(trio.ClosedResourceError):
+            await engine.get(b"a")
+        with pytest.raises(trio.ClosedResourceError):
+            await engine.range(b"", END)
+        with pytest.raises(trio.ClosedResourceError):
+            await engine.transact((), [Put(b"a", b"1")])
+
+
+class SQLiteAgainstModel(RuleBasedStateMachine):
+    """Random transactions; `history` has the contents at every revision."""
+
+    keys = st.sampled_from([b"a", b"b", b"c", b"cc", b"d\0"])
+    operations = st.lists(
+        st.one_of(
+            st.builds(Put, keys, st.binary(max_size=4) | st.just(b"x" * 10_000)),
+            st.builds(Delete, keys),
+        ),
+        max_size=4,
+        unique_by=lambda operation: operation.key,
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = Path(tempfile.mkdtemp(prefix="irdmafs-kv-"))
+        self.engine = SQLiteEngine(str(self.directory / "kv.sqlite"), power_safe=False)
+        self.history: list[dict[bytes, KeyValue]] = [{}]
+        self.durable = 0
+
+    def teardown(self) -> None:
+        now(self.engine.close())
+        shutil.rmtree(self.directory)
+
+    @rule(operations=operations, compared=st.sets(keys), wrong=st.booleans(), durable=st.booleans())
+    def transact(
+        self,
+        operations: list[Put | Delete],
+        compared: set[bytes],
+        wrong: bool,
+        durable: bool,
+    ) -> None:
+        state = dict(self.history[-1])
+        compares = [(key, state[key].mod_revision if key in state else 0) for key in compared]
+        if wrong and compares:
+            compares[-1] = (compares[-1][0], compares[-1][1] + 1)
+            with pytest.raises(Conflict):
+                now(self.engine.transact(compares, operations, durable=durable))
+            return
+        revision = len(self.history)
+        for operation in operations:
+            if isinstance(operation, Put):
+                state[operation.key] = KeyValue(operation.key, operation.value, revision)
+            else:
+                state.pop(operation.key, None)
+        if state != self.history[-1]:
+            self.history.append(state)
+        assert now(self.engine.transact(compares, operations, durable=durable)) == (
+            len(self.history) - 1
+        )
+        if durable:
+            self.durable = len(self.history) - 1
+
+    @rule()
+    def flush(self) -> None:
+        now(self.engine.flush())
+        self.durable = len(self.history) - 1
+
+    @rule()
+    def reopen(self) -> None:
+        now(self.engine.close())
+        self.engine = SQLiteEngine(str(self.directory / "kv.sqlite"), power_safe=False)
+        self.durable = len(self.history) - 1
+
+    @precondition(lambda self: self.durable < len(self.history) - 1)
+    @rule()
+    def crash(self) -> None:
+        """What is in the files now is what a process that starts after a crash finds."""
+        copy = self.directory / "copy"
+        copy.mkdir()
+        for name in ("kv.sqlite", "kv.sqlite-wal"):
+            shutil.copy(self.directory / name, copy / name)
+        survivor = SQLiteEngine(str(copy / "kv.sqlite"), power_safe=False)
+        assert self.durable <= survivor.revision < len(self.history)
+        expected = self.history[survivor.revision]
+        assert now(survivor.range(b"", END)) == [expected[key] for key in sorted(expected)]
+        now(survivor.close())
+        shutil.rmtree(copy)
+
+    @rule(start=keys, end=keys, limit=st.integers(0, 3))
+    def range(self, start: bytes, end: bytes, limit: int) -> None:
+        state = self.history[-1]
+        expected = [state[key] for key in sorted(state) if start <= key < end]
+        assert now(self.engine.range(start, end, limit)) == expected[: limit or None]
+
+    @invariant()
+    def shows_the_newest_contents(self) -> None:
+        state = self.history[-1]
+        assert self.engine.revision == len(self.history) - 1
+        assert now(self.engine.range(b"", END)) == [state[key] for key in sorted(state)]
+
+
+TestSQLiteAgainstModel = SQLiteAgainstModel.TestCase
+TestSQLiteAgainstModel.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+def transaction_of(seed: int, revision: int) -> tuple[list[Put | Delete], bool]:
+    """What transaction number `revision` of the run `seed` does; each one changes something."""
+    chance = random.Random(seed * 1_000_003 + revision)
+    keys = chance.sample(range(50), chance.randint(1, 6))
+    operations: list[Put | Delete] = [Put(b"newest", b"%d" % revision)]
+    for key in keys:
+        if chance.random() < 0.3:
+            operations.append(Delete(b"%d" % key))
+        else:
+            operations.append(Put(b"%d" % key, chance.randbytes(chance.choice([3, 200, 9000]))))
+    return operations, chance.random() < 0.2
+
+
+def write_until_killed(path: str, seed: int) -> None:
+    """Runs in a child process: acknowledges durable transactions on standard output."""
+    engine = SQLiteEngine(path, power_safe=False)
+    while True:
+        operations, durable = transaction_of(seed, engine.revision + 1)
+        revision = now(engine.transact((), operations, durable=durable))
+        if durable:
+            os.write(1, b"%d\n" % revision)
+
+
+def test_sigkill_loses_no_durable_transaction_and_leaves_a_prefix(tmp_path: Path) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    path = str(tmp_path / "kv.sqlite")
+    command = f"import test_kv; test_kv.write_until_killed({path!r}, {seed})"
+    state: dict[bytes, bytes] = {}
+    replayed = 0
+    for _ in range(8):
+        with subprocess.Popen(
+            [sys.executable, "-c", command], stdout=subprocess.PIPE, cwd=Path(__file__).parent
+        ) as child:
+            assert child.stdout is not None
+            acknowledgements = [child.stdout.readline() for _ in range(chance.randint(1, 300))]
+            child.send_signal(signal.SIGKILL)
+            acknowledgements += child.stdout.readlines()
+        assert child.returncode == -signal.SIGKILL
+        acknowledged = int(acknowledgements[-1])
+
+        engine = SQLiteEngine(path, power_safe=False)
+        now(engine.check())
+        assert engine.revision >= acknowledged
+        while replayed < engine.revision:
+            replayed += 1
+            for operation in transaction_of(seed, replayed)[0]:
+                if isinstance(operation, Put):
+                    state[operation.key] = operation.value
+                else:
+                    state.pop(operation.key, None)
+        assert {key: value for key, value, _ in now(engine.range(b"", END))} == state
+        now(engine.close())
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 16 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    directory = tmp_path / "small"
+    directory.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", directory], check=True)
+    yield directory
+    subprocess.run(["umount", "-l", directory], check=True)
+
+
+def fill(directory: Path) -> None:
+    """Take every free byte of the filesystem."""
+    with open(directory / "filler", "ab", buffering=0) as filler:
+        try:
+            while filler.write(b"\0" * 4096):
+                pass
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+
+
+class TestFullStore:
+    def test_refuses_puts_keeps_what_was_acknowledged_and_still_deletes(
+        self, small_tmpfs: Path
+    ) -> None:
+        engine = SQLiteEngine(str(small_tmpfs / "kv.sqlite"), power_safe=False)
+        for number in range(200):
+            now(engine.transact((), [Put(b"k%03d" % number, b"x" * 5000)]))
+        now(engine.transact((), [Put(b"lazy", b"1")], durable=False))
+        now(engine.transact((), [Put(b"lazy", b"2"), Delete(b"k000")], durable=False))
+        fill(small_tmpfs)
+        revision = engine.revision
+        accepted = 0
+        with pytest.raises(NoSpace):
+            for number in range(3000):
+                now(engine.transact((), [Put(b"more%d" % number, b"y" * 5000)]))
+                accepted += 1
+        assert engine.revision == revision + accepted
+        assert now(engine.get(b"lazy")) == KeyValue(b"lazy", b"2", revision)
+        assert now(engine.get(b"k000")) is None
+        assert now(engine.get(b"more%d" % accepted)) is None
+
+        fill(small_tmpfs)
+        for number in range(accepted):
+            now(engine.transact((), [Delete(b"more%d" % number)]))
+        for number in range(1, 200):
+            urgent = [Delete(b"k%03d" % number), Put(b"lazy", b"%d" % number)]
+            now(engine.transact((), urgent, urgent=True))
+        assert now(engine.range(b"", END)) == [KeyValue(b"lazy", b"199", engine.revision)]
+        os.unlink(small_tmpfs / "filler")
+        now(engine.transact((), [Put(b"after", b"")]))
+        assert (small_tmpfs / "kv.sqlite-ballast").stat().st_blocks * 512 == 4 << 20
+        before = now(engine.range(b"", END))
+        now(engine.close())
+
+        engine = SQLiteEngine(str(small_tmpfs / "kv.sqlite"), power_safe=False)
+        assert now(engine.range(b"", END)) == before
+        now(engine.check())
+        now(engine.close())
+
+    def test_flushes_what_was_acknowledged_without_being_durable(self, small_tmpfs: Path) -> None:
+        engine = SQLiteEngine(str(small_tmpfs / "kv.sqlite"), power_safe=False)
+        for number in range(200):
+            now(engine.transact((), [Put(b"%d" % number, b"x" * 5000)], durable=False))
+        fill(small_tmpfs)
+        now(engine.close())
+        engine = SQLiteEngine(str(small_tmpfs / "kv.sqlite"), power_safe=False)
+        assert len(now(engine.range(b"", END))) == engine.revision == 200
+        now(engine.close())
+
+    def test_cannot_be_made_and_says_so(self, small_tmpfs: Path) -> None:
+        fill(small_tmpfs)
+        with pytest.raises(OSError) as refused:
+            SQLiteEngine(str(small_tmpfs / "kv.sqlite"), power_safe=False)
+        assert refused.value.errno == errno.ENOSPC
+        os.unlink(small_tmpfs / "filler")
+        now(SQLiteEngine(str(small_tmpfs / "kv.sqlite"), power_safe=False).close())
+
+    def test_random_transactions_are_applied_whole_or_refused(self, small_tmpfs: Path) -> None:
+        seed = random.randrange(2**32)
+        print(f"seed {seed}")
+        chance = random.Random(seed)
+        path = str(small_tmpfs / "kv.sqlite")
+        engine = SQLiteEngine(path, power_safe=False)
+        state: dict[bytes, bytes] = {}
+        refused = 0
+        for step in range(3000):
+            if step % 100 == 0:
+                fill(small_tmpfs)
+            elif step % 100 == 80:
+                os.unlink(small_tmpfs / "filler")
+            if step % 500 == 499:
+                now(engine.close())
+                engine = SQLiteEngine(path, power_safe=False)
+            operations, durable = transaction_of(seed, step)
+            if chance.random() < 0.3:
+                operations = [op for op in operations if isinstance(op, Delete)]
+            try:
+                now(engine.transact((), operations, durable=durable))
+            except NoSpace:
+                refused += 1
+            else:
+                for operation in operations:
+                    if isinstance(operation, Put):
+                        state[operation.key] = operation.value
+                    else:
+                        state.pop(operation.key, None)
+            assert {key: value for key, value, _ in now(engine.range(b"", END))} == state
+        assert refused
+        now(engine.check())
+        now(engine.close())
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """The file of a closed engine with 2,000 keys."""
+    path = tmp_path / "kv.sqlite"
+    engine = SQLiteEngine(str(path), power_safe=False)
+    now(engine.transact((), [Put(b"key %04d" % key, b"value" * 20) for key in range(2000)]))
+    now(engine.close())
+    return path
+
+
+def overwrite(path: Path, offset: int, data: bytes) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+def set_format(path: Path) -> None:
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE meta SET format = 99")
+    db.close()
+
+
+def replace_by_another_database(path: Path) -> None:
+    path.unlink()
+    with sqlite3.connect(path) as db:
+        db.execute("CREATE TABLE kv(key BLOB PRIMARY KEY, value BLOB)")
+    db.close()
+
+
+def break_leaves(path: Path) -> None:
+    for page in range(8, 20):
+        overwrite(path, page * 4096, random.Random(page).randbytes(4096))
+
+
+class TestDamagedFile:
+    @pytest.mark.parametrize(
+        ("damage", "said"),
+        [
+            pytest.param(lambda path: overwrite(path, 0, b"#" * 8192), "not a database"),
+            pytest.param(lambda path: path.write_bytes(b"hello\n"), "not a database"),
+            pytest.param(lambda path: os.truncate(path, 0), "empty"),
+            pytest.param(lambda path: os.truncate(path, 40_000), "malformed"),
+            pytest.param(lambda path: os.truncate(path, 50), "malformed"),
+            pytest.param(break_leaves, "malformed"),
+            pytest.param(set_format, "format is 99"),
+            pytest.param(replace_by_another_database, "not a store of irdmafs"),
+        ],
+    )
+    def test_is_refused_with_a_remedy_and_left_in_place(
+        self, store: Path, damage: Callable[[Path], None], said: str
+    ) -> None:
+        damage(store)
+        for _ in range(2):
+            with pytest.raises(Damaged) as refused:
+                SQLiteEngine(str(store), power_safe=False)
+            assert str(store) in str(refused.value)
+            assert said in str(refused.value)
+            assert "Restore" in str(refused.value)
+        assert store.exists()
+
+    def test_that_is_missing_beside_its_log_is_not_replaced_by_an_empty_one(
+        self, store: Path
+    ) -> None:
+        store.rename(f"{store}-wal")
+        with pytest.raises(Damaged, match="missing"):
+            SQLiteEngine(str(store), power_safe=False)
+        assert not store.exists()
+
+    def test_with_a_broken_log_header_does_not_lose_the_log(self, store: Path) -> None:
+        engine = SQLiteEngine(str(store), power_safe=False)
+        now(engine.transact((), [Put(b"new", b"1")]))
+        crashed = store.parent / "crashed.sqlite"
+        shutil.copy(store, crashed)
+        shutil.copy(f"{store}-wal", f"{crashed}-wal")
+        now(engine.close())
+        log = Path(f"{crashed}-wal").read_bytes()
+        for offset in (0, 9, 17, 30):
+            overwrite(Path(f"{crashed}-wal"), offset, b"\x5a")
+            with pytest.raises(Damaged, match="log"):
+                SQLiteEngine(str(crashed), power_safe=False)
+            Path(f"{crashed}-wal").write_bytes(log)
+        engine = SQLiteEngine(str(crashed), power_safe=False)
+        assert now(engine.get(b"new")) == KeyValue(b"new", b"1", 2)
+        now(engine.close())
+
+    def test_anywhere_is_an_error_of_ours_or_harmless(self, store: Path) -> None:
+        seed = random.randrange(2**32)
+        print(f"seed {seed}")
+        chance = random.Random(seed)
+        intact = store.read_bytes()
+        refused = 0
+        for _ in range(150):
+            store.write_bytes(intact)
+            overwrite(
+                store,
+                chance.randrange(len(intact)),
+                chance.randbytes(chance.choice([1, 8, 500, 5000])),
+            )
+            try:
+                engine = SQLiteEngine(str(store), power_safe=False)
+                try:
+                    now(engine.range(b"", END))
+                    now(engine.check())
+                finally:
+                    now(engine.close())
+            except (Damaged, OSError):
+                refused += 1
+        assert refused > 30
+
+    def test_is_found_by_check_where_opening_does_not_look(self, store: Path) -> None:
+        engine = SQLiteEngine(str(store), power_safe=False)
+        now(engine.transact((), [Put(b"large", b"L" * 100_000)]))
+        now(engine.close())
+        data = store.read_bytes()
+        start = data.index(b"L" * 4092)
+        first_page = start - start % 4096
+        # The link of an overflow page to the next one points to itself.
+        overwrite(store, first_page, (first_page // 4096 + 1).to_bytes(4, "big"))
+        engine = SQLiteEngine(str(store), power_safe=False)
+        with pytest.raises(Damaged):
+            now(engine.check())
+        now(engine.close())
+
+
+def test_a_store_has_one_user(store: Path) -> None:
+    engine = SQLiteEngine(str(store), power_safe=False)
+    with pytest.raises(OSError, match="another process") as refused:
+        SQLiteEngine(str(store), power_safe=False)
+    assert refused.value.errno == errno.EBUSY
+    now(engine.close())
+    now(SQLiteEngine(str(store), power_safe=False).close())
+
+
+def test_a_store_that_was_killed_while_it_was_made_is_made_again(tmp_path: Path) -> None:
+    (tmp_path / "kv.sqlite-new").write_bytes(b"half")
+    (tmp_path / "kv.sqlite-new-wal").write_bytes(b"half")
+    engine = SQLiteEngine(str(tmp_path / "kv.sqlite"), power_safe=False)
+    now(engine.transact((), [Put(b"a", b"1")]))
+    now(engine.close())
+    assert sorted(os.listdir(tmp_path)) == ["kv.sqlite", "kv.sqlite-ballast"]
+
+
+def test_an_operation_of_a_wrong_type_leaves_the_rest_of_its_transaction_out(
+    store: Path,
+) -> None:
+    engine = SQLiteEngine(str(store), power_safe=False)
+    now(engine.transact((), [Put(b"lazy", b"1")], durable=False))
+    for wrong in (Put(b"b", object()), None):  # type: ignore[arg-type]
+        with pytest.raises((sqlite3.Error, AttributeError)):
+            now(engine.transact((), [Put(b"a", b"1"), wrong]))  # type: ignore[list-item]
+    assert now(engine.get(b"a")) is None
+    assert now(engine.get(b"lazy")) == KeyValue(b"lazy", b"1", 2)
+    now(engine.close())
