@@ -99,8 +99,8 @@ def mount(
     )
 
     def ready(text: str) -> None:
-        what, _, reason = text.partition("\n")
-        _say(f"{directory} mounted ({what}; store {chosen.path})")
+        name, _, reason = text.partition("\n")
+        _say(f"{directory} mounted ({name} session; store {chosen.path})")
         if reason:
             _say(reason)
         sys.stdout.flush()
@@ -271,7 +271,3 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 
 def _print_json(value: object) -> None:
     click.echo(status.printable(json.dumps(value, indent=2, ensure_ascii=True)))
-
-
-if __name__ == "__main__":
-    main()

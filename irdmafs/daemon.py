@@ -8,6 +8,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import trio
@@ -17,7 +18,7 @@ from ._version import __version__
 from .backend.kv import Damaged
 from .backend.node import StoreInUse, StoreNode
 from .cache import Cache
-from .config import MountConfig, MountError
+from .config import MountConfig, MountError, MountOptions
 from .operations import Operations
 from .session.kernel import KernelSession, ProtocolError
 from .session.portable import PortableSession
@@ -93,7 +94,7 @@ class _Daemon:
         fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
         session = KernelSession(fd)
         try:
-            mounting.mount_fuse(fd, self._config.mountpoint, self._config.options)
+            mounting.mount_fuse(fd, self._config.mountpoint, self._kernel_options())
             try:
                 # INIT is the first message, and the kernel has sent it when mount(2) returns.
                 session.handshake()
@@ -105,6 +106,14 @@ class _Daemon:
             raise
         session.attach(self._assemble(session, passthrough=True))
         return session
+
+    def _kernel_options(self) -> MountOptions:
+        """Without allow_other only root can come in, whom no mode stops; but each check of a mode
+        after a change in a directory would ask us for the directory's attributes again."""
+        options = self._config.options
+        if os.geteuid() == 0 and not options.allow_other:
+            return replace(options, default_permissions=False)
+        return options
 
     def _mount_portable(self) -> PortableSession:
         session = PortableSession()

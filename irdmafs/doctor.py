@@ -74,14 +74,14 @@ class Examination:
 def examine() -> Examination:
     """Look at everything. Takes a fraction of a second."""
     device = check_fuse_device()
-    passthrough, can_kernel = check_passthrough()
+    through, can_kernel = check_passthrough()
     helper = check_fusermount()
     packages = check_packages()
     checks = (
         check_kernel(),
         device,
         check_privilege(),
-        passthrough,
+        through,
         helper,
         check_allow_other(),
         check_huge_pages(),
@@ -99,9 +99,7 @@ def examine() -> Examination:
             sessions.append("kernel")
         if can_kernel or (not mounting.can_mount() and helper.verdict == "ok"):
             sessions.append("pyfuse3")
-    return Examination(
-        checks, tuple(sessions), "kernel" in sessions and passthrough.verdict == "ok"
-    )
+    return Examination(checks, tuple(sessions), "kernel" in sessions and through.verdict == "ok")
 
 
 def _kernel_version() -> tuple[int, int]:
@@ -203,7 +201,7 @@ def _answer_init(device: int) -> bool:
         raise OSError(errno.EPROTO, f"the kernel sent request {header.opcode} before INIT")
     major, minor, readahead, flags = wire.decode(wire.INIT_IN, request, len(request))
     if flags & wire.Init.INIT_EXT:
-        offset = wire.HEADER_SIZE + wire.INIT_IN.size
+        offset = wire.BODY + wire.INIT_IN.size
         flags |= wire.INIT_IN_FLAGS2.unpack_from(request, offset)[0] << 32
     wanted = wire.Init.INIT_EXT | wire.Init.PASSTHROUGH
     offered = flags & wanted == wanted

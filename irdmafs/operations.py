@@ -379,7 +379,13 @@ class Operations(pyfuse3.Operations):
         return data
 
     async def access(self, inode: int, mode: int, ctx: Caller) -> bool:
-        raise fail(errno.ENOSYS)  # the kernel checks modes itself: default_permissions
+        """access(2) and chdir(2), where the kernel does not check modes itself."""
+        found = self._inode(inode)
+        bits = stat.S_IMODE(found.mode & ~self._umask)
+        if ctx.uid == 0:
+            return not mode & os.X_OK or found.is_dir or bool(bits & 0o111)
+        shift = 6 if ctx.uid == found.uid else 3 if ctx.gid == found.gid else 0
+        return mode & ~(bits >> shift) & 0o7 == 0
 
     # -- files -----------------------------------------------------------------------------------------
 

@@ -20,10 +20,12 @@ from dataclasses import dataclass
 
 from .config import MountError, memory_limit
 from .mounting import (
+    FSTYPE,
     MS_NODEV,
     MS_NOSUID,
     MS_REMOUNT,
     can_mount,
+    containing_mount,
     find_mount,
     mount_filesystem,
     unmount_filesystem,
@@ -194,6 +196,9 @@ def explicit_store(directory: str, mountpoint: str, size: int | None = None) -> 
     inside = os.path.commonpath([path, mountpoint])
     if inside in (path, mountpoint):
         raise MountError(f"the store {directory} and the mountpoint must not contain each other")
+    below = containing_mount(path)
+    if below is not None and below.fstype == FSTYPE:
+        raise MountError(f"the store {directory} is on an irdmafs mount; it needs memory or a disk")
     ours = os.path.dirname(path) == TMPFS_ROOT and find_mount(path) is not None
     if size is not None and not ours:
         raise MountError(

@@ -140,10 +140,6 @@ def mount_of(directory: Path) -> Mount | None:
 
 def measure_all(targets: list[Target], rounds: int, results: Results) -> None:
     progress = Console(stderr=True)
-    # Memory that a virtual machine touches for the first time is slow; no target shall pay for it.
-    for target in targets:
-        with contextlib.suppress(OSError, WrongData):
-            target.workspace.need_large()
     skipped = set()
     for number in range(rounds):
         first = number % len(targets)
@@ -214,8 +210,9 @@ def main(
     if len(set(names) | set(directories)) == 0:
         raise click.BadParameter("nothing to measure")
     rounds = rounds or (2 if quick else 5)
-    # Each target keeps its large file, and a replaced one may go a moment after the new one came.
-    need = (len(names) + len(directories) + 1) * scale.size
+    # Each target keeps its large file, a replaced one may go a moment after the new one came, and
+    # touch_memory takes some for a moment.
+    need = (len(names) + len(directories) + 3) * scale.size
     if need > free_memory():
         raise click.ClickException(
             f"this needs {need >> 20:,} MiB of memory and {free_memory() >> 20:,} MiB are free; "

@@ -31,7 +31,7 @@ class Process:
         os.close(ours[1])
         self.pid = self._popen.pid
 
-    def start(self, source: str, **values: object) -> None:
+    def start(self, source: str, /, **values: object) -> None:
         """Begin to run `source` with `values` as names; collect the outcome with `result`."""
         self._sender.send((source, values))
 
@@ -48,7 +48,7 @@ class Process:
             raise value
         return value
 
-    def do(self, source: str, **values: object) -> Any:
+    def do(self, source: str, /, **values: object) -> Any:
         """Run one step and wait for it: `start` and `result`."""
         self.start(source, **values)
         return self.result()

@@ -425,9 +425,13 @@ class TestFullStore:
         for number in range(accepted):
             now(engine.transact((), [Delete(b"more%d" % number)]))
         for number in range(1, 200):
-            urgent = [Delete(b"k%03d" % number), Put(b"lazy", b"%d" % number)]
+            urgent: list[Put | Delete] = [
+                Delete(b"k%03d" % number),
+                Put(b"lazy", b"%d" % number),
+            ]
             now(engine.transact((), urgent, urgent=True))
         assert now(engine.range(b"", END)) == [KeyValue(b"lazy", b"199", engine.revision)]
+        assert not (small_tmpfs / "kv.sqlite-ballast").exists()
         os.unlink(small_tmpfs / "filler")
         now(engine.transact((), [Put(b"after", b"")]))
         assert (small_tmpfs / "kv.sqlite-ballast").stat().st_blocks * 512 == 4 << 20

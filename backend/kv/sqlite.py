@@ -20,7 +20,6 @@ import sqlite3
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
-from types import TracebackType
 from typing import NoReturn, Self
 from urllib.parse import quote
 
@@ -53,9 +52,13 @@ _MOD_REVISION = "SELECT mod_revision FROM kv WHERE key = ?"
 _PUT = "REPLACE INTO kv (key, mod_revision, value) VALUES (?, ?, ?)"
 _DELETE = "DELETE FROM kv WHERE key = ?"
 _DELETED_AT = "UPDATE meta SET revision = ?"
+_META = """
+SELECT format, revision FROM meta
+WHERE typeof(format) = 'integer' AND typeof(revision) = 'integer'
+"""
 # Reads every page but those of large values, so that a torn tree is found when the file is opened.
 _SCAN = """
-SELECT max(mod_revision), count(*),
+SELECT CAST(max(mod_revision) AS INTEGER), count(*),
        sum(typeof(key) = 'blob' AND typeof(value) = 'blob' AND typeof(mod_revision) = 'integer')
 FROM kv
 """
@@ -100,17 +103,6 @@ class SQLiteEngine:
             self._db.close()
             raise
         self._ballast = Ballast(path + "-ballast")
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.close()
 
     @property
     def revision(self) -> int:
@@ -321,18 +313,17 @@ class SQLiteEngine:
     def _load(self) -> int:
         """Check the contents. Returns the revision."""
         try:
-            meta = self._execute("SELECT format, revision FROM meta").fetchall()
+            meta = self._execute(_META).fetchall()
             newest, keys, sound = self._execute(_SCAN).fetchone()
-        except (sqlite3.Error, UnicodeDecodeError) as error:
-            # No such table or column.
-            if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_ERROR:
+        except sqlite3.Error as error:
+            if error.sqlite_errorcode == sqlite3.SQLITE_ERROR:  # no such table or column
                 raise self._damaged(f"it is not a store of irdmafs ({error})") from error
             self._fail(error)
-        if len(meta) != 1 or not isinstance(meta[0][1], int) or keys != (sound or 0):
+        if len(meta) != 1 or keys != (sound or 0):
             raise self._damaged("it holds values of the wrong type")
         stored_format, deleted_at = meta[0]
         if stored_format != FORMAT:
-            raise self._damaged(f"its format is {stored_format!r}, this irdmafs knows {FORMAT}")
+            raise self._damaged(f"its format is {stored_format}, this irdmafs knows {FORMAT}")
         return max(int(deleted_at), newest or 0)
 
     def _damaged(self, reason: str) -> Damaged:

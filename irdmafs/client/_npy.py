@@ -141,6 +141,9 @@ def _shown(value: object) -> str:
 
 def _decode_extension(array: Array) -> Array:
     names = array.dtype.names
-    if names is None or len(names) != 1 or array.dtype[0] != bits_of(names[0]):
+    if names is None or len(names) != 1:
+        return array
+    bits = bits_of(names[0])
+    if bits is None or array.dtype[0] != bits:
         return array
     return array.view(extension_dtype(names[0]))

@@ -89,15 +89,14 @@ class Store(MutableMapping[str, Array]):
     def __getitem__(self, name: str) -> Array:
         """Map the array ``name``: read-only, without copying it."""
         file, tensor = split_name(name)
+        array: Array | None
         try:
             if tensor is not None:
-                return self._load_tensors(file, [tensor])[tensor]
-            try:
-                array = _npy.load(self._path(file + NPY))
-            except FileNotFoundError:
-                array = self._load_raw(file)
-        except (FileNotFoundError, KeyError):
-            raise KeyError(name) from None
+                array = self._load_tensors(file, [tensor]).get(tensor)
+            else:
+                array = self._load_array(file)
+        except FileNotFoundError:
+            array = None
         if array is None:
             raise KeyError(name)
         return array
@@ -114,10 +113,11 @@ class Store(MutableMapping[str, Array]):
         try:
             if name.endswith(SAFETENSORS):
                 return self._load_tensors(name, None)
-            if not stat.S_ISDIR(os.stat(self._path(name)).st_mode):
-                raise KeyError(name)
-        except (FileNotFoundError, NotADirectoryError, KeyError):
-            raise KeyError(name) from None
+            is_directory = stat.S_ISDIR(os.stat(self._path(name)).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            is_directory = False
+        if not is_directory:
+            raise KeyError(name)
         return dict(self._load_tree(name))
 
     def metadata(self, name: str) -> dict[str, str]:
@@ -289,6 +289,12 @@ class Store(MutableMapping[str, Array]):
             return None
         return path if raw else None
 
+    def _load_array(self, file: str) -> Array | None:
+        try:
+            return _npy.load(self._path(file + NPY))
+        except FileNotFoundError:
+            return self._load_raw(file)
+
     def _load_raw(self, file: str) -> Array | None:
         """Map a file of bare bytes whose attributes tell type and shape; None without them."""
         path = self._path(file)
@@ -321,14 +327,17 @@ class Store(MutableMapping[str, Array]):
                 if kind is Kind.SAFETENSORS:
                     for tensor, array in self._load_tensors(file, None).items():
                         yield f"{name}/{tensor}", array
-                else:
-                    yield name.removesuffix(NPY), self[file.removesuffix(NPY)]
-            except (FileNotFoundError, KeyError):
+                elif (found := self._load_array(file.removesuffix(NPY))) is not None:
+                    yield name.removesuffix(NPY), found
+            except FileNotFoundError:
                 # Removed since the directory was read.
                 continue
 
     def _load_tensors(self, file: str, names: Iterable[str] | None) -> dict[str, Array]:
-        """Map tensors (None: all) of a .safetensors file. Raises FileNotFoundError, KeyError."""
+        """Map those of ``names`` (None: all) that a .safetensors file has.
+
+        Raises FileNotFoundError, also for an empty file.
+        """
         path = self._path(file)
         with _files.open_to_read(path) as (fd, status):
             parsed = self._parse(path, fd, status)
@@ -338,7 +347,7 @@ class Store(MutableMapping[str, Array]):
                 self._keep(path, parsed._replace(mapping=weakref.ref(mapping)))
         header = parsed.header
         data = None if mapping is None else mapping.bytes
-        wanted = header.tensors if names is None else names
+        wanted = header.tensors if names is None else header.tensors.keys() & names
         return {name: header.array(path, data, name) for name in wanted}
 
     def _parse(self, path: str, fd: int, status: os.stat_result) -> _Parsed:

@@ -35,7 +35,7 @@ MAX_WRITE_BYTES = 1024 * 1024
 _BUFFER_BYTES = MAX_WRITE_BYTES + 4096
 # How long the reader looks for the next request before it sleeps, and how long it may keep trio's
 # other tasks (signals, waiting requests) from their turn.
-_SPIN_NS = 50_000
+_SPIN_NS = 0
 _TURN_NS = 2_000_000
 
 _WANTED = (
@@ -156,18 +156,18 @@ class KernelSession(KernelCache):
     def handshake(self) -> None:
         """Answer the kernel's INIT. Raises ProtocolError when it lacks what we need."""
         received = os.readv(self._fd, [self._buffer])
-        header = wire.decode_header(self._buffer, received)
-        if header.opcode != Opcode.INIT:
-            raise ProtocolError(f"the kernel began with request {header.opcode}, not INIT")
+        _, opcode, unique, *_ = wire.decode_header(self._buffer, received)
+        if opcode != Opcode.INIT:
+            raise ProtocolError(f"the kernel began with request {opcode}, not INIT")
         major, minor, readahead, flags = wire.decode(wire.INIT_IN, self._buffer, received)
         if major != wire.MAJOR or minor < wire.MIN_MINOR:
-            os.write(self._fd, wire.error_reply(header.unique, errno.EPROTO))
+            os.write(self._fd, wire.error_reply(unique, errno.EPROTO))
             raise ProtocolError(f"the kernel speaks FUSE {major}.{minor}; 7.{wire.MIN_MINOR} is needed")
         if flags & Init.INIT_EXT:
             (flags2,) = wire.INIT_IN_FLAGS2.unpack_from(self._buffer, BODY + wire.INIT_IN.size)
             flags |= flags2 << 32
         if not flags & Init.PASSTHROUGH:
-            os.write(self._fd, wire.error_reply(header.unique, errno.EPROTO))
+            os.write(self._fd, wire.error_reply(unique, errno.EPROTO))
             raise ProtocolError("the kernel's FUSE has no passthrough (Linux 6.9 with "
                                 "CONFIG_FUSE_PASSTHROUGH has)")  # fmt: skip
         agreed = flags & _WANTED
@@ -175,7 +175,7 @@ class KernelSession(KernelCache):
             wire.MAJOR, min(minor, wire.MINOR), readahead, agreed & 0xFFFFFFFF,
             64, 48, MAX_WRITE_BYTES, 1, MAX_WRITE_BYTES // 4096, 0, agreed >> 32, 1, 0,
         )  # fmt: skip
-        os.write(self._fd, wire.reply(header.unique, answer))
+        os.write(self._fd, wire.reply(unique, answer))
         os.set_blocking(self._fd, False)
 
     # -- the loop ----------------------------------------------------------------------------------------
@@ -230,17 +230,18 @@ class KernelSession(KernelCache):
                 log.error("reading from the kernel failed: %s", error)
             self._finished.set()
             return False
-        try:
-            header = wire.decode_header(self._buffer, received)
-        except Malformed as error:
-            log.error("from the kernel: %s", error)
-            return True
-        self.dispatch(header)
+        self.dispatch(received)
         return True
 
-    def dispatch(self, header: wire.Header) -> None:
-        """Answer the request in the buffer."""
-        length, opcode, unique, nodeid, uid, gid, pid = header
+    def dispatch(self, received: int) -> None:
+        """Answer the request of `received` bytes that is in the buffer."""
+        try:
+            length, opcode, unique, nodeid, uid, gid, pid = wire.decode_header(
+                self._buffer, received
+            )
+        except Malformed as error:
+            log.error("from the kernel: %s", error)
+            return
         self._requests[opcode & 63] += 1
         handler = self._handlers.get(opcode)
         if handler is None:
@@ -451,6 +452,12 @@ class KernelSession(KernelCache):
     async def _removexattr(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         name, _ = wire.decode_name(self._buffer, BODY, end)
         await self._operations.removexattr(nodeid, name, caller)
+        return wire.reply(unique)
+
+    async def _access(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        mask, _ = wire.decode(wire.ACCESS_IN, self._buffer, end)
+        if not await self._operations.access(nodeid, mask, caller):
+            raise fail(errno.EACCES)
         return wire.reply(unique)
 
     async def _statfs(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:

@@ -6,7 +6,7 @@ do not add up raises Malformed. Replies are packed to bytes.
 
 import struct
 from enum import IntEnum, IntFlag
-from typing import Final, NamedTuple
+from typing import Final
 
 Buffer = bytes | bytearray | memoryview
 
@@ -126,7 +126,7 @@ RELEASE_FLOCK_UNLOCK: Final = 1 << 1
 POLL_SCHEDULE_NOTIFY: Final = 1 << 0
 WRITE_KILL_SUIDGID: Final = 1 << 2
 
-IN_HEADER: Final = struct.Struct("<IIQQIIIHH")
+IN_HEADER: Final = struct.Struct("<IIQQIII4x")
 OUT_HEADER: Final = struct.Struct("<IiQ")
 
 # The fixed part of each request's body.
@@ -146,6 +146,7 @@ FSYNC_IN: Final = struct.Struct("<QII")
 SETXATTR_IN: Final = struct.Struct("<II")
 GETXATTR_IN: Final = struct.Struct("<II")
 LOCK_IN: Final = struct.Struct("<QQQQIIII")
+ACCESS_IN: Final = struct.Struct("<II")
 INTERRUPT_IN: Final = struct.Struct("<Q")
 INIT_IN: Final = struct.Struct("<IIII")
 INIT_IN_FLAGS2: Final = struct.Struct("<I")
@@ -176,24 +177,14 @@ BODY: Final = IN_HEADER.size
 EMPTY_LOCK_END: Final = (1 << 63) - 1
 
 
-class Header(NamedTuple):
-    length: int
-    opcode: int
-    unique: int
-    nodeid: int
-    uid: int
-    gid: int
-    pid: int
-
-
-def decode_header(buffer: Buffer, received: int) -> Header:
-    """The header of a message of `received` bytes at the start of `buffer`."""
+def decode_header(buffer: Buffer, received: int) -> tuple[int, int, int, int, int, int, int]:
+    """Length, opcode, unique, nodeid, uid, gid and pid of a message of `received` bytes."""
     if received < BODY:
         raise Malformed(f"{received} bytes are no request")
-    length, opcode, unique, nodeid, uid, gid, pid, _, _ = IN_HEADER.unpack_from(buffer)
-    if length != received:
-        raise Malformed(f"a request of {length} bytes came as {received}")
-    return Header(length, opcode, unique, nodeid, uid, gid, pid)
+    header = IN_HEADER.unpack_from(buffer)
+    if header[0] != received:
+        raise Malformed(f"a request of {header[0]} bytes came as {received}")
+    return header
 
 
 def decode(layout: struct.Struct, buffer: Buffer, end: int) -> tuple[int, ...]:

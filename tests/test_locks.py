@@ -1,0 +1,332 @@
+"""The lock tables: fcntl(2) against a model that knows every byte, waiting, deadlocks, flock(2)."""
+
+import errno
+from fcntl import F_RDLCK, F_UNLCK, F_WRLCK
+
+import pytest
+import trio
+import trio.testing
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from irdmafs.locks import LAST_BYTE, MAX_LOCKS, FlockTable, Lock, LockTable
+
+INO = 7
+
+
+def read(start: int = 0, end: int = LAST_BYTE, pid: int = 1) -> Lock:
+    return Lock(F_RDLCK, start, end, pid)
+
+
+def write(start: int = 0, end: int = LAST_BYTE, pid: int = 1) -> Lock:
+    return Lock(F_WRLCK, start, end, pid)
+
+
+def unlock(start: int = 0, end: int = LAST_BYTE) -> Lock:
+    return Lock(F_UNLCK, start, end, 0)
+
+
+class LocksAgainstEveryByte(RuleBasedStateMachine):
+    """The model has one lock type for each (inode, owner, byte)."""
+
+    BYTES = 12
+    inodes = st.integers(1, 2)
+    owners = st.integers(1, 3)
+    # The last byte of the model stands for everything up to the end of the file.
+    ranges = st.tuples(st.integers(0, BYTES - 1), st.integers(0, BYTES - 1)).map(sorted)
+    types = st.sampled_from([F_RDLCK, F_WRLCK, F_UNLCK])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = LockTable()
+        self.model: dict[tuple[int, int, int], int] = {}
+
+    def lock(self, type_: int, span: list[int], owner: int) -> Lock:
+        end = LAST_BYTE if span[1] == self.BYTES - 1 else span[1]
+        return Lock(type_, span[0], end, owner + 100)
+
+    def blockers(self, ino: int, owner: int, type_: int, span: list[int]) -> set[tuple[int, int]]:
+        """(owner, byte) of what is in the way."""
+        return {
+            (other, byte)
+            for (held_ino, other, byte), held in self.model.items()
+            if held_ino == ino
+            and other != owner
+            and span[0] <= byte <= span[1]
+            and type_ != F_UNLCK
+            and F_WRLCK in (type_, held)
+        }
+
+    @rule(ino=inodes, owner=owners, type_=types, span=ranges)
+    def acquire(self, ino: int, owner: int, type_: int, span: list[int]) -> None:
+        lock = self.lock(type_, span, owner)
+        if self.blockers(ino, owner, type_, span):
+            with pytest.raises(BlockingIOError) as refused:
+                self.table.acquire(ino, owner, lock)
+            assert refused.value.errno == errno.EAGAIN
+            return
+        self.table.acquire(ino, owner, lock)
+        for byte in range(span[0], span[1] + 1):
+            if type_ == F_UNLCK:
+                self.model.pop((ino, owner, byte), None)
+            else:
+                self.model[ino, owner, byte] = type_
+
+    @rule(ino=inodes, owner=owners, type_=types, span=ranges)
+    def test(self, ino: int, owner: int, type_: int, span: list[int]) -> None:
+        found = self.table.test(ino, owner, self.lock(type_, span, owner))
+        blockers = self.blockers(ino, owner, type_, span)
+        assert (found is None) == (not blockers)
+        if found:
+            other = found.pid - 100
+            last = min(found.end, self.BYTES - 1)
+            held = {self.model.get((ino, other, byte)) for byte in range(found.start, last + 1)}
+            assert held == {found.type}, "it is held by that owner, whole"
+            assert any(found.start <= byte <= last for who, byte in blockers if who == other)
+
+    @rule(ino=inodes, owner=owners)
+    def release_owner(self, ino: int, owner: int) -> None:
+        self.table.release_owner(ino, owner)
+        for byte in range(self.BYTES):
+            self.model.pop((ino, owner, byte), None)
+
+    @invariant()
+    def has_no_entry_without_locks(self) -> None:
+        assert len(self.table) == len({ino for ino, _, _ in self.model})
+
+    @invariant()
+    def every_byte_is_locked_as_the_model_says(self) -> None:
+        for ino in (1, 2):
+            for byte in range(self.BYTES):
+                for type_ in (F_RDLCK, F_WRLCK):
+                    span = [byte, byte]
+                    found = self.table.test(ino, 0, self.lock(type_, span, 0))
+                    assert (found is None) == (not self.blockers(ino, 0, type_, span))
+
+    def teardown(self) -> None:
+        for ino in (1, 2):
+            for owner in (1, 2, 3):
+                self.table.release_owner(ino, owner)
+        assert len(self.table) == 0
+
+
+TestLocksAgainstEveryByte = LocksAgainstEveryByte.TestCase
+TestLocksAgainstEveryByte.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None
+)
+
+
+def test_neighbours_of_one_type_become_one_lock() -> None:
+    table = LockTable()
+    for byte in (0, 2, 1, 4):
+        table.acquire(INO, 1, write(byte, byte))
+    assert table.test(INO, 2, read(1, 1)) == write(0, 2)
+    assert table.test(INO, 2, read(3)) == write(4, 4)
+    table.acquire(INO, 1, read(1, 1))
+    assert table.test(INO, 2, write(1)) == read(1, 1)
+    assert table.test(INO, 2, read(2)) == write(2, 2)
+
+
+def test_a_lock_to_the_end_covers_the_largest_offset() -> None:
+    table = LockTable()
+    table.acquire(INO, 1, write(10))
+    assert table.test(INO, 2, read(LAST_BYTE, LAST_BYTE)) == write(10)
+    table.acquire(INO, 1, unlock(LAST_BYTE, LAST_BYTE))
+    assert table.test(INO, 2, read()) == write(10, LAST_BYTE - 1)
+
+
+@pytest.mark.parametrize(
+    "lock", [write(-1, 5), write(5, 4), write(0, LAST_BYTE + 1), Lock(77, 0, 1, 1)]
+)
+def test_nonsense_is_refused(lock: Lock) -> None:
+    table = LockTable()
+    with pytest.raises(OSError, match="not a lock") as refused:
+        table.acquire(INO, 1, lock)
+    assert refused.value.errno == errno.EINVAL
+    assert len(table) == 0
+
+
+def test_a_flock_covers_the_whole_file_whatever_range_is_given() -> None:
+    table = FlockTable()
+    table.acquire(INO, 1, write(5, 4))
+    assert table.test(INO, 2, read(100, 100)) == write()
+    table.acquire(INO, 1, unlock(3, 3))
+    assert len(table) == 0
+
+
+def test_an_owner_has_a_limited_number_of_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MAX_LOCKS > 1000
+    monkeypatch.setattr("irdmafs.locks.MAX_LOCKS", 3)
+    table = LockTable()
+    for byte in (0, 2, 4):
+        table.acquire(INO, 1, write(byte, byte))
+    with pytest.raises(OSError) as refused:
+        table.acquire(INO, 1, write(6, 6))
+    assert refused.value.errno == errno.ENOLCK
+    assert table.test(INO, 2, read(6, 6)) is None
+    table.acquire(INO, 1, write(0, 6))
+    table.acquire(INO, 2, write(9, 9))
+
+
+@pytest.mark.parametrize("kind", [LockTable, FlockTable])
+def test_a_waiter_gets_the_lock_when_it_is_released(kind: type[LockTable]) -> None:
+    async def main() -> None:
+        table = kind()
+        table.acquire(INO, 1, write())
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(table.acquire_wait, INO, 2, write(pid=2))
+            await trio.testing.wait_all_tasks_blocked()
+            assert table.test(INO, 3, write()) == write(pid=1)
+            table.release_owner(INO, 1)
+        assert table.test(INO, 3, write()) == write(pid=2)
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize("given", [unlock(50, 50), read(50, 50)])
+def test_a_waiter_gets_the_part_that_is_unlocked_or_downgraded(given: Lock) -> None:
+    async def main() -> None:
+        table = LockTable()
+        table.acquire(INO, 1, write())
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(table.acquire_wait, INO, 2, read(50, 50))
+            await trio.testing.wait_all_tasks_blocked()
+            table.acquire(INO, 1, given)
+        assert table.test(INO, 3, write(50, 50)) is not None
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize("kind", [LockTable, FlockTable])
+def test_no_wakeup_is_lost_among_many_waiters(kind: type[LockTable]) -> None:
+    async def main() -> None:
+        table = kind()
+        inside = passed = 0
+
+        async def take_turns(owner: int) -> None:
+            nonlocal inside, passed
+            for _ in range(20):
+                await table.acquire_wait(INO, owner, write())
+                inside += 1
+                assert inside == 1
+                await trio.lowlevel.checkpoint()
+                inside -= 1
+                passed += 1
+                table.release_owner(INO, owner)
+
+        async with trio.open_nursery() as nursery:
+            for owner in range(20):
+                nursery.start_soon(take_turns, owner)
+        assert passed == 400
+        assert len(table) == 0
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize("kind", [LockTable, FlockTable])
+def test_a_cancelled_waiter_gets_nothing_and_keeps_nobody_waiting(kind: type[LockTable]) -> None:
+    async def main() -> None:
+        table = kind()
+        table.acquire(INO, 1, write())
+        scope = trio.CancelScope()
+
+        async def wait_until_cancelled() -> None:
+            with scope:
+                await table.acquire_wait(INO, 2, write())
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wait_until_cancelled)
+            nursery.start_soon(table.acquire_wait, INO, 3, write(pid=3))
+            await trio.testing.wait_all_tasks_blocked()
+            scope.cancel()
+            await trio.testing.wait_all_tasks_blocked()
+            table.release_owner(INO, 1)
+        assert table.test(INO, 4, read()) == write(pid=3)
+        table.release_owner(INO, 3)
+        assert len(table) == 0
+
+    trio.run(main)
+
+
+def test_a_circle_of_waiting_owners_is_refused() -> None:
+    async def main() -> None:
+        table = LockTable()
+        for owner in (1, 2, 3):
+            table.acquire(INO + owner, owner, write())
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(table.acquire_wait, INO + 2, 1, write())
+            nursery.start_soon(table.acquire_wait, INO + 3, 2, read())
+            await trio.testing.wait_all_tasks_blocked()
+            with pytest.raises(OSError) as refused:
+                await table.acquire_wait(INO + 1, 3, write())
+            assert refused.value.errno == errno.EDEADLK
+            table.release_owner(INO + 3, 3)
+            await trio.testing.wait_all_tasks_blocked()
+            table.release_owner(INO + 2, 2)
+        # Nobody waits any more: the same request is no circle now.
+        table.release_owner(INO + 1, 1)
+        await table.acquire_wait(INO + 1, 3, write())
+
+    trio.run(main)
+
+
+def test_an_upgrade_of_two_readers_is_a_deadlock() -> None:
+    async def main() -> None:
+        table = LockTable()
+        table.acquire(INO, 1, read())
+        table.acquire(INO, 2, read())
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(table.acquire_wait, INO, 1, write())
+            await trio.testing.wait_all_tasks_blocked()
+            with pytest.raises(OSError) as refused:
+                await table.acquire_wait(INO, 2, write())
+            assert refused.value.errno == errno.EDEADLK
+            table.release_owner(INO, 2)
+        assert table.test(INO, 3, read()) == write()
+
+    trio.run(main)
+
+
+def test_a_chain_of_waiting_owners_is_no_deadlock() -> None:
+    async def main() -> None:
+        table = LockTable()
+        table.acquire(INO, 1, write())
+        table.acquire(INO + 1, 2, write())
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(table.acquire_wait, INO, 2, write())
+            nursery.start_soon(table.acquire_wait, INO + 1, 3, write())
+            await trio.testing.wait_all_tasks_blocked()
+            table.release_owner(INO, 1)
+            table.release_owner(INO + 1, 2)
+        assert len(table) == 2
+
+    trio.run(main)
+
+
+def test_a_flock_conversion_that_fails_has_given_up_the_old_lock() -> None:
+    table = FlockTable()
+    table.acquire(INO, 1, read(pid=1))
+    table.acquire(INO, 2, read(pid=2))
+    with pytest.raises(BlockingIOError):
+        table.acquire(INO, 1, write())
+    table.acquire(INO, 2, write(pid=2))
+    assert table.test(INO, 1, read()) == write(pid=2)
+
+
+def test_two_shared_flocks_can_both_become_exclusive_in_turn() -> None:
+    async def main() -> None:
+        table = FlockTable()
+        table.acquire(INO, 1, read())
+        table.acquire(INO, 2, read())
+
+        async def upgrade(owner: int) -> None:
+            await table.acquire_wait(INO, owner, write())
+            table.release_owner(INO, owner)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(upgrade, 1)
+            nursery.start_soon(upgrade, 2)
+        assert len(table) == 0
+
+    trio.run(main)
