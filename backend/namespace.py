@@ -309,6 +309,7 @@ class Namespace:
             names=((parent, name, 0),),
             inodes=(directory,) if gone else (inode, directory),
             removed=(inode.ino,) if gone else (),
+            urgent=True,
         )
         return inode
 
@@ -326,6 +327,7 @@ class Namespace:
             names=((parent, name, 0),),
             inodes=(inode, directory) if in_use else (directory,),
             removed=() if in_use else (inode.ino,),
+            urgent=True,
         )
         return inode
 
@@ -381,7 +383,9 @@ class Namespace:
             else:
                 removed = (other.ino,)
             replaced = other
-        await self._commit(names=names, inodes=changed.values(), removed=removed)
+        await self._commit(
+            names=names, inodes=changed.values(), removed=removed, urgent=replaced is not None
+        )
         return replaced
 
     def _replace(self, moved: Inode, replaced: Inode, directory: Inode) -> Inode:
@@ -421,11 +425,12 @@ class Namespace:
     ) -> Inode:
         """Make an extent the file's next version. Acknowledged: it survives a crash."""
         inode = self.inode(ino).copy()
+        shrinks = size < inode.size
         inode.version += 1
         inode.extent, inode.size, inode.blocks = extent, size, blocks
         inode.mtime_ns = mtime_ns
-        inode.ctime_ns = max(inode.ctime_ns, mtime_ns)
-        await self._store(inode)
+        inode.ctime_ns = time.time_ns()
+        await self._store(inode, urgent=shrinks)
         return inode
 
     async def set_attributes(
@@ -484,17 +489,17 @@ class Namespace:
         """Forget an inode without a name, now that nobody holds it."""
         inode = self.inodes.get(ino)
         if inode is not None and inode.nlink == 0:
-            await self._commit(removed=(ino,), durable=False)
+            await self._commit(removed=(ino,), durable=False, urgent=True)
 
     async def flush(self) -> None:
         """Make everything done so far survive a crash."""
         await self._engine.flush()
 
-    async def _store(self, inode: Inode) -> None:
+    async def _store(self, inode: Inode, *, urgent: bool = False) -> None:
         if inode.nlink == 0 and inode.revision == 0:
             self.inodes[inode.ino] = inode  # an O_TMPFILE: nothing to survive a crash yet
         else:
-            await self._commit(inodes=(inode,))
+            await self._commit(inodes=(inode,), urgent=urgent)
 
     # -- the one way into the engine -----------------------------------------------------------------
 
@@ -505,7 +510,9 @@ class Namespace:
         inodes: Iterable[Inode] = (),
         removed: Iterable[int] = (),
         durable: bool = True,
+        urgent: bool = False,
     ) -> None:
+        """`urgent`: it makes room, so it may use the reserve of a full store."""
         compares: list[tuple[bytes, int]] = []
         operations: list[Put | Delete] = []
         for parent, name, ino in names:
@@ -526,7 +533,9 @@ class Namespace:
                 operations.append(Delete(key))
         revision = 0
         if operations:
-            revision = await self._engine.transact(compares, operations, durable=durable)
+            revision = await self._engine.transact(
+                compares, operations, durable=durable, urgent=urgent
+            )
         for inode in inodes:
             inode.revision = revision
             self.inodes[inode.ino] = inode

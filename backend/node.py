@@ -142,8 +142,9 @@ class StoreNode:
 
     async def forget(self, inode: Inode) -> None:
         """Drop an inode that has no name and no holder, and its content."""
-        await self.namespace.drop(inode.ino)
-        self.retire(inode.extent)
+        if inode.ino in self.namespace.inodes:
+            await self.namespace.drop(inode.ino)
+            self.retire(inode.extent)
 
 
 def _in_memory(path: str) -> bool:

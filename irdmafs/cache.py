@@ -50,6 +50,7 @@ class Cache:
         self.kernel: KernelCache
         self._inodes = store.namespace.inodes
         self.nodes = NodeTable(self._inodes[1], self._dropped)
+        self._nameless: list[Inode] = []
         self._redirect_times: dict[tuple[int, int], float] = {}
 
     # -- what stat shows -----------------------------------------------------------------------------
@@ -92,8 +93,7 @@ class Cache:
         Raises OSError ESTALE when that is another one: the kernel will look up and open again.
         """
         key = (pid, inode.ino)
-        expected = self.nodes.redirected.pop(key, None)
-        self._redirect_times.pop(key, None)
+        expected = self._take_redirection(key)
         if expected is node:
             return node
         if expected is not None:
@@ -114,9 +114,9 @@ class Cache:
         """The node an open is to be served from; `node` is it, if it can be."""
         ino = inode.ino
         writing = flags & os.O_ACCMODE != os.O_RDONLY
-        idle = not node.opens and node.state is State.SEALED
         if writing and flags & os.O_TRUNC:
-            chosen = node if idle else self.nodes.add(inode)
+            # Never the node that the name leads to: others still see the present version there.
+            chosen = self.nodes.add(inode)
             self.begin(chosen, State.PRIVATE)
             return chosen
         live = self.nodes.live.get(ino)
@@ -125,30 +125,58 @@ class Cache:
         current = node.state is State.SEALED and node.version == inode.version
         if not writing:
             return node if current else self._sealed(inode)
-        chosen = node if idle and current else self.nodes.add(inode)
+        chosen = node if current and self._is_idle(node) else self.nodes.add(inode)
         if inode.extent:
             self._begin_in_place(chosen)
         else:
             self.begin(chosen, State.LIVE)
         return chosen
 
+    def _is_idle(self, node: Node) -> bool:
+        """Whether the node may take another content: nobody has it open or is on the way to it."""
+        if node.opens or node.state is not State.SEALED:
+            return False
+        return not self._redirect_times or node not in self.nodes.redirected.values()
+
     def redirect(self, key: tuple[int, int], node: Node) -> None:
         """Let the next lookup by this process (key: pid, inode) find `node`."""
         now = time.monotonic()
         for old, since in list(self._redirect_times.items()):
             if now - since > _REDIRECT_MAX_AGE_S:
-                del self._redirect_times[old]
-                self._give_up(self.nodes.redirected.pop(old))
+                abandoned = self._take_redirection(old)
+                assert abandoned is not None
+                self._give_up(abandoned)
+        self._pin(node)
         self.nodes.redirected[key] = node
         self._redirect_times[key] = now
         if self._inodes[node.ino].nlink > 1:
             self.kernel.expire_names(list(self.store.namespace.names_of(node.ino)))
 
+    def _take_redirection(self, key: tuple[int, int]) -> Node | None:
+        if not self._redirect_times:
+            return None
+        self._redirect_times.pop(key, None)
+        return self.nodes.redirected.pop(key, None)
+
     def _give_up(self, node: Node) -> None:
         """A node was prepared for an open that did not come."""
-        if not node.opens and node.state is not State.SEALED:
+        if node.opens or node in self.nodes.redirected.values():
+            return
+        if node.state is not State.SEALED:
             self._seal(node)
+        self._unpin(node)
         self.nodes.drop_unused(node)
+
+    def _pin(self, node: Node) -> None:
+        """Keep what the node stands for, though the file may move on."""
+        if node.pinned != node.extent:
+            self.store.pin(node.extent)
+            self._unpin(node)
+            node.pinned = node.extent
+
+    def _unpin(self, node: Node) -> None:
+        self.store.unpin(node.pinned)
+        node.pinned = 0
 
     # -- working copies ---------------------------------------------------------------------------------
 
@@ -160,8 +188,7 @@ class Cache:
         node.cached = not self.passthrough
         node.dirty = True
         node.stamp = None
-        self.store.pin(extent)
-        node.pinned = extent
+        self._pin(node)
         if self.nodes.sealed.get(node.ino) is node:
             del self.nodes.sealed[node.ino]
         if state is State.PRIVATE:
@@ -175,8 +202,7 @@ class Cache:
         fd = self.store.extents.open(node.extent)
         self._let_go(node)
         node.fd, node.working, node.cached, node.dirty = fd, False, True, False
-        self.store.pin(node.extent)
-        node.pinned = node.extent
+        self._pin(node)
         if self.nodes.sealed.get(node.ino) is node:
             del self.nodes.sealed[node.ino]
         node.state = State.LIVE
@@ -190,8 +216,7 @@ class Cache:
             node.fd = -1
         if node.working:
             self._retire_working(node)
-        self.store.unpin(node.pinned)
-        node.pinned = 0
+        self._unpin(node)
 
     def _retire_working(self, node: Node) -> None:
         self.store.retire(node.extent)
@@ -213,9 +238,8 @@ class Cache:
         extent, fd = await self._copy(node.fd)
         base = node.extent
         os.close(node.fd)
-        self.store.pin(extent)
-        self.store.unpin(node.pinned)
-        node.extent, node.fd, node.working, node.pinned = extent, fd, True, extent
+        node.extent, node.fd, node.working = extent, fd, True
+        self._pin(node)
         log.debug("%r: copied extent %x to %x before a write", node, base, extent)
 
     async def _copy(self, source_fd: int) -> tuple[int, int]:
@@ -245,8 +269,7 @@ class Cache:
             node.cached = not (self.passthrough and node.extent)
             if node.cached and node.extent:
                 node.fd = self.store.extents.open(node.extent)
-            self.store.pin(node.extent)
-            node.pinned = node.extent
+            self._pin(node)
         return self.nodes.open(node, flags, pid)
 
     async def release(self, fh: int) -> None:
@@ -272,8 +295,8 @@ class Cache:
         if node.fd >= 0:
             os.close(node.fd)
             node.fd = -1
-        self.store.unpin(node.pinned)
-        node.pinned = 0
+        if node not in self.nodes.redirected.values():
+            self._unpin(node)
         inode = self._inodes[node.ino]
         if node.version != inode.version or not node.extent:
             self.kernel.drop_backing(node)
@@ -312,6 +335,14 @@ class Cache:
 
     def _dropped(self, node: Node) -> None:
         self.kernel.drop_backing(node)
+        inode = self._inodes.get(node.ino)
+        if inode is not None and inode.nlink == 0 and not any(self.nodes.of(node.ino)):
+            self._nameless.append(inode)
+
+    async def forget_nameless(self) -> None:
+        """Remove the inodes whose last name and last node are gone."""
+        while self._nameless:
+            await self.store.forget(self._nameless.pop())
 
     # -- publishing -----------------------------------------------------------------------------------------
 
@@ -425,8 +456,7 @@ class Cache:
         Raises OSError ESTALE when the name leads to another node from now on.
         """
         key = (pid, inode.ino)
-        expected = self.nodes.redirected.pop(key, None)
-        self._redirect_times.pop(key, None)
+        expected = self._take_redirection(key)
         if expected is node and inode.size == size:
             return
         live = self.nodes.live.get(inode.ino)
@@ -435,7 +465,7 @@ class Cache:
         if live is not None and live is not node:
             self.redirect(key, live)
             raise fail(errno.ESTALE)
-        target = node if not node.opens and node.state is State.SEALED else self.nodes.add(inode)
+        target = node if self._is_idle(node) else self.nodes.add(inode)
         extent, fd = self.store.extents.allocate()
         try:
             if inode.extent and size:

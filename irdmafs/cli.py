@@ -51,8 +51,8 @@ def main() -> None:
 
 
 @main.command()
-@click.argument("directory", metavar="DIR", type=click.Path())
-@click.option("--store", metavar="STORE", type=click.Path(), help="Keep contents in this directory "
+@click.argument("directory", metavar="DIR")
+@click.option("--store", metavar="STORE", help="Keep contents in this directory "
               "(default: a private tmpfs, found again by the mountpoint's name).")  # fmt: skip
 @click.option("--size", metavar="SIZE", help="Limit of that tmpfs: 512M, 8G, 50%  [default: 80%]")
 @click.option("--session", type=click.Choice(get_args(SessionName)), default="auto",
@@ -61,7 +61,7 @@ def main() -> None:
               "allow_other, uid=, gid=, umask=, noexec, nonempty, fsname=, ...")  # fmt: skip
 @click.option("-f", "--foreground", is_flag=True, help="Stay; Ctrl-C unmounts.")
 @click.option("--log-level", type=click.Choice(_LOG_LEVELS), default="info", show_default=True)
-@click.option("--log-file", metavar="FILE", type=click.Path(), help="Default: irdmafs.log in the "
+@click.option("--log-file", metavar="FILE", help="Default: irdmafs.log in the "
               "store, or stderr in the foreground.")  # fmt: skip
 @click.option("-v", "--verbose", is_flag=True, help="Log every request (--log-level debug).")
 @click.pass_context
@@ -121,7 +121,7 @@ def mount(
 
 
 @main.command()
-@click.argument("directory", metavar="DIR", type=click.Path())
+@click.argument("directory", metavar="DIR")
 @click.option("-l", "--lazy", is_flag=True, help="Detach now; it ends when nobody uses it.")
 @click.option("--discard", is_flag=True, help="Also throw away the store and all that is in it.")
 def umount(directory: str, lazy: bool, discard: bool) -> None:
@@ -199,7 +199,7 @@ def _describe_users(mountpoint: str) -> str:
 
 
 @main.command("status")
-@click.argument("directory", metavar="[DIR]", type=click.Path(), required=False)
+@click.argument("directory", metavar="[DIR]", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def status_command(ctx: click.Context, directory: str | None, as_json: bool) -> None:
@@ -232,7 +232,7 @@ def status_command(ctx: click.Context, directory: str | None, as_json: bool) -> 
 
 
 @main.command()
-@click.argument("path", metavar="PATH", type=click.Path())
+@click.argument("path", metavar="PATH")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def versions(path: str, as_json: bool) -> None:
     """List the versions kept of the file PATH: the current one and those that are open."""

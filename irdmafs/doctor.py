@@ -74,7 +74,7 @@ class Examination:
 def examine() -> Examination:
     """Look at everything. Takes a fraction of a second."""
     device = check_fuse_device()
-    through, can_kernel = check_passthrough()
+    through, can_mount = check_passthrough()
     helper = check_fusermount()
     packages = check_packages()
     checks = (
@@ -95,11 +95,11 @@ def examine() -> Examination:
     sessions = []
     # Both sessions run the same operations, and those are pyfuse3's.
     if packages.verdict != "fail":
-        if can_kernel:
+        if through.verdict == "ok":
             sessions.append("kernel")
-        if can_kernel or (not mounting.can_mount() and helper.verdict == "ok"):
+        if can_mount or (not mounting.can_mount() and helper.verdict == "ok"):
             sessions.append("pyfuse3")
-    return Examination(checks, tuple(sessions), "kernel" in sessions and through.verdict == "ok")
+    return Examination(checks, tuple(sessions), "kernel" in sessions)
 
 
 def _kernel_version() -> tuple[int, int]:
@@ -196,9 +196,9 @@ def _answer_init(device: int) -> bool:
     if not select.select([device], [], [], _INIT_TIMEOUT_S)[0]:
         raise OSError(errno.ETIMEDOUT, "the kernel sent no INIT")
     request = os.read(device, 1 << 16)
-    header = wire.decode_header(request, len(request))
-    if header.opcode != wire.Opcode.INIT:
-        raise OSError(errno.EPROTO, f"the kernel sent request {header.opcode} before INIT")
+    _, opcode, unique, *_ = wire.decode_header(request, len(request))
+    if opcode != wire.Opcode.INIT:
+        raise OSError(errno.EPROTO, f"the kernel sent request {opcode} before INIT")
     major, minor, readahead, flags = wire.decode(wire.INIT_IN, request, len(request))
     if flags & wire.Init.INIT_EXT:
         offset = wire.BODY + wire.INIT_IN.size
@@ -209,7 +209,7 @@ def _answer_init(device: int) -> bool:
     answer = wire.INIT_OUT.pack(
         major, minor, readahead, accepted & 0xFFFFFFFF, 0, 0, 4096, 1, 0, 0, accepted >> 32, 1, 0
     )
-    os.write(device, wire.reply(header.unique, answer))
+    os.write(device, wire.reply(unique, answer))
     return offered
 
 

@@ -55,6 +55,10 @@ class LockTable:
         """Number of inodes with locks."""
         return len(self._inodes)
 
+    def __contains__(self, ino: int) -> bool:
+        """Whether anybody holds a lock on the inode."""
+        return ino in self._inodes
+
     def test(self, ino: int, owner: int, lock: Lock) -> Lock | None:
         """A lock of somebody else that `lock` would have to wait for."""
         _validate(lock)

@@ -31,6 +31,8 @@ XATTR_STATUS = b"user.irdmafs.status"
 XATTR_VERSION = b"user.irdmafs.version"
 XATTR_VERSIONS = b"user.irdmafs.versions"
 
+_XATTR_NAMESPACES = (b"user.", b"trusted.", b"security.")
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
@@ -174,6 +176,7 @@ class Operations(pyfuse3.Operations):
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
         for node_id, lookups in inode_list:
             self._nodes.forget(node_id, lookups)
+        await self._cache.forget_nameless()
 
     async def _make(
         self, parent: int, name: bytes, mode: int, ctx: Caller, **what: Any
@@ -222,7 +225,8 @@ class Operations(pyfuse3.Operations):
     async def rmdir(self, parent_inode: int, name: bytes, ctx: Caller) -> None:
         parent = self._inode(parent_inode).ino
         found = self._namespace.lookup(parent, name)
-        in_use = found is not None and self._nodes.in_use(found.ino)
+        # Whoever stands in it still asks us about it.
+        in_use = found is not None and any(self._nodes.of(found.ino))
         await self._namespace.rmdir(parent, name, in_use=in_use)
 
     async def _unnamed(self, inode: Inode, in_use: bool) -> None:
@@ -248,7 +252,11 @@ class Operations(pyfuse3.Operations):
         if len(name_new) > 255:
             raise fail(errno.ENAMETOOLONG)
         replaced = self._namespace.lookup(new, name_new)
-        in_use = replaced is not None and self._nodes.in_use(replaced.ino)
+        in_use = replaced is not None and (
+            any(self._nodes.of(replaced.ino))
+            if replaced.is_dir
+            else self._nodes.in_use(replaced.ino)
+        )
         unnamed = await self._namespace.rename(
             old, name_old, new, name_new, flags, in_use=in_use
         )
@@ -309,6 +317,8 @@ class Operations(pyfuse3.Operations):
         self, inode: int, name: bytes, value: bytes, ctx: Caller, flags: int = 0
     ) -> None:
         found = self._inode(inode)
+        if not name.startswith(_XATTR_NAMESPACES):
+            raise fail(errno.EOPNOTSUPP)
         if name in (XATTR_STATUS, XATTR_VERSION, XATTR_VERSIONS):
             raise fail(errno.EPERM)
         await self._namespace.set_xattr(found.ino, name, value, flags)
@@ -448,7 +458,8 @@ class Operations(pyfuse3.Operations):
         info = OpenInfo(handle.fh, False, node.opens > 1 and node.cached, False)
         info.node = node
         info.passthrough = not node.cached
-        info.noflush = not handle.writing
+        # Closing any descriptor of a file drops its process's POSIX locks: then we must hear of it.
+        info.noflush = not handle.writing and node.ino not in self.posix_locks
         return info
 
     async def read(self, fh: int, off: int, size: int) -> bytes:
@@ -586,11 +597,8 @@ class Operations(pyfuse3.Operations):
         ]
 
     async def releasedir(self, fh: int) -> None:
-        node = self._nodes.close(fh).node
-        inode = self._inodes.get(node.ino)
-        if inode is not None and inode.nlink == 0 and not node.opens:
-            await self._namespace.drop(node.ino)
-        self._nodes.drop_unused(node)
+        self._nodes.drop_unused(self._nodes.close(fh).node)
+        await self._cache.forget_nameless()
 
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
         await self._namespace.flush()

@@ -18,22 +18,24 @@ STEP_TIMEOUT_S = 60.0
 class Process:
     """A Python interpreter of its own. A context manager; leaving it kills the process."""
 
-    def __init__(self, launcher: tuple[str, ...] = ()) -> None:
-        """`launcher` is a command prefix, such as setpriv and its options."""
+    def __init__(self, launcher: tuple[str, ...] = (), pass_fds: tuple[int, ...] = ()) -> None:
+        """`launcher` is a command prefix, such as setpriv and its options; `pass_fds` it inherits."""
         ours, theirs = os.pipe(), os.pipe()
         self._sender = Connection(theirs[1], readable=False)
         self._receiver = Connection(ours[0], writable=False)
         command = [*launcher, sys.executable, __file__, str(theirs[0]), str(ours[1])]
         self._popen = subprocess.Popen(
-            command, pass_fds=(theirs[0], ours[1]), stdin=subprocess.DEVNULL, cwd="/"
+            command, pass_fds=(theirs[0], ours[1], *pass_fds), stdin=subprocess.DEVNULL, cwd="/"
         )
         os.close(theirs[0])
         os.close(ours[1])
         self.pid = self._popen.pid
+        self._busy = False
 
     def start(self, source: str, /, **values: object) -> None:
         """Begin to run `source` with `values` as names; collect the outcome with `result`."""
         self._sender.send((source, values))
+        self._busy = True
 
     def result(self, timeout_s: float = STEP_TIMEOUT_S) -> Any:
         """The value of the last expression of what was started.
@@ -44,6 +46,7 @@ class Process:
             self.kill()
             raise TimeoutError(f"the step did not end within {timeout_s} s; process killed")
         succeeded, value = self._receiver.recv()
+        self._busy = False
         if not succeeded:
             raise value
         return value
@@ -62,6 +65,8 @@ class Process:
 
     def reset(self) -> bool:
         """Forget names and close descriptors. False when the process is not usable any more."""
+        if self._busy:
+            return False
         try:
             self.start("__reset__")
             return bool(self.result(10) == "reset")
@@ -114,6 +119,7 @@ def _fresh_names() -> dict[str, Any]:
 
 
 def _serve(receiver: Connection, sender: Connection) -> None:
+    # What it starts itself shall not hold our end of the pipes.
     os.set_inheritable(receiver.fileno(), False)
     os.set_inheritable(sender.fileno(), False)
     names = _fresh_names()

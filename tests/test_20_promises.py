@@ -126,6 +126,29 @@ def test_new_version_is_seen_after_close_and_the_old_one_until_then(
 
 
 @pytest.mark.beyond_posix
+@pytest.mark.parametrize("flags", ["O_WRONLY | os.O_TRUNC", "O_RDWR | os.O_TRUNC"])
+@pytest.mark.parametrize("links", [1, 2])
+def test_stat_shows_the_published_size_while_others_write(
+    folder: Path, process: TakeProcess, flags: str, links: int
+) -> None:
+    file = folder / "weights"
+    write(file, 1, 5000)
+    if links == 2:
+        os.link(file, folder / "link")
+    watcher, writer = process(), process()
+    look = "s = os.stat(file); (s.st_size, s.st_mtime_ns)"
+    published = watcher.do(look, file=str(file))
+    writer.do(f"fd = os.open(file, os.{flags})", file=str(file))
+    assert watcher.do(look) == published, "after open"
+    writer.do("os.write(fd, b'x' * 10_000)")
+    assert watcher.do(look) == published, "after write"
+    if links == 2:
+        assert watcher.do(look, file=str(folder / "link")) == published, "the other name"
+    writer.do("os.close(fd)")
+    assert watcher.do(look)[0] == 10_000
+
+
+@pytest.mark.beyond_posix
 def test_new_file_is_empty_until_it_is_closed(folder: Path, process: TakeProcess) -> None:
     file = folder / "weights"
     reader, writer = process(), process()

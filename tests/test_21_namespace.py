@@ -289,7 +289,7 @@ def test_parent_follows_a_directory_that_was_moved(folder: Path, process: TakePr
     assert inside.do("os.listdir('..'), os.listdir('.')") == (["moved"], ["deep"])
     assert inside.do("os.stat('..').st_ino") == os.stat(folder / "c").st_ino
     assert inside.do("os.getcwd()") == str(folder / "c" / "moved")
-    assert inside.do("open('file', 'w').close(); os.listdir('.')") == ["deep", "file"] or True
+    inside.do("open('file', 'w').close()")
     assert (folder / "c" / "moved" / "file").exists()
 
 

@@ -251,7 +251,8 @@ def test_versions_count_up_and_name_their_openers(
     by_state = {entry["state"]: entry for entry in mount.versions(file)}
     assert set(by_state) == {"current", "open", "working"}
     assert (by_state["current"]["version"], by_state["current"]["size"]) == (first + 1, 2)
-    assert by_state["current"]["mtime_ns"] == os.stat(file).st_mtime_ns
+    with open(file, "rb") as current:
+        assert by_state["current"]["mtime_ns"] == os.fstat(current.fileno()).st_mtime_ns
     assert (by_state["open"]["version"], by_state["open"]["size"]) == (first, 1)
     assert by_state["open"]["openers"] == [reader.pid]
     assert by_state["working"]["openers"] == [writer.pid]

@@ -102,6 +102,20 @@ def test_closing_any_descriptor_of_a_file_frees_the_ranges_of_the_process(
 
 
 @pytest.mark.parametrize("lock", ["lockf", "flock"])
+def test_shared_lock_of_a_read_only_descriptor_ends_with_it(
+    folder: Path, process: TakeProcess, lock: str
+) -> None:
+    one, two = openers(folder / "file", process)
+    one.do("reader = os.open(file, os.O_RDONLY); os.close(fd)")
+    one.do("getattr(fcntl, lock)(reader, fcntl.LOCK_SH)", lock=lock)
+    take = "getattr(fcntl, lock)(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    with pytest.raises(BlockingIOError):
+        two.do(take, lock=lock)
+    one.do("os.close(reader)")
+    two.do(take, lock=lock)
+
+
+@pytest.mark.parametrize("lock", ["lockf", "flock"])
 def test_signal_interrupts_a_wait_for_a_lock(
     folder: Path, process: TakeProcess, lock: str
 ) -> None:

@@ -1,6 +1,7 @@
 """Options, mount tables, mountpoints and stores; the mounts are real."""
 
 import contextlib
+import fcntl
 import mmap
 import os
 import stat
@@ -42,14 +43,11 @@ def mounted_tmpfs(path: str | Path) -> Iterator[str]:
 def silent_mount(path: str | Path, options: MountOptions | None = None) -> Iterator[int]:
     """A FUSE mount that nobody serves: it hangs until its descriptor is closed, then is stale."""
     device = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
-    closing = contextlib.ExitStack()
-    closing.callback(os.close, device)
     try:
         mounting.mount_fuse(device, os.fspath(path), options or MountOptions())
         yield device
     finally:
-        with contextlib.suppress(OSError):
-            closing.close()
+        os.close(device)
         detach(path)
 
 
@@ -216,8 +214,8 @@ def test_question_to_a_hung_mount_comes_back(mountpoint: str) -> None:
 
 @needs_fuse
 def test_stale_mount_of_ours_is_healed(mountpoint: str) -> None:
-    with silent_mount(mountpoint) as device:
-        os.close(device)
+    with silent_mount(mountpoint) as device, open(os.devnull) as null:
+        os.dup2(null.fileno(), device)
         assert mounting.is_stale(mountpoint)
         assert mounting.prepare_mountpoint(mountpoint) == mountpoint
         assert mounting.find_mount(mountpoint) is None
@@ -374,8 +372,6 @@ def test_leftover_stores_are_those_without_a_mount(roots: Path) -> None:
 
 
 def _lock(store: str) -> int:
-    import fcntl
-
     descriptor = os.open(os.path.join(store, "lock"), os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     return descriptor

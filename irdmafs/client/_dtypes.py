@@ -50,7 +50,8 @@ _EXTENSION_CODES = {
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu",
 }
-_CODE_OF_DTYPE = {np.dtype(text): code for code, text in _CODES.items()}
+_DTYPE_OF_CODE = {code: np.dtype(text) for code, text in _CODES.items()}
+_CODE_OF_DTYPE = {dtype: code for code, dtype in _DTYPE_OF_CODE.items()}
 _CODE_OF_EXTENSION = {name: code for code, name in _EXTENSION_CODES.items()}
 
 
@@ -98,7 +99,7 @@ def dtype_of_code(code: str) -> DType:
     such as the packed 4- and 6-bit floats."""
     if code in _EXTENSION_CODES:
         return extension_dtype(_EXTENSION_CODES[code])
-    return np.dtype(_CODES[code])
+    return _DTYPE_OF_CODE[code]
 
 
 def dtype_of_name(name: str) -> DType:

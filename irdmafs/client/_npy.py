@@ -9,6 +9,7 @@ to know its type, so a version of it can never be read with the type of another.
 from __future__ import annotations
 
 import ast
+import functools
 import struct
 from collections.abc import Iterator
 
@@ -77,7 +78,10 @@ def load(path: str) -> Array | None:
         data_start, encoding = _measure(path, head, size)
         if data_start > len(head):
             head += read_at(fd, data_start - len(head), len(head))
-        dtype, fortran_order, shape = _decode_header(path, head[:data_start], encoding)
+        try:
+            dtype, fortran_order, shape = _decode_header(head[:data_start], encoding)
+        except ValueError as error:
+            raise FormatError(path, str(error)) from None
         data_bytes = size_bytes(dtype, shape)
         if data_start + data_bytes > size:
             defect = f"{data_bytes} bytes of data are announced, {size - data_start} are there"
@@ -108,29 +112,32 @@ def _measure(path: str, head: bytes, size: int) -> tuple[int, str]:
     return start + length, encoding
 
 
-def _decode_header(path: str, head: bytes, encoding: str) -> tuple[DType, bool, tuple[int, ...]]:
+# The layers of a model have few different shapes, and a literal takes longer to read than a file
+# to map.
+@functools.lru_cache(maxsize=256)
+def _decode_header(head: bytes, encoding: str) -> tuple[DType, bool, tuple[int, ...]]:
+    """Type, Fortran order and shape. Raises ValueError, which says what is wrong."""
     start = 10 if head[6] == 1 else 12
     try:
         fields = ast.literal_eval(head[start:].decode(encoding))
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        raise FormatError(path, "the header is not a Python literal") from None
+        raise ValueError("the header is not a Python literal") from None
     if not isinstance(fields, dict) or fields.keys() != {"descr", "fortran_order", "shape"}:
-        raise FormatError(path, "the header does not have descr, fortran_order and shape")
+        raise ValueError("the header does not have descr, fortran_order and shape")
     fortran_order, shape = fields["fortran_order"], fields["shape"]
     if not isinstance(fortran_order, bool):
-        raise FormatError(path, f"fortran_order is {_shown(fortran_order)}, not True or False")
+        raise ValueError(f"fortran_order is {_shown(fortran_order)}, not True or False")
     if not isinstance(shape, tuple) or not all(
         type(length) is int and length >= 0 for length in shape
     ):
-        raise FormatError(path, f"the shape {_shown(shape)} is not a tuple of lengths")
+        raise ValueError(f"the shape {_shown(shape)} is not a tuple of lengths")
     try:
         dtype = np.dtype(npy_format.descr_to_dtype(fields["descr"]))
     except Exception:
         # numpy raises almost anything for a descr that only looks like one.
-        defect = f"{_shown(fields['descr'])} describes no type of numpy"
-        raise FormatError(path, defect) from None
+        raise ValueError(f"{_shown(fields['descr'])} describes no type of numpy") from None
     if dtype.hasobject:
-        raise FormatError(path, "it holds pickled Python objects, which are never loaded")
+        raise ValueError("it holds pickled Python objects, which are never loaded")
     return dtype, fortran_order, shape
 
 

@@ -115,7 +115,7 @@ def _parse_entry(path: str, name: str, raw: msgspec.Raw) -> tuple[DType, tuple[i
     if len(shape) > _NDIM_MAX:
         raise FormatError(path, f"tensor {name!r} has {len(shape)} dimensions")
     first, end = entry.data_offsets
-    if any(length < 0 for length in shape) or first < 0:
+    if min(shape, default=0) < 0 or first < 0:
         raise FormatError(path, f"tensor {name!r} has a negative length or offset")
     needed = size_bytes(dtype, shape)
     if end - first != needed:

@@ -359,17 +359,17 @@ def touch_memory(size: int) -> None:
 
 def _ready_to_write_large(ws: Workspace) -> None:
     ws.remove_large()
-    touch_memory(ws.scale.size * 5 // 4)
+    touch_memory(max(ws.scale.size * 5 // 4, 512 * MIB))
 
 
 def _ready_to_write_small(ws: Workspace) -> None:
     ws.remove_small()
-    touch_memory(2 * len(ws.small) * SMALL_FILE)
+    touch_memory(512 * MIB)
 
 
 def _ready_to_overwrite_small(ws: Workspace) -> None:
     ws.need_small()
-    touch_memory(2 * len(ws.small) * SMALL_FILE)
+    touch_memory(512 * MIB)
 
 
 # In the order of a round: what one leaves behind is what the next one starts from.

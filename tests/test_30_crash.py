@@ -1,0 +1,390 @@
+"""The daemon is killed in the middle of a storm of changes; mounting again must show what was acknowledged.
+
+A child process makes random changes and says before and after each one what it is. The oracle is a model of the
+tree: after the crash the mount must equal the model with, or without, the one change that was in flight.
+"""
+
+import copy
+import dataclasses
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mountpoint import Mount, eventually
+from patterns import pattern, version_of
+from processes import Process
+
+pytestmark = pytest.mark.beyond_posix
+ROUNDS = int(os.environ.get("IRDMAFS_CRASH_ROUNDS", "10"))
+MANY_ROUNDS = 200
+SIZES = [0, 100, 4096, 50_000, 1_000_000]
+Change = tuple[Any, ...]
+
+
+# -- the model -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class File:
+    content: tuple[int, int]
+    mode: int = 0o644
+    label: bytes | None = None
+
+
+@dataclasses.dataclass
+class Tree:
+    """Names of files (hard links share a File), symlinks (str) and directories (None)."""
+
+    names: dict[str, File | str | None] = dataclasses.field(default_factory=dict)
+
+    def _below(self, directory: str) -> Iterator[str]:
+        return (name for name in self.names if name.startswith(directory + "/"))
+
+    def apply(self, change: Change) -> None:
+        kind, name, *rest = change
+        there = self.names.get(name)
+        if kind == "write":
+            if isinstance(there, File):
+                there.content = rest[0]
+            else:
+                self.names[name] = File(rest[0])
+        elif kind == "mkdir":
+            self.names[name] = None
+        elif kind in ("unlink", "rmdir"):
+            del self.names[name]
+        elif kind == "symlink":
+            self.names[name] = rest[0]
+        elif kind == "link":
+            self.names[rest[0]] = there
+        elif kind == "chmod":
+            assert isinstance(there, File)
+            there.mode = rest[0]
+        elif kind == "setxattr":
+            assert isinstance(there, File)
+            there.label = rest[0]
+        elif kind == "rename":
+            target = rest[0]
+            if not (isinstance(there, File) and there is self.names.get(target)):
+                moved = [name, *self._below(name)]
+                for old in moved:
+                    self.names[target + old[len(name) :]] = self.names.pop(old)
+
+    def after(self, change: Change) -> "Tree":
+        changed = copy.deepcopy(self)
+        changed.apply(change)
+        return changed
+
+    def look(self) -> dict[str, object]:
+        """What a walk of the tree must find; files with the names that share them."""
+        found: dict[str, object] = {}
+        for name, there in self.names.items():
+            if isinstance(there, File):
+                links = sorted(n for n, other in self.names.items() if other is there)
+                found[name] = (there.content, there.mode, there.label, links)
+            else:
+                found[name] = there
+        return found
+
+    def propose(self, rng: random.Random, version: int) -> Change:
+        """A change that succeeds on this tree."""
+        files = [name for name, there in self.names.items() if isinstance(there, File)]
+        links = [name for name, there in self.names.items() if isinstance(there, str)]
+        directories = ["", *(name for name, there in self.names.items() if there is None)]
+        empty = [d for d in directories[1:] if not any(self._below(d))]
+        free = f"{rng.choice(directories)}/n{rng.randrange(40)}".lstrip("/")
+        content = (version, rng.choice(SIZES))
+        taken = free in self.names
+        changes: list[Change] = []
+        if files:
+            file = rng.choice(files)
+            changes += [("write", file, content)] * 6
+            changes += [("unlink", file), ("chmod", file, rng.choice([0o600, 0o755]))]
+            changes += [("rename", file, rng.choice(files))] * 3
+            changes += [("setxattr", file, b"%d" % version)]
+            if not taken:
+                changes += [("link", file, free), ("rename", file, free), ("rename", file, free)]
+        if links:
+            changes.append(("unlink", rng.choice(links)))
+        if empty:
+            changes.append(("rmdir", rng.choice(empty)))
+        if len(directories) > 1 and not taken:
+            directory = rng.choice(directories[1:])
+            if not free.startswith(directory + "/") and free.count("/") < 4:
+                changes.append(("rename", directory, free))
+        if not taken:
+            changes += [("write", free, content)] * (4 if len(files) < 40 else 0)
+            changes.append(("symlink", free, f"target{version}"))
+            if len(directories) < 8 and free.count("/") < 4:
+                changes.append(("mkdir", free))
+        return rng.choice(changes) if changes else ("mkdir", f"d{version}")
+
+
+def look(top: Path) -> dict[str, object]:
+    """Walk the mounted tree: everything that the model knows of each name."""
+    found: dict[str, object] = {}
+    inodes: dict[int, list[str]] = {}
+    for parent, directories, files in os.walk(top):
+        for name in directories + files:
+            path = Path(parent, name)
+            key = str(path.relative_to(top))
+            if path.is_symlink():
+                found[key] = os.readlink(path)
+            elif path.is_dir():
+                found[key] = None
+            else:
+                status = path.stat()
+                data = path.read_bytes()
+                assert len(data) == status.st_size, f"{key}: stat says {status.st_size}"
+                label = (
+                    os.getxattr(path, "user.label") if "user.label" in os.listxattr(path) else None
+                )
+                same = inodes.setdefault(status.st_ino, [])
+                same.append(key)
+                found[key] = (identify(key, data), status.st_mode & 0o777, label, same)
+    for there in found.values():
+        if isinstance(there, tuple):
+            there[3].sort()
+    return found
+
+
+def identify(key: str, data: bytes) -> tuple[int, int]:
+    try:
+        return version_of(data) if data else 0, len(data)
+    except AssertionError as error:
+        raise AssertionError(f"{key}: {error}") from None
+
+
+def comparable(found: dict[str, object]) -> dict[str, object]:
+    """Empty files are of no version that could be told from their bytes."""
+    return {
+        name: ((0, 0), *there[1:]) if isinstance(there, tuple) and there[0][1] == 0 else there
+        for name, there in found.items()
+    }
+
+
+# -- the storm -------------------------------------------------------------------------------
+
+STORM = """
+import random
+from test_30_crash import Tree, carry_out
+rng = random.Random(seed)
+error = None
+while error is None:
+    version += 1
+    change = tree.propose(rng, version)
+    os.write(told, repr(('begin', change)).encode() + b'\\n')
+    try:
+        carry_out(change, top, rng)
+    except OSError as caught:
+        error = caught.errno
+    else:
+        tree.apply(change)
+        os.write(told, b"('done',)\\n")
+os.close(told)
+error
+"""
+
+
+def carry_out(change: Change, top: str, rng: random.Random) -> None:
+    kind, name, *rest = change
+    path = f"{top}/{name}"
+    if kind == "write":
+        how = rng.choice(["truncate", "truncate", "fsync"])
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            data = memoryview(pattern(*rest[0]))
+            while data:
+                data = data[os.write(fd, data) :]
+            if how == "fsync":
+                os.fsync(fd)
+        except BaseException:
+            # Only what dies in the middle may lose its write; close() would publish half of it.
+            os._exit(1)
+        os.close(fd)
+    elif kind == "setxattr":
+        os.setxattr(path, "user.label", rest[0])
+    elif kind in ("rename", "link"):
+        getattr(os, kind)(path, f"{top}/{rest[0]}")
+    elif kind == "symlink":
+        os.symlink(rest[0], path)
+    else:
+        getattr(os, kind)(path, *rest)
+
+
+def storm(
+    mount: Mount, tree: Tree, version: int, rng: random.Random, seed: int
+) -> tuple[int, Change | None]:
+    """Let a process change the tree until the daemon is killed, at a random moment.
+
+    Applies what was acknowledged to `tree`. Returns the last version and the change in flight.
+    """
+    reader, writer = os.pipe()
+    with Process(pass_fds=(writer,)) as child, os.fdopen(reader, "rb") as told:
+        os.close(writer)
+        child.start(
+            STORM, tree=tree, version=version, top=str(mount.path), seed=rng.random(), told=writer
+        )
+        acknowledged, wanted = 0, rng.randrange(1, 120)
+        in_flight: Change | None = None
+        killed = False
+        for line in told:
+            kind, *change = eval(line)
+            if kind == "begin":
+                in_flight = change[0]
+                version += 1
+            else:
+                assert in_flight is not None
+                tree.apply(in_flight)
+                in_flight = None
+                acknowledged += 1
+            if not killed and acknowledged >= wanted:
+                time.sleep(rng.choice([0, 0, 0.0002, 0.001, 0.003]))
+                mount.kill9()
+                killed = True
+        assert killed, f"seed {seed}: the storm ended by itself, in flight: {in_flight}"
+    return version, in_flight
+
+
+def crash_rounds(new_mount: Callable[..., Mount], rounds: int) -> None:
+    seed = int(os.environ.get("IRDMAFS_SEED", random.SystemRandom().randrange(1 << 32)))
+    print(f"IRDMAFS_SEED={seed}")
+    rng = random.Random(seed)
+    mount = new_mount()
+    mount.mount()
+    tree, version = Tree(), 0
+    for number in range(rounds):
+        where = f"seed {seed}, round {number}"
+        version, in_flight = storm(mount, tree, version, rng, seed)
+        mount.remount()
+        found = comparable(look(mount.path))
+        allowed = [tree] + ([tree.after(in_flight)] if in_flight else [])
+        matching = [one for one in allowed if comparable(one.look()) == found]
+        if not matching:
+            raise AssertionError(f"{where}, in flight: {in_flight}\n{difference(allowed, found)}")
+        tree = matching[0]
+        files = {id(there): there for there in tree.names.values() if isinstance(there, File)}
+        live = sum(there.content[1] > 0 for there in files.values())
+        kept = len(mount.extents())
+        assert kept == live, f"{where}: {kept} extents for {live} files with content"
+    empty(mount.path)
+    eventually(lambda: not mount.extents(), "extents of removed files are removed")
+    status = mount.status()
+    assert (status["bytes_published"], status["files"]) == (0, 0), f"seed {seed}"
+
+
+def difference(allowed: list[Tree], found: dict[str, object]) -> str:
+    lines = []
+    for title, tree in zip(("without it", "with it"), allowed, strict=False):
+        wanted = comparable(tree.look())
+        lines.append(f"{title}:")
+        for name in sorted(wanted.keys() | found.keys()):
+            before, now = wanted.get(name, "missing"), found.get(name, "missing")
+            if before != now:
+                lines.append(f"  {name}: expected {before}, found {now}")
+    return "\n".join(lines)
+
+
+def empty(top: Path) -> None:
+    for parent, directories, files in os.walk(top, topdown=False):
+        for name in files:
+            os.unlink(Path(parent, name))
+        for name in directories:
+            path = Path(parent, name)
+            (os.unlink if path.is_symlink() else os.rmdir)(path)
+
+
+@pytest.mark.timeout(max(120, ROUNDS * 5))
+def test_acknowledged_changes_survive_the_death_of_the_daemon(
+    new_mount: Callable[..., Mount],
+) -> None:
+    crash_rounds(new_mount, ROUNDS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif("IRDMAFS_CRASH_ROUNDS" in os.environ, reason="IRDMAFS_CRASH_ROUNDS is set")
+@pytest.mark.kernel_session("one session is enough for the long run")
+def test_acknowledged_changes_survive_many_deaths(new_mount: Callable[..., Mount]) -> None:
+    crash_rounds(new_mount, MANY_ROUNDS)
+
+
+# -- mounting again --------------------------------------------------------------------------
+
+
+def test_mounting_again_heals_the_stale_mountpoint(new_mount: Callable[..., Mount]) -> None:
+    mount = new_mount()
+    mount.mount()
+    (mount.path / "weights").write_bytes(pattern(1, 100_000))
+    mount.kill9()
+    with pytest.raises(OSError):
+        os.stat(mount.path / "weights")
+    mount.remount()
+    assert version_of((mount.path / "weights").read_bytes()) == 1
+    mount.unmount()
+    assert os.listdir(mount.path) == []
+
+
+def test_unmounting_and_mounting_again_keeps_everything(new_mount: Callable[..., Mount]) -> None:
+    mount = new_mount()
+    mount.mount()
+    tree, rng = Tree(), random.Random(7)
+    for version in range(1, 200):
+        change = tree.propose(rng, version)
+        carry_out(change, str(mount.path), rng)
+        tree.apply(change)
+    mount.unmount()
+    mount.remount()
+    assert comparable(look(mount.path)) == comparable(tree.look())
+
+
+def test_open_unpublished_and_unlinked_files_leave_nothing_after_a_crash(
+    new_mount: Callable[..., Mount],
+) -> None:
+    mount = new_mount()
+    mount.mount()
+    old = mount.path / "old"
+    old.write_bytes(pattern(1, 100_000))
+    with Process() as writer:
+        writer.do("f = open(file, 'wb', buffering=0); f.write(b'half')", file=str(old))
+        writer.do("g = open(file, 'wb', buffering=0); g.write(b'half')", file=str(mount.path / "new"))
+        writer.do("h = open(file, 'w+b'); h.write(b'x' * 99_999); h.flush(); os.unlink(file)", file=str(mount.path / "gone"))
+        writer.do("i = open(file, 'r+b', buffering=0); i.write(b'in place')", file=str(old))
+        mount.kill9()
+    mount.remount()
+    assert version_of(old.read_bytes()) == 1
+    assert os.listdir(mount.path) == ["old"]
+    assert len(mount.extents()) == 1
+
+
+def test_sigterm_unmounts_and_keeps_what_was_closed(new_mount: Callable[..., Mount]) -> None:
+    import signal
+
+    mount = new_mount()
+    mount.mount()
+    (mount.path / "weights").write_bytes(pattern(1, 100_000))
+    os.kill(mount.pid, signal.SIGTERM)
+    eventually(lambda: not mount.is_mounted() and not mount.pids(), "unmounted after SIGTERM")
+    mount.remount()
+    assert version_of((mount.path / "weights").read_bytes()) == 1
+
+
+def test_store_of_a_living_daemon_is_refused_to_a_second_one(
+    new_mount: Callable[..., Mount],
+) -> None:
+    first, second = new_mount(), new_mount()
+    first.mount()
+    (first.path / "weights").write_bytes(b"x")
+    os.rmdir(second.store)
+    second.store = first.store
+    done = second.try_mount()
+    second.store = second.path.parent / "none"
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert str(first.store) in done.stderr
+    assert not second.is_mounted()
+    assert (first.path / "weights").read_bytes() == b"x"

@@ -1,0 +1,328 @@
+"""Full stores, damaged stores, senseless arguments: an errno or one clear line, and nothing lost."""
+
+import errno
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mountpoint import Mount, eventually, irdmafs
+from patterns import pattern, version_of
+from processes import Process
+
+NewMount = Callable[..., Mount]
+TakeProcess = Callable[[], Process]
+MIB = 1 << 20
+
+
+def refuses(done: subprocess.CompletedProcess[str]) -> str:
+    """The one line by which a command said no."""
+    assert done.returncode == 1, done
+    assert len(done.stderr.splitlines()) == 1, f"not one line:\n{done.stderr}"
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+# -- a full store ----------------------------------------------------------------------------
+
+FILL = """
+def fill(file, mode, size):
+    written = 0
+    with open(file, mode, buffering=0) as f:
+        while written < size:
+            written += f.write(bytes(1 << 20))
+    return written
+"""
+
+
+@pytest.mark.beyond_posix
+def test_full_store_fails_the_write_and_keeps_the_old_version(
+    new_mount: NewMount, process: TakeProcess
+) -> None:
+    mount = new_mount(store_size="64m")
+    mount.mount()
+    file = mount.path / "weights"
+    file.write_bytes(pattern(1, 20 * MIB))
+    writer = process()
+    write_much = """
+f = open(file, 'wb', buffering=0)
+written = 0
+try:
+    while True:
+        written += f.write(bytes(1 << 20))
+except OSError as error:
+    failed = error.errno
+failed, written
+"""
+    failed, written = writer.do(write_much, file=str(file))
+    assert failed == errno.ENOSPC
+    assert 30 * MIB < written < 44 * MIB
+    assert version_of(file.read_bytes()) == 1
+    assert os.stat(file).st_size == 20 * MIB
+    writer.kill()
+    assert version_of(file.read_bytes()) == 1
+    eventually(lambda: os.statvfs(mount.path).f_bavail * 4096 > 30 * MIB, "its space is free again")
+    file.write_bytes(pattern(2, 20 * MIB))
+    assert version_of(file.read_bytes()) == 2
+
+
+@pytest.mark.beyond_posix
+def test_names_can_be_removed_on_a_full_store(new_mount: NewMount, process: TakeProcess) -> None:
+    mount = new_mount(store_size="32m")
+    mount.mount()
+    for number in range(20):
+        (mount.path / f"small{number}").write_bytes(pattern(number, 8192))
+    filler = process()
+    filler.do(FILL)
+    with pytest.raises(OSError) as caught:
+        filler.do("fill(file, 'ab', 1 << 30)", file=str(mount.path / "large"))
+    assert caught.value.errno == errno.ENOSPC
+    made = 0
+    with pytest.raises(OSError) as caught:
+        while True:
+            (mount.path / f"more{made}").write_bytes(bytes(4096))
+            made += 1
+    assert caught.value.errno == errno.ENOSPC
+    for number in range(20):
+        assert version_of((mount.path / f"small{number}").read_bytes()) == number
+    for name in os.listdir(mount.path):
+        os.unlink(mount.path / name)
+    assert os.listdir(mount.path) == []
+    eventually(lambda: os.statvfs(mount.path).f_bavail * 4096 > 24 * MIB, "its space is free again")
+    (mount.path / "after").write_bytes(pattern(3, 16 * MIB))
+    mount.unmount()
+    mount.remount()
+    assert version_of((mount.path / "after").read_bytes()) == 3
+
+
+@pytest.mark.beyond_posix
+def test_edit_in_place_that_does_not_fit_keeps_the_old_version(
+    new_mount: NewMount, process: TakeProcess
+) -> None:
+    mount = new_mount(store_size="32m")
+    mount.mount()
+    file = mount.path / "weights"
+    file.write_bytes(pattern(1, 20 * MIB))
+    with pytest.raises(OSError) as caught:
+        process().do("f = open(file, 'r+b', buffering=0); f.write(b'x'); f.close()", file=str(file))
+    assert caught.value.errno == errno.ENOSPC
+    assert version_of(file.read_bytes()) == 1
+    file.unlink()
+    file.write_bytes(pattern(2, 20 * MIB))
+    assert version_of(file.read_bytes()) == 2
+
+
+@pytest.mark.beyond_posix
+def test_sparse_file_larger_than_the_store_can_be_edited_in_place(
+    new_mount: NewMount, process: TakeProcess
+) -> None:
+    mount = new_mount(store_size="32m")
+    mount.mount()
+    file, size = mount.path / "sparse", 1 << 40
+    os.truncate(os.open(file, os.O_CREAT | os.O_WRONLY), size)
+    editor = process()
+    editor.do("fd = os.open(file, os.O_RDWR); os.pwrite(fd, b'end', size - 3)", file=str(file), size=size)
+    editor.do("os.fsync(fd); os.pwrite(fd, b'begin', 0); os.close(fd)")
+    look = "f = open(file, 'rb'); (f.read(5), f.seek(-3, 2), f.read(), os.stat(file).st_size)"
+    assert process().do(look, file=str(file)) == (b"begin", size - 3, b"end", size)
+
+
+# -- a damaged store -------------------------------------------------------------------------
+
+
+def damage_garbage(file: Path) -> None:
+    file.write_bytes(os.urandom(50_000))
+
+
+def damage_middle(file: Path) -> None:
+    size = file.stat().st_size
+    with open(file, "r+b") as f:
+        for page in range(1, size // 4096):
+            f.seek(page * 4096)
+            f.write(b"\xa5" * 4096)
+
+
+def damage_directory(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+@pytest.mark.beyond_posix
+@pytest.mark.parametrize("damage", [damage_garbage, damage_middle, damage_directory])
+def test_damaged_namespace_refuses_to_mount_with_one_line(
+    new_mount: NewMount, damage: Callable[[Path], None]
+) -> None:
+    mount = new_mount()
+    mount.mount()
+    for number in range(300):
+        (mount.path / f"file{number}").write_bytes(b"x")
+    mount.unmount()
+    extents = sorted(mount.extents())
+    damage(mount.store / "kv.sqlite")
+    line = refuses(mount.try_mount())
+    assert str(mount.store) in line, "it must say what is damaged"
+    assert not mount.is_mounted()
+    assert sorted(mount.extents()) == extents, "the contents must stay for whoever repairs it"
+
+
+@pytest.mark.beyond_posix
+def test_missing_extent_is_an_error_of_that_file_only(
+    new_mount: NewMount, process: TakeProcess
+) -> None:
+    mount = new_mount()
+    mount.mount()
+    (mount.path / "good").write_bytes(pattern(1, 10_000))
+    before = set(mount.extents())
+    (mount.path / "bad").write_bytes(pattern(2, 10_000))
+    (lost,) = set(mount.extents()) - before
+    mount.unmount()
+    lost.unlink()
+    mount.remount()
+    for mode in ("rb", "r+b"):
+        with pytest.raises(OSError) as caught:
+            process().do("open(file, mode).read()", file=str(mount.path / "bad"), mode=mode)
+        assert caught.value.errno == errno.EIO
+    assert "missing" in mount.log_tail(), "the log must say why"
+    assert version_of((mount.path / "good").read_bytes()) == 1
+    (mount.path / "bad").write_bytes(pattern(3, 10_000))
+    assert version_of((mount.path / "bad").read_bytes()) == 3
+    os.unlink(mount.path / "bad")
+
+
+@pytest.mark.beyond_posix
+def test_strange_files_in_the_store_are_left_alone(new_mount: NewMount) -> None:
+    mount = new_mount()
+    mount.mount()
+    (mount.path / "file").write_bytes(b"x")
+    mount.unmount()
+    strange = mount.store / "extents" / "README"
+    strange.write_text("not ours")
+    mount.remount()
+    assert (mount.path / "file").read_bytes() == b"x"
+    assert strange.read_text() == "not ours"
+
+
+# -- mountpoints that are none ---------------------------------------------------------------
+
+
+@pytest.mark.beyond_posix
+@pytest.mark.parametrize("kind", ["missing", "file", "full", "mounted"])
+def test_wrong_mountpoints_are_refused_with_one_line(new_mount: NewMount, kind: str) -> None:
+    mount = new_mount()
+    if kind == "missing":
+        mount.path.rmdir()
+    elif kind == "file":
+        mount.path.rmdir()
+        mount.path.write_text("precious")
+    elif kind == "full":
+        (mount.path / "precious").write_text("precious")
+    else:
+        mount.mount()
+        (mount.path / "precious").write_text("precious")
+    refuses(mount.try_mount())
+    if kind == "file":
+        assert mount.path.read_text() == "precious"
+    elif kind != "missing":
+        assert (mount.path / "precious").read_text() == "precious"
+
+
+@pytest.mark.beyond_posix
+@pytest.mark.parametrize("command", ["umount", "status", "versions"])
+def test_commands_refuse_what_is_not_a_mount(tmp_path: Path, command: str) -> None:
+    refuses(irdmafs(command, tmp_path))
+
+
+# -- senseless arguments ---------------------------------------------------------------------
+
+
+def test_senseless_offsets_are_refused_and_change_nothing(folder: Path) -> None:
+    file = folder / "file"
+    for create in (os.O_CREAT | os.O_TRUNC, 0):
+        fd = os.open(file, os.O_RDWR | create)
+        os.pwrite(fd, b"content", 0)
+        for call in (
+            lambda fd=fd: os.lseek(fd, -1, os.SEEK_SET),
+            lambda fd=fd: os.pread(fd, 1, -1),
+            lambda fd=fd: os.pwrite(fd, b"x", -1),
+            lambda fd=fd: os.ftruncate(fd, -1),
+            lambda fd=fd: os.pwrite(fd, b"xx", 2**63 - 1),
+        ):
+            with pytest.raises(OSError) as caught:
+                call()
+            assert caught.value.errno in (errno.EINVAL, errno.EFBIG)
+        assert os.pread(fd, 10, 2**63 - 11) == b""
+        assert os.fstat(fd).st_size == 7
+        os.close(fd)
+    assert file.read_bytes() == b"content"
+
+
+def test_huge_sizes_work_or_are_refused_cleanly(folder: Path, process: TakeProcess) -> None:
+    file = folder / "file"
+    for size in (2**40, 2**62, 2**63 - 1):
+        file.write_bytes(b"content")
+        try:
+            os.truncate(file, size)
+        except OSError as error:
+            assert error.errno in (errno.EFBIG, errno.EINVAL, errno.ENOSPC)
+            size = 7
+        look = "f = open(file, 'rb'); (os.stat(file).st_size, f.read(7), f.seek(0, 2))"
+        assert process().do(look, file=str(file)) == (size, b"content", size)
+    file.write_bytes(b"small again")
+    assert file.read_bytes() == b"small again"
+
+
+@pytest.mark.parametrize("mode", ["wb", "r+b", "ab"])
+def test_file_size_limit_of_a_process_is_kept(
+    folder: Path, mode: str, process: TakeProcess
+) -> None:
+    file = folder / "file"
+    file.write_bytes(b"")
+    with Process() as limited:
+        limited.do(f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({MIB}, {MIB}))")
+        limited.do("f = open(file, mode, buffering=0)", file=str(file), mode=mode)
+        assert limited.do("f.write(b'x' * 1_000_000)") == 1_000_000
+        assert limited.do("f.write(b'x' * 1_000_000)") == MIB - 1_000_000
+        with pytest.raises(OSError) as caught:
+            limited.do("f.write(b'x')")
+        assert caught.value.errno == errno.EFBIG
+        limited.do("f.close()")
+    assert process().do("open(file, 'rb').read()", file=str(file)) == b"x" * MIB
+
+
+def test_descriptors_refuse_what_they_were_not_opened_for(folder: Path) -> None:
+    file = folder / "file"
+    file.write_bytes(b"content")
+    for flags, call in (
+        (os.O_RDONLY, lambda fd: os.write(fd, b"x")),
+        (os.O_WRONLY, lambda fd: os.read(fd, 1)),
+        (os.O_RDONLY, lambda fd: os.ftruncate(fd, 0)),
+    ):
+        fd = os.open(file, flags)
+        with pytest.raises(OSError) as caught:
+            call(fd)
+        os.close(fd)
+        assert caught.value.errno in (errno.EBADF, errno.EINVAL)
+    assert file.read_bytes() == b"content"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+@pytest.mark.beyond_posix
+def test_read_only_mount_refuses_changes(new_mount: NewMount) -> None:
+    mount = new_mount()
+    mount.mount()
+    (mount.path / "file").write_bytes(b"x")
+    mount.unmount()
+    mount.arguments = ("-o", "ro")
+    mount.remount()
+    assert (mount.path / "file").read_bytes() == b"x"
+    for change in (
+        lambda: (mount.path / "file").write_bytes(b"y"),
+        lambda: (mount.path / "new").write_bytes(b"y"),
+        lambda: (mount.path / "file").unlink(),
+        lambda: os.utime(mount.path / "file"),
+    ):
+        with pytest.raises(OSError) as caught:
+            change()
+        assert caught.value.errno == errno.EROFS

@@ -1,0 +1,343 @@
+"""The command line: what it prints, its exit codes, and that it leaves nothing half-done."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from mountpoint import Mount, eventually, irdmafs
+
+from irdmafs import __version__, mounting, stores
+
+pytestmark = pytest.mark.skipif(
+    not (mounting.can_mount() and os.path.exists("/dev/fuse")),
+    reason="needs /dev/fuse and CAP_SYS_ADMIN",
+)
+
+
+@pytest.fixture
+def own() -> Iterator[Mount]:
+    """A place to mount on, not mounted yet."""
+    place = Mount("auto")
+    yield place
+    place.close()
+
+
+@pytest.fixture
+def mounted(own: Mount) -> Mount:
+    own.mount()
+    return own
+
+
+def one_line(done: subprocess.CompletedProcess[str], code: int = 1) -> str:
+    """The only line that a failed command printed."""
+    assert done.returncode == code, done
+    assert done.stdout == ""
+    [line] = done.stderr.splitlines()
+    assert line.startswith("irdmafs: ")
+    return line
+
+
+# -- the command itself ---------------------------------------------------------------------------
+
+
+def test_version_and_help_are_printed() -> None:
+    assert irdmafs("--version").stdout == f"irdmafs {__version__}\n"
+    for flag in ("-h", "--help"):
+        page = irdmafs(flag).stdout
+        for command in ("mount", "umount", "status", "versions", "doctor"):
+            assert re.search(rf"^  {command} ", page, re.MULTILINE), page
+
+
+def test_commands_start_without_the_filesystems_libraries() -> None:
+    program = (
+        "import sys, irdmafs.cli; print({'trio', 'pyfuse3', 'numpy', 'rich'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "set()\n", done
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("mount",), ("mount", "--session", "fast", "x"), ("umount",), ("frob",),
+     ("umount", "--lazy", "--discard", "x"), ("versions",)],
+)  # fmt: skip
+def test_wrong_usage_is_exit_code_2(arguments: tuple[str, ...]) -> None:
+    assert irdmafs(*arguments).returncode == 2
+
+
+# -- mount ----------------------------------------------------------------------------------------
+
+
+def test_mount_says_session_and_store(own: Mount) -> None:
+    done = own.try_mount()
+    assert done.returncode == 0, own.explain(done)
+    session = own.status()["session"]
+    first = done.stdout.splitlines()[0]
+    assert first == f"irdmafs: {own.path} mounted ({session} session; store {own.store})"
+    [mount] = [m for m in mounting.irdmafs_mounts() if m.mountpoint == str(own.path)]
+    assert mount.fstype == "fuse.irdmafs"
+
+
+def test_mountpoint_that_cannot_be_is_one_clear_line(own: Mount) -> None:
+    own.path.rmdir()
+    assert "mkdir -p" in one_line(own.try_mount())
+    own.path.write_text("a file")
+    assert "not a directory" in one_line(own.try_mount())
+    assert own.path.read_text() == "a file"
+
+
+def test_mountpoint_that_is_not_empty_needs_the_option(own: Mount) -> None:
+    hidden = own.path / "hidden"
+    hidden.write_text("still there")
+    assert "not empty" in one_line(own.try_mount())
+    own.arguments = ("-o", "nonempty")
+    own.mount()
+    assert not hidden.exists()
+    own.unmount()
+    assert hidden.read_text() == "still there"
+
+
+def test_mounting_twice_names_the_daemon(mounted: Mount) -> None:
+    line = one_line(mounted.try_mount())
+    assert "already mounted" in line and str(mounted.pid) in line
+
+
+def test_store_of_another_mount_is_refused(mounted: Mount, tmp_path: Path) -> None:
+    second = tmp_path / "second"
+    second.mkdir()
+    one_line(irdmafs("mount", second, "--store", mounted.store))
+    assert not os.path.ismount(second)
+    assert mounted.status()["store"] == str(mounted.store)
+
+
+def test_store_on_the_mount_itself_or_another_is_refused(mounted: Mount, tmp_path: Path) -> None:
+    second = tmp_path / "second"
+    second.mkdir()
+    assert "irdmafs mount" in one_line(irdmafs("mount", second, "--store", mounted.path / "s"))
+    assert "contain" in one_line(irdmafs("mount", second, "--store", second / "s"))
+    assert list(mounted.path.iterdir()) == list(second.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [(("-o", "cache=yes"), "cache"), (("--size", "many"), "many"), (("--size", "1G"), "--size")],
+)
+def test_option_that_makes_no_sense_is_one_clear_line(
+    own: Mount, arguments: tuple[str, ...], named: str
+) -> None:
+    own.arguments = arguments
+    assert named in one_line(own.try_mount())
+    assert not own.is_mounted()
+
+
+def test_log_that_cannot_be_written_is_one_clear_line(own: Mount) -> None:
+    own.log = own.log / "missing" / "log"
+    assert "cannot log to" in one_line(own.try_mount())
+    assert not own.is_mounted()
+
+
+def test_default_store_keeps_contents_until_discarded(tmp_path: Path) -> None:
+    mountpoint = tmp_path / "models"
+    mountpoint.mkdir()
+    try:
+        assert irdmafs("mount", mountpoint, "--size", "64M").returncode == 0
+        (mountpoint / "weights").write_bytes(b"kept")
+        store = stores.default_store_path(str(mountpoint))
+        assert store is not None
+        assert irdmafs("umount", mountpoint).returncode == 0
+        left = json.loads(irdmafs("status", "--json").stdout)["leftover_stores"]
+        assert [one["path"] for one in left if one["mountpoint"] == str(mountpoint)] == [store]
+
+        assert irdmafs("mount", mountpoint).returncode == 0
+        assert (mountpoint / "weights").read_bytes() == b"kept"
+        assert irdmafs("umount", "--discard", mountpoint).returncode == 0
+        assert stores.default_store_path(str(mountpoint)) is None
+    finally:
+        irdmafs("umount", "--lazy", mountpoint)
+        irdmafs("umount", "--discard", mountpoint)
+
+
+def test_stale_mountpoint_is_healed_by_mounting_again(mounted: Mount) -> None:
+    (mounted.path / "file").write_bytes(b"acknowledged")
+    mounted.kill9()
+    done = irdmafs("status", mounted.path)
+    assert done.returncode == 1
+    assert f"irdmafs mount {mounted.path}" in done.stdout
+    mounted.remount()
+    assert (mounted.path / "file").read_bytes() == b"acknowledged"
+    assert len([m for m in mounting.mounts() if m.mountpoint == str(mounted.path)]) == 1
+
+
+# The parent's side is tested with daemons that behave badly.
+_BAD_DAEMON = """
+import os, signal, sys, trio
+from irdmafs import daemon
+from irdmafs.cli import main
+async def serve(config, ready):
+    {body}
+daemon.serve = serve
+main(["mount", *sys.argv[1:]], prog_name="irdmafs")
+"""
+
+
+def with_bad_daemon(own: Mount, body: str) -> list[str]:
+    program = _BAD_DAEMON.format(body=body)
+    return [sys.executable, "-c", program, str(own.path), "--store", str(own.store)]
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("print('last words', file=sys.stderr, flush=True); os.kill(os.getpid(), 9)", "signal 9"),
+        ("print('last words', file=sys.stderr, flush=True); os._exit(3)", "code 3"),
+    ],
+)
+def test_daemon_that_dies_early_is_reported_with_its_last_words(
+    own: Mount, body: str, reason: str
+) -> None:
+    done = subprocess.run(with_bad_daemon(own, body), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert reason in done.stderr and "last words" in done.stderr
+
+
+def test_daemon_that_fails_unforeseen_names_its_log(own: Mount) -> None:
+    command = with_bad_daemon(own, "raise ZeroDivisionError('bad sum')")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    log = own.store / "irdmafs.log"
+    assert f"ZeroDivisionError: bad sum (see {log})" in one_line(done)
+    assert "Traceback" in log.read_text()
+
+
+def test_interrupted_mount_takes_its_daemon_along(own: Mount) -> None:
+    body = "print(os.getpid(), file=sys.stderr, flush=True); await trio.sleep_forever()"
+    log = own.store / "irdmafs.log"
+    with subprocess.Popen(with_bad_daemon(own, body)) as command:
+        eventually(lambda: log.exists() and log.read_text().endswith("\n"), "the daemon runs")
+        daemon = int(log.read_text())
+        command.send_signal(signal.SIGINT)
+        assert command.wait(timeout=60) == 128 + signal.SIGINT
+    with pytest.raises(ProcessLookupError):
+        os.kill(daemon, 0)
+
+
+# -- foreground -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_foreground_mount_ends_by_signal_and_leaves_nothing_mounted(
+    own: Mount, number: signal.Signals
+) -> None:
+    command = [sys.executable, "-m", "irdmafs", "mount", "-f", str(own.path)]
+    with subprocess.Popen(
+        [*command, "--store", str(own.store)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert "mounted" in process.stdout.readline()
+        (own.path / "file").write_bytes(b"closed")
+        process.send_signal(number)
+        assert process.wait(timeout=60) == 0
+    assert not own.is_mounted()
+    own.mount()
+    assert (own.path / "file").read_bytes() == b"closed"
+
+
+# -- umount ---------------------------------------------------------------------------------------
+
+
+def test_umount_is_silent_and_waits_for_the_daemon(mounted: Mount) -> None:
+    daemon = mounted.pid
+    done = irdmafs("umount", mounted.path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert not mounted.is_mounted()
+    assert not os.path.exists(f"/proc/{daemon}") or daemon not in mounted.pids()
+
+
+def test_umount_of_what_is_not_ours_is_one_clear_line(own: Mount) -> None:
+    assert "not mounted" in one_line(irdmafs("umount", own.path))
+    assert "not mounted" in one_line(irdmafs("umount", "--discard", own.path))
+    assert "proc" in one_line(irdmafs("umount", "/proc"))
+
+
+def test_busy_mount_names_its_users_and_stays(mounted: Mount) -> None:
+    with subprocess.Popen(["sleep", "60"], cwd=mounted.path) as user:
+        try:
+            line = one_line(irdmafs("umount", mounted.path))
+            assert "busy" in line and f"{user.pid} (sleep: cwd" in line
+            assert mounted.is_mounted()
+            assert irdmafs("umount", "--lazy", mounted.path).returncode == 0
+            assert not mounted.is_mounted()
+        finally:
+            user.kill()
+    eventually(lambda: not mounted.pids(), "the daemon ends with its last user")
+
+
+def test_stale_mount_is_unmounted(mounted: Mount) -> None:
+    mounted.kill9()
+    assert irdmafs("umount", mounted.path).returncode == 0
+    assert not mounted.is_mounted()
+
+
+def test_discard_takes_the_store_along(mounted: Mount) -> None:
+    (mounted.path / "file").write_bytes(b"gone")
+    assert irdmafs("umount", "--discard", mounted.path).returncode == 0
+    assert not mounted.store.exists()
+
+
+# -- status and versions --------------------------------------------------------------------------
+
+
+def test_status_tells_of_one_mount(mounted: Mount) -> None:
+    (mounted.path / "file").write_bytes(b"x" * 1000)
+    done = irdmafs("status", "--json", mounted.path)
+    assert done.returncode == 0
+    data = json.loads(done.stdout)
+    assert data["state"] == "ok"
+    assert data["mountpoint"] == str(mounted.path)
+    assert data["files"] == 1
+    assert data["bytes_published"] >= 1000
+    assert data["requests"] and all(isinstance(n, int) for n in data["requests"].values())
+    page = irdmafs("status", mounted.path)
+    assert page.returncode == 0
+    assert str(mounted.store) in page.stdout and "requests" in page.stdout
+    assert page.stdout.isascii()
+
+
+def test_status_tells_of_all_mounts(mounted: Mount) -> None:
+    done = irdmafs("status", "--json")
+    found = json.loads(done.stdout)["mounts"]
+    assert [one["pid"] for one in found if one["mountpoint"] == str(mounted.path)] == [mounted.pid]
+    assert str(mounted.path) in irdmafs("status").stdout
+
+
+def test_status_of_a_plain_directory_is_one_clear_line(tmp_path: Path) -> None:
+    assert "not on an irdmafs mount" in one_line(irdmafs("status", tmp_path))
+    assert "not on an irdmafs mount" in one_line(irdmafs("versions", tmp_path))
+
+
+def test_versions_lists_what_is_current_and_open(mounted: Mount) -> None:
+    file = mounted.path / "file"
+    file.write_bytes(b"old")
+    with file.open("rb") as reader:
+        file.write_bytes(b"newer")
+        data = json.loads(irdmafs("versions", "--json", file).stdout)
+        page = irdmafs("versions", file)
+        assert reader.read() == b"old"
+    assert {(one["version"], one["size"], one["state"]) for one in data["versions"]} == {
+        (1, 3, "open"),
+        (2, 5, "current"),
+    }
+    assert page.returncode == 0
+    assert f"inode {data['ino']}" in page.stdout and "current" in page.stdout
+
+
+def test_versions_of_what_is_missing_is_one_clear_line(mounted: Mount) -> None:
+    assert "No such file" in one_line(irdmafs("versions", mounted.path / "missing"))

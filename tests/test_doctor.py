@@ -1,0 +1,145 @@
+"""The doctor tries things on the real machine and leaves it as it was."""
+
+import json
+import os
+import shutil
+import site
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from mountpoint import irdmafs
+
+from irdmafs import doctor, mounting, status
+
+NOBODY = 65534
+
+needs_fuse = pytest.mark.skipif(
+    not (mounting.can_mount() and os.path.exists("/dev/fuse")),
+    reason="needs /dev/fuse and CAP_SYS_ADMIN",
+)
+
+
+def test_examination_leaves_nothing_behind() -> None:
+    def traces() -> tuple[set[str], set[str]]:
+        left = {mount.mountpoint for mount in mounting.mounts() if "irdmafs-doctor" in str(mount)}
+        directory = Path(tempfile.gettempdir())
+        return left, {path.name for path in directory.glob("irdmafs-doctor-*")}
+
+    # The first import of a library may keep a descriptor.
+    doctor.examine()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    doctor.examine()
+    assert traces() == (set(), set())
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_what_is_wrong_comes_with_a_remedy() -> None:
+    for check in doctor.examine().checks:
+        assert check.found
+        assert check.remedy or check.verdict in ("ok", "info"), check
+
+
+def test_json_says_what_the_page_says() -> None:
+    done = irdmafs("doctor", "--json")
+    data = json.loads(done.stdout)
+    assert done.returncode == (0 if data["ok"] else 1)
+    assert data["ok"] == bool(data["sessions"])
+    page = irdmafs("doctor")
+    assert page.returncode == done.returncode
+    for check in data["checks"]:
+        assert check["name"] in page.stdout
+
+
+@needs_fuse
+def test_passthrough_is_really_negotiated() -> None:
+    offered, works = doctor.negotiate_passthrough()
+    if not offered:
+        pytest.skip("this kernel offers no passthrough")
+    assert works
+    found = doctor.examine()
+    assert found.passthrough
+    assert found.sessions == ("kernel", "pyfuse3")
+
+
+@needs_fuse
+def test_machine_without_fuse_fails_with_the_remedy() -> None:
+    hide = 'mount -t tmpfs none /dev && mknod -m 666 /dev/null c 1 3 && exec "$@"'
+    launcher = [shutil.which("unshare") or "unshare", "-m", "sh", "-c", hide, "sh"]
+    done = subprocess.run(
+        [*launcher, sys.executable, "-m", "irdmafs", "doctor", "--json"],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=60,
+        cwd="/",
+    )
+    assert done.returncode == 1, done.stderr
+    data = json.loads(done.stdout)
+    assert data["sessions"] == []
+    checks = {check["name"]: check for check in data["checks"]}
+    assert checks["/dev/fuse"]["verdict"] == checks["passthrough"]["verdict"] == "fail"
+    assert "modprobe fuse" in checks["/dev/fuse"]["remedy"]
+
+
+def _as_nobody() -> dict[str, object]:
+    """How to run an interpreter that an unprivileged user may start. Skips where there is none."""
+    if os.geteuid() != 0:
+        return {"args": [sys.executable]}
+    root = str(Path(doctor.__file__).parents[1])
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    options = {
+        "user": NOBODY,
+        "group": NOBODY,
+        "extra_groups": [],
+        "cwd": "/",
+        "env": {**os.environ, "PYTHONPATH": ":".join([root, *site.getsitepackages()])},
+    }
+    for python in (sys.executable, f"/usr/bin/{version}"):
+        try:
+            command = [python, "-c", "import irdmafs.doctor, click"]
+            done = subprocess.run(command, capture_output=True, **options)  # type: ignore[call-overload]
+        except OSError:
+            continue
+        if done.returncode == 0:
+            return {"args": [python], **options}
+    pytest.skip("an unprivileged user can start no Python with irdmafs here")
+
+
+def test_unprivileged_user_is_told_what_privilege_would_give() -> None:
+    how = _as_nobody()
+    command = [*how.pop("args"), "-m", "irdmafs", "doctor", "--json"]  # type: ignore[misc]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, **how)  # type: ignore[call-overload]
+    data = json.loads(done.stdout)
+    assert "kernel" not in data["sessions"]
+    assert not data["passthrough"]
+    checks = {check["name"]: check for check in data["checks"]}
+    assert "CAP_SYS_ADMIN" in checks["passthrough"]["found"]
+    assert checks["passthrough"]["verdict"] == "warn"
+    assert done.returncode == (0 if data["sessions"] else 1)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (200 << 20, "200 MiB"),
+     (3 << 50, "3072 TiB"), (None, "-")],
+)  # fmt: skip
+def test_bytes_are_written_for_people(count: int | None, text: str) -> None:
+    assert status.human_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (59.9, "59 s"),
+        (3600, "1 h"),
+        (7500, "2 h 5 min"),
+        (273600, "3 d 4 h"),
+        ("", "-"),
+    ],
+)
+def test_durations_are_written_for_people(seconds: float | str, text: str) -> None:
+    assert status.human_duration(seconds) == text
