@@ -143,7 +143,7 @@ class Namespace:
         self._children: dict[int, dict[bytes, Dentry]] = {}
         self._next_ino = ROOT_INO + 1
 
-    # -- reading: the replica alone ------------------------------------------------------------
+    # -- reading: the replica alone --------------------------------------------------------------
 
     def inode(self, ino: int) -> Inode:
         try:
@@ -225,7 +225,9 @@ class Namespace:
             await self._commit(names=dangling, removed=gone)
         wrong = [inode for ino, inode in self.inodes.items() if inode.nlink != links[ino]]
         for inode in wrong:
-            log.warning("inode %d had nlink %d, has %d names", inode.ino, inode.nlink, links[inode.ino])
+            log.warning(
+                "inode %d had nlink %d, has %d names", inode.ino, inode.nlink, links[inode.ino]
+            )
         if wrong:
             fixed = [inode.copy() for inode in wrong]
             for inode in fixed:
@@ -332,7 +334,14 @@ class Namespace:
         return inode
 
     async def rename(
-        self, parent: int, name: bytes, new_parent: int, new_name: bytes, flags: int, *, in_use: bool
+        self,
+        parent: int,
+        name: bytes,
+        new_parent: int,
+        new_name: bytes,
+        flags: int,
+        *,
+        in_use: bool,
     ) -> Inode | None:
         """Rename with renameat2(2)'s flags. Returns the inode that lost its name, if one did.
 
@@ -420,9 +429,7 @@ class Namespace:
 
     # -- inodes ----------------------------------------------------------------------------------
 
-    async def publish(
-        self, ino: int, extent: int, size: int, blocks: int, mtime_ns: int
-    ) -> Inode:
+    async def publish(self, ino: int, extent: int, size: int, blocks: int, mtime_ns: int) -> Inode:
         """Make an extent the file's next version. Acknowledged: it survives a crash."""
         inode = self.inode(ino).copy()
         shrinks = size < inode.size
@@ -501,7 +508,7 @@ class Namespace:
         else:
             await self._commit(inodes=(inode,), urgent=urgent)
 
-    # -- the one way into the engine -----------------------------------------------------------------
+    # -- the one way into the engine -------------------------------------------------------------
 
     async def _commit(
         self,

@@ -56,7 +56,10 @@ class StoreNode:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
     ) -> None:
         for extent in self._retired:
             self.extents.free(extent)
@@ -91,7 +94,7 @@ class StoreNode:
                     inode.ino, inode.version, self.extents.path(inode.extent),
                 )  # fmt: skip
 
-    # -- the life of an extent ---------------------------------------------------------------------
+    # -- the life of an extent -------------------------------------------------------------------
 
     def pin(self, extent: int) -> None:
         """Keep an extent although its file moves on to another version."""
@@ -119,9 +122,7 @@ class StoreNode:
         else:
             self.extents.free(extent)
 
-    async def publish(
-        self, ino: int, extent: int, status: os.stat_result, mtime_ns: int
-    ) -> Inode:
+    async def publish(self, ino: int, extent: int, status: os.stat_result, mtime_ns: int) -> Inode:
         """Make `extent` the file's next version; `status` is its stat. Durable when it returns.
 
         An empty extent is not kept: the version is recorded as empty. Raises OSError ENOSPC, and
@@ -132,9 +133,7 @@ class StoreNode:
             self.extents.sync(extent)
         before = self.namespace.inode(ino).extent
         kept = extent if size else 0
-        inode = await self.namespace.publish(
-            ino, kept, size, status.st_blocks, mtime_ns
-        )
+        inode = await self.namespace.publish(ino, kept, size, status.st_blocks, mtime_ns)
         self._retired.discard(kept)
         if before != kept:
             self.retire(before)

@@ -53,7 +53,7 @@ class Cache:
         self._nameless: list[Inode] = []
         self._redirect_times: dict[tuple[int, int], float] = {}
 
-    # -- what stat shows -----------------------------------------------------------------------------
+    # -- what stat shows -------------------------------------------------------------------------
 
     def content(self, node: Node, inode: Inode) -> tuple[int, int, int]:
         """Size in bytes, 512-byte blocks and mtime (ns) of what the node stands for."""
@@ -64,7 +64,7 @@ class Cache:
             return inode.size, inode.blocks, inode.mtime_ns
         return node.size, node.blocks, node.mtime_ns
 
-    # -- which node -----------------------------------------------------------------------------------
+    # -- which node ------------------------------------------------------------------------------
 
     def node_of(self, inode: Inode, pid: int) -> Node:
         """The node a lookup of the inode's name by this process finds."""
@@ -178,7 +178,7 @@ class Cache:
         self.store.unpin(node.pinned)
         node.pinned = 0
 
-    # -- working copies ---------------------------------------------------------------------------------
+    # -- working copies --------------------------------------------------------------------------
 
     def begin(self, node: Node, state: State) -> None:
         """Give the node an empty working copy. Raises OSError (ENOSPC, EMFILE)."""
@@ -260,7 +260,7 @@ class Cache:
             node.lock = trio.Lock()
         return node.lock
 
-    # -- open and release ---------------------------------------------------------------------------------
+    # -- open and release ------------------------------------------------------------------------
 
     def open(self, node: Node, flags: int, pid: int) -> Handle:
         """Open a handle on the node that choose() or a creation decided on."""
@@ -279,7 +279,7 @@ class Cache:
         if handle.writing and not node.writers and node.state is not State.SEALED:
             try:
                 if (
-                    not handle.aborted
+                    not (handle.aborted or node.discarded)
                     and self._inodes[node.ino].nlink
                     and self._changed(node, rdwr=_is_rdwr(handle))
                 ):
@@ -307,8 +307,8 @@ class Cache:
     def _seal(self, node: Node) -> None:
         """The last writer is gone: the node stands for a version again."""
         inode = self._inodes[node.ino]
-        was_private = node.state is State.PRIVATE
-        if was_private:
+        node.discarded = False
+        if node.state is State.PRIVATE:
             self.nodes.remove_private(node, State.SEALED)
         else:
             node.state = State.SEALED
@@ -344,7 +344,7 @@ class Cache:
         while self._nameless:
             await self.store.forget(self._nameless.pop())
 
-    # -- publishing -----------------------------------------------------------------------------------------
+    # -- publishing ------------------------------------------------------------------------------
 
     async def flush(self, handle: Handle, pid: int) -> None:
         """close(2) of one descriptor. Returns when what was written is published."""
@@ -355,11 +355,15 @@ class Cache:
             await detach()
             async with node.lock:
                 pass
-        handle.aborted = False
+        handle.aborted = node.discarded
+        if handle.aborted:
+            return
         if node.state is State.PRIVATE:
             if processes.killed_by_signal(pid):
                 handle.aborted = True
-                log.info("inode %d: pid %d died writing it; the version before stays", node.ino, pid)
+                log.info(
+                    "inode %d: pid %d died writing it; the version before stays", node.ino, pid
+                )
                 return
             if node.stamp is None and not _size(node) and self._held_elsewhere(pid, node.ino):
                 return
@@ -379,10 +383,21 @@ class Cache:
     def _held_elsewhere(self, pid: int, ino: int) -> bool:
         return processes.holds_descriptor(pid, ino, self.mountpoint)
 
+    def discard(self, node: Node) -> None:
+        """Whoever writes a private working copy gives it up: closing it publishes nothing.
+
+        Raises OSError EBUSY when it is not private, or no longer.
+        """
+        if node.state is not State.PRIVATE:
+            raise fail(errno.EBUSY, "only what nobody else sees yet can be discarded")
+        node.discarded = True
+
     async def fsync(self, handle: Handle) -> None:
         """fsync(2): publish what is written so far; the descriptor stays open for more."""
         node = handle.node
-        if node.state is State.SEALED or not self._changed(node, rdwr=_is_rdwr(handle)):
+        if node.state is State.SEALED or node.discarded:
+            return
+        if not self._changed(node, rdwr=_is_rdwr(handle)):
             return
         if node.cached:
             await self._publish(node, writers_stay=False)
@@ -394,7 +409,9 @@ class Cache:
     async def publish_now(self, ino: int) -> None:
         """Publish what is being written to an inode whose name is about to mean something new."""
         for node in list(self.nodes.of(ino)):
-            if node.state is State.PRIVATE and _size(node) and self._changed(node, rdwr=False):
+            if node.state is not State.PRIVATE or node.discarded:
+                continue
+            if _size(node) and self._changed(node, rdwr=False):
                 await self._publish(node, writers_stay=False)
                 self.nodes.remove_private(node, State.LIVE)
                 self.nodes.live[ino] = node
@@ -441,7 +458,7 @@ class Cache:
         if unchanged:
             node.stamp = _stamp(os.fstat(node.fd))
 
-    # -- truncate -----------------------------------------------------------------------------------------
+    # -- truncate --------------------------------------------------------------------------------
 
     async def truncate(self, node: Node, size: int) -> None:
         """ftruncate(2), and truncate(2) of a node that is being written."""
@@ -493,7 +510,7 @@ class Cache:
             self.redirect(key, target)
             raise fail(errno.ESTALE)
 
-    # -- reading and writing through us (cached mode) -------------------------------------------------------
+    # -- reading and writing through us (cached mode) --------------------------------------------
 
     def read(self, handle: Handle, offset: int, size: int) -> bytes:
         fd = handle.node.fd

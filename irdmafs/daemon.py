@@ -26,6 +26,7 @@ from .session.portable import PortableSession
 log = logging.getLogger(__name__)
 
 _WANTED_OPEN_FILES = 1_048_576
+_STACKED = ("overlay", "ecryptfs")
 _LOW_SPACE_SHARE = 0.05
 
 
@@ -53,14 +54,19 @@ class _Daemon:
         self._store = store
         self._started = time.monotonic()
         self._reason = ""
+        self._mounted: tuple[int, str] | None = None
         self._session: KernelSession | PortableSession
         self._cache: Cache
         self._operations: Operations
 
     async def run(self, ready: Callable[[str], None]) -> None:
-        await self._mount()
         config = self._config
-        log.info("mounted %s: %s session, store %s", config.mountpoint, self._session.name, config.store)
+        await self._mount()
+        found = mounting.find_mount(config.mountpoint)
+        self._mounted = (found.mount_id, found.device) if found is not None else None
+        log.info(
+            "mounted %s: %s session, store %s", config.mountpoint, self._session.name, config.store
+        )
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._stop_on_signal)
@@ -72,7 +78,7 @@ class _Daemon:
             self._session.close()
             log.info("unmounted %s", config.mountpoint)
 
-    # -- mounting ----------------------------------------------------------------------------------------
+    # -- mounting --------------------------------------------------------------------------------
 
     async def _mount(self) -> None:
         wanted = self._config.session
@@ -97,7 +103,7 @@ class _Daemon:
             mounting.mount_fuse(fd, self._config.mountpoint, self._kernel_options())
             try:
                 # INIT is the first message, and the kernel has sent it when mount(2) returns.
-                session.handshake()
+                session.handshake(self._stack_depth())
             except BaseException:
                 mounting.unmount(self._config.mountpoint, lazy=True)
                 raise
@@ -106,6 +112,11 @@ class _Daemon:
             raise
         session.attach(self._assemble(session, passthrough=True))
         return session
+
+    def _stack_depth(self) -> int:
+        """1 lets others stack (overlayfs) on this mount; a store on overlayfs itself takes 2."""
+        below = mounting.containing_mount(self._config.store)
+        return 2 if below is not None and below.fstype in _STACKED else 1
 
     def _kernel_options(self) -> MountOptions:
         """Without allow_other only root can come in, whom no mode stops; but each check of a mode
@@ -133,9 +144,7 @@ class _Daemon:
     ) -> Operations:
         self._cache = Cache(self._store, self._config.mountpoint, passthrough=passthrough)
         self._cache.kernel = session
-        self._operations = Operations(
-            self._store, self._cache, self._config.options, self.status
-        )
+        self._operations = Operations(self._store, self._cache, self._config.options, self.status)
         return self._operations
 
     async def _announce(self, ready: Callable[[str], None]) -> None:
@@ -143,7 +152,7 @@ class _Daemon:
         await trio.to_thread.run_sync(os.stat, self._config.mountpoint, abandon_on_cancel=True)
         ready("\n".join(filter(None, (self._session.name, self._reason))))
 
-    # -- ending ------------------------------------------------------------------------------------------
+    # -- ending ----------------------------------------------------------------------------------
 
     async def _stop_on_signal(self) -> None:
         with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
@@ -154,17 +163,14 @@ class _Daemon:
     def _unmount(self) -> None:
         """Leave no stale mountpoint, whoever began the end."""
         found = mounting.find_mount(self._config.mountpoint)
-        if found is None or not self._is_ours(found):
-            return
+        if found is None or (found.mount_id, found.device) != self._mounted:
+            return  # unmounted already; what may be mounted there by now is somebody else's
         try:
             mounting.unmount(self._config.mountpoint, lazy=True)
         except MountError as error:
             log.error("%s", error)
 
-    def _is_ours(self, found: mounting.Mount) -> bool:
-        return found.fstype == mounting.FSTYPE
-
-    # -- status ------------------------------------------------------------------------------------------
+    # -- status ----------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
         below = self._store.extents.statvfs()

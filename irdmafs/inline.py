@@ -6,7 +6,8 @@ So the kernel session starts each request's coroutine itself. A coroutine that i
 runner (pyfuse3, a test) detach() does nothing.
 """
 
-from collections.abc import Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
+from functools import partial
 from types import coroutine
 from typing import Any, Final, TypeVar
 
@@ -46,7 +47,7 @@ def run(coro: Coroutine[Any, Any, T]) -> T:
 @coroutine
 def resume(coro: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
     """Await this in a task to run a detached coroutine to its end."""
-    step = lambda: coro.send(None)  # noqa: E731
+    step: Callable[[], Any] = partial(coro.send, None)
     while True:
         try:
             yielded = step()
@@ -56,14 +57,6 @@ def resume(coro: Coroutine[Any, Any, T]) -> Generator[Any, Any, T]:
         try:
             sent = yield yielded
         except BaseException as error:  # cancellation, too, belongs to the coroutine
-            step = _thrower(coro, error)
+            step = partial(coro.throw, error)
         else:
-            step = _sender(coro, sent)
-
-
-def _sender(coro: Coroutine[Any, Any, T], value: Any) -> Any:
-    return lambda: coro.send(value)
-
-
-def _thrower(coro: Coroutine[Any, Any, T], error: BaseException) -> Any:
-    return lambda: coro.throw(error)
+            step = partial(coro.send, sent)

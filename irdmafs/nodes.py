@@ -29,14 +29,33 @@ class Node:
     `extent` is what reads are served from; `working` says that it is an allocated extent no version
     names, so that writing it hurts nobody. `fd` is our own descriptor of it, -1 when we need none.
     `cached` tells the mode of the present opens: through us and the page cache, not passthrough.
+    `discarded`: its opener gave the working copy up.
     `stamp` is what stat said of the extent when it was last published, `settled` that a later write
     is sure to have moved its times.
     """
 
     __slots__ = (
-        "backing_id", "cached", "dirty", "extent", "fd", "id", "ino", "lock", "lookups", "mtime_ns",
-        "opens", "settled", "size", "stamp", "state", "version", "working", "writers", "blocks",
+        "backing_id",
+        "blocks",
+        "cached",
+        "dirty",
+        "discarded",
+        "extent",
+        "fd",
+        "id",
+        "ino",
+        "lock",
+        "lookups",
+        "mtime_ns",
+        "opens",
         "pinned",
+        "settled",
+        "size",
+        "stamp",
+        "state",
+        "version",
+        "working",
+        "writers",
     )  # fmt: skip
 
     def __init__(self, node_id: int, inode: Inode) -> None:
@@ -51,6 +70,7 @@ class Node:
         self.cached = False
         self.working = False
         self.dirty = False
+        self.discarded = False
         self.pinned = 0
         self.stamp: tuple[int, int, int] | None = None
         self.settled = False

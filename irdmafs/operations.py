@@ -27,6 +27,7 @@ from .nodes import Handle, Node, State
 # Only this mount changes the tree, and it tells the kernel; so the kernel may believe what it knows.
 VALID_FOREVER_S = 86400.0
 
+XATTR_DISCARD = b"user.irdmafs.discard"
 XATTR_STATUS = b"user.irdmafs.status"
 XATTR_VERSION = b"user.irdmafs.version"
 XATTR_VERSIONS = b"user.irdmafs.versions"
@@ -107,7 +108,7 @@ class Operations(pyfuse3.Operations):
         self._lockers: dict[int, set[tuple[int, int]]] = {}
         self.readdir_reply: Callable[[Any, bytes, Attributes, int], bool] = pyfuse3.readdir_reply
 
-    # -- helpers -------------------------------------------------------------------------------------
+    # -- helpers ---------------------------------------------------------------------------------
 
     def _inode(self, node_id: int) -> Inode:
         node = self._nodes.by_id.get(node_id)
@@ -160,11 +161,9 @@ class Operations(pyfuse3.Operations):
             if other is not node:
                 self._cache.kernel.invalidate_attributes(other)
 
-    # -- names -----------------------------------------------------------------------------------------
+    # -- names -----------------------------------------------------------------------------------
 
-    async def lookup(
-        self, parent_inode: int, name: bytes, ctx: Caller
-    ) -> Attributes:
+    async def lookup(self, parent_inode: int, name: bytes, ctx: Caller) -> Attributes:
         inode = self._namespace.lookup(self._inode(parent_inode).ino, name)
         if inode is None:
             missing = Attributes()
@@ -182,9 +181,7 @@ class Operations(pyfuse3.Operations):
         self, parent: int, name: bytes, mode: int, ctx: Caller, **what: Any
     ) -> Attributes:
         directory = self._inode(parent)
-        inode = await self._namespace.create(
-            directory.ino, name, mode, ctx.uid, ctx.gid, **what
-        )
+        inode = await self._namespace.create(directory.ino, name, mode, ctx.uid, ctx.gid, **what)
         return self._entry(inode, ctx.pid)
 
     async def mknod(
@@ -192,9 +189,7 @@ class Operations(pyfuse3.Operations):
     ) -> Attributes:
         return await self._make(parent_inode, name, mode, ctx, rdev=rdev, version=1)
 
-    async def mkdir(
-        self, parent_inode: int, name: bytes, mode: int, ctx: Caller
-    ) -> Attributes:
+    async def mkdir(self, parent_inode: int, name: bytes, mode: int, ctx: Caller) -> Attributes:
         mode = mode & ~stat.S_IFMT(mode) | stat.S_IFDIR
         return await self._make(parent_inode, name, mode, ctx)
 
@@ -257,16 +252,14 @@ class Operations(pyfuse3.Operations):
             if replaced.is_dir
             else self._nodes.in_use(replaced.ino)
         )
-        unnamed = await self._namespace.rename(
-            old, name_old, new, name_new, flags, in_use=in_use
-        )
+        unnamed = await self._namespace.rename(old, name_old, new, name_new, flags, in_use=in_use)
         if unnamed is not None:
             await self._unnamed(unnamed, in_use)
 
     async def readlink(self, inode: int, ctx: Caller) -> bytes:
         return self._inode(inode).target
 
-    # -- attributes ------------------------------------------------------------------------------------
+    # -- attributes ------------------------------------------------------------------------------
 
     async def getattr(self, inode: int, ctx: Caller) -> Attributes:
         node, found = self._node(inode)
@@ -306,9 +299,9 @@ class Operations(pyfuse3.Operations):
         if size < 0 or size > 2**63 - 1:
             raise fail(errno.EINVAL)
         handle = self._nodes.handles.get(fh) if fh is not None else None
-        if handle is not None and handle.writing and node.state is not State.SEALED:
-            await self._cache.truncate(node, size)
-        elif node.state is State.LIVE:
+        if (
+            handle is not None and handle.writing and node.state is not State.SEALED
+        ) or node.state is State.LIVE:
             await self._cache.truncate(node, size)
         else:
             await self._cache.truncate_sealed(inode, node, size, ctx.pid)
@@ -319,6 +312,9 @@ class Operations(pyfuse3.Operations):
         found = self._inode(inode)
         if not name.startswith(_XATTR_NAMESPACES):
             raise fail(errno.EOPNOTSUPP)
+        if name == XATTR_DISCARD:
+            self._cache.discard(self._node(inode)[0])
+            return
         if name in (XATTR_STATUS, XATTR_VERSION, XATTR_VERSIONS):
             raise fail(errno.EPERM)
         await self._namespace.set_xattr(found.ino, name, value, flags)
@@ -349,20 +345,21 @@ class Operations(pyfuse3.Operations):
         for handle in self._nodes.handles.values():
             if handle.node.ino == inode.ino:
                 openers.setdefault(handle.node, []).append(handle.pid)
-        rows = []
+        working: list[dict[str, Any]] = []
+        old: list[dict[str, Any]] = []
         current_openers: set[int] = set()
         for node, pids in openers.items():
-            size, _, mtime_ns = self._cache.content(node, inode)
             if node.state is State.SEALED and node.version == inode.version:
                 current_openers.update(pids)
                 continue
-            working = node.state is not State.SEALED
-            rows.append(
+            size, _, mtime_ns = self._cache.content(node, inode)
+            sealed = node.state is State.SEALED
+            (old if sealed else working).append(
                 {
-                    "version": None if working or node.version < 0 else node.version,
+                    "version": node.version if sealed and node.version > 0 else None,
                     "size": size,
                     "mtime_ns": mtime_ns,
-                    "state": "working" if working else "open",
+                    "state": "open" if sealed else "working",
                     "openers": sorted(set(pids)),
                 }
             )
@@ -373,10 +370,8 @@ class Operations(pyfuse3.Operations):
             "state": "current",
             "openers": sorted(current_openers),
         }
-        rows.sort(key=lambda row: (row["state"] != "working", -(row["version"] or 0)))
-        working_rows = [row for row in rows if row["state"] == "working"]
-        old_rows = [row for row in rows if row["state"] != "working"]
-        return {"ino": inode.ino, "versions": [*working_rows, current, *old_rows]}
+        old.sort(key=lambda row: row["version"] or 0, reverse=True)
+        return {"ino": inode.ino, "versions": [*working, current, *old]}
 
     async def statfs(self, ctx: Caller) -> pyfuse3.StatvfsData:
         below = self.extents.statvfs()
@@ -397,7 +392,7 @@ class Operations(pyfuse3.Operations):
         shift = 6 if ctx.uid == found.uid else 3 if ctx.gid == found.gid else 0
         return mode & ~(bits >> shift) & 0o7 == 0
 
-    # -- files -----------------------------------------------------------------------------------------
+    # -- files -----------------------------------------------------------------------------------
 
     async def create(
         self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: Caller
@@ -429,9 +424,7 @@ class Operations(pyfuse3.Operations):
         inode = self._namespace.orphan(mode & 0o7777 | stat.S_IFREG, ctx.uid, ctx.gid)
         return self._created(inode, flags, ctx)
 
-    def _created(
-        self, inode: Inode, flags: int, ctx: Caller
-    ) -> tuple[OpenInfo, Attributes]:
+    def _created(self, inode: Inode, flags: int, ctx: Caller) -> tuple[OpenInfo, Attributes]:
         node = self._nodes.add(inode)
         node.lookups += 1
         if flags & os.O_ACCMODE == os.O_RDONLY:
@@ -478,7 +471,7 @@ class Operations(pyfuse3.Operations):
     async def fsync(self, fh: int, datasync: bool) -> None:
         await self._cache.fsync(self._nodes.handles[fh])
 
-    # -- what only the kernel session can ask for ------------------------------------------------------
+    # -- what only the kernel session can ask for ------------------------------------------------
 
     async def fallocate(self, fh: int, mode: int, offset: int, length: int) -> None:
         node = self._nodes.handles[fh].node
@@ -548,7 +541,7 @@ class Operations(pyfuse3.Operations):
     def release_flock(self, node_id: int, owner: int) -> None:
         self.flocks.release_owner(self._inode(node_id).ino, owner)
 
-    # -- directories -------------------------------------------------------------------------------------
+    # -- directories -----------------------------------------------------------------------------
 
     async def opendir(self, inode: int, ctx: Caller) -> int:
         node, found = self._node(inode)
@@ -603,7 +596,7 @@ class Operations(pyfuse3.Operations):
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
         await self._namespace.flush()
 
-    # -- status --------------------------------------------------------------------------------------------
+    # -- status ----------------------------------------------------------------------------------
 
     def count(self) -> dict[str, int]:
         """Figures for `irdmafs status`."""

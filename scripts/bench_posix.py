@@ -16,16 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
-from _bench.measures import (
-    LARGE_CHUNK,
-    MEASURES,
-    Measure,
-    NotHere,
-    Scale,
-    Workspace,
-    WrongData,
-    measures_named,
-)
+from _bench.measures import MEASURES, Measure, NotHere, measures_named
 from _bench.places import (
     Mount,
     Unavailable,
@@ -37,6 +28,7 @@ from _bench.places import (
     temporary_directory,
 )
 from _bench.results import Cost, Results, as_json, judge, show
+from _bench.workspace import LARGE_CHUNK, Scale, Workspace, WrongData
 from rich.console import Console
 
 from irdmafs.config import MountError, parse_size

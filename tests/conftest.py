@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
 from mountpoint import PLAIN, Mount, PlainMount, living
 from processes import Process
 
@@ -20,7 +19,9 @@ PLAIN_DIRECTORY = os.environ.get("IRDMAFS_TEST_DIR")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "beyond_posix: promised by irdmafs, not by other filesystems")
+    config.addinivalue_line(
+        "markers", "beyond_posix: promised by irdmafs, not by other filesystems"
+    )
     config.addinivalue_line("markers", "kernel_session(reason): promised by that session only")
 
 

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from patterns import pattern, version_of
+from patterns import pattern
 from processes import Process
 
 SIZES = [64 * 1024, 32 * 1024 * 1024]
@@ -50,7 +49,9 @@ def test_reader_keeps_its_version_when_file_is_republished(
     writer.do(REPUBLISH[how], file=str(file), version=2, size=size)
     assert reader.do("version_of(begin + f.read())") == 1
     assert reader.do("f.seek(0); version_of(f.read())") == 1
-    assert reader.do("f.seek(size // 2); f.read(10) == pattern(1, size)[size // 2:][:10]", size=size)
+    assert reader.do(
+        "f.seek(size // 2); f.read(10) == pattern(1, size)[size // 2:][:10]", size=size
+    )
     assert reader.do("os.fstat(f.fileno()).st_size") == size
     assert reader.do("version_of(open(file, 'rb').read())", file=str(file)) == 2
 

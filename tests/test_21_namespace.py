@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-
 from processes import Process
 
 TakeProcess = Callable[[], Process]
@@ -118,7 +117,9 @@ def test_unlinked_file_goes_on_living_for_those_who_have_it_open(
 ) -> None:
     file = folder / "scratch"
     holder = process()
-    holder.do("fd = os.open(file, os.O_RDWR | os.O_CREAT, 0o640); os.write(fd, b'a')", file=str(file))
+    holder.do(
+        "fd = os.open(file, os.O_RDWR | os.O_CREAT, 0o640); os.write(fd, b'a')", file=str(file)
+    )
     os.unlink(file)
     assert not file.exists()
     assert holder.do("os.fstat(fd).st_nlink") == 0
@@ -315,11 +316,16 @@ def test_names_are_seen_by_others_at_once(folder: Path, process: TakeProcess) ->
 
 @pytest.mark.parametrize(
     "name",
-    [b"n" * 255, b"\xff\xfe not utf-8 \x80", "gr\u00fc\u00dfe \U0001f9ee".encode(), b"new\nline\t\\ '\"", b"-rf", b"..."],
+    [
+        b"n" * 255,
+        b"\xff\xfe not utf-8 \x80",
+        "gr\u00fc\u00dfe \U0001f9ee".encode(),
+        b"new\nline\t\\ '\"",
+        b"-rf",
+        b"...",
+    ],
 )
-def test_any_name_that_linux_allows_works(
-    folder: Path, process: TakeProcess, name: bytes
-) -> None:
+def test_any_name_that_linux_allows_works(folder: Path, process: TakeProcess, name: bytes) -> None:
     path = os.path.join(os.fsencode(folder), name)
     process().do("open(path, 'w').write('x')", path=path)
     assert os.listdir(os.fsencode(folder)) == [name]
@@ -485,7 +491,9 @@ def test_new_files_belong_to_their_maker_and_to_the_group_of_a_setgid_directory(
     os.chown(folder / "setgid", 0, 1234)
     os.chmod(folder / "setgid", 0o2777)
     nobody.do("os.mkdir(d + '/below'); open(d + '/f', 'w').close()", d=str(folder / "setgid"))
-    plain, below, file = map(os.stat, (folder / "plain", folder / "setgid/below", folder / "setgid/f"))
+    plain, below, file = map(
+        os.stat, (folder / "plain", folder / "setgid/below", folder / "setgid/f")
+    )
     assert (plain.st_uid, plain.st_gid) == (NOBODY, NOBODY)
     assert (below.st_gid, file.st_gid) == (1234, 1234)
     assert below.st_mode & stat.S_ISGID

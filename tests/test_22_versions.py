@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 from mountpoint import Mount, eventually
 from patterns import pattern
 from processes import Process
@@ -45,7 +44,9 @@ def test_truncation_shrinks_and_grows_with_zeros(
     assert process().do(read, file=str(file)) == (size, expected)
     os.truncate(file, 50)
     os.truncate(file, 5000)
-    assert process().do("open(file, 'rb').read()", file=str(file)) == expected[:50].ljust(5000, b"\0")
+    assert process().do("open(file, 'rb').read()", file=str(file)) == expected[:50].ljust(
+        5000, b"\0"
+    )
 
 
 def test_growing_again_after_a_cut_shows_zeros_not_old_bytes(
@@ -289,7 +290,9 @@ def test_memory_of_old_versions_is_given_back(
     file.write_bytes(bytes(size))
     before = {extent.name for extent in mount.extents()}
     reader = process()
-    reader.do("f = open(file, 'rb'); m = mmap.mmap(f.fileno(), 0, prot=1); f.close()", file=str(file))
+    reader.do(
+        "f = open(file, 'rb'); m = mmap.mmap(f.fileno(), 0, prot=1); f.close()", file=str(file)
+    )
     for _ in range(5):
         file.write_bytes(bytes(size))
     assert len(mount.extents()) <= len(before) + 1
@@ -357,7 +360,9 @@ def test_fallocate(folder: Path, process: TakeProcess, mode: str) -> None:
 
 def test_posix_fallocate_works_everywhere(folder: Path, process: TakeProcess) -> None:
     writer = process()
-    writer.do("f = open(file, 'wb'); os.posix_fallocate(f.fileno(), 0, 300_000)", file=str(folder / "f"))
+    writer.do(
+        "f = open(file, 'wb'); os.posix_fallocate(f.fileno(), 0, 300_000)", file=str(folder / "f")
+    )
     writer.do("f.write(b'x'); f.close()")
     assert process().do("open(file, 'rb').read()", file=str(folder / "f")) == b"x".ljust(
         300_000, b"\0"
@@ -388,7 +393,9 @@ a.close(); b.close(); done
 def test_copy_within_one_file(folder: Path, process: TakeProcess) -> None:
     file = folder / "file"
     file.write_bytes(b"abcdef" + bytes(10_000))
-    copy = "f = open(file, 'r+b'); os.copy_file_range(f.fileno(), f.fileno(), 3, 0, 9_000); f.close()"
+    copy = (
+        "f = open(file, 'r+b'); os.copy_file_range(f.fileno(), f.fileno(), 3, 0, 9_000); f.close()"
+    )
     process().do(copy, file=str(file))
     assert process().do("open(file, 'rb').read()", file=str(file))[9_000:9_004] == b"abc\0"
 

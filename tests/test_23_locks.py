@@ -1,13 +1,11 @@
 """Locks between processes: fcntl ranges, flock, and what wakes or frees a waiter."""
 
 import errno
-import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 from processes import Process
 
 TakeProcess = Callable[[], Process]
@@ -116,9 +114,7 @@ def test_shared_lock_of_a_read_only_descriptor_ends_with_it(
 
 
 @pytest.mark.parametrize("lock", ["lockf", "flock"])
-def test_signal_interrupts_a_wait_for_a_lock(
-    folder: Path, process: TakeProcess, lock: str
-) -> None:
+def test_signal_interrupts_a_wait_for_a_lock(folder: Path, process: TakeProcess, lock: str) -> None:
     one, two = openers(folder / "file", process)
     one.do("getattr(fcntl, lock)(fd, fcntl.LOCK_EX)", lock=lock)
     interrupted = """
@@ -138,7 +134,9 @@ outcome
     two.send_signal(signal.SIGINT)
     assert two.result(10) == "interrupted"
     one.do("getattr(fcntl, lock)(fd, fcntl.LOCK_UN)", lock=lock)
-    again = "try_flock(fd, fcntl.LOCK_EX)" if lock == "flock" else "try_lock(fd, fcntl.LOCK_EX, 0, 0)"
+    again = (
+        "try_flock(fd, fcntl.LOCK_EX)" if lock == "flock" else "try_lock(fd, fcntl.LOCK_EX, 0, 0)"
+    )
     assert one.do(again), "the interrupted waiter got the lock after all"
 
 
@@ -164,7 +162,9 @@ def test_waiter_that_is_killed_does_not_get_the_lock(folder: Path, process: Take
     one, two = openers(folder / "file", process)
     one.do("fcntl.flock(fd, fcntl.LOCK_EX)")
     with Process() as waiter:
-        waiter.start("fcntl.flock(os.open(file, os.O_RDWR), fcntl.LOCK_EX)", file=str(folder / "file"))
+        waiter.start(
+            "fcntl.flock(os.open(file, os.O_RDWR), fcntl.LOCK_EX)", file=str(folder / "file")
+        )
         assert not waiter.finished(within_s=0.2)
         waiter.kill()
     one.do("fcntl.flock(fd, fcntl.LOCK_UN)")

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 from mountpoint import NOT_BLOCKING, Mount
 from processes import Process
 

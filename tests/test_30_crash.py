@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from mountpoint import Mount, eventually
 from patterns import pattern, version_of
 from processes import Process
@@ -351,8 +350,13 @@ def test_open_unpublished_and_unlinked_files_leave_nothing_after_a_crash(
     old.write_bytes(pattern(1, 100_000))
     with Process() as writer:
         writer.do("f = open(file, 'wb', buffering=0); f.write(b'half')", file=str(old))
-        writer.do("g = open(file, 'wb', buffering=0); g.write(b'half')", file=str(mount.path / "new"))
-        writer.do("h = open(file, 'w+b'); h.write(b'x' * 99_999); h.flush(); os.unlink(file)", file=str(mount.path / "gone"))
+        writer.do(
+            "g = open(file, 'wb', buffering=0); g.write(b'half')", file=str(mount.path / "new")
+        )
+        writer.do(
+            "h = open(file, 'w+b'); h.write(b'x' * 99_999); h.flush(); os.unlink(file)",
+            file=str(mount.path / "gone"),
+        )
         writer.do("i = open(file, 'r+b', buffering=0); i.write(b'in place')", file=str(old))
         mount.kill9()
     mount.remount()

