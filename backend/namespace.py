@@ -130,6 +130,11 @@ def _name_key(parent: int, name: bytes) -> bytes:
     return b"d" + parent.to_bytes(8, "big") + name
 
 
+def _nearest_time(time_ns: int) -> int:
+    """Times are kept in 64 bits: the years 1677 to 2262."""
+    return max(-(2**63), min(time_ns, 2**63 - 1))
+
+
 def fail(code: int, detail: str = "") -> OSError:
     return OSError(code, detail or os.strerror(code))
 
@@ -162,7 +167,7 @@ class Namespace:
         if name == b".":
             return self.inodes[parent]
         if name == b"..":
-            return self.inodes[self.inodes[parent].parent or parent]
+            return self.inode(self.inodes[parent].parent or parent)
         if len(name) > NAME_MAX:
             raise fail(errno.ENAMETOOLONG)
         return None
@@ -198,7 +203,7 @@ class Namespace:
             await self._commit(inodes=[root])
         self._children = {ino: {} for ino, inode in self.inodes.items() if inode.is_dir}
         dangling: list[NameChange] = []
-        links: dict[int, int] = dict.fromkeys(self._children, 2)
+        links: dict[int, int] = {ROOT_INO: 2}
         for record in await self._engine.range(b"d", b"e"):
             parent, name = int.from_bytes(record.key[1:9], "big"), record.key[9:]
             ino = int.from_bytes(record.value, "big")
@@ -209,10 +214,9 @@ class Namespace:
             if inode is None or (inode.is_file and inode.version == 0):
                 dangling.append((parent, name, 0))
                 continue
+            links[ino] = links.get(ino, 0) + (2 if inode.is_dir else 1)
             if inode.is_dir:
-                links[parent] += 1
-            else:
-                links[ino] = links.get(ino, 0) + 1
+                links[parent] = links.get(parent, 0) + 1
         self._next_ino = max(self.inodes) + 1
         await self._discard_leftovers(dangling, links)
 
@@ -347,18 +351,20 @@ class Namespace:
 
         `in_use` says whether that inode stays without a name until drop().
         """
-        if flags & ~(RENAME_NOREPLACE | RENAME_EXCHANGE):
+        if flags not in (0, RENAME_NOREPLACE, RENAME_EXCHANGE):
             raise fail(errno.EINVAL)
         moved, replaced = self._existing(parent, name), self.lookup(new_parent, new_name)
         if flags & RENAME_NOREPLACE and replaced is not None:
             raise fail(errno.EEXIST)
+        if new_name in (b".", b".."):
+            raise fail(errno.EBUSY)
         if flags & RENAME_EXCHANGE and replaced is None:
             raise fail(errno.ENOENT)
         if replaced is not None and replaced.ino == moved.ino:
             return None  # two names of one inode: POSIX says nothing happens
-        self._refuse_cycle(moved, new_parent)
         if self.inodes[new_parent].nlink == 0:
             raise fail(errno.ENOENT)
+        self._refuse_cycle(moved, new_parent)
         changed = {ino: self.inodes[ino].copy() for ino in {parent, new_parent, moved.ino}}
         source, target = changed[parent], changed[new_parent]
         now = time.time_ns()
@@ -424,6 +430,7 @@ class Namespace:
         children = self._children.get(parent)
         dentry = children.get(name) if children is not None else None
         if dentry is None:
+            self.lookup(parent, name)  # there may be a better reason than ENOENT
             raise fail(errno.ENOENT)
         return self.inodes[dentry.ino]
 
@@ -458,9 +465,9 @@ class Namespace:
         if gid is not None:
             inode.gid = gid
         if atime_ns is not None:
-            inode.atime_ns = atime_ns
+            inode.atime_ns = _nearest_time(atime_ns)
         if mtime_ns is not None:
-            inode.mtime_ns = mtime_ns
+            inode.mtime_ns = _nearest_time(mtime_ns)
         inode.ctime_ns = time.time_ns()
         await self._store(inode)
         return inode

@@ -9,6 +9,7 @@ import errno
 import fcntl
 import logging
 import os
+from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
 
@@ -32,27 +33,27 @@ class StoreNode:
     namespace: Namespace
     extents: ExtentStore
     engine: SQLiteEngine
+    _resources: AsyncExitStack
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
         self.power_safe = False
-        self._lock_fd = -1
         self._pins: dict[int, int] = {}
         self._retired: set[int] = set()
 
     async def __aenter__(self) -> Self:
         os.makedirs(self.directory, mode=0o700, exist_ok=True)
-        self._lock_fd = self._acquire_lock()
-        try:
+        async with AsyncExitStack() as resources:
+            resources.callback(os.close, self._acquire_lock())
             self.power_safe = not _in_memory(self.directory)
             self.engine = SQLiteEngine(f"{self.directory}/kv.sqlite", power_safe=self.power_safe)
+            resources.push_async_callback(self.engine.close)
             self.namespace = Namespace(self.engine)
             self.extents = ExtentStore(f"{self.directory}/extents")
+            resources.callback(self.extents.close)
             await self.namespace.load()
             self._free_leftovers()
-        except BaseException:
-            os.close(self._lock_fd)
-            raise
+            self._resources = resources.pop_all()
         return self
 
     async def __aexit__(
@@ -63,9 +64,7 @@ class StoreNode:
     ) -> None:
         for extent in self._retired:
             self.extents.free(extent)
-        await self.engine.close()
-        self.extents.close()
-        os.close(self._lock_fd)
+        await self._resources.aclose()
 
     def _acquire_lock(self) -> int:
         fd = os.open(f"{self.directory}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -50,8 +50,12 @@ class Cache:
         self.kernel: KernelCache
         self._inodes = store.namespace.inodes
         self.nodes = NodeTable(self._inodes[1], self._dropped)
+        self._processes = processes.DyingProcesses()
         self._nameless: list[Inode] = []
         self._redirect_times: dict[tuple[int, int], float] = {}
+
+    def close(self) -> None:
+        self._processes.close()
 
     # -- what stat shows -------------------------------------------------------------------------
 
@@ -359,7 +363,7 @@ class Cache:
         if handle.aborted:
             return
         if node.state is State.PRIVATE:
-            if processes.killed_by_signal(pid):
+            if self._processes.killed_by_signal(pid):
                 handle.aborted = True
                 log.info(
                     "inode %d: pid %d died writing it; the version before stays", node.ino, pid

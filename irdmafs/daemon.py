@@ -1,6 +1,7 @@
 """One mounted filesystem from start to end: store, session, signals."""
 
 import errno
+import gc
 import logging
 import os
 import platform
@@ -39,6 +40,7 @@ async def serve(config: MountConfig, ready: Callable[[str], None]) -> None:
     _raise_open_files_limit()
     try:
         async with StoreNode(config.store) as store:
+            _calm_the_collector()
             await _Daemon(config, store).run(ready)
     except StoreInUse as error:
         raise MountError(f"{config.store}: {error.strerror}") from error
@@ -76,6 +78,7 @@ class _Daemon:
         finally:
             self._unmount()
             self._session.close()
+            self._cache.close()
             log.info("unmounted %s", config.mountpoint)
 
     # -- mounting --------------------------------------------------------------------------------
@@ -205,6 +208,13 @@ class _Daemon:
 def _resident_bytes() -> int:
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def _calm_the_collector() -> None:
+    """Requests leave no cycles behind; looking for them every 700 objects costs a tenth of a create."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 100)
 
 
 def _raise_open_files_limit() -> None:

@@ -42,11 +42,15 @@ STUCK_SECONDS = 300.0
 
 @dataclass(slots=True)
 class Target:
-    """One column: a directory to work in, and the mount it is on where that is an irdmafs."""
+    """One column: a directory to work in, and the mount it is on where that is an irdmafs.
+
+    ``ours`` tells a mount of this script: its daemon may be killed when it does not answer.
+    """
 
     name: str
     workspace: Workspace
     mount: Mount | None
+    ours: bool
     stuck: bool = False
 
     def take(self, measure: Measure) -> tuple[list[float], Cost | None]:
@@ -69,8 +73,8 @@ class Target:
 
     def _give_up(self) -> None:
         self.stuck = True
-        if self.mount is not None:
-            self.mount.abort()
+        if self.mount is not None and self.ours:
+            self.mount.kill()
 
 
 def open_targets(
@@ -107,14 +111,14 @@ def open_targets(
         except (Unavailable, OSError) as error:
             results.note(f"{name}: cannot run here: {error}")
             continue
-        targets.append(Target(name, Workspace(directory, scale), mount))
+        targets.append(Target(name, Workspace(directory, scale), mount, mount is not None))
     for name in directories:
         try:
             directory = stack.enter_context(temporary_directory(Path(name)))
         except OSError as error:
             results.note(f"{name}: cannot run here: {error}")
             continue
-        targets.append(Target(name, Workspace(directory, scale), mount_of(directory)))
+        targets.append(Target(name, Workspace(directory, scale), mount_of(directory), False))
     return targets
 
 

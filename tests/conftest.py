@@ -1,7 +1,7 @@
 """Fixtures: a mount for each session, a directory of its own for each test, other processes.
 
-With IRDMAFS_TEST_DIR set, mounts are plain directories under it and what only irdmafs promises is skipped: a check
-of the tests themselves against the POSIX behaviour of another filesystem.
+With IRDMAFS_TEST_DIR set, mounts are plain directories under it and what only irdmafs promises is
+skipped: a check of the tests themselves against the POSIX behaviour of another filesystem.
 """
 
 import os
@@ -77,7 +77,7 @@ def folder(mount: Mount, request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture
 def new_mount(session: str, request: pytest.FixtureRequest) -> Iterator[Callable[..., Mount]]:
-    """Makes mounts for one test alone, which may kill or break them: new_mount(*arguments, store_size=None)."""
+    """new_mount(*arguments, store_size=None): a mount that one test alone may kill or break."""
     _skip_what_is_not_promised(request.node, session)
     mounts: list[Mount] = []
 

@@ -29,7 +29,7 @@ def irdmafs(
     *arguments: str | os.PathLike[str], launcher: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess[str]:
     """Run the command line tool; its exit code is for the caller to judge."""
-    command = [*launcher, sys.executable, "-m", "irdmafs", *map(os.fspath, arguments)]
+    command = [*launcher, sys.executable, "-m", "irdmafs", *(str(word) for word in arguments)]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, cwd="/"
     )

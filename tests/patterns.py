@@ -1,7 +1,7 @@
 """File contents that tell a torn, partial or mixed read from a whole one.
 
-Every page starts with its version, its own number and the size of the whole content, so that any page can be
-checked alone and a page of another version, or from another place, is noticed.
+Every page starts with its version, its own number and the size of the whole content, so that any
+page can be checked alone and a page of another version, or from another place, is noticed.
 """
 
 import struct

@@ -1,12 +1,16 @@
 """Other processes, driven one step at a time.
 
-A `Process` keeps a Python interpreter whose names live on between steps, so that a test can hold a descriptor,
-a mapping or a lock in one process while it does something in another. Steps are ordered by their replies.
+A `Process` keeps a Python interpreter whose names live on between steps, so that a test can hold a
+descriptor, a mapping or a lock in one process while it does something in another. Steps are ordered
+by their replies.
 """
 
 import ast
+import contextlib
+import gc
 import os
 import signal
+import stat
 import subprocess
 import sys
 from multiprocessing.connection import Connection
@@ -109,7 +113,6 @@ def _fresh_names() -> dict[str, Any]:
     import errno
     import fcntl
     import mmap
-    import stat
 
     from patterns import pattern, version_of
 
@@ -118,22 +121,34 @@ def _fresh_names() -> dict[str, Any]:
     return names | {"pattern": pattern, "version_of": version_of}
 
 
+def _close_files() -> None:
+    """Close files and directories, but not the sockets and pipes that a library's threads use."""
+    # Objects that still own a descriptor would close it later, when its number is another file's.
+    gc.collect()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            mode = os.fstat(int(name)).st_mode
+            if int(name) > 2 and (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                os.close(int(name))
+    os.chdir("/")
+
+
 def _serve(receiver: Connection, sender: Connection) -> None:
     # What it starts itself shall not hold our end of the pipes.
     os.set_inheritable(receiver.fileno(), False)
     os.set_inheritable(sender.fileno(), False)
     names = _fresh_names()
+    outcome: tuple[bool, Any] | None
     while True:
         try:
             source, values = receiver.recv()
         except EOFError:
             return
         if source == "__reset__":
+            names.clear()
+            outcome = None
+            _close_files()
             names = _fresh_names()
-            os.chdir("/")
-            first = max(receiver.fileno(), sender.fileno()) + 1
-            os.closerange(3, min(receiver.fileno(), sender.fileno()))
-            os.closerange(first, first + 1000)
             sender.send((True, "reset"))
             continue
         names.update(values)

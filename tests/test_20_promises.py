@@ -1,4 +1,4 @@
-"""What users are told about versions: a reader keeps its own, a writer publishes whole, the next open sees it."""
+"""The promises: a reader keeps its version, a writer publishes whole, the next open sees it."""
 
 import os
 import signal

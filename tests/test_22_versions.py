@@ -76,9 +76,9 @@ f.close()
     for writer in writers:
         writer.result()
     lines = file.read_bytes().splitlines()
-    for letter in "ab":
-        expected = [f"{letter}{n:07}".encode() for n in range(200)]
-        assert [line for line in lines if line[:1] == letter.encode()] == expected
+    for name in ("a", "b"):
+        expected = [f"{name}{n:07}".encode() for n in range(200)]
+        assert [line for line in lines if line[:1] == name.encode()] == expected
 
 
 def test_appends_one_after_another_by_many_processes(folder: Path, process: TakeProcess) -> None:

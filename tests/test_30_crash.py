@@ -1,7 +1,8 @@
 """The daemon is killed in the middle of a storm of changes; mounting again must show what was acknowledged.
 
-A child process makes random changes and says before and after each one what it is. The oracle is a model of the
-tree: after the crash the mount must equal the model with, or without, the one change that was in flight.
+A child process makes random changes and says before and after each one what it is. The oracle is a
+model of the tree: after the crash the mount must equal the model with, or without, the one change
+that was in flight.
 """
 
 import copy

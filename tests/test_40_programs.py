@@ -25,12 +25,16 @@ def needs(*programs: str) -> pytest.MarkDecorator:
 def importable(process: TakeProcess, *modules: str) -> Process:
     """A process that has the modules; skips the test where they are not installed."""
     one = process()
+    need_modules(one, *modules)
+    return one
+
+
+def need_modules(one: Process, *modules: str) -> None:
     for module in modules:
         try:
             one.do(f"import {module}")
         except ModuleNotFoundError as error:
             pytest.skip(f"not installed: {error.name}")
-    return one
 
 
 @pytest.fixture
@@ -157,7 +161,7 @@ def test_zarr(folder: Path, process: TakeProcess) -> None:
 def test_torch_saves_and_loads(folder: Path) -> None:
     with Process() as one, Process() as two:
         for torch_process in (one, two):
-            importable(lambda p=torch_process: p, "torch")
+            need_modules(torch_process, "torch")
         path = str(folder / "model.pt")
         one.do("s = {f'l{n}.w': torch.full((256, 256), float(n)) for n in range(10)}")
         for version in (0, 1):
@@ -176,7 +180,7 @@ def test_torch_saves_and_loads(folder: Path) -> None:
 def test_torch_distributed_checkpoint(folder: Path) -> None:
     with Process() as one, Process() as two:
         for torch_process in (one, two):
-            importable(lambda p=torch_process: p, "torch", "torch.distributed.checkpoint")
+            need_modules(torch_process, "torch", "torch.distributed.checkpoint")
             torch_process.do("import warnings; warnings.simplefilter('ignore')")
         path = str(folder / "checkpoint")
         for version in (1.0, 2.0):

@@ -35,7 +35,7 @@ MAX_WRITE_BYTES = 1024 * 1024
 _BUFFER_BYTES = MAX_WRITE_BYTES + 4096
 # How long the reader looks for the next request before it sleeps, and how long it may keep trio's
 # other tasks (signals, waiting requests) from their turn.
-_SPIN_NS = 0
+_SPIN_NS = 100_000
 _TURN_NS = 2_000_000
 
 _WANTED = (

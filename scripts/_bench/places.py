@@ -40,8 +40,6 @@ class Mount:
         status = read_status(mountpoint)
         self.pid = int(status["pid"])
         self.session = str(status["session"])
-        device = os.stat(mountpoint).st_dev
-        self._abort_file = Path(f"/sys/fs/fuse/connections/{os.minor(device)}/abort")
         # Asking for the status is itself counted. What one question costs is subtracted.
         self._cost_of_asking: Counter[str] = Counter()
         for _ in range(3):
@@ -78,10 +76,10 @@ class Mount:
         with open(f"/proc/{self.pid}/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    def abort(self) -> None:
-        """Cut the mount off from its daemon: every call that waits on it ends with an error."""
+    def kill(self) -> None:
+        """Kill the daemon: every call that waits for an answer of it ends with an error."""
         with contextlib.suppress(OSError):
-            self._abort_file.write_text("1")
+            os.kill(self.pid, signal.SIGKILL)
 
 
 def free_memory() -> int:
@@ -186,7 +184,7 @@ def mounted(session: str, store: Path, mountpoint: Path, log_file: Path) -> Iter
     Raises Unavailable where the command says that it cannot.
     """
     mountpoint.mkdir()
-    pid = 0
+    mount: Mount | None = None
     try:
         mounting = _irdmafs(
             "mount", "--session", session, "--store", store, "--log-file", log_file, mountpoint
@@ -196,15 +194,14 @@ def mounted(session: str, store: Path, mountpoint: Path, log_file: Path) -> Iter
             reason = "\n    ".join([_last_line(mounting), *told[-5:]])
             raise Unavailable(f"irdmafs mount --session {session}: {reason}")
         mount = Mount(mountpoint)
-        pid = mount.pid
         yield mount
     finally:
-        _unmount(mountpoint, pid)
+        _unmount(mountpoint, mount)
         with contextlib.suppress(OSError):
             mountpoint.rmdir()
 
 
-def _unmount(mountpoint: Path, pid: int) -> None:
+def _unmount(mountpoint: Path, mount: Mount | None) -> None:
     """Unmount the proper way, or by force where that fails or takes too long."""
     if not _mounts_below(mountpoint):
         return
@@ -216,9 +213,8 @@ def _unmount(mountpoint: Path, pid: int) -> None:
             _run(["umount", "--lazy", str(mountpoint)])
         else:
             _run(["fusermount3", "-u", "-z", str(mountpoint)])
-    if pid:
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
+    if mount is not None:
+        mount.kill()
 
 
 def _irdmafs(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,590 @@
+"""The store directory and its node: extents, pins, what is freed when, and what a crash leaves."""
+
+import errno
+import logging
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trio
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from irdmafs.backend import node
+from irdmafs.backend.extents import ExtentStore, copy_contents
+from irdmafs.backend.kv import Damaged, NoSpace, Put
+from irdmafs.backend.namespace import ROOT_INO, Inode
+from irdmafs.backend.node import StoreInUse, StoreNode
+from irdmafs.inline import run
+
+from invariants import check
+
+FILE = stat.S_IFREG | 0o644
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# -- extents -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def extents(tmp_path: Path) -> Iterator[ExtentStore]:
+    store = ExtentStore(str(tmp_path / "extents"))
+    yield store
+    store.close()
+
+
+def write(extents: ExtentStore, content: bytes) -> int:
+    extent, fd = extents.allocate()
+    os.write(fd, content)
+    os.close(fd)
+    return extent
+
+
+def test_an_extent_is_empty_at_first_and_keeps_what_is_written(extents: ExtentStore) -> None:
+    extent, fd = extents.allocate()
+    assert os.fstat(fd).st_size == 0
+    os.write(fd, b"weights")
+    os.close(fd)
+    with extents.opened(extent) as reader:
+        assert os.read(reader, 100) == b"weights"
+        with pytest.raises(OSError, match="descriptor"):
+            os.write(reader, b"x")
+    assert extents.stat(extent).st_size == 7
+    assert Path(extents.path(extent)).read_bytes() == b"weights"
+    assert stat.S_IMODE(extents.stat(extent).st_mode) == 0o600
+
+
+def test_no_number_is_given_twice_while_its_extent_exists(tmp_path: Path) -> None:
+    numbers: list[int] = []
+    for _ in range(3):
+        extents = ExtentStore(str(tmp_path))
+        numbers += [write(extents, b"x") for _ in range(20)]
+        extents.close()
+    assert len(set(numbers)) == len(numbers)
+    assert set(numbers) == {int(name, 16) for name in os.listdir(tmp_path)}
+
+
+def test_other_files_in_the_directory_are_no_extents(extents: ExtentStore) -> None:
+    Path(extents.directory, "lost+found").mkdir()
+    Path(extents.directory, "notes.txt").write_text("mine")
+    extent = write(extents, b"x")
+    assert list(extents) == [extent]
+
+
+def test_a_freed_extent_can_be_read_by_who_has_it_open(extents: ExtentStore) -> None:
+    extent = write(extents, b"weights")
+    with extents.opened(extent) as fd:
+        extents.free(extent)
+        extents.free(extent)
+        assert list(extents) == []
+        assert os.read(fd, 100) == b"weights"
+
+
+def test_opening_a_lost_extent_is_EIO_and_names_its_path(extents: ExtentStore) -> None:
+    extent = write(extents, b"x")
+    extents.free(extent)
+    with pytest.raises(OSError, match="missing from the store") as caught:
+        extents.open(extent)
+    assert caught.value.errno == errno.EIO
+    assert caught.value.filename == extents.path(extent)
+
+
+def test_allocating_without_descriptors_left_takes_no_number(
+    extents: ExtentStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_descriptors(*args: object, **kwargs: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    before = write(extents, b"x")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", no_descriptors)
+        with pytest.raises(OSError, match="Too many open files"):
+            extents.allocate()
+    assert write(extents, b"y") == before + 1
+
+
+# -- copying -----------------------------------------------------------------------------------------
+
+PAGE = 4096
+# What a file is made of, piece by piece: (is it data, how many bytes).
+segments = st.lists(
+    st.tuples(
+        st.booleans(),
+        st.one_of(st.integers(0, 70), st.integers(0, 16).map(PAGE.__mul__), st.integers(0, 70_000)),
+    ),
+    max_size=8,
+)
+
+
+def write_segments(fd: int, layout: list[tuple[bool, int]]) -> bytes:
+    content = b""
+    for number, (is_data, size) in enumerate(layout):
+        piece = bytes([number + 1]) * size if is_data else bytes(size)
+        if is_data:
+            os.pwrite(fd, piece, len(content))
+        content += piece
+    os.ftruncate(fd, len(content))
+    return content
+
+
+def data_ranges(fd: int) -> list[tuple[int, int]]:
+    ranges = []
+    end, size = 0, os.fstat(fd).st_size
+    while end < size:
+        try:
+            start = os.lseek(fd, end, os.SEEK_DATA)
+        except OSError as error:
+            assert error.errno == errno.ENXIO
+            break
+        end = os.lseek(fd, start, os.SEEK_HOLE)
+        ranges.append((start, end))
+    return ranges
+
+
+def make_file(kind: str) -> int:
+    if kind == "tmpfs":
+        return os.memfd_create("copy", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile(buffering=0) as file:
+        return os.dup(file.fileno())
+
+
+# From tmpfs to a disk and back the kernel cannot copy by itself: the other way is taken.
+@pytest.mark.parametrize("source_kind", ["tmpfs", "disk"])
+@pytest.mark.parametrize("target_kind", ["tmpfs", "disk"])
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(layout=segments, length=st.none() | st.integers(0, 200_000))
+def test_a_copy_has_the_same_bytes_and_the_same_holes(
+    source_kind: str, target_kind: str, layout: list[tuple[bool, int]], length: int | None
+) -> None:
+    source, target = make_file(source_kind), make_file(target_kind)
+    try:
+        content = write_segments(source, layout)
+        copy_contents(source, target, length)
+        copied = os.pread(target, len(content) + 200_001, 0)
+        wanted = content if length is None else content[:length].ljust(length, b"\0")
+        assert copied == wanted
+        if source_kind == target_kind == "tmpfs" and length in (None, len(content)):
+            assert data_ranges(target) == data_ranges(source)
+            assert os.fstat(target).st_blocks == os.fstat(source).st_blocks
+        assert os.pread(source, len(content) + 1, 0) == content
+    finally:
+        os.close(source)
+        os.close(target)
+
+
+def test_a_copy_goes_on_where_the_kernel_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("irdmafs.backend.extents._COPY_CHUNK_BYTES", 1000)
+    source, target = make_file("tmpfs"), make_file("tmpfs")
+    content = write_segments(source, [(True, 10_500), (False, 9000), (True, 2500)])
+    copy_contents(source, target)
+    assert os.pread(target, 100_000, 0) == content
+    os.close(source)
+    os.close(target)
+
+
+def test_a_file_that_shrinks_while_it_is_copied_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source, target = make_file("tmpfs"), make_file("tmpfs")
+    write_segments(source, [(True, 10_000)])
+    monkeypatch.setattr(os, "copy_file_range", lambda *args: 0)
+    with pytest.raises(OSError, match="shrank") as caught:
+        copy_contents(source, target)
+    assert caught.value.errno == errno.EIO
+    os.close(source)
+    os.close(target)
+
+
+# -- the node ----------------------------------------------------------------------------------------
+
+
+def make_version(store: StoreNode, ino: int, content: bytes) -> Inode:
+    """Publish as the cache does: an empty extent is freed by who allocated it."""
+    extent, fd = store.extents.allocate()
+    os.write(fd, content)
+    status = os.fstat(fd)
+    os.close(fd)
+    inode = run(store.publish(ino, extent, status, status.st_mtime_ns))
+    if not inode.extent:
+        store.extents.free(extent)
+    return inode
+
+
+def make_file_of(store: StoreNode, name: bytes, content: bytes) -> Inode:
+    inode = run(store.namespace.create(ROOT_INO, name, FILE, 0, 0))
+    return make_version(store, inode.ino, content)
+
+
+def content_of(store: StoreNode, extent: int) -> bytes:
+    return Path(store.extents.path(extent)).read_bytes()
+
+
+@pytest.fixture
+def in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no test wait for a disk."""
+    monkeypatch.setattr(node, "_in_memory", lambda path: True)
+
+
+class Store:
+    """A store node, entered and left from synchronous code."""
+
+    def __init__(self, directory: Path) -> None:
+        self.node = StoreNode(str(directory))
+
+    def __enter__(self) -> StoreNode:
+        return run(self.node.__aenter__())
+
+    def __exit__(self, *args: object) -> None:
+        run(self.node.__aexit__(None, None, None))
+
+
+def test_a_version_that_is_superseded_is_freed_once_its_last_pin_goes(
+    tmp_path: Path, in_memory: None
+) -> None:
+    with Store(tmp_path) as store:
+        first = make_file_of(store, b"file", b"one")
+        store.pin(first.extent)
+        store.pin(first.extent)
+        second = make_version(store, first.ino, b"two")
+        assert second.version == first.version + 1
+        assert content_of(store, first.extent) == b"one"
+        store.unpin(first.extent)
+        assert content_of(store, first.extent) == b"one"
+        store.unpin(first.extent)
+        assert set(store.extents) == {second.extent}
+        make_version(store, first.ino, b"three")
+        assert content_of(store, store.namespace.inode(first.ino).extent) == b"three"
+        assert len(set(store.extents)) == 1
+
+
+def test_an_empty_version_keeps_no_extent(tmp_path: Path, in_memory: None) -> None:
+    with Store(tmp_path) as store:
+        full = make_file_of(store, b"file", b"something")
+        empty = make_version(store, full.ino, b"")
+        assert (empty.extent, empty.size, empty.version) == (0, 0, 2)
+        assert set(store.extents) == set()
+        store.pin(0)
+        store.retire(0)
+        store.unpin(0)
+
+
+def test_publishing_the_same_extent_again_keeps_it(tmp_path: Path, in_memory: None) -> None:
+    """A copy that is written in place after its first version."""
+    with Store(tmp_path) as store:
+        inode = make_file_of(store, b"file", b"one")
+        status = store.extents.stat(inode.extent)
+        again = run(store.publish(inode.ino, inode.extent, status, 5))
+        assert (again.version, again.extent, again.mtime_ns) == (2, inode.extent, 5)
+        assert content_of(store, inode.extent) == b"one"
+
+
+def test_a_retired_extent_that_is_published_after_all_is_kept(
+    tmp_path: Path, in_memory: None
+) -> None:
+    with Store(tmp_path) as store:
+        inode = make_file_of(store, b"file", b"one")
+        store.pin(inode.extent)
+        make_version(store, inode.ino, b"two")
+        status = store.extents.stat(inode.extent)
+        run(store.publish(inode.ino, inode.extent, status, 5))
+        store.unpin(inode.extent)
+        assert set(store.extents) == {inode.extent}
+
+
+def test_publishing_to_a_full_store_keeps_the_present_version(
+    tmp_path: Path, in_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def full(*args: object, **kwargs: object) -> int:
+        raise NoSpace("full")
+
+    with Store(tmp_path) as store:
+        inode = make_file_of(store, b"file", b"one")
+        with monkeypatch.context() as patch:
+            patch.setattr(store.engine, "transact", full)
+            with pytest.raises(NoSpace):
+                make_version(store, inode.ino, b"two")
+        now = store.namespace.inode(inode.ino)
+        assert (now.version, now.extent) == (1, inode.extent)
+        assert content_of(store, inode.extent) == b"one"
+    with Store(tmp_path) as store:
+        assert set(store.extents) == {inode.extent}
+
+
+def test_a_forgotten_inode_takes_its_content_with_it(tmp_path: Path, in_memory: None) -> None:
+    with Store(tmp_path) as store:
+        inode = make_file_of(store, b"file", b"one")
+        nameless = run(store.namespace.unlink(ROOT_INO, b"file", in_use=True))
+        assert content_of(store, inode.extent) == b"one"
+        run(store.forget(nameless))
+        run(store.forget(nameless))
+        assert set(store.extents) == set()
+        assert set(store.namespace.inodes) == {ROOT_INO}
+
+
+@pytest.mark.parametrize("power_safe", [True, False])
+def test_only_a_store_on_a_disk_is_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, power_safe: bool
+) -> None:
+    monkeypatch.setattr(node, "_in_memory", lambda path: not power_safe)
+    with Store(tmp_path) as store:
+        synced: list[str] = []
+        sync = os.fsync
+
+        def fsync(fd: int) -> None:
+            synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+            sync(fd)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+        inode = make_file_of(store, b"file", b"one")
+        expected = [store.extents.path(inode.extent), store.extents.directory]
+        assert synced == (expected if power_safe else [])
+
+
+def test_a_directory_on_tmpfs_is_known_to_be_in_memory() -> None:
+    if not os.path.ismount("/dev/shm"):
+        pytest.skip("/dev/shm is no tmpfs here")
+    assert node._in_memory("/dev/shm")
+    assert not node._in_memory("/proc")
+
+
+# -- starting ----------------------------------------------------------------------------------------
+
+HOLDER = """
+import os, sys, trio
+from irdmafs.backend.node import StoreNode
+
+async def main():
+    async with StoreNode(sys.argv[1]):
+        print("open", flush=True)
+        await trio.to_thread.run_sync(sys.stdin.read)
+
+trio.run(main)
+"""
+
+
+def test_a_store_serves_one_process_and_is_free_when_that_dies(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b"open\n"
+            before = open_files()
+            with pytest.raises(StoreInUse, match=rf"pid {holder.pid}\b") as caught, Store(tmp_path):
+                pass
+            assert caught.value.errno == errno.EBUSY
+            assert caught.value.filename == str(tmp_path)
+            assert open_files() == before
+        finally:
+            holder.send_signal(signal.SIGKILL)
+    with Store(tmp_path) as store:
+        assert set(store.namespace.inodes) == {ROOT_INO}
+        with pytest.raises(StoreInUse, match=rf"pid {os.getpid()}\b"), Store(tmp_path):
+            pass
+
+
+def test_starting_frees_working_retired_and_unnamed_extents(
+    tmp_path: Path, in_memory: None
+) -> None:
+    left = tmp_path / "left"
+    with Store(tmp_path / "store") as store:
+        kept = make_file_of(store, b"kept", b"kept")
+        old = make_file_of(store, b"old", b"old")
+        store.pin(old.extent)
+        new = make_version(store, old.ino, b"new")
+        unlinked = make_file_of(store, b"unlinked", b"unlinked")
+        run(store.namespace.unlink(ROOT_INO, b"unlinked", in_use=True))
+        working = write(store.extents, b"half of it")
+        assert set(store.extents) == {
+            kept.extent, old.extent, new.extent, unlinked.extent, working
+        }  # fmt: skip
+        shutil.copytree(tmp_path / "store", left)
+    with Store(left) as store:
+        assert {content_of(store, extent) for extent in store.extents} == {b"kept", b"new"}
+        assert store.namespace.lookup(ROOT_INO, b"unlinked") is None
+        check(store.namespace)
+        assert write(store.extents, b"next") > max(kept.extent, new.extent)
+
+
+def test_closing_frees_what_only_a_pin_kept(tmp_path: Path, in_memory: None) -> None:
+    with Store(tmp_path) as store:
+        inode = make_file_of(store, b"file", b"one")
+        store.pin(inode.extent)
+        make_version(store, inode.ino, b"two")
+    assert [path.read_bytes() for path in (tmp_path / "extents").iterdir()] == [b"two"]
+
+
+def test_content_that_is_missing_is_told_with_its_path_and_the_rest_is_served(
+    tmp_path: Path, in_memory: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Store(tmp_path) as store:
+        lost, kept = make_file_of(store, b"lost", b"lost"), make_file_of(store, b"kept", b"kept")
+        path = store.extents.path(lost.extent)
+    os.unlink(path)
+    with caplog.at_level(logging.ERROR), Store(tmp_path) as store:
+        [record] = caplog.records
+        assert path in record.getMessage() and f"inode {lost.ino} " in record.getMessage()
+        assert content_of(store, kept.extent) == b"kept"
+        with pytest.raises(OSError, match="missing from the store"):
+            store.extents.open(lost.extent)
+        assert make_version(store, lost.ino, b"again").version == 2
+
+
+def test_a_store_that_cannot_be_loaded_is_left_unlocked_and_closed(
+    tmp_path: Path, in_memory: None
+) -> None:
+    with Store(tmp_path) as store:
+        make_file_of(store, b"file", b"one")
+        run(store.engine.transact((), [Put(b"i" + (2).to_bytes(8, "big"), b"garbage")]))
+    before = open_files()
+    for _ in range(2):
+        with pytest.raises(OSError, match="damaged") as caught, Store(tmp_path):
+            pass
+        assert caught.value.errno == errno.EIO
+    assert open_files() == before
+    (tmp_path / "kv.sqlite").write_bytes(b"not a database" * 1000)
+    with pytest.raises(Damaged), Store(tmp_path):
+        pass
+    assert open_files() == before
+
+
+def test_a_full_disk_at_the_end_still_lets_go_of_the_store(
+    tmp_path: Path, in_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def full() -> None:
+        raise NoSpace("full")
+
+    before = open_files()
+
+    async def main() -> None:
+        async with StoreNode(str(tmp_path)) as store:
+            monkeypatch.setattr(store.engine, "flush", full)
+
+    with pytest.raises(NoSpace):
+        trio.run(main)
+    assert open_files() == before
+    with Store(tmp_path):
+        pass
+
+
+# -- any order of events -----------------------------------------------------------------------------
+
+
+class StoreAgainstModel(RuleBasedStateMachine):
+    """The extents there are: those of current versions, those that are pinned, and working copies."""
+
+    files = st.integers(0, 3)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(node, "_in_memory", lambda path: True)
+        self.base = Path(tempfile.mkdtemp(prefix="irdmafs-store-"))
+        self.directory = self.base / "store"
+        self.store = Store(self.directory).__enter__()
+        self.contents: dict[int, bytes] = {}  # by extent
+        self.current: dict[int, tuple[int, int, int]] = {}  # file -> ino, version, extent
+        self.working: list[int] = []
+        self.pins: list[int] = []
+
+    def teardown(self) -> None:
+        run(self.store.__aexit__(None, None, None))
+        self.patch.undo()
+        shutil.rmtree(self.base)
+
+    @rule(size=st.integers(0, 20))
+    def allocate(self, size: int) -> None:
+        content = os.urandom(size)
+        extent = write(self.store.extents, content)
+        assert extent not in self.expected()
+        self.contents[extent] = content
+        self.working.append(extent)
+
+    @rule(file=files, which=st.integers(0, 9))
+    def publish(self, file: int, which: int) -> None:
+        if not self.working:
+            return
+        if file not in self.current:
+            made = run(self.store.namespace.create(ROOT_INO, b"%d" % file, FILE, 0, 0))
+            self.current[file] = made.ino, 0, 0
+        ino, version, _ = self.current[file]
+        extent = self.working[which % len(self.working)]
+        status = self.store.extents.stat(extent)
+        inode = run(self.store.publish(ino, extent, status, 1))
+        assert inode.version == version + 1
+        if status.st_size:
+            assert inode.extent == extent
+            self.working.remove(extent)
+        else:
+            assert inode.extent == 0  # and the working copy stays its owner's
+        self.current[file] = ino, inode.version, inode.extent
+
+    @rule(which=st.integers(0, 9))
+    def give_up(self, which: int) -> None:
+        if self.working:
+            self.store.retire(self.working.pop(which % len(self.working)))
+
+    @rule(which=st.integers(0, 9))
+    def pin(self, which: int) -> None:
+        extents = sorted({0, *self.expected()})
+        extent = extents[which % len(extents)]
+        self.store.pin(extent)
+        self.pins.append(extent)
+
+    @rule(which=st.integers(0, 9))
+    def unpin(self, which: int) -> None:
+        if self.pins:
+            self.store.unpin(self.pins.pop(which % len(self.pins)))
+
+    @rule(file=files, held=st.booleans())
+    def unlink(self, file: int, held: bool) -> None:
+        if file not in self.current:
+            return
+        _, _, extent = self.current.pop(file)
+        inode = run(self.store.namespace.unlink(ROOT_INO, b"%d" % file, in_use=held))
+        if held:
+            run(self.store.forget(inode))
+        else:
+            self.store.retire(extent)
+
+    @rule(killed=st.booleans())
+    def restart(self, killed: bool) -> None:
+        left = self.base / "left"
+        if killed:
+            shutil.copytree(self.directory, left)
+        run(self.store.__aexit__(None, None, None))
+        if killed:
+            shutil.rmtree(self.directory)
+            left.rename(self.directory)
+        self.store = Store(self.directory).__enter__()
+        self.working.clear()
+        self.pins.clear()
+        self.current = {file: kept for file, kept in self.current.items() if kept[1]}
+
+    def expected(self) -> set[int]:
+        return {*(extent for _, _, extent in self.current.values()), *self.working, *self.pins} - {0}
+
+    @invariant()
+    def nothing_is_lost_and_nothing_leaks(self) -> None:
+        assert set(self.store.extents) == self.expected()
+        assert all(content_of(self.store, extent) == self.contents[extent] for extent in self.expected())
+        check(self.store.namespace)
+
+
+StoreAgainstModel.TestCase.settings = settings(
+    max_examples=40,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+TestStoreAgainstModel = StoreAgainstModel.TestCase

@@ -1,0 +1,370 @@
+"""Coroutines that run without a task until they have to wait."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import pytest
+import trio
+import trio.testing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from irdmafs.inline import Detached, detach, resume, run
+
+T = TypeVar("T")
+
+
+async def run_or_resume(coro: Any) -> Any:
+    """What the kernel session does, in one task."""
+    try:
+        return run(coro)
+    except Detached:
+        return await resume(coro)
+
+
+# -- without waiting ---------------------------------------------------------------------------------
+
+
+def test_what_never_waits_needs_no_task() -> None:
+    async def inner(value: int) -> int:
+        return value * 2
+
+    async def outer() -> int:
+        return await inner(3) + await inner(4)
+
+    assert run(outer()) == 14
+
+
+def test_an_exception_comes_out_of_run() -> None:
+    async def failing() -> None:
+        raise FileNotFoundError(2, "no such file")
+
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        run(failing())
+
+
+def test_detach_does_nothing_under_another_runner() -> None:
+    async def main() -> int:
+        with trio.testing.assert_no_checkpoints():
+            await detach()
+            await detach()
+        return 5
+
+    assert trio.run(main) == 5
+
+
+def test_what_waits_without_detach_is_an_error_and_the_next_one_runs() -> None:
+    async def impatient() -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def patient() -> str:
+        return "done"
+
+    async def main() -> None:
+        coro = impatient()
+        with pytest.raises(RuntimeError, match=r"impatient.* waited without detach"):
+            run(coro)
+        coro.close()
+        assert run(patient()) == "done"
+        with trio.testing.assert_no_checkpoints():
+            await detach()
+
+    trio.run(main)
+
+
+def test_an_exception_leaves_the_next_coroutine_inline_and_the_task_not() -> None:
+    async def failing() -> None:
+        raise ValueError
+
+    async def detaching() -> None:
+        await detach()
+
+    async def main() -> None:
+        with pytest.raises(ValueError):
+            run(failing())
+        with trio.testing.assert_no_checkpoints():
+            await detach()
+        coro = detaching()
+        with pytest.raises(Detached):
+            run(coro)
+        await resume(coro)
+
+    trio.run(main)
+
+
+# -- detached ----------------------------------------------------------------------------------------
+
+
+def test_nothing_after_detach_runs_before_resume() -> None:
+    steps: list[str] = []
+
+    async def detaching() -> str:
+        steps.append("before")
+        await detach()
+        steps.append("after")
+        return "value"
+
+    coro = detaching()
+    with pytest.raises(Detached):
+        run(coro)
+    assert steps == ["before"]
+
+    async def main() -> None:
+        assert await resume(coro) == "value"
+
+    trio.run(main)
+    assert steps == ["before", "after"]
+
+
+def test_a_detached_coroutine_waits_and_is_given_what_it_waited_for() -> None:
+    async def receiving(channel: trio.MemoryReceiveChannel[int]) -> list[int]:
+        await detach()
+        values = [await channel.receive(), await channel.receive()]
+        await detach()  # where it waits already, this is nothing
+        return [*values, await trio.to_thread.run_sync(sum, values)]
+
+    async def main() -> None:
+        send, receive = trio.open_memory_channel[int](0)
+        coro = receiving(receive)
+        with pytest.raises(Detached):
+            run(coro)
+        results: list[list[int]] = []
+
+        async def finish() -> None:
+            results.append(await resume(coro))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(finish)
+            await trio.testing.wait_all_tasks_blocked()
+            assert results == []
+            await send.send(3)
+            await send.send(4)
+        assert results == [[3, 4, 7]]
+
+    trio.run(main)
+
+
+def test_a_coroutine_detaches_from_however_deep_inside() -> None:
+    async def nested(depth: int) -> int:
+        if depth == 0:
+            await detach()
+            await trio.lowlevel.checkpoint()
+            return 0
+        return await nested(depth - 1) + 1
+
+    async def main() -> None:
+        coro = nested(50)
+        with pytest.raises(Detached):
+            run(coro)
+        assert await resume(coro) == 50
+
+    trio.run(main)
+
+
+def test_a_detached_coroutine_may_run_others_inline() -> None:
+    async def quick() -> str:
+        return "quick"
+
+    async def slow() -> str:
+        await detach()
+        await trio.lowlevel.checkpoint()
+        return "slow"
+
+    async def outer() -> list[str]:
+        await detach()
+        results = [run(quick())]
+        await trio.lowlevel.checkpoint()
+        other = slow()
+        with pytest.raises(Detached):
+            run(other)
+        return [*results, await resume(other)]
+
+    assert trio.run(run_or_resume, outer()) == ["quick", "slow"]
+
+
+def test_an_exception_of_the_detached_part_comes_out_of_resume() -> None:
+    async def failing() -> None:
+        await detach()
+        await trio.lowlevel.checkpoint()
+        raise PermissionError(1, "not allowed")
+
+    async def main() -> None:
+        with pytest.raises(PermissionError, match="not allowed"):
+            await run_or_resume(failing())
+
+    trio.run(main)
+
+
+def test_an_exception_of_what_is_waited_for_can_be_caught_inside() -> None:
+    def failing() -> None:
+        raise OSError(28, "full")
+
+    async def catching() -> str:
+        await detach()
+        try:
+            await trio.to_thread.run_sync(failing)
+        except OSError as error:
+            await trio.lowlevel.checkpoint()
+            return f"caught {error.strerror}"
+        return "no error"
+
+    assert trio.run(run_or_resume, catching()) == "caught full"
+
+
+def test_several_detached_coroutines_wait_at_the_same_time() -> None:
+    async def waiting(number: int, event: trio.Event, done: list[int]) -> None:
+        await detach()
+        await event.wait()
+        done.append(number)
+
+    async def main() -> None:
+        events = [trio.Event() for _ in range(3)]
+        done: list[int] = []
+        async with trio.open_nursery() as nursery:
+            for number, event in enumerate(events):
+                nursery.start_soon(run_or_resume, waiting(number, event, done))
+            for number in (2, 0, 1):
+                events[number].set()
+                await trio.testing.wait_all_tasks_blocked()
+        assert done == [2, 0, 1]
+
+    trio.run(main)
+
+
+# -- cancelled ---------------------------------------------------------------------------------------
+
+
+def test_cancelling_the_task_cancels_the_coroutine_which_cleans_up() -> None:
+    steps: list[str] = []
+
+    async def waiting() -> None:
+        await detach()
+        try:
+            await trio.sleep_forever()
+        finally:
+            with trio.CancelScope(shield=True):
+                await trio.lowlevel.checkpoint()
+            steps.append("cleaned up")
+
+    async def main() -> None:
+        coro = waiting()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run_or_resume, coro)
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
+        assert nursery.cancel_scope.cancelled_caught
+        assert coro.cr_frame is None
+
+    trio.run(main)
+    assert steps == ["cleaned up"]
+
+
+def test_a_task_cancelled_before_it_began_cancels_at_the_first_wait() -> None:
+    steps: list[str] = []
+
+    async def waiting() -> None:
+        await detach()
+        steps.append("resumed")
+        await trio.lowlevel.checkpoint()
+        steps.append("never")
+
+    async def main() -> None:
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await run_or_resume(waiting())
+        assert scope.cancelled_caught
+
+    trio.run(main)
+    assert steps == ["resumed"]
+
+
+def test_a_scope_inside_the_detached_part_cancels_only_what_is_in_it() -> None:
+    async def limited() -> str:
+        await detach()
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await trio.sleep_forever()
+        await trio.lowlevel.checkpoint()
+        return f"went on, {scope.cancelled_caught}"
+
+    assert trio.run(run_or_resume, limited()) == "went on, True"
+
+
+def test_what_finished_before_its_cancellation_keeps_its_result() -> None:
+    async def main() -> None:
+        async def cancelling() -> str:
+            await detach()
+            scope.cancel()
+            return "finished"
+
+        with trio.CancelScope() as scope:
+            assert await run_or_resume(cancelling()) == "finished"
+        assert not scope.cancelled_caught
+
+    trio.run(main)
+
+
+# -- any program -------------------------------------------------------------------------------------
+
+# A coroutine is a list of steps; a list within it is a coroutine that it awaits, and catches.
+steps = st.recursive(
+    st.sampled_from(["value", "wait", "wait for a value", "wait for an error", "fail"]),
+    lambda inner: st.lists(inner, max_size=6),
+    max_leaves=25,
+)
+Trace = list[object]
+
+
+async def program(what: Any, trace: Trace, before_waiting: Callable[[], Awaitable[None]]) -> int:
+    for number, step in enumerate(what):
+        match step:
+            case "value":
+                trace.append(number)
+            case "wait":
+                await before_waiting()
+                trace.append(await trio.lowlevel.checkpoint())
+            case "wait for a value":
+                await before_waiting()
+                send, receive = trio.open_memory_channel[int](1)
+                send.send_nowait(number)
+                trace.append(await receive.receive())
+            case "wait for an error":
+                await before_waiting()
+                send, receive = trio.open_memory_channel[int](1)
+                send.close()
+                try:
+                    await receive.receive()
+                except trio.EndOfChannel:
+                    trace.append("end")
+            case "fail":
+                raise KeyError(number)
+            case _:
+                try:
+                    trace.append(await program(step, trace, before_waiting))
+                except KeyError as error:
+                    trace.append(error.args)
+    return len(trace)
+
+
+@settings(max_examples=100, deadline=None)
+@given(what=st.lists(steps, max_size=8))
+def test_a_coroutine_does_the_same_inline_as_awaited(what: Any) -> None:
+    async def nothing() -> None:
+        pass
+
+    async def outcome(coro: Any, runner: Callable[[Any], Awaitable[Any]]) -> object:
+        try:
+            return await runner(coro)
+        except KeyError as error:
+            return error.args
+
+    async def awaited(coro: Any) -> Any:
+        return await coro
+
+    async def main() -> None:
+        inline_trace: Trace = []
+        plain_trace: Trace = []
+        inline = await outcome(program(what, inline_trace, detach), run_or_resume)
+        plain = await outcome(program(what, plain_trace, nothing), awaited)
+        assert (inline, inline_trace) == (plain, plain_trace)
+
+    trio.run(main)

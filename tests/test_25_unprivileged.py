@@ -1,0 +1,69 @@
+"""The portable session run by somebody without privileges, through fusermount3."""
+
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+
+import pytest
+from mountpoint import Mount
+from patterns import pattern, version_of
+from processes import Process
+
+NOBODY = 65534
+# Another user who may open every file and nothing else: the interpreter may be installed below a
+# private home directory.
+AS_NOBODY = (
+    "setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups",
+    "--inh-caps=-all,+dac_override", "--ambient-caps=-all,+dac_override",
+)  # fmt: skip
+
+pytestmark = [
+    pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root"),
+    pytest.mark.skipif(
+        not os.path.exists("/dev/fuse") or os.stat("/dev/fuse").st_mode & 0o006 != 0o006,
+        reason="/dev/fuse is missing or closed to other users (chmod 666 opens it)",
+    ),
+    pytest.mark.skipif(shutil.which("setpriv") is None, reason="not installed: setpriv"),
+    pytest.mark.skipif(
+        not os.stat(shutil.which("fusermount3") or "/").st_mode & stat.S_ISUID,
+        reason="no setuid fusermount3",
+    ),
+    pytest.mark.skipif("IRDMAFS_TEST_DIR" in os.environ, reason="not about a plain directory"),
+]
+
+
+@pytest.fixture
+def nobody() -> Iterator[Process]:
+    with Process(launcher=AS_NOBODY) as one:
+        assert one.do("os.getuid()") == NOBODY
+        yield one
+
+
+def test_unprivileged_user_mounts_uses_and_unmounts(nobody: Process) -> None:
+    with Mount("auto", launcher=AS_NOBODY) as mount:
+        file = str(mount.path / "weights")
+        nobody.do("open(file, 'wb').write(pattern(1, 1 << 20))", file=file)
+        nobody.do("f = open(file, 'rb')")
+        nobody.do("open(file, 'wb').write(pattern(2, 1 << 20))")
+        assert nobody.do("version_of(f.read()), version_of(open(file, 'rb').read())") == (1, 2)
+        nobody.do("f.close()")
+        assert nobody.do("os.stat(file).st_uid") == NOBODY
+        status = nobody.do(
+            "import json; json.loads(os.getxattr(top, 'user.irdmafs.status'))", top=str(mount.path)
+        )
+        assert status["session"] == "pyfuse3"
+        assert status["session_reason"], "it must say why there is no passthrough"
+        mount.unmount()
+        assert os.listdir(mount.path) == []
+        mount.remount()
+        assert nobody.do("version_of(open(file, 'rb').read())") == 2
+
+
+def test_crash_of_an_unprivileged_daemon_is_healed_by_its_user(nobody: Process) -> None:
+    with Mount("pyfuse3", launcher=AS_NOBODY) as mount:
+        file = str(mount.path / "weights")
+        nobody.do("open(file, 'wb').write(content)", file=file, content=pattern(1, 100_000))
+        mount.kill9()
+        mount.remount()
+        assert version_of(nobody.do("open(file, 'rb').read()")) == 1
