@@ -234,6 +234,26 @@ def test_hard_links_show_the_new_version_under_every_name(
         assert found[0][0] == len(found[0][1])
 
 
+@pytest.mark.parametrize("flags", ["O_WRONLY | os.O_TRUNC", "O_RDWR", "O_WRONLY | os.O_APPEND"])
+def test_stat_of_every_hard_link_is_right_once_close_returned(
+    folder: Path, process: TakeProcess, flags: str
+) -> None:
+    reader, writer = process(), process()
+    look = "[os.stat(name).st_size for name in names]"
+    for number in range(100):
+        one, other = folder / f"{number}", folder / f"{number}.link"
+        one.write_bytes(b"x" * 5000)
+        os.link(one, other)
+        assert reader.do(look, names=[str(one), str(other)]) == [5000, 5000]
+        writer.do(f"fd = os.open(file, os.{flags})", file=str(one))
+        reader.do(look)
+        writer.do("os.pwrite(fd, b'y' * 10_000, 0)")
+        reader.do(look)
+        writer.do("os.close(fd)")
+        expected = 15_000 if "APPEND" in flags else 10_000
+        assert reader.do(look) == [expected, expected], f"file {number}"
+
+
 # -- what the mount says of versions ---------------------------------------------------------
 
 

@@ -132,6 +132,7 @@ class KernelSession(KernelCache):
         self._pollers: dict[int, set[int]] = {}
         self._operations: Operations
         self._finished = trio.Event()
+        self._trace = log.isEnabledFor(logging.DEBUG)
         self._requests = [0] * 64
         self.errors: dict[str, int] = {}
         self._handlers: dict[int, Callable[[int, int, Caller, int], Answer]] = {
@@ -247,6 +248,8 @@ class KernelSession(KernelCache):
             log.error("from the kernel: %s", error)
             return
         self._requests[opcode & 63] += 1
+        if self._trace:
+            log.debug("%s node %d pid %d, %d bytes", _name(opcode), nodeid, pid, length)
         handler = self._handlers.get(opcode)
         if handler is None:
             self._send(wire.error_reply(unique, errno.ENOSYS))
