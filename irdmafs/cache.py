@@ -31,10 +31,14 @@ _REDIRECT_MAX_AGE_S = 2.0
 
 
 class KernelCache(Protocol):
-    """What the session can make the kernel forget. Both return at once; the work may be done later."""
+    """What the session can make the kernel forget."""
 
-    def invalidate_attributes(self, node: Node) -> None: ...
-    def expire_names(self, names: list[tuple[int, bytes]]) -> None: ...
+    def invalidate_attributes(self, node: Node) -> None:
+        """Done soon, not at once."""
+
+    async def expire_names(self, names: list[tuple[int, bytes]]) -> None:
+        """Done when it returns; `names` are (node id of the directory, name)."""
+
     def version_published(self, ino: int) -> None: ...
     def drop_backing(self, node: Node) -> None:
         """The node's extent changes or goes: let go of what passthrough holds of it."""
@@ -153,8 +157,6 @@ class Cache:
         self._pin(node)
         self.nodes.redirected[key] = node
         self._redirect_times[key] = now
-        if self._inodes[node.ino].nlink > 1:
-            self.kernel.expire_names(list(self.store.namespace.names_of(node.ino)))
 
     def _take_redirection(self, key: tuple[int, int]) -> Node | None:
         if not self._redirect_times:
@@ -434,13 +436,21 @@ class Cache:
             if extent != node.extent:
                 self.store.extents.free(extent)
             raise
-        self.kernel.version_published(node.ino)
+        await self._announce(inode)
         node.dirty = False
         node.version = inode.version
         node.size, node.blocks, node.mtime_ns = inode.size, inode.blocks, inode.mtime_ns
         node.working = inode.extent != node.extent
         node.stamp = _stamp(status)
         node.settled = time.time_ns() - status.st_ctime_ns > _TIMESTAMP_GRAIN_NS
+
+    async def _announce(self, inode: Inode) -> None:
+        """A version was published. Its other names may still lead the kernel to the one before."""
+        self.kernel.version_published(inode.ino)
+        if inode.nlink > 1:
+            names = list(self.store.namespace.names_of(inode.ino))
+            await detach()
+            await self.kernel.expire_names(names)
 
     def _changed(self, node: Node, *, rdwr: bool) -> bool:
         """Whether the node may hold bytes that its last published version does not."""
@@ -506,10 +516,10 @@ class Cache:
             os.close(fd)
         if not published.extent:
             self.store.extents.free(extent)
-        self.kernel.version_published(inode.ino)
         self.kernel.drop_backing(target)
         target.show(published)
         self.nodes.sealed[inode.ino] = target
+        await self._announce(published)
         if target is not node:
             self.redirect(key, target)
             raise fail(errno.ESTALE)

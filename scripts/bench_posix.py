@@ -220,9 +220,8 @@ def main(
         opened = open_targets(names, tuple(dict.fromkeys(directories)), scale, results, stack)
         if opened:
             measure_all(opened, rounds, results)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=60 + 32 * len(results.targets))
+    # A narrow terminal shall break lines, not cut numbers off.
+    console = Console(width=max(Console().width, 60 + 32 * len(results.targets)))
     show(results, console)
     missed = report_bars(results, console) if "kernel" in names else False
     if json_file is not None:

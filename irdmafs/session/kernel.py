@@ -24,7 +24,7 @@ from .. import inline
 from ..backend.namespace import fail
 from ..cache import KernelCache
 from ..locks import Lock
-from ..nodes import Node
+from ..nodes import Node, State
 from ..operations import Attributes, OpenInfo, Operations
 from . import passthrough, wire
 from .wire import BODY, Init, Malformed, Opcode, Valid
@@ -311,9 +311,9 @@ class KernelSession(KernelCache):
         if node.lookups > 0:
             self._nursery.start_soon(self._notify, wire.inval_inode(node.id, -1, 0))
 
-    def expire_names(self, names: list[tuple[int, bytes]]) -> None:
+    async def expire_names(self, names: list[tuple[int, bytes]]) -> None:
         for parent, name in names:
-            self._nursery.start_soon(self._notify, wire.inval_entry(parent, name))
+            await self._notify(wire.inval_entry(parent, name))
 
     async def _notify(self, message: bytes) -> None:
         # In a thread: the kernel may wait for a lock that a caller of ours holds until we answer.
@@ -491,20 +491,27 @@ class KernelSession(KernelCache):
     async def _open(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         flags, _ = wire.decode(wire.OPEN_IN, self._buffer, end)
         info = await self._operations.open(nodeid, flags, caller)
-        return wire.reply(unique, self._pack_open(info))
+        return wire.reply(unique, await self._pack_open(info))
 
     async def _create(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         flags, mode, caller.umask, _ = wire.decode(wire.CREATE_IN, self._buffer, end)
         name, _ = wire.decode_name(self._buffer, BODY + wire.CREATE_IN.size, end)
         info, entry = await self._operations.create(nodeid, name, mode, flags, caller)
-        return wire.reply(unique, _pack_entry(entry, entry.st_ino) + self._pack_open(info))
+        return wire.reply(unique, await self._pack_created(info, entry))
 
     async def _tmpfile(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         flags, mode, caller.umask, _ = wire.decode(wire.CREATE_IN, self._buffer, end)
         info, entry = await self._operations.tmpfile(nodeid, mode, flags, caller)
-        return wire.reply(unique, _pack_entry(entry, entry.st_ino) + self._pack_open(info))
+        return wire.reply(unique, await self._pack_created(info, entry))
 
-    def _pack_open(self, info: OpenInfo) -> bytes:
+    async def _pack_created(self, info: OpenInfo, entry: Attributes) -> bytes:
+        try:
+            return _pack_entry(entry, entry.st_ino) + await self._pack_open(info)
+        except OSError:
+            await self._operations.forget([(entry.st_ino, 1)])
+            raise
+
+    async def _pack_open(self, info: OpenInfo) -> bytes:
         flags = Open_NOFLUSH if info.noflush else 0
         if not info.passthrough:
             return wire.OPEN_OUT.pack(
@@ -512,7 +519,13 @@ class KernelSession(KernelCache):
             )
         node = info.node
         if not node.backing_id:
-            self._register(node)
+            try:
+                self._register(node)
+            except OSError:
+                # Nobody will release what nobody got, and its empty working copy is no version.
+                node.discarded = node.state is not State.SEALED
+                await self._operations.release(info.fh)
+                raise
         return wire.OPEN_OUT.pack(info.fh, flags | Open_PASSTHROUGH, node.backing_id)
 
     def _register(self, node: Node) -> None:

@@ -60,10 +60,9 @@ class PortableSession(KernelCache):
         if node.lookups > 0 and self._nursery is not None:
             self._nursery.start_soon(self._in_thread, pyfuse3.invalidate_inode, node.id, False)
 
-    def expire_names(self, names: list[tuple[int, bytes]]) -> None:
-        if self._nursery is not None:
-            for parent, name in names:
-                self._nursery.start_soon(self._in_thread, pyfuse3.invalidate_entry, parent, name)
+    async def expire_names(self, names: list[tuple[int, bytes]]) -> None:
+        for parent, name in names:
+            await self._in_thread(pyfuse3.invalidate_entry, parent, name)
 
     async def _in_thread(self, notify: Callable[..., None], *args: Any) -> None:
         # The kernel may wait for a lock that a caller of ours holds until we answer.

@@ -11,7 +11,7 @@ from time import perf_counter_ns as now
 
 import numpy as np
 
-from .workspace import LARGE_CHUNK, MIB, Workspace, WrongData
+from .workspace import LARGE_CHUNK, MIB, SMALL_FILE, Workspace, WrongData
 
 PAGE = 4096
 
@@ -149,17 +149,17 @@ def touch_memory(size: int) -> None:
 
 def _ready_to_write_large(ws: Workspace) -> None:
     ws.remove_large()
-    touch_memory(max(ws.scale.size * 5 // 4, 512 * MIB))
+    touch_memory(max(ws.scale.size * 5 // 4, 256 * MIB))
 
 
 def _ready_to_write_small(ws: Workspace) -> None:
     ws.remove_small()
-    touch_memory(512 * MIB)
+    touch_memory(4 * len(ws.small) * SMALL_FILE)
 
 
 def _ready_to_overwrite_small(ws: Workspace) -> None:
     ws.need_small()
-    touch_memory(512 * MIB)
+    touch_memory(4 * len(ws.small) * SMALL_FILE)
 
 
 # In the order of a round: what one leaves behind is what the next one starts from.

@@ -1,0 +1,553 @@
+"""The /dev/fuse messages, and the kernel session fed with ones that no kernel would send."""
+
+import errno
+import logging
+import os
+import resource
+import shutil
+import struct
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from irdmafs.backend import node as store_node
+from irdmafs.backend.node import StoreNode
+from irdmafs.cache import Cache
+from irdmafs.config import MountOptions
+from irdmafs.operations import Operations
+from irdmafs.session import passthrough, wire
+from irdmafs.session.kernel import KernelSession, ProtocolError
+from irdmafs.session.wire import Malformed, Opcode
+
+from invariants import check
+
+ROOT = 1
+NO_REPLY = (Opcode.FORGET, Opcode.BATCH_FORGET, Opcode.INTERRUPT)
+U32, U64 = 2**32 - 1, 2**64 - 1
+
+
+# -- the formats -------------------------------------------------------------------------------------
+
+
+def test_every_layout_has_the_size_that_the_kernel_gives_it() -> None:
+    """sizeof() of the structures in include/uapi/linux/fuse.h."""
+    assert {name: value.size for name, value in vars(wire).items() if isinstance(value, struct.Struct)} == {
+        "IN_HEADER": 40, "OUT_HEADER": 16,
+        "OPEN_IN": 8, "CREATE_IN": 16, "MKNOD_IN": 16, "MKDIR_IN": 8, "RENAME_IN": 8,
+        "RENAME2_IN": 16, "LINK_IN": 8, "SETATTR_IN": 88, "READ_IN": 40, "WRITE_IN": 40,
+        "FLUSH_IN": 24, "RELEASE_IN": 24, "FSYNC_IN": 16, "SETXATTR_IN": 8, "GETXATTR_IN": 8,
+        "LOCK_IN": 48, "ACCESS_IN": 8, "INTERRUPT_IN": 8, "INIT_IN": 16, "INIT_IN_FLAGS2": 4,
+        "FORGET_IN": 8, "BATCH_FORGET_IN": 8, "FORGET_ONE": 16, "FALLOCATE_IN": 32,
+        "LSEEK_IN": 24, "COPY_FILE_RANGE_IN": 56, "POLL_IN": 24,
+        "INIT_OUT": 64, "ENTRY_OUT": 128, "ATTR_OUT": 104, "OPEN_OUT": 16, "WRITE_OUT": 8,
+        "STATFS_OUT": 80, "XATTR_SIZE_OUT": 8, "LOCK_OUT": 24, "LSEEK_OUT": 8, "POLL_OUT": 8,
+        "DIRENT": 24, "NOTIFY_POLL": 8, "NOTIFY_INVAL_INODE": 24, "NOTIFY_INVAL_ENTRY": 16,
+    }  # fmt: skip
+
+
+@given(data=st.binary(max_size=80), received=st.integers(0, 100))
+def test_a_header_is_taken_only_with_the_length_it_names(data: bytes, received: int) -> None:
+    buffer = data.ljust(100, b"\0")
+    named = int.from_bytes(buffer[:4], "little")
+    if received >= 40 and named == received:
+        assert wire.decode_header(buffer, received)[0] == received
+    else:
+        with pytest.raises(Malformed):
+            wire.decode_header(buffer, received)
+
+
+@given(size=st.integers(1, 200))
+def test_a_header_is_decoded_field_by_field(size: int) -> None:
+    buffer = wire.IN_HEADER.pack(40 + size, 1, 2, 3, 4, 5, 6) + bytes(size)
+    assert wire.decode_header(buffer, 40 + size) == (40 + size, 1, 2, 3, 4, 5, 6)
+
+
+@given(size=st.integers(0, 100))
+def test_a_body_that_is_too_short_for_its_kind_is_refused(size: int) -> None:
+    buffer = bytearray(200)
+    for layout in (wire.SETATTR_IN, wire.RENAME2_IN, wire.LOCK_IN, wire.FORGET_IN):
+        if size >= layout.size:
+            assert len(wire.decode(layout, buffer, 40 + size)) == len(layout.unpack(bytes(layout.size)))
+        else:
+            with pytest.raises(Malformed):
+                wire.decode(layout, buffer, 40 + size)
+
+
+@given(data=st.binary(max_size=40), start=st.integers(0, 50), end=st.integers(0, 40))
+def test_a_name_ends_within_the_message_or_is_refused(data: bytes, start: int, end: int) -> None:
+    end = min(end, len(data))
+    before_nul, nul, _ = data[start:end].partition(b"\0")
+    for buffer in (data, bytearray(data), memoryview(data)):
+        if before_nul and nul:
+            assert wire.decode_name(buffer, start, end) == (before_nul, start + len(before_nul) + 1)
+        else:
+            with pytest.raises(Malformed):
+                wire.decode_name(buffer, start, end)
+
+
+@given(name=st.binary(min_size=1, max_size=255), ino=st.integers(0, U64), offset=st.integers(0, U64))
+def test_a_directory_entry_is_padded_to_eight_bytes(name: bytes, ino: int, offset: int) -> None:
+    record = wire.dirent(ino, offset, name, 0o100644)
+    assert len(record) % 8 == 0
+    assert wire.DIRENT.unpack_from(record) == (ino, offset, len(name), 8)
+    assert record[24:].rstrip(b"\0") == name.rstrip(b"\0")
+
+
+def test_replies_and_notifications_name_their_length() -> None:
+    assert wire.reply(7, b"abc") == struct.pack("<IiQ", 19, 0, 7) + b"abc"
+    assert wire.error_reply(7, errno.ENOENT) == struct.pack("<IiQ", 16, -2, 7)
+    for message, code in (
+        (wire.inval_inode(1, -1, 0), wire.Notify.INVAL_INODE),
+        (wire.inval_entry(1, b"name"), wire.Notify.INVAL_ENTRY),
+    ):
+        assert wire.OUT_HEADER.unpack_from(message) == (len(message), code, 0)
+
+
+# -- a session without a kernel ----------------------------------------------------------------------
+
+# The size of each answer's payload, where it is always the same.
+_ENTRY, _OPEN, _ATTR = 128, 16, 104
+_PAYLOAD = {
+    Opcode.LOOKUP: _ENTRY, Opcode.MKNOD: _ENTRY, Opcode.MKDIR: _ENTRY, Opcode.SYMLINK: _ENTRY,
+    Opcode.LINK: _ENTRY, Opcode.CREATE: _ENTRY + _OPEN, Opcode.TMPFILE: _ENTRY + _OPEN,
+    Opcode.OPEN: _OPEN, Opcode.OPENDIR: _OPEN, Opcode.GETATTR: _ATTR, Opcode.SETATTR: _ATTR,
+    Opcode.UNLINK: 0, Opcode.RMDIR: 0, Opcode.RENAME: 0, Opcode.RENAME2: 0, Opcode.WRITE: 8,
+    Opcode.COPY_FILE_RANGE: 8, Opcode.STATFS: 80, Opcode.RELEASE: 0, Opcode.RELEASEDIR: 0,
+    Opcode.FSYNC: 0, Opcode.FSYNCDIR: 0, Opcode.SYNCFS: 0, Opcode.SETXATTR: 0,
+    Opcode.REMOVEXATTR: 0, Opcode.FLUSH: 0, Opcode.ACCESS: 0, Opcode.FALLOCATE: 0,
+    Opcode.LSEEK: 8, Opcode.POLL: 8, Opcode.GETLK: 24, Opcode.SETLK: 0, Opcode.SETLKW: 0,
+    Opcode.DESTROY: 0,
+}  # fmt: skip
+
+
+class Session(KernelSession):
+    """Notifications are collected: in a thread they would come at any time."""
+
+    def __init__(self, device_fd: int) -> None:
+        super().__init__(device_fd)
+        self.notifications: list[bytes] = []
+        self.surprises: list[str] = []
+
+    async def _notify(self, message: bytes) -> None:
+        self.notifications.append(message)
+
+    def _fail(self, unique: int, opcode: int, error: Exception) -> None:
+        expected = isinstance(error, Malformed) or (isinstance(error, OSError) and error.errno)
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        no_such_handle = isinstance(error, KeyError) and (
+            ".handles[" in (frame.line or "") or frame.name == "close"
+        )
+        if not expected and not no_such_handle:
+            self.surprises.append("".join(traceback.format_exception(error)))
+        super()._fail(unique, opcode, error)
+
+
+class Served:
+    """One store served by a session whose device is a file in memory: what it writes is read there."""
+
+    def __init__(self, store: StoreNode, session: Session, *, passthrough: bool) -> None:
+        self.session = session
+        self.store = store
+        self.cache = Cache(store, "/nowhere", passthrough=passthrough)
+        self.cache.kernel = session
+        self.operations = Operations(store, self.cache, MountOptions(), dict)
+        self.nodes = self.cache.nodes
+        session.attach(self.operations)
+        self.expected: Counter[int] = Counter()
+        self.sent: dict[int, tuple[int, bytes]] = {}
+        self.replies: dict[int, list[tuple[int, bytes]]] = {}
+        self._unique = 1000
+
+    def request(
+        self, opcode: int, nodeid: int, body: bytes = b"", *, pid: int = 4242
+    ) -> tuple[int, bytes]:
+        """Send a sound request that is answered at once. Returns error (positive) and payload."""
+        self._unique += 2
+        unique = self._unique
+        self.send(message(opcode, nodeid, body, unique=unique, pid=pid))
+        if opcode in NO_REPLY:
+            assert unique not in self.replies
+            return 0, b""
+        [(error, payload)] = self.replies[unique]
+        return error, payload
+
+    def send(self, data: bytes) -> None:
+        """Dispatch any bytes as one message, and check what was written, if anything was."""
+        self.session._buffer[: len(data)] = data
+        if len(data) >= 40 and int.from_bytes(data[:4], "little") == len(data):
+            _, opcode, unique, *_ = wire.IN_HEADER.unpack_from(data)
+            if opcode not in NO_REPLY:
+                self.expected[unique] += 1
+            self.sent[unique] = opcode, data
+        self.session.dispatch(len(data))
+        self.collect()
+
+    async def settle(self) -> None:
+        if self.session._nursery.child_tasks:
+            await trio.testing.wait_all_tasks_blocked()
+        self.collect()
+
+    def collect(self) -> None:
+        """Take the replies that were written since the last time."""
+        fd = self.session._fd
+        written = os.pread(fd, os.fstat(fd).st_size, 0)
+        os.ftruncate(fd, 0)
+        os.lseek(fd, 0, os.SEEK_SET)
+        while written:
+            length, error, unique = wire.OUT_HEADER.unpack_from(written)
+            assert 16 <= length <= len(written), f"{length} bytes are named, {len(written)} came"
+            assert -4095 <= error <= 0
+            payload, written = written[16:length], written[length:]
+            assert not (error and payload)
+            self.replies.setdefault(unique, []).append((-error, payload))
+            assert len(self.replies[unique]) <= self.expected[unique], "an answer too many"
+            if not error:
+                check_payload(*self.sent[unique], payload)
+        assert not self.session.surprises, self.session.surprises[0]
+
+    def interrupt_all(self) -> None:
+        for unique in list(self.session._waiting):
+            self.request(Opcode.INTERRUPT, 0, wire.INTERRUPT_IN.pack(unique))
+
+    def let_go(self) -> None:
+        """Do what the kernel does before it unmounts: release every handle, forget every node."""
+        for fh, handle in list(self.nodes.handles.items()):
+            inode = self.store.namespace.inodes.get(handle.node.ino)
+            is_dir = inode is not None and inode.is_dir
+            kind = Opcode.RELEASEDIR if is_dir else Opcode.RELEASE
+            assert self.request(kind, handle.node.id, wire.RELEASE_IN.pack(fh, 0, 0, 0))[0] == 0
+        self.expire_redirections()
+        for node in list(self.nodes.by_id.values()):
+            if node.id != ROOT:
+                self.request(Opcode.FORGET, node.id, wire.FORGET_IN.pack(max(node.lookups, 0)))
+        assert not self.nodes.handles
+        assert list(self.nodes.by_id) == [ROOT]
+
+    def expire_redirections(self) -> None:
+        """Opens that were sent to another node and never came: the next such open notices."""
+        name = b"for redirections"
+        self.request(Opcode.CREATE, ROOT, wire.CREATE_IN.pack(os.O_WRONLY, 0o644, 0, 0) + name + b"\0")
+        self.release_all()
+        _, entry = self.request(Opcode.LOOKUP, ROOT, name + b"\0")
+        node_id = wire.ENTRY_OUT.unpack(entry)[0]
+        truncating = wire.OPEN_IN.pack(os.O_WRONLY | os.O_TRUNC, 0)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("irdmafs.cache._REDIRECT_MAX_AGE_S", -1)
+            assert self.request(Opcode.OPEN, node_id, truncating)[0] == errno.ESTALE
+        _, entry = self.request(Opcode.LOOKUP, ROOT, name + b"\0")
+        self.request(Opcode.OPEN, wire.ENTRY_OUT.unpack(entry)[0], truncating)
+        self.release_all()
+        assert self.request(Opcode.UNLINK, ROOT, name + b"\0")[0] == 0
+
+    def release_all(self) -> None:
+        for fh, handle in list(self.nodes.handles.items()):
+            self.request(Opcode.RELEASE, handle.node.id, wire.RELEASE_IN.pack(fh, 0, 0, 0))
+
+
+def message(
+    opcode: int, nodeid: int, body: bytes, *, unique: int, pid: int = 4242, uid: int = 0
+) -> bytes:
+    return wire.IN_HEADER.pack(40 + len(body), opcode, unique, nodeid, uid, 0, pid) + body
+
+
+def check_payload(opcode: int, request: bytes, payload: bytes) -> None:
+    if opcode in _PAYLOAD:
+        assert len(payload) == _PAYLOAD[Opcode(opcode)], Opcode(opcode)
+    elif opcode in (Opcode.READ, Opcode.READDIR, Opcode.READDIRPLUS):
+        size = wire.READ_IN.unpack_from(request, 40)[2]
+        assert len(payload) <= size
+        step = _ENTRY if opcode == Opcode.READDIRPLUS else 0
+        while opcode != Opcode.READ and payload:
+            _, _, name_size, _ = wire.DIRENT.unpack_from(payload, step)
+            record = (step + wire.DIRENT.size + name_size + 7) & ~7
+            assert len(payload) >= record and b"/" not in payload[step + 24 : step + 24 + name_size]
+            payload = payload[record:]
+    elif opcode in (Opcode.GETXATTR, Opcode.LISTXATTR):
+        size = wire.GETXATTR_IN.unpack_from(request, 40)[0]
+        assert len(payload) == 8 if size == 0 else len(payload) <= size
+    else:
+        assert opcode == Opcode.READLINK
+
+
+class Backings:
+    """Stands in for the ioctls of passthrough, which need a real /dev/fuse."""
+
+    def __init__(self) -> None:
+        self.registered: set[int] = set()
+        self._next = 1
+
+    def register(self, device_fd: int, backing_fd: int) -> int:
+        os.fstat(backing_fd)
+        self._next += 1
+        self.registered.add(self._next)
+        return self._next
+
+    def unregister(self, device_fd: int, backing_id: int) -> None:
+        self.registered.remove(backing_id)
+
+
+MODES = ["passthrough", "passthrough that fails", "cached"]
+
+
+@contextmanager
+def small_files() -> Iterator[None]:
+    """No file grows beyond 8 MiB, whatever a request says."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def serve(mode: str, talk: Callable[[Served], None], messages: list[bytes] | None = None) -> None:
+    """Serve a new store; afterwards it must be whole, and nothing may have been left open."""
+    backings = Backings()
+    before = open_files()
+
+    async def main(directory: str) -> None:
+        session = Session(os.memfd_create("device", os.MFD_CLOEXEC))
+        async with StoreNode(directory) as store:
+            served = Served(store, session, passthrough=mode != "cached")
+            async with trio.open_nursery() as session._nursery:
+                talk(served)
+                for data in messages or ():
+                    served.send(data)
+                    await served.settle()
+                served.interrupt_all()
+            served.collect()
+            assert {unique: len(found) for unique, found in served.replies.items()} == {
+                unique: count for unique, count in served.expected.items() if count
+            }
+            async with trio.open_nursery() as session._nursery:
+                served.let_go()
+            assert not backings.registered, "the kernel still holds files of ours"
+            check(store.namespace)
+            named = {inode.extent for inode in store.namespace.inodes.values()} - {0}
+            assert set(store.extents) == named
+            served.cache.close()
+        session.close()
+        async with StoreNode(directory) as store:
+            check(store.namespace)
+
+    directory = tempfile.mkdtemp(prefix="irdmafs-wire-")
+    try:
+        with pytest.MonkeyPatch.context() as patch, small_files():
+            patch.setattr(store_node, "_in_memory", lambda path: True)
+            patch.setattr(logging.root, "disabled", True)
+            if mode == "passthrough":
+                patch.setattr(passthrough, "register", backings.register)
+                patch.setattr(passthrough, "unregister", backings.unregister)
+            trio.run(main, directory)
+        assert open_files() == before
+    finally:
+        shutil.rmtree(directory)
+
+
+# -- requests ----------------------------------------------------------------------------------------
+
+# Inode numbers count from 1, further nodes from 2^48, handles from 1: small numbers often exist.
+node_ids = st.integers(1, 8) | st.integers(2**48, 2**48 + 4) | st.sampled_from([0, 2**63, U64])
+handles = st.integers(1, 6) | st.sampled_from([0, U64])
+u32 = st.integers(0, 8) | st.sampled_from([4096, 65536, 2**31 - 1, 2**31, U32])
+u64 = st.integers(0, 10_000) | st.sampled_from([2**31, 2**32, 2**63 - 1, 2**63, U64])
+i64 = st.integers(-10, 10_000) | st.sampled_from([2**63 - 1, -(2**63)])
+pids = st.sampled_from([0, 1, 2, 4242, U32])
+plain_names = st.sampled_from([b"a", b"b", b"c", b"\xff\xfe", b"n" * 255])
+raw_names = plain_names | st.sampled_from([b".", b"..", b"n" * 256, b"user.x", b"user.irdmafs.discard"])
+names = raw_names.map(lambda name: name + b"\0")
+modes = st.sampled_from([0o644, 0o755, 0o100644, 0o40755, 0o10644, 0o104755]) | u32
+open_flags = (
+    st.sampled_from([os.O_RDONLY, os.O_WRONLY, os.O_RDWR, os.O_WRONLY | os.O_TRUNC])
+    | st.sampled_from([os.O_RDWR | os.O_TRUNC, os.O_WRONLY | os.O_EXCL, 3])
+    | u32
+)
+
+
+def body(layout: struct.Struct, *fields: st.SearchStrategy[int]) -> st.SearchStrategy[bytes]:
+    return st.builds(layout.pack, *fields)
+
+
+def joined(*parts: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
+    return st.tuples(*parts).map(b"".join)
+
+
+def with_size(layout: struct.Struct, *fields: st.SearchStrategy[int]) -> st.SearchStrategy[bytes]:
+    """A WRITE: the size of the data stands third."""
+    return st.tuples(st.binary(max_size=64), *fields).map(
+        lambda drawn: (
+            layout.pack(*drawn[1:3], len(drawn[0]), *drawn[3:]) + drawn[0]  # type: ignore[operator]
+        )
+    )
+
+
+locks = body(
+    wire.LOCK_IN, handles, st.integers(1, 3), u64, u64, st.integers(0, 3), u32,
+    st.integers(0, 1), u32,
+)  # fmt: skip
+open_body = body(wire.OPEN_IN, open_flags, u32)
+create_body = joined(body(wire.CREATE_IN, open_flags, modes, u32, u32), names)
+release_body = body(wire.RELEASE_IN, handles, u32, st.integers(0, 3), st.integers(1, 3))
+read_body = body(wire.READ_IN, handles, u64, st.integers(0, 70_000), u32, u64, u32, u32)
+BODIES: dict[Opcode, st.SearchStrategy[bytes]] = {
+    Opcode.LOOKUP: names,
+    Opcode.FORGET: body(wire.FORGET_IN, u64),
+    Opcode.GETATTR: st.just(bytes(16)),
+    Opcode.SETATTR: body(
+        wire.SETATTR_IN, st.integers(0, 0xFFF), u32, handles, u64, u64, i64, i64, i64, u32, u32, u32,
+        modes, u32, u32, u32, u32,
+    ),
+    Opcode.READLINK: st.just(b""),
+    Opcode.SYMLINK: joined(names, names),
+    Opcode.MKNOD: joined(body(wire.MKNOD_IN, modes, u32, u32, u32), names),
+    Opcode.MKDIR: joined(body(wire.MKDIR_IN, modes, u32), names),
+    Opcode.UNLINK: names,
+    Opcode.RMDIR: names,
+    Opcode.RENAME: joined(body(wire.RENAME_IN, node_ids), names, names),
+    Opcode.LINK: joined(body(wire.LINK_IN, node_ids), names),
+    Opcode.OPEN: open_body,
+    Opcode.READ: read_body,
+    Opcode.WRITE: with_size(wire.WRITE_IN, handles, u64, st.integers(0, 7), u64, u32, u32),
+    Opcode.STATFS: st.just(b""),
+    Opcode.RELEASE: release_body,
+    Opcode.FSYNC: body(wire.FSYNC_IN, handles, u32, u32),
+    Opcode.SETXATTR: st.tuples(names, st.binary(max_size=64), st.integers(0, 3)).map(
+        lambda drawn: wire.SETXATTR_IN.pack(len(drawn[1]), drawn[2]) + drawn[0] + drawn[1]
+    ),
+    Opcode.GETXATTR: joined(body(wire.GETXATTR_IN, u32, u32), names),
+    Opcode.LISTXATTR: body(wire.GETXATTR_IN, u32, u32),
+    Opcode.REMOVEXATTR: names,
+    Opcode.FLUSH: body(wire.FLUSH_IN, handles, u32, u32, st.integers(1, 3)),
+    Opcode.INIT: body(wire.INIT_IN, u32, u32, u32, u32),
+    Opcode.OPENDIR: open_body,
+    Opcode.READDIR: read_body,
+    Opcode.RELEASEDIR: release_body,
+    Opcode.FSYNCDIR: body(wire.FSYNC_IN, handles, u32, u32),
+    Opcode.GETLK: locks,
+    Opcode.SETLK: locks,
+    Opcode.SETLKW: locks,
+    Opcode.ACCESS: body(wire.ACCESS_IN, u32, u32),
+    Opcode.CREATE: create_body,
+    Opcode.INTERRUPT: body(wire.INTERRUPT_IN, u64),
+    Opcode.DESTROY: st.just(b""),
+    Opcode.POLL: body(wire.POLL_IN, handles, u64, u32, u32),
+    Opcode.BATCH_FORGET: st.lists(body(wire.FORGET_ONE, node_ids, u64), max_size=4).map(
+        lambda nodes: wire.BATCH_FORGET_IN.pack(len(nodes), 0) + b"".join(nodes)
+    ),
+    Opcode.FALLOCATE: body(wire.FALLOCATE_IN, handles, u64, u64, st.integers(0, 0x7F), u32),
+    Opcode.READDIRPLUS: read_body,
+    Opcode.RENAME2: joined(body(wire.RENAME2_IN, node_ids, st.integers(0, 4), u32), names, names),
+    Opcode.LSEEK: body(wire.LSEEK_IN, handles, i64, st.integers(0, 6) | u32, u32),
+    Opcode.COPY_FILE_RANGE: body(
+        wire.COPY_FILE_RANGE_IN, handles, u64, node_ids, handles, u64, u64, u64
+    ),
+    Opcode.SYNCFS: st.just(bytes(8)),
+    Opcode.TMPFILE: create_body,
+}
+# What makes and opens things comes more often: the rest needs something to work on.
+_OFTEN = [Opcode.CREATE, Opcode.OPEN, Opcode.LOOKUP, Opcode.WRITE, Opcode.RELEASE, Opcode.MKDIR]
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[int, int, int, bytes]:
+    """Opcode, node id, pid and a body that fits the opcode."""
+    opcode = draw(st.sampled_from([*BODIES, *_OFTEN, *_OFTEN]))
+    return opcode, draw(node_ids), draw(pids), draw(BODIES[opcode])
+
+
+def messages_of(drawn: list[tuple[int, int, int, bytes]]) -> list[bytes]:
+    return [
+        message(opcode, nodeid, data, unique=2 * number, pid=pid)
+        for number, (opcode, nodeid, pid, data) in enumerate(drawn, 1)
+    ]
+
+
+@st.composite
+def damaged(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]], int | None, bool]:
+    """How a message is damaged: which one, flipped bytes, where it is cut, whether its length tells."""
+    flips = draw(st.lists(st.tuples(st.integers(0, 150), st.integers(1, 255)), max_size=3))
+    cut = draw(st.none() | st.integers(0, 120))
+    return draw(st.integers(0, 39)), flips, cut, draw(st.booleans())
+
+
+def populate(served: Served) -> None:
+    """A directory a, a file b that is open, a file c that is closed, a symlink."""
+    served.request(Opcode.MKDIR, ROOT, wire.MKDIR_IN.pack(0o755, 0) + b"a\0")
+    for name in (b"b", b"c"):
+        data = wire.CREATE_IN.pack(os.O_RDWR, 0o644, 0, 0) + name + b"\0"
+        error, payload = served.request(Opcode.CREATE, ROOT, data)
+        if error:
+            continue
+        fh = wire.OPEN_OUT.unpack_from(payload, _ENTRY)[0]
+        write = wire.WRITE_IN.pack(fh, 0, 4, 0, 0, 0, 0) + b"data"
+        node_id = wire.ENTRY_OUT.unpack_from(payload)[0]
+        served.request(Opcode.WRITE, node_id, write)
+        served.request(Opcode.FLUSH, node_id, wire.FLUSH_IN.pack(fh, 0, 0, 1))
+        if name == b"c":
+            served.request(Opcode.RELEASE, node_id, wire.RELEASE_IN.pack(fh, 0, 0, 0))
+    served.request(Opcode.SYMLINK, ROOT, b"\xff\xfe\0target\0")
+
+
+fuzzing = settings(deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@settings(fuzzing, max_examples=40)
+@given(data=st.lists(st.binary(max_size=300), max_size=20))
+def test_random_bytes_are_answered_at_most_once_and_do_no_harm(data: list[bytes]) -> None:
+    serve("cached", populate, data)
+
+
+@settings(fuzzing, max_examples=40)
+@given(
+    data=st.lists(
+        st.tuples(st.integers(0, 64) | u32, node_ids, pids, st.binary(max_size=200)), max_size=30
+    ),
+    mode=st.sampled_from(MODES),
+)
+def test_any_body_under_any_opcode_is_answered_once_and_does_no_harm(
+    data: list[tuple[int, int, int, bytes]], mode: str
+) -> None:
+    serve(mode, populate, messages_of(data))
+
+
+@settings(fuzzing, max_examples=150)
+@given(data=st.lists(requests(), max_size=40), mode=st.sampled_from(MODES))
+def test_requests_in_any_order_are_answered_once_and_do_no_harm(
+    data: list[tuple[int, int, int, bytes]], mode: str
+) -> None:
+    serve(mode, populate, messages_of(data))
+
+
+@settings(fuzzing, max_examples=80)
+@given(
+    data=st.lists(requests(), min_size=1, max_size=40),
+    damages=st.lists(damaged(), min_size=1, max_size=10),
+    mode=st.sampled_from(MODES),
+)
+def test_damaged_requests_are_answered_once_and_do_no_harm(
+    data: list[tuple[int, int, int, bytes]],
+    damages: list[tuple[int, list[tuple[int, int]], int | None, bool]],
+    mode: str,
+) -> None:
+    found = messages_of(data)
+    for which, flips, cut, length_tells in damages:
+        broken = bytearray(found[which % len(found)][:cut])
+        for position, bits in flips:
+            if position < len(broken):
+                broken[position] ^= bits
+        if length_tells and len(broken) >= 4:
+            broken[:4] = len(broken).to_bytes(4, "little")
+        found[which % len(found)] = bytes(broken)
+    serve(mode, populate, found)
