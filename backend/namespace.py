@@ -14,7 +14,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 
 import msgspec
@@ -43,12 +43,13 @@ class Inode:
     """One inode as the namespace knows it. Times are nanoseconds since the epoch, sizes bytes.
 
     `extent` is 0 for an empty content; `blocks` counts 512-byte units as stat does; `parent` is the
-    directory that holds a directory (0 for everything else); `target` is a symlink's.
+    directory that holds a directory (0 for everything else); `target` is a symlink's; `place` is the
+    (parent, name) it was given last, known in memory only.
     """
 
     __slots__ = (
         "atime_ns", "blocks", "ctime_ns", "extent", "gid", "ino", "mode", "mtime_ns", "nlink",
-        "parent", "rdev", "revision", "size", "target", "uid", "version", "xattrs",
+        "parent", "place", "rdev", "revision", "size", "target", "uid", "version", "xattrs",
     )  # fmt: skip
 
     def __init__(self, ino: int, mode: int, uid: int, gid: int, now_ns: int) -> None:
@@ -66,6 +67,7 @@ class Inode:
         self.parent = 0
         self.target = b""
         self.xattrs: dict[bytes, bytes] = _NO_XATTRS
+        self.place: tuple[int, bytes] | None = None
         self.revision = 0  # of the record in the engine; 0 = not there yet
 
     def encode(self) -> bytes:
@@ -88,6 +90,7 @@ class Inode:
             inode.parent, inode.target, inode.xattrs,
         ) = _decode(value)  # fmt: skip
         inode.revision = revision
+        inode.place = None
         return inode
 
     def copy(self) -> "Inode":
@@ -98,6 +101,7 @@ class Inode:
         new.atime_ns, new.mtime_ns, new.ctime_ns = self.atime_ns, self.mtime_ns, self.ctime_ns
         new.version, new.extent, new.parent = self.version, self.extent, self.parent
         new.target, new.xattrs, new.revision = self.target, self.xattrs, self.revision
+        new.place = self.place
         return new
 
     @property
@@ -176,12 +180,20 @@ class Namespace:
         """Names in a directory and their inode numbers, a snapshot."""
         return [(name, dentry.ino) for name, dentry in self._children[ino].items()]
 
-    def names_of(self, ino: int) -> Iterator[tuple[int, bytes]]:
-        """Every (parent, name) of an inode, by scanning: for rare questions only."""
-        for parent, children in self._children.items():
-            for name, dentry in children.items():
-                if dentry.ino == ino:
-                    yield parent, name
+    def names_of(self, ino: int) -> list[tuple[int, bytes]]:
+        """Every (parent, name) of an inode. Looks at all names when it has several."""
+        inode = self.inodes[ino]
+        if inode.nlink == 1 and inode.place is not None:
+            parent, name = inode.place
+            dentry = self._children.get(parent, {}).get(name)
+            if dentry is not None and dentry.ino == ino:
+                return [inode.place]
+        return [
+            (parent, name)
+            for parent, children in self._children.items()
+            for name, dentry in children.items()
+            if dentry.ino == ino
+        ]
 
     # -- loading ---------------------------------------------------------------------------------
 
@@ -211,6 +223,8 @@ class Namespace:
             if children is None:
                 raise fail(errno.EIO, f"name {name!r} lies in a directory {parent} that is missing")
             children[name] = Dentry(ino, record.mod_revision)
+            if inode is not None:
+                inode.place = (parent, name)
             if inode is None or (inode.is_file and inode.version == 0):
                 dangling.append((parent, name, 0))
                 continue
@@ -558,6 +572,7 @@ class Namespace:
         for parent, name, ino in names:
             if ino:
                 self._children[parent][name] = Dentry(ino, revision)
+                self.inodes[ino].place = (parent, name)
             else:
                 del self._children[parent][name]
         for ino in removed:

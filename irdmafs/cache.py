@@ -123,8 +123,10 @@ class Cache:
         ino = inode.ino
         writing = flags & os.O_ACCMODE != os.O_RDONLY
         if writing and flags & os.O_TRUNC:
-            # Never the node that the name leads to: others still see the present version there.
-            chosen = self.nodes.add(inode)
+            # An idle node can take the new content; its names then have to be expired, so that
+            # others come to another node with the present version.
+            current = node.state is State.SEALED and node.version == inode.version
+            chosen = node if current and self._is_idle(node) else self.nodes.add(inode)
             self.begin(chosen, State.PRIVATE)
             return chosen
         live = self.nodes.live.get(ino)
@@ -268,6 +270,12 @@ class Cache:
 
     # -- open and release ------------------------------------------------------------------------
 
+    async def take_from_names(self, node: Node) -> None:
+        """A private node was one that names lead to: make the kernel look them up again."""
+        names = self.store.namespace.names_of(node.ino)
+        await detach()
+        await self.kernel.expire_names(names)
+
     def open(self, node: Node, flags: int, pid: int) -> Handle:
         """Open a handle on the node that choose() or a creation decided on."""
         if not node.opens and node.state is State.SEALED:
@@ -381,10 +389,7 @@ class Cache:
             async with self._locked(node):
                 await self._publish(node, writers_stay=True)
         else:
-            await self._publish(node, writers_stay=False)
-        if node.state is State.PRIVATE and _size(node):
-            self.nodes.remove_private(node, State.LIVE)
-            self.nodes.live[node.ino] = node
+            await self._publish(node, writers_stay=stays)
 
     def _held_elsewhere(self, pid: int, ino: int) -> bool:
         return processes.holds_descriptor(pid, ino, self.mountpoint)
@@ -406,7 +411,7 @@ class Cache:
         if not self._changed(node, rdwr=_is_rdwr(handle)):
             return
         if node.cached:
-            await self._publish(node, writers_stay=False)
+            await self._publish(node, writers_stay=True)
         else:
             await detach()
             async with self._locked(node):
@@ -419,14 +424,11 @@ class Cache:
                 continue
             if _size(node) and self._changed(node, rdwr=False):
                 await self._publish(node, writers_stay=False)
-                self.nodes.remove_private(node, State.LIVE)
-                self.nodes.live[ino] = node
-                self.kernel.invalidate_attributes(node)
 
     async def _publish(self, node: Node, *, writers_stay: bool) -> None:
         status = published = os.fstat(node.fd)
         extent = node.extent
-        if writers_stay and status.st_size:
+        if writers_stay and status.st_size and not node.cached:
             extent, fd = await self._copy(node.fd)
             published = os.fstat(fd)
             os.close(fd)
@@ -436,21 +438,24 @@ class Cache:
             if extent != node.extent:
                 self.store.extents.free(extent)
             raise
-        await self._announce(inode)
         node.dirty = False
         node.version = inode.version
         node.size, node.blocks, node.mtime_ns = inode.size, inode.blocks, inode.mtime_ns
         node.working = inode.extent != node.extent
         node.stamp = _stamp(status)
         node.settled = time.time_ns() - status.st_ctime_ns > _TIMESTAMP_GRAIN_NS
+        if node.state is State.PRIVATE and not node.working and not writers_stay:
+            # Handed over: whoever opens the file now reads this very extent.
+            self.nodes.remove_private(node, State.LIVE)
+            self.nodes.live[node.ino] = node
+        await self._announce(inode)
 
     async def _announce(self, inode: Inode) -> None:
         """A version was published. Its other names may still lead the kernel to the one before."""
         self.kernel.version_published(inode.ino)
         if inode.nlink > 1:
-            names = list(self.store.namespace.names_of(inode.ino))
             await detach()
-            await self.kernel.expire_names(names)
+            await self.kernel.expire_names(self.store.namespace.names_of(inode.ino))
 
     def _changed(self, node: Node, *, rdwr: bool) -> bool:
         """Whether the node may hold bytes that its last published version does not."""

@@ -443,8 +443,12 @@ class Operations(pyfuse3.Operations):
 
     async def open(self, inode: int, flags: int, ctx: Caller) -> OpenInfo:
         node, found = self._node(inode)
+        was_sealed = node.state is State.SEALED
         node = self._cache.choose(found, node, flags, ctx.pid)
-        return self._opened(self._cache.open(node, flags, ctx.pid))
+        info = self._opened(self._cache.open(node, flags, ctx.pid))
+        if was_sealed and node.state is State.PRIVATE:
+            await self._cache.take_from_names(node)
+        return info
 
     def _opened(self, handle: Handle) -> OpenInfo:
         node = handle.node

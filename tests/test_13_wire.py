@@ -33,6 +33,11 @@ ROOT = 1
 NO_REPLY = (Opcode.FORGET, Opcode.BATCH_FORGET, Opcode.INTERRUPT)
 U32, U64 = 2**32 - 1, 2**64 - 1
 
+# Offsets are signed to us; here they are to take any bits.
+READ_IN = WRITE_IN = struct.Struct("<QQIIQII")
+LSEEK_IN = struct.Struct("<QQII")
+COPY_FILE_RANGE_IN = struct.Struct("<QQQQQQQ")
+
 
 # -- the formats -------------------------------------------------------------------------------------
 
@@ -262,7 +267,7 @@ def check_payload(opcode: int, request: bytes, payload: bytes) -> None:
     if opcode in _PAYLOAD:
         assert len(payload) == _PAYLOAD[Opcode(opcode)], Opcode(opcode)
     elif opcode in (Opcode.READ, Opcode.READDIR, Opcode.READDIRPLUS):
-        size = wire.READ_IN.unpack_from(request, 40)[2]
+        size = READ_IN.unpack_from(request, 40)[2]
         assert len(payload) <= size
         step = _ENTRY if opcode == Opcode.READDIRPLUS else 0
         while opcode != Opcode.READ and payload:
@@ -400,7 +405,7 @@ locks = body(
 open_body = body(wire.OPEN_IN, open_flags, u32)
 create_body = joined(body(wire.CREATE_IN, open_flags, modes, u32, u32), names)
 release_body = body(wire.RELEASE_IN, handles, u32, st.integers(0, 3), st.integers(1, 3))
-read_body = body(wire.READ_IN, handles, u64, st.integers(0, 70_000), u32, u64, u32, u32)
+read_body = body(READ_IN, handles, u64, st.integers(0, 70_000), u32, u64, u32, u32)
 BODIES: dict[Opcode, st.SearchStrategy[bytes]] = {
     Opcode.LOOKUP: names,
     Opcode.FORGET: body(wire.FORGET_IN, u64),
@@ -419,7 +424,7 @@ BODIES: dict[Opcode, st.SearchStrategy[bytes]] = {
     Opcode.LINK: joined(body(wire.LINK_IN, node_ids), names),
     Opcode.OPEN: open_body,
     Opcode.READ: read_body,
-    Opcode.WRITE: with_size(wire.WRITE_IN, handles, u64, st.integers(0, 7), u64, u32, u32),
+    Opcode.WRITE: with_size(WRITE_IN, handles, u64, st.integers(0, 7), u64, u32, u32),
     Opcode.STATFS: st.just(b""),
     Opcode.RELEASE: release_body,
     Opcode.FSYNC: body(wire.FSYNC_IN, handles, u32, u32),
@@ -449,9 +454,9 @@ BODIES: dict[Opcode, st.SearchStrategy[bytes]] = {
     Opcode.FALLOCATE: body(wire.FALLOCATE_IN, handles, u64, u64, st.integers(0, 0x7F), u32),
     Opcode.READDIRPLUS: read_body,
     Opcode.RENAME2: joined(body(wire.RENAME2_IN, node_ids, st.integers(0, 4), u32), names, names),
-    Opcode.LSEEK: body(wire.LSEEK_IN, handles, i64, st.integers(0, 6) | u32, u32),
+    Opcode.LSEEK: body(LSEEK_IN, handles, u64, st.integers(0, 6) | u32, u32),
     Opcode.COPY_FILE_RANGE: body(
-        wire.COPY_FILE_RANGE_IN, handles, u64, node_ids, handles, u64, u64, u64
+        COPY_FILE_RANGE_IN, handles, u64, node_ids, handles, u64, u64, u64
     ),
     Opcode.SYNCFS: st.just(bytes(8)),
     Opcode.TMPFILE: create_body,
@@ -491,7 +496,7 @@ def populate(served: Served) -> None:
         if error:
             continue
         fh = wire.OPEN_OUT.unpack_from(payload, _ENTRY)[0]
-        write = wire.WRITE_IN.pack(fh, 0, 4, 0, 0, 0, 0) + b"data"
+        write = WRITE_IN.pack(fh, 0, 4, 0, 0, 0, 0) + b"data"
         node_id = wire.ENTRY_OUT.unpack_from(payload)[0]
         served.request(Opcode.WRITE, node_id, write)
         served.request(Opcode.FLUSH, node_id, wire.FLUSH_IN.pack(fh, 0, 0, 1))

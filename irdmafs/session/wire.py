@@ -123,6 +123,7 @@ class Notify(IntEnum):
 
 LOCK_FLOCK: Final = 1 << 0
 RELEASE_FLOCK_UNLOCK: Final = 1 << 1
+EXPIRE_ONLY: Final = 1 << 0
 POLL_SCHEDULE_NOTIFY: Final = 1 << 0
 WRITE_KILL_SUIDGID: Final = 1 << 2
 
@@ -223,7 +224,8 @@ def inval_inode(nodeid: int, offset: int, length: int) -> bytes:
 
 
 def inval_entry(parent: int, name: bytes) -> bytes:
-    payload = NOTIFY_INVAL_ENTRY.pack(parent, len(name), 0) + name + b"\0"
+    """Look a name up again before its next use."""
+    payload = NOTIFY_INVAL_ENTRY.pack(parent, len(name), EXPIRE_ONLY) + name + b"\0"
     return notification(Notify.INVAL_ENTRY, payload)
 
 
