@@ -572,12 +572,16 @@ class StoreAgainstModel(RuleBasedStateMachine):
         self.current = {file: kept for file, kept in self.current.items() if kept[1]}
 
     def expected(self) -> set[int]:
-        return {*(extent for _, _, extent in self.current.values()), *self.working, *self.pins} - {0}
+        return {*(extent for _, _, extent in self.current.values()), *self.working, *self.pins} - {
+            0
+        }
 
     @invariant()
     def nothing_is_lost_and_nothing_leaks(self) -> None:
         assert set(self.store.extents) == self.expected()
-        assert all(content_of(self.store, extent) == self.contents[extent] for extent in self.expected())
+        assert all(
+            content_of(self.store, extent) == self.contents[extent] for extent in self.expected()
+        )
         check(self.store.namespace)
 
 

@@ -80,7 +80,9 @@ def test_a_body_that_is_too_short_for_its_kind_is_refused(size: int) -> None:
     buffer = bytearray(200)
     for layout in (wire.SETATTR_IN, wire.RENAME2_IN, wire.LOCK_IN, wire.FORGET_IN):
         if size >= layout.size:
-            assert len(wire.decode(layout, buffer, 40 + size)) == len(layout.unpack(bytes(layout.size)))
+            assert len(wire.decode(layout, buffer, 40 + size)) == len(
+                layout.unpack(bytes(layout.size))
+            )
         else:
             with pytest.raises(Malformed):
                 wire.decode(layout, buffer, 40 + size)
@@ -98,7 +100,9 @@ def test_a_name_ends_within_the_message_or_is_refused(data: bytes, start: int, e
                 wire.decode_name(buffer, start, end)
 
 
-@given(name=st.binary(min_size=1, max_size=255), ino=st.integers(0, U64), offset=st.integers(0, U64))
+@given(
+    name=st.binary(min_size=1, max_size=255), ino=st.integers(0, U64), offset=st.integers(0, U64)
+)
 def test_a_directory_entry_is_padded_to_eight_bytes(name: bytes, ino: int, offset: int) -> None:
     record = wire.dirent(ino, offset, name, 0o100644)
     assert len(record) % 8 == 0
@@ -239,7 +243,9 @@ class Served:
     def expire_redirections(self) -> None:
         """Opens that were sent to another node and never came: the next such open notices."""
         name = b"for redirections"
-        self.request(Opcode.CREATE, ROOT, wire.CREATE_IN.pack(os.O_WRONLY, 0o644, 0, 0) + name + b"\0")
+        self.request(
+            Opcode.CREATE, ROOT, wire.CREATE_IN.pack(os.O_WRONLY, 0o644, 0, 0) + name + b"\0"
+        )
         self.release_all()
         _, entry = self.request(Opcode.LOOKUP, ROOT, name + b"\0")
         node_id = wire.ENTRY_OUT.unpack(entry)[0]
@@ -371,7 +377,9 @@ u64 = st.integers(0, 10_000) | st.sampled_from([2**31, 2**32, 2**63 - 1, 2**63, 
 i64 = st.integers(-10, 10_000) | st.sampled_from([2**63 - 1, -(2**63)])
 pids = st.sampled_from([0, 1, 2, 4242, U32])
 plain_names = st.sampled_from([b"a", b"b", b"c", b"\xff\xfe", b"n" * 255])
-raw_names = plain_names | st.sampled_from([b".", b"..", b"n" * 256, b"user.x", b"user.irdmafs.discard"])
+raw_names = plain_names | st.sampled_from(
+    [b".", b"..", b"n" * 256, b"user.x", b"user.irdmafs.discard"]
+)
 names = raw_names.map(lambda name: name + b"\0")
 modes = st.sampled_from([0o644, 0o755, 0o100644, 0o40755, 0o10644, 0o104755]) | u32
 open_flags = (
@@ -411,8 +419,23 @@ BODIES: dict[Opcode, st.SearchStrategy[bytes]] = {
     Opcode.FORGET: body(wire.FORGET_IN, u64),
     Opcode.GETATTR: st.just(bytes(16)),
     Opcode.SETATTR: body(
-        wire.SETATTR_IN, st.integers(0, 0xFFF), u32, handles, u64, u64, i64, i64, i64, u32, u32, u32,
-        modes, u32, u32, u32, u32,
+        wire.SETATTR_IN,
+        st.integers(0, 0xFFF),
+        u32,
+        handles,
+        u64,
+        u64,
+        i64,
+        i64,
+        i64,
+        u32,
+        u32,
+        u32,
+        modes,
+        u32,
+        u32,
+        u32,
+        u32,
     ),
     Opcode.READLINK: st.just(b""),
     Opcode.SYMLINK: joined(names, names),
