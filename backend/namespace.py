@@ -456,7 +456,7 @@ class Namespace:
         shrinks = size < inode.size
         inode.version += 1
         inode.extent, inode.size, inode.blocks = extent, size, blocks
-        inode.mtime_ns = mtime_ns
+        inode.mtime_ns = _nearest_time(mtime_ns)
         inode.ctime_ns = time.time_ns()
         await self._store(inode, urgent=shrinks)
         return inode

@@ -13,6 +13,8 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
 
+import trio
+
 from .extents import ExtentStore
 from .kv.sqlite import SQLiteEngine
 from .namespace import Inode, Namespace
@@ -124,12 +126,12 @@ class StoreNode:
     async def publish(self, ino: int, extent: int, status: os.stat_result, mtime_ns: int) -> Inode:
         """Make `extent` the file's next version; `status` is its stat. Durable when it returns.
 
-        An empty extent is not kept: the version is recorded as empty. Raises OSError ENOSPC, and
-        the file keeps its present version.
+        Waits for the disk when the store is power_safe. An empty extent is not kept: the version
+        is recorded as empty. Raises OSError ENOSPC, and the file keeps its present version.
         """
         size = status.st_size
         if size and self.power_safe:
-            self.extents.sync(extent)
+            await trio.to_thread.run_sync(self.extents.sync, extent)
         before = self.namespace.inode(ino).extent
         kept = extent if size else 0
         inode = await self.namespace.publish(ino, kept, size, status.st_blocks, mtime_ns)

@@ -9,6 +9,7 @@ import errno
 import logging
 import os
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 import trio
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 _COPY_INLINE_MAX_BYTES = 1024 * 1024
 # Before 6.13 tmpfs stamps times with the timer tick (1-10 ms): a write may leave them as they were.
 _TIMESTAMP_GRAIN_NS = 20_000_000
+# A store with less room than this is full: a write may just have failed.
+_FULL_BYTES = 64 * 1024
 # The kernel repeats a lookup at once; a redirection older than this belongs to an open that died.
 _REDIRECT_MAX_AGE_S = 2.0
 
@@ -125,21 +128,25 @@ class Cache:
         if writing and flags & os.O_TRUNC:
             # An idle node can take the new content; its names then have to be expired, so that
             # others come to another node with the present version.
-            current = node.state is State.SEALED and node.version == inode.version
-            chosen = node if current and self._is_idle(node) else self.nodes.add(inode)
-            self.begin(chosen, State.PRIVATE)
-            return chosen
+            return self._begin_on(inode, node, lambda chosen: self.begin(chosen, State.PRIVATE))
         live = self.nodes.live.get(ino)
         if live is not None:
             return live
-        current = node.state is State.SEALED and node.version == inode.version
         if not writing:
-            return node if current else self._sealed(inode)
-        chosen = node if current and self._is_idle(node) else self.nodes.add(inode)
+            return node if _is_current(node, inode) else self._sealed(inode)
         if inode.extent:
-            self._begin_in_place(chosen)
-        else:
-            self.begin(chosen, State.LIVE)
+            return self._begin_on(inode, node, self._begin_in_place)
+        return self._begin_on(inode, node, lambda chosen: self.begin(chosen, State.LIVE))
+
+    def _begin_on(self, inode: Inode, node: Node, begin: Callable[[Node], None]) -> Node:
+        """Begin writing on `node`, if it can take another content, or on a new node."""
+        can_take = _is_current(node, inode) and self._is_idle(node)
+        chosen = node if can_take else self.nodes.add(inode)
+        try:
+            begin(chosen)
+        except OSError:
+            self.nodes.drop_unused(chosen)
+            raise
         return chosen
 
     def _is_idle(self, node: Node) -> bool:
@@ -297,10 +304,13 @@ class Cache:
                     and self._inodes[node.ino].nlink
                     and self._changed(node, rdwr=_is_rdwr(handle))
                 ):
+                    if self.store.power_safe:
+                        await detach()
                     await self._publish(node, writers_stay=False)
             except OSError as error:
                 log.error("inode %d: its last changes could not be published: %s", node.ino, error)
-            self._seal(node)
+            if not node.writers and node.state is not State.SEALED:
+                self._seal(node)
         if not node.opens:
             await self._rest(node)
 
@@ -381,15 +391,24 @@ class Cache:
                 return
             if node.stamp is None and not _size(node) and self._held_elsewhere(pid, node.ino):
                 return
+            if not node.cached and self._is_full():
+                # A write that the kernel refused for want of room did not come to us.
+                handle.aborted = True
+                raise fail(errno.ENOSPC, "the store is full; the version before stays")
         if not self._changed(node, rdwr=_is_rdwr(handle)):
             return
         stays = node.writers > 1
-        if stays and not node.cached:
+        if (stays and not node.cached) or self.store.power_safe:
             await detach()
             async with self._locked(node):
                 await self._publish(node, writers_stay=True)
         else:
             await self._publish(node, writers_stay=stays)
+
+    def _is_full(self) -> bool:
+        room = self.store.extents.statvfs()
+        # f_blocks is 0 on a tmpfs without a limit.
+        return bool(room.f_blocks) and room.f_bavail * room.f_frsize < _FULL_BYTES
 
     def _held_elsewhere(self, pid: int, ino: int) -> bool:
         return processes.holds_descriptor(pid, ino, self.mountpoint)
@@ -410,7 +429,7 @@ class Cache:
             return
         if not self._changed(node, rdwr=_is_rdwr(handle)):
             return
-        if node.cached:
+        if node.cached and not self.store.power_safe:
             await self._publish(node, writers_stay=True)
         else:
             await detach()
@@ -419,6 +438,8 @@ class Cache:
 
     async def publish_now(self, ino: int) -> None:
         """Publish what is being written to an inode whose name is about to mean something new."""
+        if self.store.power_safe:
+            await detach()
         for node in list(self.nodes.of(ino)):
             if node.state is not State.PRIVATE or node.discarded:
                 continue
@@ -513,6 +534,8 @@ class Cache:
                         copy_contents(source, fd, size)
             os.ftruncate(fd, size)
             status = os.fstat(fd)
+            if self.store.power_safe:
+                await detach()
             published = await self.store.publish(inode.ino, extent, status, status.st_mtime_ns)
         except BaseException:
             self.store.extents.free(extent)
@@ -543,9 +566,18 @@ class Cache:
         node.dirty = True
         view = memoryview(data)
         written = 0
-        while written < len(view):
-            written += os.pwrite(node.fd, view[written:], offset + written)
+        try:
+            while written < len(view):
+                written += os.pwrite(node.fd, view[written:], offset + written)
+        except OSError:
+            # Half a content is not to be published because its writer closes the file all the same.
+            node.discarded = node.state is State.PRIVATE
+            raise
         return written
+
+
+def _is_current(node: Node, inode: Inode) -> bool:
+    return node.state is State.SEALED and node.version == inode.version
 
 
 def _stamp(status: os.stat_result) -> tuple[int, int, int]:

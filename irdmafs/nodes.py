@@ -156,8 +156,8 @@ class NodeTable:
         siblings = self._siblings.get(ino)
         if siblings is None:
             node = self._first.get(ino)
-            return node is not None and node.opens > 0
-        return any(node.opens for node in siblings)
+            return node is not None and (node.opens > 0 or node.state is not State.SEALED)
+        return any(node.opens or node.state is not State.SEALED for node in siblings)
 
     def forget(self, node_id: int, lookups: int) -> None:
         node = self.by_id.get(node_id)

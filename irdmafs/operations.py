@@ -208,8 +208,7 @@ class Operations(pyfuse3.Operations):
         await self._cache.publish_now(node.ino)
         linked = await self._namespace.link(node.ino, directory.ino, new_name)
         self._refresh_other_nodes(node, node.ino)
-        node.lookups += 1
-        return self._attributes(node, linked)
+        return self._entry(linked, ctx.pid)
 
     async def unlink(self, parent_inode: int, name: bytes, ctx: Caller) -> None:
         parent = self._inode(parent_inode).ino
@@ -443,6 +442,10 @@ class Operations(pyfuse3.Operations):
 
     async def open(self, inode: int, flags: int, ctx: Caller) -> OpenInfo:
         node, found = self._node(inode)
+        if flags & os.O_TRUNC and flags & os.O_ACCMODE == os.O_RDONLY:
+            # POSIX leaves it open; Linux truncates.
+            await self._cache.truncate_sealed(found, node, 0, ctx.pid)
+            found = self._inodes[node.ino]
         was_sealed = node.state is State.SEALED
         node = self._cache.choose(found, node, flags, ctx.pid)
         info = self._opened(self._cache.open(node, flags, ctx.pid))
@@ -581,6 +584,7 @@ class Operations(pyfuse3.Operations):
             if not self._cache.names_are_stable(ino):
                 entry.entry_timeout = 0
             if not self.readdir_reply(token, name, entry, index + 1):
+                self._nodes.drop_unused(node)
                 return
             node.lookups += 1
 

@@ -744,6 +744,8 @@ def test_times_beyond_what_is_kept_become_the_nearest_that_is(
     loaded = reloaded(engine).inode(inode.ino)
     nearest = max(-(2**63), min(time_ns, 2**63 - 1))
     assert (loaded.atime_ns, loaded.mtime_ns) == (nearest, nearest)
+    run(namespace.publish(inode.ino, 1, 1, 1, time_ns))
+    assert reloaded(engine).inode(inode.ino).mtime_ns == nearest
 
 
 def test_changes_in_a_directory_move_its_times(namespace: Namespace) -> None:

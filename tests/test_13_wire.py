@@ -579,3 +579,237 @@ def test_damaged_requests_are_answered_once_and_do_no_harm(
             broken[:4] = len(broken).to_bytes(4, "little")
         found[which % len(found)] = bytes(broken)
     serve(mode, populate, found)
+
+
+# -- one promise each ------------------------------------------------------------------------------
+
+
+def create(served: Served, name: bytes, flags: int = os.O_WRONLY) -> tuple[int, int]:
+    """Node id and handle of a new file."""
+    data = wire.CREATE_IN.pack(flags, 0o644, 0, 0) + name + b"\0"
+    error, payload = served.request(Opcode.CREATE, ROOT, data)
+    assert error == 0
+    return wire.ENTRY_OUT.unpack_from(payload)[0], wire.OPEN_OUT.unpack_from(payload, _ENTRY)[0]
+
+
+def close(served: Served, node_id: int, fh: int) -> None:
+    assert served.request(Opcode.FLUSH, node_id, wire.FLUSH_IN.pack(fh, 0, 0, 1))[0] == 0
+    assert served.request(Opcode.RELEASE, node_id, wire.RELEASE_IN.pack(fh, 0, 0, 0))[0] == 0
+
+
+def lookup(served: Served, name: bytes) -> int:
+    error, payload = served.request(Opcode.LOOKUP, ROOT, name + b"\0")
+    assert error == 0
+    return int(wire.ENTRY_OUT.unpack(payload)[0])
+
+
+def write_whole(served: Served, name: bytes, content: bytes) -> int:
+    node_id, fh = create(served, name)
+    node = served.nodes.handles[fh].node
+    os.write(node.fd, content)  # as the kernel does, or as a WRITE would
+    close(served, node_id, fh)
+    return node_id
+
+
+@pytest.mark.parametrize("opcode", [Opcode.CREATE, Opcode.TMPFILE])
+@pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_RDWR])
+def test_a_failed_creation_leaves_neither_handle_nor_node_nor_descriptor(
+    opcode: Opcode, flags: int
+) -> None:
+    def talk(served: Served) -> None:
+        before = open_files()
+        data = wire.CREATE_IN.pack(flags, 0o644, 0, 0) + b"file\0"
+        for _ in range(3):
+            assert served.request(opcode, ROOT, data) == (errno.ENOTTY, b"")
+        assert open_files() == before
+        assert not served.nodes.handles and list(served.nodes.by_id) == [ROOT]
+        assert set(served.store.extents) == set()
+        found = served.store.namespace.lookup(ROOT, b"file")
+        assert found is None or found.version == 0
+
+    serve("passthrough that fails", talk)
+
+
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_WRONLY | os.O_TRUNC])
+def test_a_failed_open_leaves_the_file_as_it_was(
+    flags: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(device_fd: int, backing_fd: int) -> int:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    def talk(served: Served) -> None:
+        node_id = write_whole(served, b"file", b"weights")
+        served.request(Opcode.FORGET, node_id, wire.FORGET_IN.pack(1))
+        before, inode = open_files(), served.store.namespace.lookup(ROOT, b"file")
+        assert inode is not None
+        asking = wire.OPEN_IN.pack(flags, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(passthrough, "register", fails)
+            error, _ = served.request(Opcode.OPEN, lookup(served, b"file"), asking)
+            if error == errno.ESTALE:
+                error, _ = served.request(Opcode.OPEN, lookup(served, b"file"), asking)
+            assert error == errno.ENOMEM
+        assert open_files() == before
+        assert not served.nodes.handles
+        assert served.store.namespace.inode(inode.ino).version == inode.version
+        assert Path(served.store.extents.path(inode.extent)).read_bytes() == b"weights"
+        assert set(served.store.extents) == {inode.extent}
+
+    serve("passthrough", talk)
+
+
+@pytest.mark.parametrize("mode", ["passthrough", "cached"])
+def test_an_open_that_never_came_back_for_a_file_since_removed_hurts_no_other(mode: str) -> None:
+    """The opener is sent to another node, and finds the name gone when it looks again."""
+
+    def talk(served: Served) -> None:
+        for name in (b"file", b"other"):
+            write_whole(served, name, b"weights")
+        truncating = wire.OPEN_IN.pack(os.O_WRONLY | os.O_TRUNC, 0)
+        node_id = lookup(served, b"file")
+        assert served.request(Opcode.OPEN, node_id, truncating)[0] == errno.ESTALE
+        assert served.request(Opcode.UNLINK, ROOT, b"file\0")[0] == 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("irdmafs.cache._REDIRECT_MAX_AGE_S", -1)
+            node_id = lookup(served, b"other")
+            assert served.request(Opcode.OPEN, node_id, truncating)[0] == errno.ESTALE
+
+    serve(mode, talk)
+
+
+def test_locks_that_wait_are_answered_when_they_are_interrupted() -> None:
+    def talk(served: Served) -> None:
+        for owner, opcode in ((1, Opcode.SETLK), (2, Opcode.SETLKW), (3, Opcode.SETLKW)):
+            node_id, fh = served.store.namespace.inodes[2].ino, 1
+            lock = wire.LOCK_IN.pack(fh, owner, 0, 100, 1, 7, 0, 0)
+            # Two requests never share a number; that they do must not end the session.
+            served.send(message(opcode, node_id, lock, unique=min(owner, 2)))
+        assert served.replies[1] == [(0, b"")] and 2 not in served.replies
+
+    def prepared(served: Served) -> None:
+        create(served, b"file", os.O_RDWR)
+        talk(served)
+
+    serve("cached", prepared)
+
+
+def test_kinds_of_handles_and_nodes_are_not_mixed_up() -> None:
+    def talk(served: Served) -> None:
+        served.request(Opcode.MKDIR, ROOT, wire.MKDIR_IN.pack(0o755, 0) + b"directory\0")
+        directory = lookup(served, b"directory")
+        file, file_fh = create(served, b"file")
+        close(served, file, file_fh)
+        _, opened = served.request(Opcode.OPEN, file, wire.OPEN_IN.pack(os.O_RDONLY, 0))
+        reading = wire.OPEN_OUT.unpack(opened)[0]
+        _, opened = served.request(Opcode.OPENDIR, directory, wire.OPEN_IN.pack(os.O_RDONLY, 0))
+        listing = wire.OPEN_OUT.unpack(opened)[0]
+        resize = bytearray(wire.SETATTR_IN.size)
+        wire.SETATTR_IN.pack_into(resize, 0, wire.Valid.SIZE, *(0,) * 15)
+        for flags in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR, os.O_WRONLY | os.O_TRUNC):
+            data = wire.OPEN_IN.pack(flags, 0)
+            assert served.request(Opcode.OPEN, directory, data)[0] == errno.EISDIR
+            data = wire.CREATE_IN.pack(flags, 0o644, 0, 0) + b"directory\0"
+            assert served.request(Opcode.CREATE, ROOT, data)[0] == errno.EISDIR
+        assert served.request(Opcode.SETATTR, directory, bytes(resize))[0] == errno.EISDIR
+        assert served.request(Opcode.OPENDIR, file, wire.OPEN_IN.pack(0, 0))[0] == errno.ENOTDIR
+        write = WRITE_IN.pack(reading, 0, 1, 0, 0, 0, 0) + b"x"
+        assert served.request(Opcode.WRITE, file, write)[0] == errno.EBADF
+        grow = wire.FALLOCATE_IN.pack(reading, 0, 10, 0, 0)
+        assert served.request(Opcode.FALLOCATE, file, grow)[0] == errno.EBADF
+        read = READ_IN.pack(listing, 0, 10, 0, 0, 0, 0)
+        assert served.request(Opcode.READ, directory, read)[0] == errno.EBADF
+        read = READ_IN.pack(reading, 0, 1000, 0, 0, 0, 0)
+        for opcode in (Opcode.READDIR, Opcode.READDIRPLUS):
+            assert served.request(opcode, file, read)[0] == errno.ENOTDIR
+        release = wire.RELEASE_IN.pack(listing, 0, 0, 0)
+        assert served.request(Opcode.RELEASE, directory, release)[0] == errno.EBADF
+        release = wire.RELEASE_IN.pack(reading, 0, 0, 0)
+        assert served.request(Opcode.RELEASEDIR, file, release)[0] == errno.ENOTDIR
+        assert len(served.nodes.handles) == 2
+
+    serve("cached", talk)
+
+
+def test_offsets_beyond_the_largest_file_are_refused() -> None:
+    def talk(served: Served) -> None:
+        node_id, fh = create(served, b"file", os.O_RDWR)
+        for offset in (2**63, U64):
+            read, write = READ_IN.pack(fh, offset, 10, 0, 0, 0, 0), WRITE_IN.pack(fh, offset, 1, *(0,) * 4)
+            assert served.request(Opcode.READ, node_id, read)[0] == errno.EINVAL
+            assert served.request(Opcode.WRITE, node_id, write + b"x")[0] == errno.EINVAL
+            seek = LSEEK_IN.pack(fh, 0, U32, 0)
+            assert served.request(Opcode.LSEEK, node_id, seek)[0] == errno.EINVAL
+            copy = COPY_FILE_RANGE_IN.pack(fh, offset, node_id, fh, 0, 10, 0)
+            assert served.request(Opcode.COPY_FILE_RANGE, node_id, copy)[0] == errno.EINVAL
+
+    serve("cached", talk)
+
+
+# -- the handshake -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def device(first_message: bytes) -> Iterator[KernelSession]:
+    fd = os.memfd_create("device", os.MFD_CLOEXEC)
+    session = KernelSession(fd)
+    os.write(fd, first_message)
+    os.lseek(fd, 0, os.SEEK_SET)
+    yield session
+    session.close()
+
+
+def init_message(major: int, minor: int, flags: int) -> bytes:
+    low = flags & 0xFFFFFFFF | wire.Init.INIT_EXT
+    data = wire.INIT_IN.pack(major, minor, 65536, low) + wire.INIT_IN_FLAGS2.pack(flags >> 32)
+    return message(Opcode.INIT, 0, data + bytes(44), unique=1)
+
+
+def test_the_handshake_agrees_on_passthrough() -> None:
+    asked = init_message(7, 45, (1 << 64) - 1)
+    with device(asked) as session:
+        session.handshake()
+        written = os.pread(session._fd, 1000, len(asked))
+        assert wire.OUT_HEADER.unpack_from(written) == (len(written), 0, 1)
+        major, minor, _, flags, *_, flags2, depth, _ = wire.INIT_OUT.unpack_from(written, 16)
+        assert (major, minor) == (wire.MAJOR, wire.MINOR)
+        assert (flags | flags2 << 32) & wire.Init.PASSTHROUGH
+        assert depth >= 1
+        assert not os.get_blocking(session._fd)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        init_message(7, 30, (1 << 64) - 1),
+        init_message(6, 45, (1 << 64) - 1),
+        init_message(7, 45, 0xFFFFFFFF),
+    ],
+)
+def test_a_kernel_without_what_is_needed_is_told_so(asked: bytes) -> None:
+    with device(asked) as session:
+        with pytest.raises(ProtocolError):
+            session.handshake()
+        written = os.pread(session._fd, 1000, len(asked))
+        assert wire.OUT_HEADER.unpack(written) == (16, -errno.EPROTO, 1)
+
+
+@settings(fuzzing, max_examples=100)
+@given(
+    data=st.binary(max_size=120),
+    flips=st.lists(st.tuples(st.integers(0, 99), st.integers(1, 255)), max_size=4),
+    sound=st.booleans(),
+)
+def test_a_broken_handshake_is_refused_or_answered(
+    data: bytes, flips: list[tuple[int, int]], sound: bool
+) -> None:
+    asked = bytearray(init_message(7, 45, (1 << 64) - 1) if sound else data)
+    for position, bits in flips:
+        if position < len(asked):
+            asked[position] ^= bits
+    with device(bytes(asked)) as session:
+        try:
+            session.handshake()
+        except (Malformed, ProtocolError):
+            return
+        written = os.pread(session._fd, 1000, len(asked))
+        assert wire.OUT_HEADER.unpack_from(written)[:2] == (len(written), 0)

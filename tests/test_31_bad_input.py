@@ -97,6 +97,24 @@ def test_names_can_be_removed_on_a_full_store(new_mount: NewMount, process: Take
 
 
 @pytest.mark.beyond_posix
+def test_writer_that_closes_after_enospc_does_not_replace_the_old_version(
+    new_mount: NewMount, process: TakeProcess
+) -> None:
+    mount = new_mount(store_size="64m")
+    mount.mount()
+    file = mount.path / "weights"
+    file.write_bytes(pattern(1, 20 * MIB))
+    fill = "with open(file, 'wb') as f:\n    while True: f.write(bytes(1 << 20))"
+    with pytest.raises(OSError) as caught:
+        process().do(fill, file=str(file))
+    assert caught.value.errno == errno.ENOSPC
+    assert version_of(process().do("open(file, 'rb').read()", file=str(file))) == 1
+    eventually(lambda: os.statvfs(mount.path).f_bavail * 4096 > 30 * MIB, "its space is free again")
+    file.write_bytes(pattern(2, 20 * MIB))
+    assert version_of(file.read_bytes()) == 2
+
+
+@pytest.mark.beyond_posix
 def test_edit_in_place_that_does_not_fit_keeps_the_old_version(
     new_mount: NewMount, process: TakeProcess
 ) -> None:
