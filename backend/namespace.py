@@ -43,13 +43,12 @@ class Inode:
     """One inode as the namespace knows it. Times are nanoseconds since the epoch, sizes bytes.
 
     `extent` is 0 for an empty content; `blocks` counts 512-byte units as stat does; `parent` is the
-    directory that holds a directory (0 for everything else); `target` is a symlink's; `place` is the
-    (parent, name) it was given last, known in memory only.
+    directory that holds a directory (0 for everything else); `target` is a symlink's.
     """
 
     __slots__ = (
         "atime_ns", "blocks", "ctime_ns", "extent", "gid", "ino", "mode", "mtime_ns", "nlink",
-        "parent", "place", "rdev", "revision", "size", "target", "uid", "version", "xattrs",
+        "parent", "rdev", "revision", "size", "target", "uid", "version", "xattrs",
     )  # fmt: skip
 
     def __init__(self, ino: int, mode: int, uid: int, gid: int, now_ns: int) -> None:
@@ -67,7 +66,6 @@ class Inode:
         self.parent = 0
         self.target = b""
         self.xattrs: dict[bytes, bytes] = _NO_XATTRS
-        self.place: tuple[int, bytes] | None = None
         self.revision = 0  # of the record in the engine; 0 = not there yet
 
     def encode(self) -> bytes:
@@ -90,7 +88,6 @@ class Inode:
             inode.parent, inode.target, inode.xattrs,
         ) = _decode(value)  # fmt: skip
         inode.revision = revision
-        inode.place = None
         return inode
 
     def copy(self) -> "Inode":
@@ -101,7 +98,6 @@ class Inode:
         new.atime_ns, new.mtime_ns, new.ctime_ns = self.atime_ns, self.mtime_ns, self.ctime_ns
         new.version, new.extent, new.parent = self.version, self.extent, self.parent
         new.target, new.xattrs, new.revision = self.target, self.xattrs, self.revision
-        new.place = self.place
         return new
 
     @property
@@ -181,13 +177,7 @@ class Namespace:
         return [(name, dentry.ino) for name, dentry in self._children[ino].items()]
 
     def names_of(self, ino: int) -> list[tuple[int, bytes]]:
-        """Every (parent, name) of an inode. Looks at all names when it has several."""
-        inode = self.inodes[ino]
-        if inode.nlink == 1 and inode.place is not None:
-            parent, name = inode.place
-            dentry = self._children.get(parent, {}).get(name)
-            if dentry is not None and dentry.ino == ino:
-                return [inode.place]
+        """Every (parent, name) of an inode, by looking at all names: for rare questions only."""
         return [
             (parent, name)
             for parent, children in self._children.items()
@@ -223,8 +213,6 @@ class Namespace:
             if children is None:
                 raise fail(errno.EIO, f"name {name!r} lies in a directory {parent} that is missing")
             children[name] = Dentry(ino, record.mod_revision)
-            if inode is not None:
-                inode.place = (parent, name)
             if inode is None or (inode.is_file and inode.version == 0):
                 dangling.append((parent, name, 0))
                 continue
@@ -572,7 +560,6 @@ class Namespace:
         for parent, name, ino in names:
             if ino:
                 self._children[parent][name] = Dentry(ino, revision)
-                self.inodes[ino].place = (parent, name)
             else:
                 del self._children[parent][name]
         for ino in removed:

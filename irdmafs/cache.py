@@ -126,28 +126,26 @@ class Cache:
         ino = inode.ino
         writing = flags & os.O_ACCMODE != os.O_RDONLY
         if writing and flags & os.O_TRUNC:
-            # An idle node can take the new content; its names then have to be expired, so that
-            # others come to another node with the present version.
-            return self._begin_on(inode, node, lambda chosen: self.begin(chosen, State.PRIVATE))
+            # Never the node that the name leads to: others still see the present version there.
+            return self._begin_on(self.nodes.add(inode), lambda new: self.begin(new, State.PRIVATE))
         live = self.nodes.live.get(ino)
         if live is not None:
             return live
         if not writing:
             return node if _is_current(node, inode) else self._sealed(inode)
-        if inode.extent:
-            return self._begin_on(inode, node, self._begin_in_place)
-        return self._begin_on(inode, node, lambda chosen: self.begin(chosen, State.LIVE))
-
-    def _begin_on(self, inode: Inode, node: Node, begin: Callable[[Node], None]) -> Node:
-        """Begin writing on `node`, if it can take another content, or on a new node."""
         can_take = _is_current(node, inode) and self._is_idle(node)
         chosen = node if can_take else self.nodes.add(inode)
+        if inode.extent:
+            return self._begin_on(chosen, self._begin_in_place)
+        return self._begin_on(chosen, lambda new: self.begin(new, State.LIVE))
+
+    def _begin_on(self, node: Node, begin: Callable[[Node], None]) -> Node:
         try:
-            begin(chosen)
+            begin(node)
         except OSError:
-            self.nodes.drop_unused(chosen)
+            self.nodes.drop_unused(node)
             raise
-        return chosen
+        return node
 
     def _is_idle(self, node: Node) -> bool:
         """Whether the node may take another content: nobody has it open or is on the way to it."""
@@ -277,12 +275,6 @@ class Cache:
 
     # -- open and release ------------------------------------------------------------------------
 
-    async def take_from_names(self, node: Node) -> None:
-        """A private node was one that names lead to: make the kernel look them up again."""
-        names = self.store.namespace.names_of(node.ino)
-        await detach()
-        await self.kernel.expire_names(names)
-
     def open(self, node: Node, flags: int, pid: int) -> Handle:
         """Open a handle on the node that choose() or a creation decided on."""
         if not node.opens and node.state is State.SEALED:
@@ -401,7 +393,7 @@ class Cache:
         if (stays and not node.cached) or self.store.power_safe:
             await detach()
             async with self._locked(node):
-                await self._publish(node, writers_stay=True)
+                await self._publish(node, writers_stay=stays)
         else:
             await self._publish(node, writers_stay=stays)
 

@@ -332,6 +332,9 @@ class Operations(pyfuse3.Operations):
             return json.dumps(self._status()).encode()
         raise fail(errno.ENODATA)
 
+    def has_xattrs(self, node_id: int) -> bool:
+        return bool(self._inode(node_id).xattrs)
+
     async def listxattr(self, inode: int, ctx: Caller) -> list[bytes]:
         return list(self._inode(inode).xattrs)
 
@@ -446,12 +449,8 @@ class Operations(pyfuse3.Operations):
             # POSIX leaves it open; Linux truncates.
             await self._cache.truncate_sealed(found, node, 0, ctx.pid)
             found = self._inodes[node.ino]
-        was_sealed = node.state is State.SEALED
         node = self._cache.choose(found, node, flags, ctx.pid)
-        info = self._opened(self._cache.open(node, flags, ctx.pid))
-        if was_sealed and node.state is State.PRIVATE:
-            await self._cache.take_from_names(node)
-        return info
+        return self._opened(self._cache.open(node, flags, ctx.pid))
 
     def _opened(self, handle: Handle) -> OpenInfo:
         node = handle.node

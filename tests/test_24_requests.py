@@ -2,10 +2,11 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from conftest import make_mount
 from mountpoint import NOT_BLOCKING, Mount
 from processes import Process
 
@@ -14,6 +15,15 @@ pytestmark = [
     pytest.mark.beyond_posix,
     pytest.mark.kernel_session("without passthrough every byte is a request"),
 ]
+
+
+@pytest.fixture(scope="module")
+def module_mount(session: str) -> Iterator[Mount]:
+    """With default options: the price of allow_other is that the kernel checks modes, and asks."""
+    with make_mount(session) as mount:
+        yield mount
+
+
 WRITE = """
 block = bytes(4 << 20)
 with open(file, 'wb', buffering=0) as f:
@@ -43,7 +53,8 @@ def test_large_file_costs_a_handful_of_requests(
     assert counted.total() <= 8, f"writing a new file: {counted}"
     with mount.requests() as counted:
         worker.do(WRITE, **values)
-    assert counted.total() <= 8, f"overwriting it: {counted}"
+    # The open is sent on to another node: the kernel looks up and opens once more.
+    assert blocking(counted).total() <= 9, f"overwriting it: {counted}"
     worker.do("block = bytearray(4 << 20)\n" + READ, **values)
     with mount.requests() as counted:
         worker.do(READ, **values)
@@ -70,7 +81,7 @@ def test_small_file_costs_a_handful_of_requests(
             "    os.write(fd, b'x' * 65536)\n"
             "    os.close(fd)"
         )
-    assert blocking(counted).total() <= 500, f"100 small files: {counted}"
+    assert blocking(counted).total() <= 402, f"100 small files: {counted}"
 
 
 def test_listing_again_asks_for_no_attributes(

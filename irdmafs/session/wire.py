@@ -195,15 +195,14 @@ def decode(layout: struct.Struct, buffer: Buffer, end: int) -> tuple[int, ...]:
     return layout.unpack_from(buffer, BODY)
 
 
-def decode_name(buffer: Buffer, start: int, end: int) -> tuple[bytes, int]:
+def decode_name(buffer: bytes | bytearray, start: int, end: int) -> tuple[bytes, int]:
     """A NUL-terminated string at `start`, and where the next part begins."""
-    data = bytes(buffer[start:end])
-    stop = data.find(b"\0")
+    stop = buffer.find(0, start, end)
     if stop < 0:
         raise Malformed("a name is not terminated")
-    if stop == 0:
+    if stop == start:
         raise Malformed("a name is empty")
-    return data[:stop], start + stop + 1
+    return bytes(buffer[start:stop]), stop + 1
 
 
 def reply(unique: int, payload: bytes = b"") -> bytes:
