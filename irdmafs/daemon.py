@@ -1,6 +1,5 @@
 """One mounted filesystem from start to end: store, session, signals."""
 
-import errno
 import gc
 import logging
 import os
@@ -220,10 +219,12 @@ def _calm_the_collector() -> None:
 def _raise_open_files_limit() -> None:
     """Each file being written is a descriptor of ours."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    for wanted in (max(hard, _WANTED_OPEN_FILES), hard):
+    with open("/proc/sys/fs/nr_open", "rb") as file:
+        wanted = max(hard, min(int(file.read()), _WANTED_OPEN_FILES))
+    for limit in (wanted, hard):
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, max(wanted, hard)))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, max(limit, hard)))
             return
         except (OSError, ValueError):
-            continue
-    log.warning("the limit of open files stays at %d (%s)", soft, os.strerror(errno.EPERM))
+            continue  # raising the hard limit needs CAP_SYS_RESOURCE
+    log.warning("the limit of open files stays at %d", soft)

@@ -1,0 +1,109 @@
+"""What only the kernel session can do: waiting for a version, files without a name, deadlocks found."""
+
+import errno
+import os
+import select
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from patterns import pattern, version_of
+from processes import Process
+
+TakeProcess = Callable[[], Process]
+pytestmark = [
+    pytest.mark.beyond_posix,
+    pytest.mark.kernel_session("pyfuse3 does not carry it"),
+]
+
+
+def test_poll_wakes_when_a_newer_version_is_published(folder: Path, process: TakeProcess) -> None:
+    file = folder / "weights"
+    file.write_bytes(pattern(1, 10_000))
+    reader, writer = process(), process()
+    reader.do("fd = os.open(file, os.O_RDONLY)", file=str(file))
+    wait = "import select; p = select.poll(); p.register(fd, select.POLLPRI); p.poll(20_000)"
+    assert reader.do("import select; p = select.poll(); p.register(fd, 2); p.poll(0)") == []
+    reader.start(wait)
+    assert not reader.finished(within_s=0.2)
+    writer.do("open(file, 'wb').write(pattern(2, 10_000))", file=str(file))
+    assert [events & select.POLLPRI for _, events in reader.result()] == [select.POLLPRI]
+    assert version_of(reader.do("os.pread(fd, 10_000, 0)")) == 1
+    reader.do("os.close(fd); fd = os.open(file, os.O_RDONLY)", file=str(file))
+    assert version_of(reader.do("os.pread(fd, 10_000, 0)")) == 2
+
+
+def test_files_are_always_readable_and_writable_for_poll(folder: Path) -> None:
+    with open(folder / "file", "w+b") as file:
+        poller = select.poll()
+        poller.register(file, select.POLLIN | select.POLLOUT | select.POLLPRI)
+        assert [events for _, events in poller.poll(0)] == [select.POLLIN | select.POLLOUT]
+
+
+def test_file_without_a_name_appears_whole_when_it_is_linked(
+    folder: Path, process: TakeProcess
+) -> None:
+    maker, reader = process(), process()
+    maker.do("fd = os.open(d, os.O_WRONLY | os.O_TMPFILE, 0o600)", d=str(folder))
+    maker.do("os.write(fd, pattern(1, 100_000))")
+    assert os.listdir(folder) == []
+    # With a dir_fd Python calls linkat(2), which alone can follow the link of /proc.
+    link = "os.link(f'/proc/self/fd/{fd}', file, src_dir_fd=fd, follow_symlinks=True)"
+    maker.do(link, file=str(folder / "weights"))
+    read = "version_of(open(file, 'rb').read())"
+    assert reader.do(read, file=str(folder / "weights")) == 1
+    maker.do("os.close(fd)")
+    assert reader.do(read, file=str(folder / "weights")) == 1
+
+
+def test_file_without_a_name_leaves_nothing_behind(folder: Path, process: TakeProcess) -> None:
+    maker = process()
+    maker.do("fd = os.open(d, os.O_RDWR | os.O_TMPFILE, 0o600)", d=str(folder))
+    maker.do("os.write(fd, b'x' * 1000); os.lseek(fd, 0, 0)")
+    assert maker.do("os.read(fd, 2000)") == b"x" * 1000
+    maker.do("os.close(fd)")
+    assert os.listdir(folder) == []
+
+
+def test_deadlock_of_posix_locks_is_refused(folder: Path, process: TakeProcess) -> None:
+    file = folder / "file"
+    file.write_bytes(b"ab")
+    one, two = process(), process()
+    for each in (one, two):
+        each.do("import fcntl; f = open(file, 'r+b')", file=str(file))
+    one.do("fcntl.lockf(f, fcntl.LOCK_EX, 1, 0)")
+    two.do("fcntl.lockf(f, fcntl.LOCK_EX, 1, 1)")
+    one.start("fcntl.lockf(f, fcntl.LOCK_EX, 1, 1); 'mine'")
+    assert not one.finished(within_s=0.2)
+    with pytest.raises(OSError) as caught:
+        two.do("fcntl.lockf(f, fcntl.LOCK_EX, 1, 0)")
+    assert caught.value.errno == errno.EDEADLK
+    two.do("f.close()")
+    assert one.result() == "mine"
+
+
+def test_reopening_through_proc_shares_what_the_descriptor_has(
+    folder: Path, process: TakeProcess
+) -> None:
+    file = folder / "file"
+    file.write_bytes(pattern(1, 8192))
+    reader, writer = process(), process()
+    reader.do("fd = os.open(file, os.O_RDONLY)", file=str(file))
+    writer.do("open(file, 'wb').write(pattern(2, 8192))", file=str(file))
+    assert reader.do("version_of(open(f'/proc/self/fd/{fd}', 'rb').read())") == 1
+    writer.do("w = open(file, 'wb', buffering=0); w.write(b'part')", file=str(file))
+    assert writer.do("open(f'/proc/self/fd/{w.fileno()}', 'rb').read()") == b"part"
+    assert version_of(reader.do("open(file, 'rb').read()", file=str(file))) == 2
+
+
+def test_copy_file_range_and_holes_between_versions(folder: Path) -> None:
+    source, target = folder / "source", folder / "target"
+    with open(source, "wb") as file:
+        file.write(b"a" * 10_000)
+        file.seek(1 << 20)
+        file.write(b"z")
+    with open(source, "rb") as one, open(target, "wb") as two:
+        copied = 0
+        while n := os.copy_file_range(one.fileno(), two.fileno(), 1 << 30, copied, copied):
+            copied += n
+    assert target.read_bytes() == source.read_bytes()
