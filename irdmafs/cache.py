@@ -177,6 +177,7 @@ class Cache:
             return
         if node.state is not State.SEALED:
             self._seal(node)
+        _close(node)
         self._unpin(node)
         self.nodes.drop_unused(node)
 
@@ -224,9 +225,7 @@ class Cache:
     def _let_go(self, node: Node) -> None:
         """Close and unpin what the node holds of its present extent."""
         self.kernel.drop_backing(node)
-        if node.fd >= 0:
-            os.close(node.fd)
-            node.fd = -1
+        _close(node)
         if node.working:
             self._retire_working(node)
         self._unpin(node)
@@ -308,9 +307,7 @@ class Cache:
 
     async def _rest(self, node: Node) -> None:
         """Nothing has the node open any more."""
-        if node.fd >= 0:
-            os.close(node.fd)
-            node.fd = -1
+        _close(node)
         if node not in self.nodes.redirected.values():
             self._unpin(node)
         inode = self._inodes[node.ino]
@@ -566,6 +563,12 @@ class Cache:
             node.discarded = node.state is State.PRIVATE
             raise
         return written
+
+
+def _close(node: Node) -> None:
+    if node.fd >= 0:
+        os.close(node.fd)
+        node.fd = -1
 
 
 def _is_current(node: Node, inode: Inode) -> bool:

@@ -92,7 +92,7 @@ class Node:
 class Handle:
     """One open file description, or a directory being listed."""
 
-    __slots__ = ("aborted", "entries", "fh", "flags", "node", "pid", "writing")
+    __slots__ = ("aborted", "entries", "fh", "flags", "is_directory", "node", "pid", "writing")
 
     def __init__(self, fh: int, node: Node, flags: int, pid: int) -> None:
         self.fh = fh
@@ -101,6 +101,7 @@ class Handle:
         self.pid = pid
         self.writing = flags & os.O_ACCMODE != os.O_RDONLY
         self.aborted = False
+        self.is_directory = False
         self.entries: list[tuple[bytes, int]] | None = None
 
 

@@ -32,10 +32,18 @@ XATTR_STATUS = b"user.irdmafs.status"
 XATTR_VERSION = b"user.irdmafs.version"
 XATTR_VERSIONS = b"user.irdmafs.versions"
 
+_OFFSET_MAX = 2**63 - 1
 _XATTR_NAMESPACES = (b"user.", b"trusted.", b"security.")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+def _refuse_other_than_file(inode: Inode) -> None:
+    if inode.is_dir:
+        raise fail(errno.EISDIR)
+    if not inode.is_file:
+        raise fail(errno.EINVAL)  # the kernel opens devices and fifos itself
 
 
 class Caller(Protocol):
@@ -123,6 +131,19 @@ class Operations(pyfuse3.Operations):
         if node is None or inode is None:
             raise fail(errno.ESTALE)
         return node, inode
+
+    def _file_handle(self, fh: int, *, writing: bool = False) -> Handle:
+        """An open file; KeyError when there is none, OSError EBADF when it is not open for this."""
+        handle = self._nodes.handles[fh]
+        if handle.is_directory or (writing and not handle.writing):
+            raise fail(errno.EBADF)
+        return handle
+
+    def _directory_handle(self, fh: int) -> Handle:
+        handle = self._nodes.handles[fh]
+        if not handle.is_directory:
+            raise fail(errno.ENOTDIR)
+        return handle
 
     def _attributes(self, node: Node, inode: Inode) -> Attributes:
         entry = Attributes()
@@ -295,7 +316,8 @@ class Operations(pyfuse3.Operations):
     async def _truncate(
         self, node: Node, inode: Inode, size: int, fh: int | None, ctx: Caller
     ) -> None:
-        if size < 0 or size > 2**63 - 1:
+        _refuse_other_than_file(inode)
+        if not 0 <= size <= _OFFSET_MAX:
             raise fail(errno.EINVAL)
         handle = self._nodes.handles.get(fh) if fh is not None else None
         if (
@@ -404,6 +426,7 @@ class Operations(pyfuse3.Operations):
         if found is not None:
             if flags & os.O_EXCL:
                 raise fail(errno.EEXIST)
+            _refuse_other_than_file(found)
             node = self._cache.node_of(found, ctx.pid)
             chosen = self._cache.choose_any(found, node, flags)
             chosen.lookups += 1
@@ -445,6 +468,7 @@ class Operations(pyfuse3.Operations):
 
     async def open(self, inode: int, flags: int, ctx: Caller) -> OpenInfo:
         node, found = self._node(inode)
+        _refuse_other_than_file(found)
         if flags & os.O_TRUNC and flags & os.O_ACCMODE == os.O_RDONLY:
             # POSIX leaves it open; Linux truncates.
             await self._cache.truncate_sealed(found, node, 0, ctx.pid)
@@ -462,25 +486,30 @@ class Operations(pyfuse3.Operations):
         return info
 
     async def read(self, fh: int, off: int, size: int) -> bytes:
-        return self._cache.read(self._nodes.handles[fh], off, size)
+        if off > _OFFSET_MAX:
+            raise fail(errno.EINVAL)
+        return self._cache.read(self._file_handle(fh), off, size)
 
     async def write(self, fh: int, off: int, buf: "memoryview | bytes") -> int:
-        return await self._cache.write(self._nodes.handles[fh], off, buf)
+        if off > _OFFSET_MAX:
+            raise fail(errno.EINVAL)
+        return await self._cache.write(self._file_handle(fh, writing=True), off, buf)
 
     async def flush(self, fh: int, pid: int = 0) -> None:
-        handle = self._nodes.handles[fh]
+        handle = self._file_handle(fh)
         await self._cache.flush(handle, pid or handle.pid)
 
     async def release(self, fh: int) -> None:
+        self._file_handle(fh)
         await self._cache.release(fh)
 
     async def fsync(self, fh: int, datasync: bool) -> None:
-        await self._cache.fsync(self._nodes.handles[fh])
+        await self._cache.fsync(self._file_handle(fh))
 
     # -- what only the kernel session can ask for ------------------------------------------------
 
     async def fallocate(self, fh: int, mode: int, offset: int, length: int) -> None:
-        node = self._nodes.handles[fh].node
+        node = self._file_handle(fh, writing=True).node
         if node.cached:
             await self._cache.make_writable(node)
         if _libc.fallocate(node.fd, mode, offset, length):
@@ -488,7 +517,9 @@ class Operations(pyfuse3.Operations):
         node.dirty = True
 
     async def lseek(self, fh: int, offset: int, whence: int) -> int:
-        node = self._nodes.handles[fh].node
+        node = self._file_handle(fh).node
+        if whence not in (os.SEEK_DATA, os.SEEK_HOLE):
+            raise fail(errno.EINVAL)
         if node.fd >= 0:
             return os.lseek(node.fd, offset, whence)
         if not node.extent:
@@ -499,7 +530,10 @@ class Operations(pyfuse3.Operations):
     async def copy_file_range(
         self, fh_in: int, off_in: int, fh_out: int, off_out: int, length: int
     ) -> int:
-        source, target = self._nodes.handles[fh_in].node, self._nodes.handles[fh_out].node
+        if max(off_in, off_out) > _OFFSET_MAX:
+            raise fail(errno.EOVERFLOW)
+        source = self._file_handle(fh_in).node
+        target = self._file_handle(fh_out, writing=True).node
         if not source.extent:
             return 0
         if target.cached:
@@ -511,7 +545,7 @@ class Operations(pyfuse3.Operations):
 
     def newer_version(self, fh: int) -> tuple[int, bool]:
         """The handle's inode, and whether a version newer than the handle's was published."""
-        node = self._nodes.handles[fh].node
+        node = self._file_handle(fh).node
         inode = self._inodes[node.ino]
         return node.ino, node.state is State.SEALED and node.version != inode.version
 
@@ -522,7 +556,7 @@ class Operations(pyfuse3.Operations):
 
     async def lock(self, fh: int, owner: int, lock: Lock, *, flock: bool, wait: bool) -> None:
         """fcntl(F_SETLK, F_SETLKW) and flock(2). Raises OSError EAGAIN, EDEADLK, ENOLCK."""
-        ino = self._nodes.handles[fh].node.ino
+        ino = self._file_handle(fh).node.ino
         table = self.flocks if flock else self.posix_locks
         if not flock:
             self._lockers.setdefault(fh, set()).add((ino, owner))
@@ -553,7 +587,9 @@ class Operations(pyfuse3.Operations):
         node, found = self._node(inode)
         if not found.is_dir:
             raise fail(errno.ENOTDIR)
-        return self._nodes.open(node, os.O_RDONLY, ctx.pid).fh
+        handle = self._nodes.open(node, os.O_RDONLY, ctx.pid)
+        handle.is_directory = True
+        return handle.fh
 
     def _listing(self, handle: Handle, start_id: int) -> list[tuple[bytes, int]]:
         """The names of a directory as they were when its listing began."""
@@ -565,7 +601,7 @@ class Operations(pyfuse3.Operations):
         return handle.entries
 
     async def readdir(self, fh: int, start_id: int, token: Any) -> None:
-        entries = self._listing(self._nodes.handles[fh], start_id)
+        entries = self._listing(self._directory_handle(fh), start_id)
         for index in range(start_id, len(entries)):
             name, ino = entries[index]
             inode = self._inodes.get(ino)
@@ -589,7 +625,7 @@ class Operations(pyfuse3.Operations):
 
     def names(self, fh: int, start_id: int) -> list[tuple[int, int, bytes, int]]:
         """A listing without attributes: (next id, ino, name, mode)."""
-        entries = self._listing(self._nodes.handles[fh], start_id)
+        entries = self._listing(self._directory_handle(fh), start_id)
         return [
             (index + 1, ino, name, self._inodes[ino].mode)
             for index, (name, ino) in enumerate(entries[start_id : start_id + 4096], start_id)
@@ -597,6 +633,7 @@ class Operations(pyfuse3.Operations):
         ]
 
     async def releasedir(self, fh: int) -> None:
+        self._directory_handle(fh)
         self._nodes.drop_unused(self._nodes.close(fh).node)
         await self._cache.forget_nameless()
 
@@ -619,7 +656,7 @@ class Operations(pyfuse3.Operations):
         seen: set[Node] = set()
         for handle in self._nodes.handles.values():
             node = handle.node
-            if node in seen or handle.entries is not None:
+            if node in seen or handle.is_directory:
                 continue
             seen.add(node)
             inode = self._inodes[node.ino]

@@ -17,14 +17,14 @@ import trio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from invariants import check
 from irdmafs.backend import node
 from irdmafs.backend.extents import ExtentStore, copy_contents
 from irdmafs.backend.kv import Damaged, NoSpace, Put
 from irdmafs.backend.namespace import ROOT_INO, Inode
 from irdmafs.backend.node import StoreInUse, StoreNode
-from irdmafs.inline import run
 
-from invariants import check
+from irdmafs.inline import run
 
 FILE = stat.S_IFREG | 0o644
 
@@ -336,18 +336,24 @@ def test_only_a_store_on_a_disk_is_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, power_safe: bool
 ) -> None:
     monkeypatch.setattr(node, "_in_memory", lambda path: not power_safe)
-    with Store(tmp_path) as store:
-        synced: list[str] = []
-        sync = os.fsync
+    synced: list[str] = []
+    sync = os.fsync
 
-        def fsync(fd: int) -> None:
-            synced.append(os.readlink(f"/proc/self/fd/{fd}"))
-            sync(fd)
+    def fsync(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        sync(fd)
 
-        monkeypatch.setattr(os, "fsync", fsync)
-        inode = make_file_of(store, b"file", b"one")
-        expected = [store.extents.path(inode.extent), store.extents.directory]
-        assert synced == (expected if power_safe else [])
+    async def main() -> None:
+        async with StoreNode(str(tmp_path)) as store:
+            inode = await store.namespace.create(ROOT_INO, b"file", FILE, 0, 0)
+            extent = write(store.extents, b"one")
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "fsync", fsync)
+                await store.publish(inode.ino, extent, store.extents.stat(extent), 1)
+            expected = [store.extents.path(extent), store.extents.directory]
+            assert [path for path in synced if path in expected] == (expected if power_safe else [])
+
+    trio.run(main)
 
 
 def test_a_directory_on_tmpfs_is_known_to_be_in_memory() -> None:

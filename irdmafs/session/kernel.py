@@ -299,6 +299,8 @@ class KernelSession(KernelCache):
             code = error.errno
         elif isinstance(error, KeyError):
             code = errno.EBADF
+        elif isinstance(error, OverflowError):
+            code = errno.EINVAL
         else:
             log.exception("%s failed", _name(opcode), exc_info=error)
             code = errno.EIO
