@@ -288,7 +288,7 @@ class Cache:
         """The last descriptor of a handle is gone. Publishes what is not yet."""
         handle = self.nodes.close(fh)
         node = handle.node
-        if handle.writing and not node.writers and node.state is not State.SEALED:
+        if handle.writing and not node.writers and not node.is_sealed:
             try:
                 if (
                     not (handle.aborted or node.discarded)
@@ -300,7 +300,7 @@ class Cache:
                     await self._publish(node, writers_stay=False)
             except OSError as error:
                 log.error("inode %d: its last changes could not be published: %s", node.ino, error)
-            if not node.writers and node.state is not State.SEALED:
+            if not node.writers and not node.is_sealed:
                 self._seal(node)
         if not node.opens:
             await self._rest(node)

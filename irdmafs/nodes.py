@@ -77,6 +77,10 @@ class Node:
         self.lock: trio.Lock | None = None
         self.show(inode)
 
+    @property
+    def is_sealed(self) -> bool:
+        return self.state is State.SEALED
+
     def show(self, inode: Inode) -> None:
         """Stand for the inode's current version."""
         self.version = inode.version
