@@ -770,6 +770,18 @@ def test_offsets_beyond_the_largest_file_are_refused() -> None:
     serve("cached", talk)
 
 
+def test_a_time_with_more_nanoseconds_than_a_second_is_refused() -> None:
+    def talk(served: Served) -> None:
+        for atime_ns, mtime_ns in ((10**9, 0), (0, 10**9), (U32, U32)):
+            wanted = wire.Valid.ATIME | wire.Valid.MTIME
+            times = wire.SETATTR_IN.pack(
+                wanted, 0, 0, 0, 0, 2**63 - 1, 2**63 - 1, 0, atime_ns, mtime_ns, *(0,) * 6
+            )
+            assert served.request(Opcode.SETATTR, ROOT, times)[0] == errno.EINVAL
+
+    serve("cached", talk)
+
+
 # -- the handshake -----------------------------------------------------------------------------------
 
 

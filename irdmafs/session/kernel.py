@@ -432,6 +432,8 @@ class KernelSession(KernelCache):
             valid, _, fh, size, _, atime, mtime, _, atime_ns, mtime_ns, _,
             mode, _, uid, gid, _,
         ) = wire.decode(wire.SETATTR_IN, self._buffer, end)  # fmt: skip
+        if max(atime_ns, mtime_ns) >= _NS:
+            raise Malformed("a time has more nanoseconds than a second")
         wanted = Attributes()
         now = time.time_ns()
         wanted.st_mode, wanted.st_uid, wanted.st_gid = mode, uid, gid
