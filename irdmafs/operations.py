@@ -503,6 +503,15 @@ class Operations(pyfuse3.Operations):
         self._file_handle(fh)
         await self._cache.release(fh)
 
+    def release_can_wait(self, fh: int) -> bool:
+        """Whether releasing this handle shows others nothing that its flush did not show before.
+
+        Raises OSError EBADF for a directory's, KeyError when there is none.
+        """
+        handle = self._file_handle(fh)
+        node = handle.node
+        return not handle.writing or (node.state is State.LIVE and node.stamp is not None)
+
     async def fsync(self, fh: int, datasync: bool) -> None:
         await self._cache.fsync(self._file_handle(fh))
 

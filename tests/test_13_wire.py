@@ -183,6 +183,7 @@ class Served:
         self._unique += 2
         unique = self._unique
         self.send(message(opcode, nodeid, body, unique=unique, pid=pid))
+        self.session.settle()  # as the reader does when no other request is there
         if opcode in NO_REPLY:
             assert unique not in self.replies
             return 0, b""
@@ -339,6 +340,7 @@ def serve(mode: str, talk: Callable[[Served], None], messages: list[bytes] | Non
                     served.send(data)
                     await served.settle()
                 served.interrupt_all()
+                session.settle()
             served.collect()
             assert {unique: len(found) for unique, found in served.replies.items()} == {
                 unique: count for unique, count in served.expected.items() if count

@@ -38,6 +38,20 @@ _BUFFER_BYTES = MAX_WRITE_BYTES + 4096
 _SPIN_NS = 100_000
 _TURN_NS = 2_000_000
 
+# Requests that may be answered before releases and forgets that came earlier are carried out.
+_GO_AHEAD = frozenset(
+    {
+        Opcode.LOOKUP,
+        Opcode.GETATTR,
+        Opcode.GETXATTR,
+        Opcode.OPEN,
+        Opcode.RELEASE,
+        Opcode.FORGET,
+        Opcode.BATCH_FORGET,
+    }
+)
+_PUT_OFF_MAX = 1024
+
 _WANTED = (
     Init.ASYNC_READ
     | Init.POSIX_LOCKS
@@ -57,6 +71,7 @@ _WANTED = (
 )
 
 _NS = 1_000_000_000
+_CONTROL = b"user.irdmafs."
 _CAPABILITY = b"security.capability"
 
 Answer = Coroutine[Any, Any, bytes]
@@ -134,6 +149,9 @@ class KernelSession(KernelCache):
         self._finished = trio.Event()
         self._trace = log.isEnabledFor(logging.DEBUG)
         self._requests = [0] * 64
+        # Handles and (node id, lookups) of requests that are put off, see _settle().
+        self._released: list[int] = []
+        self._forgotten: list[tuple[int, int]] = []
         self.errors: dict[str, int] = {}
         self._handlers: dict[int, Callable[[int, int, Caller, int], Answer]] = {
             opcode: getattr(self, f"_{opcode.name.lower()}")
@@ -191,6 +209,7 @@ class KernelSession(KernelCache):
             self._nursery = nursery
             nursery.start_soon(self._read_requests)
             await self._finished.wait()
+            self.settle()
             nursery.cancel_scope.cancel()
 
     def stop(self) -> None:
@@ -229,6 +248,9 @@ class KernelSession(KernelCache):
         try:
             received = os.readv(self._fd, [self._buffer])
         except BlockingIOError:
+            if self._released or self._forgotten:
+                self.settle()
+                return True
             return False
         except OSError as error:
             if error.errno in (errno.EINTR, errno.ENOENT):
@@ -252,6 +274,10 @@ class KernelSession(KernelCache):
         self._requests[opcode & 63] += 1
         if self._trace:
             log.debug("%s node %d pid %d, %d bytes", _name(opcode), nodeid, pid, length)
+        if (self._released or self._forgotten) and (
+            opcode not in _GO_AHEAD or len(self._released) + len(self._forgotten) > _PUT_OFF_MAX
+        ):
+            self.settle()
         handler = self._handlers.get(opcode)
         if handler is None:
             self._send(wire.error_reply(unique, errno.ENOSYS))
@@ -264,6 +290,22 @@ class KernelSession(KernelCache):
             self._nursery.start_soon(self._finish, unique, opcode, coro)
         except Exception as error:
             self._fail(unique, opcode, error)
+
+    def settle(self) -> None:
+        """Carry out the releases and forgets that were put off: nobody waits for them, but somebody
+        may have waited for what came after them."""
+        for fh in self._released:
+            try:
+                inline.run(self._operations.release(fh))
+            except Exception:
+                log.exception("releasing handle %d failed", fh)
+        self._released.clear()
+        if self._forgotten:
+            try:
+                inline.run(self._operations.forget(self._forgotten))
+            except Exception:
+                log.exception("forgetting nodes failed")
+            self._forgotten.clear()
 
     async def _finish(self, unique: int, opcode: int, coro: Answer) -> None:
         """Run a request that waits, in a task of its own; INTERRUPT cancels it."""
@@ -346,7 +388,7 @@ class KernelSession(KernelCache):
 
     async def _forget(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         (lookups,) = wire.decode(wire.FORGET_IN, self._buffer, end)
-        await self._operations.forget([(nodeid, lookups)])
+        self._forgotten.append((nodeid, lookups))
         return b""
 
     async def _batch_forget(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
@@ -355,7 +397,7 @@ class KernelSession(KernelCache):
         if start + count * wire.FORGET_ONE.size > end:
             raise Malformed(f"BATCH_FORGET of {count} nodes is cut short")
         stop = start + count * wire.FORGET_ONE.size
-        await self._operations.forget(list(wire.FORGET_ONE.iter_unpack(self._view[start:stop])))
+        self._forgotten += wire.FORGET_ONE.iter_unpack(self._view[start:stop])
         return b""
 
     async def _mknod(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
@@ -464,6 +506,8 @@ class KernelSession(KernelCache):
     async def _getxattr(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         size, _ = wire.decode(wire.GETXATTR_IN, self._buffer, end)
         name, _ = wire.decode_name(self._buffer, BODY + wire.GETXATTR_IN.size, end)
+        if name.startswith(_CONTROL):
+            self.settle()  # who asks what is open is not to see what is closed
         if name == _CAPABILITY and not self._operations.has_xattrs(nodeid):
             # The kernel asks before the first write to every file; an exception takes 2 us more.
             return wire.error_reply(unique, errno.ENODATA)
@@ -499,6 +543,8 @@ class KernelSession(KernelCache):
 
     async def _open(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         flags, _ = wire.decode(wire.OPEN_IN, self._buffer, end)
+        if self._released and flags & os.O_ACCMODE != os.O_RDONLY:
+            self.settle()  # it may then take a node that nobody has open
         info = await self._operations.open(nodeid, flags, caller)
         return wire.reply(unique, await self._pack_open(info))
 
@@ -575,6 +621,11 @@ class KernelSession(KernelCache):
     async def _release(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         fh, _, flags, owner = wire.decode(wire.RELEASE_IN, self._buffer, end)
         operations = self._operations
+        if fh in self._released:
+            raise fail(errno.EBADF)
+        if not flags and not len(operations.posix_locks) and operations.release_can_wait(fh):
+            self._released.append(fh)
+            return wire.reply(unique)
         if flags & wire.RELEASE_FLOCK_UNLOCK:
             operations.release_flock(nodeid, owner)
         if len(operations.posix_locks):
