@@ -16,7 +16,14 @@ from typing import Any, get_args
 import click
 
 from . import __version__, background, mounting, status, stores
-from .config import MountConfig, MountError, SessionName, parse_mount_options, parse_size
+from .config import (
+    MountConfig,
+    MountError,
+    SessionName,
+    WakeupSetting,
+    parse_mount_options,
+    parse_size,
+)
 from .mount_users import users_of
 
 _DAEMON_EXIT_TIMEOUT_S = 60.0
@@ -59,6 +66,9 @@ def main() -> None:
               show_default=True, help="How to talk to the kernel.")  # fmt: skip
 @click.option("-o", "options", metavar="OPT[,OPT...]", multiple=True, help="Mount options: ro, "
               "allow_other, uid=, gid=, umask=, noexec, nonempty, fsname=, ...")  # fmt: skip
+@click.option("--fast-wakeups", type=click.Choice(get_args(WakeupSetting)), default="auto",
+              show_default=True, help="Let idle processors poll while requests come (kernel session; "
+              "auto: where they would halt at once).")  # fmt: skip
 @click.option("-f", "--foreground", is_flag=True, help="Stay; Ctrl-C unmounts.")
 @click.option("--log-level", type=click.Choice(_LOG_LEVELS), default="info", show_default=True)
 @click.option("--log-file", metavar="FILE", help="Default: irdmafs.log in the "
@@ -71,6 +81,7 @@ def mount(
     store: str | None,
     size: str | None,
     session: SessionName,
+    fast_wakeups: WakeupSetting,
     options: tuple[str, ...],
     foreground: bool,
     log_level: str,
@@ -93,6 +104,7 @@ def mount(
         session=session,
         options=mount_options,
         size=size_bytes,
+        fast_wakeups=fast_wakeups,
         log_level="debug" if verbose else log_level,
         log_file=None if log_file is None else os.path.abspath(log_file),
         foreground=foreground,

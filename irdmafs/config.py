@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 SessionName = Literal["auto", "kernel", "pyfuse3"]
+WakeupSetting = Literal["auto", "on", "off"]
 
 
 class MountError(Exception):
@@ -51,6 +52,7 @@ class MountConfig:
     session: SessionName = "auto"
     options: MountOptions = field(default_factory=MountOptions)
     size: int | None = None
+    fast_wakeups: WakeupSetting = "auto"
     log_level: str = "info"
     log_file: str | None = None
     foreground: bool = False

@@ -22,6 +22,7 @@ from .config import MountConfig, MountError, MountOptions
 from .operations import Operations
 from .session.kernel import KernelSession, ProtocolError
 from .session.portable import PortableSession
+from .session.wakeups import FastWakeups
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,12 @@ class _Daemon:
         if not mounting.can_mount():
             raise MountError("passthrough needs CAP_SYS_ADMIN (root)")
         fd = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
-        session = KernelSession(fd)
+        try:
+            wakeups = FastWakeups(self._config.fast_wakeups)
+        except OSError as error:
+            os.close(fd)
+            raise MountError(f"no fast wake-ups: {error.filename}: {error.strerror}") from error
+        session = KernelSession(fd, wakeups)
         try:
             mounting.mount_fuse(fd, self._config.mountpoint, self._kernel_options())
             try:
@@ -191,6 +197,8 @@ class _Daemon:
             "session": self._session.name,
             "session_reason": self._reason,
             "passthrough": isinstance(self._session, KernelSession),
+            "fast_wakeups": isinstance(self._session, KernelSession)
+            and self._session.wakeups.enabled,
             "kernel": platform.release(),
             "uptime_s": round(time.monotonic() - self._started, 3),
             **self._operations.count(),

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from mountpoint import Mount, eventually
 from patterns import pattern, version_of
 from processes import Process
 
@@ -107,3 +108,40 @@ def test_copy_file_range_and_holes_between_versions(folder: Path) -> None:
         while n := os.copy_file_range(one.fileno(), two.fileno(), 1 << 30, copied, copied):
             copied += n
     assert target.read_bytes() == source.read_bytes()
+
+
+NewMount = Callable[..., Mount]
+needs_qos = pytest.mark.skipif(
+    not os.access("/dev/cpu_dma_latency", os.W_OK), reason="no writable /dev/cpu_dma_latency"
+)
+
+
+def demanded_latency_us() -> int:
+    if not os.access("/dev/cpu_dma_latency", os.W_OK):
+        return 0
+    with open("/dev/cpu_dma_latency", "rb") as device:
+        return int.from_bytes(device.read(4), "little", signed=True)
+
+
+@needs_qos
+@pytest.mark.skipif(demanded_latency_us() == 0, reason="somebody else holds it")
+def test_wakeups_are_fast_while_requests_come_and_not_for_longer(new_mount: NewMount) -> None:
+    mount = new_mount("--fast-wakeups", "on")
+    mount.mount()
+    assert mount.status()["fast_wakeups"] is True
+    eventually(lambda: demanded_latency_us() > 0, "idle processors may sleep")
+
+    def demanded_after_a_request() -> bool:
+        os.path.exists(mount.path / f"missing{os.urandom(4).hex()}")
+        return demanded_latency_us() == 0
+
+    eventually(demanded_after_a_request, "idle processors poll while requests come")
+    eventually(lambda: demanded_latency_us() > 0, "idle processors may sleep again")
+    mount.unmount()
+
+
+@needs_qos
+def test_wakeups_can_be_left_alone(new_mount: NewMount) -> None:
+    mount = new_mount("--fast-wakeups", "off")
+    mount.mount()
+    assert mount.status()["fast_wakeups"] is False

@@ -27,6 +27,7 @@ from ..locks import Lock
 from ..nodes import Node, State
 from ..operations import Attributes, OpenInfo, Operations
 from . import passthrough, wire
+from .wakeups import FastWakeups
 from .wire import BODY, Init, Malformed, Opcode, Valid
 
 log = logging.getLogger(__name__)
@@ -37,6 +38,8 @@ _BUFFER_BYTES = MAX_WRITE_BYTES + 4096
 # other tasks (signals, waiting requests) from their turn.
 _SPIN_NS = 100_000
 _TURN_NS = 2_000_000
+# How long after the last request wake-ups stay fast.
+_HOLD_S = 0.01
 
 # Requests that may be answered before releases and forgets that came earlier are carried out.
 _GO_AHEAD = frozenset(
@@ -138,8 +141,9 @@ class KernelSession(KernelCache):
 
     name = "kernel"
 
-    def __init__(self, device_fd: int) -> None:
+    def __init__(self, device_fd: int, wakeups: FastWakeups | None = None) -> None:
         self._fd = device_fd
+        self.wakeups = wakeups or FastWakeups()
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._nursery: trio.Nursery
@@ -216,6 +220,7 @@ class KernelSession(KernelCache):
         self._finished.set()
 
     def close(self) -> None:
+        self.wakeups.close()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -225,7 +230,15 @@ class KernelSession(KernelCache):
         poller.register(self._fd, select.POLLIN)
         clock = time.monotonic_ns
         while True:
-            await trio.lowlevel.wait_readable(self._fd)
+            if self.wakeups.held:
+                with trio.move_on_after(_HOLD_S) as pause:
+                    await trio.lowlevel.wait_readable(self._fd)
+                if pause.cancelled_caught:
+                    self.wakeups.let_go()
+                    continue
+            else:
+                await trio.lowlevel.wait_readable(self._fd)
+                self.wakeups.hold()
             turn_ends = clock() + _TURN_NS
             while True:
                 if self._serve_one():
