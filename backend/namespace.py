@@ -1,8 +1,9 @@
 """The directory tree: names and inodes in a key-value engine, with a replica in memory.
 
 Reads are answered by the replica alone. A mutation builds the new records, commits them in one
-transaction that compares the revision of every record it replaces, and only then changes the replica;
-so a transaction that fails (a full store, a concurrent change) leaves no trace.
+transaction that compares the revision of every record it replaces (unless the engine is this
+process's alone), and only then changes the replica; so a transaction that fails (a full store, a
+concurrent change) leaves no trace.
 
     key                                   value
     "d" + parent ino (8 bytes BE) + name  ino (8 bytes BE)
@@ -144,6 +145,7 @@ class Namespace:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._compare = engine.shared
         self.inodes: dict[int, Inode] = {}
         self._children: dict[int, dict[bytes, Dentry]] = {}
         self._next_ino = ROOT_INO + 1
@@ -533,20 +535,22 @@ class Namespace:
         operations: list[Put | Delete] = []
         for parent, name, ino in names:
             key = _name_key(parent, name)
-            known = self._children[parent].get(name)
-            compares.append((key, known.revision if known is not None else 0))
             operations.append(Put(key, ino.to_bytes(8, "big")) if ino else Delete(key))
+            if self._compare:
+                known = self._children[parent].get(name)
+                compares.append((key, known.revision if known is not None else 0))
         for inode in inodes:
             key = _inode_key(inode.ino)
-            if inode.revision:  # a number that is new is nobody else's
-                compares.append((key, inode.revision))
             operations.append(Put(key, inode.encode()))
+            if self._compare and inode.revision:  # a number that is new is nobody else's
+                compares.append((key, inode.revision))
         for ino in removed:
             inode = self.inodes[ino]
             if inode.revision:
                 key = _inode_key(ino)
-                compares.append((key, inode.revision))
                 operations.append(Delete(key))
+                if self._compare:
+                    compares.append((key, inode.revision))
         revision = 0
         if operations:
             revision = await self._engine.transact(

@@ -82,6 +82,11 @@ class Engine(Protocol):
     """
 
     @property
+    def shared(self) -> bool:
+        """Whether others may change keys. What one process has to itself it need not compare."""
+        ...
+
+    @property
     def revision(self) -> int:
         """Revision of the newest transaction that is visible here."""
         ...

@@ -119,6 +119,10 @@ class SQLiteEngine:
         self._ballast = Ballast(path + "-ballast")
 
     @property
+    def shared(self) -> bool:
+        return False
+
+    @property
     def revision(self) -> int:
         return self._revision
 
