@@ -513,6 +513,9 @@ class Namespace:
         """Make everything done so far survive a crash."""
         await self._engine.flush()
 
+    async def idle(self) -> None:
+        await self._engine.idle()
+
     async def _store(self, inode: Inode, *, urgent: bool = False) -> None:
         if inode.nlink == 0 and inode.revision == 0:
             self.inodes[inode.ino] = inode  # an O_TMPFILE: nothing to survive a crash yet

@@ -649,6 +649,10 @@ class Operations(pyfuse3.Operations):
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
         await self._namespace.flush()
 
+    async def idle(self) -> None:
+        """No request came for a while."""
+        await self._namespace.idle()
+
     # -- status ----------------------------------------------------------------------------------
 
     def count(self) -> dict[str, int]:

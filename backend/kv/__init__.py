@@ -124,6 +124,10 @@ class Engine(Protocol):
         """
         ...
 
+    async def idle(self) -> None:
+        """There is nothing else to do: an engine may tidy up."""
+        ...
+
     async def flush(self) -> None:
         """Make every transaction so far durable. Raises NoSpace: all stay visible, try again."""
         ...

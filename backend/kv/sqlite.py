@@ -70,9 +70,9 @@ FROM kv
 
 # Transactions that watchers can still ask for.
 _TAIL_TRANSACTIONS = 4096
-# Keys, and bytes of journal, before the pending changes go into the database. A page of 4 KiB for
-# every key fits into the ballast.
-_PENDING_KEYS = 512
+# Keys, and bytes of journal, before the pending changes go into the database although there are
+# requests to serve; it takes 4 us a key.
+_PENDING_KEYS = 2048
 _JOURNAL_BYTES = 1024 * 1024
 # Remembered revisions of keys, before all are forgotten; 150 bytes each.
 _KNOWN_REVISIONS = 65536
@@ -186,6 +186,11 @@ class SQLiteEngine:
     async def flush(self) -> None:
         if self._volatile:
             await self.transact((), (), urgent=True)
+
+    async def idle(self) -> None:
+        """There is nothing else to do: a good time to move what is pending to the database."""
+        if self._pending:
+            self._settle()
 
     def watch(self, start: bytes, end: bytes, from_revision: int) -> "Watch":
         watch = Watch(self, start, end, from_revision)

@@ -38,8 +38,8 @@ _BUFFER_BYTES = MAX_WRITE_BYTES + 4096
 # other tasks (signals, waiting requests) from their turn.
 _SPIN_NS = 100_000
 _TURN_NS = 2_000_000
-# How long after the last request wake-ups stay fast.
-_HOLD_S = 0.01
+# Requests that come closer to each other are one burst: wake-ups stay fast, tidying up has to wait.
+_BURST_S = 0.01
 
 # Requests that may be answered before releases and forgets that came earlier are carried out.
 _GO_AHEAD = frozenset(
@@ -230,15 +230,13 @@ class KernelSession(KernelCache):
         poller.register(self._fd, select.POLLIN)
         clock = time.monotonic_ns
         while True:
-            if self.wakeups.held:
-                with trio.move_on_after(_HOLD_S) as pause:
-                    await trio.lowlevel.wait_readable(self._fd)
-                if pause.cancelled_caught:
-                    self.wakeups.let_go()
-                    continue
-            else:
+            with trio.move_on_after(_BURST_S) as pause:
                 await trio.lowlevel.wait_readable(self._fd)
-                self.wakeups.hold()
+            if pause.cancelled_caught:
+                self.wakeups.let_go()
+                await self._tidy_up()
+                await trio.lowlevel.wait_readable(self._fd)
+            self.wakeups.hold()
             turn_ends = clock() + _TURN_NS
             while True:
                 if self._serve_one():
@@ -255,6 +253,12 @@ class KernelSession(KernelCache):
                     pass
                 if not ready:
                     break
+
+    async def _tidy_up(self) -> None:
+        try:
+            await self._operations.idle()
+        except Exception:
+            log.exception("tidying up failed")
 
     def _serve_one(self) -> bool:
         """Read and answer one request; False when there is none."""
