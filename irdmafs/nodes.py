@@ -145,9 +145,6 @@ class NodeTable:
             self._siblings.setdefault(inode.ino, {first}).add(node)
         return node
 
-    def get(self, node_id: int) -> Node | None:
-        return self.by_id.get(node_id)
-
     def of(self, ino: int) -> Iterator[Node]:
         """Every node of an inode."""
         siblings = self._siblings.get(ino)

@@ -119,11 +119,7 @@ class Operations(pyfuse3.Operations):
     # -- helpers ---------------------------------------------------------------------------------
 
     def _inode(self, node_id: int) -> Inode:
-        node = self._nodes.by_id.get(node_id)
-        inode = self._inodes.get(node.ino) if node is not None else None
-        if inode is None:
-            raise fail(errno.ESTALE)
-        return inode
+        return self._node(node_id)[1]
 
     def _node(self, node_id: int) -> tuple[Node, Inode]:
         node = self._nodes.by_id.get(node_id)

@@ -145,3 +145,25 @@ def test_wakeups_can_be_left_alone(new_mount: NewMount) -> None:
     mount = new_mount("--fast-wakeups", "off")
     mount.mount()
     assert mount.status()["fast_wakeups"] is False
+
+
+def test_release_that_has_to_tell_the_other_names_is_carried_out_whole(
+    mount: Mount, folder: Path, process: TakeProcess
+) -> None:
+    one, other = folder / "one", folder / "other"
+    descriptors = f"/proc/{mount.pid}/fd"
+    before = len(os.listdir(descriptors))
+    writer = process()
+    one.write_bytes(b"x" * 8192)
+    os.link(one, other)
+    writer.do(
+        "import mmap; fd = os.open(one, os.O_RDWR); os.write(fd, b'y')\n"
+        "m = mmap.mmap(fd, 8192)\n"
+        "os.closerange(fd, fd + 2)",  # its own, and the duplicate that Python's mmap makes
+        one=str(one),
+    )
+    writer.do("m[8191] = ord('z'); m.close()")  # the release publishes what no close saw
+    eventually(lambda: len(os.listdir(descriptors)) <= before, "its descriptor is closed")
+    read = "open(f, 'rb').read()"
+    assert process().do(read, f=str(other)) == b"y" + b"x" * 8190 + b"z"
+    assert "releasing handle" not in mount.log.read_text()

@@ -138,7 +138,7 @@ class SQLiteEngine:
         return KeyValue._make(row) if row else None
 
     async def range(self, start: bytes, end: bytes, limit: int = 0) -> list[KeyValue]:
-        settled = not self._pending or self._settle()
+        settled = self._settle()
         try:
             bound = (limit or -1) if settled else -1
             rows = list(map(KeyValue._make, self._execute(_RANGE, (start, end, bound))))
@@ -189,8 +189,7 @@ class SQLiteEngine:
 
     async def idle(self) -> None:
         """There is nothing else to do: a good time to move what is pending to the database."""
-        if self._pending:
-            self._settle()
+        self._settle()
 
     def watch(self, start: bytes, end: bytes, from_revision: int) -> "Watch":
         watch = Watch(self, start, end, from_revision)
@@ -214,8 +213,7 @@ class SQLiteEngine:
             return
         try:
             await self.flush()
-            if self._pending:
-                self._settle()
+            self._settle()
         finally:
             self._shut()
 
@@ -279,9 +277,12 @@ class SQLiteEngine:
 
     def _settle(self) -> bool:
         """Move what is pending to the database; False on a full store: it stays in the journal."""
+        if not self._pending:
+            return True
         for _ in range(2):
             try:
-                return self._write_back()
+                self._write_back()
+                return True
             except sqlite3.Error as error:
                 if not _is_full(error):
                     self._fail(error)
@@ -290,7 +291,7 @@ class SQLiteEngine:
         log.warning("%s: the store is full; its journal goes on growing", self._path)
         return False
 
-    def _write_back(self) -> bool:
+    def _write_back(self) -> None:
         """Commit what is pending to the database, all or nothing. Raises sqlite3.Error."""
         pending = self._pending
         puts = [(key, at, value) for key, (at, value) in pending.items() if value is not None]
@@ -307,7 +308,6 @@ class SQLiteEngine:
         self._pending = {}
         self._volatile.clear()
         self._journal.clear()
-        return True
 
     def _replay(self) -> None:
         """Take over what a crash left in the journal."""

@@ -153,7 +153,7 @@ class KernelSession(KernelCache):
         self._finished = trio.Event()
         self._trace = log.isEnabledFor(logging.DEBUG)
         self._requests = [0] * 64
-        # Handles and (node id, lookups) of requests that are put off, see _settle().
+        # Handles and (node id, lookups) of requests that are put off, see settle().
         self._released: list[int] = []
         self._forgotten: list[tuple[int, int]] = []
         self.errors: dict[str, int] = {}
@@ -312,17 +312,26 @@ class KernelSession(KernelCache):
         """Carry out the releases and forgets that were put off: nobody waits for them, but somebody
         may have waited for what came after them."""
         for fh in self._released:
-            try:
-                inline.run(self._operations.release(fh))
-            except Exception:
-                log.exception("releasing handle %d failed", fh)
+            self._carry_out(self._operations.release(fh), f"releasing handle {fh}")
         self._released.clear()
         if self._forgotten:
-            try:
-                inline.run(self._operations.forget(self._forgotten))
-            except Exception:
-                log.exception("forgetting nodes failed")
-            self._forgotten.clear()
+            self._carry_out(self._operations.forget(self._forgotten), "forgetting nodes")
+            self._forgotten = []
+
+    def _carry_out(self, coro: Coroutine[Any, Any, None], what: str) -> None:
+        """Run what nobody waits for, in a task of its own when it has to wait."""
+        try:
+            inline.run(coro)
+        except inline.Detached:
+            self._nursery.start_soon(self._carry_out_later, coro, what)
+        except Exception:
+            log.exception("%s failed", what)
+
+    async def _carry_out_later(self, coro: Coroutine[Any, Any, None], what: str) -> None:
+        try:
+            await inline.resume(coro)
+        except Exception:
+            log.exception("%s failed", what)
 
     async def _finish(self, unique: int, opcode: int, coro: Answer) -> None:
         """Run a request that waits, in a task of its own; INTERRUPT cancels it."""
