@@ -2,22 +2,26 @@
 
 The model is etcd's, cut down to what a namespace needs. One counter, the revision, grows by one
 with every transaction that changes something; a key remembers the revision that last put it
-(`mod_revision`), and that is the only thing a transaction can compare. Deleting a key that does
-not exist changes nothing.
+(`mod_revision`). A transaction can compare that, or ask that a key exists, or that a range is empty.
+Deleting a key that does not exist changes nothing.
 """
 
 import errno
 import os
 from collections.abc import AsyncIterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 __all__ = [
+    "Change",
     "Compacted",
+    "Compare",
     "Conflict",
     "Damaged",
     "Delete",
+    "Empty",
     "Engine",
     "Event",
+    "Exists",
     "KeyValue",
     "NoSpace",
     "Put",
@@ -31,8 +35,11 @@ class KeyValue(NamedTuple):
 
 
 class Put(NamedTuple):
+    """`lease` (of an engine that has leases) takes the key away when it ends; 0 keeps it."""
+
     key: bytes
     value: bytes
+    lease: int = 0
 
 
 class Delete(NamedTuple):
@@ -47,8 +54,32 @@ class Event(NamedTuple):
     value: bytes | None
 
 
+class Change(NamedTuple):
+    """All events of one transaction in a watched range."""
+
+    revision: int
+    events: tuple[Event, ...]
+
+
+class Exists(NamedTuple):
+    """A compare: the key exists, whatever its revision."""
+
+    key: bytes
+
+
+class Empty(NamedTuple):
+    """A compare: there is no key with start <= key < end."""
+
+    start: bytes
+    end: bytes
+
+
+# (key, mod_revision): the key was last put by that revision; 0: it does not exist.
+Compare: TypeAlias = tuple[bytes, int] | Exists | Empty
+
+
 class Conflict(Exception):
-    """A compare of a transaction did not hold, on `key`, so nothing was changed."""
+    """A compare of a transaction did not hold, on `key` (of Empty: its start); nothing was changed."""
 
     def __init__(self, key: bytes) -> None:
         super().__init__(f"key {key!r} has another revision than expected")
@@ -102,16 +133,15 @@ class Engine(Protocol):
 
     async def transact(
         self,
-        compares: Sequence[tuple[bytes, int]],
+        compares: Sequence[Compare],
         operations: Sequence[Put | Delete],
         *,
         durable: bool = True,
         urgent: bool = False,
     ) -> int:
-        """Apply all operations if every compared key has the given mod_revision.
+        """Apply all operations if every compare holds.
 
-        A mod_revision of 0 means that the key must not exist. A key may occur in one operation
-        only (ValueError). Returns the revision of the transaction, or the current one if nothing
+        A key may occur in one operation only (ValueError). Returns the revision of the transaction, or the current one if nothing
         changed.
 
         durable=False: visible at once and in order, but it reaches the storage with the next
@@ -132,8 +162,18 @@ class Engine(Protocol):
         """Make every transaction so far durable. Raises NoSpace: all stay visible, try again."""
         ...
 
-    def watch(self, start: bytes, end: bytes, from_revision: int) -> AsyncIterator[Event]:
-        """Every event with start <= key < end after `from_revision`, exactly once, by revision.
+    async def snapshot(self, start: bytes, end: bytes) -> tuple[int, list[KeyValue]]:
+        """A range and the revision it is of, from which watching goes on without a gap."""
+        ...
+
+    async def barrier(self) -> int:
+        """A revision not older than the newest transaction anybody had been told of when this was
+        called. What is known here up to it is up to date."""
+        ...
+
+    def watch(self, start: bytes, end: bytes, from_revision: int) -> AsyncIterator[Change]:
+        """Every transaction with events of start <= key < end after `from_revision`, exactly once and
+        in order.
 
         Ends when the engine is closed. Raises Compacted, here or from the iterator, when the
         events are too old to be kept.

@@ -1,0 +1,135 @@
+"""What a cluster keeps in its key-value engine besides the namespace: keys and records.
+
+    key                              value              leased by
+    "c"                              Settings
+    "s"                              id of the newest transaction (kept by the engine)
+    "u"                              next free inode number (8 bytes BE; blocks are taken by compare-and-swap)
+    "N" + node (8 bytes BE)          NodeRecord         (stays: every node ever admitted and not removed)
+    "n" + node (8 bytes BE)          NodeAddress        the node: it is alive
+    "m" + lease (8 bytes BE)         MountRecord        the mount: its session
+    "g" + group (4 bytes BE)         GroupConfig
+    "p" + content (8) + lease (8)    b""                the mount that pins this content
+    "f" + directory ino (8) + lease (8)   b""           the mount that follows the directory
+    "a" + lease (8)                  revision (8 BE)    the follower: what it has seen and told its kernel
+
+The namespace's own keys are "d", "i" and "t" (see namespace).
+
+A *session* is the revision at which a mount's "m" key was put: unique, growing, and gone for ever when
+the key is. A *content* is the bytes of one version: session << 24 | number. Its extents on store nodes
+are its stripes, (content, stripe index).
+"""
+
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+GROUP_BUCKET_BITS = 16
+CONTENT_NUMBER_BITS = 24
+# A transaction compares the configuration of every group it wrote to; etcd takes 128 compares.
+STRIPE_GROUPS_MAX = 64
+
+SETTINGS_KEY = b"c"
+NEXT_INO_KEY = b"u"
+
+
+def key_of(kind: bytes, *numbers: int) -> bytes:
+    """A one-letter kind and 8-byte numbers."""
+    return kind + b"".join(number.to_bytes(8, "big") for number in numbers)
+
+
+def group_key(group: int) -> bytes:
+    return b"g" + group.to_bytes(4, "big")
+
+
+def session_of(content: int) -> int:
+    return content >> CONTENT_NUMBER_BITS
+
+
+class Settings(msgspec.Struct, array_like=True, frozen=True):
+    """What was decided when the cluster was made. `buckets`: groups per number of replicas."""
+
+    format: int
+    cluster_id: str
+    replicas: int
+    buckets: int
+    stripe_bytes: int
+    lease_ttl_s: int
+
+
+class NodeRecord(msgspec.Struct, array_like=True, frozen=True):
+    """`state` is "up" or "draining"; `labels` are failure domains: zone, rack, host."""
+
+    state: str
+    weight: float
+    labels: dict[str, str]
+
+
+class NodeAddress(msgspec.Struct, array_like=True, frozen=True):
+    """How to reach a live node. `host` is equal for processes that can share memory; `store` is the
+    node's store directory there. Space is in bytes, as of the last registration."""
+
+    address: str
+    control_port: int
+    data_port: int
+    transports: list[str]
+    host: str
+    store: str
+    total_bytes: int
+    free_bytes: int
+    version: str
+
+
+class MountRecord(msgspec.Struct, array_like=True, frozen=True):
+    host: str
+    mountpoint: str
+    pid: int
+    version: str
+
+
+class GroupConfig(msgspec.Struct, array_like=True, frozen=True):
+    """Who keeps a placement group. `in_sync` hold every named extent, the primary first; `joining` are
+    being filled and are written to as well. The epoch grows with every change; the fence is the
+    record's mod_revision, which each publish compares."""
+
+    epoch: int
+    in_sync: tuple[int, ...]
+    joining: tuple[int, ...] = ()
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self.in_sync + self.joining
+
+
+class Layout(NamedTuple):
+    """Where a content's stripes are. `stripe_bytes` 0: one stripe, however long."""
+
+    replicas: int = 0
+    stripe_bytes: int = 0
+    seed: int = 0
+
+    def stripes(self, size: int) -> int:
+        """How many stripes `size` bytes take; an empty content has none."""
+        if not size:
+            return 0
+        return -(-size // self.stripe_bytes) if self.stripe_bytes else 1
+
+    def span(self, size: int, stripe: int) -> tuple[int, int]:
+        """Offset and length in bytes of a stripe within the file."""
+        if not self.stripe_bytes:
+            return 0, size
+        offset = stripe * self.stripe_bytes
+        return offset, min(self.stripe_bytes, size - offset)
+
+
+T = TypeVar("T")
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def encode(record: msgspec.Struct) -> bytes:
+    return _encode(record)
+
+
+def decode(value: bytes, kind: type[T]) -> T:
+    """Raises msgspec.DecodeError (a ValueError) for a damaged record."""
+    return msgspec.msgpack.decode(value, type=kind)

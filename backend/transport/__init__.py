@@ -1,0 +1,78 @@
+"""Devices: the memory of a store node seen through a transport.
+
+A device knows extents (content, stripe) and bytes, nothing of files. Every call raises OSError:
+ENOENT when the node does not keep the extent (superseded, or never written), ENOSPC, ESTALE when the
+group's configuration is another than the caller's (`Fenced`), ENOTCONN/ETIMEDOUT and the like
+(`Unreachable`) when the node cannot be asked.
+"""
+
+import errno
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+__all__ = ["Device", "Extent", "Fenced", "Target", "Unreachable"]
+
+
+class Extent(NamedTuple):
+    content: int
+    stripe: int
+
+
+class Target(msgspec.Struct, array_like=True, frozen=True):
+    """Where an extent goes: the group, its configuration (mod_revision of the record) and the nodes
+    that are still to get it, in order; each hands it on to the next."""
+
+    group: int
+    config: int
+    chain: tuple[int, ...]
+
+
+class Fenced(OSError):
+    """The node knows a newer configuration of the group: look it up and begin again."""
+
+    def __init__(self, group: int) -> None:
+        super().__init__(errno.ESTALE, f"group {group:#x} has a newer configuration")
+        self.group = group
+
+
+class Unreachable(OSError):
+    """The node `node` (of a chain, maybe not the first) cannot be asked."""
+
+    def __init__(self, node: int, reason: str) -> None:
+        super().__init__(errno.ENOTCONN, f"store node {node:x} cannot be reached: {reason}")
+        self.node = node
+
+
+class Device(Protocol):
+    """One store node."""
+
+    async def put(self, extent: Extent, target: Target, data: bytes) -> None:
+        """Store a small extent on the node and down the chain: sealed everywhere when it returns."""
+        ...
+
+    async def write(
+        self, extent: Extent, target: Target, fd: int, offset: int, length: int
+    ) -> None:
+        """Send `length` bytes of a file, from `offset`, as an extent; sealed everywhere when it
+        returns. The bytes pass no Python object. `fd` stays the caller's."""
+        ...
+
+    async def read(self, extent: Extent, start: int, fd: int, offset: int, length: int) -> None:
+        """Receive `length` bytes of an extent, from `start`, into a file at `offset`."""
+        ...
+
+    async def get(self, extents: Sequence[Extent], limit: int) -> list[bytes | None]:
+        """Small extents whole, in one round trip; None for those the node does not keep or that are
+        longer than `limit` bytes."""
+        ...
+
+    async def adopt(self, extent: Extent, target: Target, name: str) -> None:
+        """Same host only: take the file `incoming/NAME` of the node's store directory over as this
+        extent (no copy), and send it down the chain."""
+        ...
+
+    async def abort(self, content: int) -> None:
+        """Drop what was stored of a content that will not be published."""
+        ...
