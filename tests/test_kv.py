@@ -16,21 +16,26 @@ from typing import TypeVar
 
 import pytest
 import trio
-import trio.testing
+from etcd_server import etcd, new_prefix  # noqa: F401
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from irdmafs.backend.kv import (
+    Change,
     Compacted,
+    Compare,
     Conflict,
     Damaged,
     Delete,
+    Empty,
     Engine,
     Event,
+    Exists,
     KeyValue,
     NoSpace,
     Put,
 )
+from irdmafs.backend.kv.etcd import EtcdEngine
 from irdmafs.backend.kv.sqlite import SQLiteEngine
 
 END = b"\xff"
@@ -60,12 +65,30 @@ def now(awaitable: Awaitable[Result]) -> Result:
 
 
 async def contents(engine: Engine) -> dict[bytes, bytes]:
-    return {key: value for key, value, _ in await engine.range(b"", END)}
+    """Everything but what a shared engine keeps for itself."""
+    found = await engine.range(b"", END)
+    own = (b"s", b"x") if engine.shared else ()
+    return {key: value for key, value, _ in found if not key.startswith(own)}
 
 
-@pytest.fixture(params=["sqlite", "sqlite-power-safe"])
+async def changes(
+    engine: Engine, start: bytes, end: bytes, after: int, until: int
+) -> list[tuple[int, list[Event]]]:
+    """What a watch gives up to the revision `until`, which must have an event in the range."""
+    seen = []
+    async for change in engine.watch(start, end, after):
+        seen.append((change.revision, list(change.events)))
+        if change.revision >= until:
+            break
+    return seen
+
+
+@pytest.fixture(params=["sqlite", "sqlite-power-safe", "etcd"])
 def open_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
     """Opens the engine of this test: the same store every time."""
+    if request.param == "etcd":
+        server, prefix = request.getfixturevalue("etcd"), new_prefix()
+        return lambda: EtcdEngine(server.endpoints, prefix)
     power_safe = request.param == "sqlite-power-safe"
     return lambda: SQLiteEngine(str(tmp_path / "kv.sqlite"), power_safe=power_safe)
 
@@ -74,20 +97,22 @@ class TestEveryEngine:
     @in_trio
     async def test_a_new_store_is_empty_at_revision_0(self, open_engine: Open) -> None:
         engine = open_engine()
-        assert engine.revision == 0
+        assert await engine.barrier() == 0
         assert await engine.get(b"key") is None
         assert await engine.range(b"", END) == []
+        assert (await engine.snapshot(b"", END))[1] == []
         await engine.close()
 
     @in_trio
     async def test_get_returns_what_was_put_with_its_revision(self, open_engine: Open) -> None:
         engine = open_engine()
-        large = random.Random(1).randbytes(3_000_000)
-        assert await engine.transact((), [Put(b"a", b"1"), Put(b"\0\0", b"")]) == 1
-        assert await engine.transact((), [Put(b"a", large)]) == 2
-        assert await engine.get(b"a") == KeyValue(b"a", large, 2)
-        assert await engine.get(b"\0\0") == KeyValue(b"\0\0", b"", 1)
-        assert engine.revision == 2
+        large = random.Random(1).randbytes(1_000_000)
+        first = await engine.transact((), [Put(b"a", b"1"), Put(b"\0\0", b"")])
+        second = await engine.transact((), [Put(b"a", large)])
+        assert 0 < first < second
+        assert await engine.get(b"a") == KeyValue(b"a", large, second)
+        assert await engine.get(b"\0\0") == KeyValue(b"\0\0", b"", first)
+        assert engine.revision == await engine.barrier() == second
         await engine.close()
 
     @in_trio
@@ -98,12 +123,36 @@ class TestEveryEngine:
         keys = [b"a", b"a\0", b"aa", b"b", b"b\xff", b"c"]
         await engine.transact((), [Put(key, key) for key in reversed(keys)])
         assert [found.key for found in await engine.range(b"a\0", b"c")] == keys[1:-1]
+        assert await engine.range(b"c", b"a") == await engine.range(b"b", b"b") == []
         pages, start = [], b""
-        while page := await engine.range(start, END, limit=2):
+        while page := await engine.range(start, b"d", limit=2):
             assert len(page) <= 2
             pages += page
             start = page[-1].key + b"\0"
         assert [found.key for found in pages] == keys
+        await engine.close()
+
+    @in_trio
+    async def test_a_range_of_any_length_is_of_one_revision(self, open_engine: Open) -> None:
+        engine = open_engine()
+        keys = [b"k%05d" % number for number in range(2500)]
+        for offset in range(0, len(keys), 100):
+            await engine.transact((), [Put(key, b"") for key in keys[offset : offset + 100]])
+
+        async def overwrite_from_behind() -> None:
+            for key in reversed(keys[::100]):
+                await engine.transact((), [Put(key, b"new")])
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(overwrite_from_behind)
+            for _ in range(5):
+                revision, found = await engine.snapshot(b"k", b"l")
+                assert [one.key for one in found] == keys
+                assert max(one.mod_revision for one in found) <= revision
+                # What is old lies before what is new: it was overwritten in that order.
+                values = [one.value for one in found if one.key in set(keys[::100])]
+                assert values == sorted(values)
+        assert len(await engine.range(b"k", b"l", 2222)) == 2222
         await engine.close()
 
     @pytest.mark.parametrize("durable", [True, False])
@@ -112,26 +161,74 @@ class TestEveryEngine:
         self, open_engine: Open, durable: bool
     ) -> None:
         engine = open_engine()
-        await engine.transact((), [Put(b"a", b"1")], durable=durable)
-        await engine.transact((), [Put(b"b", b"2")], durable=durable)
-        for compares in ([(b"a", 1), (b"b", 1)], [(b"a", 0)], [(b"none", 1)], [(b"a", 2)]):
+        first = await engine.transact((), [Put(b"a", b"1")], durable=durable)
+        second = await engine.transact((), [Put(b"b", b"2")], durable=durable)
+        wrong: list[list[Compare]] = [
+            [(b"a", first), (b"b", first)],
+            [(b"a", 0)],
+            [(b"none", 1)],
+            [(b"a", second)],
+            [Exists(b"none")],
+            [Exists(b"a"), Empty(b"b", b"c")],
+        ]
+        for compares in wrong:
             with pytest.raises(Conflict):
                 await engine.transact(compares, [Put(b"a", b"9"), Delete(b"b")], durable=durable)
         assert await contents(engine) == {b"a": b"1", b"b": b"2"}
-        assert engine.revision == 2
-        compares = [(b"a", 1), (b"b", 2), (b"none", 0)]
-        assert await engine.transact(compares, [Put(b"none", b"3")], durable=durable) == 3
+        assert await engine.barrier() == second
+        right: list[Compare] = [(b"a", first), (b"b", second), (b"none", 0), Exists(b"a")]
+        right.append(Empty(b"c", b"d"))
+        third = await engine.transact(right, [Put(b"none", b"3")], durable=durable)
+        assert third == await engine.barrier() > second
         await engine.close()
 
     @in_trio
-    async def test_deleting_what_is_not_there_is_no_change(self, open_engine: Open) -> None:
+    async def test_a_conflict_names_the_first_compare_that_did_not_hold(
+        self, open_engine: Open
+    ) -> None:
         engine = open_engine()
-        await engine.transact((), [Put(b"a", b"1")])
-        assert await engine.transact((), [Delete(b"b")]) == 1
-        assert await engine.transact([(b"a", 1)], []) == 1
-        assert await engine.transact((), [Delete(b"b"), Delete(b"a")], durable=False) == 2
-        assert await engine.transact((), [Delete(b"a")], durable=False) == 2
-        assert engine.revision == 2
+        revision = await engine.transact((), [Put(b"a", b"1"), Put(b"d\0", b"")])
+        cases: list[tuple[list[Compare], bytes]] = [
+            ([(b"a", revision), (b"b", 7), (b"c", 7)], b"b"),
+            ([(b"a", 0), Exists(b"b")], b"a"),
+            ([Exists(b"a"), Exists(b"b"), (b"a", 0)], b"b"),
+            ([Empty(b"b", b"d"), Empty(b"d", b"e"), Exists(b"b")], b"d"),
+        ]
+        for compares, key in cases:
+            for operations in ([Put(b"a", b"2")], []):
+                with pytest.raises(Conflict) as refused:
+                    await engine.transact(compares, operations)
+                assert refused.value.key == key
+        await engine.close()
+
+    @in_trio
+    async def test_a_range_is_empty_after_its_keys_were_deleted(self, open_engine: Open) -> None:
+        engine = open_engine()
+        await engine.transact((), [Put(b"a1", b""), Put(b"a2", b""), Put(b"b", b"")])
+        await engine.range(b"", END)
+        await engine.transact((), [Delete(b"a1")])
+        with pytest.raises(Conflict):
+            await engine.transact([Empty(b"a", b"b")], [Put(b"done", b"")])
+        await engine.transact((), [Delete(b"a2")])
+        await engine.transact([Empty(b"a", b"b")], [Put(b"done", b"")])
+        with pytest.raises(Conflict):
+            await engine.transact([Exists(b"a2")], [Put(b"done", b"")])
+        await engine.close()
+
+    @in_trio
+    async def test_deleting_what_is_not_there_leaves_no_event(self, open_engine: Open) -> None:
+        engine = open_engine()
+        first = await engine.transact((), [Put(b"a", b"1")])
+        await engine.transact((), [Delete(b"b")])
+        assert await engine.transact([(b"a", first)], []) == await engine.barrier()
+        second = await engine.transact((), [Delete(b"b"), Delete(b"a")], durable=False)
+        await engine.transact((), [Delete(b"a")], durable=False)
+        last = await engine.transact((), [Put(b"c", b"")])
+        assert await changes(engine, b"a", b"d", 0, last) == [
+            (first, [Event(first, b"a", b"1")]),
+            (second, [Event(second, b"a", None)]),
+            (last, [Event(last, b"c", b"")]),
+        ]
         await engine.close()
 
     @in_trio
@@ -139,7 +236,7 @@ class TestEveryEngine:
         engine = open_engine()
         with pytest.raises(ValueError, match="one operation"):
             await engine.transact((), [Put(b"a", b"1"), Delete(b"a")])
-        assert engine.revision == 0
+        assert await engine.barrier() == 0
         await engine.close()
 
     @in_trio
@@ -148,13 +245,14 @@ class TestEveryEngine:
         for number in range(20):
             durable = number % 3 == 0
             await engine.transact((), [Put(b"%d" % number, b"x" * number)], durable=durable)
-        await engine.transact((), [Delete(b"7")], durable=False)
-        before, revision = await engine.range(b"", END), engine.revision
+        revision = await engine.transact((), [Delete(b"7")], durable=False)
+        before = await engine.range(b"0", b":")
+        assert len(before) == 19
         await engine.close()
         await engine.close()
         engine = open_engine()
-        assert await engine.range(b"", END) == before
-        assert engine.revision == revision == 21
+        assert await engine.range(b"0", b":") == before
+        assert await engine.barrier() == revision
         await engine.close()
 
     @in_trio
@@ -163,55 +261,95 @@ class TestEveryEngine:
     ) -> None:
         engine = open_engine()
         await engine.transact((), [Put(b"a", b"1")])
-        await engine.transact((), [Delete(b"a")])
+        deleted = await engine.transact((), [Delete(b"a")])
         await engine.close()
         engine = open_engine()
-        assert await engine.transact((), [Put(b"a", b"2")]) == 3
+        assert await engine.transact((), [Put(b"a", b"2")]) > deleted
         await engine.close()
 
     @in_trio
-    async def test_a_watch_gives_every_event_of_its_range_once_in_order(
+    async def test_a_watch_gives_every_change_of_its_range_once_in_order(
         self, open_engine: Open
     ) -> None:
         engine = open_engine()
-        await engine.transact((), [Put(b"a", b"old")])
-        await engine.transact((), [Put(b"a", b"1"), Put(b"z", b"no"), Put(b"b", b"2")])
-        watch = engine.watch(b"a", b"c", 1)
-        seen: list[Event] = []
+        old = await engine.transact((), [Put(b"a", b"old")])
+        first = await engine.transact((), [Put(b"a", b"1"), Put(b"z", b"no"), Put(b"b", b"2")])
+        watch = engine.watch(b"a", b"c", old)
+        assert await anext(watch) == Change(
+            first, (Event(first, b"a", b"1"), Event(first, b"b", b"2"))
+        )
+        seen: list[Change] = []
+        came = trio.lowlevel.ParkingLot()
 
         async def follow() -> None:
-            async for event in watch:
-                seen.append(event)  # noqa: PERF401 - what came so far is looked at meanwhile
+            async for change in watch:
+                seen.append(change)
+                came.unpark_all()
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(follow)
-            await trio.testing.wait_all_tasks_blocked()
-            assert seen == [Event(2, b"a", b"1"), Event(2, b"b", b"2")]
             await engine.transact((), [Put(b"z", b"no")])
-            await engine.transact((), [Delete(b"a"), Delete(b"bb")], durable=False)
+            third = await engine.transact((), [Delete(b"a"), Delete(b"bb")], durable=False)
             with pytest.raises(Conflict):
                 await engine.transact([(b"b", 9)], [Put(b"b", b"no")])
-            await engine.transact((), [Put(b"b", b"3")], durable=False)
-            await trio.testing.wait_all_tasks_blocked()
-            assert seen[2:] == [Event(4, b"a", None), Event(5, b"b", b"3")]
-            await engine.transact((), [Put(b"b", b"4")])
+            fourth = await engine.transact((), [Put(b"b", b"3")], durable=False)
+            while len(seen) < 2:
+                await came.park()
+            assert seen == [
+                Change(third, (Event(third, b"a", None),)),
+                Change(fourth, (Event(fourth, b"b", b"3"),)),
+            ]
+            fifth = await engine.transact((), [Put(b"b", b"4")])
+            while len(seen) < 3:
+                await came.park()
             await engine.close()
-        assert seen[4:] == [Event(6, b"b", b"4")]
+        assert seen[2:] == [Change(fifth, (Event(fifth, b"b", b"4"),))]
 
     @in_trio
-    async def test_a_watch_that_asks_for_forgotten_events_is_told_so(
-        self, open_engine: Open
-    ) -> None:
+    async def test_watching_from_a_snapshot_leaves_no_gap(self, open_engine: Open) -> None:
+        """Random transactions, over which replicas are begun at any time. All end up the same."""
+        seed = random.randrange(2**32)
+        print(f"seed {seed}")
+        chance = random.Random(seed)
         engine = open_engine()
-        slow = engine.watch(b"", END, 0)
-        for number in range(10_000):
-            await engine.transact((), [Put(b"key", b"%d" % number)], durable=False)
-        with pytest.raises(Compacted) as refused:
-            engine.watch(b"", END, 0)
-        with pytest.raises(Compacted):
-            await anext(slow)
-        recent = engine.watch(b"", END, refused.value.revision)
-        assert (await anext(recent)).revision == refused.value.revision + 1
+        model: dict[bytes, bytes] = {}
+        replicas: list[tuple[int, dict[bytes, bytes]]] = []
+        for step in range(300):
+            if step % 30 == 0:
+                revision, found = await engine.snapshot(b"0", b":")
+                assert {one.key: one.value for one in found} == model
+                replicas.append((revision, dict(model)))
+            keys = [b"%d" % key for key in chance.sample(range(20), chance.randint(1, 4))]
+            operations = [
+                Delete(key) if chance.random() < 0.4 else Put(key, b"%d" % step) for key in keys
+            ]
+            compares: list[Compare] = [
+                Exists(key) if key in model else Empty(key, key + b"\0") for key in keys
+            ]
+            if chance.random() < 0.2:
+                wrong = chance.choice(keys)
+                compares.append(Empty(wrong, wrong + b"\0") if wrong in model else Exists(wrong))
+                with pytest.raises(Conflict) as refused:
+                    await engine.transact(compares, operations)
+                assert refused.value.key == wrong
+                continue
+            await engine.transact(compares, operations, durable=chance.random() < 0.5)
+            for operation in operations:
+                if isinstance(operation, Put):
+                    model[operation.key] = operation.value
+                else:
+                    model.pop(operation.key, None)
+        last = await engine.transact((), [Put(b"9999", b"last")])
+        model[b"9999"] = b"last"
+        assert await contents(engine) == model
+        for revision, replica in replicas:
+            for _, events in await changes(engine, b"0", b":", revision, last):
+                for event in events:
+                    if event.value is None:
+                        del replica[event.key]
+                    else:
+                        replica[event.key] = event.value
+            assert replica == model
         await engine.close()
 
     @in_trio
@@ -223,7 +361,35 @@ class TestEveryEngine:
         with pytest.raises(trio.ClosedResourceError):
             await engine.range(b"", END)
         with pytest.raises(trio.ClosedResourceError):
+            await engine.snapshot(b"", END)
+        with pytest.raises(trio.ClosedResourceError):
+            await engine.barrier()
+        with pytest.raises(trio.ClosedResourceError):
             await engine.transact((), [Put(b"a", b"1")])
+
+
+@in_trio
+async def test_a_sqlite_watch_that_asks_for_forgotten_events_is_told_so(tmp_path: Path) -> None:
+    engine = SQLiteEngine(str(tmp_path / "kv.sqlite"), power_safe=False)
+    slow = engine.watch(b"", END, 0)
+    for number in range(10_000):
+        await engine.transact((), [Put(b"key", b"%d" % number)], durable=False)
+    with pytest.raises(Compacted) as refused:
+        engine.watch(b"", END, 0)
+    with pytest.raises(Compacted):
+        await anext(slow)
+    recent = engine.watch(b"", END, refused.value.revision)
+    assert (await anext(recent)).revision == refused.value.revision + 1
+    await engine.close()
+
+
+@in_trio
+async def test_sqlite_has_no_leases(tmp_path: Path) -> None:
+    engine = SQLiteEngine(str(tmp_path / "kv.sqlite"), power_safe=False)
+    with pytest.raises(ValueError, match="lease"):
+        await engine.transact((), [Put(b"a", b""), Put(b"b", b"", 1)])
+    assert engine.revision == 0
+    await engine.close()
 
 
 class SQLiteAgainstModel(RuleBasedStateMachine):
@@ -232,7 +398,7 @@ class SQLiteAgainstModel(RuleBasedStateMachine):
     keys = st.sampled_from([b"a", b"b", b"c", b"cc", b"d\0"])
     operations = st.lists(
         st.one_of(
-            st.builds(Put, keys, st.binary(max_size=4) | st.just(b"x" * 10_000)),
+            st.builds(Put, keys, st.binary(max_size=4) | st.just(b"x" * 10_000), st.just(0)),
             st.builds(Delete, keys),
         ),
         max_size=4,

@@ -141,8 +141,8 @@ class Engine(Protocol):
     ) -> int:
         """Apply all operations if every compare holds.
 
-        A key may occur in one operation only (ValueError). Returns the revision of the transaction, or the current one if nothing
-        changed.
+        A key may occur in one operation only (ValueError). Returns the revision of the transaction,
+        or the current one if nothing changed.
 
         durable=False: visible at once and in order, but it reaches the storage with the next
         durable transaction or `flush`. A crash loses the newest of these only, each whole, and

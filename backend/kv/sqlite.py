@@ -24,7 +24,20 @@ from urllib.parse import quote
 import msgspec
 import trio
 
-from . import Compacted, Conflict, Damaged, Delete, Event, KeyValue, NoSpace, Put
+from . import (
+    Change,
+    Compacted,
+    Compare,
+    Conflict,
+    Damaged,
+    Delete,
+    Empty,
+    Event,
+    Exists,
+    KeyValue,
+    NoSpace,
+    Put,
+)
 from .ballast import Ballast
 from .journal import Journal
 from .wal import is_log_header
@@ -53,6 +66,7 @@ COMMIT;
 """
 _GET = "SELECT key, value, mod_revision FROM kv WHERE key = ?"
 _RANGE = "SELECT key, value, mod_revision FROM kv WHERE key >= ? AND key < ? ORDER BY key LIMIT ?"
+_KEYS = "SELECT key FROM kv WHERE key >= ? AND key < ?"
 _MOD_REVISION = "SELECT mod_revision FROM kv WHERE key = ?"
 _PUT = "REPLACE INTO kv (key, mod_revision, value) VALUES (?, ?, ?)"
 _DELETE = "DELETE FROM kv WHERE key = ?"
@@ -158,12 +172,13 @@ class SQLiteEngine:
 
     async def transact(
         self,
-        compares: Sequence[tuple[bytes, int]],
+        compares: Sequence[Compare],
         operations: Sequence[Put | Delete],
         *,
         durable: bool = True,
         urgent: bool = False,
     ) -> int:
+        """As Engine says. There are no leases: ValueError for a Put with one."""
         if self._closed:
             raise trio.ClosedResourceError("the engine is closed")
         if len(operations) > 1 and len({op.key for op in operations}) < len(operations):
@@ -190,6 +205,14 @@ class SQLiteEngine:
     async def idle(self) -> None:
         """There is nothing else to do: a good time to move what is pending to the database."""
         self._settle()
+
+    async def snapshot(self, start: bytes, end: bytes) -> tuple[int, list[KeyValue]]:
+        return self._revision, await self.range(start, end)
+
+    async def barrier(self) -> int:
+        if self._closed:
+            raise trio.ClosedResourceError("the engine is closed")
+        return self._revision
 
     def watch(self, start: bytes, end: bytes, from_revision: int) -> "Watch":
         watch = Watch(self, start, end, from_revision)
@@ -225,17 +248,18 @@ class SQLiteEngine:
 
     def _transact(
         self,
-        compares: Sequence[tuple[bytes, int]],
+        compares: Sequence[Compare],
         operations: Sequence[Put | Delete],
         durable: bool,
     ) -> int:
-        for key, expected in compares:
-            if self._mod_revision(key) != expected:
-                raise Conflict(key)
+        for compare in compares:
+            self._check(compare)
         revision = self._revision + 1
         changes: dict[bytes, tuple[int, bytes | None]] = {}
         for operation in operations:
             if isinstance(operation, Put):
+                if operation.lease:
+                    raise ValueError("an engine of one process has no leases")
                 changes[operation.key] = (revision, operation.value)
             elif self._mod_revision(operation.key):
                 changes[operation.key] = (revision, None)
@@ -263,6 +287,23 @@ class SQLiteEngine:
         if self._watchers:
             self._watchers.unpark_all()
         return revision
+
+    def _check(self, compare: Compare) -> None:
+        """Raises Conflict."""
+        if isinstance(compare, Exists):
+            if not self._mod_revision(compare.key):
+                raise Conflict(compare.key)
+        elif isinstance(compare, Empty):
+            if not self._is_empty(compare.start, compare.end):
+                raise Conflict(compare.start)
+        elif self._mod_revision(compare[0]) != compare[1]:
+            raise Conflict(compare[0])
+
+    def _is_empty(self, start: bytes, end: bytes) -> bool:
+        pending = self._pending
+        if any(value is not None and start <= key < end for key, (_, value) in pending.items()):
+            return False
+        return all(key in pending for (key,) in self._execute(_KEYS, (start, end)))
 
     def _mod_revision(self, key: bytes) -> int:
         """The revision that last put the key, 0 when it does not exist."""
@@ -441,7 +482,7 @@ class SQLiteEngine:
 
 
 class Watch:
-    """Events of a range, read from the engine's tail when asked for.
+    """Changes of a range, read from the engine's tail when asked for.
 
     Nothing is queued for a slow reader, which in the end gets Compacted.
     """
@@ -451,29 +492,32 @@ class Watch:
         self._start = start
         self._end = end
         self._seen = from_revision
-        self._events: deque[Event] = deque()
+        self._changes: deque[Change] = deque()
 
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Event:
+    async def __anext__(self) -> Change:
         await trio.lowlevel.checkpoint()
-        while not self._events:
+        while not self._changes:
             self.collect()
-            if self._events:
+            if self._changes:
                 break
             if self._engine._closed:
                 raise StopAsyncIteration
             await self._engine._watchers.park()
-        return self._events.popleft()
+        return self._changes.popleft()
 
     def collect(self) -> None:
-        """Take over the events that came since the last call. Raises Compacted."""
+        """Take over the changes that came since the last call. Raises Compacted."""
         for revision, operations in self._engine._newer_than(self._seen):
-            for operation in operations:
-                if self._start <= operation.key < self._end:
-                    value = operation.value if isinstance(operation, Put) else None
-                    self._events.append(Event(revision, operation.key, value))
+            events = tuple(
+                Event(revision, op.key, op.value if isinstance(op, Put) else None)
+                for op in operations
+                if self._start <= op.key < self._end
+            )
+            if events:
+                self._changes.append(Change(revision, events))
             self._seen = revision
 
 

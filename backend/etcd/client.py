@@ -1,0 +1,455 @@
+"""Calls of etcd: which endpoint, with what credentials, and what to do when one does not answer.
+
+One connection at a time serves all calls. When it fails, or its member cannot serve (it has no
+leader, it is shutting down), the next endpoint is tried. A call that may be repeated is, until it
+has a definite answer or its time is over; one that may not (a transaction) tells its caller whether
+etcd can have got it.
+"""
+
+import contextlib
+import errno
+import logging
+import os
+import random
+import socket
+import ssl
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+import trio
+
+from . import etcd_pb2 as pb
+from .frames import ConnectionLost, NotAccepted, RpcError, header_block
+from .http2 import Connection
+from .stream import Stream
+
+__all__ = [
+    "AUTHENTICATE",
+    "COMPACT",
+    "GRANT",
+    "KEEP_ALIVE",
+    "MEMBERS",
+    "RANGE",
+    "REVOKE",
+    "STATUS",
+    "TXN",
+    "WATCH",
+    "Client",
+    "Method",
+    "RpcError",
+    "Uncertain",
+    "Unsent",
+]
+
+log = logging.getLogger(__name__)
+
+DEFAULT_PORT = 2379
+# One try of a call. etcd itself gives a request up after 7 s.
+TRY_S = 4.0
+_CONNECT_S = 2.0
+_PAUSE_S = (0.02, 0.5)  # between tries: the first, the longest
+
+# gRPC status codes
+_CANCELLED, _UNKNOWN, _INVALID_ARGUMENT, _DEADLINE_EXCEEDED = 1, 2, 3, 4
+_PERMISSION_DENIED, _RESOURCE_EXHAUSTED, _FAILED_PRECONDITION = 7, 8, 9
+_ABORTED, _INTERNAL, _UNAVAILABLE, _UNAUTHENTICATED = 10, 13, 14, 16
+_TRANSIENT = {_CANCELLED, _UNKNOWN, _DEADLINE_EXCEEDED, _ABORTED, _INTERNAL, _UNAVAILABLE}
+
+
+class Message(Protocol):
+    def SerializeToString(self) -> bytes: ...
+
+
+Response = TypeVar("Response")
+
+
+class Method(NamedTuple, Generic[Response]):
+    path: str
+    parse: Callable[[bytes], Response]
+
+
+def _method(path: str, response: type[Response]) -> Method[Response]:
+    return Method("/etcdserverpb." + path, response.FromString)  # type: ignore[attr-defined]
+
+
+RANGE: Method[pb.RangeResponse] = _method("KV/Range", pb.RangeResponse)
+TXN: Method[pb.TxnResponse] = _method("KV/Txn", pb.TxnResponse)
+COMPACT: Method[pb.CompactionResponse] = _method("KV/Compact", pb.CompactionResponse)
+WATCH: Method[pb.WatchResponse] = _method("Watch/Watch", pb.WatchResponse)
+GRANT: Method[pb.LeaseGrantResponse] = _method("Lease/LeaseGrant", pb.LeaseGrantResponse)
+REVOKE: Method[pb.LeaseRevokeResponse] = _method("Lease/LeaseRevoke", pb.LeaseRevokeResponse)
+# A stream of one message each way is, on the wire, a call.
+KEEP_ALIVE: Method[pb.LeaseKeepAliveResponse] = _method(
+    "Lease/LeaseKeepAlive", pb.LeaseKeepAliveResponse
+)
+AUTHENTICATE: Method[pb.AuthenticateResponse] = _method(
+    "Auth/Authenticate", pb.AuthenticateResponse
+)
+STATUS: Method[pb.StatusResponse] = _method("Maintenance/Status", pb.StatusResponse)
+MEMBERS: Method[pb.MemberListResponse] = _method("Cluster/MemberList", pb.MemberListResponse)
+
+
+class Unsent(Exception):
+    """The request did not reach etcd. `final`: trying again will not help (a wrong certificate)."""
+
+    def __init__(self, reason: str, *, final: bool = False) -> None:
+        super().__init__(reason)
+        self.final = final
+
+
+class Uncertain(Exception):
+    """The request was sent, and no definite answer came: etcd may have carried it out, or may yet."""
+
+
+class Endpoint(NamedTuple):
+    host: str
+    port: int
+    secure: bool
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+def parse_endpoint(text: str, secure: bool) -> Endpoint:
+    """ "host:port" or a URL with http or https. Raises ValueError."""
+    url = urlsplit(text if "//" in text else f"//{text}")
+    port = url.port or DEFAULT_PORT
+    if url.scheme not in ("", "http", "https") or not url.hostname or url.path not in ("", "/"):
+        raise ValueError(f"{text!r} is not an address of etcd, like 10.0.0.1:{DEFAULT_PORT}")
+    if url.scheme == "http" and secure:
+        raise ValueError(f"{text!r} says http, but a certificate for TLS is given")
+    return Endpoint(url.hostname, port, secure or url.scheme == "https")
+
+
+def tls_context(ca: str | None, cert: str | None, key: str | None) -> ssl.SSLContext:
+    """Raises OSError or ValueError that name the file."""
+    if (cert is None) != (key is None):
+        raise ValueError("a client certificate for etcd needs its key, and a key its certificate")
+    context = ssl.create_default_context()
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["h2"])
+    for path in (ca, cert, key):
+        if path is not None:
+            os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC))  # an error that names the file
+    try:
+        if ca is not None:
+            context = ssl.create_default_context(cafile=ca)
+            context.set_alpn_protocols(["h2"])
+        if cert is not None:
+            context.load_cert_chain(cert, key)
+    except ssl.SSLError as error:
+        raise ValueError(
+            f"{ca}, {cert} or {key} is not what it should be: PEM files of etcd's CA, of a client"
+            f" certificate and of its key ({error.reason or error})"
+        ) from error
+    return context
+
+
+class Client:
+    """Connections of one process to an etcd cluster.
+
+    Used inside trio; runs in system tasks until `close`. Raises ValueError and OSError for addresses
+    and certificate files that make no sense.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        *,
+        user: str | None = None,
+        password: str | None = None,
+        ca: str | None = None,
+        cert: str | None = None,
+        key: str | None = None,
+    ) -> None:
+        secure = ca is not None or cert is not None
+        self.endpoints = [parse_endpoint(text, secure) for text in endpoints]
+        if not self.endpoints:
+            raise ValueError("no address of etcd is given")
+        self._tls = (
+            tls_context(ca, cert, key) if any(one.secure for one in self.endpoints) else None
+        )
+        self._ca = ca
+        self._user, self._password = user, password or ""
+        self._token: str | None = None
+        self._blocks: dict[str, bytes] = {}
+        self._connection: Connection | None = None
+        self._connecting = trio.Lock()
+        self._current = random.randrange(len(self.endpoints))
+        self._failures: dict[str, str] = {}
+        self._worked = False
+        self._closed = False
+
+    @property
+    def user(self) -> str | None:
+        return self._user
+
+    @property
+    def address(self) -> str:
+        """The endpoint in use, or the next to be tried."""
+        return str(self.endpoints[self._current])
+
+    def failures(self) -> str:
+        """What each endpoint said last, for people."""
+        said = [
+            f"{endpoint}: {self._failures.get(str(endpoint), 'not tried')}"
+            for endpoint in self.endpoints
+        ]
+        return "; ".join(said)
+
+    def close(self) -> None:
+        self._closed = True
+        if self._connection is not None:
+            self._connection.close("the client was closed")
+
+    async def call(
+        self, method: Method[Response], request: Message, *, timeout_s: float, try_s: float = TRY_S
+    ) -> Response:
+        """Repeat a call that may be repeated until etcd answers.
+
+        Raises RpcError, and OSError (ETIMEDOUT; EACCES when there is no use in trying again).
+        """
+        deadline = trio.current_time() + timeout_s
+        pauses = Pauses()
+        while True:
+            left_s = deadline - trio.current_time()
+            try:
+                return await self.attempt(method, request, min(left_s, try_s))
+            except (Unsent, Uncertain) as error:
+                if isinstance(error, Unsent) and error.final:
+                    raise self.refused(str(error)) from None
+                if trio.current_time() + pauses.next_s >= deadline:
+                    raise self.timed_out(timeout_s) from None
+            await pauses.wait()
+
+    async def attempt(
+        self, method: Method[Response], request: Message, timeout_s: float
+    ) -> Response:
+        """One try. Raises Unsent, Uncertain, and RpcError with a definite refusal."""
+        message = request.SerializeToString()
+        timeout_s = max(timeout_s, 0.0)
+        sent_on: Connection | None = None
+        with trio.move_on_after(timeout_s):
+            for _ in range(3):
+                connection = sent_on = None
+                connection = await self._connected()
+                token = await self._authenticated(connection)
+                heard = connection.frames_received
+                sent_on = connection
+                try:
+                    answer = await connection.unary(self._block(method.path), message)
+                except ConnectionLost as error:
+                    self._note(connection, str(error))
+                    raise (Uncertain if error.sent else Unsent)(str(error)) from None
+                except RpcError as error:
+                    if self._renew_token(error, token):
+                        continue
+                    if error.code in _TRANSIENT:
+                        self._leave(connection, error.text)
+                        raise Uncertain(error.text) from None
+                    if error.code == _RESOURCE_EXHAUSTED and "too many requests" in error.text:
+                        raise Unsent(error.text) from None
+                    raise
+                return method.parse(answer)
+            raise Unsent("etcd does not accept the token that it gave")
+        reason = f"no answer within {timeout_s:.1f} s"
+        if sent_on is None:
+            raise Unsent(reason)
+        self._note(sent_on, reason)
+        if sent_on.frames_received == heard:
+            sent_on.close(reason)
+        raise Uncertain(reason)
+
+    async def stream(self, method: Method[Response], request: Message) -> Stream:
+        """Begin a call with a stream of answers. Raises Unsent, and RpcError and ConnectionLost from
+        the stream; pass them to `stream_failed` and begin again."""
+        with trio.move_on_after(TRY_S):
+            connection = await self._connected()
+            await self._authenticated(connection)
+            try:
+                return await connection.start(self._block(method.path), request.SerializeToString())
+            except ConnectionLost as error:
+                raise Unsent(str(error)) from None
+        raise Unsent(f"no connection within {TRY_S:.0f} s")
+
+    def stream_failed(self, error: RpcError) -> bool:
+        """Whether there is use in beginning the stream again."""
+        if self._renew_token(error, self._token):
+            return True
+        if error.code in _TRANSIENT and self._connection is not None:
+            self._leave(self._connection, error.text)
+            return True
+        return False
+
+    def timed_out(self, after_s: float) -> OSError:
+        return OSError(
+            errno.ETIMEDOUT,
+            f"etcd gave no definite answer for {after_s:.0f} s ({self.failures()})."
+            " Is it running, has it a majority, and are these its client addresses?",
+        )
+
+    def refused(self, reason: str) -> OSError:
+        return OSError(errno.EACCES, f"etcd at {self.address} cannot be used: {reason}")
+
+    async def _connected(self) -> Connection:
+        """The connection in use, or a new one to the first endpoint that takes it. Raises Unsent."""
+        connection = self._connection
+        if connection is not None and connection.usable:
+            return connection
+        async with self._connecting:
+            connection = self._connection
+            if connection is not None:
+                if connection.usable:
+                    return connection
+                # Somewhere else first: that member was just lost.
+                self._note(connection, connection.lost_because or "it is shutting down")
+                self._connection = None
+                self._current = (self._current + 1) % len(self.endpoints)
+            not_accepted = 0
+            for _ in self.endpoints:
+                if self._closed:
+                    raise Unsent("the client was closed", final=True)
+                endpoint = self.endpoints[self._current]
+                try:
+                    self._connection = await self._connect(endpoint)
+                    self._worked = True
+                    return self._connection
+                except ConnectionLost as error:
+                    self._failures[str(endpoint)] = str(error)
+                    not_accepted += isinstance(error, NotAccepted)
+                finally:
+                    # Also when cancelled: an endpoint that is silent must not be tried for ever.
+                    if self._connection is None:
+                        self._current = (self._current + 1) % len(self.endpoints)
+            # What worked before may again: a server that stops says strange things, too.
+            final = not_accepted == len(self.endpoints) and not self._worked
+            raise Unsent(self.failures(), final=final)
+
+    async def _connect(self, endpoint: Endpoint) -> Connection:
+        """Raises ConnectionLost."""
+        with trio.move_on_after(_CONNECT_S):
+            try:
+                sock = await _open(endpoint)
+            except OSError as error:
+                raise ConnectionLost(error.strerror or str(error), sent=False) from None
+            tls = (self._tls, endpoint.host) if endpoint.secure and self._tls else None
+            connection = Connection(sock, tls)
+            trio.lowlevel.spawn_system_task(connection.run)
+            try:
+                await connection.wait_ready()
+            except BaseException:
+                connection.close("it was not ready in time")
+                raise
+            if self._closed:
+                connection.close("the client was closed")
+            return connection
+        raise ConnectionLost(f"no answer within {_CONNECT_S:.0f} s", sent=False)
+
+    def _leave(self, connection: Connection, reason: str) -> None:
+        """The member behind this connection cannot serve; another one may."""
+        self._note(connection, reason)
+        if len(self.endpoints) > 1:
+            connection.close(reason)
+
+    def _note(self, connection: Connection, reason: str) -> None:
+        if connection is self._connection:
+            self._failures[self.address] = reason
+
+    async def _authenticated(self, connection: Connection) -> str | None:
+        """The token that calls carry."""
+        if self._user is None or self._token is not None:
+            return self._token
+        request = pb.AuthenticateRequest(name=self._user, password=self._password)
+        try:
+            answer = await connection.unary(
+                self._block(AUTHENTICATE.path), request.SerializeToString()
+            )
+        except ConnectionLost as error:
+            self._note(connection, str(error))
+            raise Unsent(str(error)) from None
+        except RpcError as error:
+            if "authentication is not enabled" in error.text:
+                log.warning("etcd at %s asks nobody for a password", self.address)
+                self._user = None
+                return None
+            if error.code in _TRANSIENT:
+                self._leave(connection, error.text)
+                raise Unsent(error.text) from None
+            raise Unsent(
+                f"it does not accept the user {self._user!r} with this password ({error.text})",
+                final=True,
+            ) from None
+        self._token = AUTHENTICATE.parse(answer).token
+        self._blocks.clear()
+        return self._token
+
+    def _renew_token(self, error: RpcError, token: str | None) -> bool:
+        """Whether the call was refused for its token, and another one can be had."""
+        stale = error.code == _UNAUTHENTICATED or (
+            error.code == _INVALID_ARGUMENT and "auth store is old" in error.text
+        )
+        if not stale or self._user is None:
+            return False
+        if self._token == token:
+            self._token = None
+            self._blocks.clear()
+        return True
+
+    def _block(self, path: str) -> bytes:
+        block = self._blocks.get(path)
+        if block is None:
+            endpoint = self.endpoints[self._current]
+            headers = [
+                (":method", "POST"),
+                (":scheme", "https" if endpoint.secure else "http"),
+                (":path", path),
+                (":authority", "etcd"),
+                ("te", "trailers"),
+                ("content-type", "application/grpc"),
+                ("hasleader", "true"),  # a member that is cut off refuses
+            ]
+            if self._token is not None and path != AUTHENTICATE.path:
+                headers.append(("token", self._token))
+            block = self._blocks[path] = header_block(headers)
+        return block
+
+
+class Pauses:
+    """Between tries: longer each time, and not in step with others'."""
+
+    def __init__(self) -> None:
+        self.next_s = _PAUSE_S[0]
+
+    async def wait(self) -> None:
+        await trio.sleep(self.next_s)
+        self.longer()
+
+    def longer(self) -> None:
+        self.next_s = min(self.next_s * random.uniform(1.5, 2.5), _PAUSE_S[1])
+
+
+async def _open(endpoint: Endpoint) -> socket.socket:
+    """A connected, non-blocking socket. Raises OSError."""
+    addresses = await trio.socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+    failed: OSError | None = None
+    for family, kind, protocol, _, address in addresses:
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setblocking(False)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with contextlib.suppress(BlockingIOError):
+                sock.connect(address)
+            await trio.lowlevel.wait_writable(sock)
+            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if not code:
+                return sock
+            failed = OSError(code, os.strerror(code))
+        except OSError as error:
+            failed = error
+        except BaseException:
+            sock.close()
+            raise
+        sock.close()
+    raise failed or OSError(errno.EHOSTUNREACH, "the name has no address")

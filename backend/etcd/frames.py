@@ -1,0 +1,84 @@
+"""HTTP/2 frames (RFC 9113) and header blocks (RFC 7541) as bytes, and what can go wrong with them."""
+
+from collections.abc import Iterable
+
+DATA, HEADERS, RST_STREAM, SETTINGS = 0, 1, 3, 4
+PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 6, 7, 8, 9
+END_STREAM = ACK = 1
+END_HEADERS, PADDED, PRIORITY = 4, 8, 32
+# settings
+INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE = 4, 5
+# error codes
+REFUSED_STREAM, CANCEL = 7, 8
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+FRAME_BYTES = 16384  # the largest frame that either side may send without asking
+
+
+class RpcError(Exception):
+    """The server answered with a gRPC status other than OK."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"{text} (gRPC status {code})")
+        self.code = code
+        self.text = text
+
+
+class ConnectionLost(OSError):
+    """The connection ended before the answer. `sent`: the server may have got the request."""
+
+    def __init__(self, reason: str, *, sent: bool) -> None:
+        super().__init__(reason)
+        self.sent = sent
+
+
+class NotAccepted(ConnectionLost):
+    """The peer could be reached, but TLS or HTTP/2 could not be begun with it."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason, sent=False)
+
+
+class ProtocolError(Exception):
+    """The peer does not speak gRPC over HTTP/2."""
+
+
+def integer(value: int, prefix_bits: int, first: int = 0) -> bytes:
+    """HPACK's integers (RFC 7541, 5.1); `first` has the bits before the prefix."""
+    limit = (1 << prefix_bits) - 1
+    if value < limit:
+        return bytes((first | value,))
+    encoded = bytearray((first | limit,))
+    value -= limit
+    while value >= 128:
+        encoded.append(value & 127 | 128)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
+def header_block(headers: Iterable[tuple[str, str]]) -> bytes:
+    """Headers as literals that enter no table (RFC 7541, 6.2.2)."""
+    block = bytearray()
+    for name, value in headers:
+        block += b"\0"
+        for text in (name.encode(), value.encode()):
+            block += integer(len(text), 7) + text
+    return bytes(block)
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    head = len(payload) << 48 | kind << 40 | flags << 32 | stream
+    return head.to_bytes(9, "big") + payload
+
+
+def window_update(stream: int, size: int) -> bytes:
+    return frame(WINDOW_UPDATE, 0, stream, size.to_bytes(4, "big"))
+
+
+def unpadded(flags: int, payload: bytes) -> bytes:
+    if not flags & PADDED:
+        return payload
+    if not payload or payload[0] >= len(payload):
+        raise ProtocolError("a frame is all padding")
+    return payload[1 : len(payload) - payload[0]]

@@ -1,0 +1,128 @@
+"""Watching a range of an etcd: every change once and in order, over lost connections."""
+
+import errno
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Self
+
+import trio
+
+from ..etcd import etcd_pb2 as pb
+from ..etcd.client import WATCH, Client, Pauses, RpcError, Unsent
+from ..etcd.frames import ConnectionLost
+from ..etcd.stream import Stream
+from . import Change, Compacted, Event
+
+log = logging.getLogger(__name__)
+
+
+class Watch:
+    """The changes of keys with prefix + start <= key < prefix + end after a revision.
+
+    `heard` is told each revision that etcd mentions. Iterating may be cancelled and gone on with.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        prefix: bytes,
+        start: bytes,
+        end: bytes,
+        from_revision: int,
+        heard: Callable[[int], None],
+    ) -> None:
+        self._client = client
+        self._skip = len(prefix)
+        self._key, self._range_end = prefix + start, prefix + end
+        self._revision = from_revision
+        self._heard = heard
+        self._changes: deque[Change] = deque()
+        self._stream: Stream | None = None
+        self._pauses = Pauses()
+        self._failing = False
+        self._closed = trio.Event()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Change:
+        while not self._changes:
+            if self._closed.is_set():
+                raise StopAsyncIteration
+            try:
+                await self._receive()
+            except (Unsent, ConnectionLost) as error:
+                await self._interrupted(str(error))
+            except RpcError as error:
+                self._stream = None
+                if not self._client.stream_failed(error):
+                    raise OSError(errno.EIO, f"etcd refuses to be watched: {error.text}") from error
+                await self._interrupted(error.text)
+        return self._changes.popleft()
+
+    def close(self) -> None:
+        """End the iteration, after what is here already."""
+        self._closed.set()
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    async def _receive(self) -> None:
+        if self._stream is None:
+            # The last revision is asked for again, and dropped. From revision C, to which etcd was
+            # compacted, deletions are missing although it does not refuse to begin there.
+            create = pb.WatchCreateRequest(
+                key=self._key, range_end=self._range_end, start_revision=max(self._revision, 1)
+            )
+            stream = await self._client.stream(WATCH, pb.WatchRequest(create_request=create))
+            if self._closed.is_set():
+                stream.close()
+                return
+            self._stream = stream
+        message = await self._stream.receive()
+        if message is None:
+            self._stream = None
+            raise Unsent("etcd ended the watch")
+        response = WATCH.parse(message)
+        if self._failing:
+            log.info("etcd: the watch goes on after revision %d", self._revision)
+            self._failing = False
+        self._pauses = Pauses()
+        self._heard(response.header.revision)
+        if response.canceled:
+            self._stream.close()
+            self._stream = None
+            if response.compact_revision:
+                raise Compacted(response.compact_revision)
+            raise RpcError(0, response.cancel_reason or "it gave no reason")
+        self._take(response)
+
+    def _take(self, response: pb.WatchResponse) -> None:
+        """Split a batch into transactions. etcd never cuts one in two."""
+        skip, revision = self._skip, self._revision
+        events: list[Event] = []
+        for event in response.events:
+            found = event.kv
+            if found.mod_revision <= self._revision:
+                continue
+            if found.mod_revision != revision and events:
+                self._changes.append(Change(revision, tuple(events)))
+                events = []
+            revision = found.mod_revision
+            value = found.value if event.type == pb.Event.PUT else None
+            events.append(Event(revision, found.key[skip:], value))
+        if events:
+            self._changes.append(Change(revision, tuple(events)))
+        self._revision = revision
+
+    async def _interrupted(self, reason: str) -> None:
+        self._stream = None
+        if self._closed.is_set():
+            return
+        if not self._failing:
+            log.warning("etcd: the watch was interrupted (%s); trying again", reason)
+            self._failing = True
+        with trio.move_on_after(self._pauses.next_s):
+            await self._closed.wait()
+        self._pauses.longer()

@@ -1,0 +1,755 @@
+"""The etcd engine when etcd, or the way to it, fails: every test runs real etcd.
+
+A proxy between engine and etcd loses answers and delivers requests late. Randomized tests print
+their seed.
+"""
+# ruff: noqa: F811 - the fixture etcd is imported, and an argument of each test that uses it
+
+import errno
+import functools
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import trio
+import trustme
+from etcd_server import PASSWORD, USER, EtcdServer, etcd, free_port, new_prefix  # noqa: F401
+from irdmafs.backend.kv import Change, Compacted, Compare, Conflict, Delete, Event, NoSpace, Put
+from irdmafs.backend.kv.etcd import EtcdEngine, LeaseEnded
+
+END = b"\xff"
+
+
+def in_trio(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(*args: object, **kwargs: object) -> None:
+        async def call() -> None:
+            await test(*args, **kwargs)
+
+        trio.run(call)
+
+    return run
+
+
+async def in_thread(call: Callable[..., Any], *args: object) -> Any:
+    return await trio.to_thread.run_sync(call, *args)
+
+
+async def history(
+    engine: EtcdEngine, start: bytes, end: bytes, until: int, after: int = 0
+) -> list[Change]:
+    """What happened in a range up to the revision `until`, which must have an event there."""
+    changes = []
+    watch = engine.watch(start, end, after)
+    async for change in watch:
+        changes.append(change)
+        if change.revision >= until:
+            break
+    watch.close()
+    return changes
+
+
+class Link:
+    """One connection through the proxy."""
+
+    def __init__(self, client: trio.SocketStream, server: trio.SocketStream) -> None:
+        self.client, self.server = client, server
+        self.held = bytearray()
+        self.answered = trio.Event()
+        self.silent = False
+        self._answer = bytearray()
+
+    def note(self, data: bytes) -> None:
+        """`answered` is set by the first HEADERS frame: etcd also sends frames that answer nothing."""
+        self._answer += data
+        while len(self._answer) >= 9:
+            if self._answer[3] == 1:
+                self.answered.set()
+            size = 9 + int.from_bytes(self._answer[:3], "big")
+            if len(self._answer) < size:
+                break
+            del self._answer[:size]
+
+
+class Proxy:
+    """Stands between an engine and etcd.
+
+    `holding`: what clients send is kept until `release`, also when the client has gone.
+    `losing`: what etcd answers is dropped. `refusing`: connections are closed at once.
+    """
+
+    def __init__(self, server: EtcdServer) -> None:
+        self._server = server
+        self._links: list[Link] = []
+        self._kept: list[Link] = []
+        self._something_held = trio.Event()
+        self.holding = self.losing = self.refusing = False
+        self.endpoint = ""
+
+    async def serve(self, nursery: trio.Nursery) -> None:
+        (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        self.endpoint = f"127.0.0.1:{listener.socket.getsockname()[1]}"
+        nursery.start_soon(trio.serve_listeners, self._connected, [listener])
+
+    async def wait_held(self, text: bytes) -> None:
+        """Until a client sent something with this in it, which is held; what follows is lost."""
+        while not any(text in link.held for link in self._links):
+            await self._something_held.wait()
+            self._something_held = trio.Event()
+        for link in self._links:
+            link.silent = True
+
+    async def cut(self) -> None:
+        """End all connections of clients; what is held for etcd stays."""
+        for link in self._links:
+            await trio.aclose_forcefully(link.client)
+            if link.held:
+                self._kept.append(link)
+            else:
+                await trio.aclose_forcefully(link.server)
+        self._links.clear()
+
+    async def release(self) -> list[Link]:
+        """Deliver what is held."""
+        released, self._kept = self._kept, []
+        for link in released:
+            link.answered = trio.Event()
+            await link.server.send_all(link.held)
+        return released
+
+    async def release_and_wait(self) -> None:
+        """Deliver the call that is held, and wait until etcd has answered it."""
+        for link in await self.release():
+            await link.answered.wait()
+
+    async def _connected(self, client: trio.SocketStream) -> None:
+        host, port = self._server.endpoint.split(":")
+        if self.refusing:
+            await trio.aclose_forcefully(client)
+            return
+        try:
+            link = Link(client, await trio.open_tcp_stream(host, int(port)))
+        except OSError:
+            await trio.aclose_forcefully(client)
+            return
+        self._links.append(link)
+        async with link.server, trio.open_nursery() as nursery:
+            nursery.start_soon(self._forward, link)
+            nursery.start_soon(self._backward, link)
+
+    async def _forward(self, link: Link) -> None:
+        try:
+            async for data in link.client:
+                if link.silent:
+                    continue
+                if self.holding:
+                    link.held += data
+                    self._something_held.set()
+                else:
+                    await link.server.send_all(data)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass
+        if not link.held:
+            await trio.aclose_forcefully(link.server)
+
+    async def _backward(self, link: Link) -> None:
+        try:
+            async for data in link.server:
+                link.note(data)
+                if not self.losing:
+                    try:
+                        await link.client.send_all(data)
+                    except (trio.BrokenResourceError, trio.ClosedResourceError):
+                        pass
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass
+        link.answered.set()
+        await trio.aclose_forcefully(link.client)
+
+
+@asynccontextmanager
+async def proxied(
+    server: EtcdServer, prefix: bytes
+) -> AsyncIterator[tuple[Proxy, EtcdEngine, EtcdEngine]]:
+    """A proxy, an engine that goes through it, and one that does not."""
+    proxy = Proxy(server)
+    async with trio.open_nursery() as nursery:
+        await proxy.serve(nursery)
+        async with (
+            EtcdEngine(server.endpoints, prefix) as direct,
+            EtcdEngine([proxy.endpoint], prefix) as engine,
+        ):
+            yield proxy, engine, direct
+            proxy.holding = proxy.losing = False
+        nursery.cancel_scope.cancel()
+
+
+class TestUncertainTransaction:
+    @in_trio
+    async def test_that_was_applied_is_acknowledged_once_with_its_revision(
+        self, etcd: EtcdServer
+    ) -> None:
+        async with proxied(etcd, new_prefix()) as (proxy, engine, direct):
+            start = await engine.transact((), [Put(b"start", b"")])
+            for number, later in enumerate((False, True), 1):
+                revisions: list[int] = []
+
+                async def write(number: int = number, revisions: list[int] = revisions) -> None:
+                    operations = [Put(b"a%d" % number, b"")]
+                    revisions.append(await engine.transact([(b"a%d" % number, 0)], operations))
+
+                async with trio.open_nursery() as nursery:
+                    proxy.losing = True
+                    watch = direct.watch(b"a%d" % number, b"b", start)
+                    nursery.start_soon(write)
+                    applied = (await anext(watch)).revision
+                    watch.close()
+                    if later:  # then its number is not the last that was written
+                        await direct.transact((), [Put(b"other", b"")])
+                    proxy.losing = False
+                    await proxy.cut()
+                assert revisions == [applied]
+            last = await direct.transact((), [Put(b"a9", b"")])
+            found = [change.events[0].key for change in await history(direct, b"a", b"b", last)]
+            assert found == [b"a1", b"a2", b"a9"]
+
+    @in_trio
+    async def test_that_was_not_applied_is_repeated(self, etcd: EtcdServer) -> None:
+        async with proxied(etcd, new_prefix()) as (proxy, engine, direct):
+            await engine.transact((), [Put(b"start", b"")])
+            revisions: list[int] = []
+
+            async def write() -> None:
+                revisions.append(await engine.transact([(b"a", 0)], [Put(b"a", b"1")]))
+
+            async with trio.open_nursery() as nursery:
+                proxy.holding = True
+                nursery.start_soon(write)
+                await proxy.wait_held(b"/a")
+                proxy.holding = False
+                await proxy.cut()
+            found = await direct.get(b"a")
+            assert found is not None
+            assert revisions == [found.mod_revision]
+
+    @in_trio
+    async def test_that_arrives_after_its_repetition_does_nothing(self, etcd: EtcdServer) -> None:
+        """Its compares hold again, since what it created has been deleted meanwhile."""
+        async with proxied(etcd, new_prefix()) as (proxy, engine, direct):
+            await engine.transact((), [Put(b"start", b"")])
+            revisions: list[int] = []
+
+            async def write() -> None:
+                revisions.append(await engine.transact([(b"a", 0)], [Put(b"a", b"1")]))
+
+            async with trio.open_nursery() as nursery:
+                proxy.holding = True
+                nursery.start_soon(write)
+                await proxy.wait_held(b"/a")
+                proxy.holding = False
+                await proxy.cut()
+            created = revisions[0]
+            deleted = await engine.transact([(b"a", created)], [Delete(b"a")])
+            await proxy.release_and_wait()
+            last = await engine.transact((), [Put(b"b", b"")])
+            assert await history(direct, b"a", b"c", last) == [
+                Change(created, (Event(created, b"a", b"1"),)),
+                Change(deleted, (Event(deleted, b"a", None),)),
+                Change(last, (Event(last, b"b", b""),)),
+            ]
+
+    @in_trio
+    async def test_that_was_cancelled_is_not_applied_after_what_comes_next(
+        self, etcd: EtcdServer
+    ) -> None:
+        async with proxied(etcd, new_prefix()) as (proxy, engine, direct):
+            await engine.transact((), [Put(b"start", b"")])
+            async with trio.open_nursery() as nursery:
+                proxy.holding = True
+                nursery.start_soon(engine.transact, (), [Put(b"a", b"cancelled")])
+                await proxy.wait_held(b"/a")
+                nursery.cancel_scope.cancel()
+            proxy.holding = False
+            await proxy.cut()
+            await engine.transact((), [Put(b"b", b"")])
+            await proxy.release_and_wait()
+            await engine.transact((), [Put(b"c", b"")])
+            assert await direct.get(b"a") is None
+
+    @in_trio
+    async def test_of_random_kinds_are_all_applied_once_and_in_order(
+        self, etcd: EtcdServer
+    ) -> None:
+        seed = random.randrange(2**32)
+        print(f"seed {seed}")
+        chance = random.Random(seed)
+        async with proxied(etcd, new_prefix()) as (proxy, engine, direct):
+            first = await engine.transact((), [Put(b"start", b"")])
+            acknowledged: list[tuple[int, bytes, bytes | None]] = []
+            writing = 6
+
+            async def write(name: bytes) -> None:
+                """Creates and deletes a key by turns: a stale repetition would find it fitting."""
+                nonlocal writing
+                revision = 0
+                for number in range(60):
+                    value = None if number % 2 else b"%d" % number
+                    operation = Delete(name) if value is None else Put(name, value)
+                    compares: list[Compare] = [(name, revision)]
+                    revision = await engine.transact(compares, [operation])
+                    acknowledged.append((revision, name, value))
+                    if value is None:
+                        revision = 0
+                writing -= 1
+
+            async def disturb() -> None:
+                while writing:
+                    await trio.sleep(chance.uniform(0, 0.03))
+                    if chance.random() < 0.5:
+                        proxy.holding = True
+                        await trio.sleep(chance.uniform(0, 0.005))
+                        await proxy.cut()
+                        proxy.holding = False
+                        await trio.sleep(chance.uniform(0, 0.01))
+                        await proxy.release()
+                    else:
+                        proxy.losing = True
+                        await trio.sleep(chance.uniform(0, 0.005))
+                        await proxy.cut()
+                        proxy.losing = False
+
+            async with trio.open_nursery() as nursery:
+                for number in range(writing):
+                    nursery.start_soon(write, b"w%d" % number)
+                nursery.start_soon(disturb)
+            last = await engine.transact((), [Put(b"wz", b"")])
+            found = await history(direct, b"w", b"x", last, first)
+            events = [event for change in found for event in change.events]
+            assert sorted(acknowledged) == [tuple(event) for event in events[:-1]]
+
+
+class Writers:
+    """Tasks that each count up a key of their own, and what was acknowledged to them."""
+
+    def __init__(self) -> None:
+        self.acknowledged: dict[bytes, list[tuple[int, int]]] = {}
+        self.stopping = False
+        self._progress = trio.lowlevel.ParkingLot()
+
+    async def run(self, engine: EtcdEngine, name: bytes) -> None:
+        done = self.acknowledged[name] = []
+        revision = 0
+        while not self.stopping:
+            number = len(done) + 1
+            operations = [Put(name, b"%d" % number), Put(b"log/%s/%06d" % (name, number), b"")]
+            revision = await engine.transact([(name, revision)], operations)
+            done.append((revision, number))
+            self._progress.unpark_all()
+
+    async def wait_progress(self, transactions: int) -> None:
+        """Until every writer had that many more acknowledged."""
+        goal = {name: len(done) + transactions for name, done in self.acknowledged.items()}
+        while any(len(self.acknowledged[name]) < count for name, count in goal.items()):
+            await self._progress.park()
+
+    def check(self, changes: list[Change]) -> None:
+        """Every acknowledged transaction happened once, whole, in its order, and nothing else."""
+        seen: dict[bytes, list[tuple[int, int]]] = {name: [] for name in self.acknowledged}
+        for change in changes:
+            values = {event.key: event.value for event in change.events}
+            for name in seen.keys() & values.keys():
+                value = values[name]
+                assert value is not None
+                assert b"log/%s/%06d" % (name, int(value)) in values
+                seen[name].append((change.revision, int(value)))
+        assert seen == self.acknowledged
+
+
+async def collect(engine: EtcdEngine, into: list[Change]) -> None:
+    async for change in engine.watch(b"", END, 0):
+        into.append(change)  # noqa: PERF401 - read while it grows
+
+
+def test_transactions_and_watches_survive_failures_of_members() -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+
+    async def main(server: EtcdServer) -> None:
+        writers = Writers()
+        watched: list[Change] = []
+        prefix = new_prefix()
+        async with (
+            EtcdEngine(server.endpoints, prefix) as first,
+            EtcdEngine(server.endpoints, prefix) as second,
+            trio.open_nursery() as nursery,
+        ):
+            nursery.start_soon(collect, second, watched)
+            async with trio.open_nursery() as writing:
+                for number in range(4):
+                    engine = chance.choice([first, second])
+                    writing.start_soon(writers.run, engine, b"w%d" % number)
+                await trio.sleep(0)
+                for fault in chance.sample(["kill9", "kill9", "stop", "pause"], 4):
+                    await writers.wait_progress(20)
+                    leader = await in_thread(server.leader)
+                    member = leader if chance.random() < 0.8 else (leader + 1) % 3
+                    print(f"{fault} {member}, the leader is {leader}")
+                    await in_thread(getattr(server, fault), member)
+                    await writers.wait_progress(20)
+                    await in_thread(server.resume if fault == "pause" else server.start, member)
+                writers.stopping = True
+            last = await first.transact((), [Put(b"last", b"")])
+            while not watched or watched[-1].revision < last:
+                await trio.sleep(0.01)
+            nursery.cancel_scope.cancel()
+            assert watched == await history(first, b"", END, last)
+            writers.check(watched)
+
+    with EtcdServer(3) as server:
+        trio.run(main, server)
+
+
+def test_an_etcd_that_is_restarted_is_waited_for() -> None:
+    async def main(server: EtcdServer) -> None:
+        prefix = new_prefix()
+        async with EtcdEngine(server.endpoints, prefix) as engine:
+            revision = await engine.transact((), [Put(b"a", b"1")])
+            watch = engine.watch(b"a", b"b", 0)
+            assert (await anext(watch)).revision == revision
+            for end in (server.stop, server.kill9):
+                await in_thread(end)
+                results: list[int] = []
+
+                async def write(results: list[int] = results, after: int = revision) -> None:
+                    results.append(await engine.transact([(b"a", after)], [Put(b"a", b"2")]))
+
+                async def read() -> None:
+                    found = await engine.get(b"a")
+                    assert found is not None
+
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(write)
+                    nursery.start_soon(read)
+                    nursery.start_soon(in_thread, server.start)
+                assert (await anext(watch)).revision == results[0] > revision
+                revision = results[0]
+
+    with EtcdServer() as server:
+        trio.run(main, server)
+
+
+@pytest.fixture(scope="module")
+def compacted_etcd() -> Iterator[EtcdServer]:
+    """Compaction reaches everybody's keys: not for the server that tests share."""
+    with EtcdServer() as server:
+        yield server
+
+
+class TestCompaction:
+    @in_trio
+    async def test_of_what_a_watch_asks_for_is_told(self, compacted_etcd: EtcdServer) -> None:
+        async with EtcdEngine(compacted_etcd.endpoints, new_prefix()) as engine:
+            first = await engine.transact((), [Put(b"a", b"1")])
+            await engine.transact((), [Delete(b"a")])
+            kept = await in_thread(compacted_etcd.compact)
+            for after in (0, first, kept - 1):
+                with pytest.raises(Compacted) as refused:
+                    await anext(engine.watch(b"", END, after))
+                assert refused.value.revision == kept
+            revision, found = await engine.snapshot(b"a", b"b")
+            assert (revision, found) == (kept, [])
+            watch = engine.watch(b"a", b"b", revision)
+            last = await engine.transact((), [Put(b"a", b"2")])
+            assert await anext(watch) == Change(last, (Event(last, b"a", b"2"),))
+
+    @in_trio
+    async def test_while_a_watch_is_cut_off_is_told_and_a_snapshot_fills_the_gap(
+        self, compacted_etcd: EtcdServer
+    ) -> None:
+        async with proxied(compacted_etcd, new_prefix()) as (proxy, engine, direct):
+            first = await direct.transact((), [Put(b"a", b"1")])
+            watch = engine.watch(b"", END, first - 1)
+            while (await anext(watch)).revision < first:
+                pass
+            proxy.refusing = True
+            await proxy.cut()
+            await direct.transact((), [Delete(b"a")])
+            await direct.transact((), [Put(b"b", b"2")])
+            kept = await in_thread(compacted_etcd.compact)
+            proxy.refusing = False
+            with pytest.raises(Compacted) as refused:
+                await anext(watch)
+            assert refused.value.revision == kept
+            revision, found = await engine.snapshot(b"a", b"c")
+            assert [one.key for one in found] == [b"b"]
+            watch = engine.watch(b"a", b"c", revision)
+            last = await direct.transact((), [Put(b"a", b"3")])
+            assert (await anext(watch)).revision == last
+
+    @in_trio
+    async def test_of_what_is_compacted_already_is_no_error(
+        self, compacted_etcd: EtcdServer
+    ) -> None:
+        async with EtcdEngine(compacted_etcd.endpoints, new_prefix()) as engine:
+            revision = await engine.transact((), [Put(b"a", b"1")])
+            await engine.compact(revision)
+            await engine.compact(revision)
+
+
+@in_trio
+async def test_a_watch_that_was_lost_goes_on_without_gap_or_duplicate(etcd: EtcdServer) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    async with proxied(etcd, new_prefix()) as (proxy, engine, direct):
+        watched: list[Change] = []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(collect, engine, watched)
+            for number in range(400):
+                last = await direct.transact((), [Put(b"a", b"%d" % number), Put(b"b", b"")])
+                if chance.random() < 0.1:
+                    await proxy.cut()
+            while not watched or watched[-1].revision < last:
+                await trio.sleep(0.01)
+            nursery.cancel_scope.cancel()
+        assert watched == await history(direct, b"", END, last)
+
+
+@in_trio
+async def test_a_watch_may_be_cancelled_and_gone_on_with(etcd: EtcdServer) -> None:
+    async with EtcdEngine(etcd.endpoints, new_prefix()) as engine:
+        watch = engine.watch(b"a", b"b", 0)
+        for number in range(20):
+            with trio.move_on_after(0.001):
+                await anext(watch)
+                pytest.fail("nothing happened yet")
+            revision = await engine.transact((), [Put(b"a", b"%d" % number)])
+            assert (await anext(watch)).revision == revision
+
+
+class TestLease:
+    @in_trio
+    async def test_takes_its_keys_along_when_it_is_revoked(self, etcd: EtcdServer) -> None:
+        async with EtcdEngine(etcd.endpoints, new_prefix()) as engine:
+            lease = await engine.grant(60)
+            put = await engine.transact((), [Put(b"a", b"", lease), Put(b"b", b"")])
+            await engine.revoke(lease)
+            await engine.revoke(lease)
+            assert await engine.get(b"a") is None
+            assert await engine.get(b"b") is not None
+            watch = engine.watch(b"a", b"b", put)
+            assert (await anext(watch)).events[0].value is None
+            with pytest.raises(LeaseEnded):
+                await engine.transact((), [Put(b"a", b"", lease)])
+
+    @in_trio
+    async def test_ends_by_itself_and_keeping_it_alive_tells(self, etcd: EtcdServer) -> None:
+        async with EtcdEngine(etcd.endpoints, new_prefix()) as engine:
+            lease = await engine.grant(1)
+            revision = await engine.transact((), [Put(b"a", b"", lease)])
+            gone = await anext(engine.watch(b"a", b"b", revision))
+            assert gone.events[0].value is None
+            assert [renewed async for renewed in engine.keep_alive(lease)] == []
+
+    @in_trio
+    async def test_is_kept_alive_over_lost_connections(self, etcd: EtcdServer) -> None:
+        async with proxied(etcd, new_prefix()) as (proxy, engine, direct):
+            lease = await engine.grant(2)
+            await engine.transact((), [Put(b"a", b"", lease)])
+            renewals = []
+            async for sent, ttl_s in engine.keep_alive(lease):
+                assert ttl_s == 2
+                renewals.append(sent)
+                await proxy.cut()
+                if len(renewals) == 5:
+                    await direct.revoke(lease)
+            assert renewals == sorted(renewals)
+            assert renewals[4] - renewals[0] >= 2
+
+
+class TestRefusal:
+    """What is wrong is said at once, and what to do about it."""
+
+    async def refusal(self, engine: EtcdEngine) -> OSError:
+        with pytest.raises(OSError) as refused:
+            async with engine:
+                pass
+        return refused.value
+
+    @in_trio
+    async def test_of_an_address_where_nothing_listens(self) -> None:
+        endpoints = [f"127.0.0.1:{free_port()}", f"localhost:{free_port()}"]
+        error = await self.refusal(EtcdEngine(endpoints, b"/", timeout_s=0.5))
+        assert error.errno == errno.ETIMEDOUT
+        for said in (*endpoints, "refused", "running"):
+            assert said in str(error)
+
+    @in_trio
+    async def test_of_an_address_where_something_else_answers(self) -> None:
+        async def greet(stream: trio.SocketStream) -> None:
+            await stream.send_all(b"220 mail.example.com ESMTP service ready\r\n")
+            await stream.receive_some()
+
+        async with trio.open_nursery() as nursery:
+            (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+            nursery.start_soon(trio.serve_listeners, greet, [listener])
+            port = listener.socket.getsockname()[1]
+            error = await self.refusal(EtcdEngine([f"127.0.0.1:{port}"], b"/", timeout_s=5))
+            assert "HTTP/2" in str(error)
+            nursery.cancel_scope.cancel()
+
+    @pytest.mark.parametrize("address", ["", "ftp://host", "host:port", "http://", "host:1/path"])
+    def test_of_an_address_that_is_none(self, address: str) -> None:
+        with pytest.raises(ValueError):
+            EtcdEngine([address], b"/")
+
+    def test_of_a_wrong_password_user_or_none(self) -> None:
+        async def main(server: EtcdServer) -> None:
+            async with EtcdEngine(server.endpoints, b"/", user=USER, password=PASSWORD) as engine:
+                await engine.transact((), [Put(b"a", b"1")])
+            wrong = {"user": USER, "password": "guess"}, {"user": "nobody", "password": PASSWORD}
+            for credentials in wrong:
+                error = await self.refusal(EtcdEngine(server.endpoints, b"/", **credentials))
+                assert error.errno == errno.EACCES
+                assert "password" in str(error)
+                assert credentials["user"] in str(error)
+                assert credentials["password"] not in str(error)
+            error = await self.refusal(EtcdEngine(server.endpoints, b"/"))
+            assert error.errno == errno.EACCES
+            assert "user" in str(error)
+
+        with EtcdServer(auth=True) as server:
+            trio.run(main, server)
+
+    def test_of_a_certificate_of_another_authority(self, tmp_path: Any) -> None:
+        other = trustme.CA()
+        wrong_ca = str(tmp_path / "ca.pem")
+        other.cert_pem.write_to_path(wrong_ca)
+        stranger = other.issue_cert("irdmafs")
+        wrong_cert, wrong_key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
+        stranger.private_key_pem.write_to_path(wrong_key)
+        stranger.cert_chain_pems[0].write_to_path(wrong_cert)
+
+        async def main(server: EtcdServer) -> None:
+            ours = {"ca": server.ca_file, "cert": server.cert_file, "key": server.key_file}
+            async with EtcdEngine(server.endpoints, b"/", **ours) as engine:
+                large = random.randbytes(1_000_000)
+                await engine.transact((), [Put(b"a", large)])
+                found = await engine.get(b"a")
+                assert found is not None
+                assert found.value == large
+            cases: list[tuple[dict[str, str], str]] = [
+                ({**ours, "ca": wrong_ca}, "certificate is not accepted"),
+                ({**ours, "cert": wrong_cert, "key": wrong_key}, "TLS"),
+                ({"ca": server.ca_file}, "TLS"),
+            ]
+            for credentials, said in cases:
+                error = await self.refusal(EtcdEngine(server.endpoints, b"/", **credentials))
+                assert said in str(error)
+                assert error.errno == errno.EACCES
+            error = await self.refusal(EtcdEngine(server.endpoints, b"/", timeout_s=1))
+            assert "does it want TLS" in str(error)
+
+        with EtcdServer(tls=True) as server:
+            trio.run(main, server)
+
+    def test_of_certificate_files_that_are_none(self, tmp_path: Any) -> None:
+        empty = tmp_path / "empty.pem"
+        empty.write_text("")
+        with pytest.raises(FileNotFoundError, match=r"missing\.pem"):
+            EtcdEngine(["h:1"], b"/", ca=str(tmp_path / "missing.pem"))
+        with pytest.raises(ValueError, match=r"empty\.pem"):
+            EtcdEngine(["h:1"], b"/", ca=str(empty))
+        with pytest.raises(ValueError, match="key"):
+            EtcdEngine(["h:1"], b"/", cert=str(empty))
+
+
+def test_a_token_that_etcd_forgot_is_renewed() -> None:
+    async def main(server: EtcdServer) -> None:
+        async with EtcdEngine(server.endpoints, b"/", user=USER, password=PASSWORD) as engine:
+            revision = await engine.transact((), [Put(b"a", b"1")])
+            watch = engine.watch(b"a", b"b", revision)
+            await in_thread(server.kill9)
+            await in_thread(server.start)
+            revision = await engine.transact([(b"a", revision)], [Put(b"a", b"2")])
+            assert (await anext(watch)).revision == revision
+            with pytest.raises(Conflict):
+                await engine.transact([(b"a", 1)], [Put(b"a", b"3")])
+
+    with EtcdServer(auth=True) as server:
+        trio.run(main, server)
+
+
+def test_a_full_etcd_refuses_and_can_still_be_read() -> None:
+    async def main(server: EtcdServer) -> None:
+        async with EtcdEngine(server.endpoints, b"/") as engine:
+            written = 0
+            with pytest.raises(NoSpace, match="defragment"):
+                while written < 100:
+                    await engine.transact((), [Put(b"%02d" % written, bytes(500_000))])
+                    written += 1
+            assert len(await engine.range(b"0", b":")) == written > 0
+
+    with EtcdServer(quota_bytes=8 << 20) as server:
+        trio.run(main, server)
+
+
+@in_trio
+async def test_a_transaction_that_etcd_would_not_take_is_refused(etcd: EtcdServer) -> None:
+    async with EtcdEngine(etcd.endpoints, new_prefix()) as engine:
+        many = [Put(b"%d" % number, b"") for number in range(127)]
+        compares: list[Compare] = [(put.key, 0) for put in many]
+        await engine.transact(compares, many)
+        with pytest.raises(ValueError, match="127"):
+            await engine.transact((), [*many, Put(b"one more", b"")])
+        with pytest.raises(OSError) as refused:
+            await engine.transact((), [Put(b"large", bytes(4_000_000))])
+        assert refused.value.errno == errno.EMSGSIZE
+        await engine.transact([], many)
+
+
+@in_trio
+async def test_many_calls_at_once_share_a_connection(etcd: EtcdServer) -> None:
+    async with EtcdEngine(etcd.endpoints, new_prefix()) as engine:
+        large = random.randbytes(300_000)
+
+        async def put_and_get(number: int) -> None:
+            key, value = b"%d" % number, large[number:]
+            await engine.transact([(key, 0)], [Put(key, value)])
+            found = await engine.get(key)
+            assert found is not None
+            assert found.value == value
+
+        async with trio.open_nursery() as nursery:
+            for number in range(40):
+                nursery.start_soon(put_and_get, number)
+        assert len(await engine.range(b"0", b":")) == 40
+
+
+@in_trio
+async def test_closing_ends_what_waits(etcd: EtcdServer) -> None:
+    async with proxied(etcd, new_prefix()) as (proxy, engine, _):
+        await engine.transact((), [Put(b"a", b"")])
+        ended: list[str] = []
+
+        async def call(name: str, waits: Callable[[], Awaitable[object]]) -> None:
+            with pytest.raises(trio.ClosedResourceError):
+                await waits()
+            ended.append(name)
+
+        async def watch() -> None:
+            async for _ in engine.watch(b"b", b"c", 0):
+                pytest.fail("nothing happens here")
+            ended.append("watch")
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watch)
+            proxy.holding = True
+            nursery.start_soon(call, "get", lambda: engine.get(b"a"))
+            nursery.start_soon(call, "put", lambda: engine.transact((), [Put(b"a", b"")]))
+            await proxy.wait_held(b"/a")
+            await engine.close()
+        assert sorted(ended) == ["get", "put", "watch"]
