@@ -1,0 +1,167 @@
+"""Inodes and names as records of the key-value engine.
+
+    key                                   value
+    "d" + parent ino (8 bytes BE) + name  ino (8 bytes BE)
+    "i" + ino (8 bytes BE)                msgpack array, see Inode.encode
+    "t" + directory ino (8 bytes BE)      when its names last changed, ns (8 bytes BE)
+
+Creating and removing names does not rewrite the directory's inode record: hosts that do so at once
+in one directory would all be in each other's way. Its times have a key of their own, which is put
+without a compare (the last one wins), and its link count is derived from its names.
+"""
+
+import os
+import stat
+from typing import NamedTuple
+
+import msgspec
+
+from .records import Layout
+
+__all__ = [
+    "NAME_MAX",
+    "NO_LAYOUT",
+    "ROOT_INO",
+    "Dentry",
+    "Inode",
+    "fail",
+    "inode_key",
+    "name_key",
+    "nearest_time",
+    "time_key",
+]
+
+ROOT_INO = 1
+NAME_MAX = 255
+
+NO_LAYOUT = Layout()
+# Shared by all inodes without xattrs; replaced, never changed in place.
+_NO_XATTRS: dict[bytes, bytes] = {}
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(
+    tuple[
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        int,
+        bytes,
+        dict[bytes, bytes],
+        Layout,
+    ]
+).decode
+
+
+class Inode:
+    """One inode as the namespace knows it. Times are nanoseconds since the epoch, sizes bytes.
+
+    What the tree holds is never changed in place, but for `parent`; a change makes a copy.
+
+    `extent` is 0 for an empty content, in a cluster the number of the content that `layout` tells
+    the place of; `blocks` counts 512-byte units as stat does; `target` is a symlink's. Derived, not
+    stored: `parent`, the directory that holds the inode, 0 when none or several do; `nlink` of a
+    directory. `revision` is the record's in the engine, 0 while there is none.
+    """
+
+    __slots__ = (
+        "atime_ns", "blocks", "ctime_ns", "extent", "gid", "ino", "layout", "mode", "mtime_ns",
+        "nlink", "parent", "rdev", "revision", "size", "target", "uid", "version", "xattrs",
+    )  # fmt: skip
+
+    def __init__(self, ino: int, mode: int, uid: int, gid: int, now_ns: int) -> None:
+        self.ino = ino
+        self.mode = mode
+        self.uid = uid
+        self.gid = gid
+        self.nlink = 1
+        self.rdev = 0
+        self.size = 0
+        self.blocks = 0
+        self.atime_ns = self.mtime_ns = self.ctime_ns = now_ns
+        self.version = 0
+        self.extent = 0
+        self.parent = 0
+        self.target = b""
+        self.xattrs = _NO_XATTRS
+        self.layout = NO_LAYOUT
+        self.revision = 0
+
+    def encode(self) -> bytes:
+        return _encode(
+            (
+                self.mode, self.uid, self.gid, self.nlink, self.rdev, self.size, self.blocks,
+                self.atime_ns, self.mtime_ns, self.ctime_ns, self.version, self.extent,
+                self.target, self.xattrs, self.layout,
+            )
+        )  # fmt: skip
+
+    @classmethod
+    def decode(cls, ino: int, value: bytes, revision: int) -> "Inode":
+        """Raises msgspec.DecodeError when the record is damaged."""
+        inode = cls.__new__(cls)
+        inode.ino = ino
+        (
+            inode.mode, inode.uid, inode.gid, inode.nlink, inode.rdev, inode.size, inode.blocks,
+            inode.atime_ns, inode.mtime_ns, inode.ctime_ns, inode.version, inode.extent,
+            inode.target, inode.xattrs, inode.layout,
+        ) = _decode(value)  # fmt: skip
+        if not inode.xattrs:
+            inode.xattrs = _NO_XATTRS
+        if inode.layout == NO_LAYOUT:
+            inode.layout = NO_LAYOUT
+        inode.parent = 0
+        inode.revision = revision
+        return inode
+
+    def copy(self) -> "Inode":
+        # Twenty times faster than copy.copy(), on the path of every create and publish.
+        new = Inode.__new__(Inode)
+        new.ino, new.mode, new.uid, new.gid = self.ino, self.mode, self.uid, self.gid
+        new.nlink, new.rdev, new.size, new.blocks = self.nlink, self.rdev, self.size, self.blocks
+        new.atime_ns, new.mtime_ns, new.ctime_ns = self.atime_ns, self.mtime_ns, self.ctime_ns
+        new.version, new.extent, new.parent = self.version, self.extent, self.parent
+        new.target, new.xattrs, new.layout = self.target, self.xattrs, self.layout
+        new.revision = self.revision
+        return new
+
+    @property
+    def is_dir(self) -> bool:
+        return self.mode & 0o170000 == stat.S_IFDIR
+
+    @property
+    def is_file(self) -> bool:
+        return self.mode & 0o170000 == stat.S_IFREG
+
+
+class Dentry(NamedTuple):
+    ino: int
+    revision: int
+
+
+def inode_key(ino: int) -> bytes:
+    return b"i" + ino.to_bytes(8, "big")
+
+
+def name_key(parent: int, name: bytes) -> bytes:
+    return b"d" + parent.to_bytes(8, "big") + name
+
+
+def time_key(ino: int) -> bytes:
+    return b"t" + ino.to_bytes(8, "big")
+
+
+def nearest_time(time_ns: int) -> int:
+    """Times are kept in 64 bits: the years 1677 to 2262."""
+    return max(-(2**63), min(time_ns, 2**63 - 1))
+
+
+def fail(code: int, detail: str = "") -> OSError:
+    return OSError(code, detail or os.strerror(code))

@@ -1,0 +1,418 @@
+"""Who is in the cluster and who keeps what, as the replica of etcd tells it.
+
+`Members` knows nodes, mounts and followers, `Groups` the configuration of every placement group. Both
+are consumers of the replica hub (backend/replica.py): all changes come in the order of their
+revisions, and what is read here is as new as `Replica.applied`. Listeners are called from inside that
+loop: they must not block and not raise.
+"""
+
+import errno
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+import trio
+
+from .kv import Conflict, Engine, Event, KeyValue, Put
+from .lease import MOUNT, NODE, LeaseEngine, Session, now_s
+from .placement import Candidate, Placement
+from .records import (
+    GROUP_BUCKET_BITS,
+    SETTINGS_KEY,
+    GroupConfig,
+    MountRecord,
+    NodeAddress,
+    NodeRecord,
+    Settings,
+    decode,
+    encode,
+    group_key,
+    key_of,
+)
+
+__all__ = [
+    "MOUNT",
+    "NODE",
+    "Groups",
+    "LeaseEngine",
+    "Members",
+    "Session",
+    "admit",
+    "followed_key",
+    "now_s",
+    "seen_key",
+]
+
+log = logging.getLogger(__name__)
+
+# etcd takes 128 operations in a transaction.
+CREATED_AT_ONCE = 100
+# Fewer, as one that is not as it was stops the others.
+CHANGED_AT_ONCE = 60
+
+T = TypeVar("T")
+
+
+def followed_key(directory: int, lease: int) -> bytes:
+    """Present: the mount with this lease follows the directory."""
+    return key_of(b"f", directory, lease)
+
+
+def seen_key(lease: int) -> bytes:
+    """Its value is the revision that the following mount has seen and told its kernel of."""
+    return key_of(b"a", lease)
+
+
+async def admit(engine: Engine, node: int, record: NodeRecord) -> bool:
+    """Make a node known to the cluster (a store's first start). False: it is known already."""
+    key = key_of(b"N", node)
+    try:
+        await engine.transact([(key, 0)], [Put(key, encode(record))])
+    except Conflict:
+        return False
+    return True
+
+
+class Members:
+    """Nodes, mounts and followers. `dead_since` is when this process saw a known node go, or first
+    heard of it, in seconds of time.monotonic()."""
+
+    prefixes = (SETTINGS_KEY, b"n", b"N", b"m", b"P", b"f", b"a")
+
+    def __init__(self) -> None:
+        self.settings: Settings | None = None
+        self.nodes: dict[int, NodeAddress] = {}
+        self.records: dict[int, NodeRecord] = {}
+        self.policies: dict[int, str] = {}  # placement rules, by number
+        self.dead_since: dict[int, float] = {}
+        self.sessions: dict[int, MountRecord] = {}
+        self._numbers: dict[int, int] = {}  # lease of a mount -> its session number
+        self._followers: dict[int, set[int]] = {}  # directory ino -> leases
+        self._seen: dict[int, int] = {}  # lease -> revision
+        self._attached: Session | None = None
+        self._placements: dict[float, Placement] = {}  # by patience
+        self._placement: Placement | None = None
+        self._moved = trio.Event()
+        # Called with a node's id after its address or record changed, came or went.
+        self.node_changed: list[Callable[[int], None]] = []
+        # Called with the number of a mount's session that is gone for ever.
+        self.session_gone: list[Callable[[int], None]] = []
+
+    # --- what is known
+
+    def address(self, node: int) -> NodeAddress | None:
+        """How to reach a node; None: it is not alive."""
+        return self.nodes.get(node)
+
+    def placement(self, patience_s: float = 0.0) -> Placement:
+        """Where groups belong: on nodes that are not draining and that live, or died less than
+        `patience_s` ago. The same object as long as the answer is the same."""
+        assert self.settings is not None, "the cluster has no settings yet"
+        patient = time.monotonic() - patience_s
+        candidates = tuple(
+            Candidate(node, record.weight, record.labels)
+            for node, record in sorted(self.records.items())
+            if record.state == "up"
+            and (node in self.nodes or self.dead_since.get(node, patient) > patient)
+        )
+        known = self._placements.get(patience_s)
+        if known is None or known.candidates != candidates:
+            known = Placement(candidates, self.settings.buckets, self.policies)
+            self._placements[patience_s] = known
+        return known
+
+    def session_of(self, lease: int) -> int | None:
+        """The session number of a live mount."""
+        return self._numbers.get(lease)
+
+    def followers_of(self, directories: Iterable[int]) -> set[int]:
+        """Leases of the live mounts that follow one of the directories (a path, from the root)."""
+        if not self._followers:
+            return set()
+        return {
+            lease
+            for directory in directories
+            for lease in self._followers.get(directory, ())
+            if lease in self._numbers
+        }
+
+    def acked(self, lease: int) -> int:
+        """The newest revision that a follower has seen and told its kernel of."""
+        return self._seen.get(lease, 0)
+
+    async def wait_acked(self, leases: Iterable[int], revision: int) -> None:
+        """Wait until each of these followers has seen `revision`, or its session is gone."""
+        waiting = set(leases)
+        while True:
+            waiting = {
+                lease
+                for lease in waiting
+                if lease in self._numbers and self._seen.get(lease, 0) < revision
+            }
+            if not waiting:
+                return
+            await self.changed()
+
+    async def changed(self) -> None:
+        """Wait for the next change of anything here."""
+        await self._moved.wait()
+
+    def attach(self, session: Session) -> None:
+        """Tell this process's own session when its key is deleted, whatever became of its lease."""
+        self._attached = session
+
+    # --- consumer of the replica
+
+    def load(self, records: Sequence[KeyValue], revision: int) -> None:
+        """The whole content of our prefixes, at first or after a gap in the watch."""
+        present = {record.key for record in records}
+        gone = [key for key in self._keys() if key not in present]
+        # Deletions first: a mount's lease key, for instance, is never put twice.
+        for key in gone:
+            self._take(key, None, revision)
+        for record in records:
+            self._take(record.key, record.value, record.mod_revision)
+        session = self._attached
+        if session is not None and session.key not in present:
+            self._deleted(session.key, revision)
+        self._wake()
+
+    def apply(self, revision: int, events: Sequence[Event]) -> None:
+        for event in events:
+            self._take(event.key, event.value, event.revision)
+            if event.value is None:
+                self._deleted(event.key, event.revision)
+        self._wake()
+
+    def _deleted(self, key: bytes, revision: int) -> None:
+        session = self._attached
+        # A node's key is the same for each of its sessions: this may be the end of an earlier one.
+        if session is not None and session.key == key and session.number < revision:
+            session.lose()
+
+    def _keys(self) -> Iterator[bytes]:
+        if self.settings is not None:
+            yield SETTINGS_KEY
+        yield from (key_of(NODE, node) for node in self.nodes)
+        yield from (key_of(b"N", node) for node in self.records)
+        yield from (key_of(MOUNT, lease) for lease in self._numbers)
+        for directory, leases in self._followers.items():
+            yield from (followed_key(directory, lease) for lease in leases)
+        yield from (seen_key(lease) for lease in self._seen)
+
+    def _take(self, key: bytes, value: bytes | None, revision: int) -> None:
+        kind, number = key[:1], int.from_bytes(key[1:9], "big")
+        if key == SETTINGS_KEY:
+            if value is not None:  # nobody deletes it while the cluster is in use
+                self.settings = _decoded(key, value, Settings) or self.settings
+        elif kind == NODE:
+            self._take_node(number, _decoded(key, value, NodeAddress))
+        elif kind == b"N":
+            self._take_record(number, _decoded(key, value, NodeRecord))
+        elif kind == MOUNT:
+            self._take_mount(number, _decoded(key, value, MountRecord), revision)
+        elif kind == b"P":
+            if value is not None:  # stays for ever, as groups are numbered by it
+                self.policies[number] = value.decode(errors="replace")
+                self._placements.clear()
+        elif kind == b"f" and len(key) == 17:
+            self._take_follower(number, int.from_bytes(key[9:], "big"), value is not None)
+        elif kind == b"a":
+            if value is None:
+                self._seen.pop(number, None)
+            else:
+                self._seen[number] = int.from_bytes(value, "big")
+
+    def _take_node(self, node: int, address: NodeAddress | None) -> None:
+        if address is not None:
+            known = self.nodes.get(node)
+            if known == address:
+                return
+            if known is None:
+                log.info("store node %x is up at %s", node, address.address)
+            self.nodes[node] = address
+            self.dead_since.pop(node, None)
+        elif self.nodes.pop(node, None) is not None:
+            log.warning("store node %x is gone", node)
+            if node in self.records:
+                self.dead_since[node] = time.monotonic()
+        _call(self.node_changed, node)
+
+    def _take_record(self, node: int, record: NodeRecord | None) -> None:
+        if record is not None:
+            self.records[node] = record
+            if node not in self.nodes:
+                self.dead_since.setdefault(node, time.monotonic())
+        else:
+            self.records.pop(node, None)
+            self.dead_since.pop(node, None)
+        _call(self.node_changed, node)
+
+    def _take_mount(self, lease: int, record: MountRecord | None, revision: int) -> None:
+        known = self._numbers.get(lease)
+        if record is not None:
+            if known == revision:
+                return
+            self._numbers[lease] = revision
+            self.sessions[revision] = record
+        else:
+            self._numbers.pop(lease, None)
+        if known is not None:
+            del self.sessions[known]
+            _call(self.session_gone, known)
+
+    def _take_follower(self, directory: int, lease: int, follows: bool) -> None:
+        if follows:
+            self._followers.setdefault(directory, set()).add(lease)
+        elif (leases := self._followers.get(directory)) is not None:
+            leases.discard(lease)
+            if not leases:
+                del self._followers[directory]
+
+    def _wake(self) -> None:
+        self._moved.set()
+        self._moved = trio.Event()
+
+
+class Groups:
+    """The configuration of every placement group, with the revision that put it."""
+
+    prefixes = (b"g",)
+
+    def __init__(self) -> None:
+        self._configs: dict[int, tuple[GroupConfig, int]] = {}
+        self._moved = trio.Event()
+        # Called with a group's id after its configuration changed.
+        self.group_changed: list[Callable[[int], None]] = []
+
+    def get(self, group: int) -> tuple[GroupConfig, int] | None:
+        """A group's configuration and its mod_revision; None: it has not been created."""
+        return self._configs.get(group)
+
+    def all(self) -> dict[int, tuple[GroupConfig, int]]:
+        """Every group; not to be changed."""
+        return self._configs
+
+    def pools(self) -> set[int]:
+        """Pools (see placement.pool_of) that have groups."""
+        return {group >> GROUP_BUCKET_BITS for group in self._configs}
+
+    async def changed(self) -> None:
+        """Wait for the next change of any group."""
+        await self._moved.wait()
+
+    async def ensure(
+        self,
+        engine: Engine,
+        pool: int,
+        settings: Settings,
+        place: Callable[[int], Sequence[int]],
+    ) -> None:
+        """Create the groups of a pool, if this is the first use of it.
+
+        `place` (Members.placement().target) gives the nodes that a new group is to be kept by, the
+        primary first. When others create the same groups, whoever is first decides. Returns when all
+        are known here. Raises EHOSTUNREACH if `place` finds no node.
+        """
+        wanted = [pool << GROUP_BUCKET_BITS | bucket for bucket in range(settings.buckets)]
+        missing = [group for group in wanted if group not in self._configs]
+        for at in range(0, len(missing), CREATED_AT_ONCE):
+            await self._create(engine, missing[at : at + CREATED_AT_ONCE], place)
+        while any(group not in self._configs for group in wanted):
+            await self.changed()
+
+    async def change(
+        self, engine: Engine, changes: Mapping[int, tuple[int, GroupConfig]]
+    ) -> tuple[int, set[int]]:
+        """Put new configurations of groups, each if its present one is still of the given revision.
+
+        Returns the revision of the last transaction (0: none succeeded) and the groups that had
+        changed meanwhile and were left alone.
+        """
+        late: set[int] = set()
+        newest = 0
+        todo = list(changes)
+        while todo:
+            batch = todo[:CHANGED_AT_ONCE]
+            try:
+                newest = await engine.transact(
+                    [(group_key(group), changes[group][0]) for group in batch],
+                    [Put(group_key(group), encode(changes[group][1])) for group in batch],
+                )
+                del todo[: len(batch)]
+            except Conflict as conflict:
+                group = int.from_bytes(conflict.key[1:], "big")
+                late.add(group)
+                todo.remove(group)
+        return newest, late
+
+    async def _create(
+        self, engine: Engine, missing: Sequence[int], place: Callable[[int], Sequence[int]]
+    ) -> None:
+        while missing:
+            puts = []
+            for group in missing:
+                nodes = tuple(place(group))
+                if not nodes:
+                    raise OSError(errno.EHOSTUNREACH, "no store node is up to keep data")
+                puts.append(Put(group_key(group), encode(GroupConfig(1, nodes))))
+            try:
+                await engine.transact([(put.key, 0) for put in puts], puts)
+                return
+            except Conflict:
+                found = await engine.range(
+                    group_key(missing[0]), group_key(missing[-1]) + b"\0", len(missing)
+                )
+                known = {int.from_bytes(record.key[1:], "big") for record in found}
+                missing = [group for group in missing if group not in known]
+
+    # --- consumer of the replica
+
+    def load(self, records: Sequence[KeyValue], revision: int) -> None:
+        present = {record.key for record in records}
+        for group in [group for group in self._configs if group_key(group) not in present]:
+            self._take(group_key(group), None, revision)
+        for record in records:
+            self._take(record.key, record.value, record.mod_revision)
+        self._wake()
+
+    def apply(self, revision: int, events: Sequence[Event]) -> None:
+        for event in events:
+            self._take(event.key, event.value, event.revision)
+        self._wake()
+
+    def _take(self, key: bytes, value: bytes | None, revision: int) -> None:
+        group = int.from_bytes(key[1:], "big")
+        if value is None:
+            if self._configs.pop(group, None) is None:
+                return
+        else:
+            config = _decoded(key, value, GroupConfig)
+            known = self._configs.get(group)
+            # A damaged record is as good as none for reading, but the key is there: no leader can
+            # build on it, and nobody creates it anew.
+            if config is None or (known is not None and known[1] == revision):
+                return
+            self._configs[group] = (config, revision)
+        _call(self.group_changed, group)
+
+    def _wake(self) -> None:
+        self._moved.set()
+        self._moved = trio.Event()
+
+
+def _decoded(key: bytes, value: bytes | None, kind: type[T]) -> T | None:
+    if value is None:
+        return None
+    try:
+        return decode(value, kind)
+    except msgspec.DecodeError as error:
+        log.error("the record %r in etcd is damaged and is passed over: %s", key, error)
+        return None
+
+
+def _call(listeners: Sequence[Callable[[int], None]], number: int) -> None:
+    for listener in listeners:
+        listener(number)
