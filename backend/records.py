@@ -8,6 +8,8 @@
     "n" + node (8 bytes BE)          NodeAddress        the node: it is alive
     "m" + lease (8 bytes BE)         MountRecord        the mount: its session
     "g" + group (4 bytes BE)         GroupConfig
+    "P" + policy (8 bytes BE)        placement rule (text, stays; see policy)
+    "T" + pool (8 bytes BE)          placement.Targets: where the pool's groups should be
     "p" + content (8) + lease (8)    b""                the mount that pins this content
     "f" + directory ino (8) + lease (8)   b""           the mount that follows the directory
     "a" + lease (8)                  revision (8 BE)    the follower: what it has seen and told its kernel
@@ -39,6 +41,14 @@ def key_of(kind: bytes, *numbers: int) -> bytes:
 
 def group_key(group: int) -> bytes:
     return b"g" + group.to_bytes(4, "big")
+
+
+def policy_key(policy: int) -> bytes:
+    return key_of(b"P", policy)
+
+
+def targets_key(pool: int) -> bytes:
+    return key_of(b"T", pool)
 
 
 def session_of(content: int) -> int:
@@ -101,11 +111,13 @@ class GroupConfig(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Layout(NamedTuple):
-    """Where a content's stripes are. `stripe_bytes` 0: one stripe, however long."""
+    """Where a content's stripes are. `stripe_bytes` 0: one stripe, however long. `policy` is the number
+    of a placement rule, 0 the default."""
 
     replicas: int = 0
     stripe_bytes: int = 0
     seed: int = 0
+    policy: int = 0
 
     def stripes(self, size: int) -> int:
         """How many stripes `size` bytes take; an empty content has none."""

@@ -62,12 +62,18 @@ def run_here(config: MountConfig, ready: Callable[[str], None]) -> None:
 
 
 def start(config: MountConfig) -> str:
-    """Serve the mount in a new process in the background; returns what it told `ready`.
+    """Serve the mount in a new process in the background; returns what it told `ready`. Raises as
+    start_process does."""
+    return start_process(log_path(config), lambda ready: run_here(config, ready))
+
+
+def start_process(path: str, run: Callable[[Callable[[str], None]], None]) -> str:
+    """Do `run` in a new process in the background, with its output in the log `path`, and return what
+    it told the function that it is given.
 
     Raises MountError with the daemon's reason, DaemonFailedError with the end of its log where it
     died without one.
     """
-    path = log_path(config)
     try:
         log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -80,7 +86,7 @@ def start(config: MountConfig) -> str:
     pid = os.fork()
     if pid == 0:
         os.close(reader)
-        _daemonize(config, log, writer)
+        _daemonize(run, log, writer)
     os.close(log)
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
@@ -100,10 +106,10 @@ def start(config: MountConfig) -> str:
         raise DaemonFailedError(f"the daemon failed: {message['failure']} (see {path})")
     how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
     tail = _tail(path, log_start)
-    raise DaemonFailedError(f"the daemon {how} before the mount answered{tail or f'; see {path}'}")
+    raise DaemonFailedError(f"the daemon {how} before it answered{tail or f'; see {path}'}")
 
 
-def _daemonize(config: MountConfig, log: int, writer: int) -> None:
+def _daemonize(run: Callable[[Callable[[str], None]], None], log: int, writer: int) -> None:
     """The life of the forked process; never returns."""
     code = 1
 
@@ -126,8 +132,8 @@ def _daemonize(config: MountConfig, log: int, writer: int) -> None:
         os.dup2(log, 2)
         os.close(null)
         os.close(log)
-        run_here(config, lambda text: tell(ready=text))
-        tell(error="unmounted before it answered")
+        run(lambda text: tell(ready=text))
+        tell(error="it was ended before it answered")
         code = 0
     except MountError as error:
         _log.error("%s", error)

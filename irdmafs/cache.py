@@ -17,7 +17,7 @@ import trio
 from . import processes
 from .backend.extents import copy_contents
 from .backend.namespace import Inode, fail
-from .backend.node import StoreNode
+from .backend.store import Store
 from .inline import detach
 from .nodes import Handle, Node, NodeTable, State
 
@@ -50,7 +50,7 @@ class KernelCache(Protocol):
 class Cache:
     """Opens, publishes and releases file contents. `passthrough`: the session can do it."""
 
-    def __init__(self, store: StoreNode, mountpoint: str, *, passthrough: bool) -> None:
+    def __init__(self, store: Store, mountpoint: str, *, passthrough: bool) -> None:
         self.store = store
         self.mountpoint = mountpoint
         self.passthrough = passthrough
@@ -82,8 +82,16 @@ class Cache:
         ino = inode.ino
         node = self.nodes.redirected.get((pid, ino))
         if node is None:
-            node = self.nodes.live.get(ino) or self._sealed(inode)
+            node = self._live(inode) or self._sealed(inode)
         return node
+
+    def _live(self, inode: Inode) -> Node | None:
+        """The node that is written in place here, which others join: unless another host has
+        published since, and what is here holds nothing new."""
+        live = self.nodes.live.get(inode.ino)
+        if live is None or live.version == inode.version or not self.store.shared:
+            return live
+        return live if self._changed(live, rdwr=True) else None
 
     def _sealed(self, inode: Inode) -> Node:
         node = self.nodes.sealed.get(inode.ino)
@@ -123,12 +131,11 @@ class Cache:
 
     def choose_any(self, inode: Inode, node: Node, flags: int) -> Node:
         """The node an open is to be served from; `node` is it, if it can be."""
-        ino = inode.ino
         writing = flags & os.O_ACCMODE != os.O_RDONLY
         if writing and flags & os.O_TRUNC:
             # Never the node that the name leads to: others still see the present version there.
             return self._begin_on(self.nodes.add(inode), lambda new: self.begin(new, State.PRIVATE))
-        live = self.nodes.live.get(ino)
+        live = self._live(inode)
         if live is not None:
             return live
         if not writing:
@@ -196,7 +203,7 @@ class Cache:
 
     def begin(self, node: Node, state: State) -> None:
         """Give the node an empty working copy. Raises OSError (ENOSPC, EMFILE)."""
-        extent, fd = self.store.extents.allocate()
+        extent, fd = self.store.allocate(self._inodes[node.ino])
         self._let_go(node)
         node.extent, node.fd, node.working = extent, fd, True
         node.cached = not self.passthrough
@@ -247,20 +254,20 @@ class Cache:
             await self._copy_before_write(node)
 
     async def _copy_before_write(self, node: Node) -> None:
-        extent, fd = await self._copy(node.fd)
+        extent, fd = await self._copy(node)
         base = node.extent
         os.close(node.fd)
         node.extent, node.fd, node.working = extent, fd, True
         self._pin(node)
         log.debug("%r: copied extent %x to %x before a write", node, base, extent)
 
-    async def _copy(self, source_fd: int) -> tuple[int, int]:
-        extent, fd = self.store.extents.allocate()
+    async def _copy(self, node: Node) -> tuple[int, int]:
+        extent, fd = self.store.allocate(self._inodes[node.ino])
         try:
-            if os.fstat(source_fd).st_size <= _COPY_INLINE_MAX_BYTES:
-                copy_contents(source_fd, fd)
+            if os.fstat(node.fd).st_size <= _COPY_INLINE_MAX_BYTES:
+                copy_contents(node.fd, fd)
             else:
-                await trio.to_thread.run_sync(copy_contents, source_fd, fd)
+                await trio.to_thread.run_sync(copy_contents, node.fd, fd)
         except BaseException:
             os.close(fd)
             self.store.extents.free(extent)
@@ -277,9 +284,11 @@ class Cache:
     def open(self, node: Node, flags: int, pid: int) -> Handle:
         """Open a handle on the node that choose() or a creation decided on."""
         if not node.opens and node.state is State.SEALED:
-            # An empty version has no extent, hence nothing to pass through to.
-            node.cached = not (self.passthrough and node.extent)
-            if node.cached and node.extent:
+            # An empty version has no extent, hence nothing to pass through to; nor has one that is
+            # too large to be kept on this host.
+            here = node.extent and self.store.is_here(node.extent)
+            node.cached = not (self.passthrough and here)
+            if node.cached and here:
                 node.fd = self.store.extents.open(node.extent)
             self._pin(node)
         return self.nodes.open(node, flags, pid)
@@ -295,7 +304,7 @@ class Cache:
                     and self._inodes[node.ino].nlink
                     and self._changed(node, rdwr=_is_rdwr(handle))
                 ):
-                    if self.store.power_safe:
+                    if self.store.waits:
                         await detach()
                     await self._publish(node, writers_stay=False)
             except OSError as error:
@@ -346,6 +355,10 @@ class Cache:
             self.nodes.sealed.setdefault(node.ino, node)
             self.kernel.invalidate_attributes(node)
 
+    def is_held(self, ino: int) -> bool:
+        """Whether the kernel or a handle refers to the inode."""
+        return any(True for _ in self.nodes.of(ino))
+
     def _dropped(self, node: Node) -> None:
         self.kernel.drop_backing(node)
         inode = self._inodes.get(node.ino)
@@ -387,7 +400,7 @@ class Cache:
         if not self._changed(node, rdwr=_is_rdwr(handle)):
             return
         stays = node.writers > 1
-        if (stays and not node.cached) or self.store.power_safe:
+        if (stays and not node.cached) or self.store.waits:
             await detach()
             async with self._locked(node):
                 await self._publish(node, writers_stay=stays)
@@ -418,7 +431,7 @@ class Cache:
             return
         if not self._changed(node, rdwr=_is_rdwr(handle)):
             return
-        if node.cached and not self.store.power_safe:
+        if node.cached and not self.store.waits:
             await self._publish(node, writers_stay=True)
         else:
             await detach()
@@ -427,7 +440,7 @@ class Cache:
 
     async def publish_now(self, ino: int) -> None:
         """Publish what is being written to an inode whose name is about to mean something new."""
-        if self.store.power_safe:
+        if self.store.waits:
             await detach()
         for node in list(self.nodes.of(ino)):
             if node.state is not State.PRIVATE or node.discarded:
@@ -439,7 +452,7 @@ class Cache:
         status = published = os.fstat(node.fd)
         extent = node.extent
         if writers_stay and status.st_size and not node.cached:
-            extent, fd = await self._copy(node.fd)
+            extent, fd = await self._copy(node)
             published = os.fstat(fd)
             os.close(fd)
         try:
@@ -463,7 +476,7 @@ class Cache:
     async def _announce(self, inode: Inode) -> None:
         """A version was published. Its other names may still lead the kernel to the one before."""
         self.kernel.version_published(inode.ino)
-        if inode.nlink > 1:
+        if inode.nlink > 1 and not self.store.shared:
             await detach()
             await self.kernel.expire_names(self.store.namespace.names_of(inode.ino))
 
@@ -512,7 +525,7 @@ class Cache:
             self.redirect(key, live)
             raise fail(errno.ESTALE)
         target = node if self._is_idle(node) else self.nodes.add(inode)
-        extent, fd = self.store.extents.allocate()
+        extent, fd = self.store.allocate(inode)
         try:
             if inode.extent and size:
                 with self.store.extents.opened(inode.extent) as source:
@@ -523,7 +536,7 @@ class Cache:
                         copy_contents(source, fd, size)
             os.ftruncate(fd, size)
             status = os.fstat(fd)
-            if self.store.power_safe:
+            if self.store.waits:
                 await detach()
             published = await self.store.publish(inode.ino, extent, status, status.st_mtime_ns)
         except BaseException:
@@ -543,9 +556,15 @@ class Cache:
 
     # -- reading and writing through us (cached mode) --------------------------------------------
 
-    def read(self, handle: Handle, offset: int, size: int) -> bytes:
-        fd = handle.node.fd
-        return os.pread(fd, size, offset) if fd >= 0 else b""
+    async def read(self, handle: Handle, offset: int, size: int) -> bytes:
+        node = handle.node
+        if node.fd >= 0:
+            return os.pread(node.fd, size, offset)
+        if not node.extent:
+            return b""
+        await detach()
+        size = max(0, min(size, node.size - offset))
+        return await self.store.read(self._inodes[node.ino], node.extent, offset, size)
 
     async def write(self, handle: Handle, offset: int, data: "memoryview | bytes") -> int:
         node = handle.node

@@ -11,11 +11,12 @@ import os
 import select
 import signal
 import sys
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
 from . import __version__, background, mounting, status, stores
+from .cluster_cli import cluster
 from .config import (
     MountConfig,
     MountError,
@@ -25,6 +26,11 @@ from .config import (
     parse_size,
 )
 from .mount_users import users_of
+from .serve_cli import serve
+from .transfer_cli import prefetch, rebalance
+
+if TYPE_CHECKING:
+    from .backend.cluster_config import ClusterConfig
 
 _DAEMON_EXIT_TIMEOUT_S = 60.0
 _LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -69,6 +75,16 @@ def main() -> None:
 @click.option("--fast-wakeups", type=click.Choice(get_args(WakeupSetting)), default="auto",
               show_default=True, help="Let idle processors poll while requests come (kernel session; "
               "auto: where they would halt at once).")  # fmt: skip
+@click.option("--cluster", "cluster_file", metavar="FILE", help="Mount the cluster that this file "
+              "describes (irdmafs cluster init writes one).")  # fmt: skip
+@click.option("--cache-size", metavar="SIZE", help="With --cluster: how much of other hosts' files "
+              "to keep here  [default: 3/4 of --size]")  # fmt: skip
+@click.option("--follow", metavar="PATH", multiple=True, help="With --cluster: fetch new versions "
+              "below this directory of the filesystem when they are published.")  # fmt: skip
+@click.option("--host", metavar="NAME", help="With --cluster: this host's name; processes of equal "
+              "hosts share memory  [default: the host name]")  # fmt: skip
+@click.option("--metrics-port", type=int, metavar="PORT", help="With --cluster: serve Prometheus "
+              "metrics on this port of loopback.")  # fmt: skip
 @click.option("-f", "--foreground", is_flag=True, help="Stay; Ctrl-C unmounts.")
 @click.option("--log-level", type=click.Choice(_LOG_LEVELS), default="info", show_default=True)
 @click.option("--log-file", metavar="FILE", help="Default: irdmafs.log in the "
@@ -83,6 +99,11 @@ def mount(
     session: SessionName,
     fast_wakeups: WakeupSetting,
     options: tuple[str, ...],
+    cluster_file: str | None,
+    cache_size: str | None,
+    follow: tuple[str, ...],
+    host: str | None,
+    metrics_port: int | None,
     foreground: bool,
     log_level: str,
     log_file: str | None,
@@ -90,6 +111,13 @@ def mount(
 ) -> None:
     """Mount a filesystem on DIR and return once it answers."""
     mount_options = parse_mount_options(options)
+    cluster = _load_cluster(
+        cluster_file,
+        cache_size=cache_size,
+        follow=list(follow) or None,
+        host=host,
+        metrics_port=metrics_port,
+    )
     size_bytes = None if size is None else parse_size(size)
     mountpoint = mounting.prepare_mountpoint(directory, mount_options.nonempty)
     if store is None:
@@ -108,6 +136,7 @@ def mount(
         log_level="debug" if verbose else log_level,
         log_file=None if log_file is None else os.path.abspath(log_file),
         foreground=foreground,
+        cluster=cluster,
     )
 
     def ready(text: str) -> None:
@@ -130,6 +159,20 @@ def mount(
         raise
     except KeyboardInterrupt:
         ctx.exit(128 + signal.SIGINT)
+
+
+def _load_cluster(path: str | None, **flags: object) -> ClusterConfig | None:
+    if path is None:
+        given = [name for name, value in flags.items() if value is not None]
+        if given:
+            raise click.UsageError(f"--{given[0].replace('_', '-')} needs --cluster FILE")
+        return None
+    from .backend.cluster_config import ClusterConfig, ConfigError
+
+    try:
+        return ClusterConfig.load(path, {"mount": flags})
+    except ConfigError as error:
+        raise MountError(str(error)) from error
 
 
 @main.command()
@@ -283,3 +326,7 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 
 def _print_json(value: object) -> None:
     click.echo(status.printable(json.dumps(value, indent=2, ensure_ascii=True)))
+
+
+for _command in (cluster, prefetch, rebalance, serve):
+    main.add_command(_command)

@@ -8,7 +8,10 @@ import pwd
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from .backend.cluster_config import ClusterConfig
 
 SessionName = Literal["auto", "kernel", "pyfuse3"]
 WakeupSetting = Literal["auto", "on", "off"]
@@ -45,7 +48,8 @@ class MountOptions:
 @dataclass(frozen=True, slots=True)
 class MountConfig:
     """One mount, with every default filled in. ``mountpoint`` and ``store`` are absolute paths
-    without symlinks; ``size`` is the store's limit in bytes, None where none was asked for."""
+    without symlinks; ``size`` is the store's limit in bytes, None where none was asked for.
+    ``cluster`` makes it a mount of a cluster, and ``store`` the cache of what it fetched."""
 
     mountpoint: str
     store: str
@@ -56,6 +60,7 @@ class MountConfig:
     log_level: str = "info"
     log_file: str | None = None
     foreground: bool = False
+    cluster: ClusterConfig | None = None
 
 
 _FLAGS: dict[str, dict[str, bool]] = {

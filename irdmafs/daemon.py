@@ -7,7 +7,8 @@ import platform
 import resource
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +16,10 @@ import trio
 
 from . import mounting
 from ._version import __version__
+from .backend.cluster_config import ConfigError
 from .backend.kv import Damaged
 from .backend.node import StoreInUse, StoreNode
+from .backend.store import Store
 from .cache import Cache
 from .config import MountConfig, MountError, MountOptions
 from .operations import Operations
@@ -39,19 +42,32 @@ async def serve(config: MountConfig, ready: Callable[[str], None]) -> None:
     """
     _raise_open_files_limit()
     try:
-        async with StoreNode(config.store) as store:
+        async with _opened_store(config) as store:
             _calm_the_collector()
             await _Daemon(config, store).run(ready)
     except StoreInUse as error:
         raise MountError(f"{config.store}: {error.strerror}") from error
-    except Damaged as error:
+    except (ConfigError, Damaged) as error:
         raise MountError(str(error)) from error
     except OSError as error:
         raise MountError(f"{error.filename or config.store}: {error.strerror}") from error
 
 
+@asynccontextmanager
+async def _opened_store(config: MountConfig) -> AsyncIterator[Store]:
+    if config.cluster is None:
+        async with StoreNode(config.store) as node:
+            yield node
+        return
+    # Here only: an embedded mount starts without all of it.
+    from .backend.remote.store import remote_store
+
+    async with remote_store(config.cluster, config.store, config.mountpoint, __version__) as remote:
+        yield remote
+
+
 class _Daemon:
-    def __init__(self, config: MountConfig, store: StoreNode) -> None:
+    def __init__(self, config: MountConfig, store: Store) -> None:
         self._config = config
         self._store = store
         self._started = time.monotonic()
@@ -152,6 +168,9 @@ class _Daemon:
     ) -> Operations:
         self._cache = Cache(self._store, self._config.mountpoint, passthrough=passthrough)
         self._cache.kernel = session
+        self._store.on_version = session.version_published
+        if self._store.shared:
+            self._store.namespace.held = self._cache.is_held
         self._operations = Operations(self._store, self._cache, self._config.options, self.status)
         return self._operations
 
@@ -181,7 +200,7 @@ class _Daemon:
     # -- status ----------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        below = self._store.extents.statvfs()
+        below = self._store.statvfs()
         free, total = below.f_bavail * below.f_frsize, below.f_blocks * below.f_frsize
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         warnings = [self._reason] if self._reason else []
@@ -202,6 +221,7 @@ class _Daemon:
             "kernel": platform.release(),
             "uptime_s": round(time.monotonic() - self._started, 3),
             **self._operations.count(),
+            **self._store.status(),
             "store_free_bytes": free,
             "store_total_bytes": total,
             "daemon_rss_bytes": _resident_bytes(),

@@ -17,17 +17,19 @@ from typing import Any, Protocol
 import pyfuse3
 
 from .backend.namespace import ROOT_INO, Inode, Namespace, fail
-from .backend.node import StoreNode
+from .backend.store import Store
 from .cache import Cache
 from .config import MountOptions
+from .freshness import Glances
 from .inline import detach
 from .locks import FlockTable, Lock, LockTable
 from .nodes import Handle, Node, State
 
-# Only this mount changes the tree, and it tells the kernel; so the kernel may believe what it knows.
-VALID_FOREVER_S = 86400.0
+# Where only this mount changes the tree, and it tells the kernel, the kernel may believe what it knows.
+_VALID_FOREVER_S = 86400.0
 
 XATTR_DISCARD = b"user.irdmafs.discard"
+XATTR_PREFETCH = b"user.irdmafs.prefetch"
 XATTR_STATUS = b"user.irdmafs.status"
 XATTR_VERSION = b"user.irdmafs.version"
 XATTR_VERSIONS = b"user.irdmafs.versions"
@@ -96,7 +98,7 @@ class Operations(pyfuse3.Operations):
 
     def __init__(
         self,
-        store: StoreNode,
+        store: Store,
         cache: Cache,
         options: MountOptions,
         status: Callable[[], dict[str, Any]],
@@ -109,6 +111,9 @@ class Operations(pyfuse3.Operations):
         self._inodes = store.namespace.inodes
         self._status = status
         self.extents = store.extents
+        self._shared = store.shared
+        self._valid_s = 0.0 if store.shared else _VALID_FOREVER_S
+        self._glances = Glances(store.namespace)
         self._options = options
         self._umask = options.umask or 0
         self.posix_locks = LockTable()
@@ -160,7 +165,7 @@ class Operations(pyfuse3.Operations):
         entry.st_rdev = inode.rdev
         entry.st_atime_ns = inode.atime_ns
         entry.st_ctime_ns = inode.ctime_ns
-        entry.entry_timeout = entry.attr_timeout = VALID_FOREVER_S
+        entry.entry_timeout = entry.attr_timeout = self._valid_s
         return entry
 
     def _entry(self, inode: Inode, pid: int) -> Attributes:
@@ -181,11 +186,19 @@ class Operations(pyfuse3.Operations):
     # -- names -----------------------------------------------------------------------------------
 
     async def lookup(self, parent_inode: int, name: bytes, ctx: Caller) -> Attributes:
-        inode = self._namespace.lookup(self._inode(parent_inode).ino, name)
+        parent = self._inode(parent_inode)
+        inode = self._namespace.lookup(parent.ino, name)
+        if self._shared:
+            if inode is None:
+                await detach()
+                await self._store.freshen(parent)
+                inode = self._namespace.lookup(parent.ino, name)
+            else:
+                self._glances.note(ctx.pid, parent.ino, name, inode.ino)
         if inode is None:
             missing = Attributes()
             missing.ino = missing.st_ino = 0
-            missing.entry_timeout = VALID_FOREVER_S
+            missing.entry_timeout = self._valid_s
             return missing
         return self._entry(inode, ctx.pid)
 
@@ -198,6 +211,8 @@ class Operations(pyfuse3.Operations):
         self, parent: int, name: bytes, mode: int, ctx: Caller, **what: Any
     ) -> Attributes:
         directory = self._inode(parent)
+        if self._shared:
+            await detach()
         inode = await self._namespace.create(directory.ino, name, mode, ctx.uid, ctx.gid, **what)
         return self._entry(inode, ctx.pid)
 
@@ -222,6 +237,8 @@ class Operations(pyfuse3.Operations):
     ) -> Attributes:
         node, _ = self._node(inode)
         directory = self._inode(new_parent_inode)
+        if self._shared:
+            await detach()
         await self._cache.publish_now(node.ino)
         linked = await self._namespace.link(node.ino, directory.ino, new_name)
         self._refresh_other_nodes(node, node.ino)
@@ -229,12 +246,16 @@ class Operations(pyfuse3.Operations):
 
     async def unlink(self, parent_inode: int, name: bytes, ctx: Caller) -> None:
         parent = self._inode(parent_inode).ino
+        if self._shared:
+            await detach()
         found = self._namespace.lookup(parent, name)
         in_use = found is not None and self._nodes.in_use(found.ino)
         await self._unnamed(await self._namespace.unlink(parent, name, in_use=in_use), in_use)
 
     async def rmdir(self, parent_inode: int, name: bytes, ctx: Caller) -> None:
         parent = self._inode(parent_inode).ino
+        if self._shared:
+            await detach()
         found = self._namespace.lookup(parent, name)
         # Whoever stands in it still asks us about it.
         in_use = found is not None and any(self._nodes.of(found.ino))
@@ -257,6 +278,8 @@ class Operations(pyfuse3.Operations):
         ctx: Caller,
     ) -> None:
         old, new = self._inode(parent_inode_old).ino, self._inode(parent_inode_new).ino
+        if self._shared:
+            await detach()
         moved = self._namespace.lookup(old, name_old)
         if moved is not None and moved.ino in self._nodes.private:
             await self._cache.publish_now(moved.ino)
@@ -290,6 +313,8 @@ class Operations(pyfuse3.Operations):
         ctx: Caller,
     ) -> Attributes:
         node, found = self._node(inode)
+        if self._shared:
+            await detach()
         if fields.update_size:
             await self._truncate(node, found, attr.st_size, fh, ctx)
         changes: dict[str, int] = {}
@@ -332,8 +357,14 @@ class Operations(pyfuse3.Operations):
         if name == XATTR_DISCARD:
             self._cache.discard(self._node(inode)[0])
             return
+        if name == XATTR_PREFETCH:
+            self._store.prefetch(found.ino)
+            return
         if name in (XATTR_STATUS, XATTR_VERSION, XATTR_VERSIONS):
             raise fail(errno.EPERM)
+        if self._shared:
+            await detach()
+            await self._store.check_attribute(found, name, value)
         await self._namespace.set_xattr(found.ino, name, value, flags)
 
     async def getxattr(self, inode: int, name: bytes, ctx: Caller) -> bytes:
@@ -346,6 +377,8 @@ class Operations(pyfuse3.Operations):
             return b"%d" % (node.version if node.opens and node.version > 0 else found.version)
         if name == XATTR_VERSIONS and found.is_file:
             return json.dumps(self._versions(found)).encode()
+        if name == XATTR_PREFETCH:
+            return json.dumps(self._store.prefetch_progress(found.ino)).encode()
         if name == XATTR_STATUS and found.ino == ROOT_INO:
             return json.dumps(self._status()).encode()
         raise fail(errno.ENODATA)
@@ -357,7 +390,10 @@ class Operations(pyfuse3.Operations):
         return list(self._inode(inode).xattrs)
 
     async def removexattr(self, inode: int, name: bytes, ctx: Caller) -> None:
-        await self._namespace.remove_xattr(self._inode(inode).ino, name)
+        found = self._inode(inode)
+        if self._shared:
+            await detach()
+        await self._namespace.remove_xattr(found.ino, name)
 
     def _versions(self, inode: Inode) -> dict[str, Any]:
         """Every content of a file that is kept, newest first, and who keeps it."""
@@ -394,7 +430,7 @@ class Operations(pyfuse3.Operations):
         return {"ino": inode.ino, "versions": [*working, current, *old]}
 
     async def statfs(self, ctx: Caller) -> pyfuse3.StatvfsData:
-        below = self.extents.statvfs()
+        below = self._store.statvfs()
         data = pyfuse3.StatvfsData()
         data.f_bsize, data.f_frsize = below.f_bsize, below.f_frsize
         data.f_blocks, data.f_bfree, data.f_bavail = below.f_blocks, below.f_bfree, below.f_bavail
@@ -418,24 +454,58 @@ class Operations(pyfuse3.Operations):
         self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: Caller
     ) -> tuple[OpenInfo, Attributes]:
         directory = self._inode(parent_inode)
+        if self._shared:
+            await detach()
+        if self._namespace.lookup(directory.ino, name) is None:
+            writing = flags & os.O_ACCMODE != os.O_RDONLY
+            # A file nobody writes is published as it is: empty. Else the name is made durable
+            # together with the first version; a crash before that leaves neither.
+            try:
+                inode = await self._namespace.create(
+                    directory.ino, name, mode & 0o7777 | stat.S_IFREG, ctx.uid, ctx.gid,
+                    version=0 if writing else 1, durable=not writing,
+                    layout=self._store.layout(directory.ino, name),
+                )  # fmt: skip
+            except FileExistsError:
+                pass  # another host was first
+            else:
+                return self._created(inode, flags, ctx)
         found = self._namespace.lookup(directory.ino, name)
-        if found is not None:
-            if flags & os.O_EXCL:
-                raise fail(errno.EEXIST)
-            _refuse_other_than_file(found)
-            node = self._cache.node_of(found, ctx.pid)
-            chosen = self._cache.choose_any(found, node, flags)
-            chosen.lookups += 1
-            info = self._opened(self._cache.open(chosen, flags, ctx.pid))
-            return info, self._attributes(chosen, found)
-        writing = flags & os.O_ACCMODE != os.O_RDONLY
-        # A file nobody writes is published as it is: empty. Else the name is made durable together
-        # with the first version; a crash before that leaves neither.
-        inode = await self._namespace.create(
-            directory.ino, name, mode & 0o7777 | stat.S_IFREG, ctx.uid, ctx.gid,
-            version=0 if writing else 1, durable=not writing,
-        )  # fmt: skip
-        return self._created(inode, flags, ctx)
+        if found is None or flags & os.O_EXCL:
+            raise fail(errno.EEXIST)
+        _refuse_other_than_file(found)
+        if not flags & os.O_TRUNC:
+            found = await self._brought(found)
+        node = self._cache.node_of(found, ctx.pid)
+        chosen = self._cache.choose_any(found, node, flags)
+        chosen.lookups += 1
+        info = self._opened(self._cache.open(chosen, flags, ctx.pid))
+        return info, self._attributes(chosen, found)
+
+    async def _brought(self, inode: Inode) -> Inode:
+        """The inode once its current version is on this host."""
+        if inode.extent and not self._store.is_here(inode.extent):
+            await detach()
+            inode = await self._store.bring(inode.ino)
+        return inode
+
+    async def _settled(self, node: Node, flags: int, pid: int) -> Inode:
+        """What a file is that others may have changed since its name was looked up.
+
+        Raises OSError ESTALE when the names that led here mean something else by now.
+        """
+        await detach()
+        inode = self._inodes[node.ino]
+        if (pid, node.ino) in self._nodes.redirected:
+            self._glances.clear(pid)  # it was settled when the open came to the other node
+        else:
+            await self._store.freshen(inode)
+            if not self._glances.still_hold(pid):
+                raise fail(errno.ESTALE)
+            inode = self._inode(node.id)
+        if flags & os.O_TRUNC and flags & os.O_ACCMODE != os.O_RDONLY:
+            return inode
+        return await self._brought(inode)
 
     async def tmpfile(
         self, parent_inode: int, mode: int, flags: int, ctx: Caller
@@ -465,6 +535,10 @@ class Operations(pyfuse3.Operations):
     async def open(self, inode: int, flags: int, ctx: Caller) -> OpenInfo:
         node, found = self._node(inode)
         _refuse_other_than_file(found)
+        if self._shared:
+            found = await self._settled(node, flags, ctx.pid)
+            if found.nlink == 0 and not self._nodes.in_use(found.ino):
+                raise fail(errno.ESTALE)  # its content may be gone with its last name
         if flags & os.O_TRUNC and flags & os.O_ACCMODE == os.O_RDONLY:
             # POSIX leaves it open; Linux truncates.
             await self._cache.truncate_sealed(found, node, 0, ctx.pid)
@@ -484,7 +558,7 @@ class Operations(pyfuse3.Operations):
     async def read(self, fh: int, off: int, size: int) -> bytes:
         if off > _OFFSET_MAX:
             raise fail(errno.EINVAL)
-        return self._cache.read(self._file_handle(fh), off, size)
+        return await self._cache.read(self._file_handle(fh), off, size)
 
     async def write(self, fh: int, off: int, buf: "memoryview | bytes") -> int:
         if off > _OFFSET_MAX:
@@ -592,6 +666,9 @@ class Operations(pyfuse3.Operations):
         node, found = self._node(inode)
         if not found.is_dir:
             raise fail(errno.ENOTDIR)
+        if self._shared:
+            await detach()
+            await self._store.freshen(found)
         handle = self._nodes.open(node, os.O_RDONLY, ctx.pid)
         handle.is_directory = True
         return handle.fh

@@ -19,20 +19,24 @@ def walk(
 
 def check(namespace: Namespace, nameless: frozenset[int] = frozenset()) -> None:
     """Link counts, parents and reachability. `nameless`: the inodes that something holds open."""
-    names: dict[int, int] = {}
+    parents: dict[int, list[int]] = {ROOT_INO: []}
     subdirectories: dict[int, int] = {}
     for path, inode in walk(namespace):
-        names[inode.ino] = names.get(inode.ino, 0) + 1
-        if inode.is_dir:
-            children = [namespace.inodes[ino] for _, ino in namespace.children(inode.ino)]
-            subdirectories[inode.ino] = sum(child.is_dir for child in children)
-            assert all(child.parent == inode.ino for child in children if child.is_dir), path
-    for ino, count in names.items():
+        if not inode.is_dir:
+            continue
+        assert namespace.path_of(inode.ino) == path.rstrip(b"/")
+        children = [ino for _, ino in namespace.children(inode.ino)]
+        subdirectories[inode.ino] = sum(namespace.inodes[ino].is_dir for ino in children)
+        for ino in children:
+            parents.setdefault(ino, []).append(inode.ino)
+    for ino, found in parents.items():
         inode = namespace.inodes[ino]
         assert inode.ino == ino
-        assert not inode.is_dir or count == 1, f"directory {ino} has {count} names"
-        expected = 2 + subdirectories[ino] if inode.is_dir else count
+        assert not inode.is_dir or len(found) <= 1, f"directory {ino} has {len(found)} names"
+        expected = 2 + subdirectories[ino] if inode.is_dir else len(found)
         assert inode.nlink == expected, f"inode {ino} has nlink {inode.nlink}, not {expected}"
-    left_over = set(namespace.inodes) - set(names)
+        assert inode.parent == (found[0] if len(found) == 1 else 0)
+        assert sorted(namespace.parents_of(ino)) == sorted(found)
+    left_over = set(namespace.inodes) - set(parents)
     assert left_over == nameless
     assert all(namespace.inodes[ino].nlink == 0 for ino in left_over)

@@ -5,6 +5,7 @@ their seed.
 """
 # ruff: noqa: F811 - the fixture etcd is imported, and an argument of each test that uses it
 
+import contextlib
 import errno
 import functools
 import random
@@ -599,6 +600,38 @@ class TestRefusal:
             port = listener.socket.getsockname()[1]
             error = await self.refusal(EtcdEngine([f"127.0.0.1:{port}"], b"/", timeout_s=5))
             assert "HTTP/2" in str(error)
+            nursery.cancel_scope.cancel()
+
+    @in_trio
+    async def test_of_a_peer_that_sends_nonsense(self) -> None:
+        """Random frames, some of them nearly right: an error of ours, and nothing else."""
+        seed = random.randrange(2**32)
+        print(f"seed {seed}")
+        chance = random.Random(seed)
+
+        def nonsense() -> bytes:
+            payload = chance.randbytes(chance.choice([0, 1, 4, 5, 8, 20, 200]))
+            head = len(payload).to_bytes(3, "big") + bytes([chance.randrange(11)])
+            stream = chance.choice([0, 1, 1, 1, 3, 2**31 - 1])
+            flags = chance.choice([0, 1, 4, 5, 8, 13, 32, 37, chance.randrange(256)])
+            return head + bytes([flags]) + stream.to_bytes(4, "big") + payload
+
+        async def babble(stream: trio.SocketStream) -> None:
+            settings = bytes(3) + b"\4\0" + bytes(4)
+            with contextlib.suppress(trio.BrokenResourceError):
+                await stream.send_all(settings)
+                await stream.receive_some()
+                for _ in range(chance.randrange(20)):
+                    await stream.send_all(nonsense())
+                if chance.random() < 0.3:
+                    await stream.send_all(chance.randbytes(chance.randrange(100)))
+
+        async with trio.open_nursery() as nursery:
+            (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+            nursery.start_soon(trio.serve_listeners, babble, [listener])
+            port = listener.socket.getsockname()[1]
+            for _ in range(40):
+                await self.refusal(EtcdEngine([f"127.0.0.1:{port}"], b"/", timeout_s=0.1))
             nursery.cancel_scope.cancel()
 
     @pytest.mark.parametrize("address", ["", "ftp://host", "host:port", "http://", "host:1/path"])

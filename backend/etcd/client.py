@@ -6,20 +6,16 @@ has a definite answer or its time is over; one that may not (a transaction) tell
 etcd can have got it.
 """
 
-import contextlib
 import errno
 import logging
-import os
 import random
-import socket
-import ssl
 from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
-from urllib.parse import urlsplit
 
 import trio
 
 from . import etcd_pb2 as pb
+from .endpoint import Endpoint, connect, parse_endpoint, tls_context
 from .frames import ConnectionLost, NotAccepted, RpcError, header_block
 from .http2 import Connection
 from .stream import Stream
@@ -44,7 +40,6 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-DEFAULT_PORT = 2379
 # One try of a call. etcd itself gives a request up after 7 s.
 TRY_S = 4.0
 _CONNECT_S = 2.0
@@ -100,51 +95,6 @@ class Unsent(Exception):
 
 class Uncertain(Exception):
     """The request was sent, and no definite answer came: etcd may have carried it out, or may yet."""
-
-
-class Endpoint(NamedTuple):
-    host: str
-    port: int
-    secure: bool
-
-    def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
-
-
-def parse_endpoint(text: str, secure: bool) -> Endpoint:
-    """ "host:port" or a URL with http or https. Raises ValueError."""
-    url = urlsplit(text if "//" in text else f"//{text}")
-    port = url.port or DEFAULT_PORT
-    if url.scheme not in ("", "http", "https") or not url.hostname or url.path not in ("", "/"):
-        raise ValueError(f"{text!r} is not an address of etcd, like 10.0.0.1:{DEFAULT_PORT}")
-    if url.scheme == "http" and secure:
-        raise ValueError(f"{text!r} says http, but a certificate for TLS is given")
-    return Endpoint(url.hostname, port, secure or url.scheme == "https")
-
-
-def tls_context(ca: str | None, cert: str | None, key: str | None) -> ssl.SSLContext:
-    """Raises OSError or ValueError that name the file."""
-    if (cert is None) != (key is None):
-        raise ValueError("a client certificate for etcd needs its key, and a key its certificate")
-    context = ssl.create_default_context()
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["h2"])
-    for path in (ca, cert, key):
-        if path is not None:
-            os.close(os.open(path, os.O_RDONLY | os.O_CLOEXEC))  # an error that names the file
-    try:
-        if ca is not None:
-            context = ssl.create_default_context(cafile=ca)
-            context.set_alpn_protocols(["h2"])
-        if cert is not None:
-            context.load_cert_chain(cert, key)
-    except ssl.SSLError as error:
-        raise ValueError(
-            f"{ca}, {cert} or {key} is not what it should be: PEM files of etcd's CA, of a client"
-            f" certificate and of its key ({error.reason or error})"
-        ) from error
-    return context
 
 
 class Client:
@@ -331,7 +281,7 @@ class Client:
         """Raises ConnectionLost."""
         with trio.move_on_after(_CONNECT_S):
             try:
-                sock = await _open(endpoint)
+                sock = await connect(endpoint)
             except OSError as error:
                 raise ConnectionLost(error.strerror or str(error), sent=False) from None
             tls = (self._tls, endpoint.host) if endpoint.secure and self._tls else None
@@ -428,28 +378,3 @@ class Pauses:
 
     def longer(self) -> None:
         self.next_s = min(self.next_s * random.uniform(1.5, 2.5), _PAUSE_S[1])
-
-
-async def _open(endpoint: Endpoint) -> socket.socket:
-    """A connected, non-blocking socket. Raises OSError."""
-    addresses = await trio.socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
-    failed: OSError | None = None
-    for family, kind, protocol, _, address in addresses:
-        sock = socket.socket(family, kind, protocol)
-        try:
-            sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            with contextlib.suppress(BlockingIOError):
-                sock.connect(address)
-            await trio.lowlevel.wait_writable(sock)
-            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if not code:
-                return sock
-            failed = OSError(code, os.strerror(code))
-        except OSError as error:
-            failed = error
-        except BaseException:
-            sock.close()
-            raise
-        sock.close()
-    raise failed or OSError(errno.EHOSTUNREACH, "the name has no address")

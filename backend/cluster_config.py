@@ -1,0 +1,454 @@
+"""The configuration of a cluster's processes: one TOML file for nodes, mounts and the command.
+
+    [cluster]  which cluster, where its etcd is, and the credentials
+    [node]     irdmafs serve
+    [mount]    irdmafs mount
+    [log]      both
+
+Flags override the file. Paths in the file are relative to the file's directory, so that a directory
+made by `irdmafs cluster init` can be moved. Every error names the file and the key.
+"""
+
+import difflib
+import ipaddress
+import os
+import re
+import socket
+import stat
+import tomllib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import msgspec
+
+from .sizes import parse_duration, parse_size
+
+if TYPE_CHECKING:
+    from .kv.etcd import EtcdEngine
+    from .security import Credentials, Role
+
+__all__ = [
+    "ClusterConfig",
+    "ClusterSection",
+    "ConfigError",
+    "Listen",
+    "LogFormat",
+    "LogSection",
+    "MountSection",
+    "NodeSection",
+    "Seconds",
+    "Size",
+    "find_config",
+    "split_host_port",
+]
+
+DEFAULT_PATH = "/etc/irdmafs/cluster.toml"
+PATH_VARIABLE = "IRDMAFS_CONFIG"
+ETCD_PORT = 2379
+STREAMS_MAX = 64
+_ROLE = "{role}"
+_CONFIG_LIMIT_BYTES = 1 << 20
+
+LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+Overrides = Mapping[str, Mapping[str, object]]
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
+
+
+class ConfigError(Exception):
+    """The configuration makes no sense; the text is one line that says what to do."""
+
+
+class Size(int):
+    """Bytes; in the file a number or text such as "64M" or "50%" (of the machine's memory)."""
+
+
+class Seconds(float):
+    """In the file a number or text such as "90s", "5m"."""
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class ClusterSection(_Section, frozen=True, kw_only=True):
+    """`etcd` are endpoints HOST:PORT. `ca`, `cert` and `key` are this process's credentials towards
+    nodes and mounts; towards etcd they are `etcd_*`. In the paths of certificates and keys, "{role}"
+    stands for node, mount or admin, so that one file serves all. `insecure`: without credentials,
+    talk over the network all the same."""
+
+    name: str = "default"
+    etcd: tuple[str, ...] = ()
+    etcd_user: str | None = None
+    etcd_password_file: str | None = None
+    etcd_ca: str | None = None
+    etcd_cert: str | None = None
+    etcd_key: str | None = None
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+    insecure: bool = False
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(
+                f"name: {self.name!r} is not a cluster's name; take letters, digits, '.', '_', '-'"
+            )
+        for endpoint in self.etcd:
+            if "://" in endpoint:
+                raise ValueError(
+                    f"etcd: write {endpoint.partition('://')[2]!r} instead of {endpoint!r} "
+                    "(TLS is used where etcd_ca is set)"
+                )
+            _, port = _checked("etcd", split_host_port, endpoint, ETCD_PORT)
+            if port == 0:
+                raise ValueError(f"etcd: {endpoint!r} has no port")
+        if bool(self.etcd_user) != bool(self.etcd_password_file):
+            raise ValueError("etcd_user and etcd_password_file go together: set both or none")
+        if bool(self.etcd_cert) != bool(self.etcd_key):
+            raise ValueError("etcd_cert and etcd_key go together: set both or none")
+        if len({bool(self.ca), bool(self.cert), bool(self.key)}) > 1:
+            raise ValueError("ca, cert and key go together: set all of them or none")
+
+    @property
+    def endpoints(self) -> tuple[tuple[str, int], ...]:
+        return tuple(split_host_port(endpoint, ETCD_PORT) for endpoint in self.etcd)
+
+    @property
+    def secured(self) -> bool:
+        """Whether there are credentials for nodes and mounts."""
+        return self.cert is not None
+
+    def credentials(self, role: "Role") -> "Credentials | None":
+        """For a process of this role; None if the cluster has none. Raises ConfigError when they are
+        missing, damaged, expired or of another role."""
+        from .security import Credentials
+
+        if self.ca is None or self.cert is None or self.key is None:
+            return None
+        credentials = Credentials(
+            self.ca, self.cert.replace(_ROLE, role), self.key.replace(_ROLE, role)
+        )
+        identity = credentials.check()
+        if identity.role != role:
+            raise ConfigError(
+                f"{credentials.cert} is the certificate of a {identity.role}, not of a {role}; make one "
+                f"with: irdmafs cluster cert NAME --role {role}"
+            )
+        return credentials
+
+    def engine(self, role: "Role", timeout_s: float = 60.0) -> "EtcdEngine":
+        """The cluster's part of etcd, not opened yet. Raises ConfigError."""
+        from .kv.etcd import EtcdEngine
+
+        try:
+            return EtcdEngine(
+                self.etcd,
+                f"/irdmafs/{self.name}/".encode(),
+                user=self.etcd_user,
+                password=self.etcd_password(),
+                ca=self.etcd_ca,
+                cert=self.etcd_cert and self.etcd_cert.replace(_ROLE, role),
+                key=self.etcd_key and self.etcd_key.replace(_ROLE, role),
+                timeout_s=timeout_s,
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"cannot read etcd's credentials {error.filename}: {error.strerror}"
+            ) from error
+        except ValueError as error:
+            raise ConfigError(f"etcd: {error}") from error
+
+    def etcd_password(self) -> str | None:
+        """Raises ConfigError when the file cannot be read, or others can read it too."""
+        path = self.etcd_password_file
+        if path is None:
+            return None
+        try:
+            with open(path) as file:
+                if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:
+                    raise ConfigError(f"{path} can be read by others; run: chmod 600 {path}")
+                password = file.read(4096).strip()
+        except OSError as error:
+            raise ConfigError(f"cannot read the password file {path}: {error.strerror}") from error
+        if not password:
+            raise ConfigError(f"the password file {path} is empty")
+        return password
+
+
+class NodeSection(_Section, frozen=True, kw_only=True):
+    """`listen` is ADDR or ADDR:PORT, empty: see `Listen`. `zone`, `rack` and `host` are failure domains;
+    processes of equal `host` share memory. `size` limits a tmpfs store (None: what the directory has).
+    `rebalance_rate` is in bytes per second. A node that is gone for `rereplicate_after` is given up:
+    its groups get other members. `encrypt_data`: TLS for the data streams too, not only for control."""
+
+    store: str | None = None
+    listen: str = ""
+    zone: str = ""
+    rack: str = ""
+    host: str = msgspec.field(default_factory=lambda: os.uname().nodename)
+    weight: float = 1.0
+    size: Size | None = None
+    metrics_port: int | None = None
+    metrics_address: str = "127.0.0.1"
+    rebalance_rate: Size = Size(256 << 20)
+    rereplicate_after: Seconds = Seconds(60)
+    streams: int = 4
+    encrypt_data: bool = False
+
+    def __post_init__(self) -> None:
+        if self.listen:
+            _checked("listen", split_host_port, self.listen, 0)
+        if not self.host:
+            raise ValueError("host must not be empty")
+        if not 0 < self.weight <= 1000:
+            raise ValueError("weight must be more than 0 and at most 1000")
+        _check_port("metrics_port", self.metrics_port)
+        _check_streams(self.streams)
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The failure domains that are set."""
+        domains = {"zone": self.zone, "rack": self.rack, "host": self.host}
+        return {name: value for name, value in domains.items() if value}
+
+
+class MountSection(_Section, frozen=True, kw_only=True):
+    """`cache_size` limits what is kept of other hosts' files (None: the cache directory's own default).
+    Files up to `small_file` bytes travel inside control messages. `follow` are directories, as paths
+    within the filesystem, whose new versions are fetched when they are published."""
+
+    cache_size: Size | None = None
+    host: str = msgspec.field(default_factory=lambda: os.uname().nodename)
+    follow: tuple[str, ...] = ()
+    metrics_port: int | None = None
+    metrics_address: str = "127.0.0.1"
+    streams: int = 4
+    small_file: Size = Size(64 << 10)
+    encrypt_data: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.host:
+            raise ValueError("host must not be empty")
+        if self.small_file > 1 << 20:
+            raise ValueError("small_file must be at most 1M: it travels in one message")
+        for path in self.follow:
+            if ".." in path.split("/"):
+                raise ValueError(f"follow: {path!r} is not a path within the filesystem")
+        _check_port("metrics_port", self.metrics_port)
+        _check_streams(self.streams)
+
+
+class LogSection(_Section, frozen=True, kw_only=True):
+    format: LogFormat = "text"
+    level: LogLevel = "info"
+    file: str | None = None
+
+
+class Listen(NamedTuple):
+    """Where a node listens. `advertised` is the address that peers are told; port 0: any free one."""
+
+    bind: str
+    advertised: str
+    port: int
+
+
+class ClusterConfig(_Section, frozen=True, kw_only=True):
+    """One process's configuration; `path` is the file it came from, None if there was none."""
+
+    cluster: ClusterSection = msgspec.field(default_factory=ClusterSection)
+    node: NodeSection = msgspec.field(default_factory=NodeSection)
+    mount: MountSection = msgspec.field(default_factory=MountSection)
+    log: LogSection = msgspec.field(default_factory=LogSection)
+    path: str | None = None
+
+    @classmethod
+    def load(cls, path: str | None = None, overrides: Overrides | None = None) -> "ClusterConfig":
+        """Read `path`, or what `find_config` finds; `overrides` are {section: {key: value}} from flags,
+        in which None means that the flag was not given.
+
+        Raises ConfigError, also when no etcd is named at all.
+        """
+        path = find_config(path)
+        data: dict[str, dict[str, object]] = {}
+        if path is not None:
+            data = _read(path)
+            _convert(data, path)
+        given = {
+            section: {key: value for key, value in values.items() if value is not None}
+            for section, values in (overrides or {}).items()
+        }
+        _make_paths_absolute(given, os.getcwd())
+        for section, values in given.items():
+            data[section] = {**data.get(section, {}), **values}
+        config = msgspec.structs.replace(_convert(data, "command line"), path=path)
+        if not config.cluster.etcd:
+            where = f"{path} names no etcd" if path else "no etcd is named"
+            raise ConfigError(
+                f'{where}; set etcd = ["HOST:PORT"] in [cluster] of the file that --config, '
+                f"${PATH_VARIABLE} or {DEFAULT_PATH} gives, or use --etcd"
+            )
+        return config
+
+    def listen(self) -> Listen:
+        """Where a node listens: without `listen`, on the address from which etcd is reached if there
+        are credentials (or `insecure`), else on loopback.
+
+        Raises ConfigError for an address that cannot be resolved, and where nodes without credentials
+        would be open to the network.
+        """
+        is_open = self.cluster.secured or self.cluster.insecure
+        if self.node.listen:
+            host, port = split_host_port(self.node.listen, 0)
+            bind = _resolve(host)
+        else:
+            bind, port = (self._own_address() if is_open else "127.0.0.1"), 0
+        address = ipaddress.ip_address(bind.partition("%")[0])
+        if not is_open and not address.is_loopback:
+            raise ConfigError(
+                f"will not listen on {bind} without credentials: anybody could read and write; set ca, "
+                "cert and key in [cluster] (irdmafs cluster init makes them), or allow it with --insecure"
+            )
+        return Listen(bind, self._own_address() if address.is_unspecified else bind, port)
+
+    def _own_address(self) -> str:
+        host, port = self.cluster.endpoints[0]
+        try:
+            family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                # Sends nothing: it only asks for the route.
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            raise ConfigError(
+                f"cannot tell which of this host's addresses reaches etcd at {host}: "
+                f"{error.strerror}; say it with --listen ADDR"
+            ) from error
+
+
+def find_config(path: str | None = None) -> str | None:
+    """The configuration file: `path`, $IRDMAFS_CONFIG, /etc/irdmafs/cluster.toml if it exists, or None."""
+    chosen = path or os.environ.get(PATH_VARIABLE)
+    if chosen:
+        return os.path.abspath(chosen)
+    return DEFAULT_PATH if os.path.exists(DEFAULT_PATH) else None
+
+
+def split_host_port(text: str, default_port: int) -> tuple[str, int]:
+    """ "HOST", "HOST:PORT", "[IPV6]:PORT" or "IPV6" in its parts. Raises ValueError."""
+    host, colon, port = text.rpartition(":")
+    if not colon or (":" in host and not host.endswith("]")) or text.endswith("]"):
+        host, port = text, str(default_port)
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not bare or any(character in bare for character in " /[]@,"):
+        raise ValueError(f"{text!r} is not HOST:PORT")
+    if not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        raise ValueError(f"{text!r} is not HOST:PORT: {port!r} is no port")
+    return bare, int(port)
+
+
+_PATHS = {
+    "cluster": ("etcd_password_file", "etcd_ca", "etcd_cert", "etcd_key", "ca", "cert", "key"),
+    "node": ("store",),
+    "log": ("file",),
+}
+
+
+def _make_paths_absolute(data: dict[str, dict[str, object]], directory: str) -> None:
+    for section, keys in _PATHS.items():
+        for key in keys:
+            value = data.get(section, {}).get(key)
+            if isinstance(value, str) and value:
+                data[section][key] = os.path.normpath(
+                    os.path.join(directory, os.path.expanduser(value))
+                )
+
+
+def _read(path: str) -> dict[str, dict[str, object]]:
+    try:
+        with open(path, "rb") as file:
+            text = file.read(_CONFIG_LIMIT_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    if len(text) > _CONFIG_LIMIT_BYTES:
+        raise ConfigError(f"{path} is too long for a configuration")
+    try:
+        data = tomllib.loads(text.decode())
+    except ValueError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+    _check_keys(data, path)
+    _make_paths_absolute(data, os.path.dirname(path))
+    return data
+
+
+_SECTIONS: dict[str, type[_Section]] = {
+    "cluster": ClusterSection,
+    "node": NodeSection,
+    "mount": MountSection,
+    "log": LogSection,
+}
+
+
+def _check_keys(data: Mapping[str, Any], source: str) -> None:
+    for section, values in data.items():
+        if section not in _SECTIONS:
+            what = "section" if isinstance(values, dict) else "key outside a section"
+            raise ConfigError(f"{source}: unknown {what} {section!r}{_hint(section, _SECTIONS)}")
+        if not isinstance(values, dict):
+            raise ConfigError(f"{source}: {section} is a section: write [{section}]")
+        known = [field.encode_name for field in msgspec.structs.fields(_SECTIONS[section])]
+        for key in values:
+            if key not in known:
+                raise ConfigError(
+                    f"{source}: unknown key {key!r} in [{section}]{_hint(key, known)}"
+                )
+
+
+def _hint(word: str, known: Any) -> str:
+    close = difflib.get_close_matches(word, known, 1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known are: {', '.join(known)}"
+
+
+def _convert(data: Mapping[str, Any], source: str) -> ClusterConfig:
+    try:
+        return msgspec.convert(data, ClusterConfig, dec_hook=_from_text, strict=True)
+    except msgspec.ValidationError as error:
+        # "Expected `int`, got `str` - at `$.node.streams`"
+        what, _, place = str(error).partition(" - at `$.")
+        place = place.rstrip("`")
+        raise ConfigError(f"{source}: {place and place + ': '}{what.replace('`', '')}") from error
+
+
+def _from_text(kind: type, value: object) -> object:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(f"expected a {'size' if kind is Size else 'duration'}, got {value!r}")
+    if kind is Size:
+        if isinstance(value, float):
+            raise ValueError(f"expected a size, got {value!r}")
+        return Size(parse_size(str(value)))
+    return Seconds(parse_duration(str(value)))
+
+
+def _checked(key: str, parse: Any, *arguments: object) -> Any:
+    try:
+        return parse(*arguments)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
+
+
+def _check_port(key: str, port: int | None) -> None:
+    if port is not None and not 0 <= port < 1 << 16:
+        raise ValueError(f"{key} must be from 0 to 65535")
+
+
+def _check_streams(streams: int) -> None:
+    if not 1 <= streams <= STREAMS_MAX:
+        raise ValueError(f"streams must be from 1 to {STREAMS_MAX}")
+
+
+def _resolve(host: str) -> str:
+    try:
+        return str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ConfigError(f"listen: cannot resolve {host!r}: {error.strerror}") from error

@@ -1,0 +1,351 @@
+"""The whole cluster at a glance: what etcd says of nodes, groups and mounts, and what is wrong with it.
+
+Read once, not watched: for commands, which come and go.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import trio
+
+from .cluster_config import ClusterConfig, ConfigError
+from .groups import degraded, leader
+from .kv import Engine, KeyValue
+from .membership import Groups, Members
+from .namespace import Inode
+from .placement import Placement, Targets, bytes_of_groups, plan, policy_of, replicas_of, retargeted
+from .policy import Candidate
+from .records import GROUP_BUCKET_BITS, GroupConfig, Layout, decode
+from .transport.peers import Peers
+
+__all__ = ["Cluster", "Health", "NodeNotFound", "ask_nodes", "read_cluster", "read_group_bytes"]
+
+Health = Literal["ok", "degraded", "unavailable"]
+HEALTHS: tuple[Health, ...] = ("ok", "degraded", "unavailable")
+
+_SCAN_KEYS = 1000
+_ASK_S = 3.0
+
+
+class NodeNotFound(Exception):
+    """No node, or more than one, is meant by a name; the text says which there are."""
+
+
+class Moving(NamedTuple):
+    """Replicas that are being filled, and about how many bytes and seconds that takes."""
+
+    replicas: int
+    bytes: int
+    seconds: float
+
+
+class Cluster:
+    """What was read. `rebalance_rate` is the bytes per second at which each node fills groups."""
+
+    def __init__(
+        self,
+        members: Members,
+        groups: Groups,
+        targets: Mapping[int, Targets],
+        rebalance_rate: int,
+    ) -> None:
+        self.members = members
+        self.targets = targets
+        self.groups: dict[int, GroupConfig] = {
+            group: config for group, (config, _) in sorted(groups.all().items())
+        }
+        # What nodes tell of themselves, by node, and why others were not asked or did not answer.
+        self.reports: dict[int, dict[str, object]] = {}
+        self.notes: list[str] = []
+        self._rate = rebalance_rate
+        self._in_sync = Counter(node for c in self.groups.values() for node in c.in_sync)
+        self._joining = Counter(node for c in self.groups.values() for node in c.joining)
+        self._primary = Counter(config.in_sync[0] for config in self.groups.values())
+
+    @property
+    def live(self) -> set[int]:
+        return set(self.members.nodes)
+
+    def nodes(self) -> list[int]:
+        """Everybody that was admitted, is alive or should keep a group."""
+        members = {node for config in self.groups.values() for node in config.members}
+        return sorted(members | self.members.records.keys() | self.members.nodes.keys())
+
+    def find_node(self, text: str) -> int:
+        """The node of an id (hexadecimal, as many digits as make it clear) or HOST:PORT."""
+        wanted = text.lower().removeprefix("0x")
+        found = [
+            node
+            for node in self.nodes()
+            if f"{node:016x}".startswith(wanted) or f"{node:x}".startswith(wanted)
+        ]
+        if not found:
+            found = [
+                node
+                for node, at in self.members.nodes.items()
+                if text in (f"{at.address}:{at.control_port}", f"[{at.address}]:{at.control_port}")
+            ]
+        if len(found) == 1:
+            return found[0]
+        names = ", ".join(f"{node:016x}" for node in found or self.nodes()) or "none"
+        if found:
+            raise NodeNotFound(f"{text!r} means several nodes: {names}; give more digits")
+        raise NodeNotFound(f"there is no store node {text!r}; known are: {names}")
+
+    def groups_of(self, node: int) -> int:
+        """In how many groups a node is a member."""
+        return self._in_sync[node] + self._joining[node]
+
+    def only_copies(self, node: int) -> int:
+        """Groups of which no other node has everything."""
+        return sum(config.in_sync == (node,) for config in self.groups.values())
+
+    def state_of(self, node: int) -> str:
+        if node not in self.members.nodes:
+            return "down"
+        record = self.members.records.get(node)
+        return record.state if record else "up"
+
+    def moving(self) -> Moving:
+        """As the nodes report. Of one that was not asked: a replica is taken to be as large as the mean
+        of those in sync, and to be filled at the usual rate."""
+        used = sum(at.total_bytes - at.free_bytes for at in self.members.nodes.values())
+        kept = sum(count for node, count in self._in_sync.items() if node in self.members.nodes)
+        share = used / kept if kept else 0.0
+        size_bytes, longest_s = 0.0, 0.0
+        for node, count in self._joining.items():
+            report = self.reports.get(node, {})
+            left = report.get("filling_bytes_left")
+            left = float(left) if isinstance(left, int) else count * share
+            seconds = report.get("filling_seconds_left")
+            size_bytes += left
+            longest_s = max(
+                longest_s, seconds if isinstance(seconds, float | int) else left / self._rate
+            )
+        return Moving(self._joining.total(), int(size_bytes), longest_s)
+
+    def missing(self) -> Counter[int]:
+        """How many groups lack how many replicas."""
+        live = self.live
+        return Counter(
+            missing
+            for group, config in self.groups.items()
+            if (missing := degraded(config, live, replicas_of(group)))
+        )
+
+    def unavailable(self) -> int:
+        """Groups of which no member in sync is alive."""
+        live = self.live
+        return sum(leader(config, live) is None for config in self.groups.values())
+
+    def health(self) -> tuple[Health, list[str]]:
+        """The verdict, and a line for each thing that is wrong."""
+        problems: list[tuple[Health, str]] = []
+        settings, live = self.members.settings, self.live
+        usable = {node for node in live if self.state_of(node) == "up"}
+        if not live:
+            problems.append(
+                ("unavailable", "no store node is up; start one with: irdmafs serve STORE")
+            )
+        elif not usable:
+            problems.append(("degraded", "every store node is draining: nothing can be moved"))
+        elif settings is not None and len(usable) < settings.replicas:
+            problems.append(
+                (
+                    "degraded",
+                    f"{len(usable)} nodes cannot keep {settings.replicas} replicas; add some",
+                )
+            )
+        problems += (
+            (
+                "degraded",
+                f"node {node:016x} is down; start it again, or: irdmafs cluster remove {node:016x}",
+            )
+            for node in self.members.records
+            if node not in live
+        )
+        if lost := self.unavailable():
+            problems.append(
+                (
+                    "unavailable",
+                    f"{lost} groups have no live replica in sync: files there must wait",
+                )
+            )
+        for missing, count in sorted(self.missing().items()):
+            problems.append(("degraded", f"{count} groups lack {missing} of their replicas"))
+        worst: Health = max((health for health, _ in problems), key=HEALTHS.index, default="ok")
+        return worst, [line for _, line in problems]
+
+    def to_json(self) -> dict[str, Any]:
+        health, problems = self.health()
+        settings = self.members.settings
+        moving = self.moving()
+        return {
+            "health": health,
+            "problems": problems,
+            "notes": self.notes,
+            "settings": None if settings is None else msgspec.structs.asdict(settings),
+            "nodes": [self._node_json(node) for node in self.nodes()],
+            "groups": {
+                "total": len(self.groups),
+                "unavailable": self.unavailable(),
+                "degraded": self.missing().total(),
+                "missing_replicas": {str(lack): n for lack, n in self.missing().items()},
+            },
+            "moving": {
+                "replicas": moving.replicas,
+                "bytes_about": moving.bytes,
+                "seconds_about": round(moving.seconds, 1),
+            },
+            "mounts": [
+                {"session": session, **msgspec.structs.asdict(record)}
+                for session, record in sorted(self.members.sessions.items())
+            ],
+        }
+
+    def _node_json(self, node: int) -> dict[str, Any]:
+        record, at = self.members.records.get(node), self.members.nodes.get(node)
+        result: dict[str, Any] = {
+            "id": f"{node:016x}",
+            "state": self.state_of(node),
+            "weight": record.weight if record else None,
+            "labels": record.labels if record else {},
+            "groups_primary": self._primary[node],
+            "groups_in_sync": self._in_sync[node],
+            "groups_joining": self._joining[node],
+        }
+        if at is not None:
+            result |= {
+                "address": f"[{at.address}]" if ":" in at.address else at.address,
+                "port": at.control_port,
+                "host": at.host,
+                "store": at.store,
+                "total_bytes": at.total_bytes,
+                "free_bytes": at.free_bytes,
+                "version": at.version,
+            }
+            for key in ("bytes", "extents", "uptime_s", "lease_valid_s"):
+                result[key] = self.reports.get(node, {}).get(key)
+        return result
+
+    def candidates(self) -> list[Candidate]:
+        """The nodes that groups should be on now: alive and not draining."""
+        return [
+            Candidate(node, record.weight, record.labels)
+            for node, record in self.members.records.items()
+            if self.state_of(node) == "up"
+        ]
+
+    def plan(self, candidates: Sequence[Candidate], held: Mapping[int, int]) -> dict[str, Any]:
+        """What the groups' leaders would copy if these were the nodes; `held` are the groups' bytes."""
+        moves = plan(self.groups, self._target_with(candidates), held)
+        arriving: Counter[int] = Counter()
+        for move in moves:
+            arriving[move.to] += move.bytes
+        return {
+            "moves": [
+                {
+                    "group": f"{move.group:x}",
+                    "from": f"{move.source:016x}" if move.source else None,
+                    "to": f"{move.to:016x}",
+                    "bytes": move.bytes,
+                }
+                for move in moves
+            ],
+            "bytes": arriving.total(),
+            "bytes_kept": sum(
+                held.get(group, 0) * len(config.in_sync) for group, config in self.groups.items()
+            ),
+            "seconds_about": round(max(arriving.values(), default=0) / self._rate, 1),
+        }
+
+    def _target_with(self, candidates: Sequence[Candidate]) -> Callable[[int], tuple[int, ...]]:
+        """Where the leaders would bring each group if these were the nodes."""
+        settings = self.members.settings
+        assert settings is not None
+        buckets, rules = settings.buckets, self.members.policies
+        # Of a pool that has no targets in etcd yet.
+        fresh = Placement(candidates, buckets, rules)
+        targets: dict[int, Targets] = {}
+        for pool, known in self.targets.items():
+            policy = policy_of(pool << GROUP_BUCKET_BITS)
+            rule = rules.get(policy) if policy else ""
+            made = None
+            if rule is not None:
+                made = retargeted(known, pool, candidates, buckets, rule, known.target)
+            targets[pool] = made or known
+
+        def target(group: int) -> tuple[int, ...]:
+            return targets.get(group >> GROUP_BUCKET_BITS, fresh).target(group)
+
+        return target
+
+
+async def read_cluster(engine: Engine, rebalance_rate: int) -> Cluster:
+    """Raises OSError when etcd cannot be asked."""
+    members, groups = Members(), Groups()
+    for consumer in (members, groups):
+        records: list[KeyValue] = []
+        revision = 0
+        for prefix in consumer.prefixes:
+            revision, found = await engine.snapshot(prefix, _after(prefix))
+            records += found
+        consumer.load(records, revision)
+    targets = {
+        _number(record): decode(record.value, Targets)
+        for record in await engine.range(b"T", _after(b"T"))
+    }
+    return Cluster(members, groups, targets, rebalance_rate)
+
+
+async def ask_nodes(found: Cluster, config: ClusterConfig) -> None:
+    """Have the live nodes report. That one cannot be asked from here says nothing of its health: what
+    counts is its lease."""
+    try:
+        credentials = config.cluster.credentials("admin")
+    except ConfigError as error:
+        found.notes.append(f"nodes are not asked: {error}")
+        return
+
+    async def ask(node: int, peers: Peers) -> None:
+        try:
+            with trio.fail_after(_ASK_S):
+                found.reports[node] = await peers.status(node)
+        except trio.TooSlowError:
+            found.notes.append(f"node {node:016x} does not answer within {_ASK_S:g} s")
+        except OSError as error:
+            found.notes.append(f"node {node:016x} does not answer: {error.strerror or error}")
+
+    peers = Peers(found.members.address, credentials=credentials, name="status", role="admin")
+    async with peers, trio.open_nursery() as nursery:
+        for node in found.live:
+            nursery.start_soon(ask, node, peers)
+
+
+def _after(prefix: bytes) -> bytes:
+    return prefix[:-1] + bytes([prefix[-1] + 1])
+
+
+async def read_group_bytes(engine: Engine, buckets: int) -> dict[int, int]:
+    """What one replica of each group holds, in bytes, by reading every inode (1000 at a time)."""
+    held: Counter[int] = Counter()
+    start = b"i"
+    while True:
+        page = await engine.range(start, b"j", _SCAN_KEYS)
+        held.update(bytes_of_groups(_layouts(page), buckets))
+        if len(page) < _SCAN_KEYS:
+            return dict(held)
+        start = page[-1].key + b"\0"
+
+
+def _layouts(page: Iterable[KeyValue]) -> Iterable[tuple[Layout, int]]:
+    for record in page:
+        inode = Inode.decode(_number(record), record.value, record.mod_revision)
+        if inode.extent:
+            yield inode.layout, inode.size
+
+
+def _number(record: KeyValue) -> int:
+    return int.from_bytes(record.key[1:], "big")

@@ -1,0 +1,266 @@
+"""Where data is kept: path -> placement group -> nodes. Pure functions.
+
+A group number is policy << 24 | replicas << 16 | bucket; its upper half is the *pool*. Which nodes the
+groups of a pool should be on is one record in etcd, Targets, made anew from the one before when nodes
+come, go or change weight: exactly each node's share is moved then, which no function of the present
+nodes alone achieves. What is really so is in the groups' configurations; their leaders move them
+towards the targets (groups.next_step).
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from .policy import LEVELS, Candidate, Policy, parse_policy
+from .records import GROUP_BUCKET_BITS, STRIPE_GROUPS_MAX, GroupConfig, Layout
+from .rendezvous import REPLICAS_MAX, Ints, settle
+
+__all__ = [
+    "BUCKETS",
+    "REPLICAS_MAX",
+    "Candidate",
+    "Move",
+    "Placement",
+    "Targets",
+    "bytes_of_groups",
+    "group_of",
+    "local_seed",
+    "place_all",
+    "plan",
+    "policy_of",
+    "pool_of",
+    "replicas_of",
+    "retargeted",
+    "seed_of",
+]
+
+# Groups of a pool. Each is a key of some 40 bytes that every process keeps, and changes on its own
+# when a node dies: few, and yet one group is a small part of a node's load with up to 50 nodes.
+BUCKETS = 1024
+_REPLICA_BITS = 8
+_LOCAL_TRIES = 64
+
+
+# --- path -> group
+
+
+def seed_of(path: bytes) -> int:
+    """64 bits that spread paths evenly."""
+    return int.from_bytes(hashlib.blake2b(path, digest_size=8).digest(), "big")
+
+
+def pool_of(replicas: int, policy: int = 0) -> int:
+    return policy << _REPLICA_BITS | replicas
+
+
+def replicas_of(group: int) -> int:
+    return group >> GROUP_BUCKET_BITS & (1 << _REPLICA_BITS) - 1
+
+
+def policy_of(group: int) -> int:
+    return group >> GROUP_BUCKET_BITS + _REPLICA_BITS
+
+
+def group_of(layout: Layout, stripe: int, buckets: int) -> int:
+    """The group of a stripe; a content's stripes are in at most STRIPE_GROUPS_MAX of them."""
+    bucket = (layout.seed + stripe % STRIPE_GROUPS_MAX) % buckets
+    return pool_of(layout.replicas, layout.policy) << GROUP_BUCKET_BITS | bucket
+
+
+def local_seed(
+    path: bytes, layout: Layout, size_hint: int, buckets: int, local: Callable[[int], bool]
+) -> int:
+    """A seed under which as many of a content's groups as possible are `local`, which says whether a
+    group has a member on the writer's host. One stripe always finds one, if there is any."""
+    stripes = min(max(1, layout.stripes(size_hint)), STRIPE_GROUPS_MAX)
+    best, best_count = 0, -1
+    for attempt in range(_LOCAL_TRIES):
+        # A path holds no NUL: what is appended makes it no other file's path.
+        seed = seed_of(path if not attempt else path + b"\0%d" % attempt)
+        groups = (group_of(layout._replace(seed=seed), i, buckets) for i in range(stripes))
+        count = sum(map(local, groups))
+        if count > best_count:
+            best, best_count = seed, count
+        if count == stripes:
+            break
+    return best
+
+
+# --- group -> nodes
+
+
+def place_all(
+    pool: int,
+    candidates: Iterable[Candidate],
+    buckets: int = BUCKETS,
+    policy: Policy | None = None,
+    before: Callable[[int], Sequence[int]] | None = None,
+) -> list[tuple[int, ...]]:
+    """The nodes for each group of a pool, by bucket, the primary first: as many as there are replicas,
+    or all there are; none if the policy admits none. `before` says where a group is now: it
+    stays there as far as shares and failure domains allow."""
+    policy = policy or Policy()
+    nodes = sorted(
+        (
+            candidate
+            for candidate in candidates
+            if candidate.weight > 0 and policy.admits(candidate)
+        ),
+        key=lambda candidate: candidate.node,
+    )
+    replicas = min(pool & (1 << _REPLICA_BITS) - 1, REPLICAS_MAX, len(nodes))
+    if not replicas:
+        return [()] * buckets
+    names = [candidate.node for candidate in nodes]
+    first = pool << GROUP_BUCKET_BITS
+    held = np.zeros((buckets, len(nodes)), dtype=bool)
+    if before is not None:
+        column = {name: index for index, name in enumerate(names)}
+        for bucket in range(buckets):
+            held[bucket, [column[node] for node in before(first + bucket) if node in column]] = True
+    chosen = settle(
+        np.arange(first, first + buckets, dtype=np.uint64),
+        np.array(names, dtype=np.uint64),
+        np.array([candidate.weight for candidate in nodes], dtype=np.float64),
+        _domains(nodes, policy.levels),
+        replicas,
+        held,
+    )
+    return [tuple(names[index] for index in row) for row in chosen.tolist()]
+
+
+class Placement:
+    """Where new groups go: nothing is kept yet. Pools are computed when first asked for.
+
+    `rules` are the policies by number, as they are in etcd.
+    """
+
+    def __init__(
+        self,
+        candidates: Iterable[Candidate],
+        buckets: int = BUCKETS,
+        rules: Mapping[int, str] | None = None,
+    ) -> None:
+        self.candidates = tuple(candidates)
+        self.buckets = buckets
+        self._rules = {0: "", **(rules or {})}
+        self._pools: dict[int, list[tuple[int, ...]]] = {}
+
+    def target(self, group: int) -> tuple[int, ...]:
+        """As place_all; () also if the group's policy is not known."""
+        pool = group >> GROUP_BUCKET_BITS
+        targets = self._pools.get(pool)
+        if targets is None:
+            rule = self._rules.get(policy_of(group))
+            if rule is None:
+                return ()
+            policy = parse_policy(rule)
+            targets = self._pools[pool] = place_all(pool, self.candidates, self.buckets, policy)
+        bucket = group & (1 << GROUP_BUCKET_BITS) - 1
+        return targets[bucket] if bucket < len(targets) else ()
+
+
+class Targets(msgspec.Struct, array_like=True, frozen=True):
+    """Where the groups of a pool should be (records.targets_key). `made_for` tells what it was made
+    from; `rows` has per bucket `replicas` indices into `nodes`, 2 bytes LE each."""
+
+    made_for: str
+    nodes: tuple[int, ...]
+    replicas: int
+    rows: bytes
+
+    def target(self, group: int) -> tuple[int, ...]:
+        """The primary first; () if there is no node for it."""
+        width = 2 * self.replicas
+        start = (group & (1 << GROUP_BUCKET_BITS) - 1) * width
+        row = self.rows[start : start + width]
+        return tuple(
+            self.nodes[int.from_bytes(row[at : at + 2], "little")] for at in range(0, len(row), 2)
+        )
+
+
+def retargeted(
+    known: Targets | None,
+    pool: int,
+    candidates: Iterable[Candidate],
+    buckets: int,
+    rule: str,
+    members: Callable[[int], Sequence[int]],
+) -> Targets | None:
+    """The record to put in place of `known`; None if that one still fits, or if no node is admitted
+    (then everything stays where it is). `members` says where a group is, when nothing is known."""
+    nodes = sorted(candidates, key=lambda candidate: candidate.node)
+    described = [[node.node, float(node.weight), sorted(node.labels.items())] for node in nodes]
+    made_for = hashlib.blake2b(
+        msgspec.json.encode([buckets, rule, described]), digest_size=16
+    ).hexdigest()
+    if known is not None and known.made_for == made_for:
+        return None
+    before = members if known is None else known.target
+    targets = place_all(pool, nodes, buckets, parse_policy(rule), before)
+    if not targets[0]:
+        return None
+    names = tuple(sorted({node for target in targets for node in target}))
+    index = {name: number.to_bytes(2, "little") for number, name in enumerate(names)}
+    rows = b"".join(index[node] for target in targets for node in target)
+    return Targets(made_for, names, len(targets[0]), rows)
+
+
+def _domains(nodes: Sequence[Candidate], levels: Sequence[str]) -> list[Ints]:
+    """Per level, the number of each node's domain. A rack is a rack of its zone, and so on."""
+    result = []
+    for level in levels:
+        path = LEVELS[: LEVELS.index(level) + 1]
+        numbers: dict[tuple[object, ...], int] = {}
+        column = []
+        for candidate in nodes:
+            name: tuple[object, ...] = tuple(candidate.labels.get(part, "") for part in path)
+            if level == "host" and not candidate.labels.get("host"):
+                name = (*name, candidate.node)
+            column.append(numbers.setdefault(name, len(numbers)))
+        result.append(np.array(column, dtype=np.int64))
+    return result
+
+
+# --- what is to be moved
+
+
+class Move(NamedTuple):
+    """One replica that is to be brought to `to`. `source` gives its place up for it; 0: the group has
+    too few replicas, nobody does."""
+
+    group: int
+    source: int
+    to: int
+    bytes: int
+
+
+def bytes_of_groups(files: Iterable[tuple[Layout, int]], buckets: int) -> dict[int, int]:
+    """What one replica of each group holds, in bytes, from the layouts and sizes of all files."""
+    held: Counter[int] = Counter()
+    for layout, size in files:
+        for stripe in range(layout.stripes(size)):
+            held[group_of(layout, stripe, buckets)] += layout.span(size, stripe)[1]
+    return dict(held)
+
+
+def plan(
+    configs: Mapping[int, GroupConfig],
+    target: Callable[[int], Sequence[int]],
+    held: Mapping[int, int] | None = None,
+) -> list[Move]:
+    """What the leaders would copy to bring every group to its target (`Placement.target`), a node that
+    is joining counted as not there yet. `held` are the groups' bytes."""
+    moves = []
+    for group, config in sorted(configs.items()):
+        wanted = target(group)
+        leaving = [node for node in config.in_sync if node not in wanted] if wanted else []
+        for node in wanted:
+            if node not in config.in_sync:
+                source = leaving.pop() if leaving else 0
+                moves.append(Move(group, source, node, held.get(group, 0) if held else 0))
+    return moves

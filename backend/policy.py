@@ -1,0 +1,93 @@
+"""Placement policies: what `user.irdmafs.placement` of a directory says about the files below it.
+
+What decides which nodes may keep a file is its *rule*. Each rule has a number, and groups of its own
+(placement.pool_of); the numbers are given out in etcd (records.policy_key), once and for ever.
+"""
+
+import errno
+from collections.abc import Mapping
+from typing import NamedTuple
+
+__all__ = ["LEVELS", "POLICIES_MAX", "Candidate", "Policy", "parse_policy", "policy_id"]
+
+# Failure domains, widest first.
+LEVELS = ("zone", "rack", "host")
+POLICIES_MAX = 255
+
+
+class Candidate(NamedTuple):
+    """A node that may keep data. Nodes without a label share one domain of that level, except that a
+    node without a host label is alone on its host."""
+
+    node: int
+    weight: float = 1.0
+    labels: Mapping[str, str] = {}
+
+
+class Policy(NamedTuple):
+    """What `user.irdmafs.placement` of a directory says about the files created below it.
+
+    `spread` is the widest level at which replicas are kept apart; `only` restricts to nodes whose
+    label is one of the values; `local` wants a replica on the writer's host. `local` needs no groups
+    of its own: the writer picks a seed that leads to a fitting one.
+    """
+
+    spread: str = LEVELS[0]
+    only: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    local: bool = False
+
+    @property
+    def levels(self) -> tuple[str, ...]:
+        return LEVELS[LEVELS.index(self.spread) :]
+
+    @property
+    def rule(self) -> str:
+        """The part that decides which groups are used, written in one way only; "" is the default."""
+        terms = [f"{level}={'|'.join(values)}" for level, values in self.only]
+        if self.spread != LEVELS[0]:
+            terms.append(f"spread={self.spread}")
+        return " ".join(terms)
+
+    def admits(self, candidate: Candidate) -> bool:
+        return all(candidate.labels.get(level) in values for level, values in self.only)
+
+
+def parse_policy(text: str) -> Policy:
+    """Words apart by blanks or commas: `zone=a|b`, `rack=…`, `host=…`, `spread=zone|rack|host`, `local`.
+
+    Raises ValueError with a line that says what is allowed.
+    """
+    spread, local = LEVELS[0], False
+    only: dict[str, tuple[str, ...]] = {}
+    seen = set()
+    for word in text.replace(",", " ").split():
+        key, equals, value = word.partition("=")
+        if key in seen:
+            raise ValueError(f"placement: {key!r} is said twice")
+        seen.add(key)
+        if word == "local":
+            local = True
+        elif key == "spread" and value in LEVELS:
+            spread = value
+        elif key in LEVELS and equals and all(value.split("|")):
+            only[key] = tuple(sorted(set(value.split("|"))))
+        else:
+            raise ValueError(
+                f"placement: {word!r} is not understood; write words like zone=a, rack=r1|r2, "
+                f"spread={'|'.join(LEVELS)}, local"
+            )
+    return Policy(spread, tuple((level, only[level]) for level in LEVELS if level in only), local)
+
+
+def policy_id(rule: str, known: Mapping[int, str]) -> int:
+    """The number of a rule: 0 for the default, else the one it is known by, else the lowest free one,
+    to be put (records.policy_key) by a transaction that compares its absence. Raises ENOSPC."""
+    if not rule:
+        return 0
+    for number, text in known.items():
+        if text == rule:
+            return number
+    for number in range(1, POLICIES_MAX + 1):
+        if number not in known:
+            return number
+    raise OSError(errno.ENOSPC, f"placement: more than {POLICIES_MAX} different rules")

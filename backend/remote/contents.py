@@ -1,0 +1,183 @@
+"""Contents on this host: fetched ones, working copies, and what a store node here shares with us.
+
+The directory is a cache: it starts empty, and what nothing pins may go, least recently used first. A
+content that lies in the directory of a store node on this host is used where it lies; a descriptor
+that is held while it is pinned keeps it there.
+"""
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+
+from ..extents import ExtentStore
+
+# The rest is for working copies: the kernel fills them without asking us, and must find room.
+_KEPT_SHARE = 0.75
+
+
+class Contents(ExtentStore):
+    """`new_number` numbers a working copy. `limit_bytes`: of what is kept of published contents; None:
+    three quarters of the filesystem's size."""
+
+    def __init__(
+        self, directory: str, new_number: Callable[[], int], limit_bytes: int | None = None
+    ) -> None:
+        super().__init__(directory)
+        for name in os.listdir(self._dir_fd):
+            os.unlink(name, dir_fd=self._dir_fd)
+        self._new_number = new_number
+        self._elsewhere: dict[int, str] = {}
+        self._held: dict[int, int] = {}
+        self._kept: OrderedDict[int, int] = OrderedDict()
+        self._limit_bytes = limit_bytes
+        self.kept_bytes = 0
+        self.evictions = 0
+
+    def close(self) -> None:
+        for fd in self._held.values():
+            os.close(fd)
+        self._held.clear()
+        super().close()
+
+    @property
+    def limit_bytes(self) -> int:
+        """Of published contents that are kept here."""
+        if self._limit_bytes is not None:
+            return self._limit_bytes
+        below = self.statvfs()
+        return int(below.f_blocks * below.f_frsize * _KEPT_SHARE)
+
+    # -- files -----------------------------------------------------------------------------------
+
+    def path(self, extent: int) -> str:
+        return self._elsewhere.get(extent) or super().path(extent)
+
+    def allocate(self) -> tuple[int, int]:
+        self._next = self._new_number()
+        return super().allocate()
+
+    def allocate_in(self, directory: str) -> tuple[int, int]:
+        """A working copy in the directory where a store node here will take it over.
+
+        Raises OSError (ENOSPC, EMFILE, EACCES)."""
+        extent = self._new_number()
+        path = f"{directory}/{extent:x}"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._elsewhere[extent] = path
+        return extent, fd
+
+    def adoptable(self, extent: int) -> str:
+        """The name of a working copy that a store node here can take over; "" for others."""
+        path = self._elsewhere.get(extent, "")
+        return os.path.basename(path) if os.path.dirname(path).endswith("/incoming") else ""
+
+    def published(self, extent: int, size: int, store: str) -> None:
+        """The working copy is a version now. `store` is the directory of the node on this host."""
+        taken = f"{store}/extents/{extent:x}.0"
+        if self.adoptable(extent) and os.path.exists(taken):
+            self._elsewhere[extent] = taken
+        self.keep(extent, size)
+
+    def renumber(self, extent: int) -> int:
+        """Another name, of the present session, for a working copy here."""
+        renamed = self._new_number()
+        os.link(self.path(extent), super().path(renamed))
+        return renamed
+
+    def open(self, extent: int, flags: int = os.O_RDONLY) -> int:
+        path = self._elsewhere.get(extent)
+        if path is None:
+            return super().open(extent, flags)
+        held = self._held.get(extent)
+        return os.open(f"/proc/self/fd/{held}" if held is not None else path, flags | os.O_CLOEXEC)
+
+    def stat(self, extent: int) -> os.stat_result:
+        path = self._elsewhere.get(extent)
+        return os.stat(path) if path is not None else super().stat(extent)
+
+    def free(self, extent: int) -> None:
+        self.kept_bytes -= self._kept.pop(extent, 0)
+        path = self._elsewhere.pop(extent, None)
+        if path is None:
+            super().free(extent)
+        elif "/incoming/" in path:
+            try:
+                os.unlink(path)
+            except FileNotFoundError:
+                pass  # taken over
+
+    def make(self, extent: int, size: int) -> int:
+        """A file of `size` bytes to fetch a content into; it is here once `admit` was called.
+
+        Raises OSError ENOSPC."""
+        fd = os.open(
+            f"fetch-{extent:x}",
+            os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC,
+            0o600,
+            dir_fd=self._dir_fd,
+        )
+        try:
+            os.posix_fallocate(fd, 0, size)
+        except BaseException:
+            os.close(fd)
+            self.give_up(extent)
+            raise
+        return fd
+
+    def admit(self, extent: int) -> None:
+        """What `make` made is complete."""
+        os.rename(
+            f"fetch-{extent:x}", f"{extent:x}", src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd
+        )
+
+    def give_up(self, extent: int) -> None:
+        os.unlink(f"fetch-{extent:x}", dir_fd=self._dir_fd)
+
+    # -- what is kept ----------------------------------------------------------------------------
+
+    def borrow(self, extent: int, path: str) -> bool:
+        """Use a content where a store node on this host keeps it; False: it is not there."""
+        if not os.path.exists(path):
+            return False
+        self._elsewhere[extent] = path
+        return True
+
+    def has(self, extent: int) -> bool:
+        """Whether the published content can be opened here. Asking for it counts as using it."""
+        if extent in self._kept:
+            self._kept.move_to_end(extent)
+            return True
+        path = self._elsewhere.get(extent)
+        if path is None:
+            return False
+        if extent in self._held or os.path.exists(path):
+            return True
+        del self._elsewhere[extent]  # its node has let it go
+        return False
+
+    def keep(self, extent: int, size: int) -> None:
+        """A published content is here; `size` bytes of it are ours unless a store node has it."""
+        if extent not in self._elsewhere or self.adoptable(extent):
+            self.kept_bytes += size - self._kept.get(extent, 0)
+            self._kept[extent] = size
+
+    def hold(self, extent: int) -> None:
+        """It is pinned: what a store node keeps for us must not go."""
+        if extent in self._elsewhere and extent not in self._held:
+            self._held[extent] = os.open(self._elsewhere[extent], os.O_RDONLY | os.O_CLOEXEC)
+
+    def let_go(self, extent: int) -> None:
+        fd = self._held.pop(extent, None)
+        if fd is not None:
+            os.close(fd)
+
+    def make_room(self, size: int, pinned: "dict[int, int]") -> bool:
+        """Evict what is not pinned until `size` more bytes may be kept; whether they may."""
+        limit = self.limit_bytes
+        for extent in list(self._kept):
+            if self.kept_bytes + size <= limit:
+                break
+            if extent not in pinned:
+                self.evictions += 1
+                self.free(extent)
+        return self.kept_bytes + size <= limit

@@ -1,0 +1,311 @@
+"""Getting published contents to this host.
+
+A large content is streamed into a file, stripe by stripe, from a member of each stripe's group. Small
+ones come inside control messages: what is asked for while an answer is on its way goes out together
+with the next question, and a directory whose files are opened one after the other is read ahead.
+"""
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+
+import trio
+
+from ..membership import Groups, Members
+from ..namespace import Inode, fail
+from ..placement import group_of
+from ..records import Layout
+from ..transport import Extent, Unreachable
+from ..transport.peers import Peers
+from .contents import Contents
+from .writer import first_error
+
+log = logging.getLogger(__name__)
+
+_STRIPES_AT_ONCE = 4
+_LOOK_AGAIN_S = 0.5
+_BATCH_EXTENTS = 256
+_BATCH_BYTES = 4 << 20
+
+
+class Gone(Exception):
+    """No member of the group keeps the content any more: a newer version is current."""
+
+
+class _Batch:
+    """Small contents that are asked of one node in one message."""
+
+    def __init__(self) -> None:
+        self.wanted: dict[Extent, int] = {}
+        self.data: dict[Extent, bytes | None] = {}
+        self.error: OSError | None = None
+        self.asked = False
+        self.size = 0
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.wanted) >= _BATCH_EXTENTS or self.size >= _BATCH_BYTES
+
+    def add(self, extent: Extent, size: int) -> None:
+        if extent not in self.wanted:
+            self.wanted[extent] = size
+            self.size += size
+
+
+class Fetcher:
+    """`pins` are the contents that must stay on this host."""
+
+    def __init__(
+        self,
+        contents: Contents,
+        pins: dict[int, int],
+        groups: Groups,
+        members: Members,
+        peers: Peers,
+        *,
+        salt: int,
+        small_bytes: int,
+        timeout_s: float,
+    ) -> None:
+        self._contents = contents
+        self._pins = pins
+        self._groups = groups
+        self._members = members
+        self._peers = peers
+        self._salt = salt
+        self._small_bytes = small_bytes
+        self._timeout_s = timeout_s
+        self._running: dict[int, trio.Event] = {}
+        self._next_batch: dict[int, _Batch] = {}
+        self._asking: dict[int, trio.Lock] = {}
+        self.here = 0
+        self.fetched_files = 0
+        self.fetched_bytes = 0
+        self.borrowed = 0
+
+    async def fetch(self, inode: Inode, ahead: Callable[[], Iterable[Inode]] | None = None) -> None:
+        """Bring the inode's current content to this host, once however many ask for it.
+
+        `ahead` gives inodes that will be wanted soon. Returns without it when it is too large to be
+        kept here. Raises Gone, or OSError (ETIMEDOUT: no member answers).
+        """
+        content, size = inode.extent, inode.size
+        while (running := self._running.get(content)) is not None:
+            await running.wait()
+            if self._contents.has(content):
+                return
+        done = self._running[content] = trio.Event()
+        try:
+            if self._borrow(content, inode.layout, size):
+                return
+            if not self._contents.make_room(size, self._pins):
+                return
+            if size <= self._small_bytes:
+                await self._fetch_small(inode, ahead)
+            else:
+                await self._fetch_large(content, inode.layout, size)
+            self.fetched_files += 1
+            self.fetched_bytes += size
+        finally:
+            del self._running[content]
+            done.set()
+
+    async def read(self, inode: Inode, content: int, offset: int, size: int) -> bytes:
+        """Bytes of a content that is not kept here (`inode` gives its layout)."""
+        buffer = os.memfd_create("irdmafs-range", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(buffer, size)
+            layout = inode.layout
+            step = layout.stripe_bytes or (offset + size)
+            done = 0
+            while done < size:
+                stripe = (offset + done) // step
+                start = (offset + done) - stripe * step
+                length = min(size - done, step - start)
+                await self._read(content, layout, stripe, start, buffer, done, length)
+                done += length
+            return os.pread(buffer, size, 0)
+        except Gone:
+            raise fail(
+                errno.ESTALE, f"content {content:x} is no longer kept by any store node"
+            ) from None
+        finally:
+            os.close(buffer)
+
+    # -- where it is -----------------------------------------------------------------------------
+
+    def _group(self, layout: Layout, stripe: int) -> int:
+        assert self._members.settings is not None
+        return group_of(layout, stripe, self._members.settings.buckets)
+
+    def _sources(self, group: int, content: int) -> list[int]:
+        """Live members to read from: on this host first, the others in an order that differs from
+        content to content and from mount to mount, so that they share the load."""
+        found = self._groups.get(group)
+        live = [node for node in found[0].in_sync if node in self._members.nodes] if found else []
+        live.sort(key=lambda node: (node != self.here, hash((node, content, self._salt))))
+        return live
+
+    def _borrow(self, content: int, layout: Layout, size: int) -> bool:
+        if not self.here or layout.stripes(size) > 1:
+            return False
+        address = self._members.nodes.get(self.here)
+        if address is None:
+            return False
+        if self._contents.borrow(content, f"{address.store}/extents/{content:x}.0"):
+            self.borrowed += 1
+            return True
+        return False
+
+    async def _from_any(
+        self, group: int, content: int, take: Callable[[int], Awaitable[None]]
+    ) -> None:
+        """Take something from one member of a group after the other until one has it."""
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            absent = 0
+            sources = self._sources(group, content)
+            for node in sources:
+                try:
+                    await take(node)
+                    return
+                except FileNotFoundError:
+                    absent += 1
+                except Unreachable as error:
+                    log.info("content %x: %s; trying another replica", content, error)
+            if sources and absent == len(sources):
+                raise Gone
+            if time.monotonic() > deadline:
+                found = self._groups.get(group)
+                wanted = found[0].in_sync if found else ()
+                raise OSError(
+                    errno.ETIMEDOUT,
+                    f"no replica could be read for {self._timeout_s:g} s: store nodes "
+                    f"{', '.join(f'{node:x}' for node in wanted)} of placement group {group:#x} "
+                    "are wanted; see `irdmafs cluster status`",
+                )
+            with trio.move_on_after(_LOOK_AGAIN_S):
+                await self._members.changed()
+
+    # -- large -----------------------------------------------------------------------------------
+
+    async def _fetch_large(self, content: int, layout: Layout, size: int) -> None:
+        fd = self._contents.make(content, size)
+        try:
+            stripes = layout.stripes(size)
+            if stripes == 1:
+                await self._read(content, layout, 0, 0, fd, 0, size)
+            else:
+                await self._read_stripes(content, layout, size, fd)
+        except BaseException:
+            self._contents.give_up(content)
+            raise
+        finally:
+            os.close(fd)
+        self._contents.admit(content)
+        self._contents.keep(content, size)
+
+    async def _read_stripes(self, content: int, layout: Layout, size: int, fd: int) -> None:
+        limit = trio.CapacityLimiter(_STRIPES_AT_ONCE)
+
+        async def read_one(stripe: int) -> None:
+            try:
+                offset, length = layout.span(size, stripe)
+                await self._read(content, layout, stripe, 0, fd, offset, length)
+            finally:
+                limit.release_on_behalf_of(stripe)
+
+        try:
+            async with trio.open_nursery() as nursery:
+                for stripe in range(layout.stripes(size)):
+                    await limit.acquire_on_behalf_of(stripe)
+                    nursery.start_soon(read_one, stripe)
+        except BaseExceptionGroup as group:
+            if group.subgroup(Gone) is not None:
+                raise Gone from group
+            raise first_error(group) from group
+
+    async def _read(
+        self,
+        content: int,
+        layout: Layout,
+        stripe: int,
+        start: int,
+        fd: int,
+        offset: int,
+        length: int,
+    ) -> None:
+        async def take(node: int) -> None:
+            device = self._peers.device(node)
+            await device.read(Extent(content, stripe), start, fd, offset, length)
+
+        await self._from_any(self._group(layout, stripe), content, take)
+
+    # -- small -----------------------------------------------------------------------------------
+
+    async def _fetch_small(self, inode: Inode, ahead: Callable[[], Iterable[Inode]] | None) -> None:
+        extent = Extent(inode.extent, 0)
+
+        async def take(node: int) -> None:
+            batch = self._next_batch.get(node)
+            if batch is None or batch.is_full:
+                batch = self._next_batch[node] = _Batch()
+            batch.add(extent, inode.size)
+            if ahead is not None:
+                for other in self._small_ones(ahead(), node):
+                    if batch.is_full:
+                        break
+                    batch.add(Extent(other.extent, 0), other.size)
+            await self._answered(node, batch)
+            if batch.error is not None:
+                raise batch.error
+            if batch.data.get(extent) is None and not self._contents.has(inode.extent):
+                raise fail(errno.ENOENT)
+
+        await self._from_any(self._group(inode.layout, 0), inode.extent, take)
+
+    def _small_ones(self, inodes: Iterable[Inode], node: int) -> Iterator[Inode]:
+        """Those that this node can give along with what it is asked for."""
+        for inode in inodes:
+            if not 0 < inode.size <= self._small_bytes or self._contents.has(inode.extent):
+                continue
+            if inode.extent in self._running:
+                continue
+            found = self._groups.get(self._group(inode.layout, 0))
+            if found is not None and node in found[0].in_sync:
+                yield inode
+
+    async def _answered(self, node: int, batch: _Batch) -> None:
+        """Wait for a batch's answer. One question at a time is asked of a node; what is added
+        meanwhile goes out with the next."""
+        async with self._asking.setdefault(node, trio.Lock()):
+            if not batch.asked:
+                if self._next_batch.get(node) is batch:
+                    del self._next_batch[node]
+                await self._ask(node, batch)
+                batch.asked = True
+
+    async def _ask(self, node: int, batch: _Batch) -> None:
+        wanted = list(batch.wanted)
+        try:
+            answers = await self._peers.device(node).get(wanted, self._small_bytes)
+        except OSError as error:
+            batch.error = error
+            return
+        for extent, data in zip(wanted, answers, strict=True):
+            batch.data[extent] = data
+            if data is not None and not self._contents.has(extent.content):
+                self._store_small(extent.content, data)
+
+    def _store_small(self, content: int, data: bytes) -> None:
+        if not self._contents.make_room(len(data), self._pins):
+            return
+        fd = self._contents.make(content, len(data))
+        try:
+            os.pwrite(fd, data, 0)
+        finally:
+            os.close(fd)
+        self._contents.admit(content)
+        self._contents.keep(content, len(data))

@@ -1,0 +1,241 @@
+"""Directory leases: what lets a mount open files without asking etcd.
+
+A mount that follows a directory has a key in etcd that says so. Whoever changes something below it
+returns to its caller only when every follower has seen the change (or its session is over, which etcd
+decides). So while a follower's own session is valid by its clock, its replica is fresh there. A
+directory given with --follow is followed for good; one whose files are opened again and again is
+followed for as long as that goes on.
+"""
+
+import logging
+import time
+from collections.abc import Awaitable, Sequence
+
+import trio
+
+from ..kv import Delete, Engine, Put
+from ..membership import Members, Session, followed_key, seen_key
+from ..namespace import ROOT_INO, Namespace
+from ..replica import Replica
+
+log = logging.getLogger(__name__)
+
+# So many opens in a directory that had to ask, within this time, and it is followed.
+_OPENS = 4
+_WITHIN_S = 2.0
+# It is given up when no open came for so long, or when others changed it more often than we read it.
+_IDLE_S = 10.0
+_CHANGES_PER_OPEN = 2
+_BACK_OFF_S = 10.0
+_FOLLOWED_MAX = 256
+
+
+class _Interest:
+    """How a directory is used by this mount."""
+
+    __slots__ = ("changes", "last_open", "opens", "since")
+
+    def __init__(self, now: float) -> None:
+        self.opens = 0
+        self.changes = 0
+        self.since = self.last_open = now
+
+
+class Leases:
+    """The directories that this mount follows, and the promise to those who change them."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        replica: Replica,
+        namespace: Namespace,
+        members: Members,
+        session: Session,
+        *,
+        automatic: bool = True,
+    ) -> None:
+        self._engine = engine
+        self._replica = replica
+        self._namespace = namespace
+        self._members = members
+        self._session = session
+        self._automatic = automatic
+        self._held: dict[int, int] = {}  # directory -> the lease under which it is followed
+        self._for_good: set[int] = set()
+        self._interest: dict[int, _Interest] = {}
+        self._asking: set[int] = set()
+        self._not_before: dict[int, float] = {}
+        self._owed = 0  # the newest revision that somebody may wait for us to have seen
+        self._owing = trio.Event()
+        self._nursery: trio.Nursery | None = None
+        self.acknowledgements = 0
+
+    # -- following -------------------------------------------------------------------------------
+
+    def covers(self, directory: int) -> bool:
+        """Whether all that happened below the directory is known here, by promise."""
+        if not self._held or not self._session.valid():
+            return False
+        lease = self._session.lease
+        inodes = self._namespace.inodes
+        while True:
+            if self._held.get(directory) == lease:
+                interest = self._interest.get(directory)
+                if interest is not None:
+                    interest.opens += 1
+                    interest.last_open = time.monotonic()
+                return True
+            inode = inodes.get(directory)
+            if inode is None or directory == ROOT_INO or not inode.parent:
+                return False
+            directory = inode.parent
+
+    async def follow(self, directory: int, *, for_good: bool = False) -> None:
+        """Follow a directory and all below it, from now on."""
+        if for_good:
+            self._for_good.add(directory)
+        lease = self._session.lease
+        revision = await self._engine.transact(
+            (), (Put(followed_key(directory, lease), b"", lease),)
+        )
+        # A change that was committed before has been applied here then, and who commits later knows.
+        await self._replica.wait_applied(revision)
+        if lease == self._session.lease:
+            self._held[directory] = lease
+
+    async def unfollow(self, directory: int) -> None:
+        lease = self._held.pop(directory, None)
+        if lease is not None:
+            await self._engine.transact((), (Delete(followed_key(directory, lease)),))
+
+    def asked(self, directory: int) -> None:
+        """An open below the directory had to ask: is it worth following?"""
+        if not self._automatic or self._nursery is None or directory in self._asking:
+            return
+        now = time.monotonic()
+        interest = self._interest.get(directory)
+        if interest is None or now - interest.since > _WITHIN_S:
+            if len(self._interest) >= _FOLLOWED_MAX:
+                return
+            interest = self._interest[directory] = _Interest(now)
+        interest.opens += 1
+        interest.last_open = now
+        if interest.opens >= _OPENS and now >= self._not_before.get(directory, 0.0):
+            self._asking.add(directory)
+            self._nursery.start_soon(self._follow_quietly, directory)
+
+    async def _follow_quietly(self, directory: int) -> None:
+        try:
+            interest = self._interest[directory]
+            interest.opens = interest.changes = 0
+            await self.follow(directory)
+        except OSError as error:
+            log.info("directory %d is not followed: %s", directory, error)
+        finally:
+            self._asking.discard(directory)
+
+    # -- keeping the promise ---------------------------------------------------------------------
+
+    def changed(self, directories: Sequence[int]) -> None:
+        """A change below these directories is being applied."""
+        if not self._held:
+            return
+        for directory in directories:
+            interest = self._interest.get(directory)
+            if interest is not None:
+                interest.changes += 1
+        # Its revision is not known here; all of it is applied once any newer one is.
+        self._owed = self._replica.applied + 1
+        self._owing.set()
+
+    async def acknowledge(self) -> None:
+        """Tell what we have seen whenever somebody may wait for it; a task of its own."""
+        while True:
+            await self._owing.wait()
+            self._owing = trio.Event()
+            if self._members.acked(self._session.lease) >= self._owed or not self._held:
+                continue
+            await self._replica.wait_applied(self._owed)
+            seen = self._replica.applied
+            lease = self._session.lease
+            try:
+                await self._engine.transact(
+                    (), (Put(seen_key(lease), seen.to_bytes(8, "big"), lease),)
+                )
+                self.acknowledgements += 1
+            except OSError as error:
+                log.warning("followers' promise not kept for now: %s", error)
+                await trio.sleep(0.1)
+                self._owing.set()
+
+    async def wait_for_followers(self, directories: tuple[int, ...], revision: int) -> None:
+        """Return when all who follow these directories have seen the revision."""
+        path: set[int] = set()
+        inodes = self._namespace.inodes
+        for directory in directories:
+            while directory and directory not in path:
+                path.add(directory)
+                inode = inodes.get(directory)
+                directory = inode.parent if inode is not None else 0
+        followers = self._members.followers_of(path) - {self._session.lease}
+        if followers:
+            await self._members.wait_acked(followers, revision)
+
+    # -- life ------------------------------------------------------------------------------------
+
+    def is_followed_for_good(self, directory: int) -> bool:
+        """Whether new versions in the directory are to be fetched at once."""
+        inodes = self._namespace.inodes
+        while self._for_good and directory:
+            if directory in self._for_good:
+                return True
+            inode = inodes.get(directory)
+            directory = inode.parent if inode is not None else 0
+        return False
+
+    def count(self) -> int:
+        return len(self._held)
+
+    async def run(self) -> None:
+        """Keep the promise, give up what is idle, follow again in a new session."""
+        async with trio.open_nursery() as self._nursery:
+            self._nursery.start_soon(self.acknowledge)
+            while True:
+                await trio.sleep(1.0)
+                await self._tidy()
+
+    async def _tidy(self) -> None:
+        now = time.monotonic()
+        lease = self._session.lease
+        for directory in self._for_good:
+            if self._held.get(directory) != lease and self._session.valid():
+                await self._attempt(self.follow(directory, for_good=True))
+        for directory, held in list(self._held.items()):
+            if held != lease:
+                del self._held[directory]
+                continue
+            if directory in self._for_good:
+                continue
+            interest = self._interest.get(directory)
+            idle = interest is None or now - interest.last_open > _IDLE_S
+            busy = (
+                interest is not None and interest.changes > _CHANGES_PER_OPEN * interest.opens + 8
+            )
+            if idle or busy:
+                self._interest.pop(directory, None)
+                self._not_before[directory] = now + _BACK_OFF_S
+                await self._attempt(self.unfollow(directory))
+            elif interest is not None:
+                interest.opens = interest.changes = 0
+        for directory, since in list(self._not_before.items()):
+            if since < now:
+                del self._not_before[directory]
+        for directory, interest in list(self._interest.items()):
+            if directory not in self._held and now - interest.last_open > _IDLE_S:
+                del self._interest[directory]
+
+    async def _attempt(self, doing: Awaitable[None]) -> None:
+        try:
+            await doing
+        except OSError as error:
+            log.info("directory leases: %s", error)

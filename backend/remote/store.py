@@ -1,0 +1,551 @@
+"""A cluster's store as one mount sees it: the namespace in etcd, the contents on store nodes."""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
+from typing import Any
+
+import trio
+
+from ..cluster_config import ClusterConfig, ConfigError
+from ..kv import Conflict, Delete, Put
+from ..kv.etcd import EtcdEngine
+from ..membership import MOUNT, Groups, Members, Session
+from ..namespace import ROOT_INO, Inode, Namespace, fail
+from ..node import StoreInUse
+from ..placement import local_seed, pool_of, seed_of
+from ..policy import Policy, parse_policy, policy_id
+from ..records import (
+    CONTENT_NUMBER_BITS,
+    Layout,
+    MountRecord,
+    Settings,
+    key_of,
+    policy_key,
+    session_of,
+)
+from ..replica import Replica
+from ..transport.peers import Peers
+from . import attributes
+from .contents import Contents
+from .fetcher import Fetcher, Gone
+from .leases import Leases
+from .prefetch import Prefetcher
+from .readahead import ReadAhead
+from .writer import Transfer, Writer
+
+log = logging.getLogger(__name__)
+
+# A file that changes faster than it can be fetched: the version to read is then pinned on its nodes.
+_GONE_BEFORE_PIN = 3
+_GONE_MAX = 20
+_RELEASE_S = 3.0
+_NUMBERS = 1 << CONTENT_NUMBER_BITS
+
+
+@asynccontextmanager
+async def remote_store(
+    config: ClusterConfig,
+    directory: str,
+    mountpoint: str,
+    version: str,
+    *,
+    timeout_s: float = 60.0,
+) -> AsyncIterator["RemoteStore"]:
+    """One mount's part of a cluster. `directory` holds what is kept on this host; it starts empty.
+
+    Raises StoreInUse when another process has it, ConfigError when there is no such cluster, OSError
+    when etcd cannot be reached.
+    """
+    record = MountRecord(config.mount.host, mountpoint, os.getpid(), version)
+    try:
+        with _locked(directory):
+            async with (
+                config.cluster.engine("mount", timeout_s) as engine,
+                trio.open_nursery() as nursery,
+            ):
+                store = RemoteStore(config, engine, nursery, directory, record, timeout_s)
+                with closing(store.contents):
+                    await store._start()
+                    async with store._make_peers() as store.peers:
+                        store._make_parts()
+                        nursery.start_soon(store.leases.run)
+                        for path in config.mount.follow:
+                            await store.follow_path(path)
+                        yield store
+                        await store._end()
+                        nursery.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        raise _only_error(group) from None
+
+
+def _only_error(error: BaseException) -> BaseException:
+    """What one task ended with, as it was raised; the group if there were several reasons."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
+
+
+@contextmanager
+def _locked(directory: str) -> Iterator[None]:
+    """One daemon at a time uses a directory. Raises StoreInUse."""
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    fd = os.open(f"{directory}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            raise StoreInUse(
+                errno.EBUSY, f"the cache is in use by another daemon (pid {owner})", directory
+            ) from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+        yield
+    finally:
+        os.close(fd)
+
+
+class RemoteStore:
+    """What `remote_store` opens: the Store of a mount."""
+
+    shared = True
+    waits = True
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        engine: EtcdEngine,
+        nursery: trio.Nursery,
+        directory: str,
+        record: MountRecord,
+        timeout_s: float,
+    ) -> None:
+        self.config = config
+        self.engine = engine
+        self.timeout_s = timeout_s
+        self._nursery = nursery
+        self._record = record
+        self._pins: dict[int, int] = {}
+        self._retired: set[int] = set()
+        self._pinned_afar: set[int] = set()
+        self._number = 0
+        self._number_session = 0
+        self.contents = Contents(f"{directory}/extents", self._new_number, config.mount.cache_size)
+        self.members = Members()
+        self.groups = Groups()
+        self.namespace = Namespace(engine)
+        self.replica = Replica(engine, (self.members, self.groups, self.namespace))
+        self.namespace.hub = self.replica
+        self.session: Session
+        self.leases: Leases
+        self.on_version: Callable[[int], None] = lambda ino: None
+        self.hits = self.misses = self.publishes = 0
+
+    # -- start and end ---------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        """Read what the cluster is, and become a session of it."""
+        config = self.config
+        await self.replica.start(self._nursery)
+        if self.members.settings is None:
+            raise ConfigError(
+                f"etcd at {', '.join(config.cluster.etcd)} knows no cluster named "
+                f"{config.cluster.name!r}; make it with: irdmafs cluster init"
+            )
+        self.session = Session(self.engine, MOUNT, self._record, self.settings.lease_ttl_s)
+        self.members.attach(self.session)
+        self.leases = Leases(self.engine, self.replica, self.namespace, self.members, self.session)
+        self.namespace.on_change = self._inode_changed
+        self.namespace.on_name_change = self._name_changed
+        self.namespace.after_commit = self.leases.wait_for_followers
+        await self._nursery.start(self.session.run)
+        await self.namespace.ensure_root()
+
+    async def _end(self) -> None:
+        """What hangs on the session is free at once, if etcd can be told."""
+        with trio.move_on_after(_RELEASE_S, shield=True):
+            await self.session.release()
+
+    def _make_peers(self) -> Peers:
+        config = self.config
+        return Peers(
+            self.members.address,
+            credentials=config.cluster.credentials("mount"),
+            name=f"{config.mount.host}:{os.getpid()}",
+            role="mount",
+            session=lambda: self.session.number,
+            streams=config.mount.streams,
+            encrypt_data=config.mount.encrypt_data,
+        )
+
+    def _make_parts(self) -> None:
+        small = int(self.config.mount.small_file)
+        self.writer = Writer(
+            self.replica, self.groups, self.members, self.peers,
+            small_bytes=small, timeout_s=self.timeout_s,
+        )  # fmt: skip
+        self.fetcher = Fetcher(
+            self.contents, self._pins, self.groups, self.members, self.peers,
+            salt=self.session.number, small_bytes=small, timeout_s=self.timeout_s,
+        )  # fmt: skip
+        self.ahead = ReadAhead(self.namespace)
+        self.prefetcher = Prefetcher(self.namespace, self._nursery, self.bring)
+        self.members.node_changed.append(lambda node: self._find_node_here())
+        self._find_node_here()
+
+    def _find_node_here(self) -> None:
+        """Which store node's directory this host can open, if any."""
+        here = 0
+        for node, address in self.members.nodes.items():
+            if address.host == self.config.mount.host and _is_store_of(address.store, node):
+                here = node
+        self.writer.here = self.fetcher.here = here
+
+    @property
+    def extents(self) -> Contents:
+        return self.contents
+
+    @property
+    def settings(self) -> Settings:
+        assert self.members.settings is not None
+        return self.members.settings
+
+    # -- what changed, told by the replica -------------------------------------------------------
+
+    def _inode_changed(self, old: Inode | None, new: Inode | None) -> None:
+        known = new or old
+        assert known is not None
+        if old is not None and old.extent and (new is None or new.extent != old.extent):
+            self.retire(old.extent)
+        if new is not None and old is not None and new.version != old.version:
+            self.on_version(new.ino)
+            if new.extent and any(
+                map(self.leases.is_followed_for_good, self.namespace.parents_of(new.ino))
+            ):
+                self.prefetcher.start_one(new.ino)
+        self.leases.changed(self.namespace.parents_of(known.ino))
+
+    def _name_changed(self, parent: int, name: bytes, old_ino: int, new_ino: int) -> None:
+        self.leases.changed((parent,))
+
+    # -- contents on this host -------------------------------------------------------------------
+
+    def _new_number(self) -> int:
+        session = self.session.number
+        if session != self._number_session:
+            self._number_session, self._number = session, 0
+        self._number += 1
+        if self._number >= _NUMBERS:
+            raise fail(errno.ENOSPC, "this session has no content numbers left; mount again")
+        return session << CONTENT_NUMBER_BITS | self._number
+
+    def pin(self, extent: int) -> None:
+        if extent:
+            self._pins[extent] = self._pins.get(extent, 0) + 1
+            self.contents.hold(extent)
+
+    def unpin(self, extent: int) -> None:
+        if not extent:
+            return
+        left = self._pins[extent] - 1
+        if left:
+            self._pins[extent] = left
+            return
+        del self._pins[extent]
+        self.contents.let_go(extent)
+        if extent in self._pinned_afar:
+            self._nursery.start_soon(self._unpin_afar, extent)
+        if extent in self._retired:
+            self._retired.remove(extent)
+            self.contents.free(extent)
+
+    def retire(self, extent: int) -> None:
+        if not extent:
+            return
+        if extent in self._pins:
+            self._retired.add(extent)
+        else:
+            self.contents.free(extent)
+
+    def is_here(self, extent: int) -> bool:
+        pinned = extent in self._pins and extent not in self._pinned_afar
+        here = pinned or self.contents.has(extent)
+        if here:
+            self.hits += 1
+        return here
+
+    async def bring(self, ino: int) -> Inode:
+        for attempt in range(_GONE_MAX):
+            inode = self.namespace.inode(ino)
+            if not inode.extent or self.contents.has(inode.extent):
+                return inode
+            self.misses += 1
+            if attempt >= _GONE_BEFORE_PIN and not await self._pin_afar(inode):
+                continue
+            try:
+                await self.fetcher.fetch(inode, lambda found=inode: self.ahead.after(found))
+            except Gone:
+                await self.replica.barrier()
+                continue
+            if self.contents.has(inode.extent):
+                if inode.extent in self._pinned_afar:
+                    self._nursery.start_soon(self._unpin_afar, inode.extent)
+                if self.namespace.inodes.get(ino) is not None:
+                    inode = self.namespace.inode(ino)
+                if self.contents.has(inode.extent):
+                    return inode
+            elif await self._pin_afar(inode):
+                return inode
+        raise fail(
+            errno.EIO, f"no store node has content {inode.extent:x} of inode {ino}: it is lost"
+        )
+
+    async def read(self, inode: Inode, extent: int, offset: int, size: int) -> bytes:
+        return await self.fetcher.read(inode, extent, offset, size)
+
+    async def _pin_afar(self, inode: Inode) -> bool:
+        """Keep a content on its nodes while this mount reads it; False: it is not current any more."""
+        lease, content = self.session.lease, inode.extent
+        revision = await self.engine.transact(
+            (self.session.compare(),), (Put(key_of(b"p", content, lease), b"", lease),)
+        )
+        self._pinned_afar.add(content)
+        await self.replica.wait_applied(revision)
+        current = self.namespace.inodes.get(inode.ino)
+        if current is not None and current.extent == content:
+            return True
+        await self._unpin_afar(content)
+        return False
+
+    async def _unpin_afar(self, content: int) -> None:
+        self._pinned_afar.discard(content)
+        try:
+            await self.engine.transact((), (Delete(key_of(b"p", content, self.session.lease)),))
+        except OSError as error:
+            log.info("content %x stays pinned until this session ends: %s", content, error)
+
+    # -- working copies and publishing -----------------------------------------------------------
+
+    def layout(self, parent: int, name: bytes) -> Layout:
+        replicas, stripe_bytes, wanted = attributes.of(self.namespace, parent, self.settings)
+        path = self.namespace.path_of(parent) + b"/" + name
+        layout = Layout(replicas, stripe_bytes, seed_of(path), self._policy_number(wanted))
+        if wanted.local and self.writer.here:
+            seed = local_seed(path, layout, 0, self.settings.buckets, self._has_member_here)
+            layout = layout._replace(seed=seed)
+        return layout
+
+    def _policy_number(self, wanted: Policy) -> int:
+        """0, the default, too, for a rule that nobody has made known (an attribute set by other means)."""
+        rules = self.members.policies
+        return next((number for number, rule in rules.items() if rule == wanted.rule), 0)
+
+    def _has_member_here(self, group: int) -> bool:
+        found = self.groups.get(group)
+        return found is not None and self.writer.here in found[0].members
+
+    def _layout_of(self, inode: Inode) -> Layout:
+        if inode.layout.seed:
+            return inode.layout
+        # A file that was made without a name.
+        seed = seed_of(inode.ino.to_bytes(8, "big"))
+        return Layout(self.settings.replicas, self.settings.stripe_bytes, seed)
+
+    async def check_attribute(self, inode: Inode, name: bytes, value: bytes) -> None:
+        """A new placement rule is made known to all."""
+        if name not in attributes.NAMES:
+            return
+        if not inode.is_dir:
+            raise fail(errno.EINVAL, "only directories have a policy: for what is created below")
+        try:
+            attributes.check(name, value)
+        except ValueError as error:
+            raise fail(errno.EINVAL, str(error)) from None
+        if name != attributes.PLACEMENT:
+            return
+        rule = parse_policy(value.decode("ascii", errors="replace")).rule
+        while rule and rule not in self.members.policies.values():
+            number = policy_id(rule, self.members.policies)
+            key = policy_key(number)
+            try:
+                revision = await self.engine.transact([(key, 0)], [Put(key, rule.encode())])
+                await self.replica.wait_applied(revision)
+            except Conflict:
+                await self.replica.barrier()
+
+    def allocate(self, inode: Inode) -> tuple[int, int]:
+        self.contents.make_room(0, self._pins)
+        here = self.members.nodes.get(self.writer.here)
+        group = self.writer.group(self._layout_of(inode), 0)
+        if here is not None and self._has_member_here(group):
+            # One that gets longer than a stripe is sent after all.
+            return self.contents.allocate_in(f"{here.store}/incoming")
+        return self.contents.allocate()
+
+    async def publish(self, ino: int, extent: int, status: os.stat_result, mtime_ns: int) -> Inode:
+        size = status.st_size
+        layout = self._layout_of(self.namespace.inode(ino))
+        if not size:
+            return await self._commit(ino, 0, status, mtime_ns, layout, None)
+        await self._ensure_pool(layout)
+        fd = self.contents.open(extent)
+        transfer: Transfer | None = None
+        try:
+            while True:
+                if session_of(extent) != await self.session.wait_valid():
+                    # What the old session sent may be dropped any time.
+                    extent, transfer = self.contents.renumber(extent), None
+                if transfer is None:
+                    transfer = Transfer(
+                        self.writer,
+                        extent,
+                        layout,
+                        fd,
+                        size,
+                        self.contents.adoptable(extent) if layout.stripes(size) == 1 else "",
+                    )
+                try:
+                    return await self._commit(ino, extent, status, mtime_ns, layout, transfer)
+                except Conflict as conflict:
+                    log.info("content %x: %s; again", extent, conflict)
+                    await self.replica.barrier()
+        finally:
+            os.close(fd)
+
+    async def _commit(
+        self,
+        ino: int,
+        content: int,
+        status: os.stat_result,
+        mtime_ns: int,
+        layout: Layout,
+        transfer: Transfer | None,
+    ) -> Inode:
+        """Raises Conflict when the session or a group's configuration is another one by now."""
+        guards = [self.session.compare()]
+        if transfer is not None:
+            try:
+                guards += await transfer.complete()
+            except BaseException:
+                # Nothing can name it yet.
+                self._nursery.start_soon(self.writer.abort, content, layout, status.st_size)
+                raise
+        # Once begun, only etcd knows how it ends.
+        with trio.CancelScope(shield=True):
+            inode = await self.namespace.publish(
+                ino, content, status.st_size, status.st_blocks, mtime_ns,
+                layout=layout, guards=guards,
+            )  # fmt: skip
+        self.publishes += 1
+        if content:
+            self.contents.published(content, status.st_blocks * 512, self._here_store())
+            self._retired.discard(content)
+            current = self.namespace.inodes.get(ino)
+            if current is None or current.extent != content:
+                self.retire(content)  # somebody was faster
+        return inode
+
+    def _here_store(self) -> str:
+        address = self.members.nodes.get(self.writer.here)
+        return address.store if address is not None else ""
+
+    async def _ensure_pool(self, layout: Layout) -> None:
+        if self.groups.get(self.writer.group(layout, 0)) is not None:
+            return
+        pool = pool_of(layout.replicas, layout.policy)
+        target = self.members.placement().target
+        await self.groups.ensure(self.engine, pool, self.settings, target)
+
+    async def forget(self, inode: Inode) -> None:
+        if inode.ino in self.namespace.inodes:
+            await self.namespace.drop(inode.ino)
+            self.retire(inode.extent)
+
+    def prefetch(self, ino: int) -> None:
+        self.prefetcher.start(ino)
+
+    def prefetch_progress(self, ino: int) -> dict[str, Any]:
+        return self.prefetcher.progress(ino)
+
+    # -- freshness -------------------------------------------------------------------------------
+
+    async def freshen(self, inode: Inode) -> None:
+        directories = (inode.ino,) if inode.is_dir else self.namespace.parents_of(inode.ino)
+        if directories and all(map(self.leases.covers, directories)):
+            return
+        await self.replica.barrier()
+        for directory in directories:
+            self.leases.asked(directory)
+
+    async def follow_path(self, path: str) -> None:
+        """Follow a directory, named from the root of the filesystem, for good.
+
+        Raises OSError ENOENT, ENOTDIR."""
+        inode = self.namespace.inode(ROOT_INO)
+        for name in os.fsencode(path).split(b"/"):
+            if not name or name == b".":
+                continue
+            found = self.namespace.lookup(inode.ino, name)
+            if found is None:
+                raise OSError(errno.ENOENT, "no such directory to follow", path)
+            inode = found
+        if not inode.is_dir:
+            raise OSError(errno.ENOTDIR, "not a directory to follow", path)
+        await self.leases.follow(inode.ino, for_good=True)
+        self.prefetcher.start(inode.ino)
+
+    # -- figures ---------------------------------------------------------------------------------
+
+    def statvfs(self) -> os.statvfs_result:
+        """Space in the cluster, in files kept with its usual number of replicas."""
+        block = 4096
+        copies = max(1, min(self.settings.replicas, len(self.members.nodes)))
+        total = sum(node.total_bytes for node in self.members.nodes.values()) // copies // block
+        free = sum(node.free_bytes for node in self.members.nodes.values()) // copies // block
+        below = self.contents.statvfs()
+        return os.statvfs_result(
+            (block, block, total, free, free, below.f_files, below.f_ffree, below.f_favail,
+             below.f_flag, 255)
+        )  # fmt: skip
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "cluster": {
+                "name": self.config.cluster.name,
+                "id": self.settings.cluster_id,
+                "etcd": list(self.config.cluster.etcd),
+                "session": self.session.number,
+                "session_valid": self.session.valid(),
+                "nodes_up": len(self.members.nodes),
+                "nodes_known": len(self.members.records),
+                "node_here": f"{self.writer.here:x}" if self.writer.here else None,
+                "applied_revision": self.replica.applied,
+                "barriers": self.replica.barriers,
+                "followed": self.leases.count(),
+                "acknowledgements": self.leases.acknowledgements,
+                "cache_hits": self.hits,
+                "cache_misses": self.misses,
+                "cache_bytes": self.contents.kept_bytes,
+                "cache_limit_bytes": self.contents.limit_bytes,
+                "cache_evictions": self.contents.evictions,
+                "fetched_files": self.fetcher.fetched_files,
+                "fetched_bytes": self.fetcher.fetched_bytes,
+                "borrowed": self.fetcher.borrowed,
+                "publishes": self.publishes,
+            }
+        }
+
+
+def _is_store_of(directory: str, node: int) -> bool:
+    try:
+        with open(f"{directory}/node.json", "rb") as file:
+            return bool(json.load(file)["id"] == f"{node:x}") and os.access(
+                f"{directory}/incoming", os.W_OK | os.X_OK
+            )
+    except (OSError, ValueError, KeyError):
+        return False

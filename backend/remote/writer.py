@@ -1,0 +1,248 @@
+"""Bringing a content to every member of the groups it is spread over.
+
+docs/replication.md has the rules. What is sent is not published: the namespace's transaction does
+that, and it compares the configuration of every group which `Transfer.complete` returns.
+"""
+
+import errno
+import logging
+import os
+import random
+import time
+
+import trio
+
+from ..groups import has_still
+from ..kv import Compare
+from ..membership import Groups, Members
+from ..placement import group_of
+from ..records import GroupConfig, Layout, Settings, group_key
+from ..replica import Replica
+from ..transport import Extent, Fenced, Target, Unreachable
+from ..transport.peers import Peers
+
+log = logging.getLogger(__name__)
+
+_STRIPES_AT_ONCE = 4
+_LOOK_AGAIN_S = 0.5
+# How long a full node may be a reason to wait.
+_FULL_S = 5.0
+
+
+class Writer:
+    """`timeout_s`: how long a group may have no reachable members before a publish fails. `here` is
+    the store node on this host, 0 if there is none."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        groups: Groups,
+        members: Members,
+        peers: Peers,
+        *,
+        small_bytes: int,
+        timeout_s: float,
+    ) -> None:
+        self.replica = replica
+        self.groups = groups
+        self.members = members
+        self.peers = peers
+        self.small_bytes = small_bytes
+        self.timeout_s = timeout_s
+        self.here = 0
+
+    @property
+    def settings(self) -> Settings:
+        assert self.members.settings is not None, "a mount starts with the settings"
+        return self.members.settings
+
+    def group(self, layout: Layout, stripe: int) -> int:
+        return group_of(layout, stripe, self.settings.buckets)
+
+    async def abort(self, content: int, layout: Layout, size: int) -> None:
+        """Tell those who may have got some of it that it will not be published. Best effort: they
+        drop it anyway when this session ends."""
+        nodes: set[int] = set()
+        for stripe in range(layout.stripes(size)):
+            found = self.groups.get(self.group(layout, stripe))
+            if found is not None:
+                nodes.update(found[0].members)
+        for node in nodes & self.members.nodes.keys():
+            try:
+                await self.peers.device(node).abort(content)
+            except OSError as error:
+                log.info("content %x: %s", content, error)
+
+
+class Transfer:
+    """One content on its way. `adoptable` names the file in the incoming directory of the store node
+    on this host, which takes it over."""
+
+    def __init__(
+        self, writer: Writer, content: int, layout: Layout, fd: int, size: int, adoptable: str = ""
+    ) -> None:
+        self._writer = writer
+        self._content = content
+        self._layout = layout
+        self._fd = fd
+        self._size = size
+        self._adoptable = adoptable
+        # Per stripe: which nodes have it, and the configuration under which that is known.
+        self._acknowledged: dict[int, dict[int, GroupConfig]] = {}
+        self._guards: dict[bytes, int] = {}
+
+    async def complete(self) -> list[Compare]:
+        """Send what is missing under the present configurations, and return what to compare.
+
+        Call again when a compare did not hold. Raises OSError: ENOSPC, or ETIMEDOUT when a group had
+        no reachable members for too long.
+        """
+        self._guards.clear()
+        stripes = self._layout.stripes(self._size)
+        if stripes == 1:
+            await self._bring(0)
+        else:
+            limit = trio.CapacityLimiter(_STRIPES_AT_ONCE)
+            try:
+                async with trio.open_nursery() as nursery:
+                    for stripe in range(stripes):
+                        await limit.acquire_on_behalf_of(stripe)
+                        nursery.start_soon(self._bring_limited, stripe, limit)
+            except BaseExceptionGroup as group:
+                raise first_error(group) from group
+        return list(self._guards.items())
+
+    async def _bring_limited(self, stripe: int, limit: trio.CapacityLimiter) -> None:
+        try:
+            await self._bring(stripe)
+        finally:
+            limit.release_on_behalf_of(stripe)
+
+    async def _bring(self, stripe: int) -> None:
+        writer = self._writer
+        group = writer.group(self._layout, stripe)
+        deadline = time.monotonic() + writer.timeout_s
+        full = time.monotonic() + _FULL_S
+        while True:
+            found = writer.groups.get(group)
+            if found is None:
+                raise OSError(errno.EIO, f"placement group {group:#x} does not exist")
+            config, revision = found
+            have = self._still_have(stripe, config)
+            missing = [node for node in config.members if node not in have]
+            if not missing:
+                self._guards[group_key(group)] = revision
+                return
+            try:
+                await self._send(stripe, found, group, self._ordered(missing))
+                continue
+            except Fenced:
+                await writer.replica.barrier()
+                continue
+            except Unreachable as error:
+                log.info("content %x: %s", self._content, error)
+            except OSError as error:
+                # A node that is only joining, and full, is about to be given up by its group.
+                if error.errno != errno.ENOSPC or not config.joining or time.monotonic() > full:
+                    raise
+                with trio.move_on_after(_LOOK_AGAIN_S):
+                    await writer.groups.changed()
+                continue
+            if await self._send_around(stripe, found, group, missing):
+                continue
+            if time.monotonic() > deadline:
+                raise OSError(
+                    errno.ETIMEDOUT,
+                    f"store nodes {', '.join(f'{node:x}' for node in missing)} of placement group "
+                    f"{group:#x} could not be reached for {writer.timeout_s:g} s; "
+                    "see `irdmafs cluster status`",
+                )
+            with trio.move_on_after(_LOOK_AGAIN_S * random.uniform(0.5, 1)):
+                await writer.groups.changed()
+
+    def _still_have(self, stripe: int, config: GroupConfig) -> set[int]:
+        """The nodes whose acknowledgement counts under this configuration."""
+        known = self._acknowledged.setdefault(stripe, {})
+        for node, before in list(known.items()):
+            if has_still(before, config, node):
+                known[node] = config
+            else:
+                del known[node]
+        return set(known)
+
+    def _ordered(self, nodes: list[int]) -> list[int]:
+        """The chain: the node on this host first, as it costs nothing to give it to."""
+        here = self._writer.here
+        return sorted(nodes, key=lambda node: node != here)
+
+    async def _send(
+        self, stripe: int, found: tuple[GroupConfig, int], group: int, chain: list[int]
+    ) -> None:
+        writer = self._writer
+        config, revision = found
+        offset, length = self._layout.span(self._size, stripe)
+        extent = Extent(self._content, stripe)
+        target = Target(group, revision, tuple(chain[1:]))
+        device = writer.peers.device(chain[0])
+        if chain[0] == writer.here and self._adoptable:
+            await device.adopt(extent, target, self._adoptable)
+        elif length <= writer.small_bytes:
+            await device.put(extent, target, os.pread(self._fd, length, offset))
+        else:
+            await device.write(extent, target, self._fd, offset, length)
+        self._acknowledged[stripe].update(dict.fromkeys(chain, config))
+
+    async def _send_around(
+        self, stripe: int, found: tuple[GroupConfig, int], group: int, missing: list[int]
+    ) -> bool:
+        """The chain is broken somewhere: give it to each node by itself, and let the others check on
+        those that cannot be reached from here. Returns whether all have it."""
+        writer = self._writer
+        lost = []
+        for node in self._ordered(missing):
+            if node not in writer.members.nodes:
+                lost.append(node)
+                continue
+            try:
+                await self._send(stripe, found, group, [node])
+            except Fenced:
+                await writer.replica.barrier()
+                return False
+            except Unreachable:
+                lost.append(node)
+        for node in lost:
+            if not await self._send_through(stripe, found, group, node):
+                return False
+        return True
+
+    async def _send_through(
+        self, stripe: int, found: tuple[GroupConfig, int], group: int, node: int
+    ) -> bool:
+        """Reach a member by way of another one, or have it evicted if that cannot reach it either."""
+        writer = self._writer
+        if node not in writer.members.nodes:
+            return False  # its lease is over: the group's leader is about to take it out
+        for other in sorted(self._acknowledged[stripe]):
+            try:
+                await self._send(stripe, found, group, [other, node])
+                return True
+            except Fenced:
+                await writer.replica.barrier()
+                return False
+            except Unreachable:
+                pass
+            try:
+                await writer.peers.suspect(other, group, node)
+            except OSError as error:
+                log.info("content %x: %s", self._content, error)
+        return False
+
+
+def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The OSError that a nursery's tasks ended with, without the wrapping; else the group itself."""
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            error = first_error(error)
+        if isinstance(error, OSError):
+            return error
+    return group

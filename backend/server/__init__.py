@@ -1,0 +1,1 @@
+"""The store node: a process that keeps extents for a cluster (`irdmafs serve`)."""

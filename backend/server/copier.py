@@ -1,0 +1,267 @@
+"""Copying extents from other members of a group into this node's store."""
+
+import errno
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+import trio
+
+from ..membership import Members
+from ..records import GroupConfig
+from ..transport import Extent
+from .files import Files, Incoming
+
+__all__ = ["Catalog", "Copier", "Source", "Throttle"]
+
+log = logging.getLogger(__name__)
+
+READS_AT_ONCE = 4
+SMALL_BYTES = 64 << 10
+BATCH_EXTENTS = 64
+BATCH_BYTES = 1 << 20
+# A read is cut into pieces of this size when the rate is limited, so that it is kept evenly.
+THROTTLED_READ_BYTES = 4 << 20
+RATE_WINDOW_S = 10.0
+
+
+class Source(Protocol):
+    """The part of a transport.Device that is needed here."""
+
+    async def read(self, extent: Extent, start: int, fd: int, offset: int, length: int) -> None: ...
+
+    async def get(self, extents: Sequence[Extent], limit: int) -> list[bytes | None]: ...
+
+
+class Catalog(Protocol):
+    """What should be on this node (backend/server/catalog.py)."""
+
+    def missing(self, group: int) -> list[tuple[Extent, int]]:
+        """The named extents of a group that are not here, with their sizes in bytes."""
+        ...
+
+    def is_missing(self, extent: Extent) -> bool:
+        """Whether it is named, in a group that this node is a member of, and not here."""
+        ...
+
+    def sealed(self, extent: Extent) -> None:
+        """An extent has just been sealed."""
+        ...
+
+    def make_room(self) -> bool:
+        """The store is full: condemn what is kept just in case, for `Files.reap`."""
+        ...
+
+
+class Throttle:
+    """A token bucket without a burst: bytes per second, 0: unlimited. May be changed any time."""
+
+    def __init__(self, bytes_per_s: float = 0.0) -> None:
+        self.bytes_per_s = bytes_per_s
+        self._free_at = 0.0
+
+    async def take(self, count: int) -> None:
+        """Wait until `count` bytes may be moved."""
+        if not self.bytes_per_s:
+            return
+        start = max(trio.current_time(), self._free_at)
+        self._free_at = start + count / self.bytes_per_s
+        await trio.sleep_until(start)
+
+
+class Copier:
+    """`device` gives the transport to a node. `copied_bytes` grows with what arrives."""
+
+    def __init__(
+        self,
+        members: Members,
+        catalog: Catalog,
+        files: Files,
+        device: Callable[[int], Source],
+        throttle: Throttle,
+    ) -> None:
+        self.copied_bytes = 0
+        self._node = files.node
+        self._members = members
+        self._catalog = catalog
+        self._files = files
+        self._device = device
+        self._throttle = throttle
+        self._reads = trio.Semaphore(READS_AT_ONCE)
+        self._recent: deque[tuple[float, int]] = deque()
+
+    def bytes_per_s(self) -> float:
+        """The rate of the last seconds."""
+        now = time.monotonic()
+        self._forget_before(now - RATE_WINDOW_S)
+        if not self._recent:
+            return 0.0
+        return sum(count for _, count in self._recent) / max(now - self._recent[0][0], 1.0)
+
+    async def copy(self, config: GroupConfig, left: dict[Extent, int]) -> list[Extent]:
+        """Get the extents in `left`; what is here then is taken out of it. Returns those that every
+        other member in sync says it does not have. Raises OSError ENOSPC."""
+        denied: list[Extent] = []
+        full: list[OSError] = []
+
+        async def bring(batch: Sequence[Extent]) -> None:
+            try:
+                if left[batch[0]] <= SMALL_BYTES:
+                    denied.extend(await self._bring_small(config, batch, left))
+                else:
+                    denied.extend(await self._bring_large(config, batch[0], left))
+            except OSError as error:
+                full.append(error)
+                nursery.cancel_scope.cancel()
+            finally:
+                self._reads.release()
+
+        async with trio.open_nursery() as nursery:
+            for batch in _batches(left):
+                await self._reads.acquire()
+                nursery.start_soon(bring, batch)
+        await trio.to_thread.run_sync(self._files.settle)
+        if full:
+            raise full[0]
+        return denied
+
+    def _sources(self, config: GroupConfig, salt: int) -> Iterator[int]:
+        """Live members to ask, those in sync first; `salt` spreads the load."""
+        for nodes in (config.in_sync, config.joining):
+            others = [node for node in nodes if node != self._node and node in self._members.nodes]
+            turn = salt % len(others) if others else 0
+            yield from others[turn:] + others[:turn]
+
+    def _denied_by_all(self, config: GroupConfig, refused: Iterable[int]) -> bool:
+        others = set(config.in_sync) - {self._node}
+        return bool(others) and others <= set(refused)
+
+    async def _bring_large(
+        self, config: GroupConfig, extent: Extent, left: dict[Extent, int]
+    ) -> list[Extent]:
+        size = left[extent]
+        refused = []
+        incoming = await self._create(size)
+        sealed = False
+        try:
+            for node in self._sources(config, extent.content + extent.stripe):
+                if not self._catalog.is_missing(extent):
+                    left.pop(extent, None)  # superseded meanwhile, or a writer brought it
+                    break
+                try:
+                    await self._read(node, extent, incoming.fd, size)
+                except FileNotFoundError:
+                    refused.append(node)
+                    continue
+                except OSError as error:
+                    log.info("extent %x.%x from node %x: %s", *extent, node, error)
+                    continue
+                await trio.to_thread.run_sync(self._files.harden, incoming)
+                sealed = self._seal(incoming, extent, size, left)
+                return []
+        finally:
+            if not sealed:
+                self._files.discard(incoming)
+            os.close(incoming.fd)
+        return [extent] if self._denied_by_all(config, refused) else []
+
+    async def _read(self, node: int, extent: Extent, fd: int, size: int) -> None:
+        device = self._device(node)
+        piece = THROTTLED_READ_BYTES if self._throttle.bytes_per_s else size
+        for offset in range(0, size, piece):
+            length = min(piece, size - offset)
+            await self._throttle.take(length)
+            await device.read(extent, offset, fd, offset, length)
+            self._count(length)
+
+    async def _bring_small(
+        self, config: GroupConfig, batch: Sequence[Extent], left: dict[Extent, int]
+    ) -> list[Extent]:
+        wanted = list(batch)
+        refused: dict[Extent, list[int]] = {extent: [] for extent in batch}
+        for node in self._sources(config, batch[0].content):
+            for extent in [extent for extent in wanted if not self._catalog.is_missing(extent)]:
+                left.pop(extent, None)
+                wanted.remove(extent)
+            if not wanted:
+                break
+            await self._throttle.take(sum(left[extent] for extent in wanted))
+            try:
+                found = await self._device(node).get(wanted, SMALL_BYTES)
+            except OSError as error:
+                log.info("%d small extents from node %x: %s", len(wanted), node, error)
+                continue
+            others = []
+            for extent, data in zip(wanted, found, strict=True):
+                if data is not None and len(data) == left[extent]:
+                    await self._keep(extent, data, left)
+                else:
+                    refused[extent].append(node)
+                    others.append(extent)
+            wanted = others
+        return [extent for extent in wanted if self._denied_by_all(config, refused[extent])]
+
+    async def _keep(self, extent: Extent, data: bytes, left: dict[Extent, int]) -> None:
+        incoming = await self._create(len(data))
+        sealed = False
+        try:
+            os.pwrite(incoming.fd, data, 0)
+            if self._files.power_safe:
+                await trio.to_thread.run_sync(self._files.harden, incoming)
+            self._count(len(data))
+            sealed = self._seal(incoming, extent, len(data), left)
+        finally:
+            if not sealed:
+                self._files.discard(incoming)
+            os.close(incoming.fd)
+
+    def _seal(self, incoming: Incoming, extent: Extent, size: int, left: dict[Extent, int]) -> bool:
+        """False if it is not needed any more: it would be nobody's to free."""
+        left.pop(extent, None)
+        if not self._catalog.is_missing(extent):
+            return False
+        self._files.seal(incoming, extent)
+        self._catalog.sealed(extent)
+        return True
+
+    async def _create(self, size: int) -> Incoming:
+        try:
+            return await trio.to_thread.run_sync(self._files.create, size)
+        except OSError as error:
+            if error.errno != errno.ENOSPC or not self._catalog.make_room():
+                raise
+        await trio.to_thread.run_sync(self._files.reap)
+        return await trio.to_thread.run_sync(self._files.create, size)
+
+    def _count(self, count: int) -> None:
+        now = time.monotonic()
+        self._recent.append((now, count))
+        self.copied_bytes += count
+        self._forget_before(now - RATE_WINDOW_S)
+
+    def _forget_before(self, oldest: float) -> None:
+        while self._recent and self._recent[0][0] < oldest:
+            self._recent.popleft()
+
+
+def _batches(left: dict[Extent, int]) -> Iterator[list[Extent]]:
+    """Small extents by the dozen, large ones each by itself, the smallest first."""
+    batch: list[Extent] = []
+    batch_bytes = 0
+    for extent, size in sorted(left.items(), key=lambda item: item[1]):
+        if size > SMALL_BYTES:
+            if batch:
+                yield batch
+                batch = []
+            yield [extent]
+            continue
+        if batch and (len(batch) == BATCH_EXTENTS or batch_bytes + size > BATCH_BYTES):
+            yield batch
+            batch, batch_bytes = [], 0
+        batch.append(extent)
+        batch_bytes += size
+    if batch:
+        yield batch

@@ -1,0 +1,326 @@
+"""One store node from start to end.
+
+The order of the start is the point: what this node keeps is compared with what the cluster says it
+should keep before the node registers, and it registers when it can be asked. In a clean stop the order is
+the reverse, and nobody has to wait for a lease to expire.
+"""
+
+import gc
+import logging
+import os
+import resource
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import trio
+
+from ..._version import __version__
+from ..cluster_config import ClusterConfig, ConfigError
+from ..kv import Conflict, Engine, Put
+from ..lease import NODE, Session, now_s
+from ..logs import identify
+from ..membership import Groups, Members, admit
+from ..metrics import Collector, NodeCounters, serve_metrics
+from ..records import (
+    SETTINGS_KEY,
+    NodeAddress,
+    NodeRecord,
+    Settings,
+    decode,
+    encode,
+    key_of,
+)
+from ..replica import Replica
+from ..transport.peers import Peers
+from ..transport.server import Listener
+from .agent import Agent
+from .catalog import Catalog
+from .files import Files
+from .resync import Resync
+from .service import NodeService
+
+__all__ = ["serve_node"]
+
+log = logging.getLogger(__name__)
+
+_WANTED_OPEN_FILES = 1_048_576
+# The node's key says how much room there is. It is put again when that has changed by this share.
+_SPACE_SHARE = 0.02
+_SPACE_PERIOD_S = 5.0
+# A clean stop takes at most the sum of these.
+_LEAVE_S = 5.0
+_DRAIN_S = 10.0
+_RELEASE_S = 3.0
+
+
+async def serve_node(config: ClusterConfig, ready: Callable[[str], None]) -> None:
+    """Be a store node of a cluster until a signal says so; `ready` is called once it can be asked, with
+    its id and address. The first SIGTERM or SIGINT lets what is being received end and gives the lease
+    back, the second one ends at once.
+
+    Raises ConfigError, StoreInUse, kv.Damaged or OSError with a line for whoever started it.
+    """
+    _raise_open_files_limit()
+    config.listen()  # before anything is touched
+    try:
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            async with trio.open_nursery() as nursery:
+                node = _Node(config)
+                nursery.start_soon(_heed, signals, node, nursery.cancel_scope)
+                await node.run(ready)
+                nursery.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        raise _only_error(group) from group
+
+
+async def _heed(signals: AsyncIterator[int], node: "_Node", scope: trio.CancelScope) -> None:
+    """The first signal ends the node in order; the next one, or one before it serves, at once."""
+    async for number in signals:
+        log.info("%s: stopping", signal.Signals(number).name)
+        if not node.serves or node.stop.is_set():
+            scope.cancel()
+        node.stop.set()
+
+
+class _Node:
+    """`stop` tells it to end in order, once it `serves`."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self.stop = trio.Event()
+        self.serves = False
+        self._config = config
+        self._members = Members()
+        self._groups = Groups()
+        self._counters = NodeCounters()
+
+    async def run(self, ready: Callable[[str], None]) -> None:
+        node = self._config.node
+        assert node.store is not None
+        with Files(node.store, node.size) as self._files:
+            async with self._config.cluster.engine("node") as self._engine:
+                settings = await _settings(self._config, self._engine)
+                self._files.bind(settings.cluster_id)
+                identify("node", f"{self._files.node:016x}")
+                async with trio.open_nursery() as self._nursery:
+                    await self._assemble(settings, ready)
+                    self._nursery.cancel_scope.cancel()
+
+    async def _assemble(self, settings: Settings, ready: Callable[[str], None]) -> None:
+        config, files = self._config, self._files
+        self._catalog = Catalog(files, self._groups, settings.buckets)
+        self._replica = Replica(self._engine, (self._members, self._groups, self._catalog))
+        await self._replica.start(self._nursery)
+        self._catalog.begin()
+        _calm_the_collector()
+        address = NodeAddress(
+            address="", control_port=0, data_port=0, transports=["tcp"], host=config.node.host,
+            store=os.path.realpath(files.directory), total_bytes=0, free_bytes=0,
+            version=__version__,
+        )  # fmt: skip
+        self._session = Session(self._engine, NODE, address, settings.lease_ttl_s, node=files.node)
+        self._members.attach(self._session)
+        async with self._peers() as peers:
+            self._resync = Resync(
+                files.node, self._engine, self._replica, self._members, self._groups,
+                self._session, self._catalog, files, peers.device,
+                bytes_per_s=config.node.rebalance_rate,
+            )  # fmt: skip
+            self._session.verify = self._resync.verify
+            self._agent = Agent(
+                files.node, self._engine, self._replica, self._members, self._groups,
+                self._session, self._resync, peers.ping,
+                rereplicate_after_s=config.node.rereplicate_after,
+            )  # fmt: skip
+            self._catalog.wanted = self._agent.wants
+            self._service = NodeService(
+                files, self._catalog, self._replica, self._groups, self._session,
+                self._agent.evict, self._figures,
+            )  # fmt: skip
+            await self._serve(peers, ready)
+
+    async def _serve(self, peers: Peers, ready: Callable[[str], None]) -> None:
+        config = self._config
+        where = config.listen()
+        self._listener = Listener(
+            self._service, peers, where.bind, where.port,
+            credentials=config.cluster.credentials("node"), encrypt_data=config.node.encrypt_data,
+        )  # fmt: skip
+        async with self._listener as listener, self._metrics():
+            await self._register(where.advertised, listener.control_port, listener.data_port)
+            for task in (self._resync.run, self._agent.run, self._catalog.run, self._tell_space):
+                self._nursery.start_soon(task)
+            text = f"node {self._files.node:016x} at {where.advertised}:{listener.control_port}"
+            log.info("serving %s as %s", self._files.directory, text)
+            self.serves = True
+            ready(text)
+            await self.stop.wait()
+            await self._end()
+
+    # -- beginning -------------------------------------------------------------------------------
+
+    def _peers(self) -> Peers:
+        config = self._config
+        return Peers(
+            self._members.address,
+            credentials=config.cluster.credentials("node"),
+            name=f"{self._files.node:x}",
+            role="node",
+            session=lambda: self._session.number,
+            streams=config.node.streams,
+            encrypt_data=config.node.encrypt_data,
+        )
+
+    async def _register(self, address: str, control_port: int, data_port: int) -> None:
+        node = self._config.node
+        await _admit(self._engine, self._files.node, node.weight, node.labels)
+        self._session.record = msgspec.structs.replace(
+            self._with_space(), address=address, control_port=control_port, data_port=data_port
+        )
+        await self._nursery.start(self._session.run)
+
+    def _with_space(self) -> NodeAddress:
+        record, space = self._session.record, self._files.space()
+        assert isinstance(record, NodeAddress)
+        return msgspec.structs.replace(record, total_bytes=space.total, free_bytes=space.free)
+
+    async def _tell_space(self) -> None:
+        while True:
+            await trio.sleep(_SPACE_PERIOD_S)
+            record, now = self._session.record, self._with_space()
+            assert isinstance(record, NodeAddress)
+            changed = abs(now.free_bytes - record.free_bytes)
+            if changed > _SPACE_SHARE * now.total_bytes or now.total_bytes != record.total_bytes:
+                try:
+                    await self._session.update(now)
+                except OSError as error:
+                    log.info("the room that is left here could not be told: %s", error)
+
+    # -- ending ----------------------------------------------------------------------------------
+
+    async def _end(self) -> None:
+        """Hand over what this node is responsible for, and go."""
+        with trio.move_on_after(_LEAVE_S):
+            try:
+                alone = await self._agent.leave()
+                if alone:
+                    log.warning("%d groups have no other replica: they wait for this node", alone)
+            except OSError as error:
+                log.warning("groups could not be handed over: %s", error)
+        self._service.close()
+        with trio.move_on_after(_DRAIN_S):
+            await self._service.drained()
+        with trio.move_on_after(_RELEASE_S):
+            await self._session.release()
+
+    # -- figures ---------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _metrics(self) -> AsyncIterator[None]:
+        node = self._config.node
+        if node.metrics_port is None:
+            yield
+            return
+        collector = Collector(
+            "node", self._counters, self._refresh, {"node": f"{self._files.node:016x}"}
+        )
+        server = serve_metrics(collector, node.metrics_address, node.metrics_port)
+        log.info("metrics are served on %s port %d", node.metrics_address, server.port)
+        try:
+            yield
+        finally:
+            # Its thread may be waiting for this one to look figures up.
+            await trio.to_thread.run_sync(server.close)
+
+    def _refresh(self) -> None:
+        counters, heard = self._counters, self._listener.counters
+        progress, space = self._resync.progress(), self._files.space()
+        counters.requests, counters.errors = heard.requests, heard.errors
+        counters.received_bytes, counters.sent_bytes = heard.received_bytes, heard.sent_bytes
+        counters.rejected_peers, counters.connections = heard.rejected, heard.connections
+        counters.resync_bytes = progress.copied_bytes
+        counters.resync_groups_left = progress.groups
+        counters.resync_bytes_left = progress.bytes_left
+        counters.freed_extents = self._catalog.freed_extents
+        counters.store_bytes, counters.store_free_bytes = space.used, space.free
+        counters.extents = len(self._files)
+        counters.pending_extents = self._catalog.pending_extents
+        counters.lease_valid_seconds = max(0.0, self._session.valid_until - now_s())
+        counters.groups = self._own_groups()
+
+    def _figures(self) -> dict[str, Any]:
+        return {
+            "version": __version__,
+            "own_groups": self._own_groups(),
+            "connections": self._listener.counters.connections,
+            **self._agent.status(),
+        }
+
+    def _own_groups(self) -> dict[str, int]:
+        """How many groups this node is a member of, by what it is in them."""
+        node = self._files.node
+        states: Counter[str] = Counter()
+        for config, _ in self._groups.all().values():
+            if node in config.joining:
+                states["joining"] += 1
+            elif node in config.in_sync:
+                states["primary" if config.in_sync[0] == node else "in_sync"] += 1
+        return dict(states)
+
+
+async def _settings(config: ClusterConfig, engine: Engine) -> Settings:
+    found = await engine.get(SETTINGS_KEY)
+    if found is None:
+        raise ConfigError(
+            f"etcd at {', '.join(config.cluster.etcd)} knows no cluster named "
+            f"{config.cluster.name!r}; make it with: irdmafs cluster init"
+        )
+    try:
+        return decode(found.value, Settings)
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"the settings of cluster {config.cluster.name!r} in etcd are damaged, or of another "
+            f"version of irdmafs: {error}"
+        ) from error
+
+
+async def _admit(engine: Engine, node: int, weight: float, labels: dict[str, str]) -> None:
+    """Make the node known with this weight and these labels; a known one stays up or draining."""
+    if await admit(engine, node, NodeRecord("up", weight, labels)):
+        log.info("this store is new to the cluster")
+        return
+    key = key_of(b"N", node)
+    while (found := await engine.get(key)) is not None:
+        known = decode(found.value, NodeRecord)
+        record = NodeRecord(known.state, weight, labels)
+        if record == known:
+            return
+        try:
+            await engine.transact([(key, found.mod_revision)], [Put(key, encode(record))])
+            return
+        except Conflict:
+            continue
+
+
+def _raise_open_files_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(_WANTED_OPEN_FILES, hard) if hard != resource.RLIM_INFINITY else _WANTED_OPEN_FILES
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _calm_the_collector() -> None:
+    """The records just read are here to stay: the garbage collector need not walk over them again."""
+    gc.collect()
+    gc.freeze()
+
+
+def _only_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What one task ended with, as it was raised; the group if there were several reasons."""
+    if len(group.exceptions) > 1:
+        return group
+    error = group.exceptions[0]
+    return _only_error(error) if isinstance(error, BaseExceptionGroup) else error

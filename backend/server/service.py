@@ -1,0 +1,230 @@
+"""What a store node does for those who ask: `Service` of the transport (backend/transport/service.py).
+
+Here is decided who may store what, and when an extent counts as stored; the bytes are the transport's.
+"""
+
+import errno
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import trio
+
+from ..membership import Groups, Session, now_s
+from ..records import session_of
+from ..replica import Replica
+from ..transport import Extent, Fenced, Target, Unreachable
+from .catalog import Catalog
+from .files import Files, Incoming
+
+__all__ = ["NodeService"]
+
+log = logging.getLogger(__name__)
+
+# How far this node may lag behind a writer before it says that it cannot be asked.
+_CATCH_UP_S = 5.0
+# Larger files are allocated and hardened in a worker thread.
+_AT_ONCE_BYTES = 1 << 20
+
+
+class NodeService:
+    """`evict(group, node)` takes a node that cannot be reached out of a group, if that is right; `figures`
+    are more to tell in `status`.
+
+    After `close` nothing is taken in any more; what is here can still be read.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        catalog: Catalog,
+        replica: Replica,
+        groups: Groups,
+        session: Session,
+        evict: Callable[[int, int], Awaitable[bool]],
+        figures: Callable[[], dict[str, Any]] = dict,
+    ) -> None:
+        self._files = files
+        self._catalog = catalog
+        self._replica = replica
+        self._groups = groups
+        self._session = session
+        self._evict = evict
+        self._figures = figures
+        self._started = time.monotonic()
+        self._closed = False
+        self._receiving = 0
+        self._quiet = trio.Event()
+        self._quiet.set()
+
+    @property
+    def node(self) -> int:
+        return self._files.node
+
+    # -- taking in -------------------------------------------------------------------------------
+
+    async def admit(self, extent: Extent, target: Target) -> None:
+        """Whether this extent may be stored here now.
+
+        Raises OSError: Fenced; Unreachable when this node must not serve, or lags behind; ECANCELED
+        when the writer's session is over or has given the content up; EINVAL for a wrong target.
+        """
+        self._check_serving()
+        session = session_of(extent.content)
+        await self._catch_up(max(target.config, session))
+        found = self._groups.get(target.group)
+        if found is None:
+            raise OSError(errno.EINVAL, f"there is no group {target.group:#x}")
+        config, revision = found
+        if revision != target.config:
+            raise Fenced(target.group)
+        if self._files.node not in config.members:
+            raise OSError(
+                errno.EINVAL,
+                f"node {self._files.node:x} is not a member of group {target.group:#x}",
+            )
+        self._check_wanted(extent)
+
+    async def create(self, extent: Extent, length: int) -> Incoming:
+        """A file for an extent of `length` bytes, with room for all of them. To be given to `seal` or
+        `drop`. Raises OSError ENOSPC."""
+        try:
+            incoming = await self._create(length)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            await self._make_room()
+            incoming = await self._create(length)
+        self._begin()
+        return incoming
+
+    async def adopt(self, extent: Extent, name: str) -> Incoming:
+        """A mount's working copy NAME on this host, as `create` gives a file.
+
+        Raises OSError ENOENT, EPERM.
+        """
+        incoming = self._files.take_over(name, extent.content)
+        self._begin()
+        return incoming
+
+    async def seal(self, extent: Extent, incoming: Incoming) -> None:
+        """The bytes have arrived: the extent is stored when this returns, also on power loss if the
+        store is on a disk. Raises OSError: as `admit`; then it is dropped."""
+        try:
+            if self._files.power_safe:
+                await trio.to_thread.run_sync(self._files.harden, incoming)
+            # The lease and the session may have ended while the bytes were on their way.
+            self._check_serving()
+            self._check_wanted(extent)
+            self._files.seal(incoming, extent)
+            self._catalog.sealed(extent)
+            if self._files.power_safe:
+                await trio.to_thread.run_sync(self._files.settle)
+        except BaseException:
+            self._files.discard(incoming)
+            raise
+        finally:
+            self._end()
+
+    def drop(self, incoming: Incoming) -> None:
+        """The bytes did not arrive."""
+        self._files.discard(incoming)
+        self._end()
+
+    def abort(self, content: int) -> None:
+        """Its writer will not publish this content."""
+        self._catalog.give_up(content)
+
+    # -- giving out ------------------------------------------------------------------------------
+
+    def size(self, extent: Extent) -> int | None:
+        """Bytes of an extent; None: it is not here."""
+        return self._files.size(extent)
+
+    def open(self, extent: Extent) -> int:
+        """A read-only descriptor, the caller's to close. For any thread. Raises OSError ENOENT, EMFILE."""
+        return self._files.open(extent)
+
+    # -- the rest --------------------------------------------------------------------------------
+
+    async def suspect(self, group: int, node: int) -> bool:
+        """A writer cannot reach another member of a group. Returns whether it is a member no more."""
+        self._check_serving()
+        return await self._evict(group, node)
+
+    def status(self) -> dict[str, Any]:
+        space = self._files.space()
+        return {
+            "node": f"{self._files.node:016x}",
+            "store": self._files.directory,
+            "power_safe": self._files.power_safe,
+            "uptime_s": round(time.monotonic() - self._started, 1),
+            "lease_valid_s": round(max(0.0, self._session.valid_until - now_s()), 1),
+            "session": self._session.number,
+            "revision": self._replica.applied,
+            "extents": len(self._files),
+            "bytes": space.used,
+            "total_bytes": space.total,
+            "free_bytes": space.free,
+            "pending_extents": self._catalog.pending_extents,
+            "freed_extents": self._catalog.freed_extents,
+            "named_contents": self._catalog.named_contents,
+            "receiving": self._receiving,
+            "closing": self._closed,
+            **self._figures(),
+        }
+
+    def close(self) -> None:
+        """Take nothing in from now on."""
+        self._closed = True
+
+    async def drained(self) -> None:
+        """Wait until nothing is being received."""
+        await self._quiet.wait()
+
+    def _check_serving(self) -> None:
+        if self._closed:
+            raise Unreachable(self._files.node, "it is being stopped")
+        if not self._session.valid():
+            raise Unreachable(self._files.node, "its lease is over")
+
+    def _check_wanted(self, extent: Extent) -> None:
+        if not self._catalog.may_store(extent.content):
+            raise OSError(
+                errno.ECANCELED,
+                f"content {extent.content:x} has no use: its writer's session is over, or gave it up",
+            )
+
+    async def _catch_up(self, revision: int) -> None:
+        if self._replica.applied >= revision:
+            return
+        with trio.move_on_after(_CATCH_UP_S):
+            await self._replica.wait_applied(revision)
+        if self._replica.applied < revision:
+            raise Unreachable(self._files.node, "it does not hear from etcd")
+
+    async def _make_room(self) -> None:
+        """What was superseded a moment ago, or is kept just in case, goes now."""
+        with trio.move_on_after(_CATCH_UP_S):
+            try:
+                await self._replica.barrier()
+            except OSError as error:
+                log.info("the store is full, and what can go is not known: %s", error)
+        self._catalog.make_room()
+        await trio.to_thread.run_sync(self._files.reap)
+
+    async def _create(self, length: int) -> Incoming:
+        if length <= _AT_ONCE_BYTES:
+            return self._files.create(length)
+        return await trio.to_thread.run_sync(self._files.create, length)
+
+    def _begin(self) -> None:
+        if not self._receiving:
+            self._quiet = trio.Event()
+        self._receiving += 1
+
+    def _end(self) -> None:
+        self._receiving -= 1
+        if not self._receiving:
+            self._quiet.set()

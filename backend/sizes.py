@@ -1,0 +1,52 @@
+"""Sizes and durations as people write them: "64M", "50%", "5m"."""
+
+import os
+import re
+
+__all__ = ["memory_limit", "parse_duration", "parse_size"]
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(%|(?:([KMGT])(?:iB)?|B)?)", re.IGNORECASE | re.ASCII)
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|min|h|d)?", re.ASCII)
+_UNIT_SECONDS = {None: 1, "ms": 1e-3, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+
+
+def parse_size(text: str) -> int:
+    """Bytes meant by "4096", "64M", "8GiB" (powers of 1024) or "50%" (of the machine's memory).
+
+    Raises ValueError, whose text is a sentence, for anything else and for nothing at all.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; write it like 512M, 8G, 8GiB or 50%")
+    number, unit, prefix = match.groups()
+    if unit == "%":
+        if float(number) > 100:
+            raise ValueError(f"{text!r} is more memory than this machine has")
+        size = int(memory_limit() * float(number) / 100)
+    else:
+        size = int(float(number) * 1024 ** (" KMGT".index(prefix.upper()) if prefix else 0))
+    if size <= 0:
+        raise ValueError(f"{text!r} is not a size: it must be more than nothing")
+    if size >= 1 << 63:
+        raise ValueError(f"{text!r} is larger than any file system can be")
+    return size
+
+
+def parse_duration(text: str) -> float:
+    """Seconds meant by "90", "90s", "5m", "1.5h" or "2d"; ValueError for anything else."""
+    match = _DURATION.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a duration; write it like 90s, 5m, 2h or 1d")
+    return float(match[1]) * _UNIT_SECONDS[match[2]]
+
+
+def memory_limit() -> int:
+    """Bytes of memory that this process may count on: the machine's, or its control group's."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path) as file:
+                total = min(total, int(file.read()))
+        except (OSError, ValueError):
+            continue
+    return total

@@ -1,0 +1,98 @@
+"""What the mount side needs of a store: one in this process (node) or a cluster's (remote)."""
+
+import os
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from .extents import ExtentStore
+from .namespace import Inode, Namespace
+from .records import Layout
+
+
+class Store(Protocol):
+    """Contents by number and the namespace that names them. Methods raise OSError."""
+
+    namespace: Namespace
+    # Called with an inode number when a version was published by another host.
+    on_version: Callable[[int], None]
+
+    @property
+    def extents(self) -> ExtentStore:
+        """The contents that are on this host, as files."""
+        ...
+
+    @property
+    def shared(self) -> bool:
+        """Whether others change the namespace, too: then `freshen` before believing it."""
+        ...
+
+    @property
+    def waits(self) -> bool:
+        """Whether publishing waits for a disk or for the network."""
+        ...
+
+    def pin(self, extent: int) -> None:
+        """Keep a content although its file moves on to another version."""
+        ...
+
+    def unpin(self, extent: int) -> None: ...
+
+    def retire(self, extent: int) -> None:
+        """No version names this content any more: it goes as soon as nothing pins it."""
+        ...
+
+    def layout(self, parent: int, name: bytes) -> Layout:
+        """Where the contents of a file created under this name are to be kept."""
+        ...
+
+    def allocate(self, inode: Inode) -> tuple[int, int]:
+        """An empty working copy for a file: its content number and a read-write descriptor that the
+        caller closes. Raises OSError (ENOSPC, EMFILE)."""
+        ...
+
+    async def publish(self, ino: int, extent: int, status: os.stat_result, mtime_ns: int) -> Inode:
+        """Make a content the file's next version; `status` is its stat. Acknowledged when it
+        returns. An empty content is not kept. Raises OSError ENOSPC: the present version stays."""
+        ...
+
+    async def forget(self, inode: Inode) -> None:
+        """Drop an inode that has no name and no holder, and its content."""
+        ...
+
+    async def freshen(self, inode: Inode) -> None:
+        """Return when the namespace holds all that anybody was told before this call, as far as it
+        matters to an open of this file (or of a name in this directory)."""
+        ...
+
+    async def bring(self, ino: int) -> Inode:
+        """See to it that the file's current version is on this host; returns the inode as it then
+        is. A content that `is_here` says no to afterwards is too large to be kept here: `read`."""
+        ...
+
+    def is_here(self, extent: int) -> bool: ...
+
+    async def read(self, inode: Inode, extent: int, offset: int, size: int) -> bytes:
+        """Some bytes of a content that is not on this host."""
+        ...
+
+    def prefetch(self, ino: int) -> None:
+        """Begin to bring a file, or all files below a directory, to this host. Raises OSError
+        EOPNOTSUPP where everything is here."""
+        ...
+
+    def prefetch_progress(self, ino: int) -> dict[str, Any]:
+        """Files and bytes that the newest prefetch of this inode has to bring, and has brought."""
+        ...
+
+    def statvfs(self) -> os.statvfs_result:
+        """Space for contents, as statvfs(3) gives it."""
+        ...
+
+    async def check_attribute(self, inode: Inode, name: bytes, value: bytes) -> None:
+        """An extended attribute is about to be set: one that means something to the store must make
+        sense. Raises OSError EINVAL."""
+        ...
+
+    def status(self) -> dict[str, Any]:
+        """Figures of its own for `irdmafs status`."""
+        ...

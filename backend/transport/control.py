@@ -1,0 +1,319 @@
+"""The node's end of one control connection: requests are answered as they become ready."""
+
+import errno
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import trio
+
+from .. import logs
+from . import Extent, Fenced, Target
+from .counters import Counters
+from .messages import (
+    GET_BYTES_MAX,
+    GET_EXTENTS_MAX,
+    PUT_BYTES_MAX,
+    REQUESTS_AT_ONCE,
+    TICKETS_MAX,
+    Abort,
+    Adopt,
+    AnyAnswer,
+    AnyRequest,
+    BadMessage,
+    Contents,
+    Done,
+    Failed,
+    Frames,
+    Get,
+    Granted,
+    Ping,
+    Put,
+    Renewed,
+    Report,
+    Status,
+    Suspect,
+    Tickets,
+    Verdict,
+    check_extent,
+    check_target,
+    decode_request,
+    failure_of,
+)
+from .service import Service
+
+if TYPE_CHECKING:
+    from .peers import Peers
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Reading more small files than this is left to a thread.
+_READ_AT_ONCE = 16
+
+
+class Peer:
+    """Who is connected. With credentials, `role` and `name` are those of the certificate; without, what
+    the peer says. `session` is a mount's, as it last told, or 0."""
+
+    def __init__(self, role: str, name: str, address: str, session: int) -> None:
+        self.role = role
+        self.name = name
+        self.address = address
+        self.session = session
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.name!r} at {self.address}"
+
+
+class Control:
+    """`grant(peer, count)` gives tickets for data connections, `give_up(content)` ends what is coming in
+    of a content."""
+
+    def __init__(
+        self,
+        frames: Frames,
+        peer: Peer,
+        service: Service[Any],
+        peers: "Peers",
+        counters: Counters,
+        grant: Callable[[Peer, int], list[bytes]],
+        give_up: Callable[[int], None],
+        *,
+        idle_s: float,
+        patience_s: float,
+    ) -> None:
+        self._frames = frames
+        self._peer = peer
+        self._service = service
+        self._peers = peers
+        self._counters = counters
+        self._grant = grant
+        self._give_up = give_up
+        self._idle_s = idle_s
+        self._patience_s = patience_s
+        self._slots = trio.Semaphore(REQUESTS_AT_ONCE)
+
+    async def run(self) -> None:
+        """Until the peer closes the connection or says nothing for `idle_s`; what is not answered then
+        is cancelled. Raises BadMessage, trio.EndOfChannel, trio.BrokenResourceError."""
+        error: Exception | None = None
+        async with trio.open_nursery() as nursery:
+            try:
+                while True:
+                    with trio.fail_after(self._idle_s):
+                        body = await self._frames.receive()
+                    request = decode_request(body)
+                    if isinstance(request, Renewed):
+                        self._peer.session = request.session
+                        continue
+                    self._check(request)
+                    await self._slots.acquire()
+                    nursery.start_soon(self._serve, request, nursery.cancel_scope)
+            except Exception as ended:
+                error = ended
+            nursery.cancel_scope.cancel()
+        if error is not None:
+            raise error
+
+    def _check(self, request: AnyRequest) -> None:
+        """Raises BadMessage for what our own software never sends."""
+        match request:
+            case Put():
+                check_target(request.target)
+                check_extent(request.extent)
+                if len(request.data) > PUT_BYTES_MAX:
+                    raise BadMessage(f"an extent of {len(request.data)} bytes in a message")
+            case Adopt():
+                check_target(request.target)
+                check_extent(request.extent)
+            case Get():
+                if len(request.extents) > GET_EXTENTS_MAX or request.limit > PUT_BYTES_MAX:
+                    raise BadMessage("more is asked for than a message can hold")
+                for extent in request.extents:
+                    check_extent(extent)
+            case Tickets():
+                if not 0 < request.count <= TICKETS_MAX:
+                    raise BadMessage(f"{request.count} tickets are asked for")
+
+    async def _serve(self, request: AnyRequest, connection: trio.CancelScope) -> None:
+        self._counters.requests[type(request).__name__.lower()] += 1
+        try:
+            with logs.request(request.trace):
+                answer = await self._answer(request)
+            with trio.move_on_after(self._patience_s) as sending:
+                await self._frames.send(answer)
+            if sending.cancelled_caught:
+                log.warning("%s does not take its answers; it is cut off", self._peer)
+                connection.cancel()
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            connection.cancel()
+        finally:
+            self._slots.release()
+
+    async def _answer(self, request: AnyRequest) -> AnyAnswer:
+        try:
+            return await self._do(request)
+        except OSError as error:
+            code, node, text = failure_of(error, self._service.node)
+            self._counters.errors[errno.errorcode.get(code, str(code))] += 1
+            if not isinstance(error, (Fenced, FileNotFoundError)):
+                log.info("%s: %s: %s", self._peer, type(request).__name__.lower(), error)
+            return Failed(request.number, code, node, text)
+        except Exception:
+            log.exception("%s: %s", self._peer, type(request).__name__.lower())
+            return Failed(
+                request.number, errno.EIO, self._service.node, "internal error; see its log"
+            )
+
+    async def _do(self, request: AnyRequest) -> AnyAnswer:
+        service, number = self._service, request.number
+        match request:
+            case Ping():
+                return Done(number)
+            case Put():
+                await self._put(request.extent, request.target, request.data)
+                return Done(number)
+            case Get():
+                return Contents(number, await self._get(request.extents, request.limit))
+            case Adopt():
+                await self._adopt(request.extent, request.target, request.name)
+                return Done(number)
+            case Abort():
+                self._give_up(request.content)
+                service.abort(request.content)
+                return Done(number)
+            case Suspect():
+                return Verdict(number, await service.suspect(request.group, request.node))
+            case Status():
+                return Report(number, service.status())
+            case Tickets():
+                return Granted(number, self._grant(self._peer, request.count))
+
+    async def _put(self, extent: Extent, target: Target, data: bytes) -> None:
+        await self._service.admit(extent, target)
+
+        async def store() -> None:
+            if self._service.size(extent) == len(data):
+                return
+            incoming = await self._service.create(extent, len(data))
+            try:
+                await sealed_or_dropped(
+                    self._service, extent, incoming, lambda fd: _write(fd, data)
+                )
+            finally:
+                os.close(incoming.fd)
+            self._counters.received_bytes += len(data)
+
+        async def forward(node: int, rest: Target) -> None:
+            await self._peers.device(node).put(extent, rest, data)
+            self._counters.sent_bytes += len(data)
+
+        await _here_and_further(target, store, forward)
+
+    async def _adopt(self, extent: Extent, target: Target, name: str) -> None:
+        service = self._service
+        await service.admit(extent, target)
+        if service.size(extent) is not None:
+            # A second try, after a node further down failed.
+            fd = service.open(extent)
+        else:
+            incoming = await service.adopt(extent, name)
+            try:
+                fd = os.dup(incoming.fd)
+                await sealed_or_dropped(service, extent, incoming, lambda fd: None)
+            finally:
+                os.close(incoming.fd)
+
+        async def nothing() -> None:
+            pass
+
+        async def forward(node: int, rest: Target) -> None:
+            size = os.fstat(fd).st_size
+            await self._peers.device(node).write(extent, rest, fd, 0, size)
+            self._counters.sent_bytes += size
+
+        try:
+            await _here_and_further(target, nothing, forward)
+        finally:
+            os.close(fd)
+
+    async def _get(self, extents: list[Extent], limit: int) -> list[bytes | None]:
+        if len(extents) > _READ_AT_ONCE:
+            data = await trio.to_thread.run_sync(_read, self._service, extents, limit)
+        else:
+            data = _read(self._service, extents, limit)
+        self._counters.sent_bytes += sum(len(one) for one in data if one is not None)
+        return data
+
+
+async def sealed_or_dropped(
+    service: Service[Any], extent: Extent, incoming: Any, fill: Callable[[int], None]
+) -> None:
+    try:
+        fill(incoming.fd)
+    except BaseException:
+        service.drop(incoming)
+        raise
+    await service.seal(extent, incoming)
+
+
+async def _here_and_further(
+    target: Target,
+    here: Callable[[], Awaitable[None]],
+    forward: Callable[[int, Target], Awaitable[None]],
+) -> None:
+    """Do something on this node and the rest of the chain at once. Raises what failed here, or else
+    further down."""
+    if not target.chain:
+        await here()
+        return
+    errors: dict[bool, OSError] = {}
+
+    async def attempt(is_here: bool, work: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await work()
+        except OSError as error:
+            errors[is_here] = error
+
+    node, *rest = target.chain
+    further = Target(target.group, target.config, tuple(rest))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(attempt, True, here)
+        nursery.start_soon(attempt, False, lambda: forward(node, further))
+    for is_here in (True, False):
+        if is_here in errors:
+            raise errors[is_here]
+
+
+def _write(fd: int, data: bytes) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, data[done:], done)
+
+
+def _read(service: Service[Any], extents: list[Extent], limit: int) -> list[bytes | None]:
+    """Of as many extents as an answer holds, at least one."""
+    found: list[bytes | None] = []
+    room = GET_BYTES_MAX
+    for extent in extents:
+        data = _read_one(service, extent, limit)
+        found.append(data)
+        room -= len(data or b"")
+        if room <= 0:
+            break
+    return found
+
+
+def _read_one(service: Service[Any], extent: Extent, limit: int) -> bytes | None:
+    try:
+        fd = service.open(extent)
+    except FileNotFoundError:
+        return None
+    try:
+        size = os.fstat(fd).st_size
+        return os.pread(fd, size, 0) if size <= limit else None
+    finally:
+        os.close(fd)

@@ -1,0 +1,463 @@
+"""What connects this process to one store node."""
+
+import errno
+import itertools
+import logging
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import trio
+
+from ..records import NodeAddress
+from ..security import describe_tls_error, peer_identity
+from . import Unreachable
+from .messages import (
+    FRAME_BYTES_MAX,
+    REQUESTS_AT_ONCE,
+    TICKET_BYTES,
+    TICKETS_MAX,
+    VERSION,
+    AnyAnswer,
+    AnyRequest,
+    BadMessage,
+    Failed,
+    Frames,
+    Granted,
+    Hello,
+    Ping,
+    Refused,
+    Renewed,
+    Tickets,
+    decode_answer,
+    decode_welcome,
+    error_of,
+)
+from .streams import Channel, EncryptedChannel, Lost, Patience, pack_preamble
+from .threads import in_threads
+
+if TYPE_CHECKING:
+    from .peers import Peers
+
+log = logging.getLogger(__name__)
+
+# How long a node is left alone after it could not be reached: doubled with every failure.
+SETBACK_FIRST_S = 0.05
+SETBACK_MAX_S = 1.0
+OPERATIONS_AT_ONCE = 8
+IDLE_CHANNEL_S = 15.0
+KEEP_ALIVE_S = 15.0
+# No answer takes longer: a node that is asked waits for others with limits of its own.
+ANSWER_LIMIT_S = 300.0
+_CHANNELS_KEPT = 16
+_USER_TIMEOUTS = 3
+
+
+class Link:
+    """A store node's control connection and its idle data connections."""
+
+    def __init__(self, peers: "Peers", node: int) -> None:
+        self.node = node
+        self.operations = trio.CapacityLimiter(OPERATIONS_AT_ONCE)
+        self._peers = peers
+        self._connecting = trio.Lock()
+        self._control: ControlClient | None = None
+        self._where: tuple[str, int, int] | None = None
+        self._idle: list[Channel] = []
+        self._setback_s = 0.0
+        self._alone_until = 0.0
+        self._why = ""
+
+    @property
+    def is_idle(self) -> bool:
+        return self._control is None and not self._idle and not self.operations.borrowed_tokens
+
+    async def ask(self, make: Callable[[int], AnyRequest], group: int = 0) -> AnyAnswer:
+        """One round trip. `group` is the one that a Fenced is about. Raises OSError."""
+        control = await self._connected()
+        counters = self._peers.counters
+        try:
+            return await control.ask(make, group)
+        except OSError as error:
+            counters.errors[errno.errorcode.get(error.errno or 0, "EIO")] += 1
+            raise
+
+    async def channels(self, count: int) -> list[Channel]:
+        """Data connections; to be given back. Raises Unreachable."""
+        control = await self._connected()
+        found: list[Channel] = []
+        while self._idle and len(found) < count:
+            channel = self._idle.pop()
+            if channel.is_closed_by_peer():
+                channel.close()
+            else:
+                found.append(channel)
+        try:
+            while len(found) < count:
+                wanted = min(count - len(found), TICKETS_MAX)
+                found += await self._open_channels(control, wanted)
+        except BaseException:
+            self.give_back(found)
+            raise
+        return found
+
+    def give_back(self, channels: Iterable[Channel]) -> None:
+        for channel in channels:
+            if channel.clean and self._control is not None and len(self._idle) < _CHANNELS_KEPT:
+                channel.idle_since = time.monotonic()
+                self._idle.append(channel)
+            else:
+                channel.close()
+
+    def lost(self) -> None:
+        """A data connection broke: the others may be no better."""
+        self._drop_idle()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """While data is on its way, make sure that the node is alive: when it stalls, it is known."""
+        control = self._control
+        if control is None:
+            yield
+            return
+        control.watch()
+        try:
+            yield
+        finally:
+            control.watchers -= 1
+
+    def silent(self, why: str) -> None:
+        """The node did not answer for long: do not let the next caller find out again."""
+        self._leave_alone(self._peers.timeout_s / 2, why)
+
+    def tidy(self) -> None:
+        """Close what has not been used for long."""
+        old = time.monotonic() - IDLE_CHANNEL_S
+        while self._idle and self._idle[0].idle_since < old:
+            self._idle.pop(0).close()
+
+    def close(self) -> None:
+        self._drop_idle()
+        if self._control is not None:
+            self._control.close("this process is stopping")
+            self._control = None
+
+    def _drop_idle(self) -> None:
+        for channel in self._idle:
+            channel.close()
+        self._idle.clear()
+
+    # -- the control connection ------------------------------------------------------------------
+
+    async def _connected(self) -> "ControlClient":
+        address = self._peers.resolve(self.node)
+        if address is None:
+            raise Unreachable(self.node, "it is not registered")
+        where = (address.address, address.control_port, address.data_port)
+        control = self._control
+        if control is not None and control.is_open and where == self._where:
+            return control
+        async with self._connecting:
+            if self._control is not None and (not self._control.is_open or where != self._where):
+                self._control.close("its address changed")
+                self._control = None
+                self._drop_idle()
+            if where != self._where:
+                self._where = where
+                self._setback_s = self._alone_until = 0.0
+            if self._control is None:
+                if time.monotonic() < self._alone_until:
+                    raise Unreachable(self.node, self._why)
+                self._control = await self._connect(address)
+            return self._control
+
+    async def _connect(self, address: NodeAddress) -> "ControlClient":
+        timeout_s = self._peers.timeout_s
+        self._peers.counters.connects += 1
+        began = time.monotonic()
+        why = ""
+        try:
+            with trio.move_on_after(timeout_s) as scope:
+                stream = await self._stream(address)
+                try:
+                    frames = await self._introduce(stream)
+                except BaseException:
+                    await trio.aclose_forcefully(stream)
+                    raise
+            if scope.cancelled_caught:
+                why = f"no answer for {timeout_s:g} s"
+        except ssl.SSLError as error:
+            why = describe_tls_error(error)
+        except trio.BrokenResourceError as error:
+            why = broken_text(error)
+        except (BadMessage, trio.EndOfChannel) as error:
+            why = str(error) or "it closed the connection"
+        except OSError as error:
+            why = error.strerror or str(error)
+        if not why:
+            self._setback_s = 0.0
+            control = ControlClient(self._peers, self, frames)
+            control.start()
+            return control
+        # A node that took long to be given up must not cost every caller as long again.
+        took_s = time.monotonic() - began
+        self._setback_s = min(SETBACK_MAX_S, max(SETBACK_FIRST_S, 2 * self._setback_s))
+        self._leave_alone(max(took_s, self._setback_s), why)
+        self._peers.counters.errors["ENOTCONN"] += 1
+        raise Unreachable(self.node, why)
+
+    def _leave_alone(self, time_s: float, why: str) -> None:
+        self._alone_until = time.monotonic() + time_s
+        self._why = why
+
+    async def _stream(self, address: NodeAddress) -> trio.abc.Stream:
+        stream = await trio.open_tcp_stream(address.address, address.control_port)
+        stream.setsockopt(
+            socket.IPPROTO_TCP,
+            socket.TCP_USER_TIMEOUT,
+            int(self._peers.timeout_s * _USER_TIMEOUTS * 1000),
+        )
+        # Data connections go to the address that was found to work.
+        self._family = stream.socket.family
+        self._peer_name = stream.socket.getpeername()
+        if self._peers.context is None:
+            return stream
+        secure = trio.SSLStream(stream, self._peers.context)
+        try:
+            await secure.do_handshake()
+            _check_node(secure)
+        except BaseException:
+            await trio.aclose_forcefully(stream)
+            raise
+        return secure
+
+    async def _introduce(self, stream: trio.abc.Stream) -> Frames:
+        peers = self._peers
+        frames = Frames(stream, FRAME_BYTES_MAX)
+        await frames.send(Hello(VERSION, peers.role, peers.name, peers.session(), self.node))
+        peers.counters.round_trips += 1
+        answer = decode_welcome(await frames.receive())
+        if isinstance(answer, Refused):
+            raise BadMessage(f"it refuses: {answer.text[:200]}")
+        if answer.node != self.node:
+            raise BadMessage(f"store node {answer.node:x} is at its address")
+        return frames
+
+    # -- data connections ------------------------------------------------------------------------
+
+    async def _open_channels(self, control: "ControlClient", count: int) -> list[Channel]:
+        answer = await control.ask(lambda number: Tickets(number, "", count))
+        if not isinstance(answer, Granted) or len(answer.tickets) != count:
+            raise Unreachable(self.node, "its answer makes no sense")
+        opened: list[Channel] = []
+        errors: list[Unreachable] = []
+
+        async def open_one(ticket: bytes) -> None:
+            try:
+                with trio.fail_after(self._peers.timeout_s):
+                    opened.append(await self._open_channel(ticket))
+            except (OSError, Lost, trio.TooSlowError, BadMessage) as error:
+                why = str(error) or "no data connection could be opened in time"
+                errors.append(Unreachable(self.node, why))
+
+        try:
+            async with trio.open_nursery() as nursery:
+                for ticket in answer.tickets:
+                    nursery.start_soon(open_one, ticket)
+            if errors:
+                raise errors[0]
+        except BaseException:
+            self.give_back(opened)
+            raise
+        return opened
+
+    async def _open_channel(self, ticket: bytes) -> Channel:
+        peers = self._peers
+        assert self._where is not None
+        if len(ticket) != TICKET_BYTES:
+            raise BadMessage("its ticket makes no sense")
+        with trio.socket.socket(self._family, socket.SOCK_STREAM) as sock:
+            await sock.connect((self._peer_name[0], self._where[2], *self._peer_name[2:]))
+            plain = socket.socket(fileno=sock.detach())
+        user_timeout_s = peers.timeout_s * _USER_TIMEOUTS
+        channel: Channel
+        if not peers.encrypt_data or peers.context is None:
+            channel = Channel(plain, user_timeout_s)
+        else:
+            try:
+                secure = peers.context.wrap_socket(plain, do_handshake_on_connect=False)
+            except BaseException:
+                plain.close()
+                raise
+            channel = EncryptedChannel(secure, user_timeout_s)
+        try:
+            if isinstance(channel, EncryptedChannel):
+                channel.sock.settimeout(peers.timeout_s)
+                await in_threads([channel.sock.do_handshake], channel.shutdown, peers.limiter)
+                _check_node(channel.sock)
+            # Fits into the empty buffer of the new connection.
+            channel.send_all(pack_preamble(ticket), Patience(peers.timeout_s))
+        except BaseException:
+            channel.close()
+            raise
+        return channel
+
+
+class ControlClient:
+    """The caller's end of one control connection, with any number of calls at once."""
+
+    def __init__(self, peers: "Peers", link: Link, frames: Frames) -> None:
+        self._peers = peers
+        self._link = link
+        self._node = link.node
+        self._frames = frames
+        self._session = peers.session()
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, tuple[trio.Event, list[AnyAnswer]]] = {}
+        self._slots = trio.Semaphore(REQUESTS_AT_ONCE - 2)
+        self._scope = trio.CancelScope()
+        self._why = ""
+        self._heard_at = self._asked_at = trio.current_time()
+        self._wake = trio.Event()
+        self.watchers = 0
+        self.is_open = True
+
+    def start(self) -> None:
+        self._peers.counters.connections += 1
+        self._peers.nursery.start_soon(self._run)
+
+    def close(self, why: str) -> None:
+        if self.is_open:
+            self.is_open = False
+            self._why = why
+            self._peers.counters.connections -= 1
+            for event, _ in self._waiting.values():
+                event.set()
+            self._scope.cancel()
+
+    @property
+    def _is_awaited(self) -> bool:
+        return bool(self._waiting or self.watchers)
+
+    def watch(self) -> None:
+        """Make sure that the node is alive until `watchers` is reduced again."""
+        self._begin_waiting()
+        self.watchers += 1
+
+    def _begin_waiting(self) -> None:
+        if not self._is_awaited:
+            self._asked_at = trio.current_time()
+            self._wake.set()
+
+    async def ask(self, make: Callable[[int], AnyRequest], group: int = 0) -> AnyAnswer:
+        """Raises OSError: Unreachable, or what the node answers."""
+        counters = self._peers.counters
+        async with self._slots:
+            number = next(self._numbers)
+            request = make(number)
+            counters.requests[type(request).__name__.lower()] += 1
+            counters.round_trips += 1
+            with trio.move_on_after(ANSWER_LIMIT_S):
+                answer = await self._exchange(request)
+                if isinstance(answer, Failed):
+                    raise error_of(answer.code, answer.node, answer.text, group)
+                return answer
+        raise Unreachable(self._node, f"it did not answer for {ANSWER_LIMIT_S:g} s")
+
+    async def _exchange(self, request: AnyRequest) -> AnyAnswer:
+        event, answers = trio.Event(), list[AnyAnswer]()
+        self._begin_waiting()
+        self._waiting[request.number] = event, answers
+        try:
+            # A frame is sent whole or the connection is of no use; `_watch` ends what takes too long.
+            with trio.CancelScope(shield=True):
+                try:
+                    session = self._peers.session()
+                    if session != self._session:
+                        self._session = session
+                        await self._frames.send(Renewed(session))
+                    await self._frames.send(request)
+                except trio.BrokenResourceError as error:
+                    self.close(broken_text(error))
+                except trio.ClosedResourceError:
+                    self.close("the connection was closed")
+            if self.is_open:
+                await event.wait()
+        finally:
+            self._waiting.pop(request.number, None)
+        if not answers:
+            raise Unreachable(self._node, self._why)
+        return answers[0]
+
+    async def _run(self) -> None:
+        why = "the connection ended"
+        try:
+            with self._scope:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._watch)
+                    try:
+                        await self._receive()
+                    except trio.BrokenResourceError as error:
+                        why = broken_text(error)
+                    except (trio.EndOfChannel, trio.ClosedResourceError):
+                        why = "it closed the connection"
+                    except BadMessage as error:
+                        why = str(error)
+                        log.warning("store node %x: %s", self._node, error)
+                    nursery.cancel_scope.cancel()
+        finally:
+            self.close(why)
+            with trio.CancelScope(shield=True):
+                await trio.aclose_forcefully(self._frames.stream)
+
+    async def _receive(self) -> None:
+        while True:
+            answer = decode_answer(await self._frames.receive())
+            self._heard_at = trio.current_time()
+            waiting = self._waiting.get(answer.number)
+            if waiting is not None:
+                waiting[1].append(answer)
+                waiting[0].set()
+
+    async def _watch(self) -> None:
+        """Ask the node whether it is alive while somebody waits for it, and now and then."""
+        timeout_s = self._peers.timeout_s
+        while True:
+            self._wake = trio.Event()
+            with trio.move_on_after(timeout_s / 4 if self._is_awaited else KEEP_ALIVE_S):
+                await self._wake.wait()
+                await trio.sleep(timeout_s / 4)
+            now = trio.current_time()
+            silent_s = now - max(self._heard_at, self._asked_at)
+            if self._is_awaited and silent_s >= timeout_s:
+                why = f"it was silent for {timeout_s:g} s"
+                self._link.silent(why)
+                self.close(why)
+                return
+            if now - self._heard_at >= timeout_s / 4:
+                self._peers.nursery.start_soon(self._ping)
+
+    async def _ping(self) -> None:
+        if len(self._waiting) <= REQUESTS_AT_ONCE:
+            try:
+                await self._exchange(Ping(next(self._numbers), ""))
+            except Unreachable:
+                pass
+
+
+def broken_text(error: trio.BrokenResourceError) -> str:
+    """Why a stream broke."""
+    cause = error.__cause__
+    if isinstance(cause, ssl.SSLError):
+        return describe_tls_error(cause)
+    return f"the connection broke ({cause or error})"
+
+
+def _check_node(connection: trio.SSLStream[trio.SocketStream] | ssl.SSLSocket) -> None:
+    """Raises BadMessage when something else than a node listens there."""
+    identity = peer_identity(connection)
+    if identity is None or identity.role != "node":
+        raise BadMessage("its certificate is not a store node's")

@@ -1,0 +1,265 @@
+"""What is said on a control connection, and how: one length-prefixed msgpack frame per message.
+
+A connection begins with Hello, answered with Welcome or Refused. Then the caller sends requests, as
+many at once as it likes up to REQUESTS_AT_ONCE, each with a number that its answer repeats. Data
+connections have a format of their own (streams.py).
+"""
+
+import errno
+import os
+from typing import TypeAlias, TypeVar
+
+import msgspec
+import trio
+from msgspec.msgpack import Decoder as _Decoder
+
+from . import Extent, Fenced, Target, Unreachable
+
+# Both ends must speak the same version: nodes and mounts are upgraded together.
+VERSION = 1
+
+# What a stranger may send, and what a member may. The length of a frame comes before it.
+HELLO_BYTES_MAX = 4096
+FRAME_BYTES_MAX = 16 << 20
+PUT_BYTES_MAX = 1 << 20
+# An answer to Get stops when it is this long; the caller asks again for the rest.
+GET_BYTES_MAX = 8 << 20
+GET_EXTENTS_MAX = 4096
+REQUESTS_AT_ONCE = 64
+TICKETS_MAX = 64
+CHAIN_MAX = 8
+TEXT_MAX = 240
+
+TICKET_BYTES = 32
+
+_LENGTH_BYTES = 4
+_RECEIVE_BYTES = 64 << 10
+_UINT63_MAX = (1 << 63) - 1
+
+T = TypeVar("T")
+
+
+class BadMessage(Exception):
+    """What a peer sent makes no sense; the connection is of no use any more."""
+
+
+class Message(msgspec.Struct, array_like=True):
+    """The base of all; the tags are the protocol and must not change within a version."""
+
+
+class Hello(Message, tag=1):
+    """The first message of whoever connects. `role` and `name` are believed only where there are no
+    certificates; `wanted` is the node that the caller means to speak with."""
+
+    version: int
+    role: str
+    name: str
+    session: int
+    wanted: int
+
+
+class Welcome(Message, tag=2):
+    version: int
+    node: int
+
+
+class Refused(Message, tag=3):
+    """The connection is closed after it."""
+
+    text: str
+
+
+class Renewed(Message, tag=4):
+    """The caller has another session from now on. Has no answer."""
+
+    session: int
+
+
+class Request(Message):
+    """`trace` is the id of what this is done for, for log lines."""
+
+    number: int
+    trace: str
+
+
+class Ping(Request, tag=10):
+    pass
+
+
+class Put(Request, tag=11):
+    extent: Extent
+    target: Target
+    data: bytes
+
+
+class Get(Request, tag=12):
+    extents: list[Extent]
+    limit: int
+
+
+class Adopt(Request, tag=13):
+    extent: Extent
+    target: Target
+    name: str
+
+
+class Abort(Request, tag=14):
+    content: int
+
+
+class Suspect(Request, tag=15):
+    group: int
+    node: int
+
+
+class Status(Request, tag=16):
+    pass
+
+
+class Tickets(Request, tag=17):
+    """Asks for the right to open `count` data connections."""
+
+    count: int
+
+
+class Answer(Message):
+    number: int
+
+
+class Done(Answer, tag=20):
+    pass
+
+
+class Failed(Answer, tag=21):
+    """`node` is where it failed, which may be further down the chain."""
+
+    code: int
+    node: int
+    text: str
+
+
+class Contents(Answer, tag=22):
+    """Of the first extents of a Get, at least one."""
+
+    data: list[bytes | None]
+
+
+class Report(Answer, tag=23):
+    status: dict[str, object]
+
+
+class Granted(Answer, tag=24):
+    tickets: list[bytes]
+
+
+class Verdict(Answer, tag=25):
+    yes: bool
+
+
+AnyRequest: TypeAlias = Ping | Put | Get | Adopt | Abort | Suspect | Status | Tickets
+AnyAnswer: TypeAlias = Done | Failed | Contents | Report | Granted | Verdict
+
+_encode = msgspec.msgpack.Encoder().encode
+_hello_decoder = _Decoder(Hello)
+_welcome_decoder: _Decoder[Welcome | Refused] = _Decoder(Welcome | Refused)
+_request_decoder: _Decoder[AnyRequest | Renewed] = _Decoder(AnyRequest | Renewed)
+_answer_decoder: _Decoder[AnyAnswer] = _Decoder(AnyAnswer)
+
+
+def check_target(target: Target) -> None:
+    """Raises BadMessage for a target that cannot be one."""
+    if len(target.chain) > CHAIN_MAX:
+        raise BadMessage(f"a chain of {len(target.chain)} nodes")
+    for number in (target.group, target.config, *target.chain):
+        if not 0 <= number <= _UINT63_MAX:
+            raise BadMessage(f"number {number} is out of range")
+
+
+def check_extent(extent: Extent) -> None:
+    """Raises BadMessage for numbers that no extent has."""
+    if not (0 <= extent.content <= _UINT63_MAX and 0 <= extent.stripe < 1 << 32):
+        raise BadMessage("an extent's number is out of range")
+
+
+def failure_of(error: OSError, node: int) -> tuple[int, int, str]:
+    """errno, node and text that tell another process of an error that `node` met."""
+    text = error.strerror or str(error) or type(error).__name__
+    if isinstance(error, Unreachable):
+        # The receiver's Unreachable says which node again.
+        return errno.ENOTCONN, error.node, text.partition(": ")[2][:TEXT_MAX]
+    return error.errno or errno.EIO, node, text[:TEXT_MAX]
+
+
+def error_of(code: int, node: int, text: str, group: int = 0) -> OSError:
+    """The error that `failure_of` told of."""
+    if code == errno.ENOTCONN:
+        return Unreachable(node, text)
+    if code == errno.ESTALE and group:
+        return Fenced(group)
+    return OSError(code, f"store node {node:x}: {text or os.strerror(code)}")
+
+
+class Frames:
+    """Messages on a trio stream. One task receives; any number may send."""
+
+    def __init__(self, stream: trio.abc.Stream, limit: int) -> None:
+        self.stream = stream
+        self.limit = limit
+        self._buffer = bytearray()
+        self._sending = trio.Lock()
+
+    async def send(self, message: Message) -> None:
+        """Raises trio.BrokenResourceError and the like."""
+        body = _encode(message)
+        if len(body) > FRAME_BYTES_MAX:
+            raise ValueError(f"a message of {len(body)} bytes")
+        async with self._sending:
+            await self.stream.send_all(len(body).to_bytes(_LENGTH_BYTES, "big") + body)
+
+    async def receive(self) -> bytes:
+        """The body of the next frame. Raises BadMessage for one that is longer than the limit, and
+        trio.EndOfChannel when the peer closed."""
+        buffer = self._buffer
+        await self._fill(_LENGTH_BYTES)
+        length = int.from_bytes(buffer[:_LENGTH_BYTES], "big")
+        if length > self.limit:
+            raise BadMessage(f"a frame of {length} bytes, {self.limit} are allowed")
+        end = _LENGTH_BYTES + length
+        await self._fill(end)
+        body = bytes(memoryview(buffer)[_LENGTH_BYTES:end])
+        del buffer[:end]
+        return body
+
+    async def _fill(self, count: int) -> None:
+        while len(self._buffer) < count:
+            more = await self.stream.receive_some(_RECEIVE_BYTES)
+            if not more:
+                raise trio.EndOfChannel
+            self._buffer += more
+
+
+def decode_request(body: bytes) -> AnyRequest | Renewed:
+    """Raises BadMessage."""
+    return _decoded(_request_decoder, body)
+
+
+def decode_hello(body: bytes) -> Hello:
+    """Raises BadMessage."""
+    return _decoded(_hello_decoder, body)
+
+
+def decode_welcome(body: bytes) -> Welcome | Refused:
+    """Raises BadMessage."""
+    return _decoded(_welcome_decoder, body)
+
+
+def decode_answer(body: bytes) -> AnyAnswer:
+    """Raises BadMessage."""
+    return _decoded(_answer_decoder, body)
+
+
+def _decoded(decoder: _Decoder[T], body: bytes) -> T:
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadMessage(f"not a message of this protocol: {error}") from None

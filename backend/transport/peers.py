@@ -1,0 +1,297 @@
+"""The caller's end of the transport: a control connection and data connections to each store node.
+
+Connections are made when they are needed and kept for a while. A node that cannot be reached is left
+alone for a moment, in which every call fails at once, so that a caller can turn to a replica.
+"""
+
+import errno
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+import trio
+
+from ..logs import current_request
+from ..records import NodeAddress
+from ..security import Credentials
+from . import Device, Extent, Target, Unreachable
+from .counters import Counters
+from .link import Link
+from .messages import (
+    CHAIN_MAX,
+    GET_EXTENTS_MAX,
+    PUT_BYTES_MAX,
+    Abort,
+    Adopt,
+    Contents,
+    Get,
+    Ping,
+    Put,
+    Report,
+    Status,
+    Suspect,
+    Verdict,
+    error_of,
+)
+from .streams import (
+    Channel,
+    Header,
+    Lost,
+    Op,
+    Patience,
+    Reply,
+    ReplyKind,
+    receive_range,
+    send_range,
+    wait_for_reply,
+)
+from .threads import in_threads
+
+__all__ = ["Peers"]
+
+log = logging.getLogger(__name__)
+
+# A stream of its own is not worth it for less.
+_STREAM_BYTES_MIN = 4 << 20
+# Two threads that touch one huge page of a file at once get into each other's way.
+_STREAM_ALIGNMENT_BYTES = 2 << 20
+_THREADS_MAX = 512
+_TIDY_S = 5.0
+
+
+class Peers:
+    """All store nodes, as devices. Use as an async context manager.
+
+    `resolve` tells where a node is (None: it is not registered), `session` the number of this mount's
+    session. A peer that is silent for `timeout_s` is given up.
+    """
+
+    def __init__(
+        self,
+        resolve: Callable[[int], NodeAddress | None],
+        *,
+        credentials: Credentials | None = None,
+        name: str,
+        role: str,
+        session: Callable[[], int] = lambda: 0,
+        streams: int = 4,
+        encrypt_data: bool = False,
+        timeout_s: float = 5.0,
+    ) -> None:
+        self.resolve = resolve
+        self.name = name
+        self.role = role
+        self.session = session
+        self.timeout_s = timeout_s
+        self.streams = streams
+        self.encrypt_data = encrypt_data
+        self.context = credentials.client_context() if credentials is not None else None
+        self.counters = Counters()
+        self.limiter = trio.CapacityLimiter(_THREADS_MAX)
+        self._links: dict[int, Link] = {}
+
+    async def __aenter__(self) -> Self:
+        self._manager = trio.open_nursery()
+        self.nursery = await self._manager.__aenter__()
+        self.nursery.start_soon(self._tidy)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.nursery.cancel_scope.cancel()
+        try:
+            # An error of the block is not the nursery's business, which would wrap it.
+            await self._manager.__aexit__(None, None, None)
+        finally:
+            for link in self._links.values():
+                link.close()
+
+    def device(self, node: int) -> Device:
+        return RemoteDevice(self, self.link(node))
+
+    async def ping(self, node: int) -> None:
+        """Raises Unreachable."""
+        await self.link(node).ask(lambda number: Ping(number, current_request()))
+
+    async def suspect(self, asked: int, group: int, node: int) -> bool:
+        """Have node `asked` check on another member of the group; returns whether that is a member no
+        more. Raises OSError."""
+        answer = await self.link(asked).ask(
+            lambda number: Suspect(number, current_request(), group, node)
+        )
+        return isinstance(answer, Verdict) and answer.yes
+
+    async def status(self, node: int) -> dict[str, object]:
+        """What a node tells of itself. Raises OSError."""
+        answer = await self.link(node).ask(lambda number: Status(number, current_request()))
+        return answer.status if isinstance(answer, Report) else {}
+
+    def link(self, node: int) -> Link:
+        link = self._links.get(node)
+        if link is None:
+            link = self._links[node] = Link(self, node)
+        return link
+
+    async def borrow(self, node: int, count: int) -> list[Channel]:
+        """Data connections for one request each. Raises Unreachable."""
+        return await self.link(node).channels(count)
+
+    def give_back(self, node: int, channels: Iterable[Channel]) -> None:
+        """Those that are not clean are closed."""
+        self.link(node).give_back(channels)
+
+    async def _tidy(self) -> None:
+        while True:
+            await trio.sleep(_TIDY_S)
+            for node, link in list(self._links.items()):
+                link.tidy()
+                if link.is_idle and self.resolve(node) is None:
+                    del self._links[node]
+
+
+class RemoteDevice:
+    """A store node reached over TCP."""
+
+    def __init__(self, peers: Peers, link: Link) -> None:
+        self._peers = peers
+        self._link = link
+
+    async def put(self, extent: Extent, target: Target, data: bytes) -> None:
+        _check_chain(target)
+        if len(data) > PUT_BYTES_MAX:
+            raise OSError(errno.EMSGSIZE, f"{len(data)} bytes do not fit into a message")
+        await self._link.ask(
+            lambda number: Put(number, current_request(), extent, target, data), target.group
+        )
+        self._peers.counters.sent_bytes += len(data)
+
+    async def get(self, extents: Sequence[Extent], limit: int) -> list[bytes | None]:
+        found: list[bytes | None] = []
+        limit = min(limit, PUT_BYTES_MAX)
+        while len(found) < len(extents):
+            wanted = list(extents[len(found) : len(found) + GET_EXTENTS_MAX])
+            answer = await self._link.ask(partial(_get, wanted, limit))
+            if not isinstance(answer, Contents) or not 0 < len(answer.data) <= len(wanted):
+                raise OSError(errno.EPROTO, "a node's answer makes no sense")
+            found += answer.data
+        self._peers.counters.received_bytes += sum(len(data) for data in found if data is not None)
+        return found
+
+    async def adopt(self, extent: Extent, target: Target, name: str) -> None:
+        _check_chain(target)
+        await self._link.ask(
+            lambda number: Adopt(number, current_request(), extent, target, name), target.group
+        )
+
+    async def abort(self, content: int) -> None:
+        await self._link.ask(lambda number: Abort(number, current_request(), content))
+
+    async def write(
+        self, extent: Extent, target: Target, fd: int, offset: int, length: int
+    ) -> None:
+        _check_chain(target)
+        headers = self._headers(Op.WRITE, extent, target, 0, length, total=length)
+        await self._run(
+            "write", headers, lambda channel, header: self._send(channel, header, fd, offset)
+        )
+        self._peers.counters.sent_bytes += length
+
+    async def read(self, extent: Extent, start: int, fd: int, offset: int, length: int) -> None:
+        if os.fstat(fd).st_size < offset + length:
+            os.ftruncate(fd, offset + length)
+        headers = self._headers(Op.READ, extent, Target(0, 0, ()), start, length)
+        await self._run(
+            "read",
+            headers,
+            lambda channel, header: self._receive(channel, header, fd, offset - start),
+        )
+        self._peers.counters.received_bytes += length
+
+    def _headers(
+        self, op: Op, extent: Extent, target: Target, start: int, length: int, total: int = 0
+    ) -> list[Header]:
+        """One per stream."""
+        count = max(1, min(self._peers.streams, length // _STREAM_BYTES_MIN))
+        share = -(-length // count)
+        if count > 1:
+            share += -share % _STREAM_ALIGNMENT_BYTES
+        transfer = secrets.randbits(63)
+        trace = current_request()
+        return [
+            Header(
+                op, extent, target, transfer, total, start + done, min(share, length - done), trace
+            )
+            for done in range(0, max(length, 1), max(share, 1))
+        ]
+
+    async def _run(
+        self, kind: str, headers: list[Header], work: Callable[[Channel, Header], Reply]
+    ) -> None:
+        link, counters = self._link, self._peers.counters
+        async with link.operations:
+            channels = await link.channels(len(headers))
+            counters.requests[kind] += 1
+            counters.round_trips += 1
+
+            def stop() -> None:
+                for channel in channels:
+                    channel.shutdown()
+
+            try:
+                with link.watched():
+                    await in_threads(
+                        [partial(work, *pair) for pair in zip(channels, headers, strict=True)],
+                        stop,
+                        self._peers.limiter,
+                    )
+            except Lost as error:
+                link.lost()
+                counters.errors["ENOTCONN"] += 1
+                raise Unreachable(link.node, str(error)) from None
+            except OSError as error:
+                counters.errors[errno.errorcode.get(error.errno or 0, "EIO")] += 1
+                raise
+            finally:
+                link.give_back(channels)
+
+    def _send(self, channel: Channel, header: Header, fd: int, offset: int) -> Reply:
+        timeout_s = self._peers.timeout_s
+        channel.clean = False
+        channel.send_all(header.pack(), Patience(timeout_s))
+        reply = send_range(channel, fd, offset + header.offset, header.length, timeout_s)
+        if reply is None:
+            reply = wait_for_reply(channel, timeout_s)
+            channel.clean = not reply.closing
+        return self._checked(reply, header)
+
+    def _receive(self, channel: Channel, header: Header, fd: int, shift: int) -> Reply:
+        timeout_s = self._peers.timeout_s
+        channel.clean = False
+        channel.send_all(header.pack(), Patience(timeout_s))
+        reply = wait_for_reply(channel, timeout_s)
+        if reply.kind is ReplyKind.OK:
+            receive_range(channel, fd, header.offset + shift, header.length, timeout_s)
+        channel.clean = True
+        return self._checked(reply, header)
+
+    def _checked(self, reply: Reply, header: Header) -> Reply:
+        if reply.kind is ReplyKind.FAILED:
+            raise error_of(reply.code, reply.node, reply.text, header.target.group)
+        return reply
+
+
+def _get(extents: list[Extent], limit: int, number: int) -> Get:
+    return Get(number, current_request(), extents, limit)
+
+
+def _check_chain(target: Target) -> None:
+    if len(target.chain) > CHAIN_MAX:
+        raise OSError(errno.EINVAL, f"a chain has at most {CHAIN_MAX + 1} nodes")

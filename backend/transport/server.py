@@ -1,0 +1,470 @@
+"""The node's end of the transport: whoever connects is identified, then served.
+
+Strangers cost little: they have HANDSHAKE_S to say who they are, in messages of a few KiB, and when
+more than STRANGERS_MAX are at it the one that has been trying longest is cut off. A peer that makes no
+sense loses its connection, with one line in the log.
+"""
+
+import errno
+import hmac
+import logging
+import os
+import secrets
+import socket
+import ssl
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import trio
+
+from .. import logs
+from ..security import Credentials, describe_tls_error, peer_identity
+from .control import Control, Peer
+from .counters import Counters
+from .link import broken_text
+from .messages import (
+    FRAME_BYTES_MAX,
+    HELLO_BYTES_MAX,
+    TICKET_BYTES,
+    VERSION,
+    BadMessage,
+    Frames,
+    Refused,
+    Welcome,
+    decode_hello,
+    failure_of,
+)
+from .peers import Peers
+from .service import Incoming, Service
+from .streams import (
+    HEADER_BYTES,
+    PREAMBLE_BYTES,
+    Channel,
+    EncryptedChannel,
+    Header,
+    Lost,
+    Op,
+    Patience,
+    Reply,
+    ReplyKind,
+    send_range,
+    unpack_preamble,
+)
+from .threads import Promise, in_threads
+from .transfers import RECEIVER_PATIENCE, Transfers, take_extent
+
+__all__ = ["Incoming", "Listener", "Peer", "Service"]
+
+log = logging.getLogger(__name__)
+
+HANDSHAKE_S = 5.0
+STRANGERS_MAX = 128
+MEMBERS_MAX = 16384
+TICKET_S = 30.0
+TICKETS_PENDING_MAX = 16384
+# Callers give idle connections up earlier, or keep them alive.
+IDLE_S = 60.0
+# A thread serves one stream of a transfer; idle connections have none. Every transfer under way must
+# get its threads, or chains that cross would wait for each other.
+THREADS_MAX = 2048
+_BACKLOG = 1024
+_TLS_HANDSHAKE = 0x16
+_ROLES = ("node", "mount", "admin")
+_TICKET_ID_BYTES = 8
+_SETBACK_S = 0.1
+_ENDS = (
+    OSError,
+    Lost,
+    trio.BrokenResourceError,
+    trio.ClosedResourceError,
+    trio.EndOfChannel,
+    trio.TooSlowError,
+)
+
+
+class Listener:
+    """Serves a node's extents on two ports of an address, for as long as it is open as an async context
+    manager. `control_port` 0 takes a free one. Raises OSError when an address cannot be had, and
+    CredentialsError.
+
+    With credentials, only members of the cluster are served. `encrypt_data` refuses data connections
+    that are not encrypted; with credentials those that are, are always welcome.
+    """
+
+    def __init__(
+        self,
+        service: Service[Any],
+        peers: Peers,
+        address: str,
+        control_port: int = 0,
+        *,
+        credentials: Credentials | None = None,
+        encrypt_data: bool = False,
+        timeout_s: float = 5.0,
+    ) -> None:
+        self._service = service
+        self._peers = peers
+        self._address = address
+        self._context = credentials.server_context() if credentials is not None else None
+        self._encrypt_data = encrypt_data
+        self._timeout_s = timeout_s
+        self._limiter = trio.CapacityLimiter(THREADS_MAX)
+        self._handshakes = trio.CapacityLimiter(32)
+        self._strangers: OrderedDict[int, trio.CancelScope] = OrderedDict()
+        self._tickets: OrderedDict[bytes, tuple[bytes, float, Peer]] = OrderedDict()
+        self.counters = Counters()
+        self.control_port = control_port
+        self.data_port = 0
+
+    async def __aenter__(self) -> Self:
+        control = await _listen(self._address, self.control_port)
+        try:
+            data = await _listen(self._address, 0)
+        except BaseException:
+            control.close()
+            raise
+        self.control_port = control.getsockname()[1]
+        self.data_port = data.getsockname()[1]
+        self._manager = trio.open_nursery()
+        self._nursery = await self._manager.__aenter__()
+        self._transfers = Transfers(self._service, self._nursery)
+        self._nursery.start_soon(self._accept, control, self._serve_control)
+        self._nursery.start_soon(self._accept, data, self._serve_data)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self._nursery.cancel_scope.cancel()
+        # An error of the block is not the nursery's business, which would wrap it.
+        await self._manager.__aexit__(None, None, None)
+
+    # -- who is there ----------------------------------------------------------------------------
+
+    async def _accept(
+        self,
+        listening: trio.socket.SocketType,
+        serve: Callable[[trio.socket.SocketType, str], Awaitable[None]],
+    ) -> None:
+        with listening:
+            while True:
+                try:
+                    sock, address = await listening.accept()
+                except OSError as error:
+                    # Out of descriptors or memory, or the peer is gone already.
+                    log.warning("a connection could not be accepted: %s", error)
+                    await trio.sleep(_SETBACK_S)
+                    continue
+                self._nursery.start_soon(self._serve, serve, sock, address[0])
+
+    async def _serve(
+        self,
+        serve: Callable[[trio.socket.SocketType, str], Awaitable[None]],
+        sock: trio.socket.SocketType,
+        address: str,
+    ) -> None:
+        try:
+            with sock:
+                await serve(sock, address)
+        except BadMessage as error:
+            self.counters.rejected += 1
+            log.warning("connection from %s closed: %s", address, error)
+        except _ENDS as error:
+            log.debug("connection from %s ended: %s", address, error)
+        except Exception:
+            log.exception("connection from %s", address)
+
+    @contextmanager
+    def _stranger(self) -> Iterator[None]:
+        """What is done inside has to end soon. Raises BadMessage if it does not."""
+        if len(self._strangers) >= STRANGERS_MAX:
+            self._strangers.popitem(last=False)[1].cancel()
+        with trio.move_on_after(HANDSHAKE_S) as scope:
+            self._strangers[id(scope)] = scope
+            try:
+                yield
+            finally:
+                self._strangers.pop(id(scope), None)
+        if scope.cancelled_caught:
+            raise BadMessage("it did not say in time who it is")
+
+    @contextmanager
+    def _member(self) -> Iterator[None]:
+        if self.counters.connections >= MEMBERS_MAX:
+            raise BadMessage(f"there are {MEMBERS_MAX} connections already")
+        self.counters.connections += 1
+        try:
+            yield
+        finally:
+            self.counters.connections -= 1
+
+    # -- control ---------------------------------------------------------------------------------
+
+    async def _serve_control(self, sock: trio.socket.SocketType, address: str) -> None:
+        stream: trio.abc.Stream = trio.SocketStream(sock)
+        with self._stranger():
+            role = name = ""
+            if self._context is not None:
+                stream, role, name = await self._tls(stream)
+            frames = Frames(stream, HELLO_BYTES_MAX)
+            peer = await self._meet(frames, address, role, name)
+        frames.limit = FRAME_BYTES_MAX
+        with self._member():
+            log.debug("%s is connected", peer)
+            control = Control(
+                frames, peer, self._service, self._peers, self.counters,
+                self._grant, self._transfers.give_up,
+                idle_s=IDLE_S, patience_s=self._timeout_s * RECEIVER_PATIENCE,
+            )  # fmt: skip
+            try:
+                await control.run()
+            except BadMessage as error:
+                raise BadMessage(f"{peer.role} {peer.name!r}: {error}") from None
+
+    async def _tls(self, stream: trio.abc.Stream) -> tuple[trio.abc.Stream, str, str]:
+        assert self._context is not None
+        secure = trio.SSLStream(stream, self._context, server_side=True)
+        try:
+            await secure.do_handshake()
+        except trio.BrokenResourceError as error:
+            raise BadMessage(broken_text(error)) from None
+        return (secure, *_identity(secure))
+
+    async def _meet(self, frames: Frames, address: str, role: str, name: str) -> Peer:
+        try:
+            hello = decode_hello(await frames.receive())
+        except trio.BrokenResourceError as error:
+            raise BadMessage(broken_text(error)) from None
+        why = ""
+        if hello.version != VERSION:
+            why = f"protocol version {hello.version}, this node speaks {VERSION}"
+        elif self._context is None and hello.role not in _ROLES:
+            why = f"{hello.role!r} is no role"
+        elif hello.wanted not in (0, self._service.node):
+            why = f"this is store node {self._service.node:x}, not {hello.wanted:x}"
+        if why:
+            await frames.send(Refused(why))
+            raise BadMessage(why)
+        await frames.send(Welcome(VERSION, self._service.node))
+        return Peer(role or hello.role, (name or hello.name)[:128], address, hello.session)
+
+    # -- tickets ---------------------------------------------------------------------------------
+
+    def _grant(self, peer: Peer, count: int) -> list[bytes]:
+        now = trio.current_time()
+        while self._tickets:
+            first = next(iter(self._tickets.values()))
+            if first[1] > now and len(self._tickets) + count <= TICKETS_PENDING_MAX:
+                break
+            self._tickets.popitem(last=False)
+        granted = []
+        for _ in range(count):
+            ticket = secrets.token_bytes(TICKET_BYTES)
+            self._tickets[ticket[:_TICKET_ID_BYTES]] = ticket, now + TICKET_S, peer
+            granted.append(ticket)
+        return granted
+
+    def _redeem(self, ticket: bytes) -> Peer:
+        """Raises BadMessage. A ticket is good for one try."""
+        expected, end, peer = self._tickets.pop(
+            ticket[:_TICKET_ID_BYTES], (bytes(TICKET_BYTES), 0.0, None)
+        )
+        if not hmac.compare_digest(expected, ticket) or peer is None or end < trio.current_time():
+            raise BadMessage("it shows no valid ticket for a data connection")
+        return peer
+
+    # -- data ------------------------------------------------------------------------------------
+
+    async def _serve_data(self, sock: trio.socket.SocketType, address: str) -> None:
+        channel: Channel | None = None
+        try:
+            with self._stranger():
+                channel = await self._open_channel(sock)
+                peer = self._redeem(unpack_preamble(await self._preamble(channel)))
+            with self._member():
+                while await self._has_request(channel):
+                    if not await self._serve_request(channel, peer):
+                        break
+        finally:
+            if channel is not None:
+                channel.close()
+
+    async def _open_channel(self, sock: trio.socket.SocketType) -> Channel:
+        """Encrypted if the peer begins so."""
+        start = await sock.recv(1, socket.MSG_PEEK)
+        user_timeout_s = self._timeout_s * RECEIVER_PATIENCE
+        encrypted = bool(start) and start[0] == _TLS_HANDSHAKE and self._context is not None
+        if self._encrypt_data and not encrypted:
+            raise BadMessage("it opened a data connection that is not encrypted")
+        plain = socket.socket(fileno=sock.detach())
+        if not encrypted:
+            return Channel(plain, user_timeout_s)
+        assert self._context is not None
+        try:
+            secure = self._context.wrap_socket(
+                plain, server_side=True, do_handshake_on_connect=False
+            )
+        except BaseException:
+            plain.close()
+            raise
+        channel = EncryptedChannel(secure, user_timeout_s)
+        try:
+            secure.settimeout(HANDSHAKE_S)
+            await in_threads([secure.do_handshake], channel.shutdown, self._handshakes)
+            _identity(secure)
+        except BaseException as error:
+            channel.close()
+            if isinstance(error, ssl.SSLError):
+                raise BadMessage(describe_tls_error(error)) from None
+            raise
+        return channel
+
+    async def _preamble(self, channel: Channel) -> bytes:
+        receive = partial(channel.receive_exactly, PREAMBLE_BYTES, Patience(HANDSHAKE_S))
+        return (await in_threads([receive], channel.shutdown, self._handshakes))[0]
+
+    async def _has_request(self, channel: Channel) -> bool:
+        if channel.has_input():
+            return True
+        with trio.move_on_after(IDLE_S):
+            await trio.lowlevel.wait_readable(channel.sock)
+            return True
+        return False
+
+    async def _serve_request(self, channel: Channel, peer: Peer) -> bool:
+        """Returns whether the connection can be used again."""
+        data = channel.header_if_there()
+        if data is None:
+            receive = partial(channel.receive_exactly, HEADER_BYTES, Patience(HANDSHAKE_S))
+            data = (await in_threads([receive], channel.shutdown, self._limiter))[0]
+        header = Header.unpack(data)
+        self.counters.requests[header.op.name.lower()] += 1
+        channel.clean = False
+        with logs.request(header.trace):
+            if header.op is Op.READ:
+                reply = await self._give(channel, header)
+            else:
+                reply = await self._take(channel, header)
+            if reply.kind is ReplyKind.FAILED:
+                self.counters.errors[errno.errorcode.get(reply.code, str(reply.code))] += 1
+                log.info(
+                    "%s: %s of extent %x.%x: %s",
+                    peer, header.op.name.lower(), *header.extent,
+                    reply.text or os.strerror(reply.code),
+                )  # fmt: skip
+        return channel.clean
+
+    async def _give(self, channel: Channel, header: Header) -> Reply:
+        work = partial(self._send_extent, channel, header)
+        reply, sent = (await in_threads([work], channel.shutdown, self._limiter))[0]
+        self.counters.sent_bytes += sent
+        return reply
+
+    def _send_extent(self, channel: Channel, header: Header) -> tuple[Reply, int]:
+        patience_s = self._timeout_s * RECEIVER_PATIENCE
+        patience = Patience(patience_s)
+        fd = -1
+        sent = 0
+        try:
+            fd = self._service.open(header.extent)
+            if header.offset + header.length > os.fstat(fd).st_size:
+                raise OSError(errno.EINVAL, "the extent is shorter than what is asked for")
+            reply = Reply(ReplyKind.OK)
+            channel.reply(reply, patience)
+            if send_range(channel, fd, header.offset, header.length, patience_s) is not None:
+                raise BadMessage("it replies to what it receives")
+            sent = header.length
+        except OSError as error:
+            if sent:
+                raise
+            reply = Reply(ReplyKind.FAILED, *failure_of(error, self._service.node))
+            channel.reply(reply, patience)
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        channel.clean = True
+        return reply, sent
+
+    async def _take(self, channel: Channel, header: Header) -> Reply:
+        receiving = self._transfers.join(header, channel)
+        chain = header.target.chain
+        onward: Promise[Channel] | None = Promise() if chain else None
+        borrowed: list[Channel] = []
+
+        def stop() -> None:
+            for each in (channel, *borrowed):
+                each.shutdown()
+
+        async def borrow() -> Channel:
+            borrowed.extend(await self._peers.borrow(chain[0], 1))
+            return borrowed[0]
+
+        work = partial(
+            take_extent, channel, header, receiving,
+            partial(trio.from_thread.run_sync, self._transfers.seal, receiving),
+            onward, self._service.node, self._timeout_s,
+        )  # fmt: skip
+        outcome: list[tuple[Reply, int, int]] = []
+        errors: list[Exception] = []
+        try:
+            async with trio.open_nursery() as nursery:
+                if onward is not None:
+                    nursery.start_soon(onward.fulfil, borrow)
+                try:
+                    outcome = await in_threads([work], stop, self._limiter)
+                except Exception as error:
+                    errors.append(error)
+                nursery.cancel_scope.cancel()
+        finally:
+            if chain:
+                self._peers.give_back(chain[0], borrowed)
+            await self._transfers.leave(receiving, channel)
+        if errors:
+            raise errors[0]
+        reply, received, sent = outcome[0]
+        self.counters.received_bytes += received
+        self.counters.sent_bytes += sent
+        finish = partial(_conclude, channel, reply, self._timeout_s * RECEIVER_PATIENCE)
+        await in_threads([finish], channel.shutdown, self._limiter)
+        return reply
+
+
+def _conclude(channel: Channel, reply: Reply, patience_s: float) -> None:
+    channel.reply(reply._replace(closing=not channel.clean), Patience(patience_s))
+    if not channel.clean:
+        channel.drain()
+
+
+async def _listen(address: str, port: int) -> trio.socket.SocketType:
+    found = await trio.socket.getaddrinfo(
+        address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    family, kind, protocol, _, where = found[0]
+    sock = trio.socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        await sock.bind(where)
+        sock.listen(_BACKLOG)
+    except OSError as error:
+        sock.close()
+        text = f"cannot listen on {address} port {port}: {error.strerror}"
+        raise OSError(error.errno, text) from error
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _identity(connection: Any) -> tuple[str, str]:
+    """Role and name in the certificate at the other end. Raises BadMessage if it may not ask us."""
+    identity = peer_identity(connection)
+    if identity is None or identity.role not in _ROLES:
+        raise BadMessage("its certificate names no role that may use store nodes")
+    return identity.role, identity.name

@@ -1,0 +1,71 @@
+"""What a store node has to offer so that a transport can serve it: the protocol `Service`."""
+
+from typing import Any, Protocol, TypeVar
+
+from . import Extent, Target
+
+
+class Incoming(Protocol):
+    """A file that may become an extent. The transport closes `fd` after `seal` or `drop`."""
+
+    @property
+    def fd(self) -> int: ...
+
+
+I = TypeVar("I", bound=Incoming)  # noqa: E741
+
+
+class Service(Protocol[I]):
+    """A store node as seen by its transport. All calls are made in the event loop, except `open`.
+
+    Errors that a method raises reach the caller: Fenced and Unreachable as such, any other OSError with
+    its errno and text. An extent is received so: `admit`, `create`, then either `seal` or `drop`. The
+    same extent may be on its way several times, with the same bytes.
+    """
+
+    @property
+    def node(self) -> int:
+        """The node's id."""
+        ...
+
+    async def admit(self, extent: Extent, target: Target) -> None:
+        """May this extent be stored here now: is the lease held, is the configuration right?"""
+        ...
+
+    def size(self, extent: Extent) -> int | None:
+        """Bytes of a sealed extent, None if it is not here. One that is need not be stored again."""
+        ...
+
+    async def create(self, extent: Extent, length: int) -> I:
+        """A file of `length` bytes with its room allocated, open for reading and writing. Raises
+        OSError: ENOSPC."""
+        ...
+
+    async def adopt(self, extent: Extent, name: str) -> I:
+        """The file incoming/NAME, open for reading. Raises OSError: ENOENT, EPERM."""
+        ...
+
+    async def seal(self, extent: Extent, incoming: I) -> None:
+        """All bytes are in the file: it becomes readable, and is safe. If this raises, it is dropped."""
+        ...
+
+    def drop(self, incoming: I) -> None:
+        """The bytes did not arrive."""
+        ...
+
+    def open(self, extent: Extent) -> int:
+        """A read-only descriptor, which the transport closes. Called in threads. Raises OSError:
+        ENOENT."""
+        ...
+
+    def abort(self, content: int) -> None:
+        """What was stored of this content will not be published."""
+        ...
+
+    async def suspect(self, group: int, node: int) -> bool:
+        """The caller cannot reach that member of the group. Returns whether it is a member no more."""
+        ...
+
+    def status(self) -> dict[str, Any]:
+        """What can be told in MessagePack."""
+        ...

@@ -1,0 +1,317 @@
+"""Extents on their way into a node, and on through it: each arrives on several streams at once.
+
+Each stream has a thread that takes a piece, hands it to the next node of the chain, takes the next
+piece. The kernel's buffers on both sides keep both links busy. A stream is acknowledged when the
+extent is sealed here and the next node has acknowledged.
+
+If the next node fails, receiving goes on: the caller is told in the end, and when it sends the extent
+once more to those that lack it, this node has it already.
+"""
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import trio
+
+from . import Extent, Unreachable
+from .messages import BadMessage, error_of, failure_of
+from .service import Incoming, Service
+from .streams import (
+    Channel,
+    Header,
+    Lost,
+    Patience,
+    Reply,
+    ReplyKind,
+    receive_range,
+    send_range,
+    wait_for_reply,
+)
+from .threads import Promise
+
+# A disk may take long to make an extent safe, or a node to be allowed to take it.
+BUSY_LIMIT_S = 120.0
+# A sender is told that this node is alive so many times in the time after which it would give up.
+_SIGNS_OF_LIFE = 5
+# A receiver is more patient than a sender, so that the sender is the one who says what is wrong.
+RECEIVER_PATIENCE = 3
+
+
+class UpstreamLost(Lost):
+    """The sender of what is handed on is gone."""
+
+
+class Receiving:
+    """One extent that is coming in. Threads use it; `Transfers` has it from start to end."""
+
+    def __init__(self, header: Header) -> None:
+        self.extent: Extent = header.extent
+        self.transfer = header.transfer
+        self.total = header.total
+        self.begun: Promise[None] = Promise()
+        self.sealed: Promise[None] = Promise()
+        self.incoming: Incoming | None = None
+        self.fd = -1
+        self.is_here_already = False
+        self.is_sealing = False
+        self.progress_at = time.monotonic()
+        self._lock = threading.Lock()
+        self._channels: set[Channel] = set()
+        self._ranges: list[tuple[int, int]] = []
+        self._received = 0
+        self._error: OSError | None = None
+
+    def add(self, channel: Channel, offset: int, length: int) -> None:
+        """Raises BadMessage when another stream brings some of these bytes."""
+        with self._lock:
+            for start, count in self._ranges:
+                if offset < start + count and start < offset + length:
+                    raise BadMessage("two streams bring the same bytes of an extent")
+            self._ranges.append((offset, length))
+            self._channels.add(channel)
+
+    def remove(self, channel: Channel) -> bool:
+        """Whether it was the last one."""
+        with self._lock:
+            self._channels.discard(channel)
+            return not self._channels
+
+    def arrived(self, count: int) -> bool:
+        """`count` bytes are in the file; returns whether all are."""
+        with self._lock:
+            self._received += count
+            self.progress_at = time.monotonic()
+            return self._received == self.total
+
+    def fail(self, error: OSError) -> None:
+        """All streams end with this error, unless there was one before."""
+        with self._lock:
+            if self._error is None:
+                self._error = error
+
+    def check(self) -> None:
+        """Raises the error, if there was one."""
+        if self._error is not None:
+            raise self._error
+
+
+class Transfers:
+    """All extents that are coming in. Methods are for the event loop; `nursery` outlives them all."""
+
+    def __init__(self, service: Service[Any], nursery: trio.Nursery) -> None:
+        self._service = service
+        self._nursery = nursery
+        self._current: dict[Extent, Receiving] = {}
+
+    def join(self, header: Header, channel: Channel) -> Receiving:
+        """A stream arrived: the transfer that it is a part of. Ends with `leave`. Raises BadMessage."""
+        current = self._current.get(header.extent)
+        if current is not None and current.transfer == header.transfer:
+            if current.total != header.total:
+                raise BadMessage("two streams of a transfer do not agree on its size")
+            current.add(channel, header.offset, header.length)
+            return current
+        if current is not None:
+            # Its sender has given it up, or soon will.
+            current.fail(OSError(errno.ECANCELED, "another transfer of the extent took its place"))
+        receiving = self._current[header.extent] = Receiving(header)
+        receiving.add(channel, header.offset, header.length)
+        self._nursery.start_soon(receiving.begun.fulfil, lambda: self._begin(receiving, header))
+        return receiving
+
+    def give_up(self, content: int) -> None:
+        """What is coming in of this content has no use any more."""
+        for extent, receiving in self._current.items():
+            if extent.content == content:
+                receiving.fail(OSError(errno.ECANCELED, "the content was given up"))
+
+    async def leave(self, receiving: Receiving, channel: Channel) -> None:
+        """A stream ended. With the last one, what is not sealed is dropped."""
+        if not receiving.remove(channel):
+            return
+        if self._current.get(receiving.extent) is receiving:
+            del self._current[receiving.extent]
+        with trio.CancelScope(shield=True):
+            await receiving.begun.ended()
+            if receiving.is_sealing:
+                await receiving.sealed.ended()
+        if receiving.incoming is not None and not receiving.is_sealing:
+            self._service.drop(receiving.incoming)
+        if receiving.fd >= 0:
+            os.close(receiving.fd)
+
+    def seal(self, receiving: Receiving) -> None:
+        """All bytes are there; `receiving.sealed` tells the outcome."""
+        receiving.is_sealing = True
+        self._nursery.start_soon(
+            receiving.sealed.fulfil,
+            lambda: self._service.seal(receiving.extent, receiving.incoming),
+        )
+
+    async def _begin(self, receiving: Receiving, header: Header) -> None:
+        await self._service.admit(header.extent, header.target)
+        receiving.check()
+        if self._service.size(header.extent) == header.total:
+            receiving.fd = self._service.open(header.extent)
+            receiving.is_here_already = True
+        else:
+            receiving.incoming = await self._service.create(header.extent, header.total)
+            receiving.fd = receiving.incoming.fd
+
+
+class Next:
+    """The next node of the chain, for one stream and its thread. When it fails, it is left alone from
+    then on, and `finish` says why. `between` is called while it is waited for, and may raise Lost."""
+
+    def __init__(
+        self,
+        header: Header,
+        channel: Promise[Channel],
+        timeout_s: float,
+        between: Callable[[], None],
+    ) -> None:
+        target = header.target
+        self._node = target.chain[0]
+        self._header = header._replace(
+            target=msgspec.structs.replace(target, chain=target.chain[1:])
+        )
+        self._promise = channel
+        self._channel: Channel | None = None
+        self._timeout_s = timeout_s
+        self._between = between
+        self._error: OSError | None = None
+        self.sent_bytes = 0
+
+    def begin(self) -> None:
+        try:
+            channel = self._promise.wait(BUSY_LIMIT_S, self._between)
+        except OSError as error:
+            self._error = error
+            return
+        with self._losing():
+            channel.clean = False
+            channel.send_all(self._header.pack(), Patience(self._timeout_s))
+            self._channel = channel
+
+    def forward(self, fd: int, offset: int, count: int) -> None:
+        if self._channel is None:
+            return
+        with self._losing():
+            reply = send_range(
+                self._channel, fd, offset, count, self._timeout_s, self._tell_upstream
+            )
+            if reply is None:
+                self.sent_bytes += count
+            else:
+                self._take(reply)
+
+    def finish(self) -> None:
+        """Wait for its acknowledgement. Raises what went wrong: OSError, Unreachable (which node)."""
+        if self._channel is not None:
+            with self._losing():
+                reply = wait_for_reply(self._channel, self._timeout_s, self._tell_upstream)
+                self._channel.clean = not reply.closing
+                self._take(reply)
+        if self._error is not None:
+            raise self._error
+
+    def _take(self, reply: Reply) -> None:
+        self._channel = None
+        if reply.kind is ReplyKind.FAILED:
+            self._error = error_of(reply.code, reply.node, reply.text, self._header.target.group)
+
+    def _tell_upstream(self) -> None:
+        try:
+            self._between()
+        except Lost as error:
+            raise UpstreamLost(str(error)) from None
+
+    @contextmanager
+    def _losing(self) -> Iterator[None]:
+        try:
+            yield
+        except UpstreamLost:
+            raise
+        except (Lost, BadMessage) as error:
+            self._channel = None
+            self._error = Unreachable(self._node, str(error))
+
+
+def take_extent(
+    channel: Channel,
+    header: Header,
+    receiving: Receiving,
+    seal: Callable[[], None],
+    onward: Promise[Channel] | None,
+    node: int,
+    timeout_s: float,
+) -> tuple[Reply, int, int]:
+    """Receive one stream of an extent in a thread, and hand it on.
+
+    `seal` is called when all bytes of all streams are here. Returns what to reply, and how many bytes
+    were received and handed on. Raises Lost when the sender is gone, BadMessage when it makes no sense.
+    """
+    every_s = timeout_s / _SIGNS_OF_LIFE
+    patience = Patience(timeout_s * RECEIVER_PATIENCE)
+
+    def alive() -> None:
+        channel.say_working(every_s, patience)
+
+    def waiting() -> None:
+        alive()
+        receiving.check()
+        if time.monotonic() > receiving.progress_at + BUSY_LIMIT_S:
+            raise OSError(errno.ETIMEDOUT, "the other streams of the extent did not come")
+
+    further = Next(header, onward, timeout_s, alive) if onward is not None else None
+    received = 0
+
+    def arrived(offset: int, count: int) -> None:
+        nonlocal received
+        received += count
+        if receiving.arrived(count):
+            seal()
+        if further is not None:
+            further.forward(receiving.fd, offset, count)
+
+    def between() -> None:
+        alive()
+        receiving.check()
+
+    try:
+        receiving.begun.wait(BUSY_LIMIT_S, alive)
+        if further is not None:
+            further.begin()
+        if not receiving.is_here_already:
+            try:
+                receive_range(
+                    channel, receiving.fd, header.offset, header.length,
+                    timeout_s * RECEIVER_PATIENCE, arrived, between,
+                )  # fmt: skip
+            except Lost:
+                # Others may have stopped it, and know why.
+                receiving.check()
+                raise
+            if not header.total:
+                seal()
+            receiving.sealed.wait(2 * BUSY_LIMIT_S, waiting)
+        elif further is not None:
+            further.forward(receiving.fd, header.offset, header.length)
+        if further is not None:
+            further.finish()
+    except OSError as error:
+        receiving.fail(error)
+        reply = Reply(ReplyKind.FAILED, *failure_of(error, node))
+    except Lost as error:
+        receiving.fail(OSError(errno.ECONNRESET, f"the sender is gone: {error}"))
+        raise
+    else:
+        reply = Reply(ReplyKind.OK)
+    channel.clean = received == header.length
+    return reply, received, further.sent_bytes if further is not None else 0

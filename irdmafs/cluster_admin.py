@@ -1,0 +1,144 @@
+"""What the commands of a cluster write: its first files and records, and the state of nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .backend.cluster_config import ClusterConfig, ConfigError
+from .backend.kv import Conflict, Delete, Put
+from .backend.records import SETTINGS_KEY, NodeRecord, Settings, decode, encode, key_of
+from .backend.security import issue, make_ca
+
+if TYPE_CHECKING:
+    from .backend.kv.etcd import EtcdEngine
+
+__all__ = ["Plan", "forget_node", "make_files", "register", "set_node_state"]
+
+_FORMAT = 1
+_CHANGE_RETRIES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What `irdmafs cluster init` is asked to make. `etcd_options` are keys of [cluster]."""
+
+    name: str
+    etcd: tuple[str, ...]
+    etcd_options: Mapping[str, str]
+    etcd_hosts: tuple[str, ...]
+    tls: bool
+
+
+def make_files(directory: str, plan: Plan) -> tuple[str, list[str]]:
+    """Write cluster.toml and the certificates. Returns the path of the former, and of all files that are
+    new: none if an earlier run left those of the same cluster.
+
+    Raises ConfigError when those that are there are another cluster's, or cannot be written.
+    """
+    path = os.path.join(directory, "cluster.toml")
+    text = _config_text(plan, directory)
+    try:
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        with open(path) as file:
+            if file.read() == text:
+                return path, []
+        raise ConfigError(
+            f"{path} describes a cluster already; choose another directory with --out, or remove it"
+        )
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise ConfigError(f"cannot make {path}: {error.strerror}") from error
+    made: list[str] = []
+    try:
+        if plan.tls:
+            made.append(make_ca(directory, plan.name))
+            made.append(os.path.join(directory, "ca.key"))
+            for role in ("node", "mount", "admin"):
+                credentials = issue(directory, role, role)
+                made += (credentials.cert, credentials.key)
+            if plan.etcd_hosts:
+                credentials = issue(directory, "etcd", "etcd", plan.etcd_hosts)
+                made += (credentials.cert, credentials.key)
+        # The last one: it says that the others are there.
+        with open(path, "x") as file:
+            made.append(path)
+            file.write(text)
+        ClusterConfig.load(path)
+    except BaseException as error:
+        for file_name in made:
+            os.unlink(file_name)
+        if isinstance(error, OSError):
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+        raise
+    return path, made
+
+
+def _config_text(plan: Plan, directory: str) -> str:
+    values: dict[str, object] = {"name": plan.name, "etcd": list(plan.etcd)}
+    options = dict(plan.etcd_options)
+    if plan.etcd_hosts:
+        options |= {"etcd_ca": "ca.pem", "etcd_cert": "{role}.pem", "etcd_key": "{role}.key"}
+    for key, value in options.items():
+        # Given relative to where the command runs; the file's are relative to the file.
+        is_path = key != "etcd_user" and not plan.etcd_hosts
+        values[key] = os.path.abspath(value) if is_path else value
+    if plan.tls:
+        values |= {"ca": "ca.pem", "cert": "{role}.pem", "key": "{role}.key"}
+    # JSON's strings and arrays of strings are TOML's as well.
+    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
+    return "\n".join(["[cluster]", *lines, "", "[node]", "", "[mount]", ""])
+
+
+async def register(
+    engine: EtcdEngine,
+    config: ClusterConfig,
+    replicas: int,
+    buckets: int,
+    stripe_bytes: int,
+    lease_ttl_s: int,
+) -> Settings:
+    """Put the cluster's settings. Raises ConfigError if there is a cluster of this name."""
+    settings = Settings(_FORMAT, str(uuid.uuid4()), replicas, buckets, stripe_bytes, lease_ttl_s)
+    try:
+        await engine.transact([(SETTINGS_KEY, 0)], [Put(SETTINGS_KEY, encode(settings))])
+    except Conflict:
+        raise ConfigError(
+            f"etcd at {', '.join(config.cluster.etcd)} has a cluster named {config.cluster.name!r} "
+            "already; choose another --name"
+        ) from None
+    return settings
+
+
+async def set_node_state(engine: EtcdEngine, node: int, state: str) -> None:
+    """ "up" or "draining". Raises ConfigError if the node is not known any more."""
+    key = key_of(b"N", node)
+    for _ in range(_CHANGE_RETRIES):
+        found = await engine.get(key)
+        if found is None:
+            raise ConfigError(f"node {node:016x} was never admitted to the cluster, or removed")
+        record = decode(found.value, NodeRecord)
+        if record.state == state:
+            return
+        changed = NodeRecord(state, record.weight, record.labels)
+        try:
+            await engine.transact([(key, found.mod_revision)], [Put(key, encode(changed))])
+            return
+        except Conflict:
+            continue
+    raise ConfigError(f"the record of node {node:016x} changes all the time; try again")
+
+
+async def forget_node(engine: EtcdEngine, node: int) -> None:
+    """Remove a dead node's record. Raises ConfigError if the node has come back."""
+    key = key_of(b"N", node)
+    alive = key_of(b"n", node)
+    try:
+        await engine.transact([(alive, 0)], [Delete(key)])
+    except Conflict:
+        raise ConfigError(f"node {node:016x} is up again; drain it first") from None

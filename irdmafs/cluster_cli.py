@@ -1,0 +1,361 @@
+"""The commands of a cluster: `irdmafs cluster ...`.
+
+What they need beyond click is imported when they run. Exit codes are those of the other commands, and
+for `cluster status`: 0 all is well, 1 degraded, 2 unavailable.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from . import status
+from .config import MountError
+
+if TYPE_CHECKING:
+    from .backend.cluster_config import ClusterConfig
+    from .backend.kv.etcd import EtcdEngine
+    from .backend.overview import Cluster
+
+T = TypeVar("T")
+
+# How long a command keeps trying to reach etcd.
+_ETCD_TIMEOUT_S = 5.0
+WATCH_PERIOD_S = 1.0
+_EXIT_CODES = {"ok": 0, "degraded": 1, "unavailable": 2}
+
+config_option = click.option(
+    "--cluster", "--config", "config_path", metavar="FILE",
+    help="The cluster's file  [default: $IRDMAFS_CONFIG, /etc/irdmafs/cluster.toml]",
+)  # fmt: skip
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def say(text: str, err: bool = False) -> None:
+    click.echo(f"irdmafs: {status.printable(text)}", err=err)
+
+
+def print_json(value: object) -> None:
+    click.echo(status.printable(json.dumps(value, indent=2, ensure_ascii=True)))
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    from .backend.cluster_config import ConfigError
+
+    try:
+        yield
+    except ConfigError as error:
+        raise MountError(str(error)) from error
+
+
+def load(path: str | None, overrides: dict[str, dict[str, Any]] | None = None) -> ClusterConfig:
+    from .backend.cluster_config import ClusterConfig
+
+    with one_line_errors():
+        return ClusterConfig.load(path, overrides)
+
+
+def with_etcd(config: ClusterConfig, task: Callable[[EtcdEngine], Awaitable[T]]) -> T:
+    """Run a task with the cluster's engine. Raises MountError where etcd cannot be used."""
+    import trio
+
+    async def run() -> T:
+        async with config.cluster.engine("admin", _ETCD_TIMEOUT_S) as engine:
+            return await task(engine)
+
+    with one_line_errors():
+        try:
+            return trio.run(run)
+        except OSError as error:
+            raise MountError(
+                f"etcd at {', '.join(config.cluster.etcd)}: {error.strerror or error}"
+            ) from error
+
+
+async def read_state(config: ClusterConfig, engine: EtcdEngine) -> Cluster:
+    from .backend.overview import read_cluster
+
+    found = await read_cluster(engine, config.node.rebalance_rate)
+    if found.members.settings is None:
+        raise MountError(
+            f"etcd at {', '.join(config.cluster.etcd)} knows no cluster named "
+            f"{config.cluster.name!r}; make it with: irdmafs cluster init"
+        )
+    return found
+
+
+def find_node(found: Cluster, name: str) -> int:
+    from .backend.overview import NodeNotFound
+
+    try:
+        return found.find_node(name)
+    except NodeNotFound as error:
+        raise MountError(str(error)) from error
+
+
+@click.group()
+def cluster() -> None:
+    """Make a cluster, look at it and change it."""
+
+
+@cluster.command()
+@click.option("--etcd", required=True, metavar="HOST:PORT[,...]", help="Where etcd listens.")
+@click.option("--name", default="default", show_default=True, help="Several may share one etcd.")
+@click.option("--replicas", type=click.IntRange(1, 8), default=2, show_default=True,
+              help="How many store nodes keep each file.")  # fmt: skip
+@click.option("--buckets", type=click.IntRange(1, 65535), help="Placement groups  [default: 1024]")
+@click.option("--stripe", default="64M", show_default=True, metavar="SIZE",
+              help="Larger files are divided into pieces of this size; 0: never.")  # fmt: skip
+@click.option("--lease-ttl", type=click.IntRange(2, 600), default=5, show_default=True,
+              metavar="SECONDS", help="A node or mount that is silent for longer is dead.")  # fmt: skip
+@click.option("--out", "directory", default="/etc/irdmafs", show_default=True, metavar="DIR",
+              help="Where cluster.toml and the certificates go.")  # fmt: skip
+@click.option("--no-tls", is_flag=True, help="Make no certificates: nodes listen on loopback only.")
+@click.option("--etcd-host", "etcd_hosts", multiple=True, metavar="NAME", help="Make a certificate for "
+              "etcd on this host, too, and talk TLS to it; may be repeated.")  # fmt: skip
+@click.option("--etcd-user", metavar="USER")
+@click.option("--etcd-password-file", metavar="FILE")
+@click.option("--etcd-ca", metavar="FILE", help="CA of etcd's certificate: talk TLS to it.")
+@click.option("--etcd-cert", metavar="FILE", help="Our certificate for etcd.")
+@click.option("--etcd-key", metavar="FILE")
+def init(
+    etcd: str,
+    name: str,
+    replicas: int,
+    buckets: int | None,
+    stripe: str,
+    lease_ttl: int,
+    directory: str,
+    no_tls: bool,
+    etcd_hosts: tuple[str, ...],
+    **etcd_options: str | None,
+) -> None:
+    """Make a new cluster: its entry in etcd, a file for nodes and mounts, and certificates.
+
+    Nothing that exists is overwritten. Files that an earlier run made are used if it came no further.
+    """
+    from .backend.placement import BUCKETS
+    from .cluster_admin import Plan, make_files, register
+
+    if no_tls and etcd_hosts:
+        raise click.UsageError("--etcd-host cannot be used with --no-tls")
+    if etcd_hosts and (etcd_options["etcd_ca"] or etcd_options["etcd_cert"]):
+        raise click.UsageError("--etcd-host makes what --etcd-ca and --etcd-cert would give")
+    plan = Plan(
+        name=name,
+        etcd=tuple(part.strip() for part in etcd.split(",") if part.strip()),
+        etcd_options={key: value for key, value in etcd_options.items() if value},
+        etcd_hosts=etcd_hosts,
+        tls=not no_tls,
+    )
+    stripe_bytes = 0 if stripe == "0" else _parse_size("--stripe", stripe)
+    directory = os.path.abspath(directory)
+    with one_line_errors():
+        path, made = make_files(directory, plan)
+    config = load(path)
+    try:
+        with_etcd(
+            config,
+            lambda engine: register(
+                engine, config, replicas, buckets or BUCKETS, stripe_bytes, lease_ttl
+            ),
+        )
+    except MountError as error:
+        if etcd_hosts:
+            raise MountError(
+                f"{error} (etcd can be started now with {directory}/etcd.pem, etcd.key and ca.pem; "
+                "then give the same command again)"
+            ) from error
+        for file in made:
+            os.unlink(file)
+        raise
+    say(f"cluster {name!r} is made; {path} describes it")
+    if plan.tls:
+        say(
+            f"copy {path}, ca.pem and node.pem, node.key to the store nodes, and with mount.pem, "
+            "mount.key to the workers; ca.key signs new ones: keep it safe"
+        )
+    say(f"next, on each store node: irdmafs serve STORE --cluster {path}")
+
+
+def _parse_size(flag: str, text: str) -> int:
+    from .backend.sizes import parse_size
+
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise MountError(f"{flag}: {error}") from error
+
+
+@cluster.command()
+@click.argument("name")
+@click.option("--role", type=click.Choice(["node", "mount", "admin", "etcd"]), required=True)
+@click.option("--host", "hosts", multiple=True, metavar="NAME",
+              help="A name or address that the certificate carries (etcd's needs them).")  # fmt: skip
+@click.option("--days", type=click.IntRange(1, 3650), default=825, show_default=True)
+@click.option("--out", "directory", metavar="DIR", help="[default: where ca.pem is]")
+@config_option
+def cert(
+    name: str,
+    role: Any,
+    hosts: tuple[str, ...],
+    days: int,
+    directory: str | None,
+    config_path: str | None,
+) -> None:
+    """Make one more certificate, signed by the cluster's CA, whose key must be beside it."""
+    from .backend.security import issue
+
+    config = load(config_path)
+    if config.cluster.ca is None:
+        raise MountError(
+            f"the cluster {config.cluster.name!r} has no CA; it was made with --no-tls"
+        )
+    with one_line_errors():
+        authority = os.path.dirname(config.cluster.ca)
+        made = issue(directory or authority, name, role, hosts, days, authority)
+    say(f"made {made.cert} and {made.key}")
+
+
+@cluster.command("status")
+@click.option("--watch", is_flag=True, help="Show it anew every second.")
+@json_option
+@config_option
+@click.pass_context
+def status_command(ctx: click.Context, watch: bool, as_json: bool, config_path: str | None) -> None:
+    """Show nodes, groups and mounts, what is wrong and what is being moved."""
+    import trio
+
+    from .backend.overview import ask_nodes
+    from .cluster_status import print_cluster
+
+    config = load(config_path)
+
+    async def show(engine: EtcdEngine) -> str:
+        while True:
+            found = await read_state(config, engine)
+            await ask_nodes(found, config)
+            data = {
+                "cluster": config.cluster.name,
+                "etcd": list(config.cluster.etcd),
+                **found.to_json(),
+            }
+            if watch and sys.stdout.isatty():
+                click.clear()
+            if as_json:
+                print_json(data)
+            else:
+                print_cluster(data)
+            sys.stdout.flush()
+            if not watch:
+                return str(data["health"])
+            await trio.sleep(WATCH_PERIOD_S)
+
+    try:
+        health = with_etcd(config, show)
+    except KeyboardInterrupt:
+        ctx.exit(128 + signal.SIGINT)
+    except MountError as error:
+        # As for a cluster whose nodes are all gone.
+        say(str(error), err=True)
+        ctx.exit(_EXIT_CODES["unavailable"])
+    ctx.exit(_EXIT_CODES[health])
+
+
+@cluster.command()
+@click.argument("node")
+@click.option("--cancel", is_flag=True, help="Use the node again.")
+@click.option("--no-wait", is_flag=True, help="Return at once; it goes on.")
+@config_option
+@click.pass_context
+def drain(
+    ctx: click.Context, node: str, cancel: bool, no_wait: bool, config_path: str | None
+) -> None:
+    """Move everything off a store node, and wait until it is empty.
+
+    NODE is its id, as many digits as make it clear, or HOST:PORT. Ctrl-C ends the waiting only.
+    """
+    import trio
+
+    from .cluster_admin import set_node_state
+    from .cluster_status import Progress
+
+    config = load(config_path)
+    number = 0
+
+    async def begin(engine: EtcdEngine) -> int:
+        nonlocal number
+        found = await read_state(config, engine)
+        number = find_node(found, node)
+        if not cancel:
+            others = [n for n in found.live if n != number and found.state_of(n) == "up"]
+            if not others:
+                raise MountError(
+                    f"node {number:016x} cannot be drained: no other node is up to take its data"
+                )
+        await set_node_state(engine, number, "up" if cancel else "draining")
+        return found.groups_of(number)
+
+    async def wait(engine: EtcdEngine) -> None:
+        with Progress(f"draining {number:016x}", "groups", total) as progress:
+            while left := (await read_state(config, engine)).groups_of(number):
+                progress.update(max(total - left, 0))
+                await trio.sleep(WATCH_PERIOD_S)
+            progress.update(total)
+
+    total = with_etcd(config, begin)
+    if cancel:
+        say(f"node {number:016x} is used again")
+        return
+    if no_wait:
+        say(f"node {number:016x} is being drained: {total} groups to move")
+        return
+    try:
+        with_etcd(config, wait)
+    except KeyboardInterrupt:
+        say("the draining goes on; stop it with: irdmafs cluster drain --cancel " + node, err=True)
+        ctx.exit(128 + signal.SIGINT)
+    say(f"node {number:016x} is empty; stop it, then: irdmafs cluster remove {number:016x}")
+
+
+@cluster.command()
+@click.argument("node")
+@click.option("--force", is_flag=True, help="Also a dead node that still counts as keeping data.")
+@config_option
+def remove(node: str, force: bool, config_path: str | None) -> None:
+    """Forget a store node that has been drained and stopped, or that is dead for good."""
+    from .cluster_admin import forget_node
+
+    config = load(config_path)
+
+    async def run(engine: EtcdEngine) -> int:
+        found = await read_state(config, engine)
+        number = find_node(found, node)
+        name = f"{number:016x}"
+        kept, alone = found.groups_of(number), found.only_copies(number)
+        if number in found.live:
+            advice = "drain it first" if kept else "stop it first"
+            how = f"irdmafs cluster drain {name}" if kept else "end its irdmafs serve"
+            raise MountError(f"node {name} is up and keeps {kept} groups; {advice}: {how}")
+        if alone and not force:
+            raise MountError(
+                f"{alone} groups have their only copy on node {name}: start it again to have that data; "
+                "--force gives it up"
+            )
+        if kept and not force:
+            raise MountError(
+                f"node {name} is down and still counts in {kept} groups; wait until others have taken "
+                "over (irdmafs cluster status), or use --force"
+            )
+        await forget_node(engine, number)
+        return number
+
+    say(f"node {with_etcd(config, run):016x} is removed")

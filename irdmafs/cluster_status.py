@@ -1,0 +1,204 @@
+"""What the commands of a cluster print: its state, what would move, and progress bars."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from .status import human_bytes, human_duration, print_table, printable
+
+__all__ = ["Progress", "print_cluster", "print_moves"]
+
+_STYLES = {
+    "up": "green",
+    "draining": "yellow",
+    "down": "bold red",
+    "ok": "green",
+    "degraded": "yellow",
+    "unavailable": "bold red",
+}
+_MOVES_SHOWN = 20
+_LINE_PERIOD_S = 5.0
+
+
+def print_cluster(data: Mapping[str, Any]) -> None:
+    """What `irdmafs cluster status` found, for people."""
+    settings = data.get("settings") or {}
+    groups = data.get("groups") or {}
+    moving = data.get("moving") or {}
+    rows = [
+        ("health", str(data.get("health", "-"))),
+        ("etcd", ", ".join(data.get("etcd") or ())),
+        ("replicas", str(settings.get("replicas", "-"))),
+        (
+            "stripes of",
+            human_bytes(settings.get("stripe_bytes")) if settings.get("stripe_bytes") else "-",
+        ),
+        ("lease", human_duration(settings.get("lease_ttl_s"))),
+        ("groups", _groups_line(groups)),
+        ("being moved", _moving_line(moving)),
+    ]
+    print_table(("", ""), rows, title=f"cluster {data.get('cluster', '-')}", styles=_STYLES)
+    print()
+    nodes = data.get("nodes") or ()
+    if nodes:
+        print_table(
+            (
+                "node",
+                "state",
+                "address",
+                "where",
+                "weight",
+                "primary",
+                "in sync",
+                "joining",
+                "used",
+                "size",
+            ),
+            [_node_row(node) for node in nodes],
+            styles=_STYLES,
+            right=frozenset({4, 5, 6, 7, 8, 9}),
+        )
+    else:
+        print("no store nodes")
+    mounts = data.get("mounts") or ()
+    if mounts:
+        print()
+        columns = ("mount on", "mountpoint", "pid", "version")
+        print_table(
+            columns,
+            [
+                [str(m.get(k, "-")) for k in ("host", "mountpoint", "pid", "version")]
+                for m in mounts
+            ],
+        )
+    problems, notes = data.get("problems") or (), data.get("notes") or ()
+    if problems or notes:
+        print()
+    for problem in problems:
+        print(printable(f"! {problem}"))
+    for note in notes:
+        print(printable(f"  {note}"))
+
+
+def _groups_line(groups: Mapping[str, Any]) -> str:
+    if not groups.get("total"):
+        return "none yet: the first file makes them"
+    bad = [f"{groups[name]:,} {name}" for name in ("degraded", "unavailable") if groups.get(name)]
+    return f"{groups['total']:,}, {', '.join(bad) or 'all in sync'}"
+
+
+def _moving_line(moving: Mapping[str, Any]) -> str:
+    if not moving.get("replicas"):
+        return "nothing"
+    return (
+        f"{moving['replicas']:,} replicas of groups, about {human_bytes(moving.get('bytes_about'))}, "
+        f"{human_duration(moving.get('seconds_about'))}"
+    )
+
+
+def _node_row(node: Mapping[str, Any]) -> tuple[str, ...]:
+    labels = node.get("labels") or {}
+    return (
+        str(node.get("id", "-")),
+        str(node.get("state", "-")),
+        f"{node['address']}:{node.get('port', '-')}" if "address" in node else "-",
+        "/".join(labels[name] for name in ("zone", "rack", "host") if labels.get(name)) or "-",
+        f"{node['weight']:g}" if node.get("weight") is not None else "-",
+        *(str(node.get(f"groups_{kind}", "-")) for kind in ("primary", "in_sync", "joining")),
+        human_bytes(node.get("bytes")),
+        human_bytes(node.get("free_bytes")),
+    )
+
+
+def print_moves(plan: Mapping[str, Any]) -> None:
+    """What `irdmafs rebalance --dry-run` found, for people: per pair of nodes, largest first."""
+    replicas: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
+    for move in plan["moves"]:
+        pair = move["from"] or "(missing)", move["to"]
+        replicas[pair] += 1
+        sizes[pair] += move["bytes"]
+    if not replicas:
+        print("nothing to move: everything is where it should be")
+        return
+    pairs = sorted(replicas, key=lambda pair: (-sizes[pair], pair))
+    print_table(
+        ("from", "to", "groups", "bytes"),
+        [(*pair, f"{replicas[pair]:,}", human_bytes(sizes[pair])) for pair in pairs[:_MOVES_SHOWN]],
+        right=frozenset({2, 3}),
+    )
+    if len(pairs) > _MOVES_SHOWN:
+        print(f"... and {len(pairs) - _MOVES_SHOWN} more pairs of nodes (--json lists all)")
+    kept = plan["bytes_kept"]
+    share = f" of {human_bytes(kept)} ({plan['bytes'] / kept:.1%})" if kept else ""
+    print(
+        f"in all {replicas.total():,} replicas of groups, {human_bytes(plan['bytes'])}{share}, "
+        f"about {human_duration(plan['seconds_about'])}"
+    )
+
+
+class Progress:
+    """A bar on a terminal; elsewhere a line now and then. `unit` "bytes" shows sizes."""
+
+    def __init__(self, title: str, unit: str, total: int) -> None:
+        self._title = printable(title)
+        self._unit = unit
+        self._total = total
+        self._done = 0
+        self._next_line_s = 0.0
+        self._printed = ""
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> Self:
+        if sys.stdout.isatty():
+            from rich import progress as rich
+
+            counted = (
+                rich.DownloadColumn(binary_units=True)
+                if self._unit == "bytes"
+                else rich.MofNCompleteColumn()
+            )
+            self._bar = rich.Progress(
+                rich.TextColumn("{task.description}", markup=False),
+                rich.BarColumn(),
+                counted,
+                rich.TimeRemainingColumn(),
+            )
+            self._bar.start()
+            self._task = self._bar.add_task(self._title, total=self._total)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        elif kind is None:
+            self._print()
+
+    def update(self, done: int, total: int | None = None) -> None:
+        self._done = done
+        self._total = self._total if total is None else total
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, total=self._total)
+        elif time.monotonic() >= self._next_line_s:
+            self._next_line_s = time.monotonic() + _LINE_PERIOD_S
+            self._print()
+
+    def _print(self) -> None:
+        if self._unit == "bytes":
+            counts = f"{human_bytes(self._done)} of {human_bytes(self._total)}"
+        else:
+            counts = f"{self._done} of {self._total} {self._unit}"
+        if counts != self._printed:
+            self._printed = counts
+            print(f"{self._title}: {counts}", flush=True)

@@ -1,0 +1,1 @@
+"""A whole cluster on one machine: hosts as network namespaces, etcd, store nodes and mounts."""

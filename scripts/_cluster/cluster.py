@@ -1,0 +1,324 @@
+"""A whole cluster on one machine: made, hurt and taken away again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import tempfile
+import time
+import tomllib
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from irdmafs.backend.records import GroupConfig, NodeAddress, decode
+
+from .daemons import Daemon
+from .etcd import Etcd
+from .network import CommandFailed, Host, Network, make_network, run
+from .parts import ClusterMount, StoreNode, run_irdmafs, write_toml
+
+MIB = 1 << 20
+CLUSTER_NAME = "default"
+_DIRECTORY = re.compile(r"irdmafs-cluster-(\d+)-.*")
+
+Part = TypeVar("Part", bound=Daemon)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a cluster is made of. `beside` puts mount number KEY on the host of node number VALUE.
+    `node_config` and `mount_config` are values for those sections of the configuration file."""
+
+    nodes: int = 3
+    mounts: int = 2
+    etcd_members: int = 1
+    replicas: int = 2
+    buckets: int = 16
+    lease_ttl_s: int = 2
+    store_bytes: int = 256 * MIB
+    cache_bytes: int = 128 * MIB
+    tls: bool = False
+    namespaces: bool | None = None
+    beside: Mapping[int, int] = field(default_factory=dict)
+    node_config: Mapping[str, object] = field(default_factory=dict)
+    mount_config: Mapping[str, object] = field(default_factory=dict)
+
+
+class Cluster:
+    """etcd, store nodes and mounts, each on a host of its own. A context manager: leaving it kills
+    every process and removes every directory, mount and namespace.
+
+    Attributes: `nodes`, `mounts`, `etcd` (with `members`), `network`, `directory`.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.nodes: list[StoreNode] = []
+        self.mounts: list[ClusterMount] = []
+        self.timings_s: dict[str, float] = {}
+        sweep()
+        self.network: Network = make_network(plan.namespaces)
+        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        self.directory = Path(
+            tempfile.mkdtemp(prefix=f"irdmafs-cluster-{os.getpid()}-", dir=memory)
+        )
+        self.directory.chmod(0o755)
+        self.config_directory = self.directory / "config"
+        try:
+            self.admin, *members = self.network.add_hosts(
+                ["admin", *(f"etcd{i}" for i in range(plan.etcd_members))]
+            )
+            data = self.directory / "etcd"
+            data.mkdir()
+            self.etcd = Etcd(members, data)
+        except BaseException:
+            self.close()
+            raise
+
+    # -- from nothing to a healthy cluster -----------------------------------------------------
+
+    def __enter__(self) -> Self:
+        try:
+            self._timed("etcd", self.etcd.start)
+            self._timed("init", self._init)
+            hosts = self.network.add_hosts([f"node{i}" for i in range(self.plan.nodes)])
+            for host in hosts:
+                self._make_node(host)
+            for i in range(self.plan.mounts):
+                beside = self.plan.beside.get(i)
+                self._make_mount(None if beside is None else self.nodes[beside].host)
+            for part in (*self.nodes, *self.mounts):
+                part.start()
+            self._timed("nodes", self.wait_healthy)
+            self._timed("mounts", self._wait_mounted)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def _timed(self, what: str, step: Callable[[], object]) -> None:
+        start = time.monotonic()
+        step()
+        self.timings_s[what] = time.monotonic() - start
+
+    def _init(self) -> None:
+        plan = self.plan
+        done = run_irdmafs(
+            self.admin,
+            *("cluster", "init", "--etcd", ",".join(self.etcd.endpoints)),
+            *("--out", self.config_directory, "--lease-ttl", str(plan.lease_ttl_s)),
+            *("--replicas", str(plan.replicas), "--buckets", str(plan.buckets)),
+            *(() if plan.tls else ("--no-tls",)),
+        )
+        if done.returncode != 0:
+            raise CommandFailed(f"irdmafs cluster init: {done.stdout}{done.stderr}")
+
+    def _wait_mounted(self) -> None:
+        for mount in self.mounts:
+            mount.wait_ready()
+
+    def _write_config(self, path: Path, section: str, values: Mapping[str, object]) -> None:
+        base = tomllib.loads(self.config.read_text())
+        # Paths in the file are relative to its own directory.
+        for key in ("ca", "cert", "key"):
+            if key in base["cluster"]:
+                base["cluster"][key] = str(self.config_directory / base["cluster"][key])
+        base["cluster"]["insecure"] = not self.plan.tls
+        write_toml(path, base | {section: base.get(section, {}) | dict(values)})
+
+    def _make_node(self, host: Host) -> StoreNode:
+        directory = self.directory / host.name
+        node = StoreNode(host.name, host, directory, self.plan.store_bytes)
+        self.nodes.append(node)
+        values = {"listen": host.address, "host": host.name, **self.plan.node_config}
+        self._write_config(node.config, "node", values)
+        return node
+
+    def _make_mount(self, host: Host | None, *arguments: str) -> ClusterMount:
+        name = f"mount{len(self.mounts)}"
+        if host is None:
+            (host,) = self.network.add_hosts([name])
+        mount = ClusterMount(name, host, self.directory / name, arguments, self.plan.cache_bytes)
+        self.mounts.append(mount)
+        self._write_config(mount.config, "mount", self.plan.mount_config)
+        return mount
+
+    def add_node(self) -> StoreNode:
+        """One more store node; it is started, and may still be joining when this returns."""
+        (host,) = self.network.add_hosts([f"node{len(self.nodes)}"])
+        node = self._make_node(host)
+        node.start()
+        return node
+
+    def add_mount(self, *arguments: str, beside: StoreNode | None = None) -> ClusterMount:
+        """One more mount, given more `arguments` of the command; ready when this returns."""
+        mount = self._make_mount(None if beside is None else beside.host, *arguments)
+        mount.start()
+        mount.wait_ready()
+        return mount
+
+    # -- what etcd and the command say ---------------------------------------------------------
+
+    def irdmafs(self, *arguments: str | os.PathLike[str], allowed: Container[int] = (0,)) -> str:
+        """What `irdmafs ARGUMENTS` prints, run where etcd and the nodes can be reached.
+
+        Raises CommandFailed if its exit status is not an allowed one."""
+        done = run_irdmafs(self.admin, *arguments)
+        if done.returncode not in allowed:
+            words = " ".join(os.fspath(word) for word in arguments)
+            raise CommandFailed(f"irdmafs {words}: {done.stdout}{done.stderr}")
+        return done.stdout
+
+    @property
+    def config(self) -> Path:
+        """The configuration file for commands and further mounts."""
+        return self.config_directory / "cluster.toml"
+
+    def status(self) -> dict[str, Any]:
+        """`irdmafs cluster status`, also of a cluster that is degraded or unavailable."""
+        answer = self.irdmafs(
+            *("cluster", "status", "--json", "--cluster", self.config), allowed=(0, 1, 2)
+        )
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    def _prefix(self, kind: str) -> bytes:
+        return f"/irdmafs/{CLUSTER_NAME}/{kind}".encode()
+
+    def live_nodes(self) -> dict[int, NodeAddress]:
+        found = self.etcd.get(self._prefix("n"))
+        return {int.from_bytes(k, "big"): decode(v, NodeAddress) for k, v in found.items()}
+
+    def groups(self) -> dict[int, GroupConfig]:
+        found = self.etcd.get(self._prefix("g"))
+        return {int.from_bytes(k, "big"): decode(v, GroupConfig) for k, v in found.items()}
+
+    def key_count(self) -> int:
+        """All keys that the cluster has in etcd."""
+        return self.etcd.count(self._prefix(""))
+
+    def unhealthy(self) -> str:
+        """Why the cluster is not as it should be; empty if it is: every node that runs is alive, and
+        every group has as many replicas as it should, in sync and on live nodes."""
+        alive = self.live_nodes()
+        running = [node for node in self.nodes if node.alive and not node.stopped]
+        if len(alive) != len(running):
+            return f"{len(alive)} of {len(running)} nodes are alive"
+        wanted = min(self.plan.replicas, len(running))
+        for number, group in self.groups().items():
+            if group.joining:
+                return f"group {number:#x} is being filled: {group}"
+            if len(set(group.in_sync) & alive.keys()) < wanted:
+                return f"group {number:#x} is degraded: {group}"
+        return ""
+
+    def wait_healthy(self, within_s: float = 60.0) -> None:
+        """Raises CommandFailed with what is wrong if it takes longer, or a process ended by itself."""
+        deadline = time.monotonic() + within_s
+        while True:
+            for part in self.parts():
+                if part.exit_status not in (None, -signal.SIGKILL, 0):
+                    raise CommandFailed(
+                        f"{part.name} ended with {part.exit_status}:\n{part.log_tail()}"
+                    )
+            try:
+                reason = self.unhealthy()
+            except CommandFailed as error:
+                reason = str(error)
+            if not reason:
+                return
+            if time.monotonic() > deadline:
+                raise CommandFailed(f"not healthy after {within_s:g} s: {reason}")
+            time.sleep(0.05)
+
+    # -- harm ----------------------------------------------------------------------------------
+
+    def cut(self, sender: Daemon, receiver: Daemon, *, one_way: bool = False) -> None:
+        """Lose all packets between two processes' hosts; if `one_way` only those of the first."""
+        self.network.cut(sender.host, receiver.host, one_way=one_way)
+
+    def heal(self, one: Daemon, other: Daemon) -> None:
+        self.network.heal(one.host, other.host)
+
+    def isolate(self, part: Daemon) -> None:
+        """Cut a host off from all others. `heal_all` ends it."""
+        for other in self.parts():
+            if other.host != part.host:
+                self.network.cut(part.host, other.host)
+
+    def heal_all(self) -> None:
+        """End every cut, let every paused process go on, and give filled nodes their space back."""
+        self.network.heal_all()
+        for part in self.parts():
+            if part.stopped:
+                part.resume()
+        for node in self.nodes:
+            node.unfill()
+
+    def slow_down(self, part: Daemon, bits_per_s: float | None) -> None:
+        """Shape the link of a host, each direction; None: full speed."""
+        self.network.shape(part.host, bits_per_s)
+
+    def parts(self) -> list[Daemon]:
+        return [*self.etcd.members, *self.nodes, *self.mounts]
+
+    def logs(self) -> str:
+        """The end of every log."""
+        return "\n".join(f"== {part.name}\n{part.log_tail()}" for part in self.parts())
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Whatever state it is in. What cannot be taken away is left to `sweep`."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(shutil.rmtree, self.directory, ignore_errors=True)
+            stack.callback(self.network.close)
+            if hasattr(self, "etcd"):
+                stack.callback(self.etcd.kill9)
+            for node in self.nodes:
+                stack.callback(node.close)
+            for mount in self.mounts:
+                stack.callback(mount.close)
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def sweep() -> None:
+    """Take away the processes, mounts and directories of clusters whose makers were killed."""
+    parent = Path("/dev/shm")
+    if not parent.is_dir():
+        return
+    for path in parent.glob("irdmafs-cluster-*"):
+        match = _DIRECTORY.fullmatch(path.name)
+        if match is None or Path(f"/proc/{match[1]}").exists():
+            continue
+        _kill_users_of(path)
+        with open("/proc/self/mounts") as mounts:
+            points = [line.split()[1] for line in mounts]
+        for point in points:
+            if point.startswith(f"{path}/"):
+                run("umount", "-l", point, check=False)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _kill_users_of(directory: Path) -> None:
+    """Kill the processes whose command line names something below a directory."""
+    needle = os.fsencode(directory) + b"/"
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if needle in (entry / "cmdline").read_bytes():
+                    os.kill(int(entry.name), signal.SIGKILL)

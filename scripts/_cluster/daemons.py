@@ -1,0 +1,113 @@
+"""Programs that run on the hosts of a network until they are told to end, or killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from .network import Host
+
+END_TIMEOUT_S = 10.0
+LOG_TAIL_CHARACTERS = 8000
+
+
+class Daemon:
+    """One program. It can be started again after its end; each start appends to the same log."""
+
+    def __init__(
+        self,
+        name: str,
+        host: Host,
+        command: Sequence[str | os.PathLike[str]],
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        self.host = host
+        self.command = [os.fspath(word) for word in command]
+        self.log = log
+        self.environment = dict(environment or {})
+        self.starts = 0
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._stopped = False
+
+    def start(self) -> None:
+        assert not self.alive, f"{self.name} runs already"
+        with self.log.open("ab") as log:
+            # A session of its own: Ctrl-C reaches whoever drives the cluster, who ends it in order.
+            self._popen = subprocess.Popen(
+                [*self.host.launcher, *self.command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd="/",
+                start_new_session=True,
+                env=os.environ | self.environment,
+            )
+        self._stopped = False
+        self.starts += 1
+
+    @property
+    def pid(self) -> int:
+        """The launcher replaces itself by the program, so this is the program's."""
+        assert self._popen is not None, f"{self.name} was never started"
+        return self._popen.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._popen is not None and self._popen.poll() is None
+
+    @property
+    def stopped(self) -> bool:
+        return self.alive and self._stopped
+
+    @property
+    def exit_status(self) -> int | None:
+        return None if self._popen is None else self._popen.poll()
+
+    def _signal(self, number: int) -> None:
+        # The whole session: a helper process that outlives its parent would hold files and ports.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def kill9(self) -> None:
+        """Kill it and wait until it is gone: its sockets and files are closed then."""
+        if self._popen is None:
+            return
+        self._signal(signal.SIGKILL)
+        self._popen.wait(END_TIMEOUT_S)
+
+    def pause(self) -> None:
+        """SIGSTOP: it neither runs nor dies, and its connections stay up."""
+        self._signal(signal.SIGSTOP)
+        self._stopped = True
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+        self._stopped = False
+
+    def terminate(self, timeout_s: float = END_TIMEOUT_S) -> int:
+        """Ask it to end, and kill it if it does not. Returns its exit status."""
+        if self._popen is None:
+            return 0
+        if self._popen.poll() is None:
+            self._signal(signal.SIGTERM)
+            self._signal(signal.SIGCONT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._popen.wait(timeout_s)
+        if self._popen.poll() is None:
+            self.kill9()
+        return self._popen.wait(END_TIMEOUT_S)
+
+    def log_tail(self, characters: int = LOG_TAIL_CHARACTERS) -> str:
+        with contextlib.suppress(OSError):
+            return self.log.read_text(errors="replace")[-characters:]
+        return "(no log)"
+
+    def __repr__(self) -> str:
+        state = "stopped" if self.stopped else "runs" if self.alive else "down"
+        return f"<{self.name} {state}>"

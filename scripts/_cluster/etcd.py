@@ -1,0 +1,141 @@
+"""etcd members on the hosts of a network."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from .daemons import Daemon
+from .network import CommandFailed, Host, run
+
+CLIENT_PORT = 2379
+PEER_PORT = 2380
+START_TIMEOUT_S = 30.0
+# A failed member is noticed in a second or so: tests wait for that often.
+HEARTBEAT_MS = 100
+ELECTION_MS = 700
+# History is dropped all the time, so that whoever cannot stand that fails here.
+KEPT_REVISIONS = 5000
+
+
+class Etcd:
+    """A cluster of etcd members, one on each of `hosts`, with its data below `directory`."""
+
+    def __init__(self, hosts: Sequence[Host], directory: Path) -> None:
+        self._private = bool(hosts[0].launcher)
+        self._ports = [self._choose_ports(host) for host in hosts]
+        self.endpoints = [
+            f"{host.address}:{client}" for host, (client, _) in zip(hosts, self._ports, strict=True)
+        ]
+        members = ",".join(
+            f"{host.name}=http://{host.address}:{peer}"
+            for host, (_, peer) in zip(hosts, self._ports, strict=True)
+        )
+        self.members = [
+            self._member(host, ports, members, directory)
+            for host, ports in zip(hosts, self._ports, strict=True)
+        ]
+
+    def _choose_ports(self, host: Host) -> tuple[int, int]:
+        if self._private:
+            return CLIENT_PORT, PEER_PORT
+        # The address is shared with the rest of the machine; both ports are held until both are known.
+        first = socket.create_server((host.address, 0))
+        with first, socket.create_server((host.address, 0)) as second:
+            return first.getsockname()[1], second.getsockname()[1]
+
+    def _member(self, host: Host, ports: tuple[int, int], members: str, directory: Path) -> Daemon:
+        client, peer = (f"http://{host.address}:{port}" for port in ports)
+        command = [
+            "etcd",
+            f"--name={host.name}",
+            f"--data-dir={directory / host.name}",
+            f"--listen-client-urls={client}",
+            f"--advertise-client-urls={client}",
+            f"--listen-peer-urls={peer}",
+            f"--initial-advertise-peer-urls={peer}",
+            f"--initial-cluster={members}",
+            f"--initial-cluster-token={directory.name}",
+            f"--heartbeat-interval={HEARTBEAT_MS}",
+            f"--election-timeout={ELECTION_MS}",
+            "--auto-compaction-mode=revision",
+            f"--auto-compaction-retention={KEPT_REVISIONS}",
+            "--logger=zap",
+            "--log-level=warn",
+        ]
+        return Daemon(host.name, host, command, directory / f"{host.name}.log")
+
+    def start(self) -> None:
+        """Raises CommandFailed when it does not come up."""
+        for program in ("etcd", "etcdctl"):
+            if shutil.which(program) is None:
+                raise CommandFailed(f"{program} is not installed (etcd-server, etcd-client)")
+        for member in self.members:
+            member.start()
+        self.wait_ready()
+
+    def wait_ready(self, within_s: float = START_TIMEOUT_S) -> None:
+        """Until the members that run answer a linearizable read. Raises CommandFailed."""
+        deadline = time.monotonic() + within_s
+        while True:
+            try:
+                self.control("get", "health")
+                return
+            except CommandFailed as error:
+                dead = next((m for m in self.members if m.exit_status not in (None, -9)), None)
+                if dead is not None or time.monotonic() > deadline:
+                    log = (dead or self.members[0]).log_tail()
+                    raise CommandFailed(f"etcd does not answer: {error}\n{log}") from None
+            time.sleep(0.02)
+
+    def control(self, *arguments: str) -> str:
+        """etcdctl, from the host of a member that runs. Raises CommandFailed."""
+        running = [
+            (member, endpoint)
+            for member, endpoint in zip(self.members, self.endpoints, strict=True)
+            if member.alive and not member.stopped
+        ]
+        if not running:
+            raise CommandFailed("no etcd member runs")
+        endpoints = ",".join(endpoint for _, endpoint in running)
+        return run(
+            *running[0][0].host.launcher,
+            *("env", "ETCDCTL_API=3", "etcdctl", f"--endpoints={endpoints}"),
+            *("--command-timeout=3s", "--dial-timeout=1s", *arguments),
+        )
+
+    def get(self, prefix: bytes) -> dict[bytes, bytes]:
+        """All keys that begin with `prefix`, without it, and their values."""
+        # etcdctl takes keys as text; those asked for here begin with printable characters.
+        answer = json.loads(self.control("get", "--prefix", prefix.decode(), "-w", "json"))
+        decode = base64.b64decode
+        return {
+            decode(pair["key"])[len(prefix) :]: decode(pair.get("value", ""))
+            for pair in answer.get("kvs", ())
+        }
+
+    def count(self, prefix: bytes) -> int:
+        """How many keys begin with `prefix`."""
+        # The answer's count is of all keys in the range, however few are sent.
+        answer = self.control("get", "--prefix", prefix.decode(), "--limit=1", "-w", "json")
+        return int(json.loads(answer).get("count", 0))
+
+    def leader(self) -> Daemon:
+        """The member that leads; waits until there is one. Raises CommandFailed."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            for answer in json.loads(self.control("endpoint", "status", "-w", "json")):
+                status = answer["Status"]
+                if status.get("leader", 0) == status["header"]["member_id"]:
+                    return self.members[self.endpoints.index(answer["Endpoint"])]
+            time.sleep(0.05)
+        raise CommandFailed("etcd has no leader")
+
+    def kill9(self) -> None:
+        for member in self.members:
+            member.kill9()

@@ -1,0 +1,100 @@
+"""Clusters for tests: scripts/_cluster, with skips where it cannot run and logs of what failed."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import mountpoint
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+
+from _cluster import cluster as _cluster
+from _cluster.cluster import MIB, Plan
+from _cluster.daemons import Daemon
+from _cluster.network import CommandFailed, Network, NoNamespaces, make_network
+from _cluster.parts import ClusterMount, StoreNode
+
+__all__ = [
+    "MIB",
+    "Cluster",
+    "ClusterMount",
+    "CommandFailed",
+    "Daemon",
+    "NoNamespaces",
+    "Plan",
+    "StoreNode",
+    "need_cluster",
+    "need_network",
+]
+
+
+def need_cluster() -> None:
+    """Skip the test where no cluster can run."""
+    for program in ("etcd", "etcdctl"):
+        if shutil.which(program) is None:
+            pytest.skip(f"{program} is not installed (etcd-server, etcd-client)")
+    if not os.path.exists("/dev/fuse"):
+        pytest.skip("no /dev/fuse on this machine")
+
+
+def need_network() -> Network:
+    """A network whose links can be cut. Skips the test where there can be none."""
+    try:
+        return make_network(True)
+    except NoNamespaces as error:
+        pytest.skip(f"links cannot be cut: {error}")
+
+
+class _Part:
+    """What conftest knows of a mount, for any process of a cluster: its log is shown when a test fails,
+    and it is killed when a test hangs."""
+
+    def __init__(self, part: Daemon) -> None:
+        self._part = part
+        self.path = part.name
+
+    def log_tail(self) -> str:
+        return self._part.log_tail()
+
+    def abort(self) -> None:
+        self._part.kill9()
+
+
+class Cluster(_cluster.Cluster):
+    """A cluster whose processes conftest looks after. Skips the test where it cannot run.
+
+    links: they are to be cut or slowed down, so that it takes namespaces."""
+
+    def __init__(self, plan: Plan, *, links: bool = False) -> None:
+        need_cluster()
+        if links:
+            need_network().close()
+        self._known: list[mountpoint.Mount] = []
+        super().__init__(plan)
+
+    def __enter__(self) -> "Cluster":
+        super().__enter__()
+        for part in self.parts():
+            self._add(part)
+        return self
+
+    def _add(self, part: Daemon) -> None:
+        self._known.append(cast(mountpoint.Mount, _Part(part)))
+        mountpoint.living.add(self._known[-1])
+
+    def add_node(self) -> StoreNode:
+        node = super().add_node()
+        self._add(node)
+        return node
+
+    def add_mount(self, *arguments: str, **options: Any) -> ClusterMount:
+        mount = super().add_mount(*arguments, **options)
+        self._add(mount)
+        return mount
+
+    def close(self) -> None:
+        mountpoint.living.difference_update(self._known)
+        super().close()

@@ -1,0 +1,607 @@
+"""What programs on several mounts did and saw, and whether a filesystem may have behaved so.
+
+Workers are processes that write, replace, unlink and read whole files on one mount each. What is in
+a file says who wrote it. Every operation is recorded with the times, on the clock that all processes
+of the machine share, between which it took effect: a write in its close(), a read in its open().
+
+The checker takes each name as a register. Contents are unique, so a read tells which write it saw,
+and the order can be decided in n log n: all that tells of one content (its write and the reads that
+saw it) spans a zone of time, and a register could have done this exactly if no two zones in which a
+content must have been there overlap, and nothing else has to have happened within one.
+(Gibbons, Korach: Testing shared memories, SIAM J. Comput. 26, 1997, theorem 4.3.)
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import errno
+import hashlib
+import json
+import math
+import os
+import random
+import select
+import struct
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+LARGEST_BYTES = 8 << 20
+PAGE_BYTES = 4096
+STOP_TIMEOUT_S = 90.0
+RETRY_S = 0.05
+# What was on its way when an operation failed arrives within this time or not at all.
+LATE_NS = 10e9
+
+Kind = Literal["write", "create", "replace", "unlink", "read"]
+# failed: an error was returned, and it may have taken effect all the same, then or later.
+# unknown: it has not returned. absent, exists: the answers ENOENT and EEXIST.
+Outcome = Literal["ok", "failed", "unknown", "absent", "exists", "torn"]
+
+EMPTY = ""  # the content of a name that was created and not published yet
+
+_HEADER = struct.Struct("<IIQQ")
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """`began` is when its first system call was made, `start` and `end` enclose the one in which it
+    takes effect; all in nanoseconds. `value` is what was written or read. `final`: a read after all
+    is over, which has to succeed."""
+
+    worker: int
+    number: int
+    host: str
+    kind: Kind
+    path: str
+    began: float
+    start: float
+    end: float
+    outcome: Outcome
+    value: str | None = None
+    detail: str = ""
+    final: bool = False
+
+    def __str__(self) -> str:
+        what = "" if self.value is None else f" {self.value or '(empty)'}"
+        return (
+            f"{self.kind}{what} of {self.path} by worker {self.worker} on {self.host}, "
+            f"{self.start / 1e9:.6f}..{self.end / 1e9:.6f}: {self.outcome} {self.detail}".rstrip()
+        )
+
+
+# -- contents -----------------------------------------------------------------------------------
+
+
+def content_of(worker: int, number: int, size: int) -> bytes:
+    """A content of at least 24 bytes that nobody else writes and that is different on every page."""
+    assert size >= _HEADER.size
+    token = hashlib.blake2b(b"%d.%d" % (worker, number), digest_size=32).digest()
+    filler = (token * (PAGE_BYTES // 32))[_HEADER.size :]
+    pages = -(-size // PAGE_BYTES)
+    return b"".join(_HEADER.pack(worker, number, page, size) + filler for page in range(pages))[
+        :size
+    ]
+
+
+def tiny_content(worker: int, workers: int, count: int, size: int) -> bytes | None:
+    """The `count`-th content of fewer than 24 bytes of a worker, for one name; None: used up."""
+    code = count * workers + worker
+    return code.to_bytes(size, "big") if code < 256**size else None
+
+
+def value_of(content: bytes) -> str:
+    """Who wrote a content. Raises ValueError, saying what is wrong, if nobody wrote it as a whole."""
+    if len(content) < _HEADER.size:
+        return f"bytes {content.hex()}" if content else EMPTY
+    worker, number, _, size = _HEADER.unpack_from(content)
+    if size != len(content):
+        raise ValueError(f"{len(content)} of the {size} bytes of {worker}.{number}")
+    expected = content_of(worker, number, size)
+    if content != expected:
+        for start in range(0, size, PAGE_BYTES):
+            page = content[start : start + PAGE_BYTES]
+            if page != expected[start : start + PAGE_BYTES]:
+                found = _HEADER.unpack_from(page.ljust(_HEADER.size, b"\0"))
+                raise ValueError(
+                    f"begins as {worker}.{number}, but page {start // PAGE_BYTES} begins with "
+                    f"(worker, number, page, size) = {found}"
+                )
+    return f"{worker}.{number}"
+
+
+# -- the checker --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """kind: "torn" (not what anybody wrote), "future" (read before it was written), "stale" (read
+    after something newer was acknowledged), "back" (read after something newer had been read),
+    "vanished" (absent or empty though written), "resurrected" (read after it was unlinked),
+    "unreadable" (an error when all is over)."""
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Zone:
+    """What tells of one content. If `fixed` (the first end) is before `seen` (the last start) the
+    content was there in between; else it was there at some moment between `seen` and `fixed`."""
+
+    fixed: float
+    seen: float
+    first: Operation
+    last: Operation
+
+
+def _changes(operation: Operation) -> bool:
+    return operation.kind != "read" and operation.outcome in ("ok", "failed", "unknown")
+
+
+def check(operations: Iterable[Operation], *, across_hosts: bool = True) -> list[Violation]:
+    """Everything that a filesystem with close-to-open consistency cannot have done.
+
+    across_hosts=False: what one host has read says nothing about what another one reads before the
+    writer's close() has returned (hosts that follow a directory are told one after the other).
+    """
+    by_path: dict[str, list[Operation]] = defaultdict(list)
+    violations = []
+    for operation in operations:
+        if operation.outcome == "torn":
+            violations.append(Violation("torn", str(operation)))
+        elif operation.final and operation.outcome not in ("ok", "absent"):
+            violations.append(Violation("unreadable", str(operation)))
+        else:
+            by_path[operation.path].append(operation)
+    for history in by_path.values():
+        if across_hosts:
+            violations += _check_name(history)
+            continue
+        for host in sorted({operation.host for operation in history}):
+            violations += _check_name([o for o in history if _changes(o) or o.host == host])
+    return list(dict.fromkeys(violations))
+
+
+def _check_name(history: list[Operation]) -> list[Violation]:
+    removing = [o for o in history if o.kind in ("unlink", "replace") and _changes(o)]
+    # Acknowledged and surely seen by those who opened the name: a file that is unlinked or replaced
+    # while it is open for writing is published all the same, but not under this name.
+    lasting = [
+        o
+        for o in history
+        if o.outcome == "ok"
+        and (o.kind == "replace" or (o.kind in ("write", "create") and not _overlaps(o, removing)))
+    ]
+    violations, zones, moments = [], [], []
+    writes = {o.value: o for o in history if o.kind in ("write", "create", "replace")}
+    reads: dict[str, list[Operation]] = defaultdict(list)
+    for operation in history:
+        if operation.kind == "read" and operation.outcome == "ok":
+            assert operation.value is not None
+            if operation.value == EMPTY:
+                moments.append(operation)
+                violations += _check_empty(operation, history)
+            elif operation.value not in writes:
+                violations.append(Violation("torn", f"nobody wrote this: {operation}"))
+            else:
+                reads[operation.value].append(operation)
+        elif operation.outcome == "absent":
+            moments.append(operation)
+            violations += _check_absent(operation, lasting, removing)
+        elif operation.outcome == "ok" and operation.kind == "create":
+            # It was the first: the name was absent when it was opened.
+            opening = replace(operation, start=operation.began, outcome="absent", value=None)
+            violations += _check_absent(opening, lasting, removing)
+        elif operation.outcome == "ok" and operation.kind == "unlink":
+            moments.append(operation)
+    for value, write in writes.items():
+        assert value is not None
+        seen = reads[value]
+        if not seen and write not in lasting:
+            continue
+        zone = _zone(write, seen)
+        if zone.fixed < write.start:
+            violations.append(Violation("future", f"{zone.first}\nbefore {write}"))
+        else:
+            zones.append(zone)
+    zones += [_Zone(o.end, o.start, o, o) for o in moments]
+    return violations + _check_zones(zones)
+
+
+def _overlaps(write: Operation, others: Iterable[Operation]) -> bool:
+    return any(
+        other is not write and other.start < write.end and write.began < _latest_effect(other)
+        for other in others
+    )
+
+
+def _latest_effect(operation: Operation) -> float:
+    if operation.outcome == "unknown":
+        return math.inf
+    return operation.end if operation.outcome == "ok" else operation.end + LATE_NS
+
+
+def _zone(write: Operation, reads: Sequence[Operation]) -> _Zone:
+    acknowledged = replace(write, end=_latest_effect(write))
+    first = min((acknowledged, *reads), key=lambda o: o.end)
+    last = max((acknowledged, *reads), key=lambda o: o.start)
+    return _Zone(first.end, last.start, first, last)
+
+
+def _check_absent(
+    seen: Operation, lasting: Sequence[Operation], removing: Sequence[Operation]
+) -> list[Violation]:
+    """A name is absent at first, and after it was unlinked until it is written again."""
+    written = [o for o in lasting if o.end < seen.start]
+    if not written:
+        return []
+    for unlink in removing:
+        if unlink.kind == "unlink" and unlink.start < seen.end:
+            end = _latest_effect(unlink)
+            if not any(end < o.start for o in written):
+                return []
+    return [Violation("vanished", f"{seen}\nthough {max(written, key=lambda o: o.end)}")]
+
+
+def _check_empty(seen: Operation, history: Sequence[Operation]) -> list[Violation]:
+    """A name is empty from its creation until its first content is published."""
+    settled = [o for o in history if o.outcome == "ok" and o.kind != "read" and o.end < seen.start]
+    for creation in history:
+        if creation.kind not in ("write", "create") or not _changes(creation):
+            continue
+        if creation.began < seen.end:
+            if creation.outcome == "ok" and seen.start < creation.end:
+                return []
+            if creation.outcome != "ok" and not any(creation.end < o.start for o in settled):
+                return []
+    return [Violation("vanished", f"nothing had just created what is empty: {seen}")]
+
+
+def _check_zones(zones: Sequence[_Zone]) -> list[Violation]:
+    violations = []
+    held = sorted((z for z in zones if z.fixed < z.seen), key=lambda z: z.fixed)
+    longest: _Zone | None = None
+    for zone in held:
+        if longest is not None and zone.fixed < longest.seen:
+            violations.append(_conflict(longest, zone))
+        if longest is None or zone.seen > longest.seen:
+            longest = zone
+    starts = [zone.fixed for zone in held]
+    for zone in zones:
+        if zone.fixed < zone.seen:
+            continue
+        i = bisect.bisect_left(starts, zone.seen)
+        if i and zone.fixed < held[i - 1].seen:
+            violations.append(_conflict(held[i - 1], zone))
+    return violations
+
+
+def _conflict(held: _Zone, other: _Zone) -> Violation:
+    """`held` was there before and after something of `other`."""
+    if other.first.kind == "unlink":
+        kind = "resurrected"
+    elif other.first.outcome == "absent" or other.first.value == EMPTY:
+        kind = "vanished"
+    elif other.first.kind == "read":
+        kind = "back"
+    else:
+        kind = "stale"
+    text = f"{held.first}\n{held.last}\nwith this in between: {other.first}"
+    return Violation(kind, text)
+
+
+# -- workers ------------------------------------------------------------------------------------
+
+
+class Worker:
+    """One process's work on one mount. Only `writes` of its names may be opened for writing, so that
+    no two processes of a host write one file at a time: they would share a working copy."""
+
+    def __init__(
+        self,
+        *,
+        worker: int,
+        workers: int,
+        host: str,
+        directory: str,
+        names: Sequence[str],
+        writes: Sequence[str],
+        seed: int,
+        log: str,
+        pause_s: float,
+        largest_bytes: int = LARGEST_BYTES,
+        operations: int | None = None,
+        final: bool = False,
+    ) -> None:
+        self._worker = worker
+        self._workers = workers
+        self._host = host
+        self._directory = directory
+        self._names = names
+        self._writes = writes
+        self._random = random.Random(f"{seed} {worker}")
+        self._log = open(log, "w", buffering=1)  # noqa: SIM115 (as long as the process)
+        self._pause_s = pause_s
+        self._largest_bytes = largest_bytes
+        self._final = final
+        self._limit = math.inf if operations is None else operations
+        self._number = 0
+        self._tiny: dict[tuple[str, int], int] = defaultdict(int)
+        self._folder: int | None = None
+        self._leftovers: list[str] = []
+
+    def run(self) -> None:
+        """Work until standard input ends, or `operations` are done; `final`: read each name once."""
+        for path in self._names if self._final else ():
+            self._number += 1
+            self._read(path)
+        while not self._final and self._number < self._limit and not self._told_to_stop():
+            self._number += 1
+            if not self._writes or self._random.random() < 0.25:
+                self._read(self._random.choice(self._names))
+            else:
+                path = self._random.choice(self._writes)
+                kinds: list[Kind] = ["write", "replace", "unlink", "create"]
+                self._change(self._random.choices(kinds, (50, 25, 15, 10))[0], path)
+        self._log.close()
+
+    def _told_to_stop(self) -> bool:
+        pause_s = self._random.uniform(0, self._pause_s)
+        return bool(select.select([sys.stdin], [], [], pause_s)[0])
+
+    def _read(self, path: str) -> None:
+        operation = self._begin("read", path, None)
+        try:
+            start = time.monotonic_ns()
+            fd = self._open(path, os.O_RDONLY)
+            end = time.monotonic_ns()
+            operation = replace(operation, start=start)
+            try:
+                value = value_of(self._read_whole(fd))
+                self._end(operation, "ok", end=end, value=value)
+            finally:
+                os.close(fd)
+        except ValueError as error:
+            self._end(operation, "torn", detail=str(error))
+        except OSError as error:
+            self._fail(operation, error)
+
+    def _read_whole(self, fd: int) -> bytes:
+        content = b"".join(iter(lambda: os.read(fd, 1 << 20), b""))
+        if content and self._random.random() < 0.2:
+            time.sleep(self._random.uniform(0, 0.05))
+            offset = self._random.randrange(len(content))
+            if os.pread(fd, PAGE_BYTES, offset) != content[offset : offset + PAGE_BYTES]:
+                raise ValueError("another content in a file that stayed open")
+        return content
+
+    def _change(self, kind: Kind, path: str) -> None:
+        content = b"" if kind == "unlink" else self._content(path)
+        value = None if kind == "unlink" else value_of(content)
+        operation = self._begin(kind, path, value)
+        try:
+            if kind == "unlink":
+                folder = self._open_folder()
+                start = time.monotonic_ns()
+                os.unlink(path, dir_fd=folder)
+            elif kind == "replace":
+                folder = self._open_folder()
+                self._remove_leftovers(folder)
+                new = f".new-{self._worker}-{self._number}"
+                self._leftovers.append(new)
+                self._write(new, content, os.O_CREAT | os.O_EXCL)
+                start = time.monotonic_ns()
+                operation = replace(operation, start=start)
+                os.rename(new, path, src_dir_fd=folder, dst_dir_fd=folder)
+                self._leftovers.remove(new)
+            else:
+                start = self._write(path, content, os.O_CREAT | self._flag(kind))
+            self._end(replace(operation, start=start), "ok")
+        except OSError as error:
+            self._fail(operation, error)
+
+    def _remove_leftovers(self, folder: int) -> None:
+        # Each has a name of its own: a rename that failed may still be carried out.
+        while self._leftovers:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._leftovers[-1], dir_fd=folder)
+            self._leftovers.pop()
+
+    def _flag(self, kind: Kind) -> int:
+        return os.O_EXCL if kind == "create" else os.O_TRUNC
+
+    def _write(self, path: str, content: bytes, flags: int) -> int:
+        """When close() was called, which publishes it."""
+        fd = self._open(path, os.O_WRONLY | flags)
+        try:
+            view = memoryview(content)
+            while view:
+                view = view[os.write(fd, view[: 1 << 20]) :]
+        except BaseException:
+            # What is closed here is published: part of a content that this reports as failed.
+            with contextlib.suppress(OSError):
+                os.setxattr(fd, "user.irdmafs.discard", b"")
+            os.close(fd)
+            raise
+        start = time.monotonic_ns()
+        os.close(fd)
+        return start
+
+    def _content(self, path: str) -> bytes:
+        size = int(math.exp(self._random.uniform(0, math.log(self._largest_bytes))))
+        if size < _HEADER.size:
+            count = self._tiny[path, size]
+            self._tiny[path, size] += 1
+            content = tiny_content(self._worker, self._workers, count, size)
+            if content is not None:
+                return content
+            size = _HEADER.size
+        return content_of(self._worker, self._number, size)
+
+    # While nothing is mounted the mountpoint is an empty directory. The folder in between tells an
+    # absent name from an absent filesystem.
+
+    def _open_folder(self) -> int:
+        if self._folder is None:
+            try:
+                self._folder = os.open(self._directory, os.O_PATH | os.O_DIRECTORY)
+            except FileNotFoundError:
+                raise OSError(errno.ENOTCONN, "nothing is mounted") from None
+        return self._folder
+
+    def _open(self, path: str, flags: int) -> int:
+        return os.open(path, flags, 0o644, dir_fd=self._open_folder())
+
+    def _begin(self, kind: Kind, path: str, value: str | None) -> Operation:
+        now = time.monotonic_ns()
+        operation = Operation(
+            *(self._worker, self._number, self._host, kind, path, now, now, math.inf, "unknown"),
+            value=value,
+            final=self._final,
+        )
+        self._record(operation)
+        return operation
+
+    def _end(self, operation: Operation, outcome: Outcome, **changes: Any) -> None:
+        changes = {"end": time.monotonic_ns()} | changes
+        self._record(replace(operation, outcome=outcome, **changes))
+
+    def _fail(self, operation: Operation, error: OSError) -> None:
+        if error.errno == errno.ENOENT and operation.kind in ("read", "unlink"):
+            self._end(operation, "absent")
+        elif error.errno == errno.EEXIST and operation.kind == "create":
+            self._end(operation, "exists")
+        else:
+            code = errno.errorcode.get(error.errno or 0, str(error))
+            self._end(operation, "failed", detail=code)
+            if error.errno in (errno.ENOTCONN, errno.ECONNABORTED, errno.ESTALE, errno.ENOENT):
+                if self._folder is not None:
+                    os.close(self._folder)
+                self._folder = None
+            time.sleep(RETRY_S)
+
+    def _record(self, operation: Operation) -> None:
+        self._log.write(json.dumps(asdict(operation)) + "\n")
+
+
+class Workers:
+    """`writers` and `readers` processes for each mounted directory. A context manager.
+
+    mounts: host name -> directory on its mount, which exists. logs: a directory for what they did.
+    """
+
+    def __init__(
+        self,
+        mounts: dict[str, Path],
+        logs: Path,
+        *,
+        seed: int,
+        names: int = 12,
+        writers: int = 1,
+        readers: int = 1,
+        pause_s: float = 0.02,
+        largest_bytes: int = LARGEST_BYTES,
+        operations: int | None = None,
+    ) -> None:
+        """`operations`: how many each does; None: until `stop`."""
+        logs.mkdir(exist_ok=True)
+        self._names = [f"file{i}" for i in range(names)]
+        self._mounts = mounts
+        self._logs = logs
+        self._seed = seed
+        self._largest_bytes = largest_bytes
+        self._processes: list[subprocess.Popen[bytes]] = []
+        each = writers + readers
+        self._workers = each * len(mounts)
+        for place, (host, directory) in enumerate(mounts.items()):
+            for i in range(each):
+                self._start(
+                    worker=place * each + i,
+                    host=host,
+                    directory=str(directory),
+                    writes=self._names[i::writers] if i < writers else [],
+                    pause_s=pause_s,
+                    operations=operations,
+                )
+
+    def _start(self, worker: int, **arguments: Any) -> None:
+        arguments |= {
+            "worker": worker,
+            "workers": self._workers,
+            "names": self._names,
+            "seed": self._seed,
+            "log": str(self._logs / f"worker{worker}.jsonl"),
+            "largest_bytes": self._largest_bytes,
+        }
+        command = [sys.executable, __file__, json.dumps(arguments)]
+        self._processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, cwd="/"))
+
+    def stop(self, within_s: float = STOP_TIMEOUT_S) -> None:
+        """Let everyone finish what it does. Raises TimeoutError if someone cannot."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        self.wait(within_s)
+
+    def wait(self, within_s: float = STOP_TIMEOUT_S) -> None:
+        """Until everyone is done. Raises TimeoutError."""
+        deadline = time.monotonic() + within_s
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                unfinished = [o for o in self.operations() if o.outcome == "unknown"]
+                lines = "\n".join(map(str, unfinished))
+                raise TimeoutError(f"still busy after {within_s} s:\n{lines}") from None
+            assert process.returncode == 0, f"a worker ended with {process.returncode}"
+
+    def final_reads(self, within_s: float = STOP_TIMEOUT_S) -> None:
+        """Read every name on every mount, after everything. Raises TimeoutError."""
+        for i, (host, directory) in enumerate(self._mounts.items()):
+            self._start(
+                worker=self._workers + i,
+                host=host,
+                directory=str(directory),
+                writes=[],
+                pause_s=0,
+                final=True,
+            )
+        self.stop(within_s)
+
+    def operations(self) -> list[Operation]:
+        """What was recorded so far, the newest record of each operation, in the order they began."""
+        found: dict[tuple[int, int], Operation] = {}
+        for log in self._logs.glob("*.jsonl"):
+            with log.open() as lines:
+                for line in lines:
+                    # The last line may be being written.
+                    with contextlib.suppress(json.JSONDecodeError):
+                        operation = Operation(**json.loads(line))
+                        found[operation.worker, operation.number] = operation
+        return sorted(found.values(), key=lambda o: o.began)
+
+    def close(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            if process.stdin is not None:
+                process.stdin.close()
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+
+if __name__ == "__main__":
+    Worker(**json.loads(sys.argv[1])).run()

@@ -1,0 +1,462 @@
+"""What a store node frees and what it keeps: extents against the records that etcd tells it of."""
+
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+
+import pytest
+from irdmafs.backend.kv import Event, KeyValue
+from irdmafs.backend.membership import Groups
+from irdmafs.backend.namespace import Inode
+from irdmafs.backend.placement import group_of
+from irdmafs.backend.records import GroupConfig, Layout, MountRecord, encode, group_key, key_of
+from irdmafs.backend.server import catalog as catalog_module
+from irdmafs.backend.server.catalog import Catalog
+from irdmafs.backend.server.files import Files
+from irdmafs.backend.transport import Extent
+
+BUCKETS = 16
+STRIPE_BYTES = 1000
+MOUNT = encode(MountRecord("host", "/mnt", 1, "0"))
+
+
+class World:
+    """A node's store and catalog, and the records in etcd, which `put` and `delete` change."""
+
+    def __init__(self, files: Files) -> None:
+        self.files = files
+        self.records: dict[bytes, tuple[bytes, int]] = {}
+        self.revision = 100
+        self.groups = Groups()
+        self.catalog = Catalog(files, self.groups, BUCKETS)
+        for bucket in range(BUCKETS):
+            self.configure(2 << 16 | bucket, files.node, 7)
+        self.reload()
+        self.catalog.begin()
+
+    def change(self, *changes: tuple[bytes, bytes | None]) -> int:
+        """One transaction."""
+        self.revision += 1
+        events = []
+        for key, value in changes:
+            if value is None:
+                del self.records[key]
+            else:
+                self.records[key] = value, self.revision
+            events.append(Event(self.revision, key, value))
+        for consumer in (self.groups, self.catalog):
+            mine = [event for event in events if event.key.startswith(consumer.prefixes)]
+            if mine:
+                consumer.apply(self.revision, mine)
+        return self.revision
+
+    def reload(self) -> None:
+        """The watch lost events: everything is read anew."""
+        records = [
+            KeyValue(key, value, revision)
+            for key, (value, revision) in sorted(self.records.items())
+        ]
+        for consumer in (self.groups, self.catalog):
+            consumer.load(
+                [record for record in records if record.key.startswith(consumer.prefixes)],
+                self.revision,
+            )
+
+    def restart(self) -> None:
+        """Another process on the same store."""
+        self.groups = Groups()
+        self.catalog = Catalog(self.files, self.groups, BUCKETS)
+        self.reload()
+        self.catalog.begin()
+
+    # -- records
+
+    def session(self, lease: int) -> int:
+        return self.change((key_of(b"m", lease), MOUNT))
+
+    def end_session(self, lease: int) -> None:
+        self.change((key_of(b"m", lease), None))
+
+    def configure(self, group: int, *in_sync: int) -> None:
+        self.revision += 1
+        self.records[group_key(group)] = encode(GroupConfig(1, in_sync)), self.revision
+        self.groups.apply(
+            self.revision,
+            [Event(self.revision, group_key(group), self.records[group_key(group)][0])],
+        )
+
+    def name(self, ino: int, content: int, size: int, layout: Layout) -> None:
+        self.change((key_of(b"i", ino), record(ino, content, size, layout)))
+
+    def delete(self, ino: int) -> None:
+        self.change((key_of(b"i", ino), None))
+
+    def pin(self, content: int, lease: int) -> None:
+        self.change((key_of(b"p", content, lease), b""))
+
+    def unpin(self, content: int, lease: int) -> None:
+        self.change((key_of(b"p", content, lease), None))
+
+    # -- extents
+
+    def keep(self, content: int, stripe: int = 0, size: int = 100) -> Extent:
+        extent = Extent(content, stripe)
+        incoming = self.files.create(size)
+        self.files.seal(incoming, extent)
+        os.close(incoming.fd)
+        self.catalog.sealed(extent)
+        return extent
+
+    def has(self, content: int, stripe: int = 0) -> bool:
+        return Extent(content, stripe) in self.files
+
+
+def record(ino: int, content: int, size: int, layout: Layout) -> bytes:
+    inode = Inode(ino, 0o100644, 0, 0, 0)
+    inode.extent, inode.size, inode.layout, inode.version = content, size, layout, 1
+    return inode.encode()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    directory = tempfile.mkdtemp(prefix="irdmafs-catalog-", dir="/dev/shm")
+    with Files(f"{directory}/store") as files:
+        yield World(files)
+    shutil.rmtree(directory)
+
+
+def one_stripe(seed: int = 0) -> Layout:
+    return Layout(2, 0, seed)
+
+
+def test_an_extent_waits_for_its_name_as_long_as_its_session_lives(world: World) -> None:
+    session = world.session(5)
+    world.keep(session << 24 | 1)
+    world.keep(session << 24 | 2)
+    assert world.catalog.pending_extents == 2
+    world.name(9, session << 24 | 1, 100, one_stripe())
+    assert world.catalog.pending_extents == 1
+    world.end_session(5)
+    assert world.has(session << 24 | 1)
+    assert not world.has(session << 24 | 2)
+
+
+def test_a_superseded_and_a_deleted_content_is_freed(world: World) -> None:
+    content = world.session(5) << 24
+    for number in (1, 2):
+        world.keep(content + number)
+        world.name(9, content + number, 100, one_stripe())
+    assert not world.has(content + 1)
+    assert world.has(content + 2)
+    world.delete(9)
+    assert not world.has(content + 2)
+    assert world.catalog.freed_extents == 2
+
+
+def test_changing_a_files_attributes_frees_nothing(world: World) -> None:
+    content = world.session(5) << 24 | 1
+    world.keep(content)
+    world.name(9, content, 100, one_stripe())
+    world.name(9, content, 100, one_stripe())
+    assert world.has(content)
+    assert world.catalog.bytes_by_group == {2 << 16: 100}
+
+
+def test_a_content_may_change_hands_in_one_transaction(world: World) -> None:
+    content = world.session(5) << 24 | 1
+    world.keep(content)
+    world.name(9, content, 100, one_stripe())
+    world.change(
+        (key_of(b"i", 9), None), (key_of(b"i", 10), record(10, content, 100, one_stripe()))
+    )
+    assert world.has(content)
+    world.change((key_of(b"i", 3), record(3, content, 100, one_stripe())), (key_of(b"i", 10), None))
+    assert world.has(content)
+    world.delete(3)
+    assert not world.has(content)
+
+
+def test_a_pinned_content_stays_until_the_last_pin_goes(world: World) -> None:
+    content = world.session(5) << 24 | 1
+    world.keep(content)
+    world.name(9, content, 100, one_stripe())
+    world.pin(content, 5)
+    world.pin(content, 6)
+    world.delete(9)
+    world.unpin(content, 5)
+    assert world.has(content)
+    world.restart()
+    assert world.has(content)
+    world.unpin(content, 6)
+    assert not world.has(content)
+
+
+def test_a_pin_on_a_named_content_frees_nothing_when_it_goes(world: World) -> None:
+    content = world.session(5) << 24 | 1
+    world.keep(content)
+    world.name(9, content, 100, one_stripe())
+    world.pin(content, 5)
+    world.unpin(content, 5)
+    assert world.has(content)
+
+
+def test_what_its_writer_gives_up_is_freed_even_if_it_arrives_later(world: World) -> None:
+    content = world.session(5) << 24 | 1
+    world.keep(content)
+    world.catalog.give_up(content)
+    assert not world.has(content)
+    world.keep(content, 1)
+    assert not world.has(content, 1)
+    assert not world.catalog.may_store(content)
+
+
+def test_giving_up_what_was_published_does_nothing(world: World) -> None:
+    content = world.session(5) << 24 | 1
+    world.keep(content)
+    world.name(9, content, 100, one_stripe())
+    world.catalog.give_up(content)
+    assert world.has(content)
+    world.reload()
+    assert world.has(content)
+
+
+def test_an_extent_that_arrives_after_its_content_came_and_went_is_freed(world: World) -> None:
+    content = world.session(5) << 24 | 1
+    world.name(9, content, 100, one_stripe())
+    world.delete(9)
+    world.keep(content)
+    assert not world.has(content)
+
+
+def test_extents_of_a_group_that_was_left_go_when_nobody_wants_them_here(world: World) -> None:
+    content = world.session(5) << 24 | 1
+    world.keep(content)
+    world.name(9, content, 100, one_stripe())
+    world.configure(2 << 16, 7, 8)
+    world.catalog.tidy(time.monotonic())
+    assert world.has(content), "the node may be back in a moment"
+    world.catalog.wanted = lambda group: False
+    world.catalog.tidy(time.monotonic())
+    assert not world.has(content)
+
+
+def test_extents_of_a_group_that_was_left_go_in_time_or_for_room(world: World) -> None:
+    content = world.session(5) << 24
+    for number in (1, 2):
+        world.keep(content + number)
+        world.name(number, content + number, 100, one_stripe(number))
+    world.configure(2 << 16 | 1, 7, 8)
+    world.catalog.tidy(time.monotonic() + 3600)
+    assert not world.has(content + 1)
+    world.configure(2 << 16 | 2, 7, 8)
+    world.catalog.make_room()
+    assert not world.has(content + 2)
+
+
+def test_a_node_that_comes_back_to_a_group_keeps_what_it_had(world: World) -> None:
+    content = world.session(5) << 24 | 1
+    world.keep(content)
+    world.name(9, content, 100, one_stripe())
+    world.configure(2 << 16, 7, 8)
+    world.configure(2 << 16, 7, world.files.node)
+    world.catalog.wanted = lambda group: False
+    world.catalog.tidy(time.monotonic() + 3600)
+    world.catalog.make_room()
+    assert world.has(content)
+
+
+def test_what_is_missing_is_named_by_group(world: World) -> None:
+    content = world.session(5) << 24 | 1
+    layout = Layout(2, STRIPE_BYTES, 3)
+    size = 100 * STRIPE_BYTES - 1
+    for stripe in range(0, 100, 2):
+        world.keep(content, stripe, layout.span(size, stripe)[1])
+    world.name(9, content, size, layout)
+    found = {}
+    for bucket in range(BUCKETS):
+        group = 2 << 16 | bucket
+        missing = world.catalog.missing(group)
+        assert all(group_of(layout, extent.stripe, BUCKETS) == group for extent, _ in missing)
+        assert all(world.catalog.is_missing(extent) for extent, _ in missing)
+        found.update(dict(missing))
+        assert world.catalog.bytes_by_group[group] == sum(
+            layout.span(size, stripe)[1]
+            for stripe in range(100)
+            if group_of(layout, stripe, BUCKETS) == group
+        )
+    assert found == {
+        Extent(content, stripe): layout.span(size, stripe)[1] for stripe in range(1, 100, 2)
+    }
+    assert not world.catalog.is_missing(Extent(content, 0))
+    assert not world.catalog.is_missing(Extent(content, 101))
+    assert not world.catalog.is_missing(Extent(content + 1, 0))
+
+
+def test_an_extent_of_a_wrong_size_counts_as_missing(world: World) -> None:
+    content = world.session(5) << 24 | 1
+    world.name(9, content, 100, one_stripe())
+    world.keep(content, size=99)
+    assert not world.has(content)
+    assert world.catalog.missing(2 << 16) == [(Extent(content, 0), 100)]
+
+
+def test_files_of_an_embedded_store_and_directories_name_nothing_here(world: World) -> None:
+    content = world.session(5) << 24 | 1
+    world.keep(content)
+    world.name(9, content, 100, Layout())
+    world.name(10, 0, 0, one_stripe())
+    world.end_session(5)
+    assert not world.has(content)
+
+
+def test_a_damaged_record_frees_nothing(world: World) -> None:
+    content = world.session(5) << 24 | 1
+    world.keep(content)
+    world.name(9, content, 100, one_stripe())
+    world.change((key_of(b"i", 9), b"\xff damaged"))
+    assert world.has(content)
+
+
+def test_a_restart_frees_what_nothing_can_name_and_keeps_the_rest(world: World) -> None:
+    ended, open_ = world.session(5), world.session(6)
+    named, lost, pending = ended << 24 | 1, ended << 24 | 2, open_ << 24 | 1
+    world.name(9, named, 100, one_stripe())
+    del world.records[key_of(b"m", 5)]
+    for content in (named, lost, pending):
+        extent = Extent(content, 0)
+        incoming = world.files.create(100)
+        world.files.seal(incoming, extent)
+        os.close(incoming.fd)
+    world.restart()
+    assert world.has(named)
+    assert world.has(pending)
+    assert not world.has(lost)
+    world.end_session(6)
+    assert not world.has(pending)
+
+
+def test_what_was_superseded_while_the_node_was_down_is_not_taken_for_pending(
+    world: World,
+) -> None:
+    content = world.session(5) << 24
+    world.keep(content + 1)
+    world.name(9, content + 1, 100, one_stripe())
+    world.records[key_of(b"i", 9)] = record(9, content + 2, 100, one_stripe()), world.revision
+    with_a_scan_of_the_directory = Files(world.files.directory)
+    world.files.__exit__(None, None, None)
+    with with_a_scan_of_the_directory as files:
+        world.files = files
+        world.restart()
+        assert not world.has(content + 1)
+    world.files.__enter__()
+
+
+def test_nothing_is_freed_before_the_records_are_known(world: World) -> None:
+    content = world.session(5) << 24 | 1
+    world.keep(content)
+    fresh = Catalog(world.files, Groups(), BUCKETS)
+    fresh.sealed(Extent(content, 0))
+    assert world.has(content)
+
+
+def test_working_copies_of_dead_mounts_go_and_those_of_live_ones_stay(world: World) -> None:
+    dead, alive = world.session(5), world.session(6)
+    world.end_session(5)
+    names = [f"{session << 24 | 1:x}" for session in (dead, alive, world.revision + 10)]
+    for name in names:
+        with open(f"{world.files.directory}/incoming/{name}", "wb"):
+            pass
+    incoming = world.files.create(10)
+    world.catalog.tidy(time.monotonic())
+    assert sorted(world.files.working_copies()) == sorted(names[1:])
+    assert os.path.exists(f"{world.files.directory}/incoming/{incoming.name}")
+    os.close(incoming.fd)
+
+
+def test_what_is_remembered_of_gone_contents_is_limited(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog_module, "_REMEMBERED_GONE", 10)
+    content = world.session(5) << 24
+    for number in range(1, 31):
+        world.catalog.give_up(content + number)
+    assert not world.catalog.may_store(content + 30)
+    assert not world.catalog.may_store(content + 21)
+    assert world.catalog.may_store(content + 20)
+
+
+def test_random_histories_lose_nothing_and_leak_nothing(world: World) -> None:
+    seed = random.SystemRandom().randrange(1 << 32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    sessions: dict[int, int] = {}
+    number = 0
+    named: dict[int, tuple[int, int, Layout]] = {}
+    pins: set[tuple[int, int]] = set()
+    pending: set[int] = set()
+    stripes: dict[int, int] = {}
+    lease = 0
+
+    def expected() -> set[Extent]:
+        contents = {content for content, _, _ in named.values()}
+        contents |= {content for content, _ in pins if content in stripes}
+        contents |= {c for c in pending if c >> 24 in sessions.values()}
+        return {Extent(c, s) for c in contents for s in range(stripes[c])}
+
+    for _ in range(1500):
+        match rng.randrange(9):
+            case 0:
+                lease += 1
+                sessions[lease] = world.session(lease)
+            case 1 if sessions and rng.random() < 0.3:
+                ended = rng.choice(sorted(sessions))
+                pending -= {c for c in pending if c >> 24 == sessions[ended]}
+                del sessions[ended]
+                world.end_session(ended)
+            case 2 | 3 if sessions:
+                number += 1
+                content = rng.choice(sorted(sessions.values())) << 24 | number
+                layout = Layout(2, rng.choice((0, STRIPE_BYTES)), rng.randrange(1 << 64))
+                size = rng.randrange(1, 5 * STRIPE_BYTES)
+                stripes[content] = layout.stripes(size)
+                for stripe in range(layout.stripes(size)):
+                    world.keep(content, stripe, layout.span(size, stripe)[1])
+                if rng.random() < 0.7:
+                    ino = rng.randrange(30)
+                    named[ino] = content, size, layout
+                    world.name(ino, content, size, layout)
+                else:
+                    pending.add(content)
+            case 4 if named:
+                ino = rng.choice(sorted(named))
+                del named[ino]
+                world.delete(ino)
+            case 5 if named:
+                content = rng.choice(sorted(named.values()))[0]
+                if (content, lease) not in pins:
+                    pins.add((content, lease))
+                    world.pin(content, lease)
+            case 6 if pins:
+                pin = rng.choice(sorted(pins))
+                pins.remove(pin)
+                world.unpin(*pin)
+            case 7 if pending:
+                content = rng.choice(sorted(pending))
+                pending.remove(content)
+                world.catalog.give_up(content)
+            case 8 if rng.random() < 0.1:
+                if rng.random() < 0.5:
+                    world.reload()
+                else:
+                    world.restart()
+        world.catalog.tidy(time.monotonic())
+        assert set(world.files) == expected(), f"seed {seed}"
+        assert sum(world.catalog.bytes_by_group.values()) == sum(s for _, s, _ in named.values())
+        for bucket in range(BUCKETS):
+            assert not world.catalog.missing(2 << 16 | bucket)
+    world.files.reap()
+    on_disk = os.listdir(f"{world.files.directory}/extents")
+    assert len(on_disk) == len(world.files)

@@ -1,0 +1,684 @@
+"""Store nodes as processes (`irdmafs serve`), a real etcd, and a mount's side of the conversation.
+
+What is written goes through real connections, what is published through real transactions.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+from etcd_server import EtcdServer, etcd
+from irdmafs.backend.kv import Conflict, Put
+from irdmafs.backend.kv.etcd import EtcdEngine
+from irdmafs.backend.membership import MOUNT, Groups, Members, Session
+from irdmafs.backend.namespace import ROOT_INO, Inode, Namespace
+from irdmafs.backend.placement import group_of
+from irdmafs.backend.records import (
+    SETTINGS_KEY,
+    Layout,
+    MountRecord,
+    Settings,
+    encode,
+    group_key,
+    key_of,
+)
+from irdmafs.backend.replica import Replica
+from irdmafs.backend.transport import Extent, Fenced, Target, Unreachable
+from irdmafs.backend.transport.peers import Peers
+
+__all__ = ["etcd"]
+
+BUCKETS = 8
+TTL_S = 4
+START_TIMEOUT_S = 30.0
+LARGE = 3 << 20
+
+
+class ServedNode:
+    """`irdmafs serve STORE` in the foreground."""
+
+    def __init__(self, etcd: EtcdServer, cluster: str, store: Path, *arguments: str) -> None:
+        self.store = store
+        self._log = store.parent / f"{store.name}.log"
+        self._command = [
+            sys.executable, "-m", "irdmafs", "serve", str(store), "-f", "--name", cluster,
+            "--etcd", ",".join(etcd.endpoints), *arguments,
+        ]  # fmt: skip
+        self._popen: subprocess.Popen[str] | None = None
+
+    def spawn(self) -> None:
+        with self._log.open("ab") as log:
+            self._popen = subprocess.Popen(
+                self._command, stdout=subprocess.PIPE, stderr=log, text=True, cwd="/"
+            )
+
+    def start(self) -> None:
+        """Returns when it says that it serves."""
+        self.spawn()
+        assert self._popen is not None
+        assert self._popen.stdout is not None
+        line = self._popen.stdout.readline()
+        assert "is served" in line, self.log
+
+    def wait_for_store(self) -> bool:
+        """Wait until it has its store open."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if (self.store / "node.json").exists():
+                return True
+            time.sleep(0.02)
+        return False
+
+    def refuse(self) -> str:
+        """Start what must not start; what it says about it."""
+        done = subprocess.run(
+            self._command, capture_output=True, text=True, cwd="/", timeout=START_TIMEOUT_S
+        )
+        assert done.returncode != 0
+        return done.stderr
+
+    @property
+    def pid(self) -> int:
+        assert self._popen is not None
+        return self._popen.pid
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    @property
+    def id(self) -> int:
+        return int(json.loads((self.store / "node.json").read_text())["id"], 16)
+
+    def extents(self) -> set[Extent]:
+        names = (path.name.split(".") for path in (self.store / "extents").iterdir())
+        return {Extent(int(content, 16), int(stripe, 16)) for content, stripe in names}
+
+    def signal(self, number: int) -> None:
+        assert self._popen is not None
+        self._popen.send_signal(number)
+
+    def kill9(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.wait()
+
+    def terminate(self) -> int:
+        self.signal(signal.SIGTERM)
+        return self.wait()
+
+    def wait(self) -> int:
+        assert self._popen is not None
+        assert self._popen.stdout is not None
+        code = self._popen.wait(START_TIMEOUT_S)
+        self._popen.stdout.close()
+        return code
+
+    def close(self) -> None:
+        if self._popen is not None and self._popen.poll() is None:
+            self.kill9()
+
+
+class Place:
+    """A cluster's name, directories, and the nodes that were made in it."""
+
+    def __init__(self, etcd: EtcdServer, replicas: int = 2) -> None:
+        self.etcd = etcd
+        self.directory = Path(tempfile.mkdtemp(prefix="irdmafs-serve-", dir="/dev/shm"))
+        self.name = self.directory.name
+        self.settings = Settings(1, self.name, replicas, BUCKETS, 0, TTL_S)
+        self.nodes: list[ServedNode] = []
+
+    @property
+    def prefix(self) -> bytes:
+        return f"/irdmafs/{self.name}/".encode()
+
+    def add(self, *arguments: str, store: Path | None = None, start: bool = True) -> ServedNode:
+        store = store or self.directory / f"store{len(self.nodes)}"
+        node = ServedNode(self.etcd, self.name, store, *arguments)
+        self.nodes.append(node)
+        if start:
+            node.start()
+        return node
+
+    async def found(self) -> None:
+        async with EtcdEngine(self.etcd.endpoints, self.prefix) as engine:
+            await engine.transact((), [Put(SETTINGS_KEY, encode(self.settings))])
+
+    def close(self) -> None:
+        for node in self.nodes:
+            node.close()
+        shutil.rmtree(self.directory)
+
+
+class Writer:
+    """A mount without a mountpoint."""
+
+    def __init__(self, place: Place, engine: EtcdEngine) -> None:
+        self.place = place
+        self.engine = engine
+        self.members = Members()
+        self.groups = Groups()
+        self.namespace = Namespace(engine)
+        self.replica = Replica(engine, (self.members, self.groups, self.namespace))
+        self.namespace.hub = self.replica
+        record = MountRecord("test", "/mnt", os.getpid(), "0")
+        self.session = Session(engine, MOUNT, record, TTL_S)
+        self.members.attach(self.session)
+        self.peers: Peers
+        self._number = 0
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for something that the replica will tell."""
+        with trio.fail_after(START_TIMEOUT_S):
+            while not condition():
+                with trio.move_on_after(0.1):  # disks and processes tell nobody
+                    await self.members.changed()
+
+    def content(self) -> int:
+        self._number += 1
+        return self.session.number << 24 | self._number
+
+    def layout(self, seed: int = 0) -> Layout:
+        return Layout(self.place.settings.replicas, 0, seed + 1)
+
+    def group(self, layout: Layout) -> int:
+        return group_of(layout, 0, BUCKETS)
+
+    def target(self, layout: Layout) -> tuple[int, Target]:
+        """The first node to send to, and what to tell it."""
+        group = self.group(layout)
+        found = self.groups.get(group)
+        assert found is not None
+        config, revision = found
+        return config.members[0], Target(group, revision, config.members[1:])
+
+    async def put(self, content: int, data: bytes, layout: Layout) -> None:
+        node, target = self.target(layout)
+        await self.peers.device(node).put(Extent(content, 0), target, data)
+
+    async def write(self, content: int, data: bytes, layout: Layout) -> None:
+        node, target = self.target(layout)
+        fd = os.memfd_create("data", os.MFD_CLOEXEC)
+        try:
+            os.write(fd, data)
+            await self.peers.device(node).write(Extent(content, 0), target, fd, 0, len(data))
+        finally:
+            os.close(fd)
+
+    async def create(self, name: bytes, layout: Layout) -> Inode:
+        mode = stat.S_IFREG | 0o644
+        return await self.namespace.create(ROOT_INO, name, mode, 0, 0, layout=layout)
+
+    async def commit(self, ino: int, content: int, size: int, layout: Layout) -> Inode:
+        group = self.group(layout)
+        found = self.groups.get(group)
+        assert found is not None
+        guards = [(group_key(group), found[1]), self.session.compare()]
+        return await self.namespace.publish(
+            ino, content, size, 8, time.time_ns(), layout=layout, guards=guards
+        )
+
+    async def publish(self, name: bytes, data: bytes, seed: int = 0) -> int:
+        """The content number of a new version of a file in the root directory."""
+        layout = self.layout(seed)
+        inode = self.namespace.lookup(ROOT_INO, name) or await self.create(name, layout)
+        while True:
+            content = self.content()
+            try:
+                await (self.put if len(data) <= 1 << 16 else self.write)(content, data, layout)
+                await self.commit(inode.ino, content, len(data), layout)
+                return content
+            except (Fenced, Conflict, Unreachable):
+                with trio.move_on_after(0.2):
+                    await self.groups.changed()
+                await self.replica.barrier()
+
+    async def read(self, node: int, content: int, size: int) -> bytes:
+        fd = os.memfd_create("data", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, size)
+            await self.peers.device(node).read(Extent(content, 0), 0, fd, 0, size)
+            return os.pread(fd, size, 0)
+        finally:
+            os.close(fd)
+
+    def in_sync(self, seed: int = 0) -> tuple[int, ...]:
+        found = self.groups.get(self.group(self.layout(seed)))
+        return found[0].in_sync if found else ()
+
+    async def ensure_groups(self) -> None:
+        replicas = self.place.settings.replicas
+        await self.groups.ensure(
+            self.engine, replicas, self.place.settings, self.members.placement().target
+        )
+
+
+@asynccontextmanager
+async def writing(place: Place) -> AsyncIterator[Writer]:
+    async with (
+        EtcdEngine(place.etcd.endpoints, place.prefix) as engine,
+        trio.open_nursery() as nursery,
+    ):
+        writer = Writer(place, engine)
+        await writer.replica.start(nursery)
+        await nursery.start(writer.session.run)
+        await writer.namespace.ensure_root()
+        async with Peers(
+            writer.members.address,
+            credentials=None,
+            name="test",
+            role="mount",
+            session=lambda: writer.session.number,
+        ) as writer.peers:
+            yield writer
+        await writer.session.release()
+        nursery.cancel_scope.cancel()
+
+
+@pytest.fixture
+def place(etcd: EtcdServer) -> Iterator[Place]:
+    made = Place(etcd)
+    trio.run(made.found)
+    yield made
+    made.close()
+
+
+def run(place: Place, test: Callable[[Writer], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with writing(place) as writer:
+            with trio.fail_after(90):
+                await test(writer)
+
+    trio.run(main)
+
+
+# -- storing and reading ---------------------------------------------------------------------------
+
+
+def test_what_is_sent_down_a_chain_is_on_every_node_and_reads_the_same(place: Place) -> None:
+    nodes = [place.add(), place.add()]
+
+    async def test(writer: Writer) -> None:
+        await writer.ensure_groups()
+        large = os.urandom(LARGE)
+        small = await writer.publish(b"small", b"few bytes")
+        content = await writer.publish(b"large", large)
+        for node in nodes:
+            assert node.extents() == {Extent(small, 0), Extent(content, 0)}
+            assert await writer.read(node.id, content, LARGE) == large
+            got = await writer.peers.device(node.id).get(
+                [Extent(small, 0), Extent(content, 0), Extent(7, 7)], 1 << 16
+            )
+            assert got == [b"few bytes", None, None]
+
+    run(place, test)
+
+
+def test_a_working_copy_is_adopted_by_the_node_on_this_host_and_sent_on(place: Place) -> None:
+    nodes = {node.id: node for node in (place.add(), place.add())}
+
+    async def test(writer: Writer) -> None:
+        await writer.ensure_groups()
+        layout, content, data = writer.layout(), writer.content(), os.urandom(LARGE)
+        first, target = writer.target(layout)
+        path = nodes[first].store / f"incoming/{content:x}"
+        path.write_bytes(data)
+        before = path.stat().st_ino
+        await writer.peers.device(first).adopt(Extent(content, 0), target, path.name)
+        inode = await writer.create(b"name", layout)
+        await writer.commit(inode.ino, content, LARGE, layout)
+        assert not path.exists()
+        assert (nodes[first].store / f"extents/{content:x}.0").stat().st_ino == before
+        for node in nodes:
+            assert await writer.read(node, content, LARGE) == data
+
+    run(place, test)
+
+
+def test_a_node_refuses_what_is_not_its_to_store(place: Place) -> None:
+    place.add()
+    place.add()
+
+    async def test(writer: Writer) -> None:
+        await writer.ensure_groups()
+        layout = writer.layout()
+        node, target = writer.target(layout)
+        device = writer.peers.device(node)
+
+        async def refused(content: int, target: Target) -> OSError:
+            with pytest.raises(OSError) as caught:
+                await device.put(Extent(content, 0), target, b"bytes")
+            return caught.value
+
+        older = Target(target.group, target.config - 1, ())
+        assert isinstance(await refused(writer.content(), older), Fenced)
+        elsewhere = Target(5 << 16, target.config, ())
+        assert (await refused(writer.content(), elsewhere)).errno == errno.EINVAL
+        of_no_session = (writer.session.number - 1) << 24 | 1
+        assert (await refused(of_no_session, target)).errno == errno.ECANCELED
+        given_up = writer.content()
+        await device.abort(given_up)
+        assert (await refused(given_up, target)).errno == errno.ECANCELED
+        assert all(not node.extents() for node in place.nodes)
+
+    run(place, test)
+
+
+def test_a_full_store_refuses_and_keeps_what_it_has(place: Place) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    place.settings = Settings(1, place.name, 1, BUCKETS, 0, TTL_S)
+    small = place.directory / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", small], check=True)
+    try:
+        node = place.add(store=small / "store")
+
+        async def test(writer: Writer) -> None:
+            await writer.ensure_groups()
+            kept = await writer.publish(b"kept", bytes(LARGE))
+            with pytest.raises(OSError) as caught:
+                await writer.write(writer.content(), bytes(32 << 20), writer.layout())
+            assert caught.value.errno == errno.ENOSPC
+            assert node.extents() == {Extent(kept, 0)}
+            assert not list((node.store / "incoming").iterdir())
+            # What is overwritten makes room for what comes, however soon that is.
+            for _ in range(8):
+                newest = await writer.publish(b"kept", bytes(7 << 20))
+            await writer.until(lambda: node.extents() == {Extent(newest, 0)})
+
+        run(place, test)
+    finally:
+        for node in place.nodes:
+            node.close()
+        subprocess.run(["umount", small], check=True)
+
+
+# -- what goes -------------------------------------------------------------------------------------
+
+
+def test_superseded_deleted_and_abandoned_contents_go_on_every_node(place: Place) -> None:
+    nodes = [place.add(), place.add()]
+
+    async def test(writer: Writer) -> None:
+        await writer.ensure_groups()
+        layout = writer.layout()
+        await writer.publish(b"overwritten", b"first")
+        second = await writer.publish(b"overwritten", b"second")
+        await writer.publish(b"deleted", b"gone")
+        pinned = await writer.publish(b"pinned", b"still read")
+        pin = key_of(b"p", pinned, writer.session.lease)
+        await writer.engine.transact((), [Put(pin, b"", writer.session.lease)])
+        for name in (b"deleted", b"pinned"):
+            await writer.namespace.unlink(ROOT_INO, name, in_use=False)
+        given_up, unpublished = writer.content(), writer.content()
+        await writer.put(given_up, b"given up", layout)
+        await writer.put(unpublished, b"not yet", layout)
+        for node in nodes:
+            await writer.peers.device(node.id).abort(given_up)
+        left = {Extent(second, 0), Extent(pinned, 0), Extent(unpublished, 0)}
+        await writer.until(lambda: all(node.extents() == left for node in nodes))
+        # The end of the session takes its pins and what it did not publish away.
+        await writer.session.release()
+        left = {Extent(second, 0)}
+        await writer.until(lambda: all(node.extents() == left for node in nodes))
+
+    run(place, test)
+
+
+def test_attributes_and_names_do_not_touch_extents(place: Place) -> None:
+    node = place.add()
+    place.add()
+
+    async def test(writer: Writer) -> None:
+        await writer.ensure_groups()
+        content = await writer.publish(b"a", b"bytes")
+        inode = writer.namespace.lookup(ROOT_INO, b"a")
+        assert inode is not None
+        await writer.namespace.set_attributes(inode.ino, mode=0o600)
+        await writer.namespace.link(inode.ino, ROOT_INO, b"b")
+        await writer.namespace.rename(ROOT_INO, b"a", ROOT_INO, b"c", 0, in_use=False)
+        await writer.namespace.unlink(ROOT_INO, b"c", in_use=False)
+        await writer.publish(b"last", b"so that the node has seen the rest")
+        assert Extent(content, 0) in node.extents()
+        await writer.namespace.unlink(ROOT_INO, b"b", in_use=False)
+        await writer.until(lambda: Extent(content, 0) not in node.extents())
+
+    run(place, test)
+
+
+# -- ends and beginnings ---------------------------------------------------------------------------
+
+
+def test_a_killed_node_comes_back_with_what_it_had(place: Place) -> None:
+    place.settings = Settings(1, place.name, 1, BUCKETS, 0, TTL_S)
+    node = place.add()
+
+    async def test(writer: Writer) -> None:
+        await writer.ensure_groups()
+        layout = writer.layout()
+        data = os.urandom(LARGE)
+        content = await writer.publish(b"name", data)
+        pending = writer.content()
+        await writer.put(pending, b"not named yet", layout)
+        deleted = await writer.publish(b"deleted", b"bytes")
+        before = node.id
+        node.kill9()
+        await writer.namespace.unlink(ROOT_INO, b"deleted", in_use=False)
+        (node.store / "incoming/_1").write_bytes(b"half of an extent")
+        await trio.to_thread.run_sync(node.start)
+        assert node.id == before
+        assert await writer.read(before, content, LARGE) == data
+        assert node.extents() == {Extent(content, 0), Extent(pending, 0)}
+        assert Extent(deleted, 0) not in node.extents()
+        assert not (node.store / "incoming/_1").exists()
+        # What was stored before the kill can still be published, under the configuration of now.
+        inode = await writer.create(b"late", layout)
+        await writer.replica.barrier()
+        await writer.put(pending, b"not named yet", layout)
+        await writer.commit(inode.ino, pending, 13, layout)
+        await writer.publish(b"name", b"and it takes part again")
+
+    run(place, test)
+
+
+def test_a_node_that_lost_extents_gets_them_back_before_it_counts_as_in_sync(
+    place: Place,
+) -> None:
+    nodes = {node.id: node for node in (place.add(), place.add())}
+
+    async def test(writer: Writer) -> None:
+        await writer.ensure_groups()
+        data = os.urandom(LARGE)
+        content = await writer.publish(b"large", data)
+        small = await writer.publish(b"small", b"few bytes")
+        await writer.until(lambda: set(writer.in_sync()) == set(nodes))
+        node = nodes[writer.in_sync()[0]]
+        node.kill9()
+        for path in (node.store / "extents").iterdir():
+            path.unlink()
+        await trio.to_thread.run_sync(node.start)
+        await writer.replica.barrier()
+        await writer.until(
+            lambda: (
+                node.id in writer.in_sync()
+                and node.extents() == {Extent(content, 0), Extent(small, 0)}
+            )
+        )
+        assert await writer.read(node.id, content, LARGE) == data
+
+    run(place, test)
+
+
+def test_a_wiped_store_is_a_new_node(place: Place) -> None:
+    node = place.add()
+    before = node.id
+    node.terminate()
+    shutil.rmtree(node.store)
+    node.start()
+    assert node.id != before
+
+
+def test_a_stopped_node_is_gone_at_once_and_nobody_waits_for_it(place: Place) -> None:
+    nodes = {node.id: node for node in (place.add(), place.add())}
+
+    async def test(writer: Writer) -> None:
+        await writer.ensure_groups()
+        await writer.publish(b"name", b"with two replicas")
+        primary = writer.in_sync()[0]
+        stopped = nodes.pop(primary)
+        started = trio.current_time()
+        assert await trio.to_thread.run_sync(stopped.terminate) == 0
+        await writer.replica.barrier()
+        assert primary not in writer.members.nodes, "its lease was given back"
+        assert trio.current_time() - started < TTL_S, "it did not wait for the lease to expire"
+        assert writer.in_sync() == tuple(nodes)
+        await writer.publish(b"name", b"with one")
+        assert "stopping" in stopped.log
+
+    run(place, test)
+
+
+def test_the_second_signal_ends_a_node_that_waits_for_a_transfer(place: Place) -> None:
+    nodes = {node.id: node for node in (place.add(), place.add())}
+
+    async def test(writer: Writer) -> None:
+        await writer.ensure_groups()
+        layout = writer.layout()
+        first, target = writer.target(layout)
+        hung = nodes[target.chain[0]]
+        hung.signal(signal.SIGSTOP)
+
+        async def write() -> None:
+            with contextlib.suppress(OSError):
+                await writer.write(writer.content(), bytes(64 << 20), layout)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(write)
+            await writer.until(lambda: bool(list((nodes[first].store / "incoming").iterdir())))
+            nodes[first].signal(signal.SIGTERM)
+            await writer.until(lambda: nodes[first].log.count("stopping") == 1)
+            nodes[first].signal(signal.SIGTERM)
+            assert await trio.to_thread.run_sync(nodes[first].wait) == 0
+            hung.signal(signal.SIGCONT)
+
+    run(place, test)
+
+
+def test_a_signal_while_a_node_starts_ends_it(place: Place) -> None:
+    with EtcdServer() as own:
+        place.etcd = own
+        trio.run(place.found)
+        own.pause()
+        node = place.add(start=False)
+        node.spawn()
+        assert node.wait_for_store()
+        node.signal(signal.SIGTERM)
+        assert node.wait() == 0
+        own.resume()
+
+
+def test_bytes_under_way_arrive_before_a_stopped_node_goes(place: Place) -> None:
+    place.settings = Settings(1, place.name, 1, BUCKETS, 0, TTL_S)
+    node = place.add()
+
+    async def test(writer: Writer) -> None:
+        await writer.ensure_groups()
+        layout, content = writer.layout(), writer.content()
+        data = os.urandom(64 << 20)
+        stored = False
+
+        async def write() -> None:
+            nonlocal stored
+            with contextlib.suppress(Unreachable):
+                await writer.write(content, data, layout)
+                stored = True
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(write)
+            await writer.until(lambda: bool(list((node.store / "incoming").iterdir())))
+            assert await trio.to_thread.run_sync(node.terminate) == 0
+        if stored:  # it was quicker than the signal, or was waited for
+            assert node.extents() == {Extent(content, 0)}
+            kept = (node.store / f"extents/{content:x}.0").read_bytes()
+            assert kept == data
+
+    run(place, test)
+
+
+def test_a_store_in_use_is_not_served_twice(place: Place) -> None:
+    node = place.add()
+    text = place.add(store=node.store, start=False).refuse()
+    assert f"pid {node.pid}" in text
+    assert "Traceback" not in text
+
+
+def test_a_node_without_a_cluster_says_what_to_do(place: Place) -> None:
+    node = place.add("--name", "nonexistent", start=False)
+    text = node.refuse()
+    assert "irdmafs cluster init" in text
+    assert "Traceback" not in text
+
+
+def test_a_node_without_credentials_does_not_listen_on_the_network(place: Place) -> None:
+    text = place.add("--listen", "0.0.0.0", start=False).refuse()
+    assert "without credentials" in text
+    assert not place.nodes[0].store.exists() or not list(place.nodes[0].store.glob("node.json"))
+
+
+def test_a_node_without_etcd_refuses_writes_after_its_lease_and_comes_back(
+    place: Place,
+) -> None:
+    with EtcdServer() as own:
+        place.etcd = own
+        trio.run(place.found)
+        place.settings = Settings(1, place.name, 1, BUCKETS, 0, TTL_S)
+        node = place.add()
+
+        async def test(writer: Writer) -> None:
+            await writer.ensure_groups()
+            content = await writer.publish(b"name", b"bytes")
+            layout, late = writer.layout(), writer.content()
+            await trio.to_thread.run_sync(own.kill9)
+            with pytest.raises(OSError), trio.fail_after(START_TIMEOUT_S):
+                while True:
+                    await writer.put(late, b"late", layout)
+                    await trio.sleep(0.1)
+            got = await writer.peers.device(node.id).get([Extent(content, 0)], 100)
+            assert got == [b"bytes"], "what is here can still be read"
+            await trio.to_thread.run_sync(own.start)
+            await writer.session.wait_valid()
+            await writer.publish(b"name", b"again")
+            assert node.extents() != {Extent(content, 0)}
+
+        run(place, test)
+        node.close()
+
+
+def test_a_store_on_a_disk_keeps_what_it_acknowledged(place: Place, tmp_path: Path) -> None:
+    place.settings = Settings(1, place.name, 1, BUCKETS, 0, TTL_S)
+    node = place.add(store=tmp_path / "store")
+
+    async def test(writer: Writer) -> None:
+        await writer.ensure_groups()
+        data = os.urandom(LARGE)
+        contents = [await writer.publish(b"large", data), await writer.publish(b"small", b"few")]
+        node.kill9()
+        await trio.to_thread.run_sync(node.start)
+        assert node.extents() == {Extent(content, 0) for content in contents}
+        assert await writer.read(node.id, contents[0], LARGE) == data
+
+    run(place, test)

@@ -1,0 +1,275 @@
+"""A store node: the directory it keeps, what it frees and when, and the process around it."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from irdmafs.backend.kv import Damaged
+from irdmafs.backend.server.files import Files, StoreInUse
+from irdmafs.backend.transport import Extent
+
+SESSION = 1000
+CONTENT = SESSION << 24 | 1
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A directory in memory."""
+    directory = Path(tempfile.mkdtemp(prefix="irdmafs-node-", dir="/dev/shm"))
+    yield directory
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def small_tmpfs(memory: Path) -> Iterator[Path]:
+    """A tmpfs of 16 MiB."""
+    place = memory / "small"
+    place.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", place], check=True)
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def keep(files: Files, extent: Extent, data: bytes) -> None:
+    incoming = files.create(len(data))
+    os.pwrite(incoming.fd, data, 0)
+    files.harden(incoming)
+    files.seal(incoming, extent)
+    files.settle()
+    os.close(incoming.fd)
+
+
+def contents_of(files: Files, extent: Extent) -> bytes:
+    fd = files.open(extent)
+    try:
+        return os.pread(fd, 1 << 20, 0)
+    finally:
+        os.close(fd)
+
+
+# -- the store directory -------------------------------------------------------------------------
+
+
+def test_a_store_is_the_same_node_for_as_long_as_its_directory_lives(memory: Path) -> None:
+    with Files(f"{memory}/store") as files:
+        node = files.node
+        files.bind("one")
+    assert 0 < node < 1 << 63
+    with Files(f"{memory}/store") as files:
+        assert (files.node, files.cluster) == (node, "one")
+    assert int(json.loads((memory / "store/node.json").read_text())["id"], 16) == node
+
+
+def test_a_store_that_was_wiped_is_another_node(memory: Path) -> None:
+    with Files(f"{memory}/store") as files:
+        node = files.node
+        keep(files, Extent(CONTENT, 0), b"bytes")
+    (memory / "store/node.json").unlink()
+    with Files(f"{memory}/store") as files:
+        assert files.node != node
+        assert len(files) == 0, "the extents of another node are not this one's"
+        assert not list((memory / "store/extents").iterdir())
+
+
+def test_a_store_serves_one_process_and_says_which(memory: Path) -> None:
+    with (
+        Files(f"{memory}/store"),
+        pytest.raises(StoreInUse, match=rf"pid {os.getpid()}\b"),
+        Files(f"{memory}/store"),
+    ):
+        pass
+    with Files(f"{memory}/store"):
+        pass
+
+
+def test_a_store_stays_with_its_cluster(memory: Path) -> None:
+    with Files(f"{memory}/store") as files:
+        files.bind("one")
+        files.bind("one")
+        with pytest.raises(OSError, match="belongs to cluster one, not to two"):
+            files.bind("two")
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"format":1,"id":"0","cluster":""}', "\xff"])
+def test_a_damaged_identity_is_not_replaced_by_a_guess(memory: Path, text: str) -> None:
+    with Files(f"{memory}/store"):
+        pass
+    (memory / "store/node.json").write_text(text)
+    with pytest.raises(Damaged, match=r"node\.json is damaged"), Files(f"{memory}/store"):
+        pass
+    assert (memory / "store/node.json").read_text() == text
+
+
+def test_only_its_own_user_can_look_into_a_store(memory: Path) -> None:
+    previous = os.umask(0)
+    try:
+        with Files(f"{memory}/store") as files:
+            keep(files, Extent(CONTENT, 0), b"secret")
+    finally:
+        os.umask(previous)
+    for path in [memory / "store", *(memory / "store").rglob("*")]:
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+def test_sealed_extents_are_found_again_and_unsealed_ones_are_not(memory: Path) -> None:
+    with Files(f"{memory}/store") as files:
+        keep(files, Extent(CONTENT, 0), b"whole")
+        keep(files, Extent(CONTENT, 0x1F), b"another stripe")
+        incoming = files.create(100)
+        os.close(incoming.fd)
+    with Files(f"{memory}/store") as files:
+        assert set(files) == {Extent(CONTENT, 0), Extent(CONTENT, 0x1F)}
+        assert contents_of(files, Extent(CONTENT, 0x1F)) == b"another stripe"
+        assert files.used_bytes == len(b"whole" + b"another stripe")
+        assert not list((memory / "store/incoming").iterdir())
+
+
+def test_what_does_not_look_like_an_extent_is_left_alone(memory: Path) -> None:
+    with Files(f"{memory}/store"):
+        pass
+    for name in ("note.txt", "A.0", "0x1.0", "1_0.0", "1", ".1"):
+        (memory / "store/extents" / name).write_bytes(b"not ours")
+    (memory / "store/extents/b.0").symlink_to("/etc/passwd")
+    with Files(f"{memory}/store") as files:
+        assert len(files) == 0
+    assert len(list((memory / "store/extents").iterdir())) == 7
+
+
+def test_a_full_store_says_so_before_a_byte_is_sent(small_tmpfs: Path) -> None:
+    with Files(f"{small_tmpfs}/store") as files:
+        keep(files, Extent(CONTENT, 0), bytes(1000))
+        with pytest.raises(OSError) as caught:
+            files.create(32 << 20)
+        assert caught.value.errno == errno.ENOSPC
+        assert not list((small_tmpfs / "store/incoming").iterdir())
+        keep(files, Extent(CONTENT, 1), bytes(8 << 20))
+
+
+def test_what_is_allocated_cannot_be_taken_by_others(small_tmpfs: Path) -> None:
+    with Files(f"{small_tmpfs}/store") as files:
+        incoming = files.create(8 << 20)
+        with pytest.raises(OSError, match="No space"), open(small_tmpfs / "hog", "wb") as hog:
+            hog.write(bytes(16 << 20))
+        assert os.pwrite(incoming.fd, bytes(8 << 20), 0) == 8 << 20
+        files.seal(incoming, Extent(CONTENT, 0))
+        os.close(incoming.fd)
+
+
+@pytest.mark.parametrize("size", [100, 3 << 20], ids=["small", "large"])
+def test_a_freed_extent_is_gone_by_name_and_stays_for_who_reads_it(memory: Path, size: int) -> None:
+    with Files(f"{memory}/store") as files:
+        keep(files, Extent(CONTENT, 0), b"x" * size)
+        fd = files.open(Extent(CONTENT, 0))
+        files.free(Extent(CONTENT, 0))
+        assert Extent(CONTENT, 0) not in files
+        assert files.used_bytes == 0
+        with pytest.raises(FileNotFoundError):
+            files.open(Extent(CONTENT, 0))
+        # The same number may come again at once; it is not confused with the one on its way out.
+        keep(files, Extent(CONTENT, 0), b"y" * size)
+        files.reap()
+        assert contents_of(files, Extent(CONTENT, 0))[:1] == b"y"
+        assert os.pread(fd, size, 0) == b"x" * size
+        os.close(fd)
+        assert not list((memory / "store/incoming").iterdir())
+
+
+def test_an_extent_that_arrives_twice_counts_once(memory: Path) -> None:
+    with Files(f"{memory}/store") as files:
+        keep(files, Extent(CONTENT, 0), b"the same")
+        fd = files.open(Extent(CONTENT, 0))
+        keep(files, Extent(CONTENT, 0), b"the same")
+        assert files.used_bytes == len(b"the same")
+        assert os.pread(fd, 100, 0) == b"the same"
+        os.close(fd)
+
+
+def test_a_working_copy_is_taken_over_without_a_copy(memory: Path) -> None:
+    with Files(f"{memory}/store") as files:
+        path = memory / f"store/incoming/{CONTENT:x}"
+        path.write_bytes(b"written by a mount")
+        path.chmod(0o600)
+        ino = path.stat().st_ino
+        assert files.working_copies() == {f"{CONTENT:x}": CONTENT}
+        incoming = files.take_over(f"{CONTENT:x}", CONTENT)
+        files.seal(incoming, Extent(CONTENT, 0))
+        os.close(incoming.fd)
+        assert contents_of(files, Extent(CONTENT, 0)) == b"written by a mount"
+        assert os.stat(memory / f"store/extents/{CONTENT:x}.0").st_ino == ino
+        assert files.working_copies() == {}
+
+
+def test_nothing_but_the_contents_own_working_copy_is_taken_over(memory: Path) -> None:
+    with Files(f"{memory}/store") as files:
+        incoming = files.create(10)
+        os.symlink("/etc/passwd", memory / f"store/incoming/{CONTENT:x}")
+        os.mkfifo(memory / f"store/incoming/{CONTENT + 1:x}")
+        for name, content, code in (
+            ("../node.json", CONTENT, errno.EPERM),
+            (incoming.name, CONTENT, errno.EPERM),
+            (f"{CONTENT + 1:x}", CONTENT, errno.EPERM),
+            (f"{CONTENT:x}", CONTENT, errno.ELOOP),
+            (f"{CONTENT + 1:x}", CONTENT + 1, errno.EPERM),
+            (f"{CONTENT + 2:x}", CONTENT + 2, errno.ENOENT),
+        ):
+            with pytest.raises(OSError) as caught:
+                files.take_over(name, content)
+            assert caught.value.errno == code, name
+        os.close(incoming.fd)
+
+
+def test_a_store_on_a_disk_is_power_safe_and_one_in_memory_need_not_be(
+    memory: Path, tmp_path: Path
+) -> None:
+    with Files(f"{memory}/store") as files:
+        assert not files.power_safe
+    on_disk = subprocess.run(
+        ["stat", "-f", "-c", "%T", tmp_path], check=True, capture_output=True, text=True
+    ).stdout.strip()
+    with Files(f"{tmp_path}/store") as files:
+        assert files.power_safe == (on_disk != "tmpfs")
+
+
+def test_a_store_can_be_limited_to_less_than_its_filesystem_has(memory: Path) -> None:
+    with Files(f"{memory}/store", limit_bytes=1000) as files:
+        keep(files, Extent(CONTENT, 0), bytes(400))
+        incoming = files.create(400)
+        assert files.space() == (400, 1000, 200)
+        with pytest.raises(OSError, match="No space"):
+            files.create(201)
+        files.discard(incoming)
+        os.close(incoming.fd)
+        files.free(Extent(CONTENT, 0))
+        keep(files, Extent(CONTENT, 1), bytes(1000))
+
+
+def test_on_a_disk_bytes_are_safe_before_the_name_and_the_name_before_the_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    real_fsync, real_rename = os.fsync, os.rename
+
+    def fsync(fd: int) -> None:
+        done.append("sync " + os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
+        real_fsync(fd)
+
+    def rename(*arguments: object, **options: object) -> None:
+        done.append("rename")
+        real_rename(*arguments, **options)  # type: ignore[arg-type]
+
+    with Files(f"{tmp_path}/store") as files:
+        if not files.power_safe:
+            pytest.skip("temporary files are in memory here")
+        monkeypatch.setattr(os, "fsync", fsync)
+        monkeypatch.setattr(os, "rename", rename)
+        keep(files, Extent(CONTENT, 0), b"bytes")
+        done.append("answered")
+    assert done == ["sync _1", "rename", "sync extents", "answered"]

@@ -1,0 +1,186 @@
+"""The replication protocol keeps its invariants in every order of events, and needs each of its rules."""
+
+import pytest
+from irdmafs.backend.groups import (
+    degraded,
+    demoted,
+    dropped,
+    has_still,
+    leader,
+    led_by,
+    next_step,
+    promoted,
+    refenced,
+    with_joining,
+    without,
+)
+from irdmafs.backend.records import GroupConfig
+from model_replication import (
+    ABORT,
+    CRASH,
+    DAMAGE,
+    EXPIRY,
+    LOSS,
+    PIN,
+    Bounds,
+    Broken,
+    Model,
+    Rules,
+    explore,
+)
+
+# Together less than a minute on one core; each is visited completely.
+BOUNDED = {
+    "two writers while the group changes": Bounds(epochs=3, events=0),
+    "two writers and any one event": Bounds(epochs=2, events=1),
+    "late data, late promotions and any one event": Bounds(
+        writers=1, events=1, late_puts=True, late_promotions=True
+    ),
+    "data arrives slowly, and a node or a session dies": Bounds(
+        writers=1, events=1, torn=True, kinds=(CRASH, DAMAGE, EXPIRY)
+    ),
+    "a node keeps for a while what it had as a member": Bounds(
+        writers=1, events=1, leftovers=True, torn=True, kinds=(CRASH, DAMAGE)
+    ),
+    "a writer with a second session": Bounds(
+        writers=1, contents=2, epochs=2, events=2, kinds=(EXPIRY, LOSS), late_puts=True
+    ),
+}
+# Minutes.
+LARGE = {
+    "two writers, changes and any one event": Bounds(epochs=3, events=1),
+    "any two events": Bounds(writers=1, epochs=3, events=2),
+    "a member leaves, comes back and leaves": Bounds(writers=1, epochs=4, events=1),
+}
+# Which of the rules is needed where.
+NEEDED = {
+    "commit_compares_configuration": Bounds(writers=1, events=0),
+    "commit_compares_session": Bounds(writers=1, epochs=1, kinds=(EXPIRY,)),
+    "writer_includes_joining": Bounds(writers=1, events=0),
+    "acknowledgement_is_of_one_configuration": Bounds(writers=1, epochs=3, kinds=(DAMAGE,)),
+    "abort_only_when_not_committing": Bounds(writers=1, epochs=1, kinds=(ABORT,)),
+    "node_waits_for_newer_configuration": Bounds(writers=1, epochs=3, events=0),
+    "node_serves_only_sealed": Bounds(writers=1, events=0, torn=True),
+    "change_compares_configuration": Bounds(writers=1, events=0),
+    "last_in_sync_stays": Bounds(writers=1, events=0),
+    "promotion_compares_contents": Bounds(writers=1, events=0),
+    "promotion_looks_at_its_own_revision": Bounds(writers=1, events=0),
+    "restart_verifies": Bounds(writers=1, kinds=(DAMAGE,)),
+    "restart_refences": Bounds(writers=1, kinds=(DAMAGE,)),
+    "restart_keeps_pending": Bounds(writers=1, kinds=(CRASH,)),
+    "pending_lives_with_its_session": Bounds(writers=1, events=0),
+    "old_version_stays_until_superseded": Bounds(epochs=1, events=0),
+    "pin_compares_version": Bounds(epochs=1, kinds=(PIN,)),
+    "pinned_stays": Bounds(epochs=1, kinds=(PIN,)),
+}
+# A node refuses data for an old configuration so that the writer learns of it before its commit fails.
+CONVENIENT = {"node_fences_older_configuration"}
+
+
+def explore_completely(bounds: Bounds, rules: Rules | None = None) -> None:
+    explored = explore(Model(bounds, rules))
+    print(f"{explored.states} states, {explored.steps} steps, depth {explored.depth}")
+    assert explored.complete
+
+
+@pytest.mark.parametrize("bounds", BOUNDED.values(), ids=BOUNDED.keys())
+def test_no_order_of_events_breaks_an_invariant(bounds: Bounds) -> None:
+    explore_completely(bounds)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("bounds", LARGE.values(), ids=LARGE.keys())
+def test_no_order_of_many_events_breaks_an_invariant(bounds: Bounds) -> None:
+    explore_completely(bounds)
+
+
+@pytest.mark.parametrize("rule", NEEDED)
+def test_without_this_rule_the_explorer_finds_a_way_to_harm(rule: str) -> None:
+    rules = Rules()._replace(**{rule: False})
+    with pytest.raises(Broken) as broken:
+        explore(Model(NEEDED[rule], rules))
+    print(broken.value)
+    assert broken.value.trace
+
+
+def test_fencing_at_nodes_is_for_speed_and_not_for_safety() -> None:
+    explore_completely(Bounds(writers=1, events=0), Rules(node_fences_older_configuration=False))
+
+
+def test_every_rule_is_tried() -> None:
+    assert NEEDED.keys() | CONVENIENT == set(Rules._fields)
+
+
+# --- the transitions by themselves
+
+
+def test_the_first_live_member_in_sync_leads() -> None:
+    config = GroupConfig(3, (5, 2, 9), (7,))
+    assert leader(config, {2, 7, 9}) == 2
+    assert leader(config, {7}) is None
+    assert degraded(config, {2, 7, 9}, 3) == 1
+
+
+def test_dead_members_leave_at_once_but_never_the_last_in_sync() -> None:
+    config = GroupConfig(3, (1, 2, 3), (4,))
+    assert next_step(config, {2}, (1, 2, 3)) == GroupConfig(4, (2,))
+    assert next_step(config, {4}, (4,)) is None
+
+
+def test_nodes_join_before_others_leave_and_the_target_orders_them() -> None:
+    live = {1, 2, 3, 4}
+    joining = next_step(GroupConfig(1, (1, 2)), live, (4, 3))
+    assert joining == GroupConfig(2, (1, 2), (4, 3))
+    assert next_step(joining, live, (4, 3)) is None
+    partly = promoted(joining, 3)
+    assert next_step(partly, live, (4, 3)) is None
+    surplus = next_step(promoted(partly, 4), live, (4, 3))
+    assert surplus == GroupConfig(5, (3, 4))
+    ordered = next_step(surplus, live, (4, 3))
+    assert ordered == GroupConfig(6, (4, 3))
+    assert next_step(ordered, live, (4, 3)) is None
+
+
+def test_a_node_that_is_not_wanted_any_more_stops_joining() -> None:
+    assert next_step(GroupConfig(1, (1,), (2,)), {1, 2, 3}, (1, 3)) == GroupConfig(2, (1,))
+
+
+def test_no_replica_is_given_up_while_its_replacement_is_missing() -> None:
+    config = GroupConfig(1, (1, 2))
+    # 3 died a moment ago: it is still wanted, and not replaced.
+    assert next_step(config, {1, 2}, (1, 3)) is None
+    # It lives, but has no room for another group to fill.
+    assert next_step(config, {1, 2, 3}, (1, 3), joinable={1, 2}) is None
+
+
+def test_nothing_moves_without_a_target() -> None:
+    assert next_step(GroupConfig(1, (1, 2)), {1, 2}, ()) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda: without(GroupConfig(1, (1,), (2,)), 1),
+        lambda: without(GroupConfig(1, (1, 2)), 3),
+        lambda: demoted(GroupConfig(1, (1,)), 1),
+        lambda: dropped(GroupConfig(1, (1, 2)), 1, 2),
+        lambda: promoted(GroupConfig(1, (1,), (2,)), 3),
+        lambda: with_joining(GroupConfig(1, (1,), (2,)), 2),
+        lambda: led_by(GroupConfig(1, (1,), (2,)), 2),
+    ],
+)
+def test_transitions_that_would_break_an_invariant_are_refused(change) -> None:
+    with pytest.raises(AssertionError):
+        change()
+
+
+def test_an_acknowledgement_outlives_only_a_change_that_is_about_others() -> None:
+    before = GroupConfig(4, (1, 2), (3,))
+    assert has_still(before, before, 1)
+    assert has_still(before, without(before, 2), 1)
+    assert has_still(before, promoted(before, 3), 3)
+    assert not has_still(before, without(before, 2), 2)
+    assert not has_still(before, demoted(before, 1), 1)
+    assert not has_still(before, refenced(before), 1)
+    assert not has_still(before, without(without(before, 3), 2), 1)

@@ -1,0 +1,479 @@
+"""The commands of a cluster, against a real etcd: what they print, write and refuse; exit codes."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import trio
+from etcd_server import EtcdServer
+from irdmafs.backend.cluster_config import ClusterConfig
+from irdmafs.backend.kv import Delete, Put
+from irdmafs.backend.kv.etcd import EtcdEngine
+from irdmafs.backend.records import (
+    GroupConfig,
+    MountRecord,
+    NodeAddress,
+    NodeRecord,
+    encode,
+    group_key,
+    key_of,
+)
+from mountpoint import eventually, irdmafs
+
+GIB = 1 << 30
+REPLICAS = 2
+
+
+@pytest.fixture(scope="module")
+def etcd() -> Iterator[EtcdServer]:
+    with EtcdServer() as server:
+        yield server
+
+
+def one_line(done: subprocess.CompletedProcess[str], code: int = 1) -> str:
+    """The only line that a failed command printed."""
+    assert done.returncode == code, done
+    [line] = done.stderr.splitlines()
+    assert line.startswith("irdmafs: ")
+    return line.removeprefix("irdmafs: ")
+
+
+class Cluster:
+    """A cluster that `irdmafs cluster init` made; its nodes are records that tests put."""
+
+    def __init__(self, etcd: EtcdServer, directory: Path, name: str) -> None:
+        self.etcd, self.directory, self.name = etcd, directory, name
+        self.file = directory / "cluster.toml"
+
+    def init(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        where = ("--etcd", self.etcd.endpoint, "--name", self.name, "--out", str(self.directory))
+        return irdmafs("cluster", "init", *where, *arguments)
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return irdmafs(*arguments, "--cluster", self.file)
+
+    def status(self, code: int) -> dict[str, Any]:
+        done = self.run("cluster", "status", "--json")
+        assert done.returncode == code, done
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    def do(self, task: Callable[[EtcdEngine], Awaitable[Any]]) -> Any:
+        async def run() -> Any:
+            async with ClusterConfig.load(str(self.file)).cluster.engine("admin") as engine:
+                return await task(engine)
+
+        return trio.run(run)
+
+    def put(self, *records: tuple[bytes, msgspec.Struct]) -> None:
+        puts = [Put(key, encode(record)) for key, record in records]
+        self.do(lambda engine: engine.transact([], puts))
+
+    def delete(self, *keys: bytes) -> None:
+        self.do(lambda engine: engine.transact([], [Delete(key) for key in keys]))
+
+    def admit(self, *nodes: int, state: str = "up", used: int = GIB) -> None:
+        """Nodes that are up, as far as etcd knows."""
+        for node in nodes:
+            record = NodeRecord(state, 1.0, {"host": f"h{node:x}"})
+            port = nobodys_port(node)
+            address = NodeAddress(
+                "127.0.0.1", port, port, ["tcp"], "h", "/s", 4 * GIB, 4 * GIB - used, "0"
+            )
+            self.put((key_of(b"N", node), record), (key_of(b"n", node), address))
+
+    def keep(self, *configs: GroupConfig) -> None:
+        """Groups 0, 1, ... of two replicas."""
+        self.put(*((group_key(REPLICAS << 16 | i), config) for i, config in enumerate(configs)))
+
+
+@pytest.fixture
+def cluster(etcd: EtcdServer, tmp_path: Path, request: pytest.FixtureRequest) -> Cluster:
+    name = re.sub(r"\W+", "-", request.node.name)[:50].strip("-")
+    made = Cluster(etcd, tmp_path / "made", name)
+    done = made.init("--no-tls", "--buckets", "4")
+    assert done.returncode == 0, done
+    return made
+
+
+def nobodys_port(node: int) -> int:
+    """Of the system's, and not in use: whoever asks there is refused at once."""
+    return 900 + node % 100
+
+
+A, B, C = 0xA1 << 56, 0xB2 << 56, 0xC3 << 56
+
+
+# -- commands start light -------------------------------------------------------------------------
+
+
+def test_commands_start_without_the_libraries_of_a_cluster() -> None:
+    heavy = "{'trio', 'cryptography', 'msgspec', 'numpy', 'google', 'grpc', 'rich', 'ssl'}"
+    program = f"import sys, irdmafs.cli; print({heavy} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "set()\n", done
+
+
+# -- cluster init ---------------------------------------------------------------------------------
+
+
+def test_init_makes_a_cluster_that_status_finds(etcd: EtcdServer, tmp_path: Path) -> None:
+    made = Cluster(etcd, tmp_path / "deep" / "made", "first")
+    done = made.init("--replicas", "3", "--stripe", "8M", "--lease-ttl", "7", "--buckets", "99")
+    assert done.returncode == 0, done
+    settings = made.status(2)["settings"]
+    assert settings.pop("cluster_id")
+    assert settings == {
+        "format": 1,
+        "replicas": 3,
+        "stripe_bytes": 8 << 20,
+        "lease_ttl_s": 7,
+        "buckets": 99,
+    }
+    config = ClusterConfig.load(str(made.file)).cluster
+    for role in ("node", "mount", "admin"):
+        credentials = config.credentials(role)
+        assert credentials is not None
+        assert credentials.check().role == role
+    keys = list(made.directory.glob("*.key"))
+    assert len(keys) == 4
+    assert {path.stat().st_mode & 0o777 for path in keys} == {0o600}
+
+
+def test_init_refuses_a_cluster_that_exists_and_leaves_it_as_it_is(cluster: Cluster) -> None:
+    files = {path.name: path.read_bytes() for path in cluster.directory.iterdir()}
+    before = cluster.status(2)["settings"]
+    line = one_line(cluster.init("--no-tls", "--replicas", "3"))
+    assert f"has a cluster named '{cluster.name}' already; choose another --name" in line
+    elsewhere = Cluster(cluster.etcd, cluster.directory / "other", cluster.name)
+    assert "already; choose another --name" in one_line(elsewhere.init())
+    assert list(elsewhere.directory.iterdir()) == []
+    assert cluster.status(2)["settings"] == before
+    assert {p.name: p.read_bytes() for p in cluster.directory.iterdir() if p.is_file()} == files
+
+
+def test_init_does_not_overwrite_the_files_of_another_cluster(cluster: Cluster) -> None:
+    other = Cluster(cluster.etcd, cluster.directory, cluster.name + "-other")
+    text = cluster.file.read_text()
+    assert "describes a cluster already; choose another directory" in one_line(other.init())
+    assert cluster.file.read_text() == text
+
+
+def test_init_leaves_nothing_when_etcd_cannot_be_reached(tmp_path: Path) -> None:
+    done = irdmafs("cluster", "init", "--etcd", "127.0.0.1:1", "--out", tmp_path / "made")
+    assert "127.0.0.1:1" in one_line(done)
+    assert list((tmp_path / "made").iterdir()) == []
+
+
+def test_init_makes_certificates_with_which_etcd_itself_runs(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    port_of_nobody = "127.0.0.1:1"
+    arguments = ("cluster", "init", "--out", made, "--etcd-host", "127.0.0.1")
+    line = one_line(irdmafs(*arguments, "--etcd", port_of_nobody))
+    assert f"etcd can be started now with {made}/etcd.pem" in line
+    # Only etcd's port is not known before it starts.
+    with SecureEtcd(made) as server:
+        file = made / "cluster.toml"
+        file.write_text(file.read_text().replace(port_of_nobody, server.endpoint))
+        done = irdmafs(*arguments, "--etcd", server.endpoint)
+        assert done.returncode == 0, done
+        done = irdmafs("cluster", "status", "--json", "--cluster", file)
+        assert done.returncode == 2, done
+        assert json.loads(done.stdout)["settings"]["replicas"] == 2
+
+
+class SecureEtcd(EtcdServer):
+    """etcd with certificates that the command made."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.ca_file = str(directory / "ca.pem")
+        self.cert_file = str(directory / "admin.pem")
+        self.key_file = str(directory / "admin.key")
+        for kind in ("pem", "key"):
+            shutil.copy(directory / f"etcd.{kind}", self.directory / f"server.{kind}")
+
+
+def test_init_refuses_what_makes_no_sense(etcd: EtcdServer, tmp_path: Path) -> None:
+    def refused(*arguments: str) -> str:
+        done = irdmafs(
+            "cluster", "init", "--etcd", etcd.endpoint, "--out", tmp_path / "x", *arguments
+        )
+        return one_line(done)
+
+    assert "--stripe: '1Q' is not a size" in refused("--stripe", "1Q")
+    assert "'a/b' is not a cluster's name" in refused("--name", "a/b")
+    assert irdmafs("cluster", "init").returncode == 2
+    done = irdmafs("cluster", "init", "--etcd", "h", "--no-tls", "--etcd-host", "h")
+    assert done.returncode == 2
+    assert not list(tmp_path.glob("x/*"))
+
+
+def test_cert_makes_one_more_certificate(etcd: EtcdServer, tmp_path: Path) -> None:
+    made = Cluster(etcd, tmp_path, "certificates")
+    assert made.init().returncode == 0
+    assert made.run("cluster", "cert", "w7", "--role", "mount").returncode == 0
+    assert (tmp_path / "mount-w7.pem").exists()
+    assert "mount-w7.key exists" in one_line(made.run("cluster", "cert", "w7", "--role", "mount"))
+    (tmp_path / "ca.key").unlink()
+    assert "ca.key" in one_line(made.run("cluster", "cert", "w8", "--role", "node"))
+
+
+def test_cert_needs_a_ca(cluster: Cluster) -> None:
+    line = one_line(cluster.run("cluster", "cert", "w7", "--role", "mount"))
+    assert "has no CA; it was made with --no-tls" in line
+
+
+# -- cluster status -------------------------------------------------------------------------------
+
+
+def test_status_without_nodes_is_unavailable_and_says_what_to_do(cluster: Cluster) -> None:
+    found = cluster.status(2)
+    assert found["health"] == "unavailable"
+    assert found["problems"] == ["no store node is up; start one with: irdmafs serve STORE"]
+    text = cluster.run("cluster", "status")
+    assert text.returncode == 2
+    assert text.stderr == ""
+    assert "no store nodes" in text.stdout
+
+
+def test_status_of_a_cluster_that_does_not_exist(cluster: Cluster) -> None:
+    cluster.file.write_text(cluster.file.read_text().replace(cluster.name, "nobody"))
+    line = one_line(cluster.run("cluster", "status"), 2)
+    assert "knows no cluster named 'nobody'; make it with: irdmafs cluster init" in line
+
+
+def test_status_when_all_is_well(cluster: Cluster) -> None:
+    cluster.admit(A, B)
+    cluster.keep(GroupConfig(1, (A, B)), GroupConfig(1, (B, A)))
+    cluster.put((key_of(b"m", 7), MountRecord("worker", "/params", 42, "1.0")))
+    found = cluster.status(0)
+    assert found["health"] == "ok"
+    assert found["problems"] == []
+    assert found["groups"] == {
+        "total": 2,
+        "unavailable": 0,
+        "degraded": 0,
+        "missing_replicas": {},
+    }
+    assert [node["groups_primary"] for node in found["nodes"]] == [1, 1]
+    assert found["mounts"][0]["mountpoint"] == "/params"
+    # From here the nodes cannot be asked; what counts is their leases.
+    assert all("does not answer" in note for note in found["notes"])
+    assert len(found["notes"]) == 2
+    text = cluster.run("cluster", "status").stdout
+    for expected in (
+        f"{A:016x}",
+        f"127.0.0.1:{nobodys_port(A)}",
+        "/params",
+        "2, all in sync",
+        "nothing",
+    ):
+        assert expected in text
+
+
+def test_status_of_a_dead_node_is_degraded(cluster: Cluster) -> None:
+    cluster.admit(A, B)
+    cluster.keep(GroupConfig(1, (A, B)), GroupConfig(2, (A,)))
+    cluster.delete(key_of(b"n", B))
+    found = cluster.status(1)
+    assert found["groups"]["missing_replicas"] == {"1": 2}
+    assert any(f"node {B:016x} is down" in problem for problem in found["problems"])
+    assert {node["id"]: node["state"] for node in found["nodes"]} == {
+        f"{A:016x}": "up",
+        f"{B:016x}": "down",
+    }
+
+
+def test_status_of_groups_without_a_live_replica_is_unavailable(cluster: Cluster) -> None:
+    cluster.admit(A, B, C)
+    cluster.keep(GroupConfig(1, (A, B)), GroupConfig(1, (C,), (A,)))
+    cluster.delete(key_of(b"n", C))
+    found = cluster.status(2)
+    assert found["groups"]["unavailable"] == 1
+
+
+def test_status_says_what_is_being_moved_and_how_long_it_takes(cluster: Cluster) -> None:
+    cluster.admit(A, B, used=2 * GIB)
+    cluster.admit(C, used=0)
+    cluster.keep(GroupConfig(1, (A, B), (C,)), GroupConfig(1, (B, A)))
+    found = cluster.status(0)
+    # 4 GiB in 4 replicas: one of 1 GiB is joining, at 256 MiB/s.
+    assert found["moving"] == {"replicas": 1, "bytes_about": GIB, "seconds_about": 4.0}
+    assert "1 replicas of groups, about 1.0 GiB, 4 s" in cluster.run("cluster", "status").stdout
+
+
+# -- drain, remove --------------------------------------------------------------------------------
+
+
+def test_drain_waits_until_the_node_is_empty(cluster: Cluster) -> None:
+    cluster.admit(A, B, C)
+    cluster.keep(GroupConfig(1, (A, B)), GroupConfig(1, (B, A)))
+    command = [sys.executable, "-m", "irdmafs", "cluster", "drain", "a1"]
+    with subprocess.Popen(
+        [*command, "--cluster", str(cluster.file)], stdout=subprocess.PIPE, text=True
+    ) as drain:
+        assert drain.stdout is not None
+        assert drain.stdout.readline() == f"draining {A:016x}: 0 of 2 groups\n"
+        states = {node["id"]: node["state"] for node in cluster.status(0)["nodes"]}
+        assert states[f"{A:016x}"] == "draining"
+        cluster.keep(GroupConfig(2, (C, B)), GroupConfig(2, (B, C)))
+        rest = drain.stdout.read()
+    assert drain.returncode == 0
+    assert f"node {A:016x} is empty" in rest
+    line = one_line(cluster.run("cluster", "remove", "a1"))
+    assert "is up and keeps 0 groups; stop it first" in line
+    cluster.delete(key_of(b"n", A))
+    assert cluster.run("cluster", "remove", "a1").returncode == 0
+    assert len(cluster.status(0)["nodes"]) == 2
+
+
+def test_drain_can_be_interrupted_and_cancelled(cluster: Cluster) -> None:
+    cluster.admit(A, B)
+    cluster.keep(GroupConfig(1, (A, B)))
+    command = [sys.executable, "-m", "irdmafs", "cluster", "drain", f"127.0.0.1:{nobodys_port(A)}"]
+    with subprocess.Popen(
+        [*command, "--cluster", str(cluster.file)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as drain:
+        assert drain.stdout is not None
+        assert drain.stderr is not None
+        drain.stdout.readline()
+        drain.send_signal(signal.SIGINT)
+        assert "the draining goes on" in drain.stderr.read()
+    assert drain.returncode == 130
+    assert "draining" in cluster.run("cluster", "status").stdout
+    assert cluster.run("cluster", "drain", "a1", "--cancel").returncode == 0
+    assert "draining" not in cluster.run("cluster", "status").stdout
+    assert cluster.run("cluster", "drain", "a1", "--no-wait").returncode == 0
+    assert "draining" in cluster.run("cluster", "status").stdout
+
+
+def test_the_last_node_is_not_drained(cluster: Cluster) -> None:
+    cluster.admit(A)
+    cluster.admit(B, state="draining")
+    assert "no other node is up" in one_line(cluster.run("cluster", "drain", "a1"))
+
+
+def test_a_node_that_keeps_data_is_not_removed(cluster: Cluster) -> None:
+    cluster.admit(A, B)
+    cluster.keep(GroupConfig(1, (A, B)), GroupConfig(2, (A,)))
+    line = one_line(cluster.run("cluster", "remove", "a1"))
+    assert "is up and keeps 2 groups; drain it first" in line
+    cluster.delete(key_of(b"n", A), key_of(b"n", B))
+    line = one_line(cluster.run("cluster", "remove", "a1"))
+    assert "1 groups have their only copy on node" in line
+    assert "still counts in 1 groups" in one_line(cluster.run("cluster", "remove", "b2"))
+    assert len(cluster.status(2)["nodes"]) == 2
+    assert cluster.run("cluster", "remove", "b2", "--force").returncode == 0
+
+
+def test_nodes_are_named_by_id_or_address(cluster: Cluster) -> None:
+    near = A + 1
+    cluster.admit(A, near, B)
+    line = one_line(cluster.run("cluster", "drain", "a1"))
+    assert line.startswith("'a1' means several nodes: ")
+    assert f"{A:016x}" in line
+    assert f"known are: {A:016x}, " in one_line(cluster.run("cluster", "remove", "ff"))
+    assert cluster.run("cluster", "drain", f"{near:x}", "--no-wait").returncode == 0
+    assert cluster.run("cluster", "drain", f"0x{B:X}", "--no-wait").returncode == 0
+
+
+# -- rebalance ------------------------------------------------------------------------------------
+
+
+def test_rebalance_says_what_would_move(cluster: Cluster) -> None:
+    cluster.admit(A, B, C)
+    cluster.keep(*[GroupConfig(1, (A, B))] * 4)
+    dry = ("rebalance", "--dry-run")
+    plan = json.loads(cluster.run(*dry, "--json").stdout)
+    assert {move["to"] for move in plan["moves"]} == {f"{C:016x}"}
+    assert 2 <= len(plan["moves"]) <= 3  # C's share of 8 replicas
+    assert f"{C:016x}" in cluster.run(*dry).stdout
+    without = json.loads(cluster.run(*dry, "--json", "--without", "c3").stdout)
+    assert without["moves"] == []
+    assert "nothing to move" in cluster.run(*dry, "--without", "c3").stdout
+    more = json.loads(cluster.run(*dry, "--json", "--add", "1").stdout)
+    assert len({move["to"] for move in more["moves"]}) == 2
+    assert cluster.run("rebalance", "--add", "1").returncode == 2
+
+
+def test_rebalance_waits_until_everything_is_in_its_place(cluster: Cluster) -> None:
+    assert "no store node is up" in one_line(cluster.run("rebalance"))
+    cluster.admit(A, B, C)
+    cluster.keep(*[GroupConfig(1, (A, B))] * 4)
+    command = [sys.executable, "-m", "irdmafs", "rebalance", "--cluster", str(cluster.file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as wait:
+        assert wait.stdout is not None
+        first = wait.stdout.readline()
+        moves = json.loads(cluster.run("rebalance", "--dry-run", "--json").stdout)["moves"]
+        assert first == f"rebalancing: 0 of {len(moves)} replicas\n"
+        configs = [[A, B] for _ in range(4)]
+        for move in moves:
+            members = configs[int(move["group"], 16) & 0xFFFF]
+            members[members.index(int(move["from"], 16))] = int(move["to"], 16)
+        cluster.keep(*(GroupConfig(2, tuple(members)) for members in configs))
+        assert "everything is where it should be" in wait.stdout.read()
+    assert wait.returncode == 0
+
+
+# -- serve, prefetch ------------------------------------------------------------------------------
+
+
+def test_serve_refuses_what_cannot_work(cluster: Cluster, tmp_path: Path) -> None:
+    def refused(*arguments: str) -> str:
+        return one_line(irdmafs("serve", tmp_path / "s", *arguments))
+
+    assert "which cluster? give --cluster FILE" in refused()
+    file = ("--cluster", str(cluster.file))
+    assert "will not listen on 0.0.0.0 without credentials" in refused(*file, "--listen", "0.0.0.0")
+    assert "weight must be more than 0" in refused(*file, "--weight", "0")
+    assert "node.size: '3Q' is not a size" in refused(*file, "--size", "3Q")
+    (tmp_path / "s").write_text("")
+    assert "cannot make the store" in refused(*file)
+
+
+def test_a_served_store_is_a_node_until_it_is_told_to_end(cluster: Cluster, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    arguments = ("--zone", "z", "--log-format", "json", "--metrics-port", "0")
+    done = cluster.run("serve", str(store), *arguments)
+    try:
+        assert done.returncode == 0, done
+        [line] = done.stdout.splitlines()
+        assert (
+            found := re.fullmatch(rf"irdmafs: {store} is served \(node (\w{{16}}) at .*\)", line)
+        )
+        [node] = cluster.status(1)["nodes"]
+        assert node["id"] == found[1]
+        assert node["labels"]["zone"] == "z"
+        assert node["bytes"] == 0
+        assert node["uptime_s"] > 0
+        assert cluster.status(1)["notes"] == []
+        lines = [json.loads(line) for line in (store / "irdmafs.log").read_text().splitlines()]
+        assert {"node"} == {line["component"] for line in lines}
+        pid = lines[0]["pid"]
+        again = one_line(irdmafs("serve", store, "--cluster", cluster.file))
+        assert f"{store}: store is in use by another process" in again
+    finally:
+        log = (store / "irdmafs.log").read_text()
+        if match := re.search(r'"pid": (\d+)', log):
+            os.kill(int(match[1]), signal.SIGTERM)
+    eventually(lambda: not os.path.exists(f"/proc/{pid}"), "the node ended")
+    assert cluster.status(2)["nodes"][0]["state"] == "down"
+    assert cluster.run("cluster", "remove", found[1]).returncode == 0
+
+
+def test_prefetch_is_for_mounts(tmp_path: Path) -> None:
+    assert one_line(irdmafs("prefetch", tmp_path)) == f"{tmp_path} is not on an irdmafs mount"
+    assert os.listxattr(tmp_path) == []

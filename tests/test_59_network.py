@@ -1,0 +1,134 @@
+"""The hosts that cluster tests run on: links carry, are cut in one direction or both, and heal."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import need_network
+
+from _cluster.cluster import Cluster, Plan, sweep  # isort: skip (cluster makes it importable)
+from _cluster.network import NETNS_DIRECTORY, Host, Loopback, Network  # isort: skip
+
+PORT = 5000
+ECHO = """
+import socket, sys
+listener = socket.create_server((sys.argv[1], int(sys.argv[2])))
+print("ready", flush=True)
+while True:
+    connection, _ = listener.accept()
+    connection.sendall(connection.recv(100))
+    connection.close()
+"""
+ASK = """
+import socket, sys
+try:
+    connection = socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=0.3)
+    connection.sendall(b"hello")
+    print(connection.recv(100) == b"hello")
+except TimeoutError:
+    print("lost")
+"""
+
+
+def start(host: Host, source: str, *arguments: str) -> subprocess.Popen[str]:
+    command = [*host.launcher, sys.executable, "-c", source, *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd="/")
+
+
+def reaches(sender: Host, receiver: Host) -> bool:
+    asked = start(sender, ASK, receiver.address, str(PORT))
+    answer = asked.communicate()[0].strip()
+    assert answer in ("True", "lost")
+    return answer == "True"
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    with need_network() as made:
+        yield made
+
+
+@pytest.fixture
+def hosts(network: Network) -> Iterator[list[Host]]:
+    """Three hosts that answer each other."""
+    made = network.add_hosts(["a", "b", "c"])
+    servers = [start(host, ECHO, host.address, str(PORT)) for host in made]
+    for server in servers:
+        assert server.stdout is not None
+        server.stdout.readline()
+    yield made
+    for server in servers:
+        server.kill()
+        server.communicate()
+
+
+def test_a_cut_link_carries_nothing_until_it_is_healed(network: Network, hosts: list[Host]) -> None:
+    a, b, c = hosts
+    assert reaches(a, b)
+    network.cut(a, b)
+    assert not reaches(a, b)
+    assert not reaches(b, a)
+    assert reaches(a, c)
+    assert reaches(c, b)
+    network.heal(b, a)
+    assert reaches(a, b)
+    assert reaches(b, a)
+
+
+def test_a_link_cut_in_one_direction_loses_requests_or_answers(
+    network: Network, hosts: list[Host]
+) -> None:
+    """Both look the same to who asks; healing one link leaves others cut."""
+    a, b, c = hosts
+    network.cut(a, b, one_way=True)
+    network.cut(c, a, one_way=True)
+    assert not reaches(a, b)
+    assert not reaches(b, a)
+    network.heal(a, b)
+    assert reaches(a, b)
+    assert not reaches(a, c)
+    network.heal_all()
+    assert reaches(a, c)
+
+
+def test_a_host_can_be_slowed_down_and_back(network: Network, hosts: list[Host]) -> None:
+    network.shape(hosts[0], 1e6)
+    assert reaches(hosts[0], hosts[1])
+    network.shape(hosts[0], None)
+    assert reaches(hosts[0], hosts[1])
+
+
+def test_loopback_hosts_have_addresses_of_their_own() -> None:
+    with Loopback() as one, Loopback() as other:
+        hosts = [*one.add_hosts(["a", "b"]), *other.add_hosts(["a", "b"])]
+    assert len({host.address for host in hosts}) == 4
+
+
+def test_what_a_killed_run_left_is_swept_away() -> None:
+    need_network().close()
+    script = f"""
+import sys, time
+sys.path[:0] = {sys.path!r}
+from _cluster.cluster import Cluster, Plan
+cluster = Cluster(Plan(namespaces=True))
+cluster.etcd.start()
+print(cluster.directory, cluster.etcd.members[0].pid, flush=True)
+time.sleep(60)
+"""
+    maker = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert maker.stdout is not None
+    directory, pid = maker.stdout.readline().split()
+    maker.send_signal(signal.SIGKILL)
+    maker.communicate()
+    assert Path(directory).exists()
+    with Cluster(Plan(nodes=0, mounts=0, etcd_members=1, namespaces=True)):
+        pass
+    sweep()
+    assert not Path(directory).exists()
+    assert not [name for name in os.listdir(NETNS_DIRECTORY) if f"-{maker.pid}-" in name]
+    state = Path(f"/proc/{pid}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"

@@ -1,0 +1,503 @@
+"""Certificates, configuration, log lines and metrics of a cluster's processes."""
+
+import json
+import logging
+import os
+import re
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import trio
+from irdmafs.backend import cluster_config, logs
+from irdmafs.backend.cluster_config import ClusterConfig, ConfigError
+from irdmafs.backend.metrics import Collector, MountCounters, NodeCounters, serve_metrics
+from irdmafs.backend.security import (
+    Credentials,
+    CredentialsError,
+    Identity,
+    describe_tls_error,
+    issue,
+    make_ca,
+    peer_identity,
+)
+
+SECOND = 1 / 86400
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> str:
+    """One that holds a CA."""
+    make_ca(str(tmp_path), "test")
+    return str(tmp_path)
+
+
+@pytest.fixture
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Credentials:
+    """A node of another cluster."""
+    elsewhere = str(tmp_path_factory.mktemp("elsewhere"))
+    make_ca(elsewhere, "test")
+    return issue(elsewhere, "n1", "node")
+
+
+Outcome = Identity | str | None
+
+
+def shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> tuple[Outcome, Outcome]:
+    """Whom the server and the client see at the other end, or why they see nobody."""
+    ours, theirs = socket.socketpair()
+    outcome: list[Outcome] = []
+
+    def serve() -> None:
+        with ours:
+            try:
+                with server.wrap_socket(ours, server_side=True) as connection:
+                    outcome.append(peer_identity(connection))
+                    connection.sendall(b"!")
+            except ssl.SSLError as error:
+                outcome.append(describe_tls_error(error))
+            except OSError as error:
+                outcome.append(str(error))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    seen: Outcome
+    with theirs:
+        try:
+            with client.wrap_socket(theirs) as connection:
+                # With TLS 1.3 a client learns here that it was refused.
+                assert connection.recv(1) == b"!"
+                seen = peer_identity(connection)
+        except ssl.SSLError as error:
+            seen = describe_tls_error(error)
+    thread.join()
+    return outcome[0], seen
+
+
+def lenient_context(credentials: Credentials | None = None) -> ssl.SSLContext:
+    """What a program of somebody else's may use."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    if credentials is not None:
+        context.load_cert_chain(credentials.cert, credentials.key)
+    return context
+
+
+# -- who gets in ----------------------------------------------------------------------------------
+
+
+def test_members_know_each_other_by_role_and_name(directory: str) -> None:
+    node, mount = issue(directory, "n1", "node"), issue(directory, "w.1", "mount")
+    seen = shake_hands(node.server_context(), mount.client_context())
+    assert seen == (Identity("mount", "w.1"), Identity("node", "n1"))
+    seen = shake_hands(node.server_context(), node.client_context())
+    assert seen == (Identity("node", "n1"), Identity("node", "n1"))
+
+
+def test_members_of_another_cluster_stay_out(directory: str, stranger: Credentials) -> None:
+    node = issue(directory, "n1", "node")
+    server, client = shake_hands(node.server_context(), stranger.client_context())
+    assert server == "the peer does not know our CA: its credentials are of another cluster"
+    assert "not of this cluster's CA" in str(client)
+    server, client = shake_hands(node.server_context(), lenient_context(stranger))
+    assert "not of this cluster's CA" in str(server)
+    assert "does not know our CA" in str(client)
+
+
+def test_who_has_no_certificate_stays_out(directory: str) -> None:
+    node = issue(directory, "n1", "node")
+    server, client = shake_hands(node.server_context(), lenient_context())
+    assert server == client == "no certificate was shown; set ca, cert and key in [cluster]"
+
+
+def test_a_mount_cannot_pose_as_a_node(directory: str) -> None:
+    node, mount = issue(directory, "n1", "node"), issue(directory, "w1", "mount")
+    _, client = shake_hands(mount.server_context(), node.client_context())
+    assert "not for this use" in str(client)
+
+
+def test_tls_before_1_3_is_refused(directory: str) -> None:
+    node = issue(directory, "n1", "node")
+    old = lenient_context(node)
+    old.maximum_version = ssl.TLSVersion.TLSv1_2
+    server, _ = shake_hands(node.server_context(), old)
+    assert server == "unsupported protocol"
+
+
+def test_an_expired_certificate_stays_out(directory: str) -> None:
+    node = issue(directory, "n1", "node")
+    old = issue(directory, "w1", "mount", days=-SECOND)
+    server, client = shake_hands(node.server_context(), lenient_context(old))
+    assert "certificate has expired" in str(server)
+    assert client == "the peer says that our certificate has expired"
+
+
+def test_a_plain_connection_is_told_apart(directory: str) -> None:
+    context = issue(directory, "n1", "node").server_context()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        with pytest.raises(ssl.SSLError) as caught:
+            context.wrap_socket(ours, server_side=True)
+    assert "speaks no TLS" in describe_tls_error(caught.value)
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def test_keys_are_for_their_owner_only(directory: str) -> None:
+    issue(directory, "n1", "node")
+    for name in os.listdir(directory):
+        assert os.stat(os.path.join(directory, name)).st_mode & 0o777 == 0o600, name
+
+
+def test_credentials_that_cannot_work_say_why(directory: str, stranger: Credentials) -> None:
+    def why(ca: str, cert: str, key: str) -> str:
+        with pytest.raises(CredentialsError) as caught:
+            Credentials(ca, cert, key).client_context()
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    node = issue(directory, "n1", "node")
+    old = issue(directory, "n2", "node", days=-SECOND)
+    ca, cert, key = node.ca, node.cert, node.key
+    assert why(ca, "/nowhere", key) == "cannot read /nowhere: No such file or directory"
+    assert why(ca, cert, "/nowhere") == "cannot read /nowhere: No such file or directory"
+    assert why(ca, key, key).startswith(f"{key} holds no usable certificate")
+    assert why(ca, cert, old.key).startswith(f"{old.key} is not the key of the certificate {cert}")
+    assert why(stranger.ca, cert, key).startswith(f"{cert} was not issued by the CA in")
+    assert why(ca, stranger.cert, stranger.key).startswith(f"{stranger.cert} was not issued by")
+    assert re.fullmatch(
+        rf"the certificate {old.cert} expired on [-\d]+ [\d:]+ UTC; make another with: "
+        "irdmafs cluster cert",
+        why(ca, old.cert, old.key),
+    )
+    assert "names no role" in why(ca, ca, os.path.join(directory, "ca.key"))
+    os.chmod(key, 0o604)
+    assert why(ca, cert, key) == f"{key} can be read by others; run: chmod 600 {key}"
+
+
+def test_a_key_handed_to_a_service_through_a_group_is_fine(directory: str) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root's keys may be read by a group")
+    node = issue(directory, "n1", "node")
+    os.chmod(node.key, 0o640)
+    assert node.check() == Identity("node", "n1")
+
+
+def test_nothing_is_issued_over_what_exists_or_without_the_right_ca(
+    directory: str, stranger: Credentials
+) -> None:
+    node = issue(directory, "n1", "node")
+    before = Path(node.cert).read_bytes(), Path(node.key).read_bytes()
+    with pytest.raises(CredentialsError, match=r"node-n1.key exists"):
+        issue(directory, "n1", "node")
+    with pytest.raises(CredentialsError, match=r"ca.key exists"):
+        make_ca(directory, "test")
+    assert (Path(node.cert).read_bytes(), Path(node.key).read_bytes()) == before
+    for name in ("", "a b", "../x", "ä", "x" * 65):
+        with pytest.raises(CredentialsError, match="is not a name"):
+            issue(directory, name, "node")
+    with pytest.raises(CredentialsError, match="is no host name"):
+        issue(directory, "e", "etcd", ["ä"])
+    Path(directory, "ca.key").write_bytes(Path(stranger.key).read_bytes())
+    with pytest.raises(CredentialsError, match="is not the key of"):
+        issue(directory, "n2", "node")
+    assert not Path(directory, "node-n2.key").exists()
+
+
+def test_the_first_certificate_to_expire_counts(directory: str) -> None:
+    assert 9.9 < issue(directory, "n1", "node", days=10).days_left() < 10
+
+
+# -- configuration --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ClusterConfig]:
+    """load(text, **overrides): the configuration in a file of this text."""
+    monkeypatch.delenv(cluster_config.PATH_VARIABLE, raising=False)
+    path = tmp_path / "c.toml"
+
+    def load(text: str, **overrides: dict[str, object]) -> ClusterConfig:
+        path.write_text(text)
+        return ClusterConfig.load(str(path), overrides)
+
+    return load
+
+
+ETCD = '[cluster]\netcd = ["127.0.0.1:2379"]\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[cluster", "c.toml is not TOML: "),
+        ("x = 1", "c.toml: unknown key outside a section 'x'"),
+        ("cluster = 1", "c.toml: cluster is a section: write [cluster]"),
+        ("[nodes]", "c.toml: unknown section 'nodes'; did you mean 'node'?"),
+        ("[node]\nstor = 'x'", "c.toml: unknown key 'stor' in [node]; did you mean 'store'?"),
+        ("[node]\nqqq = 1", "c.toml: unknown key 'qqq' in [node]; known are: store, listen"),
+        ("[node]\nstreams = '4'", "c.toml: node.streams: Expected int, got str"),
+        ("[node]\nstreams = 0", "c.toml: node: streams must be from 1 to 64"),
+        ("[node]\nsize = '1Q'", "c.toml: node.size: '1Q' is not a size; write it like 512M"),
+        ("[node]\nsize = true", "c.toml: node.size: expected a size, got True"),
+        ("[node]\nrereplicate_after = '1y'", "node.rereplicate_after: '1y' is not a duration"),
+        ("[node]\nlisten = 'a:b'", "c.toml: node: listen: 'a:b' is not HOST:PORT: 'b' is no port"),
+        ("[node]\nweight = 0", "c.toml: node: weight must be more than 0"),
+        ("[mount]\nsmall_file = '2M'", "c.toml: mount: small_file must be at most 1M"),
+        ("[mount]\nfollow = ['a/../b']", "'a/../b' is not a path within the filesystem"),
+        ("[mount]\nmetrics_port = 70000", "c.toml: mount: metrics_port must be from 0 to 65535"),
+        ("[log]\nformat = 'xml'", "c.toml: log.format: Invalid enum value 'xml'"),
+        ("[cluster]\nname = 'a/b'", "c.toml: cluster: name: 'a/b' is not a cluster's name"),
+        ("[cluster]\netcd = 'h'", "c.toml: cluster.etcd: Expected array, got str"),
+        ("[cluster]\netcd = ['http://h:1']", "cluster: etcd: write 'h:1' instead of"),
+        ("[cluster]\nca = 'x'", "c.toml: cluster: ca, cert and key go together"),
+        ("[cluster]\netcd_user = 'x'", "etcd_user and etcd_password_file go together"),
+        ("[cluster]\netcd_key = 'x'", "etcd_cert and etcd_key go together"),
+        ("[cluster]", "c.toml names no etcd; set etcd = "),
+    ],
+)
+def test_a_bad_configuration_is_one_line_that_names_file_and_key(
+    load: Callable[..., ClusterConfig], text: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(text)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_flags_override_the_file(load: Callable[..., ClusterConfig]) -> None:
+    text = ETCD + "[node]\nstore = 'here'\nsize = '64M'\nzone = 'a'\n"
+    config = load(text, node={"size": "1G", "zone": None, "rack": "r"})
+    assert config.node.size == 1 << 30
+    assert config.node.labels == {"zone": "a", "rack": "r", "host": os.uname().nodename}
+    with pytest.raises(ConfigError, match="command line: node: streams must be"):
+        load(text, node={"streams": 99})
+
+
+def test_paths_are_relative_to_the_file_but_flags_to_the_caller(
+    load: Callable[..., ClusterConfig], tmp_path: Path
+) -> None:
+    config = load(ETCD + "[node]\nstore = 'here'\n")
+    assert config.node.store == str(tmp_path / "here")
+    assert load(ETCD, node={"store": "x"}).node.store == os.path.abspath("x")
+
+
+def test_the_file_is_found_by_its_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "f").write_text(ETCD)
+    monkeypatch.setenv(cluster_config.PATH_VARIABLE, str(tmp_path / "f"))
+    assert ClusterConfig.load().cluster.etcd == ("127.0.0.1:2379",)
+    monkeypatch.setenv(cluster_config.PATH_VARIABLE, "/nowhere")
+    with pytest.raises(ConfigError, match="cannot read the configuration /nowhere: No such file"):
+        ClusterConfig.load()
+
+
+def test_a_node_without_credentials_listens_on_loopback_only(
+    load: Callable[..., ClusterConfig],
+) -> None:
+    assert load(ETCD).listen() == ("127.0.0.1", "127.0.0.1", 0)
+    assert load(ETCD, node={"listen": "[::1]:70"}).listen() == ("::1", "::1", 70)
+    for address in ("0.0.0.0", "0.0.0.0:80", "::", "10.1.2.3"):
+        with pytest.raises(ConfigError, match=r"without credentials: .* --insecure"):
+            load(ETCD, node={"listen": address}).listen()
+    insecure = load(ETCD, node={"listen": "0.0.0.0:80"}, cluster={"insecure": True})
+    # Told to peers: the address that reaches etcd.
+    assert insecure.listen() == ("0.0.0.0", "127.0.0.1", 80)
+    with pytest.raises(ConfigError, match=r"cannot resolve 'no\.such"):
+        load(ETCD, node={"listen": "no.such.host.invalid"}).listen()
+
+
+def test_one_file_serves_every_role(load: Callable[..., ClusterConfig], directory: str) -> None:
+    text = ETCD + "ca = 'ca.pem'\ncert = '{role}.pem'\nkey = '{role}.key'\n"
+    issue(directory, "node", "node")
+    config = load(text).cluster
+    credentials = config.credentials("node")
+    assert credentials is not None
+    assert credentials.check() == Identity("node", "node")
+    with pytest.raises(ConfigError, match=r"cannot read .*/mount.key"):
+        config.credentials("mount")
+    config = load(text.replace("{role}", "node")).cluster
+    with pytest.raises(ConfigError, match="is the certificate of a node, not of a mount"):
+        config.credentials("mount")
+    assert load(ETCD).cluster.credentials("node") is None
+
+
+def test_etcds_password_is_kept_from_others(
+    load: Callable[..., ClusterConfig], tmp_path: Path
+) -> None:
+    secret = tmp_path / "password"
+    config = load(ETCD + "etcd_user = 'u'\netcd_password_file = 'password'\n").cluster
+    with pytest.raises(ConfigError, match="cannot read the password file"):
+        config.etcd_password()
+    secret.write_text("hush\n")
+    secret.chmod(0o644)
+    with pytest.raises(ConfigError, match=f"chmod 600 {secret}"):
+        config.etcd_password()
+    secret.chmod(0o600)
+    assert config.etcd_password() == "hush"
+    secret.write_text("\n")
+    with pytest.raises(ConfigError, match="is empty"):
+        config.etcd_password()
+
+
+# -- log lines ------------------------------------------------------------------------------------
+
+
+def logged(program: str, format: str = "text") -> list[str]:
+    """What a process logs that sets up logging and runs this."""
+    setup = (
+        "import logging\nfrom irdmafs.backend import logs\n"
+        f"logs.set_up_logging('node', {format!r})\nlogs.identify('node', '3f')\n"
+        "log = logging.getLogger('irdmafs.backend.transport.server')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", setup + program], capture_output=True, text=True, check=True
+    )
+    return done.stderr.splitlines()
+
+
+def test_lines_carry_who_and_for_which_request() -> None:
+    program = "with logs.request('ab-7'):\n  log.info('one')\nlog.info('two')"
+    one, two = logged(program)
+    assert one.endswith(" INFO irdmafs.backend.transport.server [node 3f ab-7]: one")
+    assert two.endswith(" INFO irdmafs.backend.transport.server [node 3f]: two")
+
+
+def test_json_lines_have_the_same_as_fields() -> None:
+    program = "with logs.request('ab-7'):\n  log.warning('a\\nb %s', 'c', exc_info=ValueError('x'))"
+    [line] = logged(program, "json")
+    fields = json.loads(line)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:.]+\+00:00", fields.pop("time"))
+    assert fields.pop("pid")
+    assert fields.pop("exception") == "ValueError: x"
+    assert fields == {
+        "level": "warning",
+        "logger": "irdmafs.backend.transport.server",
+        "message": "a\nb c",
+        "component": "node",
+        "member": "3f",
+        "request": "ab-7",
+    }
+
+
+def test_a_peer_cannot_forge_a_line() -> None:
+    program = r"log.info('bad frame from %s', 'x\n2026-01-01 1 INFO root: all is well\x1b[2J')"
+    [line] = logged(program)
+    assert r"x\x0a2026-01-01" in line
+    assert r"\x1b[2J" in line
+
+
+def test_lines_that_a_peer_causes_are_limited_and_counted() -> None:
+    program = (
+        "for _ in range(1000): log.warning('bad frame')\n"
+        "log.warning('another')\n"
+        "logging.getLogger('irdmafs.backend.namespace').warning('mine')"
+    )
+    lines = logged(program)
+    assert sum("bad frame" in line for line in lines) == logs.REPEATS_MAX
+    assert len(lines) == logs.REPEATS_MAX + 2
+
+
+def test_the_next_line_says_how_many_were_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    limit = logs.RepeatLimit()
+
+    def record() -> logging.LogRecord:
+        return logging.LogRecord(logs.NETWORK_LOGGERS[0], 30, "f.py", 1, "bad", (), None)
+
+    passed = sum(limit.filter(record()) for _ in range(25))
+    assert passed == logs.REPEATS_MAX
+    now = logs.REPEAT_WINDOW_S
+    late = record()
+    assert limit.filter(late)
+    assert late.__dict__["dropped"] == 25 - logs.REPEATS_MAX
+
+
+def test_requests_of_one_process_have_different_ids_and_end() -> None:
+    assert logs.current_request() == ""
+    with logs.request() as one:
+        with logs.request() as two:
+            assert logs.current_request() == two != one
+        assert logs.current_request() == one
+    assert logs.current_request() == ""
+
+
+# -- metrics --------------------------------------------------------------------------------------
+
+
+def scrape(port: int) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, value in pairs}
+
+
+def test_counters_become_metrics_when_they_are_asked_for() -> None:
+    counters = NodeCounters()
+    counters.requests["put"] += 3
+    counters.sent_bytes += 1 << 40
+    refreshed = 0
+
+    def refresh() -> None:
+        nonlocal refreshed
+        trio.lowlevel.current_task()  # raises outside of the event loop
+        refreshed += 1
+        counters.groups = {"primary": 2}
+
+    async def main() -> None:
+        server = serve_metrics(Collector("node", counters, refresh, {"node": "3f"}), "127.0.0.1", 0)
+        try:
+            assert refreshed == 0
+            found = await trio.to_thread.run_sync(scrape, server.port)
+        finally:
+            server.close()
+        assert found['irdmafs_node_requests_total{kind="put",node="3f"}'] == 3
+        assert found['irdmafs_node_sent_bytes_total{node="3f"}'] == 1 << 40
+        assert found['irdmafs_node_groups{node="3f",state="primary"}'] == 2
+        assert found["process_open_fds"] > 0
+        assert refreshed == 1
+
+    trio.run(main)
+
+
+def test_a_taken_port_is_one_line() -> None:
+    server = serve_metrics(Collector("mount", MountCounters()), "127.0.0.1", 0)
+    try:
+        with pytest.raises(ConfigError, match="Address already in use; choose another"):
+            serve_metrics(Collector("mount", MountCounters()), "127.0.0.1", server.port)
+    finally:
+        server.close()
+
+
+def test_metrics_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ConfigError, match="--metrics-port needs the Python package"):
+        serve_metrics(Collector("mount", MountCounters()), "127.0.0.1", 0)
+
+
+def test_idle_connections_do_not_keep_scrapes_out_for_ever() -> None:
+    server = serve_metrics(Collector("mount", MountCounters()), "127.0.0.1", 0)
+    idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(20)]
+    try:
+        # Above the limit, connections are closed at once; those below it keep their threads.
+        closed = 0
+        for connection in idle:
+            connection.settimeout(0.2)
+            try:
+                closed += connection.recv(1) == b""
+            except TimeoutError:
+                pass
+        assert closed == 12
+    finally:
+        for connection in idle:
+            connection.close()
+        server.close()

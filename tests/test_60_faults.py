@@ -1,0 +1,106 @@
+"""Whatever fails, what was acknowledged is readable, whole, and never goes back.
+
+Programs on several mounts write and read while nodes, mounts and etcd members are killed, paused, cut
+off, slowed down and filled. IRDMAFS_SEED repeats a run's faults, IRDMAFS_FAULTS says how many.
+"""
+
+import json
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cluster import MIB, Cluster, Plan
+from faults import Faults, percentile, stalls_s
+from history import Operation, Workers, check
+
+FAULTS = 12
+FAULTS_LONG = 500
+RECOVERY_S = 90.0
+
+Record = Callable[[str, object], None]
+
+
+def _seed() -> int:
+    return int(os.environ.get("IRDMAFS_SEED") or random.SystemRandom().randrange(1 << 32))
+
+
+def _run(plan: Plan, count: int, seed: int, record: Record) -> None:
+    print(f"\nIRDMAFS_SEED={seed} IRDMAFS_FAULTS={count}")
+    with Cluster(plan, links=True) as cluster:
+        folder = cluster.mounts[0].path / "work"
+        folder.mkdir()
+        folders = {mount.host.name: mount.path / "work" for mount in cluster.mounts}
+        logs = cluster.directory / "history"
+        with Workers(folders, logs, seed=seed, largest_bytes=4 * MIB) as workers:
+            faults = Faults(cluster, seed)
+            try:
+                faults.run(count)
+                cluster.heal_all()
+                _wait_mounted(cluster)
+                cluster.wait_healthy(RECOVERY_S)
+                workers.stop()
+                workers.final_reads()
+            finally:
+                operations = workers.operations()
+                _report(faults, operations, plan.lease_ttl_s, record)
+                _keep(logs, operations)
+        # A mount that opens many files of a directory follows it, so that it need not ask etcd.
+        violations = check(operations, across_hosts=False)
+        texts = "\n\n".join(f"{v.kind}: {v.text}" for v in violations[:20])
+        happened = "\n".join(str(fault) for fault in faults.history)
+        assert not violations, f"{len(violations)} with seed {seed}:\n{texts}\n\n{happened}"
+        assert sum(o.outcome == "ok" for o in operations) > 10 * count
+
+
+def _wait_mounted(cluster: Cluster) -> None:
+    for mount in cluster.mounts:
+        mount.wait_ready()
+
+
+def _report(faults: Faults, operations: list[Operation], lease_ttl_s: int, record: Record) -> None:
+    stalls = stalls_s(faults.history, operations)
+    if not stalls:
+        return
+    shares = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+    told = {name: round(percentile(stalls, share), 3) for name, share in shares.items()}
+    outcomes = Counter(f"{o.kind} {o.outcome}" for o in operations)
+    errors = Counter(o.detail for o in operations if o.outcome == "failed")
+    print(f"faults: {dict(Counter(fault.kind for fault in faults.history))}")
+    print(f"operations: {dict(outcomes.most_common())}; errors: {dict(errors)}")
+    print(f"stalls in s: {told}, lease ttl {lease_ttl_s}")
+    slowest = sorted(operations, key=lambda o: o.began - min(o.end, time.monotonic_ns()))[:3]
+    for operation in slowest:
+        print(f"slow: began {operation.began / 1e9:.3f}: {operation}")
+    record("stalls_s", json.dumps(told))
+
+
+def _keep(logs: Path, operations: list[Operation]) -> None:
+    """IRDMAFS_HISTORY names a file that keeps what was done, to look into it."""
+    if path := os.environ.get("IRDMAFS_HISTORY"):
+        Path(path).write_text("\n".join(map(str, operations)) + "\n")
+
+
+@pytest.mark.timeout(240)
+def test_history_is_allowed_while_things_fail(record_property: Record) -> None:
+    plan = Plan(nodes=3, mounts=2, etcd_members=3, replicas=2, node_config={"rereplicate_after": 3})
+    _run(plan, int(os.environ.get("IRDMAFS_FAULTS") or FAULTS), _seed(), record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * 3600)
+def test_history_is_allowed_while_things_fail_for_long(record_property: Record) -> None:
+    if not os.environ.get("IRDMAFS_FAULTS"):
+        pytest.skip(f"takes half an hour; run it with IRDMAFS_FAULTS={FAULTS_LONG}")
+    plan = Plan(
+        nodes=5,
+        mounts=3,
+        etcd_members=3,
+        replicas=3,
+        buckets=32,
+        node_config={"rereplicate_after": 3},
+    )
+    _run(plan, int(os.environ["IRDMAFS_FAULTS"]), _seed(), record_property)

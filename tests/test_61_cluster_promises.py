@@ -1,0 +1,556 @@
+"""What a cluster promises to programs on different hosts."""
+
+import contextlib
+import errno
+import json
+import mmap
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import MIB, Cluster, ClusterMount, CommandFailed, Plan
+from mountpoint import eventually
+from patterns import pattern, version_of
+from processes import Process
+
+ITERATIONS = 200
+
+
+def write(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+
+
+def read_version(path: Path) -> int:
+    return version_of(path.read_bytes())
+
+
+def counters(mount: ClusterMount) -> dict[str, Any]:
+    found: dict[str, Any] = mount.status()["cluster"]
+    return found
+
+
+def copies(cluster: Cluster) -> int:
+    """Extents on all nodes together."""
+    return sum(len(list((node.store / "extents").iterdir())) for node in cluster.nodes)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(Plan()) as made:
+        yield made
+
+
+@pytest.fixture
+def two(cluster: Cluster, request: pytest.FixtureRequest) -> tuple[Path, Path]:
+    """A directory of this test's own, as two hosts see it."""
+    name = re.sub(r"\W+", "_", request.node.name)
+    one, other = (mount.path / name for mount in cluster.mounts)
+    one.mkdir()
+    return one, other
+
+
+# -- names
+
+
+def test_a_file_created_on_one_host_is_found_on_another_at_once(two: tuple[Path, Path]) -> None:
+    for i in range(ITERATIONS):
+        one, other = two if i % 2 else two[::-1]
+        os.close(os.open(one / f"file{i}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        os.close(os.open(other / f"file{i}", os.O_RDONLY))
+
+
+def test_a_name_that_was_looked_for_before_is_found_when_it_is_there(
+    two: tuple[Path, Path],
+) -> None:
+    one, other = two
+    for i in range(ITERATIONS):
+        assert not (other / f"file{i}").exists()
+        write(one / f"file{i}", b"x")
+        assert (other / f"file{i}").read_bytes() == b"x"
+
+
+def test_an_unlinked_file_cannot_be_opened_on_another_host(two: tuple[Path, Path]) -> None:
+    one, other = two
+    for i in range(ITERATIONS):
+        write(one / "file", b"%d" % i)
+        assert (other / "file").read_bytes() == b"%d" % i
+        (one / "file").unlink()
+        with pytest.raises(FileNotFoundError):
+            os.open(other / "file", os.O_RDONLY)
+
+
+def test_a_rename_is_seen_on_another_host_at_once(two: tuple[Path, Path]) -> None:
+    one, other = two
+    write(one / "name0", b"content")
+    for i in range(ITERATIONS):
+        (one / f"name{i}").rename(one / f"name{i + 1}")
+        assert (other / f"name{i + 1}").read_bytes() == b"content"
+        with pytest.raises(FileNotFoundError):
+            os.open(other / f"name{i}", os.O_RDONLY)
+
+
+def test_a_directory_tree_made_on_one_host_is_there_on_another(two: tuple[Path, Path]) -> None:
+    one, other = two
+    (one / "a/b/c").mkdir(parents=True)
+    write(one / "a/b/c/file", b"x")
+    (one / "a/b").rename(one / "moved")
+    assert (other / "moved/c/file").read_bytes() == b"x"
+    assert sorted(path.name for path in other.iterdir()) == ["a", "moved"]
+
+
+def test_only_one_host_creates_a_file_exclusively(
+    two: tuple[Path, Path], process: Callable[[], Process]
+) -> None:
+    workers = [process(), process()]
+    for worker, folder in zip(workers, two, strict=True):
+        worker.do("import os, time", folder=str(folder))
+    for i in range(50):
+        at = time.monotonic() + 0.01
+        for worker in workers:
+            worker.start(
+                """
+while time.monotonic() < at: pass
+try:
+    os.close(os.open(f"{folder}/file{i}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    won = True
+except FileExistsError:
+    won = False
+won
+""",
+                at=at,
+                i=i,
+            )
+        assert sorted(worker.result() for worker in workers) == [False, True]
+
+
+def test_files_created_in_one_directory_by_two_hosts_at_a_time_are_all_there(
+    two: tuple[Path, Path], process: Callable[[], Process]
+) -> None:
+    workers = [process(), process()]
+    for number, (worker, folder) in enumerate(zip(workers, two, strict=True)):
+        worker.start(
+            "for i in range(100): open(f'{folder}/{number}-{i}', 'x').close()",
+            folder=str(folder),
+            number=number,
+        )
+    for worker in workers:
+        worker.result()
+    expected = {f"{number}-{i}" for number in range(2) for i in range(100)}
+    for folder in two:
+        assert set(os.listdir(folder)) == expected
+
+
+# -- versions
+
+
+@pytest.mark.parametrize("size", [100, 64 << 10, (64 << 10) + 1, 3 * MIB + 17])
+def test_what_is_published_on_one_host_is_read_on_another(
+    two: tuple[Path, Path], size: int
+) -> None:
+    for i in range(ITERATIONS // 10):
+        one, other = two if i % 2 else two[::-1]
+        write(one / "file", pattern(i, size))
+        assert read_version(other / "file") == i
+
+
+def test_rename_over_publishes_to_the_other_host(two: tuple[Path, Path]) -> None:
+    one, other = two
+    for i in range(ITERATIONS // 4):
+        write(one / "new", pattern(i, 200_000))
+        (one / "new").rename(one / "file")
+        assert read_version(other / "file") == i
+
+
+@pytest.mark.parametrize("change", ["overwrite", "unlink", "replace"])
+def test_reader_keeps_its_version_whatever_another_host_does(
+    two: tuple[Path, Path], change: str
+) -> None:
+    one, other = two
+    size = 2 * MIB
+    write(one / "file", pattern(1, size))
+    with (other / "file").open("rb") as reader:
+        mapped = mmap.mmap(reader.fileno(), 0, prot=mmap.PROT_READ)
+        if change == "overwrite":
+            write(one / "file", pattern(2, size))
+        elif change == "unlink":
+            (one / "file").unlink()
+        else:
+            write(one / "new", pattern(2, size))
+            (one / "new").rename(one / "file")
+        assert version_of(mapped[:]) == 1
+        assert version_of(reader.read()) == 1
+        mapped.close()
+    if change == "unlink":
+        assert not (other / "file").exists()
+    else:
+        assert read_version(other / "file") == 2
+
+
+def test_readers_never_see_a_mix_while_another_host_overwrites(
+    two: tuple[Path, Path], process: Callable[[], Process]
+) -> None:
+    one, other = two
+    write(one / "file", pattern(0, MIB))
+    writer = process()
+    writer.start(
+        """
+for i in range(1, 101):
+    with open(path, "wb") as file:
+        file.write(pattern(i, (i % 3 + 1) << 19))
+""",
+        path=str(one / "file"),
+    )
+    last = 0
+    while not writer.finished():
+        version = read_version(other / "file")
+        assert version >= last
+        last = version
+    writer.result()
+    assert read_version(other / "file") == 100
+
+
+def test_attributes_follow_a_publish(two: tuple[Path, Path]) -> None:
+    one, other = two
+    for i in range(1, 30):
+        write(one / "file", bytes(i * 1000))
+        with (other / "file").open("rb") as file:
+            assert os.fstat(file.fileno()).st_size == i * 1000
+
+
+# -- where things are kept
+
+
+def test_as_many_nodes_keep_a_file_as_its_directory_says(
+    cluster: Cluster, two: tuple[Path, Path]
+) -> None:
+    one, other = two
+    for replicas in (1, 2, 3):
+        folder = one / str(replicas)
+        folder.mkdir()
+        os.setxattr(folder, "user.irdmafs.replicas", b"%d" % replicas)
+        before = copies(cluster)
+        write(folder / "file", pattern(replicas, MIB))
+        assert copies(cluster) - before == replicas
+        assert read_version(other / str(replicas) / "file") == replicas
+
+
+def test_a_policy_that_makes_no_sense_is_refused(two: tuple[Path, Path]) -> None:
+    for name, value in (("replicas", b"many"), ("stripe_size", b"-1"), ("placement", b"moon=1")):
+        with pytest.raises(OSError, match=r".") as caught:
+            os.setxattr(two[0], f"user.irdmafs.{name}", value)
+        assert caught.value.errno == errno.EINVAL
+
+
+def test_a_striped_file_is_read_whole(cluster: Cluster, two: tuple[Path, Path]) -> None:
+    one, other = two
+    os.setxattr(one, "user.irdmafs.stripe_size", b"1M")
+    before = copies(cluster)
+    write(one / "file", pattern(7, 5 * MIB + 123))
+    assert copies(cluster) - before == 6 * cluster.plan.replicas
+    assert read_version(other / "file") == 7
+
+
+def test_superseded_and_unlinked_versions_leave_the_nodes(
+    cluster: Cluster, two: tuple[Path, Path]
+) -> None:
+    one, _ = two
+    before = copies(cluster)
+    for i in range(10):
+        write(one / "file", pattern(i, MIB))
+    eventually(lambda: copies(cluster) == before + cluster.plan.replicas, "one version is kept", 20)
+    (one / "file").unlink()
+    eventually(lambda: copies(cluster) == before, "none is kept", 20)
+
+
+# -- the cache
+
+
+def test_a_version_is_fetched_once(cluster: Cluster, two: tuple[Path, Path]) -> None:
+    one, other = two
+    write(one / "file", pattern(1, MIB))
+    before = counters(cluster.mounts[1])["fetched_bytes"]
+    for _ in range(5):
+        assert read_version(other / "file") == 1
+    assert counters(cluster.mounts[1])["fetched_bytes"] - before == MIB
+
+
+def test_a_file_larger_than_the_cache_is_readable(cluster: Cluster, two: tuple[Path, Path]) -> None:
+    one, other = two
+    size = cluster.plan.cache_bytes * 5 // 4
+    small = cluster.add_mount("--cache-size", "16M")
+    content = pattern(5, 24 * MIB)
+    write(one / "file", content)
+    assert size > len(content) > 16 * MIB
+    folder = small.path / one.name
+    with (folder / "file").open("rb") as file:
+        assert version_of(file.read()) == 5
+        assert os.pread(file.fileno(), 1000, 20 * MIB) == content[20 * MIB : 20 * MIB + 1000]
+        write(one / "file", pattern(6, 24 * MIB))
+        assert os.pread(file.fileno(), 1000, 10 * MIB) == content[10 * MIB : 10 * MIB + 1000]
+    assert read_version(folder / "file") == 6
+    assert counters(small)["cache_bytes"] <= 16 * MIB
+    assert read_version(other / "file") == 6
+
+
+def test_the_cache_stays_within_its_limit(cluster: Cluster, two: tuple[Path, Path]) -> None:
+    one, _ = two
+    small = cluster.add_mount("--cache-size", "16M")
+    for i in range(12):
+        write(one / f"file{i}", pattern(i, 3 * MIB))
+    for _ in range(2):
+        for i in range(12):
+            assert read_version(small.path / one.name / f"file{i}") == i
+    assert counters(small)["cache_bytes"] <= 16 * MIB
+
+
+def test_prefetched_files_are_opened_without_a_transfer(
+    cluster: Cluster, two: tuple[Path, Path]
+) -> None:
+    one, other = two
+    for i in range(5):
+        write(one / f"file{i}", pattern(i, MIB))
+    cluster.irdmafs("prefetch", other)
+    before = counters(cluster.mounts[1])["fetched_bytes"]
+    assert [read_version(other / f"file{i}") for i in range(5)] == list(range(5))
+    assert counters(cluster.mounts[1])["fetched_bytes"] == before
+
+
+def test_a_followed_directory_is_there_before_it_is_opened(
+    cluster: Cluster, two: tuple[Path, Path]
+) -> None:
+    one, _ = two
+    follower = cluster.add_mount("--follow", f"/{one.name}")
+    for i in range(5):
+        write(one / "file", pattern(i, MIB))
+        fetched = (i + 1) * MIB
+        eventually(
+            lambda fetched=fetched: counters(follower)["fetched_bytes"] >= fetched, "fetched"
+        )
+        before = counters(follower)
+        assert read_version(follower.path / one.name / "file") == i
+        after = counters(follower)
+        assert after["fetched_bytes"] == before["fetched_bytes"]
+        assert after["barriers"] == before["barriers"]
+
+
+# -- what an operation costs
+
+
+def test_a_warm_open_asks_once_at_most(cluster: Cluster, two: tuple[Path, Path]) -> None:
+    one, other = two
+    write(one / "file", b"x")
+    assert (other / "file").read_bytes() == b"x"
+    before = counters(cluster.mounts[1])["barriers"]
+    for _ in range(5):
+        os.close(os.open(other / "file", os.O_RDONLY))
+    assert counters(cluster.mounts[1])["barriers"] - before <= 5
+
+
+# -- failures
+
+
+@contextlib.contextmanager
+def reading(path: Path, expected: int) -> Iterator[list[str]]:
+    """Opens and reads the file all the time; yields what went wrong."""
+    wrong: list[str] = []
+    stop = threading.Event()
+
+    def read() -> None:
+        while not stop.is_set():
+            try:
+                version = read_version(path)
+            except (OSError, AssertionError) as error:
+                wrong.append(repr(error))
+                continue
+            if version != expected:
+                wrong.append(f"version {version}")
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        yield wrong
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_a_killed_node_loses_nothing_and_service_goes_on() -> None:
+    with Cluster(Plan(node_config={"rereplicate_after": 1})) as cluster:
+        one, other = (mount.path for mount in cluster.mounts)
+        for i in range(20):
+            write(one / f"file{i}", pattern(i, 300_000))
+        victim = cluster.nodes[0]
+        victim.kill9()
+        assert [read_version(other / f"file{i}") for i in range(20)] == list(range(20))
+        write(one / "after", pattern(99, MIB))
+        assert read_version(other / "after") == 99
+        cluster.wait_healthy()
+        victim.start()
+        cluster.wait_healthy()
+        cluster.nodes[1].kill9()
+        assert [read_version(other / f"file{i}") for i in range(20)] == list(range(20))
+
+
+def test_a_node_that_comes_back_empty_is_filled_again() -> None:
+    with Cluster(Plan(nodes=2, node_config={"rereplicate_after": 1})) as cluster:
+        one, other = (mount.path for mount in cluster.mounts)
+        for i in range(20):
+            write(one / f"file{i}", pattern(i, 300_000))
+        first, second = cluster.nodes
+        first.kill9()
+        first.wipe()
+        first.start()
+        cluster.wait_healthy()
+        second.kill9()
+        assert [read_version(other / f"file{i}") for i in range(20)] == list(range(20))
+
+
+def test_adding_and_draining_a_node_moves_its_share_while_reading_goes_on() -> None:
+    with Cluster(Plan(nodes=3, buckets=32)) as cluster:
+        one, other = (mount.path for mount in cluster.mounts)
+        for i in range(60):
+            write(one / f"file{i}", pattern(i, 500_000))
+        stored = sum(node.stored_bytes() for node in cluster.nodes)
+        with reading(other / "file0", 0) as wrong:
+            added = cluster.add_node()
+            _wait_settled(cluster)
+            moved = added.stored_bytes()
+            assert 0 < moved <= 1.6 * stored / len(cluster.nodes)
+            cluster.irdmafs("cluster", "drain", f"{added.node_id:x}", "--cluster", cluster.config)
+            _wait_settled(cluster)
+            assert added.node_id not in {
+                node for group in cluster.groups().values() for node in group.members
+            }
+        assert not wrong
+        eventually(
+            lambda: sum(node.stored_bytes() for node in cluster.nodes) == stored,
+            "as much is stored as before",
+            30,
+        )
+        assert [read_version(other / f"file{i}") for i in range(60)] == list(range(60))
+
+
+def _wait_settled(cluster: Cluster) -> None:
+    """Until all groups are where they should be, and nothing moves."""
+
+    def settled() -> bool:
+        with contextlib.suppress(CommandFailed):
+            status = cluster.status()
+            return status["health"] == "ok" and status["moving"]["replicas"] == 0
+        return False
+
+    cluster.wait_healthy()
+    eventually(settled, "everything is where it should be", 60)
+
+
+def test_a_mount_killed_in_the_middle_of_close_publishes_nothing_half(
+    process: Callable[[], Process],
+) -> None:
+    with Cluster(Plan(nodes=2, store_bytes=512 * MIB)) as cluster:
+        one, other = cluster.mounts
+        size = 24 * MIB
+        write(one.path / "file", pattern(0, size))
+        current = 0
+        for i in range(1, 7):
+            # So slow that close() takes a while.
+            cluster.slow_down(one, 1e9)
+            writer = process()
+            writer.do("import os")
+            writer.do(
+                "fd = os.open(path, os.O_WRONLY | os.O_TRUNC); os.write(fd, pattern(i, size))",
+                path=str(one.path / "file"),
+                i=i,
+                size=size,
+            )
+            writer.start("os.close(fd)")
+            closed = writer.finished(i * 0.04)
+            one.kill9()
+            if closed:
+                writer.result()
+                assert read_version(other.path / "file") == i
+            else:
+                with contextlib.suppress(OSError):
+                    writer.result()
+            found = read_version(other.path / "file")
+            assert found in (current, i)
+            current = found
+            cluster.slow_down(one, None)
+            one.start()
+            one.wait_ready()
+            assert read_version(one.path / "file") == current
+        eventually(
+            lambda: sum(node.stored_bytes() for node in cluster.nodes) == 2 * size,
+            "what was not published is dropped",
+            30,
+        )
+
+
+def test_full_nodes_refuse_before_anything_is_lost() -> None:
+    with Cluster(Plan(nodes=2, store_bytes=48 * MIB, cache_bytes=96 * MIB)) as cluster:
+        one, other = (mount.path for mount in cluster.mounts)
+        written = []
+        with pytest.raises(OSError, match=r".") as caught:
+            for i in range(20):
+                write(one / f"file{i}", pattern(i, 8 * MIB))
+                written.append(i)
+        assert caught.value.errno == errno.ENOSPC
+        assert len(written) >= 4
+        assert [read_version(other / f"file{i}") for i in written] == written
+        for i in written:
+            (one / f"file{i}").unlink()
+        eventually(lambda: _can_write(one / "again"), "there is room again", 20)
+        assert read_version(other / "again") == 1
+
+
+def _can_write(path: Path) -> bool:
+    try:
+        write(path, pattern(1, 8 * MIB))
+    except OSError as error:
+        assert error.errno == errno.ENOSPC
+        return False
+    return True
+
+
+def test_a_paused_node_that_wakes_up_serves_nothing_old() -> None:
+    with Cluster(Plan(node_config={"rereplicate_after": 1})) as cluster:
+        one, other = (mount.path for mount in cluster.mounts)
+        write(one / "file", pattern(0, MIB))
+        for i, node in enumerate(cluster.nodes, 1):
+            node.pause()
+            write(one / "file", pattern(i, MIB))
+            assert read_version(other / "file") == i
+            eventually(
+                lambda node=node: node.node_id not in cluster.live_nodes(), "its lease is over"
+            )
+            node.resume()
+            assert read_version(other / "file") == i
+            cluster.wait_healthy()
+
+
+def test_a_store_node_stops_in_order_and_comes_back(
+    cluster: Cluster, two: tuple[Path, Path]
+) -> None:
+    one, other = two
+    for i in range(10):
+        write(one / f"file{i}", pattern(i, 200_000))
+    node = cluster.nodes[0]
+    assert node.terminate() in (0, -signal.SIGTERM)
+    assert [read_version(other / f"file{i}") for i in range(10)] == list(range(10))
+    node.start()
+    cluster.wait_healthy()
+
+
+def test_status_tells_of_nodes_mounts_and_groups(cluster: Cluster) -> None:
+    cluster.wait_healthy()
+    status = cluster.status()
+    assert status["health"] == "ok"
+    assert len(status["nodes"]) == len(cluster.nodes)
+    assert status["groups"]["degraded"] == 0
+    assert {mount["host"] for mount in status["mounts"]} >= {"mount0", "mount1"}
+    assert json.loads(json.dumps(status)) == status

@@ -1,0 +1,244 @@
+"""Store nodes that are nothing but a transport over a directory, in this process or their own.
+
+Run as a program it is such a node. Where nodes are is told by files in a directory of addresses, so
+that processes find each other.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import trio
+
+from irdmafs.backend.records import NodeAddress
+from irdmafs.backend.security import Credentials
+from irdmafs.backend.transport import Extent, Fenced, Target
+from irdmafs.backend.transport.peers import Peers
+from irdmafs.backend.transport.server import Listener
+
+
+class IncomingFile(NamedTuple):
+    path: str
+    fd: int
+
+
+class ExtentDirectory:
+    """A Service that keeps extents as files, with what tests want to know and to set."""
+
+    def __init__(self, directory: str, node: int) -> None:
+        self.node = node
+        self.directory = directory
+        os.makedirs(f"{directory}/incoming", exist_ok=True)
+        self.newest_config = 0
+        self.limit_bytes = 1 << 40
+        self.created = 0
+        self.dropped = 0
+        self.sealed: list[Extent] = []
+        self.aborted: list[int] = []
+        self.suspected: list[tuple[int, int]] = []
+        self.may_seal = trio.Event()
+        self.may_seal.set()
+        self._lock = threading.Lock()
+
+    def path(self, extent: Extent) -> str:
+        return f"{self.directory}/{extent.content:x}.{extent.stripe:x}"
+
+    @property
+    def leftovers(self) -> list[str]:
+        """What is in incoming/."""
+        return os.listdir(f"{self.directory}/incoming")
+
+    async def admit(self, extent: Extent, target: Target) -> None:
+        if target.config < self.newest_config:
+            raise Fenced(target.group)
+
+    def size(self, extent: Extent) -> int | None:
+        try:
+            return os.stat(self.path(extent)).st_size
+        except FileNotFoundError:
+            return None
+
+    async def create(self, extent: Extent, length: int) -> IncomingFile:
+        if length > self.limit_bytes:
+            raise OSError(28, "No space left on device")
+        self.created += 1
+        path = f"{self.directory}/incoming/_{self.created}"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            if length:
+                os.posix_fallocate(fd, 0, length)
+        except BaseException:
+            os.close(fd)
+            os.unlink(path)
+            raise
+        return IncomingFile(path, fd)
+
+    async def adopt(self, extent: Extent, name: str) -> IncomingFile:
+        path = f"{self.directory}/incoming/{os.path.basename(name)}"
+        return IncomingFile(path, os.open(path, os.O_RDONLY))
+
+    async def seal(self, extent: Extent, incoming: IncomingFile) -> None:
+        try:
+            await self.may_seal.wait()
+            os.rename(incoming.path, self.path(extent))
+        except BaseException:
+            os.unlink(incoming.path)
+            raise
+        self.sealed.append(extent)
+
+    def drop(self, incoming: IncomingFile) -> None:
+        self.dropped += 1
+        os.unlink(incoming.path)
+
+    def open(self, extent: Extent) -> int:
+        return os.open(self.path(extent), os.O_RDONLY)
+
+    def abort(self, content: int) -> None:
+        self.aborted.append(content)
+
+    async def suspect(self, group: int, node: int) -> bool:
+        self.suspected.append((group, node))
+        return True
+
+    def status(self) -> dict[str, Any]:
+        return {"node": f"{self.node:x}", "extents": len(self.sealed)}
+
+
+def address_of(host: str, control_port: int, data_port: int, store: str = "") -> NodeAddress:
+    return NodeAddress(host, control_port, data_port, ["tcp"], host, store, 0, 0, "test")
+
+
+def resolver(addresses: str) -> Callable[[int], NodeAddress | None]:
+    """Looks nodes up in a directory of addresses."""
+
+    def resolve(node: int) -> NodeAddress | None:
+        try:
+            with open(f"{addresses}/{node:x}") as file:
+                return address_of(*json.load(file))
+        except FileNotFoundError:
+            return None
+
+    return resolve
+
+
+class Node(NamedTuple):
+    service: ExtentDirectory
+    listener: Listener
+    peers: Peers
+
+
+@asynccontextmanager
+async def serving(
+    directory: str, node: int, addresses: str, host: str = "127.0.0.1", **options: Any
+) -> AsyncIterator[Node]:
+    """A node in this process; `options` are those that Peers and Listener share."""
+    service = ExtentDirectory(directory, node)
+    async with (
+        Peers(resolver(addresses), name=f"{node:x}", role="node", **options) as peers,
+        Listener(service, peers, host, **options) as listener,
+    ):
+        ports = (host, listener.control_port, listener.data_port, directory)
+        Path(f"{addresses}/{node:x}.new").write_text(json.dumps(ports))
+        os.rename(f"{addresses}/{node:x}.new", f"{addresses}/{node:x}")
+        yield Node(service, listener, peers)
+
+
+class NodeProcess:
+    """A node in a process of its own, which may be killed or paused. `prefix` is put before the command
+    (ip netns exec ...)."""
+
+    def __init__(
+        self,
+        directory: str,
+        node: int,
+        addresses: str,
+        host: str = "127.0.0.1",
+        *,
+        timeout_s: float = 5.0,
+        credentials: Credentials | None = None,
+        encrypt_data: bool = False,
+        prefix: tuple[str, ...] = (),
+    ) -> None:
+        self.node = node
+        command = [
+            *prefix, sys.executable, __file__, directory, str(node), addresses, host,
+            "--timeout", str(timeout_s),
+        ]  # fmt: skip
+        if credentials is not None:
+            command += ["--credentials", credentials.ca, credentials.cert, credentials.key]
+        if encrypt_data:
+            command.append("--encrypt-data")
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._process.stdout is not None
+        if self._process.stdout.readline() != b"ready\n":
+            self.__exit__(None, None, None)
+            raise RuntimeError(f"node {node:x} did not start")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def pause(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+async def _serve(arguments: argparse.Namespace) -> None:
+    credentials = Credentials(*arguments.credentials) if arguments.credentials else None
+    async with serving(
+        arguments.directory,
+        arguments.node,
+        arguments.addresses,
+        arguments.host,
+        credentials=credentials,
+        encrypt_data=arguments.encrypt_data,
+        timeout_s=arguments.timeout,
+    ):
+        print("ready", flush=True)
+        # Ends with whoever started it.
+        await trio.to_thread.run_sync(sys.stdin.read, abandon_on_cancel=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory")
+    parser.add_argument("node", type=int)
+    parser.add_argument("addresses")
+    parser.add_argument("host")
+    parser.add_argument("--timeout", type=float, default=5.0)
+    parser.add_argument("--credentials", nargs=3)
+    parser.add_argument("--encrypt-data", action="store_true")
+    trio.run(_serve, parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()
