@@ -81,19 +81,22 @@ class LoadedTree(Committer):
             self._hidden.append((parent, name, 0))
 
     async def _discard_leftovers(self) -> None:
-        unpublished = [
-            inode for inode in self.inodes.values() if inode.is_file and inode.version == 0
-        ]
+        unpublished = {
+            ino: inode for ino, inode in self.inodes.items() if inode.is_file and not inode.version
+        }
         names = [
-            (parent, name, 0) for inode in unpublished for parent, name in self.names_of(inode.ino)
+            (parent, name, 0)
+            for parent, children in (self._children.items() if unpublished else ())
+            for name, dentry in children.items()
+            if dentry.ino in unpublished
         ]
         commit = Commit()
         commit.names = names + self._hidden
         commit.gone = [
             inode
             for ino, inode in self.inodes.items()
-            if ino != ROOT_INO and not self.parents_of(ino)
-        ] + [inode for inode in unpublished if self.parents_of(inode.ino)]
+            if ino in unpublished or not (ino == ROOT_INO or self.parents_of(ino))
+        ]
         if commit.names or commit.gone:
             log.info(
                 "removing %d unpublished names and %d nameless inodes",

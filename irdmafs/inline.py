@@ -31,14 +31,14 @@ def detach() -> Generator[object, None, None]:
 def run(coro: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end, from synchronous code. Raises Detached when it called detach()."""
     global _inline
-    _inline = True
+    outer, _inline = _inline, True  # a request may carry out others that were put off
     try:
         yielded = coro.send(None)
     except StopIteration as stop:
         result: T = stop.value
         return result
     finally:
-        _inline = False
+        _inline = outer
     if yielded is not _DETACH:
         raise RuntimeError(f"{coro!r} waited without detach()")
     raise Detached

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from cluster_mount import CLUSTER, OneNodeMount, end_etcd
 from mountpoint import PLAIN, Mount, PlainMount, living
 from processes import Process
 
+# A module that is to run on a mount of a cluster, too, sets SESSIONS = (*conftest.SESSIONS, CLUSTER).
 SESSIONS = ("kernel", "pyfuse3")
 PLAIN_DIRECTORY = os.environ.get("IRDMAFS_TEST_DIR")
 
@@ -33,10 +35,12 @@ def make_mount(session: str, *arguments: str, store_size: str | None = None) -> 
     if not os.path.exists("/dev/fuse"):
         pytest.skip("no /dev/fuse on this machine")
     if os.geteuid() != 0:
-        if session == "kernel":
+        if session in ("kernel", CLUSTER):
             pytest.skip("the kernel session needs CAP_SYS_ADMIN")
         if store_size is not None:
             pytest.skip("mounting a small store needs root")
+    if session == CLUSTER:
+        return OneNodeMount(arguments, store_size)
     return Mount(session, arguments=arguments, store_size=store_size)
 
 
@@ -44,11 +48,18 @@ def _skip_what_is_not_promised(item: pytest.Item, session: str) -> None:
     if session == PLAIN and item.get_closest_marker("beyond_posix"):
         pytest.skip("promised by irdmafs, not by POSIX")
     marker = item.get_closest_marker("kernel_session")
-    if marker and session not in ("kernel", PLAIN):
+    if marker and session not in ("kernel", CLUSTER, PLAIN):
         pytest.skip(f"only in the kernel session: {marker.args[0]}")
 
 
-@pytest.fixture(scope="module", params=[PLAIN] if PLAIN_DIRECTORY else SESSIONS)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "session" in metafunc.fixturenames:
+        sessions = getattr(metafunc.module, "SESSIONS", SESSIONS)
+        params = [PLAIN] if PLAIN_DIRECTORY else sessions
+        metafunc.parametrize("session", params, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def session(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -115,6 +126,7 @@ def _end_idle_processes() -> Iterator[None]:
     yield
     while _idle_processes:
         _idle_processes.pop().close()
+    end_etcd()
 
 
 @pytest.fixture(autouse=True)

@@ -87,6 +87,7 @@ class EtcdServer:
             ],
             stdin=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            start_new_session=True,  # signals to our process group, as timeout(1) sends them, miss it
         )
 
     def __enter__(self) -> Self:
@@ -251,7 +252,11 @@ class EtcdServer:
             ]
         with open(self.directory / f"m{member}.log", "ab") as log:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         self._processes[member] = process
         (self.directory / f"m{member}.pid").write_text(str(process.pid))

@@ -1,5 +1,4 @@
-"""The replication protocol of docs/replication.md as a state machine, and an explorer that visits every
-state of it within bounds, breadth first.
+"""The replication protocol of docs/replication.md as a state machine, for explorer.explore.
 
 One group, three nodes, two writers of one file. What is atomic here is atomic there: a transaction in
 etcd, a node applying one revision, a node sealing an extent. All else happens in any order:
@@ -14,134 +13,37 @@ The transitions of the configuration are backend.groups', not copies of them. `R
 protocol demands; taking one away must lead to a state that breaks an invariant (see test_55_model).
 """
 
-from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple
 
+from explorer import Broken
 from irdmafs.backend import groups
 from irdmafs.backend.records import GroupConfig
-
-UP, DOWN, DAMAGED, GONE = range(4)
-IDLE, SENDING, PUBLISHED, GAVE_UP = range(4)
-NOTHING = -1
-
-# (content, configuration) or (node, configuration)
-Message = tuple[int, int]
-
-
-class Rules(NamedTuple):
-    """Each True in the protocol; the field's name says what is done."""
-
-    commit_compares_configuration: bool = True
-    commit_compares_session: bool = True
-    writer_includes_joining: bool = True
-    acknowledgement_is_of_one_configuration: bool = True
-    abort_only_when_not_committing: bool = True
-    node_waits_for_newer_configuration: bool = True
-    node_fences_older_configuration: bool = True
-    node_serves_only_sealed: bool = True
-    change_compares_configuration: bool = True
-    last_in_sync_stays: bool = True
-    promotion_compares_contents: bool = True
-    promotion_looks_at_its_own_revision: bool = True
-    restart_verifies: bool = True
-    restart_refences: bool = True
-    restart_keeps_pending: bool = True
-    pending_lives_with_its_session: bool = True
-    old_version_stays_until_superseded: bool = True
-    pin_compares_version: bool = True
-    pinned_stays: bool = True
-
-
-# What can happen, each as often as Bounds.events allows in all: a node's process dies; so does its host,
-# with the store; a node dies and its store is damaged; a session ends; a writer gives up; a reader pins.
-CRASH, LOSS, DAMAGE, EXPIRY, ABORT, PIN = EVENTS = (
-    "crash",
-    "loss",
-    "damage",
-    "expiry",
-    "abort",
-    "pin",
+from replication_state import (
+    ABORT,
+    CRASH,
+    DAMAGE,
+    DAMAGED,
+    DOWN,
+    EXPIRY,
+    GAVE_UP,
+    GONE,
+    IDLE,
+    LOSS,
+    NOTHING,
+    PIN,
+    PUBLISHED,
+    SENDING,
+    UP,
+    Bounds,
+    Etcd,
+    Message,
+    Node,
+    Rules,
+    State,
+    Writer,
 )
 
-
-class Bounds(NamedTuple):
-    """How much may happen. A writer has `contents` content numbers, one of each of its sessions.
-    `epochs` bounds the configurations. `torn`: receiving takes time. `late_puts`: data arrives even
-    when its writer does not wait for it any more; `late_promotions`: a transaction by which a node
-    gets in sync is still under way when the node is not what it was; `leftovers`: a node that left
-    goes on receiving, and frees what it has at some time, not at once."""
-
-    writers: int = 2
-    contents: int = 1
-    epochs: int = 3
-    events: int = 1
-    kinds: tuple[str, ...] = EVENTS
-    torn: bool = False
-    late_puts: bool = False
-    late_promotions: bool = False
-    leftovers: bool = False
-    nodes: int = 3
-    targets: tuple[tuple[int, ...], ...] = ((0, 1), (1, 2))
-
-
-class Etcd(NamedTuple):
-    """All that is in etcd, at one revision. `config` indexes Model.configs; `sessions` is the set of
-    contents whose session lives, as bits; `pin` a content or NOTHING."""
-
-    config: int
-    named: int
-    sessions: int
-    pin: int
-
-
-class Node(NamedTuple):
-    """`view` indexes State.log; `sealed` and `torn` (being received) are sets of contents, as bits."""
-
-    mode: int
-    view: int
-    sealed: int
-    torn: int
-
-
-class Writer(NamedTuple):
-    """`content` is being written to the members of `config`; `acks` are nodes, as bits."""
-
-    phase: int
-    content: int
-    config: int
-    acks: int
-
-
-class State(NamedTuple):
-    """`log`: etcd at the revisions that somebody may still look at, the present one last. `puts` and
-    `promotions` are messages under way: (content, config) and (node, config). `owed` are the nodes
-    that must keep the pinned content, `lost` the contents that no node in sync could save; `left` is how
-    many events may still happen."""
-
-    log: tuple[Etcd, ...]
-    nodes: tuple[Node, ...]
-    writers: tuple[Writer, ...]
-    puts: frozenset[Message]
-    promotions: frozenset[Message]
-    owed: int
-    lost: int
-    left: int
-
-
 Step = tuple[str, State]
-
-
-class Broken(Exception):
-    """An invariant does not hold. `trace` are the steps that led there."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(what)
-        self.trace: list[str] = []
-
-    def __str__(self) -> str:
-        steps = [f"{number:3}. {step}" for number, step in enumerate(self.trace, 1)]
-        return "\n".join([self.args[0], *steps])
 
 
 class Model:
@@ -257,10 +159,10 @@ class Model:
         if writer.phase in (SENDING, GAVE_UP) and self._may_commit(head, writer):
             self._check_commit(state, head, writer.content)
             published = Writer(PUBLISHED, writer.content, NOTHING, 0)
-            after = self._with_writer(state, index, published)
+            done = self._with_writer(state, index, published)
             yield (
                 f"{name}: commits content {writer.content} under {self.show(writer.config)}",
-                self._put(after, head._replace(named=writer.content)),
+                self._put(done, head._replace(named=writer.content)),
             )
         if writer.phase != SENDING:
             return
@@ -318,8 +220,8 @@ class Model:
         view = state.log[node.view]
         here = 1 << index
         if node.view + 1 < len(state.log):
-            after = self._applied(state, index, node)
-            yield f"node {index}: applies a revision", self._with_node(state, index, after)
+            moved = self._applied(state, index, node)
+            yield f"node {index}: applies a revision", self._with_node(state, index, moved)
 
         for content, config in state.puts:
             if not self._accepts(view, here, content, config):
@@ -405,9 +307,8 @@ class Model:
         if not self._is_known(config, view):
             waits = self.rules.node_waits_for_newer_configuration
             return not waits and bool(self._members[config] & here)
-        return not self.rules.node_fences_older_configuration and bool(
-            self._members[view.config] & self._members[config] & here
-        )
+        member = self._members[view.config] & self._members[config] & here
+        return not self.rules.node_fences_older_configuration and bool(member)
 
     def _is_known(self, config: int, view: Etcd) -> bool:
         return self.configs[config].epoch <= self.configs[view.config].epoch
@@ -429,9 +330,8 @@ class Model:
             free |= 1 << old.pin
         free |= (old.sessions & ~new.sessions) & ~self._bit(new.named)
         torn = node.torn & new.sessions
-        if not self._members[new.config] >> index & 1:
-            if not self.bounds.leftovers:
-                free, torn = -1, 0
+        if not self._members[new.config] >> index & 1 and not self.bounds.leftovers:
+            free, torn = -1, 0
         return Node(UP, node.view + 1, node.sealed & ~(free & ~pinned), torn)
 
     def _kept_for(self, state: State, node: Node, bit: int) -> int:
@@ -638,6 +538,9 @@ class Model:
             ):
                 raise Broken(f"content {content} is committed, and member {index} lacks it")
 
+    def alike(self, state: State) -> tuple[State, ...]:
+        return (state, self.swapped(state)) if len(state.writers) == 2 else (state,)
+
     def reduced(self, state: State) -> State:
         """Without what no step looks at any more."""
         log, nodes = state.log, state.nodes
@@ -730,61 +633,3 @@ class Model:
             puts=frozenset((content(put[0]), put[1]) for put in state.puts),
             lost=bits(state.lost),
         )
-
-
-class Explored(NamedTuple):
-    """`complete`: every state within the bounds was visited. `depth` is the longest way from the
-    beginning that is not a detour."""
-
-    states: int
-    steps: int
-    depth: int
-    complete: bool
-
-
-def explore(model: Model, limit: int = 10_000_000) -> Explored:
-    """Visit all states, at most `limit`. Raises Broken with the shortest trace to a bad one."""
-    start = model.canonical(model.initial())
-    came_from: dict[State, State | None] = {start: None}
-    frontier = deque([start])
-    steps = depth = 0
-    level_end: State = start
-    while frontier:
-        state = frontier.popleft()
-        try:
-            model.check(state)
-            for _, after in model.steps(state):
-                steps += 1
-                after = model.canonical(model.reduced(after))
-                if after not in came_from:
-                    came_from[after] = state
-                    frontier.append(after)
-        except Broken as broken:
-            broken.trace = _trace(model, came_from, state)
-            raise
-        if state is level_end and frontier:
-            depth += 1
-            level_end = frontier[-1]
-        if len(came_from) > limit:
-            return Explored(len(came_from), steps, depth, False)
-    return Explored(len(came_from), steps, depth, True)
-
-
-def _trace(model: Model, came_from: dict[State, State | None], state: State) -> list[str]:
-    """The steps from the beginning, under which each writer keeps its number."""
-    path = [state]
-    while (before := came_from[path[-1]]) is not None:
-        path.append(before)
-    labels = []
-    here = model.initial()
-    for wanted in path[-2::-1]:
-        alike = (wanted, model.swapped(wanted)) if len(wanted.writers) == 2 else (wanted,)
-        for label, after in model.steps(here):
-            after = model.reduced(after)
-            if after in alike:
-                labels.append(label)
-                here = after
-                break
-        else:
-            raise AssertionError("writers are not alike")
-    return labels

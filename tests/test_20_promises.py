@@ -6,8 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cluster_mount import CLUSTER
+from conftest import SESSIONS as _SESSIONS
 from patterns import pattern
 from processes import Process
+
+SESSIONS = (*_SESSIONS, CLUSTER)
 
 SIZES = [64 * 1024, 32 * 1024 * 1024]
 TakeProcess = Callable[[], Process]

@@ -9,7 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from cluster_mount import CLUSTER
+from conftest import SESSIONS as _SESSIONS
 from processes import Process
+
+SESSIONS = (*_SESSIONS, CLUSTER)
 
 TakeProcess = Callable[[], Process]
 RENAME_NOREPLACE, RENAME_EXCHANGE, RENAME_WHITEOUT = 1, 2, 4

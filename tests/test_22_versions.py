@@ -7,9 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cluster_mount import CLUSTER
+from conftest import SESSIONS as _SESSIONS
 from mountpoint import Mount, eventually
 from patterns import pattern
 from processes import Process
+
+SESSIONS = (*_SESSIONS, CLUSTER)
 
 TakeProcess = Callable[[], Process]
 libc = ctypes.CDLL(None, use_errno=True)

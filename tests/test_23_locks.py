@@ -6,7 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cluster_mount import CLUSTER
+from conftest import SESSIONS as _SESSIONS
 from processes import Process
+
+SESSIONS = (*_SESSIONS, CLUSTER)
 
 TakeProcess = Callable[[], Process]
 NOT_IN_PYFUSE3 = "pyfuse3 hands locks to the kernel, which keeps them by node, not by inode"

@@ -11,8 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from cluster_mount import CLUSTER
+from conftest import SESSIONS as _SESSIONS
 from mountpoint import Mount, run_checked
 from processes import Process
+
+SESSIONS = (*_SESSIONS, CLUSTER)
 
 TakeProcess = Callable[[], Process]
 

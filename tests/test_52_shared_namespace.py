@@ -1,141 +1,31 @@
 """Several namespaces on one etcd: one tree for all, whoever changes it and however much at once."""
 
-import errno
 import os
-import queue
 import random
-import stat
-import threading
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, TypeVar
 
 import pytest
 import trio
-from etcd_server import EtcdServer, etcd, etcd_prefix, new_prefix
-from hypothesis import HealthCheck, settings
-from hypothesis.stateful import rule, run_state_machine_as_test
-from invariants import check, walk
-from irdmafs.backend.kv import Conflict, Delete, Event, Exists, KeyValue, Put
-from irdmafs.backend.kv.etcd import EtcdEngine
-from irdmafs.backend.namespace import (
-    RENAME_EXCHANGE,
-    RENAME_NOREPLACE,
-    ROOT_INO,
-    Inode,
-    Namespace,
-)
+from etcd_server import EtcdServer, etcd, etcd_prefix
+from irdmafs.backend.kv import Conflict, Delete, Exists, Put
+from irdmafs.backend.namespace import RENAME_NOREPLACE, ROOT_INO, Inode, Namespace
 from irdmafs.backend.records import Layout
 from irdmafs.backend.replica import Replica
-from namespace_model import NamespaceAgainstModel, Thing
-from trio.testing import wait_all_tasks_blocked
+from namespace_model import DIRECTORY, FILE, SYMLINK
+from shared_namespaces import (
+    Lagging,
+    Mirror,
+    Worker,
+    all_at_once,
+    error_of,
+    expect_all_equal,
+    fields,
+    found,
+    host,
+    hosts,
+    run,
+)
 
 __all__ = ["etcd", "etcd_prefix"]
-
-Result = TypeVar("Result")
-FILE, DIRECTORY, SYMLINK = stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK
-
-
-class Lagging(Replica):
-    """Tells its consumers only of what somebody waits for."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._held_back: deque[tuple[int, Sequence[Event]]] = deque()
-        self._wanted = 0
-
-    def _apply(self, revision: int, events: Sequence[Event]) -> None:
-        self._held_back.append((revision, events))
-        self._tell()
-
-    async def wait_applied(self, revision: int) -> None:
-        self._wanted = max(self._wanted, revision)
-        self._tell()
-        await super().wait_applied(revision)
-
-    def _tell(self) -> None:
-        while self._held_back and self._held_back[0][0] <= self._wanted:
-            super()._apply(*self._held_back.popleft())
-
-
-@asynccontextmanager
-async def host(
-    server: EtcdServer, prefix: bytes, hub: type[Replica] = Replica
-) -> AsyncIterator[Namespace]:
-    """One host's namespace. Its hub is its `hub`, its engine its `_engine`."""
-    async with EtcdEngine(server.endpoints, prefix) as engine, trio.open_nursery() as nursery:
-        namespace = Namespace(engine)
-        replica = hub(engine, (namespace,))
-        namespace.hub = replica
-        await replica.start(nursery)
-        await namespace.ensure_root()
-        yield namespace
-        nursery.cancel_scope.cancel()
-
-
-@asynccontextmanager
-async def hosts(
-    server: EtcdServer, prefix: bytes, count: int, hub: type[Replica] = Replica
-) -> AsyncIterator[list[Namespace]]:
-    async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(host(server, prefix, hub)) for _ in range(count)]
-
-
-def run(test: Callable[[], Awaitable[Result]]) -> Result:
-    async def limited() -> Result:
-        with trio.fail_after(100):
-            return await test()
-
-    return trio.run(limited)
-
-
-def fields(inode: Inode) -> tuple[Any, ...]:
-    return tuple(getattr(inode, name) for name in Inode.__slots__)
-
-
-def everything(namespace: Namespace) -> dict[Any, Any]:
-    shown: dict[Any, Any] = {path: fields(inode) for path, inode in walk(namespace)}
-    return shown | {ino: fields(inode) for ino, inode in namespace.inodes.items()}
-
-
-async def expect_all_equal(server: EtcdServer, prefix: bytes, namespaces: list[Namespace]) -> None:
-    """All replicas are the same, sound, and what a host that starts now loads."""
-    for namespace in namespaces:
-        await namespace.hub.barrier()
-        check(namespace)
-    async with host(server, prefix) as fresh:
-        for namespace in namespaces:
-            assert everything(namespace) == everything(fresh)
-
-
-async def error_of(doing: Awaitable[object]) -> str:
-    try:
-        await doing
-    except OSError as error:
-        assert error.errno is not None
-        return errno.errorcode[error.errno]
-    return "ok"
-
-
-async def all_at_once(*doing: Coroutine[Any, Any, object]) -> list[str]:
-    """Run them concurrently; what each ended with."""
-    ends = [""] * len(doing)
-
-    async def one(number: int) -> None:
-        ends[number] = await error_of(doing[number])
-
-    async with trio.open_nursery() as nursery:
-        for number in range(len(doing)):
-            nursery.start_soon(one, number)
-    return ends
-
-
-def found(namespace: Namespace, parent: int, name: bytes) -> Inode:
-    inode = namespace.lookup(parent, name)
-    assert inode is not None
-    return inode
-
 
 # -- what one host does, the others see --------------------------------------------------------------
 
@@ -532,6 +422,29 @@ def test_moves_that_would_make_a_circle_together_do_not_both_succeed(
     run(test)
 
 
+def test_a_directory_is_moved_deep_down_but_not_to_where_its_way_cannot_be_compared(
+    etcd: EtcdServer, etcd_prefix: bytes
+) -> None:
+    async def test() -> None:
+        async with host(etcd, etcd_prefix) as namespace:
+            path = [ROOT_INO]
+            for _ in range(130):
+                path.append((await namespace.create(path[-1], b"d", DIRECTORY, 0, 0)).ino)
+            await namespace.create(ROOT_INO, b"moved", DIRECTORY, 0, 0)
+            await namespace.create(ROOT_INO, b"file", FILE, 0, 0)
+            move = namespace.rename
+            assert await error_of(
+                move(ROOT_INO, b"moved", path[-1], b"moved", 0, in_use=False)
+            ) == ("ENAMETOOLONG")
+            await move(ROOT_INO, b"moved", path[100], b"moved", 0, in_use=False)
+            await move(path[100], b"moved", path[100], b"again", 0, in_use=False)
+            await move(ROOT_INO, b"file", path[-1], b"file", 0, in_use=False)
+            assert namespace.path_of(path[100]) == b"/d" * 100
+            await expect_all_equal(etcd, etcd_prefix, [namespace])
+
+    run(test)
+
+
 def test_link_counts_are_right_after_links_and_unlinks_at_once(
     etcd: EtcdServer, etcd_prefix: bytes
 ) -> None:
@@ -555,59 +468,6 @@ def test_link_counts_are_right_after_links_and_unlinks_at_once(
             assert namespaces[0].inode(file.ino).nlink == 1 + 4 * 4
 
     run(test)
-
-
-class Worker:
-    """Does random things in a few directories, with names that everybody uses."""
-
-    def __init__(self, namespace: Namespace, random_: random.Random) -> None:
-        self.namespace = namespace
-        self.random = random_
-        self.done: dict[str, int] = {}
-
-    def directory(self) -> int:
-        inodes = self.namespace.inodes
-        return self.random.choice([ino for ino, inode in inodes.items() if inode.is_dir])
-
-    def name(self) -> bytes:
-        return self.random.choice([b"a", b"b", b"c", b"d"])
-
-    def file(self) -> int:
-        inodes = self.namespace.inodes
-        return self.random.choice([ROOT_INO, *(i for i, inode in inodes.items() if inode.is_file)])
-
-    def choose(self) -> tuple[str, Coroutine[Any, Any, object]]:
-        n, parent, name = self.namespace, self.directory(), self.name()
-        to, new = self.directory(), self.name()
-        match self.random.randrange(10):
-            case 0 | 1:
-                return "create", n.create(parent, name, FILE, 0, 0, version=1)
-            case 2:
-                return "mkdir", n.create(parent, name, DIRECTORY, 0, 0)
-            case 3:
-                return "link", n.link(self.file(), parent, name)
-            case 4:
-                return "unlink", n.unlink(parent, name, in_use=False)
-            case 5:
-                return "rmdir", n.rmdir(parent, name, in_use=False)
-            case 6 | 7:
-                return "rename", n.rename(parent, name, to, new, 0, in_use=False)
-            case 8:
-                flags = self.random.choice([RENAME_EXCHANGE, RENAME_NOREPLACE])
-                return "exchange", n.rename(parent, name, to, new, flags, in_use=False)
-            case _:
-                return "publish", n.publish(self.file(), self.random.getrandbits(40), 1, 1, 1)
-
-    async def work(self, steps: int) -> None:
-        for _ in range(steps):
-            what, doing = self.choose()
-            end = await error_of(doing)
-            assert end in (
-                "ok", "EEXIST", "ENOENT", "ENOTDIR", "EISDIR", "ENOTEMPTY", "EINVAL", "ESTALE",
-                "EPERM",
-            ), what  # fmt: skip
-            if end == "ok":
-                self.done[what] = self.done.get(what, 0) + 1
 
 
 @pytest.mark.parametrize("hub", [Replica, Lagging])
@@ -635,344 +495,3 @@ def test_replicas_are_equal_and_sound_after_random_changes_at_once(
                 mirror.expect_equal()
 
     run(test)
-
-
-class Mirror:
-    """A copy of a namespace kept by what its listeners are told alone."""
-
-    def __init__(self, namespace: Namespace) -> None:
-        self.namespace = namespace
-        self.inodes = {ino: fields(inode) for ino, inode in namespace.inodes.items()}
-        self.names: dict[tuple[int, bytes], int] = {}
-        namespace.on_change = self.changed
-        namespace.on_name_change = self.name_changed
-
-    def changed(self, old: Inode | None, new: Inode | None) -> None:
-        known = new or old
-        assert known is not None
-        assert self.inodes.pop(known.ino, None) == (fields(old) if old is not None else None)
-        if new is not None:
-            self.inodes[new.ino] = fields(new)
-
-    def name_changed(self, parent: int, name: bytes, old_ino: int, new_ino: int) -> None:
-        assert self.names.pop((parent, name), 0) == old_ino != new_ino
-        if new_ino:
-            self.names[parent, name] = new_ino
-
-    def expect_equal(self) -> None:
-        assert self.inodes == {ino: fields(i) for ino, i in self.namespace.inodes.items()}
-        assert self.names == {
-            (ino, name): child
-            for ino, inode in self.namespace.inodes.items()
-            if inode.is_dir
-            for name, child in self.namespace.children(ino)
-        }
-
-
-# -- lost events -------------------------------------------------------------------------------------
-
-
-class Recorded:
-    """A consumer that knows nothing but the records."""
-
-    prefixes = (b"d", b"i", b"t", b"u")
-
-    def __init__(self) -> None:
-        self.records: dict[bytes, KeyValue] = {}
-        self.changes: list[tuple[int, list[Event]]] = []
-
-    def load(self, records: list[KeyValue], revision: int) -> None:
-        self.records = {record.key: record for record in records}
-
-    def apply(self, revision: int, events: list[Event]) -> None:
-        self.changes.append((revision, events))
-        for _, key, value in events:
-            if value is None:
-                self.records.pop(key, None)
-            else:
-                self.records[key] = KeyValue(key, value, revision)
-
-
-def test_loading_anew_after_lost_events_tells_exactly_what_differs(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    """The last half of what happened is lost to one host, and made up for by loading everything."""
-    seed = int(os.environ.get("IRDMAFS_SEED", random.SystemRandom().randrange(2**32)))
-    print("IRDMAFS_SEED =", seed)
-
-    async def test() -> None:
-        async with host(etcd, etcd_prefix) as namespace:
-            engine = namespace._engine
-            worker = Worker(namespace, random.Random(seed))
-            behind = Namespace(engine)
-            for _ in range(4):
-                await worker.work(40)
-                revision, records = await engine.snapshot(b"", b"\xff")
-                prefixes = behind.prefixes
-                mirror = Mirror(behind)
-                mirror.names = {
-                    (ino, name): child
-                    for ino, inode in behind.inodes.items()
-                    if inode.is_dir
-                    for name, child in behind.children(ino)
-                }
-                behind.load([r for r in records if r.key.startswith(prefixes)], revision)
-                mirror.expect_equal()
-                assert everything(behind) == everything(namespace)
-                # Nothing is different now.
-                told = [0]
-                behind.on_change = lambda *change, told=told: told.append(1)
-                behind.on_name_change = behind.on_change
-                behind.load([r for r in records if r.key.startswith(prefixes)], revision)
-                assert told == [0]
-
-    run(test)
-
-
-# -- the hub -----------------------------------------------------------------------------------------
-
-
-def test_the_hub_hands_every_transaction_whole_to_its_consumers_in_order(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    async def test() -> None:
-        async with (
-            EtcdEngine(etcd.endpoints, etcd_prefix) as engine,
-            trio.open_nursery() as nursery,
-        ):
-            consumer = Recorded()
-            replica = Replica(engine, (consumer,))
-            await replica.start(nursery)
-            expected = []
-            for number in range(20):
-                operations = [Put(b"d%d" % number, b"1"), Put(b"i", b"%d" % number), Put(b"q", b"")]
-                revision = await engine.transact((), operations)
-                expected.append((revision, {b"d%d" % number, b"i"}))
-            await replica.wait_applied(expected[-1][0])
-            assert [(r, {e.key for e in events}) for r, events in consumer.changes] == expected
-            # What no consumer follows moves the hub on, too.
-            revision = await engine.transact((), [Put(b"q", b"again")])
-            await replica.barrier()
-            assert replica.applied >= revision
-            nursery.cancel_scope.cancel()
-
-    run(test)
-
-
-class Gate:
-    """An engine whose barrier takes until the gate is opened, and counts how often it was asked."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-        self.opened = trio.Event()
-        self.error: OSError | None = None
-
-    async def barrier(self) -> int:
-        self.asked += 1
-        await self.opened.wait()
-        if self.error is not None:
-            raise self.error
-        return 0
-
-
-def test_barriers_share_the_next_question_and_never_one_that_is_on_its_way() -> None:
-    async def test() -> None:
-        engine = Gate()
-        replica = Replica(engine, ())  # type: ignore[arg-type]
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(replica.barrier)
-            await wait_all_tasks_blocked()
-            for _ in range(10):
-                nursery.start_soon(replica.barrier)
-            await wait_all_tasks_blocked()
-            assert engine.asked == 1
-            engine.opened.set()
-        assert engine.asked == replica.barriers == 2
-
-    run(test)
-
-
-def test_a_barrier_that_is_given_up_leaves_nobody_waiting() -> None:
-    async def test() -> None:
-        engine = Gate()
-        replica = Replica(engine, ())  # type: ignore[arg-type]
-        async with trio.open_nursery() as nursery:
-            async with trio.open_nursery() as impatient:
-                impatient.start_soon(replica.barrier)
-                await wait_all_tasks_blocked()
-                impatient.start_soon(replica.barrier)
-                for _ in range(3):
-                    nursery.start_soon(replica.barrier)
-                await wait_all_tasks_blocked()
-                impatient.cancel_scope.cancel()
-            await wait_all_tasks_blocked()
-            engine.opened.set()
-        assert engine.asked == 2
-
-    run(test)
-
-
-def test_a_barrier_that_fails_fails_for_all_who_share_it() -> None:
-    async def test() -> None:
-        engine = Gate()
-        engine.error = OSError(errno.ETIMEDOUT, "etcd does not answer")
-        replica = Replica(engine, ())  # type: ignore[arg-type]
-
-        async def open_the_gate() -> None:
-            await wait_all_tasks_blocked()
-            engine.opened.set()
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(open_the_gate)
-            ends = await all_at_once(*(replica.barrier() for _ in range(5)))
-        assert ends == ["ETIMEDOUT"] * 5
-        assert engine.asked <= 2
-
-    run(test)
-
-
-def test_whoever_waits_for_the_hub_is_told_when_the_engine_is_closed(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    async def test() -> None:
-        engine = EtcdEngine(etcd.endpoints, etcd_prefix)
-        async with engine, trio.open_nursery() as nursery:
-            replica = Replica(engine, ())
-            await replica.start(nursery)
-
-            async def wait() -> None:
-                with pytest.raises(trio.ClosedResourceError):
-                    await replica.wait_applied(2**60)
-
-            nursery.start_soon(wait)
-            await wait_all_tasks_blocked()
-            await engine.close()
-        with pytest.raises(trio.ClosedResourceError):
-            await replica.wait_applied(2**60)
-
-    run(test)
-
-
-def test_a_revision_that_does_not_come_is_waited_for_only_so_long(
-    etcd: EtcdServer, etcd_prefix: bytes
-) -> None:
-    async def test() -> None:
-        async with (
-            EtcdEngine(etcd.endpoints, etcd_prefix) as engine,
-            trio.open_nursery() as nursery,
-        ):
-            replica = Replica(engine, (), timeout_s=0.1)
-            await replica.start(nursery)
-            assert await error_of(replica.wait_applied(2**60)) == "ETIMEDOUT"
-            nursery.cancel_scope.cancel()
-
-    run(test)
-
-
-# -- against the model, on two hosts whose replicas are as far behind as they may be ----------------
-
-
-class TrioThread:
-    """A trio loop beside the test, for tests that must not be async."""
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[trio.lowlevel.TrioToken] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=trio.run, args=(self._main,))
-        self._thread.start()
-        self._token = self._jobs.get()
-
-    async def _main(self) -> None:
-        self._end = trio.Event()
-        self._jobs.put(trio.lowlevel.current_trio_token())
-        await self._end.wait()
-
-    def run(self, doing: Coroutine[Any, Any, Result]) -> Result:
-        async def limited() -> Result:
-            with trio.fail_after(30):
-                return await doing
-
-        return trio.from_thread.run(limited, trio_token=self._token)
-
-    def close(self) -> None:
-        trio.from_thread.run_sync(self._end.set, trio_token=self._token)
-        self._thread.join()
-
-
-class Cluster:
-    """Two hosts on one prefix, kept by a task of their own until it is closed."""
-
-    def __init__(self, server: EtcdServer) -> None:
-        self._server = server
-        self._ready = trio.Event()
-        self._end = trio.Event()
-        self._ended = trio.Event()
-        self.namespaces: list[Namespace] = []
-
-    async def start(self) -> None:
-        trio.lowlevel.spawn_system_task(self._keep)
-        await self._ready.wait()
-
-    async def _keep(self) -> None:
-        async with hosts(self._server, new_prefix(), 2, Lagging) as self.namespaces:
-            self._ready.set()
-            await self._end.wait()
-        self._ended.set()
-
-    async def close(self) -> None:
-        self._end.set()
-        await self._ended.wait()
-
-
-class NamespaceOnEtcd(NamespaceAgainstModel):
-    """Two hosts take turns; each is up to date only as far as its operations see to it."""
-
-    def __init__(self, server: EtcdServer) -> None:
-        super().__init__()
-        self.trio = TrioThread()
-        self.cluster = Cluster(server)
-        self.run(self.cluster.start())
-        self.hosts = self.cluster.namespaces
-        self.turn = 0
-        self.choose_host()
-        self.model.root.uid = self.namespace.inode(ROOT_INO).uid
-
-    def teardown(self) -> None:
-        self.compare()
-        self.run(self.cluster.close())
-        self.trio.close()
-
-    def run(self, doing: Coroutine[Any, Any, Result]) -> Result:
-        return self.trio.run(doing)
-
-    def choose_host(self, *things: Thing, in_use: bool = False) -> None:
-        held = in_use or any(thing in self.model.held for thing in things)
-        self.turn = 0 if held else 1 - self.turn
-        self.namespace = self.hosts[self.turn]
-        self.engine = self.namespace._engine
-
-    def settle(self) -> None:
-        self.run(self.namespace.hub.barrier())
-
-    @rule()
-    def compare(self) -> None:
-        for number, namespace in enumerate(self.hosts):
-            self.namespace = namespace
-            self.settle()
-            self.expect_as_the_model_says(holds=number == 0)
-        self.choose_host()
-
-    @rule()
-    def swap_turns(self) -> None:
-        self.choose_host()
-
-
-def test_two_hosts_together_do_what_the_model_says(etcd: EtcdServer) -> None:
-    run_state_machine_as_test(
-        lambda: NamespaceOnEtcd(etcd),
-        settings=settings(
-            max_examples=40,
-            stateful_step_count=30,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )

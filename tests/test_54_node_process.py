@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import stat
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -30,7 +32,9 @@ from irdmafs.backend.records import (
     SETTINGS_KEY,
     Layout,
     MountRecord,
+    NodeRecord,
     Settings,
+    decode,
     encode,
     group_key,
     key_of,
@@ -50,9 +54,11 @@ LARGE = 3 << 20
 class ServedNode:
     """`irdmafs serve STORE` in the foreground."""
 
-    def __init__(self, etcd: EtcdServer, cluster: str, store: Path, *arguments: str) -> None:
+    def __init__(
+        self, etcd: EtcdServer, cluster: str, store: Path, log: Path, *arguments: str
+    ) -> None:
         self.store = store
-        self._log = store.parent / f"{store.name}.log"
+        self._log = log
         self._command = [
             sys.executable, "-m", "irdmafs", "serve", str(store), "-f", "--name", cluster,
             "--etcd", ",".join(etcd.endpoints), *arguments,
@@ -89,6 +95,10 @@ class ServedNode:
         )
         assert done.returncode != 0
         return done.stderr
+
+    @property
+    def was_started(self) -> bool:
+        return self._popen is not None
 
     @property
     def pid(self) -> int:
@@ -147,7 +157,8 @@ class Place:
 
     def add(self, *arguments: str, store: Path | None = None, start: bool = True) -> ServedNode:
         store = store or self.directory / f"store{len(self.nodes)}"
-        node = ServedNode(self.etcd, self.name, store, *arguments)
+        log = self.directory / f"{len(self.nodes)}.log"
+        node = ServedNode(self.etcd, self.name, store, log, *arguments)
         self.nodes.append(node)
         if start:
             node.start()
@@ -293,7 +304,9 @@ def place(etcd: EtcdServer) -> Iterator[Place]:
     made = Place(etcd)
     trio.run(made.found)
     yield made
+    logs = [node.log for node in made.nodes if node.was_started]
     made.close()
+    assert not [log for log in logs if "Traceback" in log]
 
 
 def run(place: Place, test: Callable[[Writer], Awaitable[None]]) -> None:
@@ -456,6 +469,75 @@ def test_attributes_and_names_do_not_touch_extents(place: Place) -> None:
         assert Extent(content, 0) in node.extents()
         await writer.namespace.unlink(ROOT_INO, b"b", in_use=False)
         await writer.until(lambda: Extent(content, 0) not in node.extents())
+
+    run(place, test)
+
+
+# -- who serves ------------------------------------------------------------------------------------
+
+
+def test_a_paused_node_is_no_member_when_it_wakes_up_and_then_joins_again(place: Place) -> None:
+    nodes = {node.id: node for node in (place.add(), place.add())}
+
+    async def test(writer: Writer) -> None:
+        await writer.ensure_groups()
+        content = await writer.publish(b"before", b"the pause")
+        paused = nodes[writer.in_sync()[0]]
+        (other,) = nodes.keys() - {paused.id}
+        paused.signal(signal.SIGSTOP)
+        missed = await writer.publish(b"during", b"the pause")
+        assert writer.in_sync() == (other,)
+        paused.signal(signal.SIGCONT)
+        await writer.until(lambda: set(writer.in_sync()) == set(nodes))
+        assert paused.extents() == {Extent(content, 0), Extent(missed, 0)}
+
+    run(place, test)
+
+
+def test_a_node_that_cannot_be_reached_is_evicted_for_a_writer_and_not_without_need(
+    place: Place,
+) -> None:
+    nodes = {node.id: node for node in (place.add(), place.add())}
+
+    async def test(writer: Writer) -> None:
+        await writer.ensure_groups()
+        group = writer.group(writer.layout())
+        first, second = writer.in_sync()
+        assert not await writer.peers.suspect(first, group, second)
+        assert writer.in_sync() == (first, second)
+        nodes[second].signal(signal.SIGSTOP)
+        # An answer that it got a moment ago counts for a moment.
+        while not await writer.peers.suspect(first, group, second):
+            await trio.sleep(0.1)
+        await writer.replica.barrier()
+        assert writer.in_sync() == (first,)
+        nodes[second].signal(signal.SIGCONT)
+
+    run(place, test)
+
+
+def test_a_node_tells_what_it_is_and_has(place: Place) -> None:
+    node = place.add("--metrics-port", "0")
+    place.add()
+
+    async def test(writer: Writer) -> None:
+        await writer.ensure_groups()
+        await writer.publish(b"name", b"x" * 1000)
+        await writer.put(writer.content(), b"pending", writer.layout())
+        status = await writer.peers.status(node.id)
+        assert status["node"] == f"{node.id:016x}"
+        assert (status["extents"], status["pending_extents"], status["bytes"]) == (2, 1, 1007)
+        own = status["own_groups"]
+        assert isinstance(own, dict)
+        assert sum(own.values()) == BUCKETS
+        assert isinstance(status["lease_valid_s"], float)
+        assert 0 < status["lease_valid_s"] <= TTL_S
+        port = re.search(r"metrics are served on \S+ port (\d+)", node.log)
+        assert port is not None
+        with urllib.request.urlopen(f"http://127.0.0.1:{port[1]}/metrics") as answer:
+            text = answer.read().decode()
+        assert f'irdmafs_node_store_bytes{{node="{node.id:016x}"}} 1007.0' in text
+        assert 'kind="put"' in text
 
     run(place, test)
 
@@ -682,3 +764,25 @@ def test_a_store_on_a_disk_keeps_what_it_acknowledged(place: Place, tmp_path: Pa
         assert await writer.read(node.id, contents[0], LARGE) == data
 
     run(place, test)
+
+
+def test_weight_and_labels_are_those_of_the_last_start_and_draining_stays(place: Place) -> None:
+    node = place.add("--weight", "2", "--zone", "a", "--host", "here")
+
+    async def records() -> NodeRecord:
+        async with EtcdEngine(place.etcd.endpoints, place.prefix) as engine:
+            found = await engine.get(key_of(b"N", node.id))
+            assert found is not None
+            return decode(found.value, NodeRecord)
+
+    async def drain() -> None:
+        async with EtcdEngine(place.etcd.endpoints, place.prefix) as engine:
+            record = NodeRecord("draining", 2.0, {"zone": "a", "host": "here"})
+            await engine.transact((), [Put(key_of(b"N", node.id), encode(record))])
+
+    assert trio.run(records) == NodeRecord("up", 2.0, {"zone": "a", "host": "here"})
+    trio.run(drain)
+    node.terminate()
+    again = place.add("--weight", "3", "--host", "there", store=node.store)
+    assert again.id == node.id
+    assert trio.run(records) == NodeRecord("draining", 3.0, {"host": "there"})

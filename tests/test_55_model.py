@@ -1,6 +1,7 @@
 """The replication protocol keeps its invariants in every order of events, and needs each of its rules."""
 
 import pytest
+from explorer import Broken, explore
 from irdmafs.backend.groups import (
     degraded,
     demoted,
@@ -15,7 +16,8 @@ from irdmafs.backend.groups import (
     without,
 )
 from irdmafs.backend.records import GroupConfig
-from model_replication import (
+from model_replication import Model
+from replication_state import (
     ABORT,
     CRASH,
     DAMAGE,
@@ -23,10 +25,7 @@ from model_replication import (
     LOSS,
     PIN,
     Bounds,
-    Broken,
-    Model,
     Rules,
-    explore,
 )
 
 # Together less than a minute on one core; each is visited completely.

@@ -469,7 +469,7 @@ def test_a_served_store_is_a_node_until_it_is_told_to_end(cluster: Cluster, tmp_
         log = (store / "irdmafs.log").read_text()
         if match := re.search(r'"pid": (\d+)', log):
             os.kill(int(match[1]), signal.SIGTERM)
-    eventually(lambda: not os.path.exists(f"/proc/{pid}"), "the node ended")
+    eventually(lambda: not os.path.exists(f"/proc/{pid}"), "the node ended", within_s=30)
     assert cluster.status(2)["nodes"][0]["state"] == "down"
     assert cluster.run("cluster", "remove", found[1]).returncode == 0
 

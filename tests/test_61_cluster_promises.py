@@ -40,10 +40,35 @@ def copies(cluster: Cluster) -> int:
     return sum(len(list((node.store / "extents").iterdir())) for node in cluster.nodes)
 
 
+class Shared:
+    """One cluster for many tests, and another one after a test that hung and was killed."""
+
+    def __init__(self) -> None:
+        self._made: Cluster | None = None
+
+    def get(self) -> Cluster:
+        if self._made is not None and not all(part.alive for part in self._made.parts()):
+            self.close()
+        if self._made is None:
+            self._made = Cluster(Plan()).__enter__()
+        return self._made
+
+    def close(self) -> None:
+        if self._made is not None:
+            self._made.close()
+            self._made = None
+
+
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster(Plan()) as made:
-        yield made
+def shared() -> Iterator[Shared]:
+    made = Shared()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def cluster(shared: Shared) -> Cluster:
+    return shared.get()
 
 
 @pytest.fixture

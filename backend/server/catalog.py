@@ -69,7 +69,10 @@ class Catalog:
         self._pins: dict[int, set[int]] = {}  # content -> leases
         self._unnamed: dict[int, set[int]] = {}  # content -> stripes that are here
         self._gone: dict[int, None] = {}  # contents, the oldest first
-        self._left: dict[int, float] = {}  # groups we are not a member of -> since when
+        self._mine: set[int] = set()  # groups we are a member of
+        self._left: dict[
+            int, float
+        ] = {}  # groups of which there may be extents all the same, since
         self._busy = trio.Event()
         groups.group_changed.append(self._group_changed)
 
@@ -237,8 +240,10 @@ class Catalog:
 
     def _group_changed(self, group: int) -> None:
         if self.is_member(group):
+            self._mine.add(group)
             self._left.pop(group, None)
-        elif group in self._by_group:
+        elif group in self._mine:
+            self._mine.remove(group)
             self._leave(group)
 
     # -- what is here ----------------------------------------------------------------------------
@@ -264,10 +269,13 @@ class Catalog:
             self._remember_gone(content)
             self._reconsider(content)
 
-    def make_room(self) -> None:
-        """The store is full: free at once what is kept just in case. To be followed by `Files.reap`."""
+    def make_room(self) -> bool:
+        """The store is full: free at once what is kept just in case. Returns whether something was
+        freed, whose memory the next `Files.reap` gives back."""
+        before = self.freed_extents
         for group in list(self._left):
             self._free_left(group)
+        return self.freed_extents > before or self._files.has_condemned
 
     async def run(self) -> None:
         """Give the memory of freed extents back, and look now and then for what can go."""

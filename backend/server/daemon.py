@@ -294,10 +294,14 @@ async def _admit(engine: Engine, node: int, weight: float, labels: dict[str, str
         return
     key = key_of(b"N", node)
     while (found := await engine.get(key)) is not None:
-        known = decode(found.value, NodeRecord)
-        record = NodeRecord(known.state, weight, labels)
-        if record == known:
-            return
+        try:
+            known = decode(found.value, NodeRecord)
+            record = NodeRecord(known.state, weight, labels)
+            if record == known:
+                return
+        except msgspec.DecodeError as error:
+            log.error("the record of this node in etcd was damaged and is made anew: %s", error)
+            record = NodeRecord("up", weight, labels)
         try:
             await engine.transact([(key, found.mod_revision)], [Put(key, encode(record))])
             return

@@ -1,0 +1,81 @@
+"""A mount of a cluster with one store node, to hold it to what every mount promises."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from itertools import count
+from pathlib import Path
+
+import pytest
+from etcd_server import EtcdServer
+from mountpoint import Mount, eventually, run_checked
+
+CLUSTER = "cluster"
+
+_numbers = count()
+_etcd: list[EtcdServer] = []
+
+
+def _shared_etcd() -> EtcdServer:
+    if not _etcd:
+        _etcd.append(EtcdServer())
+        _etcd[0].__enter__()
+    return _etcd[0]
+
+
+def end_etcd() -> None:
+    while _etcd:
+        _etcd.pop().close()
+
+
+class OneNodeMount(Mount):
+    """Each has a cluster of its own, by name, in an etcd that all share. The mount counts as another
+    host than the node, so that contents really travel."""
+
+    def __init__(self, arguments: tuple[str, ...] = (), store_size: str | None = None) -> None:
+        if shutil.which("etcd") is None:
+            pytest.skip("etcd is not installed (etcd-server)")
+        super().__init__("kernel", arguments=arguments, store_size=store_size)
+        self._directory = Path(tempfile.mkdtemp(prefix="test-irdmafs-node-", dir="/dev/shm"))
+        self._node: subprocess.Popen[bytes] | None = None
+        name = f"test{os.getpid()}-{next(_numbers)}"
+        run_checked(
+            *(sys.executable, "-m", "irdmafs", "cluster", "init", "--no-tls"),
+            *("--etcd", _shared_etcd().endpoint, "--name", name, "--out", self._directory),
+            *("--replicas", "1", "--buckets", "8", "--lease-ttl", "3"),
+        )
+        self._config = self._directory / "cluster.toml"
+        self.arguments = (*arguments, "--cluster", str(self._config), "--host", "elsewhere")
+
+    def try_mount(self) -> subprocess.CompletedProcess[str]:
+        if self._node is None:
+            self._start_node()
+        return super().try_mount()
+
+    def _start_node(self) -> None:
+        log = self._directory / "log"
+        command = (sys.executable, "-m", "irdmafs", "serve", self._directory / "store", "-f")
+        with log.open("wb") as output:
+            self._node = subprocess.Popen(
+                [*command, "--config", self._config], stdout=output, stderr=output, cwd="/"
+            )
+        eventually(lambda: b"is served" in log.read_bytes(), "the store node serves", 20)
+
+    def log_tail(self, characters: int = 3000) -> str:
+        with contextlib.suppress(OSError):
+            node = (self._directory / "log").read_text(errors="replace")[-characters:]
+            return f"{super().log_tail(characters)}\nlog of the store node:\n{node}"
+        return super().log_tail(characters)
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            if self._node is not None:
+                self._node.send_signal(signal.SIGKILL)
+                self._node.wait()
+            shutil.rmtree(self._directory, ignore_errors=True)

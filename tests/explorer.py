@@ -1,0 +1,101 @@
+"""Visit every state of a machine, breadth first, and tell the shortest way to a bad one."""
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator
+from typing import NamedTuple, Protocol, TypeVar
+
+State = TypeVar("State", bound=Hashable)
+
+
+class Machine(Protocol[State]):
+    def initial(self) -> State: ...
+
+    def steps(self, state: State) -> Iterator[tuple[str, State]]:
+        """What may happen next, in words, and what is then. Raises Broken."""
+        ...
+
+    def check(self, state: State) -> None:
+        """Raises Broken if an invariant does not hold."""
+        ...
+
+    def reduced(self, state: State) -> State:
+        """Without what makes no difference to the future."""
+        ...
+
+    def canonical(self, state: State) -> State:
+        """One of those that are the same but for the names of things."""
+        ...
+
+    def alike(self, state: State) -> Iterable[State]:
+        """All of those."""
+        ...
+
+
+class Broken(Exception):
+    """An invariant does not hold. `trace` are the steps that led there."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.trace: list[str] = []
+
+    def __str__(self) -> str:
+        steps = [f"{number:3}. {step}" for number, step in enumerate(self.trace, 1)]
+        return "\n".join([self.args[0], *steps])
+
+
+class Explored(NamedTuple):
+    """`complete`: every state within the bounds was visited. `depth` is the longest way from the
+    beginning that is not a detour."""
+
+    states: int
+    steps: int
+    depth: int
+    complete: bool
+
+
+def explore(model: Machine[State], limit: int = 10_000_000) -> Explored:
+    """Visit all states, at most `limit`. Raises Broken with the shortest trace to a bad one."""
+    start = model.canonical(model.initial())
+    came_from: dict[State, State | None] = {start: None}
+    frontier = deque([start])
+    steps = depth = 0
+    level_end: State = start
+    while frontier:
+        state = frontier.popleft()
+        try:
+            model.check(state)
+            for _, after in model.steps(state):
+                steps += 1
+                after = model.canonical(model.reduced(after))
+                if after not in came_from:
+                    came_from[after] = state
+                    frontier.append(after)
+        except Broken as broken:
+            broken.trace = _trace(model, came_from, state)
+            raise
+        if state is level_end and frontier:
+            depth += 1
+            level_end = frontier[-1]
+        if len(came_from) > limit:
+            return Explored(len(came_from), steps, depth, False)
+    return Explored(len(came_from), steps, depth, True)
+
+
+def _trace(model: Machine[State], came_from: dict[State, State | None], state: State) -> list[str]:
+    """The steps from the beginning, in which everything keeps its name."""
+    path = [state]
+    while (before := came_from[path[-1]]) is not None:
+        path.append(before)
+    labels = []
+    here = model.initial()
+    for wanted in path[-2::-1]:
+        alike = set(model.alike(wanted))
+        for label, after in model.steps(here):
+            after = model.reduced(after)
+            if after in alike:
+                labels.append(label)
+                here = after
+                break
+        else:
+            raise AssertionError("what should be alike is not")
+    return labels

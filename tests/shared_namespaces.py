@@ -1,0 +1,210 @@
+"""Several hosts' namespaces on one etcd, for tests: starting, driving and comparing them."""
+
+import errno
+import random
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, TypeVar
+
+import trio
+from etcd_server import EtcdServer
+from invariants import check, walk
+from irdmafs.backend.kv import Event
+from irdmafs.backend.kv.etcd import EtcdEngine
+from irdmafs.backend.namespace import (
+    RENAME_EXCHANGE,
+    RENAME_NOREPLACE,
+    ROOT_INO,
+    Inode,
+    Namespace,
+)
+from irdmafs.backend.replica import Replica
+from namespace_model import DIRECTORY, FILE
+
+Result = TypeVar("Result")
+
+
+class Lagging(Replica):
+    """Tells its consumers only of what somebody waits for."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._held_back: deque[tuple[int, Sequence[Event]]] = deque()
+        self._wanted = 0
+
+    def _apply(self, revision: int, events: Sequence[Event]) -> None:
+        self._held_back.append((revision, events))
+        self._tell()
+
+    async def wait_applied(self, revision: int) -> None:
+        self._wanted = max(self._wanted, revision)
+        self._tell()
+        await super().wait_applied(revision)
+
+    def _tell(self) -> None:
+        while self._held_back and self._held_back[0][0] <= self._wanted:
+            super()._apply(*self._held_back.popleft())
+
+
+@asynccontextmanager
+async def host(
+    server: EtcdServer, prefix: bytes, hub: type[Replica] = Replica
+) -> AsyncIterator[Namespace]:
+    """One host's namespace. Its hub is its `hub`, its engine its `_engine`."""
+    async with EtcdEngine(server.endpoints, prefix) as engine, trio.open_nursery() as nursery:
+        namespace = Namespace(engine)
+        replica = hub(engine, (namespace,))
+        namespace.hub = replica
+        await replica.start(nursery)
+        await namespace.ensure_root()
+        yield namespace
+        nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def hosts(
+    server: EtcdServer, prefix: bytes, count: int, hub: type[Replica] = Replica
+) -> AsyncIterator[list[Namespace]]:
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(host(server, prefix, hub)) for _ in range(count)]
+
+
+def run(test: Callable[[], Awaitable[Result]]) -> Result:
+    async def limited() -> Result:
+        with trio.fail_after(100):
+            return await test()
+
+    return trio.run(limited)
+
+
+def fields(inode: Inode) -> tuple[Any, ...]:
+    return tuple(getattr(inode, name) for name in Inode.__slots__)
+
+
+def everything(namespace: Namespace) -> dict[Any, Any]:
+    shown: dict[Any, Any] = {path: fields(inode) for path, inode in walk(namespace)}
+    return shown | {ino: fields(inode) for ino, inode in namespace.inodes.items()}
+
+
+async def expect_all_equal(server: EtcdServer, prefix: bytes, namespaces: list[Namespace]) -> None:
+    """All replicas are the same, sound, and what a host that starts now loads."""
+    for namespace in namespaces:
+        await namespace.hub.barrier()
+        check(namespace)
+    async with host(server, prefix) as fresh:
+        for namespace in namespaces:
+            assert everything(namespace) == everything(fresh)
+
+
+async def error_of(doing: Awaitable[object]) -> str:
+    try:
+        await doing
+    except OSError as error:
+        assert error.errno is not None
+        return errno.errorcode[error.errno]
+    return "ok"
+
+
+async def all_at_once(*doing: Coroutine[Any, Any, object]) -> list[str]:
+    """Run them concurrently; what each ended with."""
+    ends = [""] * len(doing)
+
+    async def one(number: int) -> None:
+        ends[number] = await error_of(doing[number])
+
+    async with trio.open_nursery() as nursery:
+        for number in range(len(doing)):
+            nursery.start_soon(one, number)
+    return ends
+
+
+def found(namespace: Namespace, parent: int, name: bytes) -> Inode:
+    inode = namespace.lookup(parent, name)
+    assert inode is not None
+    return inode
+
+
+class Worker:
+    """Does random things in a few directories, with names that everybody uses."""
+
+    def __init__(self, namespace: Namespace, random_: random.Random) -> None:
+        self.namespace = namespace
+        self.random = random_
+        self.done: dict[str, int] = {}
+
+    def directory(self) -> int:
+        inodes = self.namespace.inodes
+        return self.random.choice([ino for ino, inode in inodes.items() if inode.is_dir])
+
+    def name(self) -> bytes:
+        return self.random.choice([b"a", b"b", b"c", b"d"])
+
+    def file(self) -> int:
+        inodes = self.namespace.inodes
+        return self.random.choice([ROOT_INO, *(i for i, inode in inodes.items() if inode.is_file)])
+
+    def choose(self) -> tuple[str, Coroutine[Any, Any, object]]:
+        n, parent, name = self.namespace, self.directory(), self.name()
+        to, new = self.directory(), self.name()
+        match self.random.randrange(10):
+            case 0 | 1:
+                return "create", n.create(parent, name, FILE, 0, 0, version=1)
+            case 2:
+                return "mkdir", n.create(parent, name, DIRECTORY, 0, 0)
+            case 3:
+                return "link", n.link(self.file(), parent, name)
+            case 4:
+                return "unlink", n.unlink(parent, name, in_use=False)
+            case 5:
+                return "rmdir", n.rmdir(parent, name, in_use=False)
+            case 6 | 7:
+                return "rename", n.rename(parent, name, to, new, 0, in_use=False)
+            case 8:
+                flags = self.random.choice([RENAME_EXCHANGE, RENAME_NOREPLACE])
+                return "exchange", n.rename(parent, name, to, new, flags, in_use=False)
+            case _:
+                return "publish", n.publish(self.file(), self.random.getrandbits(40), 1, 1, 1)
+
+    async def work(self, steps: int) -> None:
+        for _ in range(steps):
+            what, doing = self.choose()
+            end = await error_of(doing)
+            assert end in (
+                "ok", "EEXIST", "ENOENT", "ENOTDIR", "EISDIR", "ENOTEMPTY", "EINVAL", "ESTALE",
+                "EPERM",
+            ), what  # fmt: skip
+            if end == "ok":
+                self.done[what] = self.done.get(what, 0) + 1
+
+
+class Mirror:
+    """A copy of a namespace kept by what its listeners are told alone."""
+
+    def __init__(self, namespace: Namespace) -> None:
+        self.namespace = namespace
+        self.inodes = {ino: fields(inode) for ino, inode in namespace.inodes.items()}
+        self.names: dict[tuple[int, bytes], int] = {}
+        namespace.on_change = self.changed
+        namespace.on_name_change = self.name_changed
+
+    def changed(self, old: Inode | None, new: Inode | None) -> None:
+        known = new or old
+        assert known is not None
+        assert self.inodes.pop(known.ino, None) == (fields(old) if old is not None else None)
+        if new is not None:
+            self.inodes[new.ino] = fields(new)
+
+    def name_changed(self, parent: int, name: bytes, old_ino: int, new_ino: int) -> None:
+        assert self.names.pop((parent, name), 0) == old_ino != new_ino
+        if new_ino:
+            self.names[parent, name] = new_ino
+
+    def expect_equal(self) -> None:
+        assert self.inodes == {ino: fields(i) for ino, i in self.namespace.inodes.items()}
+        assert self.names == {
+            (ino, name): child
+            for ino, inode in self.namespace.inodes.items()
+            if inode.is_dir
+            for name, child in self.namespace.children(ino)
+        }

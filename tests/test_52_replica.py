@@ -1,0 +1,436 @@
+"""The replica hub on a real etcd: whole, in order, up to date when asked, and after lost events."""
+
+import errno
+import os
+import queue
+import random
+import threading
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, TypeVar
+
+import pytest
+import trio
+from etcd_server import EtcdServer, etcd, etcd_prefix, new_prefix
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import rule, run_state_machine_as_test
+from irdmafs.backend.kv import Change, Delete, Event, KeyValue, Put
+from irdmafs.backend.kv.etcd import EtcdEngine
+from irdmafs.backend.namespace import ROOT_INO, Namespace
+from irdmafs.backend.replica import Replica
+from namespace_model import DIRECTORY, FILE, NamespaceAgainstModel, Thing
+from shared_namespaces import (
+    Lagging,
+    Mirror,
+    Worker,
+    all_at_once,
+    error_of,
+    everything,
+    expect_all_equal,
+    host,
+    hosts,
+    run,
+)
+from trio.testing import wait_all_tasks_blocked
+
+__all__ = ["etcd", "etcd_prefix"]
+
+Result = TypeVar("Result")
+
+
+# -- lost events -------------------------------------------------------------------------------------
+
+
+class Recorded:
+    """A consumer that knows nothing but the records."""
+
+    prefixes = (b"d", b"i", b"t", b"u")
+
+    def __init__(self) -> None:
+        self.records: dict[bytes, KeyValue] = {}
+        self.changes: list[tuple[int, list[Event]]] = []
+
+    def load(self, records: list[KeyValue], revision: int) -> None:
+        self.records = {record.key: record for record in records}
+
+    def apply(self, revision: int, events: list[Event]) -> None:
+        self.changes.append((revision, events))
+        for _, key, value in events:
+            if value is None:
+                self.records.pop(key, None)
+            else:
+                self.records[key] = KeyValue(key, value, revision)
+
+
+def test_loading_anew_after_lost_events_tells_exactly_what_differs(
+    etcd: EtcdServer, etcd_prefix: bytes
+) -> None:
+    """The last half of what happened is lost to one host, and made up for by loading everything."""
+    seed = int(os.environ.get("IRDMAFS_SEED", random.SystemRandom().randrange(2**32)))
+    print("IRDMAFS_SEED =", seed)
+
+    async def test() -> None:
+        async with host(etcd, etcd_prefix) as namespace:
+            engine = namespace._engine
+            worker = Worker(namespace, random.Random(seed))
+            behind = Namespace(engine)
+            for _ in range(4):
+                await worker.work(40)
+                revision, records = await engine.snapshot(b"", b"\xff")
+                prefixes = behind.prefixes
+                mirror = Mirror(behind)
+                mirror.names = {
+                    (ino, name): child
+                    for ino, inode in behind.inodes.items()
+                    if inode.is_dir
+                    for name, child in behind.children(ino)
+                }
+                behind.load([r for r in records if r.key.startswith(prefixes)], revision)
+                mirror.expect_equal()
+                assert everything(behind) == everything(namespace)
+                # Nothing is different now.
+                told = [0]
+                behind.on_change = lambda *change, told=told: told.append(1)
+                behind.on_name_change = behind.on_change
+                behind.load([r for r in records if r.key.startswith(prefixes)], revision)
+                assert told == [0]
+
+    run(test)
+
+
+class LosesEvents(EtcdEngine):
+    """Its first watch begins so late that etcd has forgotten what is to come first."""
+
+    late: trio.Event | None = None
+
+    async def _late(self, start: bytes, end: bytes) -> AsyncIterator[Change]:
+        assert self.late is not None
+        await self.late.wait()
+        self.late = None
+        async for change in super().watch(start, end, 1):
+            yield change
+
+    def watch(self, start: bytes, end: bytes, from_revision: int) -> Any:
+        if self.late is not None:
+            return self._late(start, end)
+        return super().watch(start, end, from_revision)
+
+
+def test_a_host_whose_events_were_compacted_away_catches_up_and_tells_what_changed(
+    etcd: EtcdServer, etcd_prefix: bytes
+) -> None:
+    async def test() -> None:
+        async with (
+            host(etcd, etcd_prefix) as other,
+            LosesEvents(etcd.endpoints, etcd_prefix) as engine,
+            trio.open_nursery() as nursery,
+        ):
+            for name in (b"stays", b"goes", b"moves"):
+                await other.create(ROOT_INO, name, FILE, 0, 0)
+            place = await other.create(ROOT_INO, b"place", DIRECTORY, 0, 0)
+            late = engine.late = trio.Event()
+            namespace = Namespace(engine)
+            mirror = Mirror(namespace)
+            namespace.hub = replica = Replica(engine, (namespace,))
+            await replica.start(nursery)
+            namespace.held = lambda ino: ino == gone.ino
+            gone = await other.unlink(ROOT_INO, b"goes", in_use=False)
+            await other.rename(ROOT_INO, b"moves", place.ino, b"moved", 0, in_use=False)
+            await other.create(place.ino, b"comes", FILE, 0, 0)
+            await other.set_attributes(place.ino, mtime_ns=5)
+            await trio.to_thread.run_sync(etcd.compact)
+            late.set()
+            await replica.barrier()
+            mirror.expect_equal()
+            assert namespace.inode(gone.ino).nlink == 0
+            await namespace.drop(gone.ino)
+            assert everything(namespace) == everything(other)
+            # And it goes on from there.
+            await other.create(place.ino, b"later", FILE, 0, 0)
+            await replica.barrier()
+            assert everything(namespace) == everything(other)
+            nursery.cancel_scope.cancel()
+
+    run(test)
+
+
+def test_records_that_make_no_sense_are_told_of_and_passed_over(
+    etcd: EtcdServer, etcd_prefix: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    def key(kind: bytes, ino: int, name: bytes = b"") -> bytes:
+        return kind + ino.to_bytes(8, "big") + name
+
+    async def test() -> None:
+        async with hosts(etcd, etcd_prefix, 2) as (here, there):
+            file = await here.create(ROOT_INO, b"file", FILE, 0, 0)
+            nonsense = {
+                key(b"i", 2**40): b"nonsense",
+                key(b"d", ROOT_INO, b"dangling"): (2**40).to_bytes(8, "big"),
+                key(b"d", 2**41, b"nowhere"): file.ino.to_bytes(8, "big"),
+                key(b"t", file.ino): bytes(8),
+                key(b"t", 2**41): b"\xff" * 20,
+                b"i": b"",
+                b"d": b"x",
+                b"t": b"",
+                b"dangling": b"\xff" * 20,
+                b"us": b"?",
+            }
+            await here._engine.transact((), [Put(*item) for item in nonsense.items()])
+            for what in (f"inode {2**40} is damaged", "b'dangling'", "b'nowhere'"):
+                await here.hub.barrier()
+                assert what in caplog.text
+            await here.create(ROOT_INO, b"other", FILE, 0, 0)
+            await expect_all_equal(etcd, etcd_prefix, [here, there])
+            assert [name for name, _ in here.children(ROOT_INO)] == [b"file", b"other"]
+            await here._engine.transact((), [Delete(key) for key in nonsense])
+            await expect_all_equal(etcd, etcd_prefix, [here, there])
+
+    run(test)
+
+
+# -- the hub -----------------------------------------------------------------------------------------
+
+
+def test_the_hub_hands_every_transaction_whole_to_its_consumers_in_order(
+    etcd: EtcdServer, etcd_prefix: bytes
+) -> None:
+    async def test() -> None:
+        async with (
+            EtcdEngine(etcd.endpoints, etcd_prefix) as engine,
+            trio.open_nursery() as nursery,
+        ):
+            consumer = Recorded()
+            replica = Replica(engine, (consumer,))
+            await replica.start(nursery)
+            expected = []
+            for number in range(20):
+                operations = [Put(b"d%d" % number, b"1"), Put(b"i", b"%d" % number), Put(b"q", b"")]
+                revision = await engine.transact((), operations)
+                expected.append((revision, {b"d%d" % number, b"i"}))
+            await replica.wait_applied(expected[-1][0])
+            assert [(r, {e.key for e in events}) for r, events in consumer.changes] == expected
+            # What no consumer follows moves the hub on, too.
+            revision = await engine.transact((), [Put(b"q", b"again")])
+            await replica.barrier()
+            assert replica.applied >= revision
+            nursery.cancel_scope.cancel()
+
+    run(test)
+
+
+class Gate:
+    """An engine whose barrier takes until the gate is opened, and counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.opened = trio.Event()
+        self.error: OSError | None = None
+
+    async def barrier(self) -> int:
+        self.asked += 1
+        await self.opened.wait()
+        if self.error is not None:
+            raise self.error
+        return 0
+
+
+def test_barriers_share_the_next_question_and_never_one_that_is_on_its_way() -> None:
+    async def test() -> None:
+        engine = Gate()
+        replica = Replica(engine, ())  # type: ignore[arg-type]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(replica.barrier)
+            await wait_all_tasks_blocked()
+            for _ in range(10):
+                nursery.start_soon(replica.barrier)
+            await wait_all_tasks_blocked()
+            assert engine.asked == 1
+            engine.opened.set()
+        assert engine.asked == replica.barriers == 2
+
+    run(test)
+
+
+def test_a_barrier_that_is_given_up_leaves_nobody_waiting() -> None:
+    async def test() -> None:
+        engine = Gate()
+        replica = Replica(engine, ())  # type: ignore[arg-type]
+        async with trio.open_nursery() as nursery:
+            async with trio.open_nursery() as impatient:
+                impatient.start_soon(replica.barrier)
+                await wait_all_tasks_blocked()
+                impatient.start_soon(replica.barrier)
+                for _ in range(3):
+                    nursery.start_soon(replica.barrier)
+                await wait_all_tasks_blocked()
+                impatient.cancel_scope.cancel()
+            await wait_all_tasks_blocked()
+            engine.opened.set()
+        assert engine.asked == 2
+
+    run(test)
+
+
+def test_a_barrier_that_fails_fails_for_all_who_share_it() -> None:
+    async def test() -> None:
+        engine = Gate()
+        engine.error = OSError(errno.ETIMEDOUT, "etcd does not answer")
+        replica = Replica(engine, ())  # type: ignore[arg-type]
+
+        async def open_the_gate() -> None:
+            await wait_all_tasks_blocked()
+            engine.opened.set()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(open_the_gate)
+            ends = await all_at_once(*(replica.barrier() for _ in range(5)))
+        assert ends == ["ETIMEDOUT"] * 5
+        assert engine.asked <= 2
+
+    run(test)
+
+
+def test_whoever_waits_for_the_hub_is_told_when_the_engine_is_closed(
+    etcd: EtcdServer, etcd_prefix: bytes
+) -> None:
+    async def test() -> None:
+        engine = EtcdEngine(etcd.endpoints, etcd_prefix)
+        async with engine, trio.open_nursery() as nursery:
+            replica = Replica(engine, ())
+            await replica.start(nursery)
+
+            async def wait() -> None:
+                with pytest.raises(trio.ClosedResourceError):
+                    await replica.wait_applied(2**60)
+
+            nursery.start_soon(wait)
+            await wait_all_tasks_blocked()
+            await engine.close()
+        with pytest.raises(trio.ClosedResourceError):
+            await replica.wait_applied(2**60)
+
+    run(test)
+
+
+def test_a_revision_that_does_not_come_is_waited_for_only_so_long(
+    etcd: EtcdServer, etcd_prefix: bytes
+) -> None:
+    async def test() -> None:
+        async with (
+            EtcdEngine(etcd.endpoints, etcd_prefix) as engine,
+            trio.open_nursery() as nursery,
+        ):
+            replica = Replica(engine, (), timeout_s=0.1)
+            await replica.start(nursery)
+            assert await error_of(replica.wait_applied(2**60)) == "ETIMEDOUT"
+            nursery.cancel_scope.cancel()
+
+    run(test)
+
+
+# -- against the model, on two hosts whose replicas are as far behind as they may be ----------------
+
+
+class TrioThread:
+    """A trio loop beside the test, for tests that must not be async."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[trio.lowlevel.TrioToken] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=trio.run, args=(self._main,))
+        self._thread.start()
+        self._token = self._jobs.get()
+
+    async def _main(self) -> None:
+        self._end = trio.Event()
+        self._jobs.put(trio.lowlevel.current_trio_token())
+        await self._end.wait()
+
+    def run(self, doing: Coroutine[Any, Any, Result]) -> Result:
+        async def limited() -> Result:
+            with trio.fail_after(30):
+                return await doing
+
+        return trio.from_thread.run(limited, trio_token=self._token)
+
+    def close(self) -> None:
+        trio.from_thread.run_sync(self._end.set, trio_token=self._token)
+        self._thread.join()
+
+
+class Cluster:
+    """Two hosts on one prefix, kept by a task of their own until it is closed."""
+
+    def __init__(self, server: EtcdServer) -> None:
+        self._server = server
+        self._ready = trio.Event()
+        self._end = trio.Event()
+        self._ended = trio.Event()
+        self.namespaces: list[Namespace] = []
+
+    async def start(self) -> None:
+        trio.lowlevel.spawn_system_task(self._keep)
+        await self._ready.wait()
+
+    async def _keep(self) -> None:
+        async with hosts(self._server, new_prefix(), 2, Lagging) as self.namespaces:
+            self._ready.set()
+            await self._end.wait()
+        self._ended.set()
+
+    async def close(self) -> None:
+        self._end.set()
+        await self._ended.wait()
+
+
+class NamespaceOnEtcd(NamespaceAgainstModel):
+    """Two hosts take turns; each is up to date only as far as its operations see to it."""
+
+    def __init__(self, server: EtcdServer) -> None:
+        super().__init__()
+        self.trio = TrioThread()
+        self.cluster = Cluster(server)
+        self.run(self.cluster.start())
+        self.hosts = self.cluster.namespaces
+        self.turn = 0
+        self.choose_host()
+        self.model.root.uid = self.namespace.inode(ROOT_INO).uid
+
+    def teardown(self) -> None:
+        self.compare()
+        self.run(self.cluster.close())
+        self.trio.close()
+
+    def run(self, doing: Coroutine[Any, Any, Result]) -> Result:
+        return self.trio.run(doing)
+
+    def choose_host(self, *things: Thing, in_use: bool = False) -> None:
+        held = in_use or any(thing in self.model.held for thing in things)
+        self.turn = 0 if held else 1 - self.turn
+        self.namespace = self.hosts[self.turn]
+        self.engine = self.namespace._engine
+
+    def settle(self) -> None:
+        self.run(self.namespace.hub.barrier())
+
+    @rule()
+    def compare(self) -> None:
+        for number, namespace in enumerate(self.hosts):
+            self.namespace = namespace
+            self.settle()
+            self.expect_as_the_model_says(holds=number == 0)
+        self.choose_host()
+
+    @rule()
+    def swap_turns(self) -> None:
+        self.choose_host()
+
+
+def test_two_hosts_together_do_what_the_model_says(etcd: EtcdServer) -> None:
+    run_state_machine_as_test(
+        lambda: NamespaceOnEtcd(etcd),
+        settings=settings(
+            max_examples=40,
+            stateful_step_count=30,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

@@ -1,0 +1,649 @@
+"""Moving extents between processes: what a caller may rely on, and what happens when a node does not."""
+
+import errno
+import os
+import random
+import shutil
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from irdmafs.backend.security import Credentials, issue, make_ca
+from irdmafs.backend.transport import Extent, Fenced, Target, Unreachable
+from irdmafs.backend.transport.peers import Peers
+from transport_nodes import ExtentDirectory, Node, NodeProcess, resolver, serving
+
+MiB = 1 << 20
+# Long enough for a busy machine, short enough to wait for.
+TIMEOUT_S = 2.0
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A directory in memory, with one for addresses in it."""
+    directory = Path(tempfile.mkdtemp(prefix="irdmafs-transport-", dir="/dev/shm"))
+    (directory / "addresses").mkdir()
+    yield directory
+    shutil.rmtree(directory)
+
+
+@pytest.fixture(scope="module")
+def credentials() -> Iterator[dict[str, Credentials]]:
+    with tempfile.TemporaryDirectory() as directory:
+        make_ca(directory, "test")
+        yield {
+            "node": issue(directory, "one", "node"),
+            "mount": issue(directory, "one", "mount"),
+        }
+
+
+class Cluster:
+    """Nodes 1 to `count` in this process, and a mount that asks them."""
+
+    def __init__(self, memory: Path, peers: Peers, nodes: dict[int, Node]) -> None:
+        self.memory = memory
+        self.peers = peers
+        self.nodes = nodes
+
+    def service(self, node: int) -> ExtentDirectory:
+        return self.nodes[node].service
+
+    def have(self, extent: Extent, data: bytes) -> list[int]:
+        """The nodes that keep exactly this."""
+        return [
+            node
+            for node, each in self.nodes.items()
+            if os.path.exists(each.service.path(extent))
+            and Path(each.service.path(extent)).read_bytes() == data
+        ]
+
+    def file(self, name: str, data: bytes = b"") -> int:
+        fd = os.open(self.memory / name, os.O_RDWR | os.O_CREAT)
+        os.write(fd, data)
+        return fd
+
+
+def in_cluster(
+    memory: Path,
+    test: Callable[[Cluster], Awaitable[None]],
+    count: int = 3,
+    mount: Credentials | None = None,
+    **options: Any,
+) -> None:
+    async def main() -> None:
+        options.setdefault("timeout_s", TIMEOUT_S)
+        async with AsyncExitStack() as stack:
+            nodes = {
+                node: await stack.enter_async_context(
+                    serving(f"{memory}/{node}", node, f"{memory}/addresses", **options)
+                )
+                for node in range(1, count + 1)
+            }
+            if mount is not None:
+                options["credentials"] = mount
+            async with mounted(memory, **options) as peers:
+                await test(Cluster(memory, peers, nodes))
+
+    trio.run(main)
+
+
+@asynccontextmanager
+async def mounted(memory: Path, **options: Any) -> AsyncIterator[Peers]:
+    options = {"timeout_s": TIMEOUT_S, "streams": 4, **options}
+    async with Peers(
+        resolver(f"{memory}/addresses"), name="test", role="mount", **options
+    ) as peers:
+        yield peers
+
+
+def random_bytes(length: int) -> bytes:
+    return random.Random(length).randbytes(length)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """For what happens in another process or thread, which tells nobody."""
+    with trio.fail_after(60):
+        while not condition():
+            await trio.sleep(0.01)
+
+
+# -- what is moved arrives -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("secured", ["plain", "authenticated", "encrypted"])
+@pytest.mark.parametrize("length", [0, 1, 100_000, 4 * MiB, 33 * MiB + 5])
+def test_a_written_extent_is_on_every_node_of_the_chain_and_can_be_read(
+    memory: Path, credentials: dict[str, Credentials], length: int, secured: str
+) -> None:
+    data = random_bytes(length)
+    extent = Extent(5, 7)
+
+    async def test(cluster: Cluster) -> None:
+        source = cluster.file("source", b"before" + data + b"after")
+        await cluster.peers.device(1).write(extent, Target(1, 1, (2, 3)), source, 6, length)
+        assert cluster.have(extent, data) == [1, 2, 3]
+        for node in cluster.nodes:
+            target = cluster.file(f"target{node}", b"first")
+            await cluster.peers.device(node).read(extent, 0, target, 5, length)
+            assert os.pread(target, 5 + length + 1, 0) == b"first" + data
+            os.close(target)
+        os.close(source)
+
+    options: dict[str, Any] = {}
+    if secured != "plain":
+        options = {"credentials": credentials["node"], "mount": credentials["mount"]}
+    in_cluster(memory, test, encrypt_data=secured == "encrypted", **options)
+
+
+def test_a_part_of_an_extent_is_read_into_a_part_of_a_file(memory: Path) -> None:
+    data = random_bytes(20 * MiB)
+
+    async def test(cluster: Cluster) -> None:
+        source = cluster.file("source", data)
+        device = cluster.peers.device(1)
+        await device.write(Extent(1, 0), Target(1, 1, ()), source, 0, len(data))
+        target = cluster.file("target", bytes(15 * MiB))
+        await device.read(Extent(1, 0), 4097, target, 9001, 12 * MiB)
+        got = os.pread(target, 15 * MiB, 0)
+        assert got[:9001] == bytes(9001)
+        assert got[9001 : 9001 + 12 * MiB] == data[4097 : 4097 + 12 * MiB]
+        assert got[9001 + 12 * MiB :] == bytes(3 * MiB - 9001)
+        os.close(source)
+        os.close(target)
+
+    in_cluster(memory, test, 1)
+
+
+def test_reading_beyond_the_end_of_an_extent_is_an_error(memory: Path) -> None:
+    async def test(cluster: Cluster) -> None:
+        await cluster.peers.device(1).put(Extent(1, 0), Target(1, 1, ()), b"short")
+        target = cluster.file("target")
+        with pytest.raises(OSError) as caught:
+            await cluster.peers.device(1).read(Extent(1, 0), 1, target, 0, 5)
+        assert caught.value.errno == errno.EINVAL
+        os.close(target)
+
+    in_cluster(memory, test, 1)
+
+
+def test_a_small_extent_is_put_along_the_chain_in_one_round_trip(memory: Path) -> None:
+    async def test(cluster: Cluster) -> None:
+        await cluster.peers.ping(1)
+        before = cluster.peers.counters.round_trips
+        await cluster.peers.device(1).put(Extent(1, 0), Target(1, 1, (2, 3)), b"small")
+        assert cluster.peers.counters.round_trips == before + 1
+        assert cluster.have(Extent(1, 0), b"small") == [1, 2, 3]
+
+    in_cluster(memory, test)
+
+
+def test_once_connected_a_transfer_costs_one_round_trip(memory: Path) -> None:
+    async def test(cluster: Cluster) -> None:
+        source = cluster.file("source", random_bytes(17 * MiB))
+        device = cluster.peers.device(1)
+        await device.write(Extent(1, 0), Target(1, 1, ()), source, 0, 17 * MiB)
+        before = cluster.peers.counters.round_trips
+        await device.write(Extent(2, 0), Target(1, 1, ()), source, 0, 17 * MiB)
+        assert cluster.peers.counters.round_trips == before + 1
+        await device.read(Extent(2, 0), 0, source, 0, 17 * MiB)
+        assert cluster.peers.counters.round_trips == before + 2
+        os.close(source)
+
+    in_cluster(memory, test, 1)
+
+
+def test_many_small_extents_come_in_one_round_trip(memory: Path) -> None:
+    async def test(cluster: Cluster) -> None:
+        device = cluster.peers.device(1)
+        for number in range(40):
+            await device.put(Extent(number, 0), Target(1, 1, ()), b"%d" % number * number)
+        before = cluster.peers.counters.round_trips
+        got = await device.get([Extent(number, 0) for number in range(50)], 60)
+        assert cluster.peers.counters.round_trips == before + 1
+        for number in range(50):
+            data = b"%d" % number * number
+            assert got[number] == (data if number < 40 and len(data) <= 60 else None)
+
+    in_cluster(memory, test, 1)
+
+
+def test_more_than_a_message_holds_is_got_in_several(memory: Path) -> None:
+    async def test(cluster: Cluster) -> None:
+        device = cluster.peers.device(1)
+        data = [random_bytes(MiB - number) for number in range(20)]
+        for number, each in enumerate(data):
+            await device.put(Extent(number, 0), Target(1, 1, ()), each)
+        assert await device.get([Extent(number, 0) for number in range(20)], MiB) == data
+
+    in_cluster(memory, test, 1)
+
+
+def test_a_working_copy_is_adopted_and_sent_down_the_chain(memory: Path) -> None:
+    data = random_bytes(5 * MiB)
+
+    async def test(cluster: Cluster) -> None:
+        Path(f"{memory}/1/incoming/7").write_bytes(data)
+        inode = os.stat(f"{memory}/1/incoming/7").st_ino
+        for _ in "once", "and again, as if the answer had been lost":
+            await cluster.peers.device(1).adopt(Extent(7, 0), Target(1, 1, (2, 3)), "7")
+            assert cluster.have(Extent(7, 0), data) == [1, 2, 3]
+        assert os.stat(cluster.service(1).path(Extent(7, 0))).st_ino == inode
+
+    in_cluster(memory, test)
+
+
+def test_the_other_messages_reach_the_service(memory: Path) -> None:
+    async def test(cluster: Cluster) -> None:
+        await cluster.peers.ping(1)
+        await cluster.peers.device(1).abort(99)
+        assert await cluster.peers.suspect(1, 5, 2)
+        assert cluster.service(1).aborted == [99]
+        assert cluster.service(1).suspected == [(5, 2)]
+        assert await cluster.peers.status(1) == {"node": "1", "extents": 0}
+
+    in_cluster(memory, test, 1)
+
+
+def test_an_extent_that_a_node_has_is_not_sent_to_it_again(memory: Path) -> None:
+    data = random_bytes(40 * MiB)
+
+    async def test(cluster: Cluster) -> None:
+        source = cluster.file("source", data)
+        device = cluster.peers.device(1)
+        await device.write(Extent(1, 0), Target(1, 1, ()), source, 0, len(data))
+        for _ in range(3):
+            # The node sends what it has to the one that lacks it.
+            await device.write(Extent(1, 0), Target(1, 1, (2,)), source, 0, len(data))
+            assert cluster.have(Extent(1, 0), data) == [1, 2]
+        assert (cluster.service(1).created, cluster.service(2).created) == (1, 1)
+        os.close(source)
+
+    in_cluster(memory, test)
+
+
+def test_many_transfers_at_once_do_not_mix(memory: Path) -> None:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    chooser = random.Random(seed)
+
+    async def test(cluster: Cluster) -> None:
+        async def one(number: int) -> None:
+            length = chooser.randrange(12 * MiB)
+            data = random.Random(number).randbytes(length)
+            first, *rest = chooser.sample((1, 2, 3), 3)
+            extent = Extent(number, number)
+            source = cluster.file(f"source{number}", data)
+            await cluster.peers.device(first).write(extent, Target(1, 1, (*rest,)), source, 0, length)
+            assert cluster.have(extent, data) == [1, 2, 3]
+            target = cluster.file(f"target{number}")
+            await cluster.peers.device(rest[0]).read(extent, 0, target, 0, length)
+            assert os.pread(target, length + 1, 0) == data
+            for fd in (source, target):
+                os.close(fd)
+
+        async with trio.open_nursery() as nursery:
+            for number in range(30):
+                nursery.start_soon(one, number)
+
+    in_cluster(memory, test, timeout_s=20.0)
+
+
+# -- what a node says no to ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("refusing", [1, 2, 3])
+@pytest.mark.parametrize("length", [100, 24 * MiB])
+def test_an_old_configuration_is_fenced_wherever_in_the_chain_it_is_noticed(
+    memory: Path, refusing: int, length: int
+) -> None:
+    async def test(cluster: Cluster) -> None:
+        cluster.service(refusing).newest_config = 5
+        source = cluster.file("source", random_bytes(length))
+        device = cluster.peers.device(1)
+        target = Target(0x30007, 4, (2, 3))
+        with pytest.raises(Fenced) as caught:
+            await device.write(Extent(1, 0), target, source, 0, length)
+        assert caught.value.group == 0x30007
+        with pytest.raises(Fenced):
+            await device.put(Extent(2, 0), target, b"small")
+        os.close(source)
+        assert not cluster.service(refusing).sealed
+        await until(lambda: not any(node.service.leftovers for node in cluster.nodes.values()))
+
+    in_cluster(memory, test)
+
+
+@pytest.mark.parametrize("full", [1, 2])
+def test_a_full_node_is_named_and_nothing_is_left_there(memory: Path, full: int) -> None:
+    async def test(cluster: Cluster) -> None:
+        cluster.service(full).limit_bytes = 50
+        source = cluster.file("source", random_bytes(24 * MiB))
+        for extent, length in ((Extent(1, 0), 24 * MiB), (Extent(2, 0), 100)):
+            with pytest.raises(OSError, match=f"store node {full}: ") as caught:
+                await cluster.peers.device(1).write(
+                    extent, Target(1, 1, (2, 3)), source, 0, length
+                )
+            assert caught.value.errno == errno.ENOSPC
+        os.close(source)
+        await until(lambda: not cluster.service(full).leftovers)
+        assert not cluster.service(full).sealed
+
+    in_cluster(memory, test)
+
+
+def test_what_a_node_does_not_keep_is_enoent(memory: Path) -> None:
+    async def test(cluster: Cluster) -> None:
+        target = cluster.file("target")
+        with pytest.raises(FileNotFoundError):
+            await cluster.peers.device(1).read(Extent(1, 0), 0, target, 0, 20 * MiB)
+        assert await cluster.peers.device(1).get([Extent(1, 0)], 100) == [None]
+        os.close(target)
+
+    in_cluster(memory, test, 1)
+
+
+def test_a_transfer_that_was_given_up_makes_way_for_the_next_one(memory: Path) -> None:
+    data = random_bytes(8 * MiB)
+
+    async def test(cluster: Cluster) -> None:
+        source = cluster.file("source", data)
+        device = cluster.peers.device(1)
+        cluster.service(1).may_seal = trio.Event()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(device.write, Extent(1, 0), Target(1, 1, ()), source, 0, len(data))
+            await until(lambda: cluster.service(1).created == 1)
+            nursery.cancel_scope.cancel()
+        cluster.service(1).may_seal.set()
+        await device.write(Extent(1, 0), Target(1, 1, ()), source, 0, len(data))
+        assert cluster.have(Extent(1, 0), data) == [1]
+        os.close(source)
+
+    in_cluster(memory, test, 1)
+
+
+# -- nodes that fail -----------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def with_processes(
+    memory: Path, count: int = 3, timeout_s: float = TIMEOUT_S
+) -> AsyncIterator[tuple[Peers, dict[int, NodeProcess]]]:
+    async with AsyncExitStack() as stack:
+        nodes = {
+            node: stack.enter_context(
+                NodeProcess(
+                    f"{memory}/{node}", node, f"{memory}/addresses", timeout_s=timeout_s
+                )
+            )
+            for node in range(1, count + 1)
+        }
+        yield await stack.enter_async_context(mounted(memory, timeout_s=timeout_s)), nodes
+
+
+def sparse_file(path: Path, length: int) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT)
+    os.truncate(fd, length)
+    return fd
+
+
+@pytest.mark.parametrize("how", ["kill", "pause"])
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_a_node_that_fails_during_a_write_is_named_and_the_rest_is_sent_around_it(
+    memory: Path, failing: int, how: str
+) -> None:
+    length = 1 << 30
+
+    async def main() -> None:
+        async with with_processes(memory) as (peers, nodes):
+            source = sparse_file(memory / "source", length)
+            failed: list[OSError] = []
+
+            async def write() -> None:
+                try:
+                    await peers.device(1).write(Extent(1, 0), Target(1, 1, (2, 3)), source, 0, length)
+                except OSError as error:
+                    failed.append(error)
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(write)
+                incoming = memory / str(failing) / "incoming"
+                await until(lambda: any(incoming.iterdir()))
+                getattr(nodes[failing], how)()
+            assert isinstance(failed[0], Unreachable)
+            assert failed[0].node == failing
+            others = [node for node in nodes if node != failing]
+            await peers.device(others[0]).write(
+                Extent(1, 0), Target(1, 2, (*others[1:],)), source, 0, length
+            )
+            for node in others:
+                assert (memory / str(node) / "1.0").stat().st_size == length
+            os.close(source)
+
+    trio.run(main)
+
+
+@pytest.mark.parametrize("how", ["kill", "pause"])
+def test_a_node_that_fails_during_a_read_is_unreachable(memory: Path, how: str) -> None:
+    length = 1 << 30
+
+    async def main() -> None:
+        async with with_processes(memory, 1) as (peers, nodes):
+            os.close(sparse_file(memory / "1" / "1.0", length))
+            target = sparse_file(memory / "target", length)
+            failed: list[OSError] = []
+
+            async def read() -> None:
+                try:
+                    await peers.device(1).read(Extent(1, 0), 0, target, 0, length)
+                except OSError as error:
+                    failed.append(error)
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(read)
+                await until(lambda: os.fstat(target).st_blocks > 0)
+                getattr(nodes[1], how)()
+            assert isinstance(failed[0], Unreachable)
+            os.close(target)
+
+    trio.run(main)
+
+
+def test_a_silent_node_fails_calls_and_is_then_left_alone_until_it_answers(memory: Path) -> None:
+    async def main() -> None:
+        async with with_processes(memory, 1) as (peers, nodes):
+            await peers.ping(1)
+            nodes[1].pause()
+            with pytest.raises(Unreachable, match="silent"):
+                await peers.ping(1)
+            connects = peers.counters.connects
+            for _ in range(100):
+                with pytest.raises(Unreachable, match="silent"):
+                    await peers.device(1).get([Extent(1, 0)], 10)
+            assert peers.counters.connects == connects
+            nodes[1].resume()
+
+            async def answers() -> bool:
+                try:
+                    await peers.ping(1)
+                except Unreachable:
+                    return False
+                return True
+
+            with trio.fail_after(60):
+                while not await answers():
+                    await trio.sleep(0.05)
+
+    trio.run(main)
+
+
+def test_a_node_is_found_again_where_it_restarts(memory: Path) -> None:
+    async def main() -> None:
+        async with mounted(memory) as peers:
+            for number in range(3):
+                with NodeProcess(f"{memory}/1", 1, f"{memory}/addresses"):
+                    await peers.device(1).put(Extent(number, 0), Target(1, 1, ()), b"data")
+                    source = sparse_file(memory / "source", 20 * MiB)
+                    await peers.device(1).write(
+                        Extent(number, 1), Target(1, 1, ()), source, 0, 20 * MiB
+                    )
+                    os.close(source)
+                with pytest.raises(Unreachable):
+                    await peers.ping(1)
+
+    trio.run(main)
+
+
+def test_a_node_that_is_not_registered_is_unreachable(memory: Path) -> None:
+    async def main() -> None:
+        async with mounted(memory) as peers:
+            with pytest.raises(Unreachable, match="not registered"):
+                await peers.ping(77)
+
+    trio.run(main)
+
+
+def test_another_node_at_a_known_address_is_not_taken_for_it(memory: Path) -> None:
+    async def test(cluster: Cluster) -> None:
+        (memory / "addresses" / "8").write_text((memory / "addresses" / "1").read_text())
+        with pytest.raises(Unreachable, match="this is store node 1, not 8"):
+            await cluster.peers.ping(8)
+
+    in_cluster(memory, test, 1)
+
+
+def test_a_node_that_takes_long_to_seal_is_waited_for(memory: Path) -> None:
+    async def test(cluster: Cluster) -> None:
+        cluster.service(3).may_seal = trio.Event()
+        source = cluster.file("source", random_bytes(9 * MiB))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(
+                cluster.peers.device(1).write,
+                Extent(1, 0), Target(1, 1, (2, 3)), source, 0, 9 * MiB,
+            )  # fmt: skip
+            nursery.start_soon(cluster.peers.device(1).put, Extent(2, 0), Target(1, 1, (2, 3)), b"x")
+            # Longer than a node may be silent.
+            await trio.sleep(3 * 0.5)
+            assert len(nursery.child_tasks) == 2
+            cluster.service(3).may_seal.set()
+        assert len(cluster.service(3).sealed) == 2
+        os.close(source)
+
+    in_cluster(memory, test, timeout_s=0.5)
+
+
+# -- callers that fail ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["write", "read"])
+def test_a_cancelled_transfer_ends_at_once_and_leaves_nothing(memory: Path, kind: str) -> None:
+    length = 1 << 30
+
+    async def main() -> None:
+        async with with_processes(memory, 2, timeout_s=30.0) as (peers, nodes):
+            threads = threading.active_count()
+            os.close(sparse_file(memory / "1" / "9.0", length))
+            fd = sparse_file(memory / "file", length)
+            device = peers.device(1)
+            async with trio.open_nursery() as nursery:
+                if kind == "write":
+                    nursery.start_soon(device.write, Extent(1, 0), Target(1, 1, (2,)), fd, 0, length)
+                    incoming = memory / "1" / "incoming"
+                    await until(lambda: any(incoming.iterdir()))
+                else:
+                    nursery.start_soon(device.read, Extent(9, 0), 0, fd, 0, length)
+                    await until(lambda: os.fstat(fd).st_blocks > 0)
+                nodes[1].pause()
+                # It would wait for half a minute if it were not cancelled.
+                with trio.fail_after(15):
+                    nursery.cancel_scope.cancel()
+                    await trio.sleep_forever()
+            nodes[1].resume()
+            os.close(fd)
+            for node in nodes:
+                incoming = memory / str(node) / "incoming"
+                await until(lambda incoming=incoming: not any(incoming.iterdir()))
+                assert not (memory / str(node) / "1.0").exists()
+            await peers.ping(1)
+            # Threads of trio's cache end by themselves after a while; no new ones are needed.
+            assert threading.active_count() <= threads + peers.streams + 1
+
+    trio.run(main)
+
+
+def test_what_a_dead_writer_sent_is_dropped_on_all_nodes(memory: Path) -> None:
+    length = 1 << 30
+    program = f"""
+import os, trio
+from transport_nodes import resolver
+from irdmafs.backend.transport import Extent, Target
+from irdmafs.backend.transport.peers import Peers
+async def main():
+    async with Peers(resolver({str(memory / "addresses")!r}), name="dies", role="mount") as peers:
+        fd = os.open({str(memory / "source")!r}, os.O_RDONLY)
+        await peers.device(1).write(Extent(1, 0), Target(1, 1, (2, 3)), fd, 0, {length})
+trio.run(main)
+"""
+
+    async def main() -> None:
+        async with with_processes(memory) as (peers, nodes):
+            os.close(sparse_file(memory / "source", length))
+            environment = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
+            import subprocess
+            import sys
+
+            writer = subprocess.Popen([sys.executable, "-c", program], env=environment)
+            incoming = memory / "3" / "incoming"
+            await until(lambda: any(incoming.iterdir()))
+            writer.kill()
+            writer.wait()
+            for node in nodes:
+                await until(lambda node=node: not any((memory / str(node) / "incoming").iterdir()))
+                assert not (memory / str(node) / "1.0").exists()
+            await peers.ping(1)
+
+    trio.run(main)
+
+
+def test_a_source_that_is_too_short_is_an_error_and_not_an_extent(memory: Path) -> None:
+    async def test(cluster: Cluster) -> None:
+        source = cluster.file("source", random_bytes(20 * MiB))
+        with pytest.raises(OSError) as caught:
+            await cluster.peers.device(1).write(
+                Extent(1, 0), Target(1, 1, (2,)), source, 0, 21 * MiB
+            )
+        assert caught.value.errno == errno.EIO
+        os.close(source)
+        await until(lambda: not cluster.service(1).leftovers and not cluster.service(2).leftovers)
+        assert not cluster.service(1).sealed and not cluster.service(2).sealed
+
+    in_cluster(memory, test, 2)
+
+
+def test_a_full_target_is_enospc_and_the_node_is_not_blamed(memory: Path) -> None:
+    async def test(cluster: Cluster) -> None:
+        source = cluster.file("source", random_bytes(20 * MiB))
+        await cluster.peers.device(1).write(Extent(1, 0), Target(1, 1, ()), source, 0, 20 * MiB)
+        import subprocess
+
+        (memory / "small").mkdir()
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=4m", "none", memory / "small"], check=True
+        )
+        try:
+            target = os.open(memory / "small" / "target", os.O_RDWR | os.O_CREAT)
+            with pytest.raises(OSError) as caught:
+                await cluster.peers.device(1).read(Extent(1, 0), 0, target, 0, 20 * MiB)
+            assert caught.value.errno == errno.ENOSPC
+            os.close(target)
+        finally:
+            subprocess.run(["umount", memory / "small"], check=True)
+        os.close(source)
+
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    in_cluster(memory, test, 1)
