@@ -19,10 +19,10 @@ from typing import Protocol
 import msgspec
 import trio
 
-from .kv import Conflict, Engine, Put
+from .kv import Compare, Conflict, Engine, Exists, Put
 from .records import MountRecord, NodeAddress, decode, encode, key_of
 
-__all__ = ["MOUNT", "NODE", "LeaseEngine", "Session", "now_s"]
+__all__ = ["MOUNT", "NODE", "LeaseEngine", "Removed", "Session", "now_s"]
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,17 @@ NODE = b"n"
 MARGIN_SHARE = 0.1
 RETRY_FIRST_S = 0.1
 RETRY_MAX_S = 5.0
+
+
+class Removed(OSError):
+    """EPERM: a node's record is gone; it was told to leave for good."""
+
+    def __init__(self, node: int) -> None:
+        super().__init__(
+            errno.EPERM,
+            f"node {node:016x} was removed from the cluster; begin as a new node with an empty store "
+            f"directory, or have this one back, with what it keeps: irdmafs cluster admit {node:016x}",
+        )
 
 
 class LeaseEngine(Engine, Protocol):
@@ -120,7 +131,7 @@ class Session:
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Register, keep the lease, and register anew whenever it is lost; until `release`.
 
-        Raises OSError only if the very first registration fails.
+        Raises OSError only if the very first registration fails, and Removed.
         """
         await self._register()
         task_status.started()
@@ -195,6 +206,8 @@ class Session:
                 await self._engine.revoke(self.lease)
                 await self._register()
                 return
+            except Removed:
+                raise
             except OSError as error:
                 log.warning("registering again in %.1f s: %s", delay_s, error)
             await trio.sleep(delay_s * random.uniform(0.5, 1.0))
@@ -209,10 +222,15 @@ class Session:
             self.lease = lease
             try:
                 known = await self._revision_to_replace()
+                compares: list[Compare] = [(self.key, known)]
+                if self._kind == NODE:
+                    compares.append(Exists(key_of(b"N", self._node)))
                 self.number = await self._engine.transact(
-                    [(self.key, known)], [Put(self.key, encode(self.record), lease)]
+                    compares, [Put(self.key, encode(self.record), lease)]
                 )
             except Conflict as conflict:
+                if conflict.key != self.key:
+                    raise Removed(self._node) from None
                 raise OSError(
                     errno.EADDRINUSE, f"another process registers {conflict.key!r}"
                 ) from None

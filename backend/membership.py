@@ -9,15 +9,15 @@ loop: they must not block and not raise.
 import errno
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
 import trio
 
 from .kv import Conflict, Engine, Event, KeyValue, Put
-from .lease import MOUNT, NODE, LeaseEngine, Session, now_s
-from .placement import Candidate, Placement
+from .lease import MOUNT, NODE, LeaseEngine, Removed, Session, now_s
+from .placement import Candidate, Placement, Targets
 from .records import (
     GROUP_BUCKET_BITS,
     SETTINGS_KEY,
@@ -30,6 +30,7 @@ from .records import (
     encode,
     group_key,
     key_of,
+    targets_key,
 )
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "Groups",
     "LeaseEngine",
     "Members",
+    "Removed",
     "Session",
     "admit",
     "followed_key",
@@ -51,6 +53,8 @@ log = logging.getLogger(__name__)
 CREATED_AT_ONCE = 100
 # Fewer, as one that is not as it was stops the others.
 CHANGED_AT_ONCE = 60
+
+_NO_TARGETS = Targets("", (), 0, b"")
 
 T = TypeVar("T")
 
@@ -77,26 +81,28 @@ async def admit(engine: Engine, node: int, record: NodeRecord) -> bool:
 
 class Members:
     """Nodes, mounts and followers. `dead_since` is when this process saw a known node go, or first
-    heard of it, in seconds of time.monotonic()."""
+    heard of it, in seconds of time.monotonic(). `targets` are by pool, each with its mod_revision."""
 
-    prefixes = (SETTINGS_KEY, b"n", b"N", b"m", b"P", b"f", b"a")
+    prefixes = (SETTINGS_KEY, b"n", b"N", b"m", b"P", b"T", b"f", b"a")
 
     def __init__(self) -> None:
         self.settings: Settings | None = None
         self.nodes: dict[int, NodeAddress] = {}
         self.records: dict[int, NodeRecord] = {}
         self.policies: dict[int, str] = {}  # placement rules, by number
+        self.targets: dict[int, tuple[Targets, int]] = {}
         self.dead_since: dict[int, float] = {}
         self.sessions: dict[int, MountRecord] = {}
         self._numbers: dict[int, int] = {}  # lease of a mount -> its session number
         self._followers: dict[int, set[int]] = {}  # directory ino -> leases
         self._seen: dict[int, int] = {}  # lease -> revision
         self._attached: Session | None = None
-        self._placements: dict[float, Placement] = {}  # by patience
         self._placement: Placement | None = None
         self._moved = trio.Event()
         # Called with a node's id after its address or record changed, came or went.
         self.node_changed: list[Callable[[int], None]] = []
+        # Called with a pool's number after its targets changed.
+        self.targets_changed: list[Callable[[int], None]] = []
         # Called with the number of a mount's session that is gone for ever.
         self.session_gone: list[Callable[[int], None]] = []
 
@@ -106,22 +112,35 @@ class Members:
         """How to reach a node; None: it is not alive."""
         return self.nodes.get(node)
 
-    def placement(self, patience_s: float = 0.0) -> Placement:
-        """Where groups belong: on nodes that are not draining and that live, or died less than
-        `patience_s` ago. The same object as long as the answer is the same."""
-        assert self.settings is not None, "the cluster has no settings yet"
-        patient = time.monotonic() - patience_s
-        candidates = tuple(
+    def candidates(
+        self, patience_s: float = 0.0, holders: Collection[int] = ()
+    ) -> tuple[Candidate, ...]:
+        """The nodes that groups are to be on: not draining, and alive; or one of `holders` that died
+        less than `patience_s` ago. A dead node is only kept, never brought in."""
+        oldest = time.monotonic() - patience_s
+        return tuple(
             Candidate(node, record.weight, record.labels)
             for node, record in sorted(self.records.items())
             if record.state == "up"
-            and (node in self.nodes or self.dead_since.get(node, patient) > patient)
+            and (
+                node in self.nodes
+                or (node in holders and self.dead_since.get(node, oldest) > oldest)
+            )
         )
-        known = self._placements.get(patience_s)
-        if known is None or known.candidates != candidates:
-            known = Placement(candidates, self.settings.buckets, self.policies)
-            self._placements[patience_s] = known
-        return known
+
+    def placement(self) -> Placement:
+        """Where new groups go. The same object as long as the answer is the same."""
+        assert self.settings is not None, "the cluster has no settings yet"
+        candidates = self.candidates()
+        if self._placement is None or self._placement.candidates != candidates:
+            self._placement = Placement(candidates, self.settings.buckets, self.policies)
+        return self._placement
+
+    def elected(self) -> int | None:
+        """The node that does what one is to do for all: the lowest live one, of those that are not
+        draining if there is any. Others may see another for a moment."""
+        up = (node for node, record in self.records.items() if record.state == "up")
+        return min(self.nodes.keys() & up, default=min(self.nodes, default=None))
 
     def session_of(self, lease: int) -> int | None:
         """The session number of a live mount."""
@@ -198,6 +217,7 @@ class Members:
         yield from (key_of(NODE, node) for node in self.nodes)
         yield from (key_of(b"N", node) for node in self.records)
         yield from (key_of(MOUNT, lease) for lease in self._numbers)
+        yield from (targets_key(pool) for pool in self.targets)
         for directory, leases in self._followers.items():
             yield from (followed_key(directory, lease) for lease in leases)
         yield from (seen_key(lease) for lease in self._seen)
@@ -216,7 +236,9 @@ class Members:
         elif kind == b"P":
             if value is not None:  # stays for ever, as groups are numbered by it
                 self.policies[number] = value.decode(errors="replace")
-                self._placements.clear()
+                self._placement = None
+        elif kind == b"T":
+            self._take_targets(key, value, number, revision)
         elif kind == b"f" and len(key) == 17:
             self._take_follower(number, int.from_bytes(key[9:], "big"), value is not None)
         elif kind == b"a":
@@ -249,6 +271,14 @@ class Members:
             self.records.pop(node, None)
             self.dead_since.pop(node, None)
         _call(self.node_changed, node)
+
+    def _take_targets(self, key: bytes, value: bytes | None, pool: int, revision: int) -> None:
+        if value is None:
+            self.targets.pop(pool, None)
+        else:
+            # In place of a damaged record another one can be put, if its revision is known.
+            self.targets[pool] = _decoded(key, value, Targets) or _NO_TARGETS, revision
+        _call(self.targets_changed, pool)
 
     def _take_mount(self, lease: int, record: MountRecord | None, revision: int) -> None:
         known = self._numbers.get(lease)

@@ -53,7 +53,7 @@ class StoreNode:
         os.makedirs(self.directory, mode=0o700, exist_ok=True)
         async with AsyncExitStack() as resources:
             resources.callback(os.close, self._acquire_lock())
-            self.waits = not _in_memory(self.directory)
+            self.waits = not in_memory(self.directory)
             self.engine = SQLiteEngine(f"{self.directory}/kv.sqlite", power_safe=self.waits)
             resources.push_async_callback(self.engine.close)
             self.namespace = Namespace(self.engine)
@@ -189,7 +189,7 @@ class StoreNode:
         return {}
 
 
-def _in_memory(path: str) -> bool:
+def in_memory(path: str) -> bool:
     """Whether a directory lies on a filesystem that a power loss empties anyway."""
     # st_dev names the mount in /proc/self/mountinfo; its type is the field after " - ".
     device = os.stat(path).st_dev

@@ -323,13 +323,16 @@ class Tree:
 
     def _let_go(self, ino: int, *, keep: bool) -> None:
         """An inode lost its record; it stays as a local orphan if something here holds it."""
-        self._times.pop(ino, None)
-        self._ctimes.pop(ino, None)
-        self._names.pop(ino, None)
+        is_dir = self._ctimes.pop(ino, None) is not None
+        if is_dir:
+            self._times.pop(ino, None)
+            self._names.pop(ino, None)
         if not (keep or self.held(ino)):
             self.inodes.pop(ino, None)
-            self._children.pop(ino, None)
-            self._parents.pop(ino, None)
+            if is_dir:
+                self._children.pop(ino, None)
+            elif self._parents:
+                self._parents.pop(ino, None)
 
 
 def _time_of(value: bytes) -> int:

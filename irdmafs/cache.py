@@ -461,6 +461,11 @@ class Cache:
             if extent != node.extent:
                 self.store.extents.free(extent)
             raise
+        if inode.extent and extent == node.extent != inode.extent:
+            # The store took the very same file under another number.
+            node.extent = inode.extent
+            self._pin(node)
+            self.store.retire(extent)
         node.dirty = False
         node.version = inode.version
         node.size, node.blocks, node.mtime_ns = inode.size, inode.blocks, inode.mtime_ns

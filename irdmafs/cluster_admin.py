@@ -17,7 +17,7 @@ from .backend.security import issue, make_ca
 if TYPE_CHECKING:
     from .backend.kv.etcd import EtcdEngine
 
-__all__ = ["Plan", "forget_node", "make_files", "register", "set_node_state"]
+__all__ = ["Plan", "admit_again", "forget_node", "make_files", "register", "set_node_state"]
 
 _FORMAT = 1
 _CHANGE_RETRIES = 10
@@ -142,3 +142,14 @@ async def forget_node(engine: EtcdEngine, node: int) -> None:
         await engine.transact([(alive, 0)], [Delete(key)])
     except Conflict:
         raise ConfigError(f"node {node:016x} is up again; drain it first") from None
+
+
+async def admit_again(engine: EtcdEngine, node: int) -> bool:
+    """Undo `forget_node`: the node may start again, and says its weight and labels then. False: it was
+    not removed."""
+    key = key_of(b"N", node)
+    try:
+        await engine.transact([(key, 0)], [Put(key, encode(NodeRecord("up", 1.0, {})))])
+    except Conflict:
+        return False
+    return True

@@ -359,3 +359,25 @@ def remove(node: str, force: bool, config_path: str | None) -> None:
         return number
 
     say(f"node {with_etcd(config, run):016x} is removed")
+
+
+@cluster.command()
+@click.argument("node")
+@config_option
+def admit(node: str, config_path: str | None) -> None:
+    """Let a store node that was removed start again, with what it keeps.
+
+    NODE is its whole id, as in its log. One that is new needs no admittance.
+    """
+    from .cluster_admin import admit_again
+
+    config = load(config_path)
+    try:
+        number = int(node, 16)
+    except ValueError:
+        number = 0
+    if not 0 < number < 1 << 63:
+        raise MountError(f"{node!r} is not the id of a node: 16 hexadecimal digits")
+    if not with_etcd(config, lambda engine: admit_again(engine, number)):
+        raise MountError(f"node {number:016x} was not removed")
+    say(f"node {number:016x} may start again: irdmafs serve STORE")

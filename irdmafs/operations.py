@@ -48,6 +48,10 @@ def _refuse_other_than_file(inode: Inode) -> None:
         raise fail(errno.EINVAL)  # the kernel opens devices and fifos itself
 
 
+def _truncates(flags: int) -> bool:
+    return bool(flags & os.O_TRUNC) and flags & os.O_ACCMODE != os.O_RDONLY
+
+
 class Caller(Protocol):
     """Who made a request; pyfuse3's RequestContext is one."""
 
@@ -500,12 +504,21 @@ class Operations(pyfuse3.Operations):
             self._glances.clear(pid)  # it was settled when the open came to the other node
         else:
             await self._store.freshen(inode)
-            if not self._glances.still_hold(pid):
+            if not self._glances.still_hold(pid, inode.ino):
+                self._redirect_to_other(flags, pid)
                 raise fail(errno.ESTALE)
             inode = self._inode(node.id)
-        if flags & os.O_TRUNC and flags & os.O_ACCMODE != os.O_RDONLY:
+        if _truncates(flags):
             return inode
         return await self._brought(inode)
+
+    def _redirect_to_other(self, flags: int, pid: int) -> None:
+        """The name that was opened means another file by now, and the kernel looks it up only once
+        more: what its open is to find has to be there by then."""
+        other = self._glances.instead(pid)
+        if other is not None and other.is_file and _truncates(flags):
+            node = self._cache.node_of(other, pid)
+            self._cache.redirect((pid, other.ino), self._cache.choose_any(other, node, flags))
 
     async def tmpfile(
         self, parent_inode: int, mode: int, flags: int, ctx: Caller

@@ -138,7 +138,14 @@ class Worker:
 
     def __init__(self, network: Namespaces, directory: str, size_bytes: int) -> None:
         self._process = subprocess.Popen(
-            [*network.inside(WORKER), sys.executable, __file__, "worker", directory, str(size_bytes)],
+            [
+                *network.inside(WORKER),
+                sys.executable,
+                __file__,
+                "worker",
+                directory,
+                str(size_bytes),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -179,7 +186,9 @@ async def _work(directory: str, size_bytes: int) -> None:
             chain = (2,) if measure == "write 2 replicas" else ()
             # Connections are made before the clock runs, as they live longer than one transfer.
             warm_up = Extent(content, 1)
-            await device.write(warm_up, Target(1, 1, chain), source, 0, min(WARM_UP_BYTES, size_bytes))
+            await device.write(
+                warm_up, Target(1, 1, chain), source, 0, min(WARM_UP_BYTES, size_bytes)
+            )
             extent = Extent(content, 0)
             if measure == "read":
                 os.link(f"{directory}/source", f"{directory}/1/{content:x}.0")
@@ -213,7 +222,12 @@ Rates = dict[str, dict[int, float]]
 
 
 def _round(
-    network: Namespaces, worker: Worker, directory: str, size_bytes: int, streams: list[int], number: int
+    network: Namespaces,
+    worker: Worker,
+    directory: str,
+    size_bytes: int,
+    streams: list[int],
+    number: int,
 ) -> Rates:
     rates: Rates = {measure: {} for measure in MEASURES}
     order = MEASURES[number % len(MEASURES) :] + MEASURES[: number % len(MEASURES)]
@@ -235,7 +249,8 @@ def _show(console: Console, title: str, rounds: list[Rates], rate: float | None)
         best = [max(rates[measure].values()) for rates in rounds]
         counts = [max(rates[measure], key=rates[measure].__getitem__) for rates in rounds]
         ratios = [
-            mine / max(rates["iperf3 -F"].values()) for mine, rates in zip(best, rounds, strict=True)
+            mine / max(rates["iperf3 -F"].values())
+            for mine, rates in zip(best, rounds, strict=True)
         ]
         row = [
             measure,
@@ -254,13 +269,22 @@ def _show(console: Console, title: str, rounds: list[Rates], rate: float | None)
 @click.option("--size", "size_mib", default=1024, show_default=True, help="MiB to move.")
 @click.option("--streams", default="1,2,4", show_default=True, help="Numbers of streams to try.")
 @click.option(
-    "--links", default="veth,1gbit,10gbit", show_default=True, help="Rates for tc; veth: not shaped."
+    "--links",
+    default="veth,1gbit,10gbit",
+    show_default=True,
+    help="Rates for tc; veth: not shaped.",
 )
 @click.option("--mtu", default=0, help="Of the links; by default 1500, and 9000 if shaped.")
 @click.option("--json", "as_json", is_flag=True, help="Print every figure of every round.")
 @click.pass_context
 def main(
-    context: click.Context, rounds: int, size_mib: int, streams: str, links: str, mtu: int, as_json: bool
+    context: click.Context,
+    rounds: int,
+    size_mib: int,
+    streams: str,
+    links: str,
+    mtu: int,
+    as_json: bool,
 ) -> None:
     """Compare the transport with iperf3."""
     if context.invoked_subcommand is not None:

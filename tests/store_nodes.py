@@ -37,6 +37,7 @@ from irdmafs.backend.server.agent import Agent
 from irdmafs.backend.server.catalog import Catalog
 from irdmafs.backend.server.files import Files
 from irdmafs.backend.server.resync import Resync
+from irdmafs.backend.server.service import NodeService
 from irdmafs.backend.transport import Extent, Unreachable
 
 TTL_S = 2
@@ -50,17 +51,17 @@ class Link:
         self._here = here
         self._there = there
 
-    def _files(self) -> Files:
+    def _service(self) -> NodeService:
         node = self._cluster.running.get(self._there)
         if node is None or not self._cluster.reaches(self._here, self._there):
             raise Unreachable(self._there, "the link is cut")
-        return node.files
+        return node.service
 
     async def read(self, extent: Extent, start: int, fd: int, offset: int, length: int) -> None:
-        source = self._files().open(extent)
+        source = self._service().open(extent)
         try:
             await trio.sleep(0)
-            self._files()
+            self._service()
             os.pwrite(fd, os.pread(source, length, start), offset)
         finally:
             os.close(source)
@@ -68,13 +69,13 @@ class Link:
     async def get(self, extents: Sequence[Extent], limit: int) -> list[bytes | None]:
         await trio.sleep(0)
         found: list[bytes | None] = []
-        files = self._files()
+        service = self._service()
         for extent in extents:
-            size = files.size(extent)
+            size = service.size(extent)
             if size is None or size > limit:
                 found.append(None)
                 continue
-            fd = files.open(extent)
+            fd = service.open(extent)
             found.append(os.pread(fd, size, 0))
             os.close(fd)
         return found
@@ -111,6 +112,10 @@ class Node:
             ping, rereplicate_after_s=cluster.rereplicate_after_s,
         )  # fmt: skip
         self.catalog.wanted = self.agent.wants
+        self.service = NodeService(
+            files, self.catalog, self.replica, self.groups, self.session, self.agent.evict,
+            damaged=self.resync.report_damage,
+        )  # fmt: skip
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         async with trio.open_nursery() as nursery:
@@ -138,11 +143,16 @@ class Cluster:
     """Store nodes by their ids. Use `cluster()`."""
 
     def __init__(
-        self, server: EtcdServer, prefix: bytes, directory: str, nursery: trio.Nursery
+        self,
+        server: EtcdServer,
+        prefix: bytes,
+        directory: str,
+        nursery: trio.Nursery,
+        buckets: int,
     ) -> None:
         self.server = server
         self.prefix = prefix
-        self.settings = Settings(1, "test", 2, 16, 0, TTL_S)
+        self.settings = Settings(1, "test", 2, buckets, 0, TTL_S)
         self.rereplicate_after_s = 0.3
         self.directory = directory
         self.running: dict[int, Node] = {}
@@ -191,10 +201,10 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(server: EtcdServer, prefix: bytes) -> AsyncIterator[Cluster]:
+async def cluster(server: EtcdServer, prefix: bytes, buckets: int = 16) -> AsyncIterator[Cluster]:
     with tempfile.TemporaryDirectory(prefix="irdmafs-nodes-", dir="/dev/shm") as directory:
         async with trio.open_nursery() as nursery:
-            made = Cluster(server, prefix, directory, nursery)
+            made = Cluster(server, prefix, directory, nursery, buckets)
             async with EtcdEngine(server.endpoints, prefix) as engine:
                 await engine.transact((), [Put(SETTINGS_KEY, encode(made.settings))])
             yield made
@@ -289,6 +299,7 @@ class Watcher:
         self.named: dict[int, set[Extent]] = {}
         self.live: set[int] = set()
         self.changes = 0
+        self.moves = 0  # how often a node began to be a member of a group that there was
         self.failures: list[str] = []
         self.replica: Replica
 
@@ -326,6 +337,7 @@ class Watcher:
             self.failures.append(f"I2: nobody is in sync in {group:#x}")
         if before is None:
             return
+        self.moves += len(set(config.members) - set(before.members))
         if config.epoch != before.epoch + 1:
             self.failures.append(f"I3: {group:#x} went from {before} to {config}")
         risen = set(config.in_sync) - set(before.in_sync)

@@ -54,6 +54,24 @@ def test_detach_does_nothing_under_another_runner() -> None:
     assert trio.run(main) == 5
 
 
+def test_what_runs_inside_another_inline_leaves_the_outer_one_inline() -> None:
+    async def inner() -> None:
+        pass
+
+    async def outer() -> None:
+        run(inner())
+        await detach()
+
+    coro = outer()
+    with pytest.raises(Detached):
+        run(coro)
+
+    async def main() -> None:
+        await resume(coro)
+
+    trio.run(main)
+
+
 def test_what_waits_without_detach_is_an_error_and_the_next_one_runs() -> None:
     async def impatient() -> None:
         await trio.lowlevel.checkpoint()

@@ -4,6 +4,8 @@ import errno
 import os
 import random
 import shutil
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -278,7 +280,9 @@ def test_many_transfers_at_once_do_not_mix(memory: Path) -> None:
             first, *rest = chooser.sample((1, 2, 3), 3)
             extent = Extent(number, number)
             source = cluster.file(f"source{number}", data)
-            await cluster.peers.device(first).write(extent, Target(1, 1, (*rest,)), source, 0, length)
+            await cluster.peers.device(first).write(
+                extent, Target(1, 1, (*rest,)), source, 0, length
+            )
             assert cluster.have(extent, data) == [1, 2, 3]
             target = cluster.file(f"target{number}")
             await cluster.peers.device(rest[0]).read(extent, 0, target, 0, length)
@@ -325,9 +329,7 @@ def test_a_full_node_is_named_and_nothing_is_left_there(memory: Path, full: int)
         source = cluster.file("source", random_bytes(24 * MiB))
         for extent, length in ((Extent(1, 0), 24 * MiB), (Extent(2, 0), 100)):
             with pytest.raises(OSError, match=f"store node {full}: ") as caught:
-                await cluster.peers.device(1).write(
-                    extent, Target(1, 1, (2, 3)), source, 0, length
-                )
+                await cluster.peers.device(1).write(extent, Target(1, 1, (2, 3)), source, 0, length)
             assert caught.value.errno == errno.ENOSPC
         os.close(source)
         await until(lambda: not cluster.service(full).leftovers)
@@ -371,13 +373,17 @@ def test_a_transfer_that_was_given_up_makes_way_for_the_next_one(memory: Path) -
 
 @asynccontextmanager
 async def with_processes(
-    memory: Path, count: int = 3, timeout_s: float = TIMEOUT_S
+    memory: Path, count: int = 3, timeout_s: float = TIMEOUT_S, hold: Path | None = None
 ) -> AsyncIterator[tuple[Peers, dict[int, NodeProcess]]]:
     async with AsyncExitStack() as stack:
         nodes = {
             node: stack.enter_context(
                 NodeProcess(
-                    f"{memory}/{node}", node, f"{memory}/addresses", timeout_s=timeout_s
+                    f"{memory}/{node}",
+                    node,
+                    f"{memory}/addresses",
+                    timeout_s=timeout_s,
+                    hold=hold,
                 )
             )
             for node in range(1, count + 1)
@@ -396,16 +402,20 @@ def sparse_file(path: Path, length: int) -> int:
 def test_a_node_that_fails_during_a_write_is_named_and_the_rest_is_sent_around_it(
     memory: Path, failing: int, how: str
 ) -> None:
-    length = 1 << 30
+    length = 256 * MiB
+    hold = memory / "hold"
+    hold.touch()
 
     async def main() -> None:
-        async with with_processes(memory) as (peers, nodes):
+        async with with_processes(memory, hold=hold) as (peers, nodes):
             source = sparse_file(memory / "source", length)
             failed: list[OSError] = []
 
             async def write() -> None:
                 try:
-                    await peers.device(1).write(Extent(1, 0), Target(1, 1, (2, 3)), source, 0, length)
+                    await peers.device(1).write(
+                        Extent(1, 0), Target(1, 1, (2, 3)), source, 0, length
+                    )
                 except OSError as error:
                     failed.append(error)
 
@@ -414,6 +424,7 @@ def test_a_node_that_fails_during_a_write_is_named_and_the_rest_is_sent_around_i
                 incoming = memory / str(failing) / "incoming"
                 await until(lambda: any(incoming.iterdir()))
                 getattr(nodes[failing], how)()
+                hold.unlink()
             assert isinstance(failed[0], Unreachable)
             assert failed[0].node == failing
             others = [node for node in nodes if node != failing]
@@ -525,7 +536,9 @@ def test_a_node_that_takes_long_to_seal_is_waited_for(memory: Path) -> None:
                 cluster.peers.device(1).write,
                 Extent(1, 0), Target(1, 1, (2, 3)), source, 0, 9 * MiB,
             )  # fmt: skip
-            nursery.start_soon(cluster.peers.device(1).put, Extent(2, 0), Target(1, 1, (2, 3)), b"x")
+            nursery.start_soon(
+                cluster.peers.device(1).put, Extent(2, 0), Target(1, 1, (2, 3)), b"x"
+            )
             # Longer than a node may be silent.
             await trio.sleep(3 * 0.5)
             assert len(nursery.child_tasks) == 2
@@ -551,7 +564,9 @@ def test_a_cancelled_transfer_ends_at_once_and_leaves_nothing(memory: Path, kind
             device = peers.device(1)
             async with trio.open_nursery() as nursery:
                 if kind == "write":
-                    nursery.start_soon(device.write, Extent(1, 0), Target(1, 1, (2,)), fd, 0, length)
+                    nursery.start_soon(
+                        device.write, Extent(1, 0), Target(1, 1, (2,)), fd, 0, length
+                    )
                     incoming = memory / "1" / "incoming"
                     await until(lambda: any(incoming.iterdir()))
                 else:
@@ -576,7 +591,9 @@ def test_a_cancelled_transfer_ends_at_once_and_leaves_nothing(memory: Path, kind
 
 
 def test_what_a_dead_writer_sent_is_dropped_on_all_nodes(memory: Path) -> None:
-    length = 1 << 30
+    length = 256 * MiB
+    hold = memory / "hold"
+    hold.touch()
     program = f"""
 import os, trio
 from transport_nodes import resolver
@@ -590,17 +607,15 @@ trio.run(main)
 """
 
     async def main() -> None:
-        async with with_processes(memory) as (peers, nodes):
+        async with with_processes(memory, hold=hold) as (peers, nodes):
             os.close(sparse_file(memory / "source", length))
             environment = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
-            import subprocess
-            import sys
-
             writer = subprocess.Popen([sys.executable, "-c", program], env=environment)
             incoming = memory / "3" / "incoming"
             await until(lambda: any(incoming.iterdir()))
             writer.kill()
             writer.wait()
+            hold.unlink()
             for node in nodes:
                 await until(lambda node=node: not any((memory / str(node) / "incoming").iterdir()))
                 assert not (memory / str(node) / "1.0").exists()
@@ -628,8 +643,6 @@ def test_a_full_target_is_enospc_and_the_node_is_not_blamed(memory: Path) -> Non
     async def test(cluster: Cluster) -> None:
         source = cluster.file("source", random_bytes(20 * MiB))
         await cluster.peers.device(1).write(Extent(1, 0), Target(1, 1, ()), source, 0, 20 * MiB)
-        import subprocess
-
         (memory / "small").mkdir()
         subprocess.run(
             ["mount", "-t", "tmpfs", "-o", "size=4m", "none", memory / "small"], check=True

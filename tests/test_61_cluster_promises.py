@@ -75,7 +75,7 @@ def cluster(shared: Shared) -> Cluster:
 def two(cluster: Cluster, request: pytest.FixtureRequest) -> tuple[Path, Path]:
     """A directory of this test's own, as two hosts see it."""
     name = re.sub(r"\W+", "_", request.node.name)
-    one, other = (mount.path / name for mount in cluster.mounts)
+    one, other = (mount.path / name for mount in cluster.mounts[:2])
     one.mkdir()
     return one, other
 

@@ -18,7 +18,6 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import trio
-
 from irdmafs.backend.records import NodeAddress
 from irdmafs.backend.security import Credentials
 from irdmafs.backend.transport import Extent, Fenced, Target
@@ -153,8 +152,8 @@ async def serving(
 
 
 class NodeProcess:
-    """A node in a process of its own, which may be killed or paused. `prefix` is put before the command
-    (ip netns exec ...)."""
+    """A node in a process of its own, which may be killed or paused. It seals nothing while the
+    file `hold` exists. `prefix` is put before the command (ip netns exec ...)."""
 
     def __init__(
         self,
@@ -166,6 +165,7 @@ class NodeProcess:
         timeout_s: float = 5.0,
         credentials: Credentials | None = None,
         encrypt_data: bool = False,
+        hold: Path | None = None,
         prefix: tuple[str, ...] = (),
     ) -> None:
         self.node = node
@@ -177,6 +177,8 @@ class NodeProcess:
             command += ["--credentials", credentials.ca, credentials.cert, credentials.key]
         if encrypt_data:
             command.append("--encrypt-data")
+        if hold is not None:
+            command += ["--hold", str(hold)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdout is not None
         if self._process.stdout.readline() != b"ready\n":
@@ -222,10 +224,22 @@ async def _serve(arguments: argparse.Namespace) -> None:
         credentials=credentials,
         encrypt_data=arguments.encrypt_data,
         timeout_s=arguments.timeout,
-    ):
+    ) as node:
+        if arguments.hold is not None:
+            node.service.may_seal = trio.Event()
         print("ready", flush=True)
-        # Ends with whoever started it.
-        await trio.to_thread.run_sync(sys.stdin.read, abandon_on_cancel=True)
+        async with trio.open_nursery() as nursery:
+            if arguments.hold is not None:
+                nursery.start_soon(_let_go, Path(arguments.hold), node.service)
+            # Ends with whoever started it.
+            await trio.to_thread.run_sync(sys.stdin.read, abandon_on_cancel=True)
+            nursery.cancel_scope.cancel()
+
+
+async def _let_go(hold: Path, service: ExtentDirectory) -> None:
+    while hold.exists():
+        await trio.sleep(0.01)
+    service.may_seal.set()
 
 
 def main() -> None:
@@ -237,6 +251,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=5.0)
     parser.add_argument("--credentials", nargs=3)
     parser.add_argument("--encrypt-data", action="store_true")
+    parser.add_argument("--hold")
     trio.run(_serve, parser.parse_args())
 
 

@@ -79,9 +79,16 @@ class Contents(ExtentStore):
         self.keep(extent, size)
 
     def renumber(self, extent: int) -> int:
-        """Another name, of the present session, for a working copy here."""
+        """Another number, of the present session, for a working copy here, or for a version that was
+        written on in place."""
         renamed = self._new_number()
-        os.link(self.path(extent), super().path(renamed))
+        path = self._elsewhere.get(extent)
+        if path is None:
+            os.link(super().path(extent), super().path(renamed))
+        else:
+            store = os.path.dirname(os.path.dirname(path))
+            self._elsewhere[renamed] = f"{store}/incoming/{renamed:x}"
+            os.link(path, self._elsewhere[renamed])
         return renamed
 
     def open(self, extent: int, flags: int = os.O_RDONLY) -> int:

@@ -133,6 +133,8 @@ class RemoteStore:
         self._pins: dict[int, int] = {}
         self._retired: set[int] = set()
         self._pinned_afar: set[int] = set()
+        # Numbers that may not be used for other bytes: sent once, or named by a version.
+        self._used: set[int] = set()
         self._number = 0
         self._number_session = 0
         self.contents = Contents(f"{directory}/extents", self._new_number, config.mount.cache_size)
@@ -144,6 +146,8 @@ class RemoteStore:
         self.session: Session
         self.leases: Leases
         self.on_version: Callable[[int], None] = lambda ino: None
+        # Published since the nodes last told how much room they have.
+        self._untold_bytes = 0
         self.hits = self.misses = self.publishes = 0
 
     # -- start and end ---------------------------------------------------------------------------
@@ -195,7 +199,11 @@ class RemoteStore:
         )  # fmt: skip
         self.ahead = ReadAhead(self.namespace)
         self.prefetcher = Prefetcher(self.namespace, self._nursery, self.bring)
-        self.members.node_changed.append(lambda node: self._find_node_here())
+        self.members.node_changed.append(self._node_changed)
+        self._find_node_here()
+
+    def _node_changed(self, node: int) -> None:
+        self._untold_bytes = 0
         self._find_node_here()
 
     def _find_node_here(self) -> None:
@@ -262,7 +270,7 @@ class RemoteStore:
             self._nursery.start_soon(self._unpin_afar, extent)
         if extent in self._retired:
             self._retired.remove(extent)
-            self.contents.free(extent)
+            self._free(extent)
 
     def retire(self, extent: int) -> None:
         if not extent:
@@ -270,7 +278,11 @@ class RemoteStore:
         if extent in self._pins:
             self._retired.add(extent)
         else:
-            self.contents.free(extent)
+            self._free(extent)
+
+    def _free(self, extent: int) -> None:
+        self._used.discard(extent)
+        self.contents.free(extent)
 
     def is_here(self, extent: int) -> bool:
         pinned = extent in self._pins and extent not in self._pinned_afar
@@ -397,8 +409,10 @@ class RemoteStore:
         transfer: Transfer | None = None
         try:
             while True:
-                if session_of(extent) != await self.session.wait_valid():
-                    # What the old session sent may be dropped any time.
+                session = await self.session.wait_valid()
+                if session_of(extent) != session or (transfer is None and extent in self._used):
+                    # What an old session sent may be dropped any time; and a number stands for the
+                    # same bytes for ever, though the file may be written on in place.
                     extent, transfer = self.contents.renumber(extent), None
                 if transfer is None:
                     transfer = Transfer(
@@ -409,11 +423,19 @@ class RemoteStore:
                         size,
                         self.contents.adoptable(extent) if layout.stripes(size) == 1 else "",
                     )
+                self._used.add(extent)
                 try:
                     return await self._commit(ino, extent, status, mtime_ns, layout, transfer)
                 except Conflict as conflict:
                     log.info("content %x: %s; again", extent, conflict)
                     await self.replica.barrier()
+                except OSError as error:
+                    if error.errno != errno.ECANCELED:
+                        raise
+                    # A node takes our session for over, or heard that this content was given up.
+                    log.info("content %x: %s; again under another number", extent, error)
+                    await self.replica.barrier()
+                    transfer = None
         finally:
             os.close(fd)
 
@@ -442,12 +464,15 @@ class RemoteStore:
                 layout=layout, guards=guards,
             )  # fmt: skip
         self.publishes += 1
+        self._untold_bytes += status.st_size
         if content:
             self.contents.published(content, status.st_blocks * 512, self._here_store())
             self._retired.discard(content)
             current = self.namespace.inodes.get(ino)
             if current is None or current.extent != content:
                 self.retire(content)  # somebody was faster
+            if not inode.nlink:
+                self._nursery.start_soon(self.writer.abort, content, layout, status.st_size)
         return inode
 
     def _here_store(self) -> str:
@@ -506,7 +531,8 @@ class RemoteStore:
         block = 4096
         copies = max(1, min(self.settings.replicas, len(self.members.nodes)))
         total = sum(node.total_bytes for node in self.members.nodes.values()) // copies // block
-        free = sum(node.free_bytes for node in self.members.nodes.values()) // copies // block
+        free = sum(node.free_bytes for node in self.members.nodes.values()) // copies
+        free = max(0, free - self._untold_bytes) // block
         below = self.contents.statvfs()
         return os.statvfs_result(
             (block, block, total, free, free, below.f_files, below.f_ffree, below.f_favail,

@@ -14,11 +14,11 @@ from typing import Any
 import trio
 
 from ..groups import degraded, leader, next_step, without
-from ..kv import Engine
 from ..membership import Groups, Members, Session
-from ..placement import Placement, replicas_of
-from ..records import GroupConfig
+from ..placement import replicas_of
+from ..records import GROUP_BUCKET_BITS, GroupConfig
 from ..replica import Replica
+from .housekeeping import HistoryEngine, Housekeeping
 from .resync import Resync
 
 __all__ = ["Agent"]
@@ -46,7 +46,7 @@ class Agent:
     def __init__(
         self,
         node: int,
-        engine: Engine,
+        engine: HistoryEngine,
         replica: Replica,
         members: Members,
         groups: Groups,
@@ -72,17 +72,26 @@ class Agent:
         self._members_before: dict[int, tuple[int, ...]] = {}
         self._pinging: dict[int, trio.Lock] = {}
         self._answers: dict[int, tuple[float, bool]] = {}
-        self._bad_rules: set[int] = set()
+        self.housekeeping = Housekeeping(
+            node, engine, replica, members, groups, session, rereplicate_after_s=rereplicate_after_s
+        )
         members.node_changed.append(self._node_changed)
+        members.targets_changed.append(self._targets_changed)
         groups.group_changed.append(self._group_changed)
 
     async def run(self) -> None:
         """Lead, until the session is released."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.housekeeping.forget_history)
+            await self._run()
+            nursery.cancel_scope.cancel()
+
+    async def _run(self) -> None:
         while not self._session.released:
             await self._session.wait_valid()
             self._wake = trio.Event()
             try:
-                if await self._lead():
+                if await self.housekeeping.retarget() or await self._lead():
                     continue
             except OSError as error:
                 log.warning("groups could not be changed: %s", error)
@@ -132,8 +141,13 @@ class Agent:
                 return alone
 
     def wants(self, group: int) -> bool:
-        """Whether this node belongs to a group, of which it may or may not be a member now."""
-        return self._wanted_on(self.node, group)
+        """Whether this node belongs to a group, of which it may or may not be a member now. Yes, if that
+        is about to be decided: it has just come (back), or the group is new."""
+        known = self._members.targets.get(group >> GROUP_BUCKET_BITS)
+        if known is None or self.node not in known[0].nodes:
+            record = self._members.records.get(self.node)
+            return record is not None and record.state == "up"
+        return self.node in known[0].target(group)
 
     def status(self) -> dict[str, Any]:
         """Figures about all groups, and about what is copied to this node."""
@@ -162,10 +176,7 @@ class Agent:
 
     async def _lead(self) -> bool:
         """Take the next step in each group that is led from here. Returns whether there was any."""
-        if self._members.settings is None:
-            return False
         live = set(self._members.nodes)
-        placement = self._members.placement(self.rereplicate_after_s)
         filling = Counter(
             node for config, _ in self._groups.all().values() for node in config.joining
         )
@@ -177,7 +188,7 @@ class Agent:
         for group, (config, revision) in self._groups.all().items():
             if leader(config, live) != self.node:
                 continue
-            step = next_step(config, live, self._target(placement, group), joinable)
+            step = next_step(config, live, self._target(group), joinable)
             if step is None:
                 continue
             changes[group] = revision, step
@@ -205,15 +216,10 @@ class Agent:
             await self._replica.wait_applied(newest)
         return not late
 
-    def _target(self, placement: Placement, group: int) -> tuple[int, ...]:
-        try:
-            return placement.target(group)
-        except ValueError as error:
-            pool = group >> 16
-            if pool not in self._bad_rules:
-                self._bad_rules.add(pool)
-                log.error("groups like %#x stay where they are: %s", group, error)
-            return ()
+    def _target(self, group: int) -> tuple[int, ...]:
+        """Where a group should be; (): stays where it is."""
+        known = self._members.targets.get(group >> GROUP_BUCKET_BITS)
+        return known[0].target(group) if known is not None else ()
 
     # --- whom to give work
 
@@ -224,7 +230,7 @@ class Agent:
             self._members_before[group] = found[0].members
             gone = set(before) - set(found[0].members)
             for node in gone & self._members.nodes.keys() - {self.node}:
-                if self._wanted_on(node, group):
+                if node in self._target(group):
                     self._shun(node, f"was taken out of group {group:#x} while it lived")
         self._wake.set()
 
@@ -235,11 +241,8 @@ class Agent:
             self._answers.pop(node, None)
         self._wake.set()
 
-    def _wanted_on(self, node: int, group: int) -> bool:
-        if self._members.settings is None:
-            return False
-        placement = self._members.placement(self.rereplicate_after_s)
-        return node in self._target(placement, group)
+    def _targets_changed(self, pool: int) -> None:
+        self._wake.set()
 
     def _is_welcome(self, node: int) -> bool:
         until, _ = self._shunned.get(node, (0.0, 0.0))

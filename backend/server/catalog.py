@@ -10,7 +10,8 @@ superseded is not named again. An extent on this node is
     pending   sealed, not named yet: it stays as long as the session that writes it
     retired   no longer named, but pinned: it stays until the last pin goes
 
-and freed otherwise.
+and freed otherwise. One that was published, and superseded while the node was down, is told from a pending
+one by its mark (Files.mark_named); if the node died before it could set it, it stays with its session.
 """
 
 import logging

@@ -43,6 +43,10 @@ class Catalog(Protocol):
         """The named extents of a group that are not here, with their sizes in bytes."""
         ...
 
+    def is_named(self, content: int) -> bool:
+        """Whether it is some inode's current content."""
+        ...
+
     def is_missing(self, extent: Extent) -> bool:
         """Whether it is named, in a group that this node is a member of, and not here."""
         ...

@@ -21,7 +21,7 @@ import trio
 from ..._version import __version__
 from ..cluster_config import ClusterConfig, ConfigError
 from ..kv import Conflict, Engine, Put
-from ..lease import NODE, Session, now_s
+from ..lease import NODE, Removed, Session, now_s
 from ..logs import identify
 from ..membership import Groups, Members, admit
 from ..metrics import Collector, NodeCounters, serve_metrics
@@ -138,7 +138,7 @@ class _Node:
             self._catalog.wanted = self._agent.wants
             self._service = NodeService(
                 files, self._catalog, self._replica, self._groups, self._session,
-                self._agent.evict, self._figures,
+                self._agent.evict, self._figures, self._resync.report_damage,
             )  # fmt: skip
             await self._serve(peers, ready)
 
@@ -176,7 +176,7 @@ class _Node:
 
     async def _register(self, address: str, control_port: int, data_port: int) -> None:
         node = self._config.node
-        await _admit(self._engine, self._files.node, node.weight, node.labels)
+        await _admit(self._engine, self._files, node.weight, node.labels)
         self._session.record = msgspec.structs.replace(
             self._with_space(), address=address, control_port=control_port, data_port=data_port
         )
@@ -287,12 +287,14 @@ async def _settings(config: ClusterConfig, engine: Engine) -> Settings:
         ) from error
 
 
-async def _admit(engine: Engine, node: int, weight: float, labels: dict[str, str]) -> None:
-    """Make the node known with this weight and these labels; a known one stays up or draining."""
-    if await admit(engine, node, NodeRecord("up", weight, labels)):
-        log.info("this store is new to the cluster")
-        return
-    key = key_of(b"N", node)
+async def _admit(engine: Engine, files: Files, weight: float, labels: dict[str, str]) -> None:
+    """Make the node known with this weight and these labels; a known one stays up or draining. Raises
+    Removed."""
+    if not files.admitted:
+        if await admit(engine, files.node, NodeRecord("up", weight, labels)):
+            log.info("this store is new to the cluster")
+        files.mark_admitted()
+    key = key_of(b"N", files.node)
     while (found := await engine.get(key)) is not None:
         try:
             known = decode(found.value, NodeRecord)
@@ -307,6 +309,7 @@ async def _admit(engine: Engine, node: int, weight: float, labels: dict[str, str
             return
         except Conflict:
             continue
+    raise Removed(files.node)
 
 
 def _raise_open_files_limit() -> None:

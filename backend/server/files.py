@@ -1,6 +1,7 @@
 """A store node's directory: one file per extent, immutable once it is there.
 
-    STORE/node.json             which node this is, for ever: {"format": 1, "id": HEX, "cluster": ID}
+    STORE/node.json             which node this is, for ever: {"format": 1, "id": HEX, "cluster": ID,
+                                "admitted": whether it has been a member of the cluster}
     STORE/lock                  one process at a time
     STORE/extents/CONTENT.STRIPE    sealed extents, numbers in hexadecimal; mode 0400 once it was named
     STORE/incoming/_N           being received, or on its way out
@@ -27,7 +28,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from ..kv import Damaged
-from ..node import StoreInUse, _in_memory
+from ..node import StoreInUse, in_memory
 from ..transport import Extent
 
 __all__ = ["Files", "Incoming", "Space", "StoreInUse"]
@@ -66,6 +67,7 @@ class Files:
         self._limit_bytes = limit_bytes
         self.node = 0
         self.cluster = ""
+        self.admitted = False
         self.power_safe = False
         self.used_bytes = 0
         self._sizes: dict[Extent, int] = {}
@@ -85,7 +87,7 @@ class Files:
                 os.chmod(path, 0o700)
                 self._fds.append(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
             _, self._top, self._sealed, self._incoming = self._fds
-            self.power_safe = not _in_memory(self.directory)
+            self.power_safe = not in_memory(self.directory)
             self._load_identity()
             self._scan()
         except BaseException:
@@ -123,6 +125,12 @@ class Files:
         self.cluster = cluster
         self._save_identity()
 
+    def mark_admitted(self) -> None:
+        """Remember that the cluster knows this node: if one day it does not, the node was removed."""
+        if not self.admitted:
+            self.admitted = True
+            self._save_identity()
+
     def _lock(self) -> int:
         fd = os.open(f"{self.directory}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -155,6 +163,7 @@ class Files:
             if record["format"] != _FORMAT:
                 raise ValueError(f"format {record['format']} is not known to this version")
             self.node, self.cluster = int(record["id"], 16), str(record["cluster"])
+            self.admitted = bool(record.get("admitted", False))
             if not 0 < self.node < 1 << 63:
                 raise ValueError("the node id is out of range")
         except (KeyError, TypeError, ValueError) as error:
@@ -163,7 +172,12 @@ class Files:
             ) from None
 
     def _save_identity(self) -> None:
-        record = {"format": _FORMAT, "id": f"{self.node:x}", "cluster": self.cluster}
+        record = {
+            "format": _FORMAT,
+            "id": f"{self.node:x}",
+            "cluster": self.cluster,
+            "admitted": self.admitted,
+        }
         fd = os.open(
             "node.json.new",
             os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC,

@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 GROUPS_AT_ONCE = 8
 RETRY_FIRST_S = 0.1
 RETRY_MAX_S = 10.0
+# Looking over everything takes a while, and a damaged disk shows in one extent after the other.
+DAMAGE_PAUSE_S = 1.0
 
 
 class Progress(NamedTuple):
@@ -85,7 +87,12 @@ class Resync:
         self._wake = trio.Event()
         # Groups of which this node alone is in sync, and lacks something.
         self._damaged: set[int] = set()
-        self._restarted = True
+        # What an earlier process acknowledged, or this one, may be lost without a trace.
+        self._forgetful = True
+        self._reported: set[Extent] = set()
+        self._damage = trio.Event()
+        self._looking_over = trio.Lock()
+        self._token = trio.lowlevel.current_trio_token()
         self._lost: dict[int, set[Extent]] = {}  # of groups that are being filled
         self._lost_count = 0
         self._news: dict[int, trio.Event] = {}
@@ -99,10 +106,15 @@ class Resync:
         """Look over what this node should have, before it registers.
 
         Where extents are lacking and another member has them, the node goes back to joining. The first
-        time in a process, every configuration that names the node is changed: what an earlier process
-        acknowledged may have been dropped before it was published, and no publish may count on it.
+        time in a process, and when an extent that nobody had named yet was lost, every configuration that
+        names the node is changed: what was acknowledged may be gone before it is published, and no publish
+        may count on it.
         Raises OSError.
         """
+        async with self._looking_over:
+            await self._look_over()
+
+    async def _look_over(self) -> None:
         while True:
             await self._replica.barrier()
             changes = {}
@@ -117,7 +129,7 @@ class Resync:
                     continue
                 if lacking:
                     lost[group] = len(lacking)
-                if self._restarted:
+                if self._forgetful:
                     changes[group] = revision, refenced(config)
             newest, late = await self._groups.change(self._engine, changes)
             await self._replica.wait_applied(newest)
@@ -132,13 +144,16 @@ class Resync:
                     group,
                 )
         self._damaged = set(lost)
-        self._restarted = False
+        self._forgetful = False
+        self._touched.update(lost)
+        self._wake.set()
 
     # --- while it is
 
     async def run(self) -> None:
         self._touched.update(self._groups.all())
         async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._mend)
             while True:
                 self._wake = trio.Event()
                 for group in self._touched - self._active:
@@ -147,6 +162,38 @@ class Resync:
                         nursery.start_soon(self._fill, group)
                 self._touched.clear()
                 await self._wake.wait()
+
+    def report_damage(self, extent: Extent) -> None:
+        """A sealed extent cannot be read: it is dropped, and copied from another member. May be called
+        in any thread."""
+        if extent not in self._reported:
+            self._reported.add(extent)
+            self._token.run_sync_soon(lambda: self._damage.set())
+
+    async def _mend(self) -> None:
+        delay_s = DAMAGE_PAUSE_S
+        while True:
+            await self._damage.wait()
+            self._damage = trio.Event()
+            try:
+                await self._session.wait_valid()
+                async with self._looking_over:
+                    self._drop_damaged()
+                    await self._look_over()
+                delay_s = DAMAGE_PAUSE_S
+            except OSError as error:
+                log.warning("what is damaged is looked for again in %.1f s: %s", delay_s, error)
+                self._damage.set()
+            await trio.sleep(delay_s)
+            delay_s = min(2 * delay_s, RETRY_MAX_S)
+
+    def _drop_damaged(self) -> None:
+        for extent in list(self._reported):
+            log.error("extent %x.%x in %s is damaged and dropped", *extent, self._files.directory)
+            # If nobody has named it yet, the acknowledgement that its writer got is void.
+            self._forgetful |= not self._catalog.is_named(extent.content)
+            self._files.free(extent)
+            self._reported.discard(extent)
 
     def progress(self) -> Progress:
         return Progress(

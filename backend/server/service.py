@@ -5,6 +5,7 @@ Here is decided who may store what, and when an extent counts as stored; the byt
 
 import errno
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -26,11 +27,13 @@ log = logging.getLogger(__name__)
 _CATCH_UP_S = 5.0
 # Larger files are allocated and hardened in a worker thread.
 _AT_ONCE_BYTES = 1 << 20
+# What opening a file that is gone, or on a damaged disk, says.
+_DAMAGE = (errno.ENOENT, errno.EIO, errno.EUCLEAN, errno.EBADMSG)
 
 
 class NodeService:
     """`evict(group, node)` takes a node that cannot be reached out of a group, if that is right; `figures`
-    are more to tell in `status`.
+    are more to tell in `status`; `damaged` is told, in any thread, of an extent that should be readable.
 
     After `close` nothing is taken in any more; what is here can still be read.
     """
@@ -44,6 +47,7 @@ class NodeService:
         session: Session,
         evict: Callable[[int, int], Awaitable[bool]],
         figures: Callable[[], dict[str, Any]] = dict,
+        damaged: Callable[[Extent], None] = lambda extent: None,
     ) -> None:
         self._files = files
         self._catalog = catalog
@@ -52,6 +56,7 @@ class NodeService:
         self._session = session
         self._evict = evict
         self._figures = figures
+        self._damaged = damaged
         self._started = time.monotonic()
         self._closed = False
         self._receiving = 0
@@ -143,8 +148,22 @@ class NodeService:
         return self._files.size(extent)
 
     def open(self, extent: Extent) -> int:
-        """A read-only descriptor, the caller's to close. For any thread. Raises OSError ENOENT, EMFILE."""
-        return self._files.open(extent)
+        """A read-only descriptor, the caller's to close. For any thread. Raises OSError ENOENT, also for
+        a damaged extent, so that another node is asked for it; EMFILE."""
+        size = self._files.size(extent)
+        try:
+            fd = self._files.open(extent)
+        except OSError as error:
+            if error.errno not in _DAMAGE:
+                raise
+        else:
+            if size is None or os.fstat(fd).st_size == size:
+                return fd
+            os.close(fd)
+        # One that was freed a moment ago is not known any more.
+        if self._files.size(extent) is not None:
+            self._damaged(extent)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(extent))
 
     # -- the rest --------------------------------------------------------------------------------
 

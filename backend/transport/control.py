@@ -14,6 +14,7 @@ from .counters import Counters
 from .messages import (
     GET_BYTES_MAX,
     GET_EXTENTS_MAX,
+    NAME_MAX,
     PUT_BYTES_MAX,
     REQUESTS_AT_ONCE,
     TICKETS_MAX,
@@ -37,6 +38,7 @@ from .messages import (
     Tickets,
     Verdict,
     check_extent,
+    check_numbers,
     check_target,
     decode_request,
     failure_of,
@@ -129,6 +131,12 @@ class Control:
             case Adopt():
                 check_target(request.target)
                 check_extent(request.extent)
+                if len(request.name) > NAME_MAX:
+                    raise BadMessage(f"a file name of {len(request.name)} characters")
+            case Abort():
+                check_numbers(request.content)
+            case Suspect():
+                check_numbers(request.group, request.node)
             case Get():
                 if len(request.extents) > GET_EXTENTS_MAX or request.limit > PUT_BYTES_MAX:
                     raise BadMessage("more is asked for than a message can hold")

@@ -29,6 +29,7 @@ REQUESTS_AT_ONCE = 64
 TICKETS_MAX = 64
 CHAIN_MAX = 8
 TEXT_MAX = 240
+NAME_MAX = 255
 
 TICKET_BYTES = 32
 
@@ -170,15 +171,21 @@ def check_target(target: Target) -> None:
     """Raises BadMessage for a target that cannot be one."""
     if len(target.chain) > CHAIN_MAX:
         raise BadMessage(f"a chain of {len(target.chain)} nodes")
-    for number in (target.group, target.config, *target.chain):
-        if not 0 <= number <= _UINT63_MAX:
-            raise BadMessage(f"number {number} is out of range")
+    check_numbers(target.group, target.config, *target.chain)
 
 
 def check_extent(extent: Extent) -> None:
     """Raises BadMessage for numbers that no extent has."""
-    if not (0 <= extent.content <= _UINT63_MAX and 0 <= extent.stripe < 1 << 32):
-        raise BadMessage("an extent's number is out of range")
+    check_numbers(extent.content)
+    if not 0 <= extent.stripe < 1 << 32:
+        raise BadMessage(f"stripe {extent.stripe} is out of range")
+
+
+def check_numbers(*numbers: int) -> None:
+    """Raises BadMessage for what cannot be the number of a node, a group, a content or a session."""
+    for number in numbers:
+        if not 0 <= number <= _UINT63_MAX:
+            raise BadMessage(f"number {number} is out of range")
 
 
 def failure_of(error: OSError, node: int) -> tuple[int, int, str]:
@@ -261,5 +268,5 @@ def decode_answer(body: bytes) -> AnyAnswer:
 def _decoded(decoder: _Decoder[T], body: bytes) -> T:
     try:
         return decoder.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise BadMessage(f"not a message of this protocol: {error}") from None

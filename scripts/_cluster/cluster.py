@@ -209,8 +209,13 @@ class Cluster:
         every group has as many replicas as it should, in sync and on live nodes."""
         alive = self.live_nodes()
         running = [node for node in self.nodes if node.alive and not node.stopped]
-        if len(alive) != len(running):
-            return f"{len(alive)} of {len(running)} nodes are alive"
+        try:
+            expected = {node.node_id: node.name for node in running}
+        except FileNotFoundError:
+            return "a new node has no number yet"
+        if wrong := expected.keys() ^ alive.keys():
+            names = (expected.get(node, f"the former {node:016x}") for node in sorted(wrong))
+            return f"alive and running are not the same for {', '.join(names)}"
         wanted = min(self.plan.replicas, len(running))
         for number, group in self.groups().items():
             if group.joining:

@@ -1,0 +1,151 @@
+"""What one node does for all: saying where groups should be, and letting etcd forget its history.
+
+Every node runs this; the elected one (Members.elected) acts. It is not an election to rely on: two
+nodes may act for a moment, so the targets are put by compare-and-swap, and forgetting twice does no
+harm.
+"""
+
+import logging
+import time
+from collections import deque
+from typing import Protocol
+
+import trio
+
+from ..kv import Conflict, Engine, Put
+from ..membership import Groups, Members, Session
+from ..placement import Candidate, policy_of, retargeted
+from ..records import GROUP_BUCKET_BITS, encode, targets_key
+from ..replica import Replica
+
+__all__ = ["HistoryEngine", "Housekeeping"]
+
+log = logging.getLogger(__name__)
+
+# A watch that was cut off for less goes on where it was, one that was cut off for longer reads all keys
+# anew; and a transaction whose outcome is not known is looked for in the history, within a minute.
+HISTORY_KEPT_S = 600.0
+FORGET_PERIOD_S = 120.0
+_FORGET_TIMEOUT_S = 10.0
+
+
+class HistoryEngine(Engine, Protocol):
+    """An engine that keeps its history until it is told to forget."""
+
+    async def compact(self, revision: int) -> None:
+        """Forget what was before `revision`. Raises OSError."""
+        ...
+
+
+class Housekeeping:
+    """Of the store node `node`."""
+
+    def __init__(
+        self,
+        node: int,
+        engine: HistoryEngine,
+        replica: Replica,
+        members: Members,
+        groups: Groups,
+        session: Session,
+        *,
+        rereplicate_after_s: float,
+    ) -> None:
+        self._node = node
+        self._engine = engine
+        self._replica = replica
+        self._members = members
+        self._groups = groups
+        self._session = session
+        self._rereplicate_after_s = rereplicate_after_s
+        # Per pool, what its targets were last found to fit.
+        self._fitting: dict[int, tuple[tuple[Candidate, ...], str, int]] = {}
+        self._bad_rules: set[int] = set()
+        self._passed: deque[tuple[float, int]] = deque()  # moments and what had been applied then
+        self._forgotten = 0
+
+    def acts(self) -> bool:
+        """Whether this node is the one to act now."""
+        return self._session.valid() and self._members.elected() == self._node
+
+    # --- targets
+
+    async def retarget(self) -> bool:
+        """Make the targets of each pool anew for which the nodes to place on, or the rule, have changed.
+        Returns whether there was any such pool. Raises OSError."""
+        if not self.acts() or self._members.settings is None:
+            return False
+        changed = False
+        for pool in sorted(self._groups.pools()):
+            changed |= await self._retarget_pool(pool, self._members.settings.buckets)
+        return changed
+
+    async def _retarget_pool(self, pool: int, buckets: int) -> bool:
+        members = self._members
+        known, revision = members.targets.get(pool, (None, 0))
+        if known is not None and not known.nodes:
+            known = None
+        policy = policy_of(pool << GROUP_BUCKET_BITS)
+        rule = members.policies.get(policy) if policy else ""
+        # A node that has been dead for long is in nobody's targets, and must not come in again because
+        # this process has only just heard of it: what it is given has to be taken from others.
+        candidates = members.candidates(self._rereplicate_after_s, known.nodes if known else ())
+        if rule is None or self._fitting.get(pool) == (candidates, rule, revision):
+            return False
+        where = {
+            group: config.members
+            for group, (config, _) in self._groups.all().items()
+            if group >> GROUP_BUCKET_BITS == pool
+        }
+        try:
+            # Some 10 ms for 1024 groups on 10 nodes; leases are to be renewed meanwhile.
+            targets = await trio.to_thread.run_sync(
+                retargeted,
+                known,
+                pool,
+                candidates,
+                buckets,
+                rule,
+                lambda group: where.get(group, ()),
+            )
+        except ValueError as error:
+            if pool not in self._bad_rules:
+                self._bad_rules.add(pool)
+                log.error("groups of pool %#x stay where they are: %s", pool, error)
+            targets = None
+        if targets is None:
+            self._fitting[pool] = candidates, rule, revision
+            return False
+        key = targets_key(pool)
+        try:
+            put = await self._engine.transact([(key, revision)], [Put(key, encode(targets))])
+        except Conflict:
+            await self._replica.barrier()
+            return True
+        log.info("the groups of pool %#x are to be on %d nodes", pool, len(targets.nodes))
+        await self._replica.wait_applied(put)
+        return True
+
+    # --- history
+
+    async def forget_history(self) -> None:
+        """Now and then let etcd forget what is older than HISTORY_KEPT_S."""
+        while True:
+            await trio.sleep(FORGET_PERIOD_S)
+            await self.forget(time.monotonic())
+
+    async def forget(self, now: float) -> None:
+        """Note how far etcd is at `now` (time.monotonic()), and let it forget what was HISTORY_KEPT_S
+        ago, if this is the node to do it. That it fails is told and no more."""
+        self._passed.append((now, self._replica.applied))
+        old = 0
+        while self._passed and self._passed[0][0] <= now - HISTORY_KEPT_S:
+            old = self._passed.popleft()[1]
+        if old <= self._forgotten or not self.acts():
+            return
+        try:
+            with trio.fail_after(_FORGET_TIMEOUT_S):
+                await self._engine.compact(old)
+            self._forgotten = old
+        except (OSError, trio.TooSlowError) as error:
+            log.info("etcd's history before revision %d is kept for now: %s", old, error)

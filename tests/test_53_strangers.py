@@ -1,0 +1,485 @@
+"""What a store node puts up with: strangers, impostors and peers that talk nonsense.
+
+None of them may crash it, make it grow, or keep others from being served; each leaves one line in the
+log.
+"""
+
+import errno
+import logging
+import os
+import random
+import socket
+import ssl
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import trio
+from irdmafs.backend.security import Credentials, issue, make_ca
+from irdmafs.backend.transport import Extent, Target, Unreachable, messages, server, streams
+from test_53_transport import Cluster, MiB, in_cluster, memory, mounted, until
+
+__all__ = ["memory"]
+
+LOGGER = "irdmafs.backend.transport.server"
+HUGE = 1 << 60
+
+
+@pytest.fixture(scope="module")
+def certificates() -> Iterator[dict[str, Credentials]]:
+    """Of two clusters; "foreign" ones are of the other."""
+    with tempfile.TemporaryDirectory() as ours, tempfile.TemporaryDirectory() as theirs:
+        make_ca(ours, "ours")
+        make_ca(theirs, "theirs")
+        yield {
+            "node": issue(ours, "one", "node"),
+            "mount": issue(ours, "one", "mount"),
+            "foreign": issue(theirs, "one", "mount"),
+        }
+
+
+def hello(cluster: Cluster, **changes: Any) -> bytes:
+    fields = {
+        "version": messages.VERSION,
+        "role": "mount",
+        "name": "odd",
+        "session": 0,
+        "wanted": 1,
+    }
+    return frame(messages.Hello(**{**fields, **changes}))
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(4, "big") + body
+
+
+async def connect(cluster: Cluster, port: str = "control_port") -> trio.SocketStream:
+    return await trio.open_tcp_stream("127.0.0.1", getattr(cluster.nodes[1].listener, port))
+
+
+async def introduced(cluster: Cluster) -> trio.SocketStream:
+    """A control connection that has been accepted."""
+    stream = await connect(cluster)
+    await stream.send_all(hello(cluster))
+    welcome = await receive_frame(stream)
+    assert isinstance(messages.decode_welcome(welcome), messages.Welcome)
+    return stream
+
+
+async def receive_frame(stream: trio.SocketStream) -> bytes:
+    data = b""
+    while len(data) < 4 or len(data) < 4 + int.from_bytes(data[:4], "big"):
+        more = await stream.receive_some(1)
+        assert more, "the node closed the connection"
+        data += more
+    return data[4:]
+
+
+async def is_closed(stream: trio.SocketStream) -> bool:
+    """Whether the node closes the connection, whatever it says before."""
+    with trio.move_on_after(30):
+        try:
+            while await stream.receive_some(65536):
+                pass
+        except trio.BrokenResourceError:
+            pass
+        return True
+    return False
+
+
+async def ticket_for(cluster: Cluster) -> bytes:
+    stream = await introduced(cluster)
+    await stream.send_all(frame(messages.Tickets(1, "", 1)))
+    answer = messages.decode_answer(await receive_frame(stream))
+    await stream.aclose()
+    assert isinstance(answer, messages.Granted)
+    return answer.tickets[0]
+
+
+async def data_connection(cluster: Cluster) -> trio.SocketStream:
+    stream = await connect(cluster, "data_port")
+    await stream.send_all(streams.pack_preamble(await ticket_for(cluster)))
+    return stream
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == LOGGER and record.levelno >= logging.WARNING
+    ]
+
+
+class Usage:
+    """What this process uses, which the node is a part of."""
+
+    def __init__(self) -> None:
+        self.files = len(os.listdir("/proc/self/fd"))
+        self.threads = threading.active_count()
+        with open("/proc/self/statm") as file:
+            self.resident_bytes = int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+async def unchanged(cluster: Cluster, before: Usage) -> None:
+    """The node still serves, and nothing has grown."""
+    await until(lambda: len(cluster.nodes[1].listener._strangers) == 0)
+    await cluster.peers.device(1).put(Extent(1 << 40, 0), Target(1, 1, ()), b"works")
+    await until(lambda: len(os.listdir("/proc/self/fd")) <= before.files + 4)
+    after = Usage()
+    assert after.threads <= before.threads + 40
+    assert after.resident_bytes < before.resident_bytes + 48 * MiB
+    assert not cluster.service(1).leftovers
+
+
+# -- strangers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("port", ["control_port", "data_port"])
+@pytest.mark.parametrize("secured", [False, True])
+def test_nonsense_from_strangers_is_logged_once_each_and_does_no_harm(
+    memory: Path,
+    certificates: dict[str, Credentials],
+    caplog: pytest.LogCaptureFixture,
+    port: str,
+    secured: bool,
+) -> None:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    chooser = random.Random(seed)
+    tries = 150
+
+    async def test(cluster: Cluster) -> None:
+        await cluster.peers.ping(1)
+        before = Usage()
+        for _ in range(tries):
+            stream = await connect(cluster, port)
+            # Longer than a preamble, so that it does not look like one that is not complete.
+            nonsense = chooser.randbytes(chooser.randrange(64, 6000))
+            try:
+                await stream.send_all(nonsense)
+                await stream.send_eof()
+            except trio.BrokenResourceError:
+                pass
+            assert await is_closed(stream)
+            await stream.aclose()
+        await unchanged(cluster, before)
+        assert tries / 2 < len(lines(caplog)) <= tries
+        assert cluster.nodes[1].listener.counters.rejected == len(lines(caplog))
+
+    options: dict[str, Any] = {}
+    if secured:
+        options = {"credentials": certificates["node"], "mount": certificates["mount"]}
+    in_cluster(memory, test, 1, **options)
+
+
+def test_a_long_frame_before_the_hello_is_refused_before_it_is_read(
+    memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(cluster: Cluster) -> None:
+        stream = await connect(cluster)
+        await stream.send_all((messages.HELLO_BYTES_MAX + 1).to_bytes(4, "big"))
+        assert await is_closed(stream)
+        await stream.aclose()
+        assert "a frame of 4097 bytes, 4096 are allowed" in lines(caplog)[0]
+
+    in_cluster(memory, test, 1)
+
+
+@pytest.mark.parametrize("port", ["control_port", "data_port"])
+def test_slow_strangers_do_not_keep_members_out(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, port: str
+) -> None:
+    async def test(cluster: Cluster) -> None:
+        strangers = []
+        for _ in range(server.STRANGERS_MAX + 50):
+            stream = await connect(cluster, port)
+            await stream.send_all(b"\0")
+            strangers.append(stream)
+        source = cluster.file("source", bytes(20 * MiB))
+        await cluster.peers.device(1).write(Extent(1, 0), Target(1, 1, ()), source, 0, 20 * MiB)
+        os.close(source)
+        assert len(cluster.nodes[1].listener._strangers) <= server.STRANGERS_MAX
+        for stream in strangers:
+            assert await is_closed(stream)
+            await stream.aclose()
+
+    monkeypatch.setattr(server, "HANDSHAKE_S", 3.0)
+    in_cluster(memory, test, 1, timeout_s=10.0)
+
+
+@pytest.mark.parametrize("changes", [{"version": 99}, {"role": "king"}, {"wanted": 2}])
+def test_who_does_not_fit_is_told_why(
+    memory: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, Any]
+) -> None:
+    async def test(cluster: Cluster) -> None:
+        stream = await connect(cluster)
+        await stream.send_all(hello(cluster, **changes))
+        refused = messages.decode_welcome(await receive_frame(stream))
+        assert isinstance(refused, messages.Refused)
+        assert refused.text in lines(caplog)[0]
+        assert await is_closed(stream)
+        await stream.aclose()
+
+    in_cluster(memory, test, 1)
+
+
+# -- impostors -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("who", ["foreign", "nobody"])
+def test_only_members_of_the_cluster_are_served(
+    memory: Path,
+    certificates: dict[str, Credentials],
+    caplog: pytest.LogCaptureFixture,
+    who: str,
+) -> None:
+    async def test(cluster: Cluster) -> None:
+        async with mounted(memory, credentials=certificates.get(who)) as peers:
+            with pytest.raises(Unreachable):
+                await peers.device(1).get([Extent(1, 0)], 10)
+        await until(lambda: len(lines(caplog)) == 1)
+        assert "127.0.0.1" in lines(caplog)[0]
+        await cluster.peers.ping(1)
+
+    in_cluster(memory, test, 1, credentials=certificates["node"], mount=certificates["mount"])
+
+
+def test_a_mount_cannot_pose_as_a_node(memory: Path, certificates: dict[str, Credentials]) -> None:
+    async def test(cluster: Cluster) -> None:
+        # Its certificate is not for accepting connections.
+        with pytest.raises(Unreachable, match="certificate"):
+            await cluster.peers.ping(1)
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificates["mount"].cert, certificates["mount"].key)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Credentials, "server_context", lambda self: context)
+        in_cluster(memory, test, 1, credentials=certificates["node"], mount=certificates["mount"])
+
+
+def test_a_ticket_is_good_for_one_connection(
+    memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(cluster: Cluster) -> None:
+        ticket = await ticket_for(cluster)
+        first = await connect(cluster, "data_port")
+        await first.send_all(streams.pack_preamble(ticket))
+        await until(lambda: not cluster.nodes[1].listener._tickets)
+        second = await connect(cluster, "data_port")
+        await second.send_all(streams.pack_preamble(ticket))
+        assert await is_closed(second)
+        assert "no valid ticket" in lines(caplog)[0]
+        for stream in (first, second):
+            await stream.aclose()
+
+    in_cluster(memory, test, 1)
+
+
+@pytest.mark.parametrize("what", ["expired", "guessed"])
+def test_an_invalid_ticket_opens_nothing(
+    memory: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    async def test(cluster: Cluster) -> None:
+        ticket = await ticket_for(cluster)
+        if what == "guessed":
+            ticket = ticket[:-1] + bytes([ticket[-1] ^ 1])
+        stream = await connect(cluster, "data_port")
+        await stream.send_all(streams.pack_preamble(ticket))
+        assert await is_closed(stream)
+        assert "no valid ticket" in lines(caplog)[0]
+        await stream.aclose()
+
+    if what == "expired":
+        monkeypatch.setattr(server, "TICKET_S", -1.0)
+    in_cluster(memory, test, 1)
+
+
+def test_a_node_that_encrypts_data_refuses_connections_that_do_not(
+    memory: Path, certificates: dict[str, Credentials], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(cluster: Cluster) -> None:
+        source = cluster.file("source", b"secret")
+        async with mounted(memory, credentials=certificates["mount"]) as peers:
+            with pytest.raises(Unreachable):
+                await peers.device(1).write(Extent(1, 0), Target(1, 1, ()), source, 0, 6)
+        assert "not encrypted" in lines(caplog)[0]
+        await cluster.peers.device(1).write(Extent(1, 0), Target(1, 1, ()), source, 0, 6)
+        os.close(source)
+
+    in_cluster(
+        memory,
+        test,
+        1,
+        credentials=certificates["node"],
+        mount=certificates["mount"],
+        encrypt_data=True,
+    )
+
+
+# -- members that talk nonsense ------------------------------------------------------------------
+
+
+def mutated(chooser: random.Random, data: bytes) -> bytes:
+    """Some bytes of it changed, removed or put in."""
+    changed = bytearray(data)
+    for _ in range(chooser.randrange(1, 6)):
+        place = chooser.randrange(len(changed))
+        match chooser.randrange(4):
+            case 0:
+                changed[place] = chooser.randrange(256)
+            case 1:
+                changed[place:place] = chooser.randbytes(chooser.randrange(1, 9))
+            case 2:
+                del changed[place : place + chooser.randrange(1, 9)]
+            case 3:
+                changed[place] ^= 1 << chooser.randrange(8)
+        if not changed:
+            changed = bytearray(b"\0")
+    return bytes(changed)
+
+
+def test_nonsense_from_a_member_costs_it_the_connection_and_nobody_else(
+    memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    chooser = random.Random(seed)
+    extent, target = Extent(3, 0), Target(1, 1, ())
+    requests: list[msgspec.Struct] = [
+        messages.Ping(1, ""),
+        messages.Put(2, "trace", extent, target, b"data"),
+        messages.Get(3, "", [extent] * 5, 100),
+        messages.Adopt(4, "", extent, target, "7"),
+        messages.Abort(5, "", 3),
+        messages.Suspect(6, "", 1, 2),
+        messages.Status(7, ""),
+        messages.Tickets(8, "", 2),
+        messages.Renewed(9),
+    ]
+
+    async def test(cluster: Cluster) -> None:
+        await cluster.peers.ping(1)
+        before = Usage()
+        for _ in range(300):
+            body = mutated(chooser, msgspec.msgpack.encode(chooser.choice(requests)))
+            stream = await introduced(cluster)
+            try:
+                await stream.send_all(len(body).to_bytes(4, "big") + body)
+                await stream.send_eof()
+            except trio.BrokenResourceError:
+                pass
+            assert await is_closed(stream)
+            await stream.aclose()
+        assert not [record for record in caplog.records if record.exc_info]
+        await unchanged(cluster, before)
+        assert len(lines(caplog)) <= 300
+
+    in_cluster(memory, test, 1)
+
+
+def test_nonsense_on_a_data_connection_costs_it_the_connection_and_nobody_else(
+    memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    chooser = random.Random(seed)
+    headers = [
+        streams.Header(op, Extent(3, 0), Target(1, 1, ()), 5, 1000, 0, 1000, "trace").pack()
+        for op in streams.Op
+    ]
+
+    async def test(cluster: Cluster) -> None:
+        await cluster.peers.ping(1)
+        before = Usage()
+        for number in range(200):
+            stream = await data_connection(cluster)
+            nonsense = (
+                chooser.randbytes(streams.HEADER_BYTES)
+                if number % 2
+                else mutated(chooser, chooser.choice(headers))[: streams.HEADER_BYTES]
+            )
+            try:
+                await stream.send_all(nonsense + chooser.randbytes(chooser.randrange(2000)))
+                await stream.send_eof()
+            except trio.BrokenResourceError:
+                pass
+            assert await is_closed(stream)
+            await stream.aclose()
+        assert not [record for record in caplog.records if record.exc_info]
+        await until(lambda: not cluster.service(1).leftovers)
+        await unchanged(cluster, before)
+
+    in_cluster(memory, test, 1)
+
+
+def test_an_extent_of_an_exabyte_is_enospc(memory: Path) -> None:
+    async def test(cluster: Cluster) -> None:
+        cluster.service(1).limit_bytes = 1 << 62
+        stream = await data_connection(cluster)
+        header = streams.Header(
+            streams.Op.WRITE, Extent(3, 0), Target(1, 1, ()), 5, HUGE, 0, HUGE, ""
+        )
+        before = Usage()
+        await stream.send_all(header.pack() + bytes(100))
+        reply = streams._REPLY.unpack(await stream.receive_some(streams._REPLY.size))
+        while reply[0] == streams.ReplyKind.WORKING:
+            reply = streams._REPLY.unpack(await stream.receive_some(streams._REPLY.size))
+        assert reply[0] == streams.ReplyKind.FAILED
+        assert reply[3] in (errno.ENOSPC, errno.EFBIG)
+        await stream.aclose()
+        await unchanged(cluster, before)
+
+    in_cluster(memory, test, 1)
+
+
+def test_a_frame_of_gigabytes_is_refused_before_it_is_read(
+    memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test(cluster: Cluster) -> None:
+        stream = await introduced(cluster)
+        await stream.send_all(((1 << 32) - 1).to_bytes(4, "big"))
+        assert await is_closed(stream)
+        await stream.aclose()
+        assert "a frame of 4294967295 bytes" in lines(caplog)[0]
+
+    in_cluster(memory, test, 1)
+
+
+def test_streams_that_overlap_store_nothing(memory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def test(cluster: Cluster) -> None:
+        opened = []
+        for _ in range(2):
+            stream = await data_connection(cluster)
+            header = streams.Header(
+                streams.Op.WRITE, Extent(3, 0), Target(1, 1, ()), 5, 2000, 0, 1000, ""
+            )
+            await stream.send_all(header.pack() + bytes(500))
+            opened.append(stream)
+        await until(lambda: bool(lines(caplog)))
+        assert "two streams bring the same bytes" in lines(caplog)[0]
+        for stream in opened:
+            await stream.aclose()
+        await until(lambda: not cluster.service(1).leftovers)
+        assert not cluster.service(1).sealed
+
+    in_cluster(memory, test, 1)
+
+
+def test_a_peer_that_takes_no_answers_is_cut_off(memory: Path) -> None:
+    async def test(cluster: Cluster) -> None:
+        data = bytes(MiB)
+        await cluster.peers.device(1).put(Extent(1, 0), Target(1, 1, ()), data)
+        stream = await introduced(cluster)
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        asked = messages.Get(1, "", [Extent(1, 0)] * 8, MiB)
+        for _ in range(8):
+            await stream.send_all(frame(asked))
+        await until(lambda: cluster.nodes[1].listener.counters.connections == 1)
+        await stream.aclose()
+
+    in_cluster(memory, test, 1, timeout_s=0.5)
