@@ -232,7 +232,7 @@ def content_of(store: StoreNode, extent: int) -> bytes:
 @pytest.fixture
 def in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no test wait for a disk."""
-    monkeypatch.setattr(node, "_in_memory", lambda path: True)
+    monkeypatch.setattr(node, "in_memory", lambda path: True)
 
 
 class Store:
@@ -335,7 +335,7 @@ def test_a_forgotten_inode_takes_its_content_with_it(tmp_path: Path, in_memory: 
 def test_only_a_store_on_a_disk_is_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, power_safe: bool
 ) -> None:
-    monkeypatch.setattr(node, "_in_memory", lambda path: not power_safe)
+    monkeypatch.setattr(node, "in_memory", lambda path: not power_safe)
     synced: list[str] = []
     sync = os.fsync
 
@@ -359,8 +359,8 @@ def test_only_a_store_on_a_disk_is_synced(
 def test_a_directory_on_tmpfs_is_known_to_be_in_memory() -> None:
     if not os.path.ismount("/dev/shm"):
         pytest.skip("/dev/shm is no tmpfs here")
-    assert node._in_memory("/dev/shm")
-    assert not node._in_memory("/proc")
+    assert node.in_memory("/dev/shm")
+    assert not node.in_memory("/proc")
 
 
 # -- starting ----------------------------------------------------------------------------------------
@@ -494,7 +494,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(node, "_in_memory", lambda path: True)
+        self.patch.setattr(node, "in_memory", lambda path: True)
         self.base = Path(tempfile.mkdtemp(prefix="irdmafs-store-"))
         self.directory = self.base / "store"
         self.store = Store(self.directory).__enter__()

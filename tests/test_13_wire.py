@@ -363,7 +363,7 @@ def serve(mode: str, talk: Callable[[Served], None], messages: list[bytes] | Non
     directory = tempfile.mkdtemp(prefix="irdmafs-wire-")
     try:
         with pytest.MonkeyPatch.context() as patch, small_files():
-            patch.setattr(store_node, "_in_memory", lambda path: True)
+            patch.setattr(store_node, "in_memory", lambda path: True)
             patch.setattr(logging.root, "disabled", True)
             if mode == "passthrough":
                 patch.setattr(passthrough, "register", backings.register)

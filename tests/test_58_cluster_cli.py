@@ -472,6 +472,15 @@ def test_a_served_store_is_a_node_until_it_is_told_to_end(cluster: Cluster, tmp_
     eventually(lambda: not os.path.exists(f"/proc/{pid}"), "the node ended", within_s=30)
     assert cluster.status(2)["nodes"][0]["state"] == "down"
     assert cluster.run("cluster", "remove", found[1]).returncode == 0
+    assert cluster.status(2)["nodes"] == []
+    removed = one_line(cluster.run("serve", str(store)))
+    assert f"node {found[1]} was removed from the cluster" in removed
+    assert removed.endswith(f"irdmafs cluster admit {found[1]}")
+    assert cluster.status(2)["nodes"] == []
+    assert cluster.run("cluster", "admit", found[1]).returncode == 0
+    assert cluster.status(2)["nodes"][0]["id"] == found[1]
+    assert "was not removed" in one_line(cluster.run("cluster", "admit", found[1]))
+    assert "not the id of a node" in one_line(cluster.run("cluster", "admit", "a1g"))
 
 
 def test_prefetch_is_for_mounts(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ from .wal import is_log_header
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[tuple[int, bytes, bytes | None]]).decode

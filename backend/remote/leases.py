@@ -177,7 +177,12 @@ class Leases:
                 path.add(directory)
                 inode = inodes.get(directory)
                 directory = inode.parent if inode is not None else 0
-        followers = self._members.followers_of(path) - {self._session.lease}
+        moved = any(
+            directory in inodes and inodes[directory].revision == revision
+            for directory in directories
+        )
+        # The record of a directory that moved was put: what is followed below it has other names now.
+        followers = self._members.followers_of(inodes if moved else path) - {self._session.lease}
         if followers:
             await self._members.wait_acked(followers, revision)
 

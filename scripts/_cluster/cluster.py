@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from irdmafs.backend.placement import replicas_of
 from irdmafs.backend.records import GroupConfig, NodeAddress, decode
 
 from .daemons import Daemon
@@ -216,8 +217,8 @@ class Cluster:
         if wrong := expected.keys() ^ alive.keys():
             names = (expected.get(node, f"the former {node:016x}") for node in sorted(wrong))
             return f"alive and running are not the same for {', '.join(names)}"
-        wanted = min(self.plan.replicas, len(running))
         for number, group in self.groups().items():
+            wanted = min(replicas_of(number), len(running))
             if group.joining:
                 return f"group {number:#x} is being filled: {group}"
             if len(set(group.in_sync) & alive.keys()) < wanted:
