@@ -3,7 +3,8 @@
     key                              value              leased by
     "c"                              Settings
     "s"                              id of the newest transaction (kept by the engine)
-    "u"                              next free inode number (8 bytes BE; blocks are taken by compare-and-swap)
+    "u"                              next free inode number (8 bytes BE; taken in blocks)
+    "x" + 8 random bytes             ""                 the engine of a process: its fence
     "N" + node (8 bytes BE)          NodeRecord         (stays: every node ever admitted and not removed)
     "n" + node (8 bytes BE)          NodeAddress        the node: it is alive
     "m" + lease (8 bytes BE)         MountRecord        the mount: its session

@@ -102,6 +102,7 @@ class Leases:
         await self._replica.wait_applied(revision)
         if lease == self._session.lease:
             self._held[directory] = lease
+            self.changed(())  # somebody may wait already
 
     async def unfollow(self, directory: int) -> None:
         lease = self._held.pop(directory, None)
@@ -182,9 +183,13 @@ class Leases:
             for directory in directories
         )
         # The record of a directory that moved was put: what is followed below it has other names now.
-        followers = self._members.followers_of(inodes if moved else path) - {self._session.lease}
-        if followers:
-            await self._members.wait_acked(followers, revision)
+        below = list(inodes) if moved else path
+        members, ours = self._members, self._session.lease
+        while any(
+            lease != ours and members.acked(lease) < revision
+            for lease in members.followers_of(below)
+        ):
+            await members.changed()
 
     # -- life ------------------------------------------------------------------------------------
 

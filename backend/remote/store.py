@@ -7,12 +7,13 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
+from functools import partial
 from typing import Any
 
 import trio
 
 from ..cluster_config import ClusterConfig, ConfigError
-from ..kv import Conflict, Delete, Put
+from ..kv import Compare, Conflict, Delete, Put
 from ..kv.etcd import EtcdEngine
 from ..membership import MOUNT, Groups, Members, Session
 from ..namespace import ROOT_INO, Inode, Namespace, fail
@@ -145,6 +146,7 @@ class RemoteStore:
         self.namespace.hub = self.replica
         self.session: Session
         self.leases: Leases
+        self.peers: Peers
         self.on_version: Callable[[int], None] = lambda ino: None
         # Published since the nodes last told how much room they have.
         self._untold_bytes = 0
@@ -300,7 +302,7 @@ class RemoteStore:
             if attempt >= _GONE_BEFORE_PIN and not await self._pin_afar(inode):
                 continue
             try:
-                await self.fetcher.fetch(inode, lambda found=inode: self.ahead.after(found))
+                await self.fetcher.fetch(inode, partial(self.ahead.after, inode))
             except Gone:
                 await self.replica.barrier()
                 continue
@@ -449,7 +451,7 @@ class RemoteStore:
         transfer: Transfer | None,
     ) -> Inode:
         """Raises Conflict when the session or a group's configuration is another one by now."""
-        guards = [self.session.compare()]
+        guards: list[Compare] = [self.session.compare()]
         if transfer is not None:
             try:
                 guards += await transfer.complete()

@@ -187,10 +187,26 @@ class Transfer:
         if chain[0] == writer.here and self._adoptable:
             await device.adopt(extent, target, self._adoptable)
         elif length <= writer.small_bytes:
-            await device.put(extent, target, os.pread(self._fd, length, offset))
+            await self._put(extent, Target(group, revision, ()), chain, offset, length)
         else:
             await device.write(extent, target, self._fd, offset, length)
         self._acknowledged[stripe].update(dict.fromkeys(chain, config))
+
+    async def _put(
+        self, extent: Extent, target: Target, nodes: list[int], offset: int, length: int
+    ) -> None:
+        """To all at once: for little data the links of a chain cost more than the link of this host."""
+        data = os.pread(self._fd, length, offset)
+        if len(nodes) == 1:
+            await self._writer.peers.device(nodes[0]).put(extent, target, data)
+            return
+        try:
+            async with trio.open_nursery() as nursery:
+                for node in nodes:
+                    put = self._writer.peers.device(node).put
+                    nursery.start_soon(put, extent, target, data)
+        except BaseExceptionGroup as group:
+            raise first_error(group) from group
 
     async def _send_around(
         self, stripe: int, found: tuple[GroupConfig, int], group: int, missing: list[int]

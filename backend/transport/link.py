@@ -36,7 +36,14 @@ from .messages import (
     decode_welcome,
     error_of,
 )
-from .streams import Channel, EncryptedChannel, Lost, Patience, pack_preamble
+from .streams import (
+    Channel,
+    EncryptedChannel,
+    Lost,
+    Patience,
+    choose_congestion_control,
+    pack_preamble,
+)
 from .threads import in_threads
 
 if TYPE_CHECKING:
@@ -280,6 +287,7 @@ class Link:
         if len(ticket) != TICKET_BYTES:
             raise BadMessage("its ticket makes no sense")
         with trio.socket.socket(self._family, socket.SOCK_STREAM) as sock:
+            choose_congestion_control(sock)
             await sock.connect((self._peer_name[0], self._where[2], *self._peer_name[2:]))
             plain = socket.socket(fileno=sock.detach())
         user_timeout_s = peers.timeout_s * _USER_TIMEOUTS

@@ -51,6 +51,7 @@ from .streams import (
     Patience,
     Reply,
     ReplyKind,
+    choose_congestion_control,
     send_range,
     unpack_preamble,
 )
@@ -124,6 +125,7 @@ class Listener:
         control = await _listen(self._address, self.control_port)
         try:
             data = await _listen(self._address, 0)
+            choose_congestion_control(data)
         except BaseException:
             control.close()
             raise
