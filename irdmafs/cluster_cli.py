@@ -112,7 +112,7 @@ def cluster() -> None:
 @click.option("--replicas", type=click.IntRange(1, 8), default=2, show_default=True,
               help="How many store nodes keep each file.")  # fmt: skip
 @click.option("--buckets", type=click.IntRange(1, 65535), help="Placement groups  [default: 1024]")
-@click.option("--stripe", default="64M", show_default=True, metavar="SIZE",
+@click.option("--stripe", default="1G", show_default=True, metavar="SIZE",
               help="Larger files are divided into pieces of this size; 0: never.")  # fmt: skip
 @click.option("--lease-ttl", type=click.IntRange(2, 600), default=5, show_default=True,
               metavar="SECONDS", help="A node or mount that is silent for longer is dead.")  # fmt: skip

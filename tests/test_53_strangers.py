@@ -103,7 +103,7 @@ async def ticket_for(cluster: Cluster) -> bytes:
 
 async def data_connection(cluster: Cluster) -> trio.SocketStream:
     stream = await connect(cluster, "data_port")
-    await stream.send_all(streams.pack_preamble(await ticket_for(cluster)))
+    await stream.send_all(wire.pack_preamble(await ticket_for(cluster)))
     return stream
 
 
@@ -268,10 +268,10 @@ def test_a_ticket_is_good_for_one_connection(
     async def test(cluster: Cluster) -> None:
         ticket = await ticket_for(cluster)
         first = await connect(cluster, "data_port")
-        await first.send_all(streams.pack_preamble(ticket))
+        await first.send_all(wire.pack_preamble(ticket))
         await until(lambda: not cluster.nodes[1].listener._tickets)
         second = await connect(cluster, "data_port")
-        await second.send_all(streams.pack_preamble(ticket))
+        await second.send_all(wire.pack_preamble(ticket))
         assert await is_closed(second)
         assert "no valid ticket" in lines(caplog)[0]
         for stream in (first, second):
@@ -289,7 +289,7 @@ def test_an_invalid_ticket_opens_nothing(
         if what == "guessed":
             ticket = ticket[:-1] + bytes([ticket[-1] ^ 1])
         stream = await connect(cluster, "data_port")
-        await stream.send_all(streams.pack_preamble(ticket))
+        await stream.send_all(wire.pack_preamble(ticket))
         assert await is_closed(stream)
         assert "no valid ticket" in lines(caplog)[0]
         await stream.aclose()
@@ -389,8 +389,8 @@ def test_nonsense_on_a_data_connection_costs_it_the_connection_and_nobody_else(
     print(f"seed {seed}")
     chooser = random.Random(seed)
     headers = [
-        streams.Header(op, Extent(3, 0), Target(1, 1, ()), 5, 1000, 0, 1000, "trace").pack()
-        for op in streams.Op
+        wire.Header(op, Extent(3, 0), Target(1, 1, ()), 5, 1000, 0, 1000, "trace").pack()
+        for op in wire.Op
     ]
 
     async def test(cluster: Cluster) -> None:
@@ -399,9 +399,9 @@ def test_nonsense_on_a_data_connection_costs_it_the_connection_and_nobody_else(
         for number in range(200):
             stream = await data_connection(cluster)
             nonsense = (
-                chooser.randbytes(streams.HEADER_BYTES)
+                chooser.randbytes(wire.HEADER_BYTES)
                 if number % 2
-                else mutated(chooser, chooser.choice(headers))[: streams.HEADER_BYTES]
+                else mutated(chooser, chooser.choice(headers))[: wire.HEADER_BYTES]
             )
             try:
                 await stream.send_all(nonsense + chooser.randbytes(chooser.randrange(2000)))
@@ -421,15 +421,15 @@ def test_an_extent_of_an_exabyte_is_enospc(memory: Path) -> None:
     async def test(cluster: Cluster) -> None:
         cluster.service(1).limit_bytes = 1 << 62
         stream = await data_connection(cluster)
-        header = streams.Header(
-            streams.Op.WRITE, Extent(3, 0), Target(1, 1, ()), 5, HUGE, 0, HUGE, ""
+        header = wire.Header(
+            wire.Op.WRITE, Extent(3, 0), Target(1, 1, ()), 5, HUGE, 0, HUGE, ""
         )
         before = Usage()
         await stream.send_all(header.pack() + bytes(100))
-        reply = streams._REPLY.unpack(await stream.receive_some(streams._REPLY.size))
-        while reply[0] == streams.ReplyKind.WORKING:
-            reply = streams._REPLY.unpack(await stream.receive_some(streams._REPLY.size))
-        assert reply[0] == streams.ReplyKind.FAILED
+        reply = wire.REPLY.unpack(await stream.receive_some(wire.REPLY.size))
+        while reply[0] == wire.ReplyKind.WORKING:
+            reply = wire.REPLY.unpack(await stream.receive_some(wire.REPLY.size))
+        assert reply[0] == wire.ReplyKind.FAILED
         assert reply[3] in (errno.ENOSPC, errno.EFBIG)
         await stream.aclose()
         await unchanged(cluster, before)
@@ -455,8 +455,8 @@ def test_streams_that_overlap_store_nothing(memory: Path, caplog: pytest.LogCapt
         opened = []
         for _ in range(2):
             stream = await data_connection(cluster)
-            header = streams.Header(
-                streams.Op.WRITE, Extent(3, 0), Target(1, 1, ()), 5, 2000, 0, 1000, ""
+            header = wire.Header(
+                wire.Op.WRITE, Extent(3, 0), Target(1, 1, ()), 5, 2000, 0, 1000, ""
             )
             await stream.send_all(header.pack() + bytes(500))
             opened.append(stream)

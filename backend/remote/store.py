@@ -75,6 +75,7 @@ async def remote_store(
                     async with store._make_peers() as store.peers:
                         store._make_parts()
                         nursery.start_soon(store.leases.run)
+                        nursery.start_soon(store._prepare)
                         for path in config.mount.follow:
                             await store.follow_path(path)
                         yield store
@@ -171,6 +172,16 @@ class RemoteStore:
         self.namespace.after_commit = self.leases.wait_for_followers
         await self._nursery.start(self.session.run)
         await self.namespace.ensure_root()
+
+    async def _prepare(self) -> None:
+        """Have the usual groups made before they are needed: where a working copy is best begun
+        depends on them."""
+        if self.members.nodes:
+            layout = Layout(self.settings.replicas, self.settings.stripe_bytes)
+            try:
+                await self._ensure_pool(layout)
+            except OSError as error:
+                log.info("the placement groups are not made yet: %s", error)
 
     async def _end(self) -> None:
         """What hangs on the session is free at once, if etcd can be told."""

@@ -19,6 +19,7 @@ from ..logs import current_request
 from ..records import NodeAddress
 from ..security import Credentials
 from . import Device, Extent, Target, Unreachable
+from .channel import Channel, Lost, Patience
 from .counters import Counters
 from .link import Link
 from .messages import (
@@ -37,19 +38,9 @@ from .messages import (
     Verdict,
     error_of,
 )
-from .streams import (
-    Channel,
-    Header,
-    Lost,
-    Op,
-    Patience,
-    Reply,
-    ReplyKind,
-    receive_range,
-    send_range,
-    wait_for_reply,
-)
+from .streams import receive_range, send_range, wait_for_reply
 from .threads import in_threads
+from .wire import Header, Op, Reply, ReplyKind
 
 __all__ = ["Peers"]
 

@@ -5,10 +5,8 @@ more than STRANGERS_MAX are at it the one that has been trying longest is cut of
 sense loses its connection, with one line in the log.
 """
 
-import errno
 import hmac
 import logging
-import os
 import secrets
 import socket
 import ssl
@@ -21,11 +19,12 @@ from typing import Any, Self
 
 import trio
 
-from .. import logs
 from ..security import Credentials, describe_tls_error, peer_identity
+from .caller import broken_text
+from .channel import Channel, EncryptedChannel, Lost, Patience, choose_congestion_control
 from .control import Control, Peer
 from .counters import Counters
-from .link import broken_text
+from .data import Data
 from .messages import (
     FRAME_BYTES_MAX,
     HELLO_BYTES_MAX,
@@ -36,27 +35,12 @@ from .messages import (
     Refused,
     Welcome,
     decode_hello,
-    failure_of,
 )
 from .peers import Peers
 from .service import Incoming, Service
-from .streams import (
-    HEADER_BYTES,
-    PREAMBLE_BYTES,
-    Channel,
-    EncryptedChannel,
-    Header,
-    Lost,
-    Op,
-    Patience,
-    Reply,
-    ReplyKind,
-    choose_congestion_control,
-    send_range,
-    unpack_preamble,
-)
-from .threads import Promise, in_threads
-from .transfers import RECEIVER_PATIENCE, Transfers, take_extent
+from .threads import in_threads
+from .transfers import RECEIVER_PATIENCE, Transfers
+from .wire import PREAMBLE_BYTES, unpack_preamble
 
 __all__ = ["Incoming", "Listener", "Peer", "Service"]
 
@@ -69,9 +53,6 @@ TICKET_S = 30.0
 TICKETS_PENDING_MAX = 16384
 # Callers give idle connections up earlier, or keep them alive.
 IDLE_S = 60.0
-# A thread serves one stream of a transfer; idle connections have none. Every transfer under way must
-# get its threads, or chains that cross would wait for each other.
-THREADS_MAX = 2048
 _BACKLOG = 1024
 _TLS_HANDSHAKE = 0x16
 _ROLES = ("node", "mount", "admin")
@@ -113,7 +94,6 @@ class Listener:
         self._context = credentials.server_context() if credentials is not None else None
         self._encrypt_data = encrypt_data
         self._timeout_s = timeout_s
-        self._limiter = trio.CapacityLimiter(THREADS_MAX)
         self._handshakes = trio.CapacityLimiter(32)
         self._strangers: OrderedDict[int, trio.CancelScope] = OrderedDict()
         self._tickets: OrderedDict[bytes, tuple[bytes, float, Peer]] = OrderedDict()
@@ -134,6 +114,9 @@ class Listener:
         self._manager = trio.open_nursery()
         self._nursery = await self._manager.__aenter__()
         self._transfers = Transfers(self._service, self._nursery)
+        self._data = Data(
+            self._service, self._peers, self._transfers, self.counters, self._timeout_s
+        )
         self._nursery.start_soon(self._accept, control, self._serve_control)
         self._nursery.start_soon(self._accept, data, self._serve_data)
         return self
@@ -292,7 +275,7 @@ class Listener:
                 peer = self._redeem(unpack_preamble(await self._preamble(channel)))
             with self._member():
                 while await self._has_request(channel):
-                    if not await self._serve_request(channel, peer):
+                    if not await self._data.serve(channel, peer):
                         break
         finally:
             if channel is not None:
@@ -339,109 +322,6 @@ class Listener:
             await trio.lowlevel.wait_readable(channel.sock)
             return True
         return False
-
-    async def _serve_request(self, channel: Channel, peer: Peer) -> bool:
-        """Returns whether the connection can be used again."""
-        data = channel.header_if_there()
-        if data is None:
-            receive = partial(channel.receive_exactly, HEADER_BYTES, Patience(HANDSHAKE_S))
-            data = (await in_threads([receive], channel.shutdown, self._limiter))[0]
-        header = Header.unpack(data)
-        self.counters.requests[header.op.name.lower()] += 1
-        channel.clean = False
-        with logs.request(header.trace):
-            if header.op is Op.READ:
-                reply = await self._give(channel, header)
-            else:
-                reply = await self._take(channel, header)
-            if reply.kind is ReplyKind.FAILED:
-                self.counters.errors[errno.errorcode.get(reply.code, str(reply.code))] += 1
-                log.info(
-                    "%s: %s of extent %x.%x: %s",
-                    peer, header.op.name.lower(), *header.extent,
-                    reply.text or os.strerror(reply.code),
-                )  # fmt: skip
-        return channel.clean
-
-    async def _give(self, channel: Channel, header: Header) -> Reply:
-        work = partial(self._send_extent, channel, header)
-        reply, sent = (await in_threads([work], channel.shutdown, self._limiter))[0]
-        self.counters.sent_bytes += sent
-        return reply
-
-    def _send_extent(self, channel: Channel, header: Header) -> tuple[Reply, int]:
-        patience_s = self._timeout_s * RECEIVER_PATIENCE
-        patience = Patience(patience_s)
-        fd = -1
-        sent = 0
-        try:
-            fd = self._service.open(header.extent)
-            if header.offset + header.length > os.fstat(fd).st_size:
-                raise OSError(errno.EINVAL, "the extent is shorter than what is asked for")
-            reply = Reply(ReplyKind.OK)
-            channel.reply(reply, patience)
-            if send_range(channel, fd, header.offset, header.length, patience_s) is not None:
-                raise BadMessage("it replies to what it receives")
-            sent = header.length
-        except OSError as error:
-            if sent:
-                raise
-            reply = Reply(ReplyKind.FAILED, *failure_of(error, self._service.node))
-            channel.reply(reply, patience)
-        finally:
-            if fd >= 0:
-                os.close(fd)
-        channel.clean = True
-        return reply, sent
-
-    async def _take(self, channel: Channel, header: Header) -> Reply:
-        receiving = self._transfers.join(header, channel)
-        chain = header.target.chain
-        onward: Promise[Channel] | None = Promise() if chain else None
-        borrowed: list[Channel] = []
-
-        def stop() -> None:
-            for each in (channel, *borrowed):
-                each.shutdown()
-
-        async def borrow() -> Channel:
-            borrowed.extend(await self._peers.borrow(chain[0], 1))
-            return borrowed[0]
-
-        work = partial(
-            take_extent, channel, header, receiving,
-            partial(trio.from_thread.run_sync, self._transfers.seal, receiving),
-            onward, self._service.node, self._timeout_s,
-        )  # fmt: skip
-        outcome: list[tuple[Reply, int, int]] = []
-        errors: list[Exception] = []
-        try:
-            async with trio.open_nursery() as nursery:
-                if onward is not None:
-                    nursery.start_soon(onward.fulfil, borrow)
-                try:
-                    outcome = await in_threads([work], stop, self._limiter)
-                except Exception as error:
-                    errors.append(error)
-                nursery.cancel_scope.cancel()
-        finally:
-            if chain:
-                self._peers.give_back(chain[0], borrowed)
-            await self._transfers.leave(receiving, channel)
-        if errors:
-            raise errors[0]
-        reply, received, sent = outcome[0]
-        self.counters.received_bytes += received
-        self.counters.sent_bytes += sent
-        finish = partial(_conclude, channel, reply, self._timeout_s * RECEIVER_PATIENCE)
-        await in_threads([finish], channel.shutdown, self._limiter)
-        return reply
-
-
-def _conclude(channel: Channel, reply: Reply, patience_s: float) -> None:
-    channel.reply(reply._replace(closing=not channel.clean), Patience(patience_s))
-    if not channel.clean:
-        channel.drain()
 
 
 async def _listen(address: str, port: int) -> trio.socket.SocketType:

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 import trio
 
-from .streams import TICK_S, Lost
+from .channel import TICK_S, Lost
 
 T = TypeVar("T")
 

@@ -20,20 +20,12 @@ import msgspec
 import trio
 
 from . import Extent, Unreachable
+from .channel import Channel, Lost, Patience
 from .messages import BadMessage, error_of, failure_of
 from .service import Incoming, Service
-from .streams import (
-    Channel,
-    Header,
-    Lost,
-    Patience,
-    Reply,
-    ReplyKind,
-    receive_range,
-    send_range,
-    wait_for_reply,
-)
+from .streams import receive_range, send_range, wait_for_reply
 from .threads import Promise
+from .wire import Header, Reply, ReplyKind
 
 # A disk may take long to make an extent safe, or a node to be allowed to take it.
 BUSY_LIMIT_S = 120.0

@@ -1,0 +1,153 @@
+"""The node's end of data connections: extents are given out and taken in."""
+
+import errno
+import logging
+import os
+from functools import partial
+from typing import Any
+
+import trio
+
+from .. import logs
+from .channel import Channel, Patience
+from .control import Peer
+from .counters import Counters
+from .messages import (
+    BadMessage,
+    failure_of,
+)
+from .peers import Peers
+from .service import Service
+from .streams import send_range
+from .threads import Promise, in_threads
+from .transfers import RECEIVER_PATIENCE, Transfers, take_extent
+from .wire import HEADER_BYTES, Header, Op, Reply, ReplyKind
+
+log = logging.getLogger(__name__)
+
+# A thread serves one stream of a transfer; idle connections have none. Every transfer under way must
+# get its threads, or chains that cross would wait for each other.
+THREADS_MAX = 2048
+_HEADER_S = 5.0
+
+
+class Data:
+    """Serves requests of data connections, one at a time each."""
+
+    def __init__(
+        self,
+        service: Service[Any],
+        peers: Peers,
+        transfers: Transfers,
+        counters: Counters,
+        timeout_s: float,
+    ) -> None:
+        self._service = service
+        self._peers = peers
+        self._transfers = transfers
+        self._counters = counters
+        self._timeout_s = timeout_s
+        self._limiter = trio.CapacityLimiter(THREADS_MAX)
+
+    async def serve(self, channel: Channel, peer: Peer) -> bool:
+        """Returns whether the connection can be used again."""
+        data = channel.header_if_there()
+        if data is None:
+            receive = partial(channel.receive_exactly, HEADER_BYTES, Patience(_HEADER_S))
+            data = (await in_threads([receive], channel.shutdown, self._limiter))[0]
+        header = Header.unpack(data)
+        self._counters.requests[header.op.name.lower()] += 1
+        channel.clean = False
+        with logs.request(header.trace):
+            if header.op is Op.READ:
+                reply = await self._give(channel, header)
+            else:
+                reply = await self._take(channel, header)
+            if reply.kind is ReplyKind.FAILED:
+                self._counters.errors[errno.errorcode.get(reply.code, str(reply.code))] += 1
+                log.info(
+                    "%s: %s of extent %x.%x: %s",
+                    peer, header.op.name.lower(), *header.extent,
+                    reply.text or os.strerror(reply.code),
+                )  # fmt: skip
+        return channel.clean
+
+    async def _give(self, channel: Channel, header: Header) -> Reply:
+        work = partial(self._send_extent, channel, header)
+        reply, sent = (await in_threads([work], channel.shutdown, self._limiter))[0]
+        self._counters.sent_bytes += sent
+        return reply
+
+    def _send_extent(self, channel: Channel, header: Header) -> tuple[Reply, int]:
+        patience_s = self._timeout_s * RECEIVER_PATIENCE
+        patience = Patience(patience_s)
+        fd = -1
+        sent = 0
+        try:
+            fd = self._service.open(header.extent)
+            if header.offset + header.length > os.fstat(fd).st_size:
+                raise OSError(errno.EINVAL, "the extent is shorter than what is asked for")
+            reply = Reply(ReplyKind.OK)
+            channel.reply(reply, patience)
+            if send_range(channel, fd, header.offset, header.length, patience_s) is not None:
+                raise BadMessage("it replies to what it receives")
+            sent = header.length
+        except OSError as error:
+            if sent:
+                raise
+            reply = Reply(ReplyKind.FAILED, *failure_of(error, self._service.node))
+            channel.reply(reply, patience)
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        channel.clean = True
+        return reply, sent
+
+    async def _take(self, channel: Channel, header: Header) -> Reply:
+        receiving = self._transfers.join(header, channel)
+        chain = header.target.chain
+        onward: Promise[Channel] | None = Promise() if chain else None
+        borrowed: list[Channel] = []
+
+        def stop() -> None:
+            for each in (channel, *borrowed):
+                each.shutdown()
+
+        async def borrow() -> Channel:
+            borrowed.extend(await self._peers.borrow(chain[0], 1))
+            return borrowed[0]
+
+        work = partial(
+            take_extent, channel, header, receiving,
+            partial(trio.from_thread.run_sync, self._transfers.seal, receiving),
+            onward, self._service.node, self._timeout_s,
+        )  # fmt: skip
+        outcome: list[tuple[Reply, int, int]] = []
+        errors: list[Exception] = []
+        try:
+            async with trio.open_nursery() as nursery:
+                if onward is not None:
+                    nursery.start_soon(onward.fulfil, borrow)
+                try:
+                    outcome = await in_threads([work], stop, self._limiter)
+                except Exception as error:
+                    errors.append(error)
+                nursery.cancel_scope.cancel()
+        finally:
+            if chain:
+                self._peers.give_back(chain[0], borrowed)
+            await self._transfers.leave(receiving, channel)
+        if errors:
+            raise errors[0]
+        reply, received, sent = outcome[0]
+        self._counters.received_bytes += received
+        self._counters.sent_bytes += sent
+        finish = partial(_conclude, channel, reply, self._timeout_s * RECEIVER_PATIENCE)
+        await in_threads([finish], channel.shutdown, self._limiter)
+        return reply
+
+
+def _conclude(channel: Channel, reply: Reply, patience_s: float) -> None:
+    channel.reply(reply._replace(closing=not channel.clean), Patience(patience_s))
+    if not channel.clean:
+        channel.drain()

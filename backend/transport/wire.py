@@ -1,0 +1,106 @@
+"""The format of data connections: a Preamble, then Headers and Replies (streams.py says in what order)."""
+
+import enum
+import struct
+from typing import NamedTuple
+
+from . import Extent, Target
+from .messages import CHAIN_MAX, TICKET_BYTES, VERSION, BadMessage
+
+_MAGIC = b"irDM"
+_PREAMBLE = struct.Struct(f">4sHH{TICKET_BYTES}s")
+_HEADER = struct.Struct(f">BBxxIQQQQQQQ{CHAIN_MAX}Q32s")
+# Kind, closing, bytes of text that follow, errno, node.
+REPLY = struct.Struct(">B?HiQ")
+
+PREAMBLE_BYTES = _PREAMBLE.size
+HEADER_BYTES = _HEADER.size
+
+_UINT63_MAX = (1 << 63) - 1
+
+
+class Op(enum.IntEnum):
+    READ = 1
+    WRITE = 2
+
+
+class ReplyKind(enum.IntEnum):
+    OK = 1
+    WORKING = 2
+    FAILED = 3
+
+
+class Reply(NamedTuple):
+    """`closing`: the connection is of no use after it, as not all that was sent was received."""
+
+    kind: ReplyKind
+    code: int = 0
+    node: int = 0
+    text: str = ""
+    closing: bool = False
+
+
+class Header(NamedTuple):
+    """`length` bytes from `offset` of an extent, which is `total` bytes long (of a write). The streams
+    of one write have the same `transfer`, a random number."""
+
+    op: Op
+    extent: Extent
+    target: Target
+    transfer: int
+    total: int
+    offset: int
+    length: int
+    trace: str
+
+    def pack(self) -> bytes:
+        chain = self.target.chain
+        return _HEADER.pack(
+            self.op,
+            len(chain),
+            self.extent.stripe,
+            self.extent.content,
+            self.target.group,
+            self.target.config,
+            self.transfer,
+            self.total,
+            self.offset,
+            self.length,
+            *chain,
+            *([0] * (CHAIN_MAX - len(chain))),
+            self.trace.encode("ascii", "replace")[:32],
+        )
+
+    @classmethod
+    def unpack(cls, data: bytes) -> "Header":
+        """Raises BadMessage."""
+        op, nodes, stripe, content, group, config, transfer, *rest = _HEADER.unpack(data)
+        total, offset, length, *chain = rest[: 3 + CHAIN_MAX]
+        try:
+            op = Op(op)
+        except ValueError:
+            raise BadMessage(f"{op} is no operation on data") from None
+        if nodes > CHAIN_MAX:
+            raise BadMessage(f"a chain of {nodes} nodes")
+        numbers = (content, group, config, total, offset, length, *chain)
+        if max(numbers) > _UINT63_MAX or offset + length > _UINT63_MAX:
+            raise BadMessage("a number is out of range")
+        if op is Op.WRITE and offset + length > total:
+            raise BadMessage(f"bytes {offset} to {offset + length} of {total}")
+        trace = rest[-1].rstrip(b"\0").decode("ascii", "replace")
+        target = Target(group, config, tuple(chain[:nodes]))
+        return cls(op, Extent(content, stripe), target, transfer, total, offset, length, trace)
+
+
+def pack_preamble(ticket: bytes) -> bytes:
+    return _PREAMBLE.pack(_MAGIC, VERSION, 0, ticket)
+
+
+def unpack_preamble(data: bytes) -> bytes:
+    """The ticket. Raises BadMessage."""
+    magic, version, _, ticket = _PREAMBLE.unpack(data)
+    if magic != _MAGIC:
+        raise BadMessage("not an irdmafs data connection")
+    if version != VERSION:
+        raise BadMessage(f"protocol version {version}, this is {VERSION}")
+    return bytes(ticket)
