@@ -4,13 +4,15 @@
 A worker and two store nodes get a network namespace each, in a row: worker - node - node. Every round
 runs iperf3 (plain, and storing what it receives in the same tmpfs) and our reads and writes in turn, with
 each number of streams. A round's ratio takes the best number of streams of either side; shown
-are medians over the rounds. Needs root, iperf3, ip and tc. Run it on a quiet machine.
+are medians over the rounds. With --prefaulted, the memory of the files that receive is there already, as
+it is in a store that keeps some in stock. Needs root, iperf3, ip and tc. Run it on a quiet machine.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import statistics
 import subprocess
@@ -28,16 +30,16 @@ from rich.table import Table
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 
-from transport_nodes import NodeProcess, resolver  # noqa: E402
-
-from irdmafs.backend.transport import Extent, Target  # noqa: E402
-from irdmafs.backend.transport.peers import Peers  # noqa: E402
+from irdmafs.backend.transport import Extent, Target
+from irdmafs.backend.transport.peers import Peers
+from transport_nodes import NodeProcess, resolver
 
 WORKER, NODE, NEXT = "worker", "node", "next"
 ADDRESSES = {(WORKER, NODE): ("10.98.1.1", "10.98.1.2"), (NODE, NEXT): ("10.98.2.1", "10.98.2.2")}
 MEASURES = ("iperf3", "iperf3 -F", "read", "write 1 replica", "write 2 replicas")
 IPERF_LIMIT_S = 120.0
 WARM_UP_BYTES = 64 << 20
+MADV_POPULATE_WRITE = 23
 
 
 class Namespaces:
@@ -136,7 +138,9 @@ def iperf3(network: Namespaces, size_bytes: int, streams: int, file: str | None)
 class Worker:
     """This script in the worker's namespace, told what to measure."""
 
-    def __init__(self, network: Namespaces, directory: str, size_bytes: int) -> None:
+    def __init__(
+        self, network: Namespaces, directory: str, size_bytes: int, prefaulted: bool
+    ) -> None:
         self._process = subprocess.Popen(
             [
                 *network.inside(WORKER),
@@ -145,6 +149,7 @@ class Worker:
                 "worker",
                 directory,
                 str(size_bytes),
+                str(int(prefaulted)),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -171,7 +176,7 @@ class Worker:
         return float(answer)
 
 
-async def _work(directory: str, size_bytes: int) -> None:
+async def _work(directory: str, size_bytes: int, prefaulted: bool) -> None:
     """The worker's side: one measure per line of standard input."""
     lines = trio.wrap_file(sys.stdin)
     source = os.open(f"{directory}/source", os.O_RDWR)
@@ -190,6 +195,14 @@ async def _work(directory: str, size_bytes: int) -> None:
                 warm_up, Target(1, 1, chain), source, 0, min(WARM_UP_BYTES, size_bytes)
             )
             extent = Extent(content, 0)
+            if prefaulted:
+                places = (
+                    ["target"]
+                    if measure == "read"
+                    else [f"{n}/spare/{size_bytes}" for n in (1, *chain)]
+                )
+                for place in places:
+                    _prefault(f"{directory}/{place}", size_bytes)
             if measure == "read":
                 os.link(f"{directory}/source", f"{directory}/1/{content:x}.0")
                 target = os.open(f"{directory}/target", os.O_RDWR | os.O_CREAT)
@@ -209,6 +222,14 @@ async def _work(directory: str, size_bytes: int) -> None:
                     os.unlink(f"{directory}/{node}/{content:x}.{stripe}")
         print(size_bytes / took_s, flush=True)
     os.close(source)
+
+
+def _prefault(path: str, size_bytes: int) -> None:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT)
+    os.posix_fallocate(fd, 0, size_bytes)
+    with mmap.mmap(fd, size_bytes) as mapped:
+        mapped.madvise(MADV_POPULATE_WRITE)
+    os.close(fd)
 
 
 def _check_same(source: int, target: int, size_bytes: int) -> None:
@@ -275,6 +296,7 @@ def _show(console: Console, title: str, rounds: list[Rates], rate: float | None)
     help="Rates for tc; veth: not shaped.",
 )
 @click.option("--mtu", default=0, help="Of the links; by default 1500, and 9000 if shaped.")
+@click.option("--prefaulted", is_flag=True, help="Receive into memory that is there already.")
 @click.option("--json", "as_json", is_flag=True, help="Print every figure of every round.")
 @click.pass_context
 def main(
@@ -284,6 +306,7 @@ def main(
     streams: str,
     links: str,
     mtu: int,
+    prefaulted: bool,
     as_json: bool,
 ) -> None:
     """Compare the transport with iperf3."""
@@ -298,10 +321,9 @@ def main(
     for link in links.split(","):
         rate = None if link == "veth" else link
         link_mtu = mtu or (1500 if rate is None else 9000)
-        # Of slow links one round in each direction says enough.
         with contextlib.ExitStack() as stack:
             network = stack.enter_context(Namespaces(rate, link_mtu))
-            directory = stack.enter_context(huge_page_tmpfs(5 * size_bytes + (1 << 29)))
+            directory = stack.enter_context(huge_page_tmpfs(6 * size_bytes + (1 << 29)))
             _make_source(f"{directory}/source", size_bytes)
             os.mkdir(f"{directory}/addresses")
             for node, (name, ends) in enumerate(
@@ -313,11 +335,14 @@ def main(
                         ADDRESSES[ends][1], prefix=network.inside(name),
                     )
                 )  # fmt: skip
-            worker = stack.enter_context(Worker(network, directory, size_bytes))
-            done: list[Rates] = figures.setdefault(link, [])
-            for number in range(rounds):
-                done.append(_round(network, worker, directory, size_bytes, counts, number))
+            worker = stack.enter_context(Worker(network, directory, size_bytes, prefaulted))
+            done = figures[link] = [
+                _round(network, worker, directory, size_bytes, counts, number)
+                for number in range(rounds)
+            ]
         title = f"{size_mib} MiB, {link}, mtu {link_mtu}, median of {rounds} rounds"
+        if prefaulted:
+            title += ", prefaulted"
         _show(console, title, done, _bits(rate))
     if as_json:
         print(json.dumps(figures))
@@ -341,8 +366,9 @@ def _make_source(path: str, size_bytes: int) -> None:
 @main.command(hidden=True)
 @click.argument("directory")
 @click.argument("size_bytes", type=int)
-def worker(directory: str, size_bytes: int) -> Any:
-    trio.run(_work, directory, size_bytes)
+@click.argument("prefaulted", type=int)
+def worker(directory: str, size_bytes: int, prefaulted: int) -> Any:
+    trio.run(_work, directory, size_bytes, bool(prefaulted))
 
 
 if __name__ == "__main__":

@@ -541,7 +541,10 @@ class Workers:
             "largest_bytes": self._largest_bytes,
         }
         command = [sys.executable, __file__, json.dumps(arguments)]
-        self._processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, cwd="/"))
+        # A session of its own: Ctrl-C is for whoever started them, and ends them in order.
+        self._processes.append(
+            subprocess.Popen(command, stdin=subprocess.PIPE, cwd="/", start_new_session=True)
+        )
 
     def stop(self, within_s: float = STOP_TIMEOUT_S) -> None:
         """Let everyone finish what it does. Raises TimeoutError if someone cannot."""

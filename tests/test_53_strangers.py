@@ -20,7 +20,7 @@ import msgspec
 import pytest
 import trio
 from irdmafs.backend.security import Credentials, issue, make_ca
-from irdmafs.backend.transport import Extent, Target, Unreachable, messages, server, streams
+from irdmafs.backend.transport import Extent, Target, Unreachable, messages, server, wire
 from test_53_transport import Cluster, MiB, in_cluster, memory, mounted, until
 
 __all__ = ["memory"]
@@ -421,9 +421,7 @@ def test_an_extent_of_an_exabyte_is_enospc(memory: Path) -> None:
     async def test(cluster: Cluster) -> None:
         cluster.service(1).limit_bytes = 1 << 62
         stream = await data_connection(cluster)
-        header = wire.Header(
-            wire.Op.WRITE, Extent(3, 0), Target(1, 1, ()), 5, HUGE, 0, HUGE, ""
-        )
+        header = wire.Header(wire.Op.WRITE, Extent(3, 0), Target(1, 1, ()), 5, HUGE, 0, HUGE, "")
         before = Usage()
         await stream.send_all(header.pack() + bytes(100))
         reply = wire.REPLY.unpack(await stream.receive_some(wire.REPLY.size))

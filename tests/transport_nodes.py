@@ -31,12 +31,14 @@ class IncomingFile(NamedTuple):
 
 
 class ExtentDirectory:
-    """A Service that keeps extents as files, with what tests want to know and to set."""
+    """A Service that keeps extents as files, with what tests want to know and to set. A file
+    spare/LENGTH is taken for an extent of that length, so that its memory can be there already."""
 
     def __init__(self, directory: str, node: int) -> None:
         self.node = node
         self.directory = directory
-        os.makedirs(f"{directory}/incoming", exist_ok=True)
+        for name in ("incoming", "spare"):
+            os.makedirs(f"{directory}/{name}", exist_ok=True)
         self.newest_config = 0
         self.limit_bytes = 1 << 40
         self.created = 0
@@ -71,6 +73,9 @@ class ExtentDirectory:
             raise OSError(28, "No space left on device")
         self.created += 1
         path = f"{self.directory}/incoming/_{self.created}"
+        if os.path.exists(spare := f"{self.directory}/spare/{length}"):
+            os.rename(spare, path)
+            return IncomingFile(path, os.open(path, os.O_RDWR))
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             if length:

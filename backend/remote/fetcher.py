@@ -17,7 +17,7 @@ from ..membership import Groups, Members
 from ..namespace import Inode, fail
 from ..placement import group_of
 from ..records import Layout
-from ..transport import Extent, Unreachable
+from ..transport import Extent
 from ..transport.peers import Peers
 from .contents import Contents
 from .writer import first_error
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 _STRIPES_AT_ONCE = 4
 _LOOK_AGAIN_S = 0.5
+# Errors of this host's own, which no other replica would help with.
+_OURS = (errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _BATCH_EXTENTS = 256
 _BATCH_BYTES = 4 << 20
 
@@ -173,7 +175,9 @@ class Fetcher:
                     return
                 except FileNotFoundError:
                     absent += 1
-                except Unreachable as error:
+                except OSError as error:
+                    if error.errno in _OURS:
+                        raise
                     log.info("content %x: %s; trying another replica", content, error)
             if sources and absent == len(sources):
                 raise Gone

@@ -5,6 +5,7 @@ import fcntl
 import json
 import logging
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
 from functools import partial
@@ -30,7 +31,7 @@ from ..records import (
     session_of,
 )
 from ..replica import Replica
-from ..transport.peers import Peers
+from ..transport.peers import Peers, patience_s
 from . import attributes
 from .contents import Contents
 from .fetcher import Fetcher, Gone
@@ -43,7 +44,7 @@ log = logging.getLogger(__name__)
 
 # A file that changes faster than it can be fetched: the version to read is then pinned on its nodes.
 _GONE_BEFORE_PIN = 3
-_GONE_MAX = 20
+_LOOK_AGAIN_S = 0.2
 _RELEASE_S = 3.0
 _NUMBERS = 1 << CONTENT_NUMBER_BITS
 
@@ -198,6 +199,7 @@ class RemoteStore:
             session=lambda: self.session.number,
             streams=config.mount.streams,
             encrypt_data=config.mount.encrypt_data,
+            timeout_s=patience_s(self.settings),
         )
 
     def _make_parts(self) -> None:
@@ -217,6 +219,7 @@ class RemoteStore:
 
     def _node_changed(self, node: int) -> None:
         self._untold_bytes = 0
+        self.peers.node_changed(node)
         self._find_node_here()
 
     def _find_node_here(self) -> None:
@@ -305,7 +308,10 @@ class RemoteStore:
         return here
 
     async def bring(self, ino: int) -> Inode:
-        for attempt in range(_GONE_MAX):
+        deadline = time.monotonic() + self.timeout_s
+        attempt = 0
+        while time.monotonic() < deadline:
+            attempt += 1
             inode = self.namespace.inode(ino)
             if not inode.extent or self.contents.has(inode.extent):
                 return inode
@@ -316,6 +322,10 @@ class RemoteStore:
                 await self.fetcher.fetch(inode, partial(self.ahead.after, inode))
             except Gone:
                 await self.replica.barrier()
+                current = self.namespace.inodes.get(ino)
+                if current is not None and current.extent == inode.extent:
+                    # Those who should have it do not: they are about to find that out, too.
+                    await trio.sleep(_LOOK_AGAIN_S)
                 continue
             if self.contents.has(inode.extent):
                 if inode.extent in self._pinned_afar:

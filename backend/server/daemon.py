@@ -35,7 +35,7 @@ from ..records import (
     key_of,
 )
 from ..replica import Replica
-from ..transport.peers import Peers
+from ..transport.peers import Peers, patience_s
 from ..transport.server import Listener
 from .agent import Agent
 from .catalog import Catalog
@@ -123,7 +123,8 @@ class _Node:
         )  # fmt: skip
         self._session = Session(self._engine, NODE, address, settings.lease_ttl_s, node=files.node)
         self._members.attach(self._session)
-        async with self._peers() as peers:
+        async with self._peers(settings) as peers:
+            self._members.node_changed.append(peers.node_changed)
             self._resync = Resync(
                 files.node, self._engine, self._replica, self._members, self._groups,
                 self._session, self._catalog, files, peers.device,
@@ -162,7 +163,7 @@ class _Node:
 
     # -- beginning -------------------------------------------------------------------------------
 
-    def _peers(self) -> Peers:
+    def _peers(self, settings: Settings) -> Peers:
         config = self._config
         return Peers(
             self._members.address,
@@ -172,6 +173,7 @@ class _Node:
             session=lambda: self._session.number,
             streams=config.node.streams,
             encrypt_data=config.node.encrypt_data,
+            timeout_s=patience_s(settings),
         )
 
     async def _register(self, address: str, control_port: int, data_port: int) -> None:

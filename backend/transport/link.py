@@ -59,6 +59,8 @@ class Link:
         self._control: ControlClient | None = None
         self._where: tuple[str, int, int] | None = None
         self._idle: list[Channel] = []
+        # What ends each operation whose data is on its way.
+        self.stops: set[Callable[[], None]] = set()
         self._setback_s = 0.0
         self._alone_until = 0.0
         self._why = ""
@@ -124,6 +126,15 @@ class Link:
     def silent(self, why: str) -> None:
         """The node did not answer for long: do not let the next caller find out again."""
         self._leave_alone(self._peers.timeout_s / 2, why)
+
+    def give_up(self, why: str) -> None:
+        """It is known that the node is gone: whoever waits for it learns so now."""
+        for stop in list(self.stops):
+            stop()
+        self._drop_idle()
+        if self._control is not None:
+            self._control.close(why)
+            self._control = None
 
     def tidy(self) -> None:
         """Close what has not been used for long."""

@@ -16,7 +16,7 @@ from typing import Self
 import trio
 
 from ..logs import current_request
-from ..records import NodeAddress
+from ..records import NodeAddress, Settings
 from ..security import Credentials
 from . import Device, Extent, Target, Unreachable
 from .channel import Channel, Lost, Patience
@@ -42,7 +42,7 @@ from .streams import receive_range, send_range, wait_for_reply
 from .threads import in_threads
 from .wire import Header, Op, Reply, ReplyKind
 
-__all__ = ["Peers"]
+__all__ = ["Peers", "patience_s"]
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,12 @@ _STREAM_BYTES_MIN = 4 << 20
 _STREAM_ALIGNMENT_BYTES = 2 << 20
 _THREADS_MAX = 512
 _TIDY_S = 5.0
+
+
+def patience_s(settings: Settings) -> float:
+    """How long a peer may be silent: shorter than a lease, so that a cut link is noticed before a node
+    is given up by the cluster, and not much longer than a busy machine may stall."""
+    return max(1.0, 0.6 * settings.lease_ttl_s)
 
 
 class Peers:
@@ -130,6 +136,12 @@ class Peers:
         if link is None:
             link = self._links[node] = Link(self, node)
         return link
+
+    def node_changed(self, node: int) -> None:
+        """For Members.node_changed: a node whose lease is over is not waited for any longer."""
+        link = self._links.get(node)
+        if link is not None and self.resolve(node) is None:
+            link.give_up("its lease is over")
 
     async def borrow(self, node: int, count: int) -> list[Channel]:
         """Data connections for one request each. Raises Unreachable."""
@@ -236,6 +248,7 @@ class RemoteDevice:
                 for channel in channels:
                     channel.shutdown()
 
+            link.stops.add(stop)
             try:
                 with link.watched():
                     await in_threads(
@@ -251,6 +264,7 @@ class RemoteDevice:
                 counters.errors[errno.errorcode.get(error.errno or 0, "EIO")] += 1
                 raise
             finally:
+                link.stops.remove(stop)
                 link.give_back(channels)
 
     def _send(self, channel: Channel, header: Header, fd: int, offset: int) -> Reply:
