@@ -315,6 +315,8 @@ class RemoteStore:
             inode = self.namespace.inode(ino)
             if not inode.extent or self.contents.has(inode.extent):
                 return inode
+            if not inode.nlink:
+                raise fail(errno.ESTALE)  # gone with its last name, from all nodes
             self.misses += 1
             if attempt >= _GONE_BEFORE_PIN and not await self._pin_afar(inode):
                 continue

@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import math
 import os
 from functools import partial
 from typing import Any
@@ -16,10 +17,11 @@ from .messages import (
     BadMessage,
     failure_of,
 )
+from .onward import Onward
 from .peers import Peers
 from .service import Service
 from .streams import send_range
-from .threads import Promise, in_threads
+from .threads import in_threads
 from .transfers import RECEIVER_PATIENCE, Transfers, take_extent
 from .wire import HEADER_BYTES, Header, Op, Reply, ReplyKind
 
@@ -48,6 +50,7 @@ class Data:
         self._counters = counters
         self._timeout_s = timeout_s
         self._limiter = trio.CapacityLimiter(THREADS_MAX)
+        self._unlimited = trio.CapacityLimiter(math.inf)
 
     async def serve(self, channel: Channel, peer: Peer) -> bool:
         """Returns whether the connection can be used again."""
@@ -106,45 +109,50 @@ class Data:
     async def _take(self, channel: Channel, header: Header) -> Reply:
         receiving = self._transfers.join(header, channel)
         chain = header.target.chain
-        onward: Promise[Channel] | None = Promise() if chain else None
-        borrowed: list[Channel] = []
-
-        def stop() -> None:
-            for each in (channel, *borrowed):
-                each.shutdown()
-
-        async def borrow() -> Channel:
-            borrowed.extend(await self._peers.borrow(chain[0], 1))
-            return borrowed[0]
-
+        onward = Onward(header, self._timeout_s) if chain else None
         work = partial(
             take_extent, channel, header, receiving,
             partial(trio.from_thread.run_sync, self._transfers.seal, receiving),
             onward, self._service.node, self._timeout_s,
         )  # fmt: skip
-        outcome: list[tuple[Reply, int, int]] = []
+        outcome: list[tuple[Reply, int]] = []
         errors: list[Exception] = []
         try:
             async with trio.open_nursery() as nursery:
                 if onward is not None:
-                    nursery.start_soon(onward.fulfil, borrow)
+                    nursery.start_soon(self._hand_on, chain[0], onward)
                 try:
-                    outcome = await in_threads([work], stop, self._limiter)
+                    outcome = await in_threads([work], channel.shutdown, self._limiter)
                 except Exception as error:
                     errors.append(error)
+                finally:
+                    if onward is not None:
+                        onward.give_up()
                 nursery.cancel_scope.cancel()
         finally:
-            if chain:
-                self._peers.give_back(chain[0], borrowed)
             await self._transfers.leave(receiving, channel)
         if errors:
             raise errors[0]
-        reply, received, sent = outcome[0]
+        reply, received = outcome[0]
         self._counters.received_bytes += received
-        self._counters.sent_bytes += sent
+        if onward is not None:
+            self._counters.sent_bytes += onward.sent_bytes
         finish = partial(_conclude, channel, reply, self._timeout_s * RECEIVER_PATIENCE)
         await in_threads([finish], channel.shutdown, self._limiter)
         return reply
+
+    async def _hand_on(self, node: int, onward: Onward) -> None:
+        try:
+            borrowed = await self._peers.borrow(node, 1)
+        except OSError as error:
+            onward.fail(error)
+            return
+        try:
+            (next_node,) = borrowed
+            # Each of these belongs to a thread that receives, so they are limited already.
+            await in_threads([partial(onward.run, next_node)], next_node.shutdown, self._unlimited)
+        finally:
+            self._peers.give_back(node, borrowed)
 
 
 def _conclude(channel: Channel, reply: Reply, patience_s: float) -> None:

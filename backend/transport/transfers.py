@@ -1,8 +1,7 @@
 """Extents on their way into a node, and on through it: each arrives on several streams at once.
 
-Each stream has a thread that takes a piece, hands it to the next node of the chain, takes the next
-piece. The kernel's buffers on both sides keep both links busy. A stream is acknowledged when the
-extent is sealed here and the next node has acknowledged.
+Each stream has a thread, and another one that hands on what the first has received (onward.py). A
+stream is acknowledged when the extent is sealed here and the next node has acknowledged.
 
 If the next node fails, receiving goes on: the caller is told in the end, and when it sends the extent
 once more to those that lack it, this node has it already.
@@ -12,18 +11,17 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import trio
 
-from . import Extent, Unreachable
+from . import Extent
 from .channel import Channel, Lost, Patience
-from .messages import BadMessage, error_of, failure_of
+from .messages import BadMessage, failure_of
+from .onward import Onward
 from .service import Incoming, Service
-from .streams import receive_range, send_range, wait_for_reply
+from .streams import receive_range
 from .threads import Promise
 from .wire import Header, Reply, ReplyKind
 
@@ -33,10 +31,6 @@ BUSY_LIMIT_S = 120.0
 _SIGNS_OF_LIFE = 5
 # A receiver is more patient than a sender, so that the sender is the one who says what is wrong.
 RECEIVER_PATIENCE = 3
-
-
-class UpstreamLost(Lost):
-    """The sender of what is handed on is gone."""
 
 
 class Receiving:
@@ -157,97 +151,19 @@ class Transfers:
             receiving.fd = receiving.incoming.fd
 
 
-class Next:
-    """The next node of the chain, for one stream and its thread. When it fails, it is left alone from
-    then on, and `finish` says why. `between` is called while it is waited for, and may raise Lost."""
-
-    def __init__(
-        self,
-        header: Header,
-        channel: Promise[Channel],
-        timeout_s: float,
-        between: Callable[[], None],
-    ) -> None:
-        target = header.target
-        self._node = target.chain[0]
-        self._header = header._replace(
-            target=msgspec.structs.replace(target, chain=target.chain[1:])
-        )
-        self._promise = channel
-        self._channel: Channel | None = None
-        self._timeout_s = timeout_s
-        self._between = between
-        self._error: OSError | None = None
-        self.sent_bytes = 0
-
-    def begin(self) -> None:
-        try:
-            channel = self._promise.wait(BUSY_LIMIT_S, self._between)
-        except OSError as error:
-            self._error = error
-            return
-        with self._losing():
-            channel.clean = False
-            channel.send_all(self._header.pack(), Patience(self._timeout_s))
-            self._channel = channel
-
-    def forward(self, fd: int, offset: int, count: int) -> None:
-        if self._channel is None:
-            return
-        with self._losing():
-            reply = send_range(
-                self._channel, fd, offset, count, self._timeout_s, self._tell_upstream
-            )
-            if reply is None:
-                self.sent_bytes += count
-            else:
-                self._take(reply)
-
-    def finish(self) -> None:
-        """Wait for its acknowledgement. Raises what went wrong: OSError, Unreachable (which node)."""
-        if self._channel is not None:
-            with self._losing():
-                reply = wait_for_reply(self._channel, self._timeout_s, self._tell_upstream)
-                self._channel.clean = not reply.closing
-                self._take(reply)
-        if self._error is not None:
-            raise self._error
-
-    def _take(self, reply: Reply) -> None:
-        self._channel = None
-        if reply.kind is ReplyKind.FAILED:
-            self._error = error_of(reply.code, reply.node, reply.text, self._header.target.group)
-
-    def _tell_upstream(self) -> None:
-        try:
-            self._between()
-        except Lost as error:
-            raise UpstreamLost(str(error)) from None
-
-    @contextmanager
-    def _losing(self) -> Iterator[None]:
-        try:
-            yield
-        except UpstreamLost:
-            raise
-        except (Lost, BadMessage) as error:
-            self._channel = None
-            self._error = Unreachable(self._node, str(error))
-
-
 def take_extent(
     channel: Channel,
     header: Header,
     receiving: Receiving,
     seal: Callable[[], None],
-    onward: Promise[Channel] | None,
+    onward: Onward | None,
     node: int,
     timeout_s: float,
-) -> tuple[Reply, int, int]:
-    """Receive one stream of an extent in a thread, and hand it on.
+) -> tuple[Reply, int]:
+    """Receive one stream of an extent in a thread, and offer it onward.
 
     `seal` is called when all bytes of all streams are here. Returns what to reply, and how many bytes
-    were received and handed on. Raises Lost when the sender is gone, BadMessage when it makes no sense.
+    were received. Raises Lost when the sender is gone, BadMessage when it makes no sense.
     """
     every_s = timeout_s / _SIGNS_OF_LIFE
     patience = Patience(timeout_s * RECEIVER_PATIENCE)
@@ -261,7 +177,6 @@ def take_extent(
         if time.monotonic() > receiving.progress_at + BUSY_LIMIT_S:
             raise OSError(errno.ETIMEDOUT, "the other streams of the extent did not come")
 
-    further = Next(header, onward, timeout_s, alive) if onward is not None else None
     received = 0
 
     def arrived(offset: int, count: int) -> None:
@@ -269,8 +184,8 @@ def take_extent(
         received += count
         if receiving.arrived(count):
             seal()
-        if further is not None:
-            further.forward(receiving.fd, offset, count)
+        if onward is not None:
+            onward.offer(receiving.fd, count)
 
     def between() -> None:
         alive()
@@ -278,8 +193,6 @@ def take_extent(
 
     try:
         receiving.begun.wait(BUSY_LIMIT_S, alive)
-        if further is not None:
-            further.begin()
         if not receiving.is_here_already:
             try:
                 receive_range(
@@ -293,10 +206,10 @@ def take_extent(
             if not header.total:
                 seal()
             receiving.sealed.wait(2 * BUSY_LIMIT_S, waiting)
-        elif further is not None:
-            further.forward(receiving.fd, header.offset, header.length)
-        if further is not None:
-            further.finish()
+        elif onward is not None:
+            onward.offer(receiving.fd, header.length)
+        while onward is not None and not onward.is_done():
+            alive()
     except OSError as error:
         receiving.fail(error)
         reply = Reply(ReplyKind.FAILED, *failure_of(error, node))
@@ -306,4 +219,4 @@ def take_extent(
     else:
         reply = Reply(ReplyKind.OK)
     channel.clean = received == header.length
-    return reply, received, further.sent_bytes if further is not None else 0
+    return reply, received

@@ -1,0 +1,98 @@
+"""Handing an extent on to the next node of the chain while it is still arriving.
+
+Each stream has a thread for it beside the one that receives, so that both links are busy whatever the
+kernel's buffers hold: measured on links of 10 Gbit/s, one thread that takes turns gets 5.4.
+"""
+
+import threading
+
+import msgspec
+
+from . import Unreachable
+from .channel import TICK_S, Channel, Lost, Patience
+from .messages import BadMessage, error_of
+from .streams import send_range, wait_for_reply
+from .wire import Header, Reply, ReplyKind
+
+
+class Onward:
+    """One stream to the next node. `offer` and `give_up` are for the thread that receives, `run` is for
+    the one that sends; a failure of the next node is kept, and does not concern what is received."""
+
+    def __init__(self, header: Header, timeout_s: float) -> None:
+        target = header.target
+        self._node = target.chain[0]
+        self._header = header._replace(
+            target=msgspec.structs.replace(target, chain=target.chain[1:])
+        )
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._fd = -1
+        self._offered = 0
+        self._is_given_up = False
+        self._done = threading.Event()
+        self._error: OSError | None = None
+        self.sent_bytes = 0
+
+    def offer(self, fd: int, count: int) -> None:
+        """`count` more bytes are in the file. It stays open until `run` has returned."""
+        with self._changed:
+            self._fd = fd
+            self._offered += count
+            self._changed.notify()
+
+    def give_up(self) -> None:
+        """No more bytes will come; `run` ends soon."""
+        with self._changed:
+            self._is_given_up = True
+            self._changed.notify()
+
+    def fail(self, error: OSError) -> None:
+        """There is no next node to hand it on to."""
+        self._error = error
+        self._done.set()
+
+    def is_done(self) -> bool:
+        """Whether the next node has acknowledged or failed, or does so within a tick. Raises what went
+        wrong: OSError, Unreachable (which node)."""
+        if not self._done.wait(TICK_S):
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def run(self, channel: Channel) -> None:
+        """Hand on what is offered, until the next node has acknowledged or failed."""
+        try:
+            self._take(channel, self._send(channel))
+        except (Lost, BadMessage) as error:
+            self._error = Unreachable(self._node, str(error))
+        except OSError as error:
+            self._error = error
+        finally:
+            self._done.set()
+
+    def _send(self, channel: Channel) -> Reply:
+        header = self._header
+        channel.clean = False
+        channel.send_all(header.pack(), Patience(self._timeout_s))
+        while self.sent_bytes < header.length:
+            with self._changed:
+                while self._offered == self.sent_bytes and not self._is_given_up:
+                    self._changed.wait()
+                if self._is_given_up:
+                    raise Lost("the sender is gone")
+                count = self._offered - self.sent_bytes
+            reply = send_range(
+                channel, self._fd, header.offset + self.sent_bytes, count, self._timeout_s
+            )
+            if reply is not None:
+                return reply
+            self.sent_bytes += count
+        reply = wait_for_reply(channel, self._timeout_s)
+        channel.clean = not reply.closing
+        return reply
+
+    def _take(self, channel: Channel, reply: Reply) -> None:
+        if reply.kind is ReplyKind.FAILED:
+            self._error = error_of(reply.code, reply.node, reply.text, self._header.target.group)
