@@ -111,7 +111,7 @@ class EtcdEngine:
         self._timeout_s = timeout_s
         self._revision = 0
         self._closed = False
-        process = secrets.token_bytes(8)
+        process = self._process = secrets.token_bytes(8)
         self._ids: Iterator[bytes] = (process + number.to_bytes(8, "big") for number in count(1))
         self._last_key = prefix + LAST_KEY
         self._fence_key = prefix + FENCE_KIND + process
@@ -135,6 +135,10 @@ class EtcdEngine:
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
+
+    def is_ours(self, last_id: bytes) -> bool:
+        """Whether a value of the key "s" says that this process made the transaction."""
+        return last_id.startswith(self._process)
 
     @property
     def shared(self) -> bool:

@@ -9,11 +9,12 @@ followed for as long as that goes on.
 
 import logging
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import trio
 
-from ..kv import Delete, Engine, Put
+from ..kv import Delete, Event, KeyValue, Put
+from ..kv.etcd import EtcdEngine
 from ..membership import Members, Session, followed_key, seen_key
 from ..namespace import ROOT_INO, Namespace
 from ..replica import Replica
@@ -28,6 +29,23 @@ _IDLE_S = 10.0
 _CHANGES_PER_OPEN = 2
 _BACK_OFF_S = 10.0
 _FOLLOWED_MAX = 256
+
+
+class Transactions:
+    """A consumer of the replica hub, its last: told of each transaction when all others know it."""
+
+    prefixes = (b"s",)
+
+    def __init__(self) -> None:
+        self.on_transaction: Callable[[int, bytes], None] = lambda revision, last_id: None
+
+    def load(self, records: Sequence[KeyValue], revision: int) -> None:
+        """What happened while the watch was broken: somebody may wait for us to have seen it."""
+        self.on_transaction(revision, b"")
+
+    def apply(self, revision: int, events: Sequence[Event]) -> None:
+        for event in events:
+            self.on_transaction(revision, event.value or b"")
 
 
 class _Interest:
@@ -46,7 +64,7 @@ class Leases:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EtcdEngine,
         replica: Replica,
         namespace: Namespace,
         members: Members,
@@ -65,6 +83,7 @@ class Leases:
         self._interest: dict[int, _Interest] = {}
         self._asking: set[int] = set()
         self._not_before: dict[int, float] = {}
+        self._touched = False
         self._owed = 0  # the newest revision that somebody may wait for us to have seen
         self._owing = trio.Event()
         self._nursery: trio.Nursery | None = None
@@ -102,7 +121,7 @@ class Leases:
         await self._replica.wait_applied(revision)
         if lease == self._session.lease:
             self._held[directory] = lease
-            self.changed(())  # somebody may wait already
+            self._owe(self._replica.applied)  # somebody may wait already
 
     async def unfollow(self, directory: int) -> None:
         lease = self._held.pop(directory, None)
@@ -145,8 +164,16 @@ class Leases:
             interest = self._interest.get(directory)
             if interest is not None:
                 interest.changes += 1
-        # Its revision is not known here; all of it is applied once any newer one is.
-        self._owed = self._replica.applied + 1
+        self._touched = True
+
+    def transaction(self, revision: int, last_id: bytes) -> None:
+        """One has been applied. For our own nobody waits to hear from us."""
+        if self._touched and not self._engine.is_ours(last_id):
+            self._owe(revision)
+        self._touched = False
+
+    def _owe(self, revision: int) -> None:
+        self._owed = revision
         self._owing.set()
 
     async def acknowledge(self) -> None:

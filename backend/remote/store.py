@@ -35,7 +35,7 @@ from ..transport.peers import Peers, patience_s
 from . import attributes
 from .contents import Contents
 from .fetcher import Fetcher, Gone
-from .leases import Leases
+from .leases import Leases, Transactions
 from .prefetch import Prefetcher
 from .readahead import ReadAhead
 from .writer import Transfer, Writer
@@ -144,7 +144,10 @@ class RemoteStore:
         self.members = Members()
         self.groups = Groups()
         self.namespace = Namespace(engine)
-        self.replica = Replica(engine, (self.members, self.groups, self.namespace))
+        self._transactions = Transactions()
+        self.replica = Replica(
+            engine, (self.members, self.groups, self.namespace, self._transactions)
+        )
         self.namespace.hub = self.replica
         self.session: Session
         self.leases: Leases
@@ -168,6 +171,7 @@ class RemoteStore:
         self.session = Session(self.engine, MOUNT, self._record, self.settings.lease_ttl_s)
         self.members.attach(self.session)
         self.leases = Leases(self.engine, self.replica, self.namespace, self.members, self.session)
+        self._transactions.on_transaction = self.leases.transaction
         self.namespace.on_change = self._inode_changed
         self.namespace.on_name_change = self._name_changed
         self.namespace.after_commit = self.leases.wait_for_followers
