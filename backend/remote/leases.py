@@ -83,7 +83,7 @@ class Leases:
         self._interest: dict[int, _Interest] = {}
         self._asking: set[int] = set()
         self._not_before: dict[int, float] = {}
-        self._touched = False
+        self._touched: set[int] = set()  # directories, by the transaction being applied
         self._owed = 0  # the newest revision that somebody may wait for us to have seen
         self._owing = trio.Event()
         self._nursery: trio.Nursery | None = None
@@ -158,19 +158,20 @@ class Leases:
 
     def changed(self, directories: Sequence[int]) -> None:
         """A change below these directories is being applied."""
-        if not self._held:
-            return
-        for directory in directories:
-            interest = self._interest.get(directory)
-            if interest is not None:
-                interest.changes += 1
-        self._touched = True
+        if self._held:
+            self._touched.update(directories or (0,))
 
     def transaction(self, revision: int, last_id: bytes) -> None:
         """One has been applied. For our own nobody waits to hear from us."""
-        if self._touched and not self._engine.is_ours(last_id):
+        if not self._touched:
+            return
+        if not self._engine.is_ours(last_id):
+            for directory in self._touched:
+                interest = self._interest.get(directory)
+                if interest is not None:
+                    interest.changes += 1
             self._owe(revision)
-        self._touched = False
+        self._touched.clear()
 
     def _owe(self, revision: int) -> None:
         self._owed = revision
