@@ -87,10 +87,10 @@ class MountCounters:
     published_bytes: int = _count("Bytes of published versions sent to store nodes")
     prefetched_bytes: int = _count("Bytes fetched before anybody opened the file")
     barriers: int = _count("Times that etcd was asked whether the replica is up to date")
-    round_trips: int = _count("Round trips to etcd and store nodes that a caller waited for")
+    round_trips: int = _count("Round trips to store nodes that a caller waited for")
     cache_bytes: int = _gauge("Bytes of versions in the cache")
     cache_limit_bytes: int = _gauge("What the cache may hold")
-    followers: int = _gauge("Mounts that follow directories, this one included")
+    followed_directories: int = _gauge("Directories that are read without asking etcd")
     session_valid_seconds: float = _gauge("How long this mount's session lasts without etcd")
     open_handles: int = _gauge("Open files and directories")
 

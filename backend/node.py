@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import trio
 
@@ -20,6 +20,9 @@ from .extents import ExtentStore
 from .kv.sqlite import SQLiteEngine
 from .namespace import Inode, Namespace, fail
 from .records import Layout
+
+if TYPE_CHECKING:
+    from .metrics import MountCounters
 
 log = logging.getLogger(__name__)
 
@@ -183,6 +186,9 @@ class StoreNode:
         return self.extents.statvfs()
 
     async def check_attribute(self, inode: Inode, name: bytes, value: bytes) -> None:
+        pass
+
+    def count(self, counters: "MountCounters") -> None:
         pass
 
     def status(self) -> dict[str, Any]:

@@ -2,11 +2,14 @@
 
 import os
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .extents import ExtentStore
 from .namespace import Inode, Namespace
 from .records import Layout
+
+if TYPE_CHECKING:
+    from .metrics import MountCounters
 
 
 class Store(Protocol):
@@ -91,6 +94,10 @@ class Store(Protocol):
     async def check_attribute(self, inode: Inode, name: bytes, value: bytes) -> None:
         """An extended attribute is about to be set: one that means something to the store must make
         sense. Raises OSError EINVAL."""
+        ...
+
+    def count(self, counters: "MountCounters") -> None:
+        """Bring the metrics of a mount up to date."""
         ...
 
     def status(self) -> dict[str, Any]:

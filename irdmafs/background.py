@@ -29,6 +29,17 @@ def log_path(config: MountConfig) -> str:
 
 
 def _set_up_logging(config: MountConfig) -> None:
+    if config.cluster is not None:
+        from .backend.logs import set_up_logging
+
+        to_terminal = config.foreground and config.log_file is None
+        set_up_logging(
+            "mount",
+            config.cluster.log.format,
+            config.log_level,
+            config.cluster.log.file if to_terminal else log_path(config),
+        )
+        return
     handler: logging.Handler
     if config.foreground and config.log_file is None:
         handler = logging.StreamHandler()

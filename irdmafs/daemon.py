@@ -7,6 +7,7 @@ import platform
 import resource
 import signal
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -50,7 +51,10 @@ async def serve(config: MountConfig, ready: Callable[[str], None]) -> None:
     except (ConfigError, Damaged) as error:
         raise MountError(str(error)) from error
     except OSError as error:
-        raise MountError(f"{error.filename or config.store}: {error.strerror}") from error
+        # What a cluster refuses says by itself where it comes from.
+        where = error.filename or (config.store if config.cluster is None else "")
+        reason = error.strerror or str(error)
+        raise MountError(f"{where}: {reason}" if where else reason) from error
 
 
 @asynccontextmanager
@@ -86,7 +90,7 @@ class _Daemon:
             "mounted %s: %s session, store %s", config.mountpoint, self._session.name, config.store
         )
         try:
-            async with trio.open_nursery() as nursery:
+            async with trio.open_nursery() as nursery, self._metrics():
                 nursery.start_soon(self._stop_on_signal)
                 nursery.start_soon(self._announce, ready)
                 await self._session.run()
@@ -178,6 +182,34 @@ class _Daemon:
         """Say ready when the mount answers a stat that really comes through the kernel."""
         await trio.to_thread.run_sync(os.stat, self._config.mountpoint, abandon_on_cancel=True)
         ready("\n".join(filter(None, (self._session.name, self._reason))))
+
+    @asynccontextmanager
+    async def _metrics(self) -> AsyncIterator[None]:
+        cluster = self._config.cluster
+        if cluster is None or cluster.mount.metrics_port is None:
+            yield
+            return
+        from .backend.metrics import Collector, MountCounters, serve_metrics
+
+        counters = MountCounters()
+
+        def refresh() -> None:
+            self._store.count(counters)
+            counters.requests = Counter(self._session.requests)
+            counters.errors = Counter(self._session.errors)
+            counters.open_handles = self._operations.count()["open_handles"]
+
+        collector = Collector("mount", counters, refresh, {"mountpoint": self._config.mountpoint})
+        section = cluster.mount
+        assert section.metrics_port is not None
+        server = serve_metrics(collector, section.metrics_address, section.metrics_port)
+        log.info("metrics are served on %s port %d", section.metrics_address, server.port)
+        try:
+            yield
+        finally:
+            # Its thread may be waiting for this one to look figures up.
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(server.close)
 
     # -- ending ----------------------------------------------------------------------------------
 

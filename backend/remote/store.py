@@ -16,7 +16,8 @@ import trio
 from ..cluster_config import ClusterConfig, ConfigError
 from ..kv import Compare, Conflict, Delete, Put
 from ..kv.etcd import EtcdEngine
-from ..membership import MOUNT, Groups, Members, Session
+from ..membership import MOUNT, Groups, Members, Session, now_s
+from ..metrics import MountCounters
 from ..namespace import ROOT_INO, Inode, Namespace, fail
 from ..node import StoreInUse
 from ..placement import local_seed, pool_of, seed_of
@@ -155,7 +156,7 @@ class RemoteStore:
         self.on_version: Callable[[int], None] = lambda ino: None
         # Published since the nodes last told how much room they have.
         self._untold_bytes = 0
-        self.hits = self.misses = self.publishes = 0
+        self.hits = self.misses = self.publishes = self.published_bytes = 0
 
     # -- start and end ---------------------------------------------------------------------------
 
@@ -494,6 +495,7 @@ class RemoteStore:
             )  # fmt: skip
         self.publishes += 1
         self._untold_bytes += status.st_size
+        self.published_bytes += status.st_size
         if content:
             self.contents.published(content, status.st_blocks * 512, self._here_store())
             self._retired.discard(content)
@@ -568,6 +570,21 @@ class RemoteStore:
              below.f_flag, 255)
         )  # fmt: skip
 
+    def count(self, counters: MountCounters) -> None:
+        """Bring the metrics of a mount up to date."""
+        contents, peers = self.contents, self.peers.counters
+        counters.cache_hits, counters.cache_misses = self.hits, self.misses
+        counters.cache_evictions = contents.evictions
+        counters.cache_bytes = contents.kept_bytes
+        counters.cache_limit_bytes = contents.limit_bytes
+        counters.fetched_bytes = self.fetcher.fetched_bytes
+        counters.prefetched_bytes = self.prefetcher.fetched_bytes
+        counters.published_bytes = self.published_bytes
+        counters.barriers = self.replica.barriers
+        counters.round_trips = peers.round_trips
+        counters.followed_directories = self.leases.count()
+        counters.session_valid_seconds = max(0.0, self.session.valid_until - now_s())
+
     def status(self) -> dict[str, Any]:
         return {
             "cluster": {
@@ -592,6 +609,8 @@ class RemoteStore:
                 "fetched_bytes": self.fetcher.fetched_bytes,
                 "borrowed": self.fetcher.borrowed,
                 "publishes": self.publishes,
+                "published_bytes": self.published_bytes,
+                "node_round_trips": self.peers.counters.round_trips,
             }
         }
 
