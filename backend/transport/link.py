@@ -65,10 +65,6 @@ class Link:
         self._alone_until = 0.0
         self._why = ""
 
-    @property
-    def is_idle(self) -> bool:
-        return self._control is None and not self._idle and not self.operations.borrowed_tokens
-
     async def ask(self, make: Callable[[int], AnyRequest], group: int = 0) -> AnyAnswer:
         """One round trip. `group` is the one that a Fenced is about. Raises OSError."""
         control = await self._connected()
@@ -218,18 +214,18 @@ class Link:
 
     async def _stream(self, address: NodeAddress) -> trio.abc.Stream:
         stream = await trio.open_tcp_stream(address.address, address.control_port)
-        stream.setsockopt(
-            socket.IPPROTO_TCP,
-            socket.TCP_USER_TIMEOUT,
-            int(self._peers.timeout_s * _USER_TIMEOUTS * 1000),
-        )
-        # Data connections go to the address that was found to work.
-        self._family = stream.socket.family
-        self._peer_name = stream.socket.getpeername()
-        if self._peers.context is None:
-            return stream
-        secure = trio.SSLStream(stream, self._peers.context)
         try:
+            stream.setsockopt(
+                socket.IPPROTO_TCP,
+                socket.TCP_USER_TIMEOUT,
+                int(self._peers.timeout_s * _USER_TIMEOUTS * 1000),
+            )
+            # Data connections go to the address that was found to work.
+            self._family = stream.socket.family
+            self._peer_name = stream.socket.getpeername()
+            if self._peers.context is None:
+                return stream
+            secure = trio.SSLStream(stream, self._peers.context)
             await secure.do_handshake()
             _check_node(secure)
         except BaseException:
@@ -288,15 +284,15 @@ class Link:
             plain = socket.socket(fileno=sock.detach())
         user_timeout_s = peers.timeout_s * _USER_TIMEOUTS
         channel: Channel
-        if not peers.encrypt_data or peers.context is None:
-            channel = Channel(plain, user_timeout_s)
-        else:
-            try:
+        try:
+            if not peers.encrypt_data or peers.context is None:
+                channel = Channel(plain, user_timeout_s)
+            else:
                 secure = peers.context.wrap_socket(plain, do_handshake_on_connect=False)
-            except BaseException:
-                plain.close()
-                raise
-            channel = EncryptedChannel(secure, user_timeout_s)
+                channel = EncryptedChannel(secure, user_timeout_s)
+        except BaseException:
+            plain.close()
+            raise
         try:
             if isinstance(channel, EncryptedChannel):
                 channel.sock.settimeout(peers.timeout_s)

@@ -154,10 +154,8 @@ class Peers:
     async def _tidy(self) -> None:
         while True:
             await trio.sleep(_TIDY_S)
-            for node, link in list(self._links.items()):
+            for link in self._links.values():
                 link.tidy()
-                if link.is_idle and self.resolve(node) is None:
-                    del self._links[node]
 
 
 class RemoteDevice:

@@ -289,17 +289,17 @@ class Listener:
         if self._encrypt_data and not encrypted:
             raise BadMessage("it opened a data connection that is not encrypted")
         plain = socket.socket(fileno=sock.detach())
-        if not encrypted:
-            return Channel(plain, user_timeout_s)
-        assert self._context is not None
         try:
+            if not encrypted:
+                return Channel(plain, user_timeout_s)
+            assert self._context is not None
             secure = self._context.wrap_socket(
                 plain, server_side=True, do_handshake_on_connect=False
             )
+            channel = EncryptedChannel(secure, user_timeout_s)
         except BaseException:
             plain.close()
             raise
-        channel = EncryptedChannel(secure, user_timeout_s)
         try:
             secure.settimeout(HANDSHAKE_S)
             await in_threads([secure.do_handshake], channel.shutdown, self._handshakes)
