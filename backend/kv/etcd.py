@@ -110,6 +110,7 @@ class EtcdEngine:
         self._prefix = prefix
         self._timeout_s = timeout_s
         self._revision = 0
+        self.transactions = 0  # asked for, each once
         self._closed = False
         process = self._process = secrets.token_bytes(8)
         self._ids: Iterator[bytes] = (process + number.to_bytes(8, "big") for number in count(1))
@@ -194,6 +195,7 @@ class EtcdEngine:
             if not answer.succeeded:
                 raise Conflict(differing(compares, answer) or b"")
             return answer.header.revision
+        self.transactions += 1
         identity = next(self._ids)
         request.success.add().request_put.CopyFrom(
             pb.PutRequest(key=self._last_key, value=identity)

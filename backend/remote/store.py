@@ -39,7 +39,7 @@ from .fetcher import Fetcher, Gone
 from .leases import Leases, Transactions
 from .prefetch import Prefetcher
 from .readahead import ReadAhead
-from .writer import Transfer, Writer
+from .writer import Transfer, Writer, first_error
 
 log = logging.getLogger(__name__)
 
@@ -534,9 +534,31 @@ class RemoteStore:
         directories = (inode.ino,) if inode.is_dir else self.namespace.parents_of(inode.ino)
         if directories and all(map(self.leases.covers, directories)):
             return
-        await self.replica.barrier()
+        small = inode.is_file and 0 < inode.size <= self.writer.small_bytes
+        if small and inode.extent and not self.contents.has(inode.extent):
+            await self._barrier_and_content(inode)
+        else:
+            await self.replica.barrier()
         for directory in directories:
             self.leases.asked(directory)
+
+    async def _barrier_and_content(self, inode: Inode) -> None:
+        """Ask whether the version known here is the newest, and for its content, in one round trip."""
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._bring_quietly, inode.ino)
+                await self.replica.barrier()
+                current = self.namespace.inodes.get(inode.ino)
+                if current is None or current.extent != inode.extent:
+                    nursery.cancel_scope.cancel()
+        except BaseExceptionGroup as group:
+            raise first_error(group) from group
+
+    async def _bring_quietly(self, ino: int) -> None:
+        try:
+            await self.bring(ino)
+        except OSError as error:
+            log.debug("inode %d: %s", ino, error)  # whoever opens it will see for itself
 
     async def follow_path(self, path: str) -> None:
         """Follow a directory, named from the root of the filesystem, for good.
@@ -598,6 +620,7 @@ class RemoteStore:
                 "node_here": f"{self.writer.here:x}" if self.writer.here else None,
                 "applied_revision": self.replica.applied,
                 "barriers": self.replica.barriers,
+                "transactions": self.engine.transactions,
                 "followed": self.leases.count(),
                 "acknowledgements": self.leases.acknowledgements,
                 "cache_hits": self.hits,

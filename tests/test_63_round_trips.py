@@ -1,0 +1,106 @@
+"""What opening and publishing cost in a cluster, counted in round trips."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster_mount import CLUSTER
+from conftest import make_mount
+from mountpoint import Mount, eventually
+
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.fixture(scope="module")
+def mount() -> Iterator[Mount]:
+    with make_mount(CLUSTER) as mount:
+        yield mount
+
+
+@pytest.fixture(scope="module")
+def followed() -> Iterator[Mount]:
+    with make_mount(CLUSTER, "--follow", "/") as mount:
+        yield mount
+
+
+def counted(mount: Mount) -> dict[str, int]:
+    figures = mount.status()["cluster"]
+    names = ("barriers", "transactions", "node_round_trips")
+    return {name: figures[name] for name in names}
+
+
+def spent(mount: Mount, before: dict[str, int]) -> dict[str, int]:
+    return {name: value - before[name] for name, value in counted(mount).items()}
+
+
+def read(path: Path) -> bytes:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(fd, 1 << 20)
+    finally:
+        os.close(fd)
+
+
+def test_a_warm_open_deep_in_the_tree_costs_one_round_trip(mount: Mount) -> None:
+    folder = mount.path / "a" / "b" / "c"
+    folder.mkdir(parents=True)
+    (folder / "file").write_bytes(b"warm")
+    read(folder / "file")
+    before = counted(mount)
+    assert read(folder / "file") == b"warm"
+    cost = spent(mount, before)
+    assert cost["barriers"] <= 1
+    assert cost["transactions"] == cost["node_round_trips"] == 0
+
+
+def test_a_warm_open_of_what_is_followed_costs_none(followed: Mount) -> None:
+    (followed.path / "file").write_bytes(b"warm")
+    read(followed.path / "file")
+    before = counted(followed)
+    for _ in range(100):
+        assert read(followed.path / "file") == b"warm"
+    assert spent(followed, before) == {"barriers": 0, "transactions": 0, "node_round_trips": 0}
+
+
+def test_a_directory_that_is_read_again_and_again_is_followed_by_itself(mount: Mount) -> None:
+    file = mount.path / "hot" / "file"
+    file.parent.mkdir()
+    file.write_bytes(b"hot")
+
+    def is_free() -> bool:
+        before = counted(mount)
+        read(file)
+        return not any(spent(mount, before).values())
+
+    eventually(is_free, "opens that ask nobody")
+
+
+def test_publishing_over_a_small_file_costs_two_round_trips_and_the_asking_of_its_open(
+    mount: Mount,
+) -> None:
+    folder = mount.path / "publish"
+    folder.mkdir()
+    (folder / "file").write_bytes(b"one")
+    before = counted(mount)
+    fd = os.open(folder / "file", os.O_WRONLY | os.O_TRUNC)
+    os.write(fd, b"two")
+    at_open = spent(mount, before)
+    assert at_open["barriers"] <= 1
+    assert at_open["transactions"] == at_open["node_round_trips"] == 0
+    before = counted(mount)
+    os.close(fd)
+    cost = spent(mount, before)
+    assert cost == {"barriers": 0, "transactions": 1, "node_round_trips": 1}
+
+
+def test_a_large_file_is_published_in_one_transfer_and_one_transaction(mount: Mount) -> None:
+    path = mount.path / "large"
+    with path.open("wb") as file:
+        file.write(os.urandom(4 << 20))
+        file.flush()
+        before = counted(mount)
+    cost = spent(mount, before)
+    assert cost["transactions"] == 1
+    assert cost["barriers"] == 0
+    assert cost["node_round_trips"] <= 2  # data connections are opened once
