@@ -468,6 +468,22 @@ def test_streams_that_overlap_store_nothing(memory: Path, caplog: pytest.LogCapt
     in_cluster(memory, test, 1)
 
 
+def test_what_a_writer_had_sent_before_it_died_is_dropped_on_all_nodes(memory: Path) -> None:
+    async def test(cluster: Cluster) -> None:
+        stream = await data_connection(cluster)
+        header = wire.Header(
+            wire.Op.WRITE, Extent(3, 0), Target(1, 1, (2, 3)), 5, 8 * MiB, 0, 8 * MiB, ""
+        )
+        await stream.send_all(header.pack() + bytes(4 * MiB))
+        await until(lambda: bool(cluster.service(3).leftovers))
+        await stream.aclose()
+        services = [node.service for node in cluster.nodes.values()]
+        await until(lambda: not any(service.leftovers for service in services))
+        assert not any(service.sealed for service in services)
+
+    in_cluster(memory, test)
+
+
 def test_a_peer_that_takes_no_answers_is_cut_off(memory: Path) -> None:
     async def test(cluster: Cluster) -> None:
         data = bytes(MiB)

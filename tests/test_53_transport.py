@@ -5,7 +5,6 @@ import os
 import random
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -586,40 +585,6 @@ def test_a_cancelled_transfer_ends_at_once_and_leaves_nothing(memory: Path, kind
             await peers.ping(1)
             # Threads of trio's cache end by themselves after a while; no new ones are needed.
             assert threading.active_count() <= threads + peers.streams + 1
-
-    trio.run(main)
-
-
-def test_what_a_dead_writer_sent_is_dropped_on_all_nodes(memory: Path) -> None:
-    length = 256 * MiB
-    hold = memory / "hold"
-    hold.touch()
-    program = f"""
-import os, trio
-from transport_nodes import resolver
-from irdmafs.backend.transport import Extent, Target
-from irdmafs.backend.transport.peers import Peers
-async def main():
-    async with Peers(resolver({str(memory / "addresses")!r}), name="dies", role="mount") as peers:
-        fd = os.open({str(memory / "source")!r}, os.O_RDONLY)
-        await peers.device(1).write(Extent(1, 0), Target(1, 1, (2, 3)), fd, 0, {length})
-trio.run(main)
-"""
-
-    async def main() -> None:
-        async with with_processes(memory, hold=hold) as (peers, nodes):
-            os.close(sparse_file(memory / "source", length))
-            environment = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
-            writer = subprocess.Popen([sys.executable, "-c", program], env=environment)
-            incoming = memory / "3" / "incoming"
-            await until(lambda: any(incoming.iterdir()))
-            writer.kill()
-            writer.wait()
-            hold.unlink()
-            for node in nodes:
-                await until(lambda node=node: not any((memory / str(node) / "incoming").iterdir()))
-                assert not (memory / str(node) / "1.0").exists()
-            await peers.ping(1)
 
     trio.run(main)
 

@@ -694,7 +694,8 @@ def test_bytes_under_way_arrive_before_a_stopped_node_goes(place: Place) -> None
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(write)
-            await writer.until(lambda: bool(list((node.store / "incoming").iterdir())))
+            incoming = node.store / "incoming"
+            await writer.until(lambda: stored or any(incoming.iterdir()))
             assert await trio.to_thread.run_sync(node.terminate) == 0
         if stored:  # it was quicker than the signal, or was waited for
             assert node.extents() == {Extent(content, 0)}
