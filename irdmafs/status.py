@@ -240,6 +240,7 @@ def print_mount(entry: MountReport) -> None:
         ("nodes", _count(data.get("nodes"))),
         ("open handles", f"{_count(limit)} (file limit {_count(opened)})"),
     ]
+    rows += _cluster_rows(data.get("cluster") or {})
     print_table(("", ""), rows, title=entry.mount.mountpoint)
     for title in ("requests", "errors"):
         counts = data.get(title) or {}
@@ -256,6 +257,28 @@ def print_mount(entry: MountReport) -> None:
         print()
     for warning in warnings:
         print(printable(f"warning: {warning}"))
+
+
+def _cluster_rows(cluster: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What a mount of a cluster says beyond what every mount does."""
+    if not cluster:
+        return []
+    up, known = cluster.get("nodes_up"), cluster.get("nodes_known")
+    opens = f"{_count(cluster.get('cache_hits'))} opens found it there"
+    return [
+        ("cluster", f"{cluster.get('name', '-')} ({_count(up)} of {_count(known)} nodes up)"),
+        ("lease in etcd", "valid" if cluster.get("session_valid") else "waiting for etcd"),
+        ("node on this host", str(cluster.get("node_here") or "-")),
+        (
+            "cache",
+            f"{human_bytes(cluster.get('cache_bytes'))} of "
+            f"{human_bytes(cluster.get('cache_limit_bytes'))}; {opens}, "
+            f"{_count(cluster.get('cache_misses'))} fetched",
+        ),
+        ("fetched", human_bytes(cluster.get("fetched_bytes"))),
+        ("published", human_bytes(cluster.get("published_bytes"))),
+        ("directories followed", _count(cluster.get("followed"))),
+    ]
 
 
 def print_versions(path: str, data: Mapping[str, Any]) -> None:
