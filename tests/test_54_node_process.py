@@ -647,16 +647,22 @@ def test_the_second_signal_ends_a_node_that_waits_for_a_transfer(place: Place) -
         hung = nodes[target.chain[0]]
         hung.signal(signal.SIGSTOP)
 
+        ended = False
+
         async def write() -> None:
+            nonlocal ended
             with contextlib.suppress(OSError):
                 await writer.write(writer.content(), bytes(64 << 20), layout)
+            ended = True
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(write)
-            await writer.until(lambda: bool(list((nodes[first].store / "incoming").iterdir())))
+            incoming = nodes[first].store / "incoming"
+            await writer.until(lambda: ended or any(incoming.iterdir()))
             nodes[first].signal(signal.SIGTERM)
             await writer.until(lambda: nodes[first].log.count("stopping") == 1)
-            nodes[first].signal(signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):  # it had nothing left to wait for
+                nodes[first].signal(signal.SIGTERM)
             assert await trio.to_thread.run_sync(nodes[first].wait) == 0
             hung.signal(signal.SIGCONT)
 

@@ -224,7 +224,7 @@ class TestEveryEngine:
         second = await engine.transact((), [Delete(b"b"), Delete(b"a")], durable=False)
         await engine.transact((), [Delete(b"a")], durable=False)
         last = await engine.transact((), [Put(b"c", b"")])
-        assert await changes(engine, b"a", b"d", 0, last) == [
+        assert await changes(engine, b"a", b"d", first - 1, last) == [
             (first, [Event(first, b"a", b"1")]),
             (second, [Event(second, b"a", None)]),
             (last, [Event(last, b"c", b"")]),
