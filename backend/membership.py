@@ -161,17 +161,12 @@ class Members:
         """The newest revision that a follower has seen and told its kernel of."""
         return self._seen.get(lease, 0)
 
-    async def wait_acked(self, leases: Iterable[int], revision: int) -> None:
-        """Wait until each of these followers has seen `revision`, or its session is gone."""
-        waiting = set(leases)
-        while True:
-            waiting = {
-                lease
-                for lease in waiting
-                if lease in self._numbers and self._seen.get(lease, 0) < revision
-            }
-            if not waiting:
-                return
+    async def wait_acked(self, followers: Callable[[], Iterable[int]], revision: int) -> None:
+        """Wait until each of the followers has seen `revision`, is none any more, or its session is
+        gone."""
+        while any(
+            lease in self._numbers and self._seen.get(lease, 0) < revision for lease in followers()
+        ):
             await self.changed()
 
     async def changed(self) -> None:

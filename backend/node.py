@@ -6,7 +6,6 @@ extent is freed once nothing pins it; working and retired extents do not survive
 """
 
 import errno
-import fcntl
 import logging
 import os
 from collections.abc import Callable
@@ -19,7 +18,9 @@ import trio
 from .extents import ExtentStore
 from .kv.sqlite import SQLiteEngine
 from .namespace import Inode, Namespace, fail
+from .pins import Pinned
 from .records import Layout
+from .storedir import in_memory, lock_directory
 
 if TYPE_CHECKING:
     from .metrics import MountCounters
@@ -29,11 +30,7 @@ log = logging.getLogger(__name__)
 _HERE = Layout()
 
 
-class StoreInUse(OSError):
-    """Another daemon serves this store directory."""
-
-
-class StoreNode:
+class StoreNode(Pinned):
     """One open store directory. Use as an async context manager.
 
     Raises StoreInUse when another process has it open, kv.Damaged when its database cannot be read.
@@ -46,16 +43,16 @@ class StoreNode:
     _resources: AsyncExitStack
 
     def __init__(self, directory: str) -> None:
+        super().__init__()
         self.directory = directory
         self.waits = False
-        self._pins: dict[int, int] = {}
-        self._retired: set[int] = set()
         self.on_version: Callable[[int], None] = lambda ino: None
 
     async def __aenter__(self) -> Self:
         os.makedirs(self.directory, mode=0o700, exist_ok=True)
         async with AsyncExitStack() as resources:
-            resources.callback(os.close, self._acquire_lock())
+            lock = lock_directory(self.directory, "store is in use by another daemon")
+            resources.callback(os.close, lock)
             self.waits = not in_memory(self.directory)
             self.engine = SQLiteEngine(f"{self.directory}/kv.sqlite", power_safe=self.waits)
             resources.push_async_callback(self.engine.close)
@@ -77,20 +74,6 @@ class StoreNode:
             self.extents.free(extent)
         await self._resources.aclose()
 
-    def _acquire_lock(self) -> int:
-        fd = os.open(f"{self.directory}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
-            os.close(fd)
-            raise StoreInUse(
-                errno.EBUSY, f"store is in use by another daemon (pid {owner})", self.directory
-            ) from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, b"%d\n" % os.getpid(), 0)
-        return fd
-
     def _free_leftovers(self) -> None:
         named = {inode.extent for inode in self.namespace.inodes.values()}
         present = set(self.extents)
@@ -106,31 +89,8 @@ class StoreNode:
 
     # -- the life of an extent -------------------------------------------------------------------
 
-    def pin(self, extent: int) -> None:
-        """Keep an extent although its file moves on to another version."""
-        if extent:
-            self._pins[extent] = self._pins.get(extent, 0) + 1
-
-    def unpin(self, extent: int) -> None:
-        if not extent:
-            return
-        left = self._pins[extent] - 1
-        if left:
-            self._pins[extent] = left
-            return
-        del self._pins[extent]
-        if extent in self._retired:
-            self._retired.remove(extent)
-            self.extents.free(extent)
-
-    def retire(self, extent: int) -> None:
-        """No version names this extent any more: free it as soon as nothing pins it."""
-        if not extent:
-            return
-        if extent in self._pins:
-            self._retired.add(extent)
-        else:
-            self.extents.free(extent)
+    def _free(self, extent: int) -> None:
+        self.extents.free(extent)
 
     async def publish(self, ino: int, extent: int, status: os.stat_result, mtime_ns: int) -> Inode:
         """Make `extent` the file's next version; `status` is its stat. Durable when it returns.
@@ -193,16 +153,3 @@ class StoreNode:
 
     def status(self) -> dict[str, Any]:
         return {}
-
-
-def in_memory(path: str) -> bool:
-    """Whether a directory lies on a filesystem that a power loss empties anyway."""
-    # st_dev names the mount in /proc/self/mountinfo; its type is the field after " - ".
-    device = os.stat(path).st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
-        for line in mounts:
-            fields, _, tail = line.partition(" - ")
-            if fields.split()[2] == wanted:
-                return tail.split()[0] in ("tmpfs", "ramfs")
-    return False

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import grp
-import os
 import pwd
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
+
+from .backend import sizes
 
 if TYPE_CHECKING:
     from .backend.cluster_config import ClusterConfig
@@ -160,38 +160,12 @@ def parse_mount_options(arguments: Iterable[str]) -> MountOptions:
     return replace(MountOptions(), **changes)
 
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(%|(?:([KMGT])(?:iB)?|B)?)", re.IGNORECASE | re.ASCII)
-
-
 def parse_size(text: str) -> int:
     """Bytes meant by "4096", "64M", "8GiB" (powers of 1024) or "50%" (of the machine's memory).
 
     Raises MountError for anything else, and for nothing at all.
     """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise MountError(f"{text!r} is not a size; write it like 512M, 8G, 8GiB or 50%")
-    number, unit, prefix = match.groups()
-    if unit == "%":
-        if float(number) > 100:
-            raise MountError(f"{text!r} is more memory than this machine has")
-        size = int(memory_limit() * float(number) / 100)
-    else:
-        size = int(float(number) * 1024 ** (" KMGT".index(prefix.upper()) if prefix else 0))
-    if size <= 0:
-        raise MountError(f"{text!r} is not a size: it must be more than nothing")
-    if size >= 1 << 63:
-        raise MountError(f"{text!r} is larger than any file system can be")
-    return size
-
-
-def memory_limit() -> int:
-    """Bytes of memory that this process may count on: the machine's, or its control group's."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            with open(path) as file:
-                total = min(total, int(file.read()))
-        except (OSError, ValueError):
-            continue
-    return total
+    try:
+        return sizes.parse_size(text)
+    except ValueError as error:
+        raise MountError(str(error)) from None

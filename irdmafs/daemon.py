@@ -19,8 +19,9 @@ from . import mounting
 from ._version import __version__
 from .backend.cluster_config import ConfigError
 from .backend.kv import Damaged
-from .backend.node import StoreInUse, StoreNode
+from .backend.node import StoreNode
 from .backend.store import Store
+from .backend.storedir import StoreInUse
 from .cache import Cache
 from .config import MountConfig, MountError, MountOptions
 from .operations import Operations

@@ -22,7 +22,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from . import mounting
-from .config import MountError, MountOptions, memory_limit
+from .backend.sizes import memory_limit
+from .config import MountError, MountOptions
 from .session import passthrough, wakeups, wire
 from .status import human_bytes
 from .stores import SHM_ROOT, mount_tmpfs

@@ -18,7 +18,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from .config import MountError, memory_limit
+from .backend.sizes import memory_limit
+from .config import MountError
 from .mounting import (
     FSTYPE,
     MS_NODEV,

@@ -22,7 +22,8 @@ from irdmafs.backend import node
 from irdmafs.backend.extents import ExtentStore, copy_contents
 from irdmafs.backend.kv import Damaged, NoSpace, Put
 from irdmafs.backend.namespace import ROOT_INO, Inode
-from irdmafs.backend.node import StoreInUse, StoreNode
+from irdmafs.backend.node import StoreNode
+from irdmafs.backend.storedir import StoreInUse
 
 from irdmafs.inline import run
 

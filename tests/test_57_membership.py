@@ -368,7 +368,7 @@ async def _followers(server: EtcdServer, prefix: bytes) -> None:
         done = trio.Event()
 
         async def wait() -> None:
-            await members.wait_acked([lease], revision)
+            await members.wait_acked(lambda: [lease], revision)
             done.set()
 
         nursery.start_soon(wait)
@@ -379,7 +379,7 @@ async def _followers(server: EtcdServer, prefix: bytes) -> None:
             await engine.transact((), [Put(seen_key(lease), value, lease)])
         await done.wait()
         async with trio.open_nursery() as waiting:
-            waiting.start_soon(members.wait_acked, [lease], revision + 1000)
+            waiting.start_soon(members.wait_acked, lambda: [lease], revision + 1000)
             await follower.release()  # nobody waits for one that is gone
         assert members.followers_of([12]) == set()
         assert members.acked(lease) == 0

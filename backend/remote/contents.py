@@ -73,9 +73,8 @@ class Contents(ExtentStore):
 
     def published(self, extent: int, size: int, store: str) -> None:
         """The working copy is a version now. `store` is the directory of the node on this host."""
-        taken = f"{store}/extents/{extent:x}.0"
-        if self.adoptable(extent) and os.path.exists(taken):
-            self._elsewhere[extent] = taken
+        if self.adoptable(extent):
+            self.borrow(extent, store)
         self.keep(extent, size)
 
     def renumber(self, extent: int) -> int:
@@ -142,8 +141,10 @@ class Contents(ExtentStore):
 
     # -- what is kept ----------------------------------------------------------------------------
 
-    def borrow(self, extent: int, path: str) -> bool:
-        """Use a content where a store node on this host keeps it; False: it is not there."""
+    def borrow(self, extent: int, store: str) -> bool:
+        """Use a content of one stripe where the store node on this host keeps it, in its directory
+        `store`; False: it is not there."""
+        path = f"{store}/extents/{extent:x}.0"
         if not os.path.exists(path):
             return False
         self._elsewhere[extent] = path

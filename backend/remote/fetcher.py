@@ -13,18 +13,15 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 
 import trio
 
-from ..membership import Groups, Members
 from ..namespace import Inode, fail
-from ..placement import group_of
 from ..records import Layout
 from ..transport import Extent
-from ..transport.peers import Peers
+from ..unwrap import first_error
+from .cluster import Cluster, for_each_stripe
 from .contents import Contents
-from .writer import first_error
 
 log = logging.getLogger(__name__)
 
-_STRIPES_AT_ONCE = 4
 _LOOK_AGAIN_S = 0.5
 # Errors of this host's own, which no other replica would help with.
 _OURS = (errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -63,26 +60,17 @@ class Fetcher:
         self,
         contents: Contents,
         pins: dict[int, int],
-        groups: Groups,
-        members: Members,
-        peers: Peers,
+        cluster: Cluster,
         *,
         salt: int,
-        small_bytes: int,
-        timeout_s: float,
     ) -> None:
         self._contents = contents
         self._pins = pins
-        self._groups = groups
-        self._members = members
-        self._peers = peers
+        self._cluster = cluster
         self._salt = salt
-        self._small_bytes = small_bytes
-        self._timeout_s = timeout_s
         self._running: dict[int, trio.Event] = {}
         self._next_batch: dict[int, _Batch] = {}
         self._asking: dict[int, trio.Lock] = {}
-        self.here = 0
         self.fetched_files = 0
         self.fetched_bytes = 0
         self.borrowed = 0
@@ -104,7 +92,7 @@ class Fetcher:
                 return
             if not self._contents.make_room(size, self._pins):
                 return
-            if size <= self._small_bytes:
+            if size <= self._cluster.small_bytes:
                 await self._fetch_small(inode, ahead)
             else:
                 await self._fetch_large(content, inode.layout, size)
@@ -138,25 +126,23 @@ class Fetcher:
 
     # -- where it is -----------------------------------------------------------------------------
 
-    def _group(self, layout: Layout, stripe: int) -> int:
-        assert self._members.settings is not None
-        return group_of(layout, stripe, self._members.settings.buckets)
-
     def _sources(self, group: int, content: int) -> list[int]:
         """Live members to read from: on this host first, the others in an order that differs from
         content to content and from mount to mount, so that they share the load."""
-        found = self._groups.get(group)
-        live = [node for node in found[0].in_sync if node in self._members.nodes] if found else []
-        live.sort(key=lambda node: (node != self.here, hash((node, content, self._salt))))
+        found = self._cluster.groups.get(group)
+        live = (
+            [node for node in found[0].in_sync if node in self._cluster.members.nodes]
+            if found
+            else []
+        )
+        live.sort(key=lambda node: (node != self._cluster.here, hash((node, content, self._salt))))
         return live
 
     def _borrow(self, content: int, layout: Layout, size: int) -> bool:
-        if not self.here or layout.stripes(size) > 1:
+        store = self._cluster.store_here
+        if not store or layout.stripes(size) > 1:
             return False
-        address = self._members.nodes.get(self.here)
-        if address is None:
-            return False
-        if self._contents.borrow(content, f"{address.store}/extents/{content:x}.0"):
+        if self._contents.borrow(content, store):
             self.borrowed += 1
             return True
         return False
@@ -165,7 +151,7 @@ class Fetcher:
         self, group: int, content: int, take: Callable[[int], Awaitable[None]]
     ) -> None:
         """Take something from one member of a group after the other until one has it."""
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self._cluster.timeout_s
         while True:
             absent = 0
             sources = self._sources(group, content)
@@ -182,27 +168,33 @@ class Fetcher:
             if sources and absent == len(sources):
                 raise Gone
             if time.monotonic() > deadline:
-                found = self._groups.get(group)
+                found = self._cluster.groups.get(group)
                 wanted = found[0].in_sync if found else ()
                 raise OSError(
                     errno.ETIMEDOUT,
-                    f"no replica could be read for {self._timeout_s:g} s: store nodes "
+                    f"no replica could be read for {self._cluster.timeout_s:g} s: store nodes "
                     f"{', '.join(f'{node:x}' for node in wanted)} of placement group {group:#x} "
                     "are wanted; see `irdmafs cluster status`",
                 )
             with trio.move_on_after(_LOOK_AGAIN_S):
-                await self._members.changed()
+                await self._cluster.members.changed()
 
     # -- large -----------------------------------------------------------------------------------
 
     async def _fetch_large(self, content: int, layout: Layout, size: int) -> None:
         fd = self._contents.make(content, size)
+
+        async def read_one(stripe: int) -> None:
+            offset, length = layout.span(size, stripe)
+            await self._read(content, layout, stripe, 0, fd, offset, length)
+
         try:
-            stripes = layout.stripes(size)
-            if stripes == 1:
-                await self._read(content, layout, 0, 0, fd, 0, size)
-            else:
-                await self._read_stripes(content, layout, size, fd)
+            await for_each_stripe(layout.stripes(size), read_one)
+        except BaseExceptionGroup as group:
+            self._contents.give_up(content)
+            if group.subgroup(Gone) is not None:
+                raise Gone from group
+            raise first_error(group) from group
         except BaseException:
             self._contents.give_up(content)
             raise
@@ -210,26 +202,6 @@ class Fetcher:
             os.close(fd)
         self._contents.admit(content)
         self._contents.keep(content, size)
-
-    async def _read_stripes(self, content: int, layout: Layout, size: int, fd: int) -> None:
-        limit = trio.CapacityLimiter(_STRIPES_AT_ONCE)
-
-        async def read_one(stripe: int) -> None:
-            try:
-                offset, length = layout.span(size, stripe)
-                await self._read(content, layout, stripe, 0, fd, offset, length)
-            finally:
-                limit.release_on_behalf_of(stripe)
-
-        try:
-            async with trio.open_nursery() as nursery:
-                for stripe in range(layout.stripes(size)):
-                    await limit.acquire_on_behalf_of(stripe)
-                    nursery.start_soon(read_one, stripe)
-        except BaseExceptionGroup as group:
-            if group.subgroup(Gone) is not None:
-                raise Gone from group
-            raise first_error(group) from group
 
     async def _read(
         self,
@@ -242,10 +214,10 @@ class Fetcher:
         length: int,
     ) -> None:
         async def take(node: int) -> None:
-            device = self._peers.device(node)
+            device = self._cluster.peers.device(node)
             await device.read(Extent(content, stripe), start, fd, offset, length)
 
-        await self._from_any(self._group(layout, stripe), content, take)
+        await self._from_any(self._cluster.group(layout, stripe), content, take)
 
     # -- small -----------------------------------------------------------------------------------
 
@@ -268,16 +240,16 @@ class Fetcher:
             if batch.data.get(extent) is None and not self._contents.has(inode.extent):
                 raise fail(errno.ENOENT)
 
-        await self._from_any(self._group(inode.layout, 0), inode.extent, take)
+        await self._from_any(self._cluster.group(inode.layout, 0), inode.extent, take)
 
     def _small_ones(self, inodes: Iterable[Inode], node: int) -> Iterator[Inode]:
         """Those that this node can give along with what it is asked for."""
         for inode in inodes:
-            if not 0 < inode.size <= self._small_bytes or self._contents.has(inode.extent):
+            if not 0 < inode.size <= self._cluster.small_bytes or self._contents.has(inode.extent):
                 continue
             if inode.extent in self._running:
                 continue
-            found = self._groups.get(self._group(inode.layout, 0))
+            found = self._cluster.groups.get(self._cluster.group(inode.layout, 0))
             if found is not None and node in found[0].in_sync:
                 yield inode
 
@@ -294,7 +266,7 @@ class Fetcher:
     async def _ask(self, node: int, batch: _Batch) -> None:
         wanted = list(batch.wanted)
         try:
-            answers = await self._peers.device(node).get(wanted, self._small_bytes)
+            answers = await self._cluster.peers.device(node).get(wanted, self._cluster.small_bytes)
         except OSError as error:
             batch.error = error
             return

@@ -213,11 +213,7 @@ class Leases:
         # The record of a directory that moved was put: what is followed below it has other names now.
         below = list(inodes) if moved else path
         members, ours = self._members, self._session.lease
-        while any(
-            lease != ours and members.acked(lease) < revision
-            for lease in members.followers_of(below)
-        ):
-            await members.changed()
+        await members.wait_acked(lambda: members.followers_of(below) - {ours}, revision)
 
     # -- life ------------------------------------------------------------------------------------
 

@@ -1,13 +1,12 @@
 """A cluster's store as one mount sees it: the namespace in etcd, the contents on store nodes."""
 
 import errno
-import fcntl
 import json
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, closing, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, closing
 from functools import partial
 from typing import Any
 
@@ -19,7 +18,7 @@ from ..kv.etcd import EtcdEngine
 from ..membership import MOUNT, Groups, Members, Session, now_s
 from ..metrics import MountCounters
 from ..namespace import ROOT_INO, Inode, Namespace, fail
-from ..node import StoreInUse
+from ..pins import Pinned
 from ..placement import local_seed, pool_of, seed_of
 from ..policy import Policy, parse_policy, policy_id
 from ..records import (
@@ -32,14 +31,17 @@ from ..records import (
     session_of,
 )
 from ..replica import Replica
+from ..storedir import lock_directory
 from ..transport.peers import Peers, patience_s
+from ..unwrap import first_error, only_error
 from . import attributes
+from .cluster import Cluster
 from .contents import Contents
 from .fetcher import Fetcher, Gone
 from .leases import Leases, Transactions
 from .prefetch import Prefetcher
 from .readahead import ReadAhead
-from .writer import Transfer, Writer, first_error
+from .writer import Transfer
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +67,9 @@ async def remote_store(
     when etcd cannot be reached.
     """
     record = MountRecord(config.mount.host, mountpoint, os.getpid(), version)
+    os.makedirs(directory, mode=0o700, exist_ok=True)
     try:
-        with _locked(directory):
+        with os.fdopen(lock_directory(directory, "the cache is in use by another daemon")):
             async with (
                 config.cluster.engine("mount", timeout_s) as engine,
                 trio.open_nursery() as nursery,
@@ -84,37 +87,10 @@ async def remote_store(
                         await store._end()
                         nursery.cancel_scope.cancel()
     except BaseExceptionGroup as group:
-        raise _only_error(group) from None
+        raise only_error(group) from None
 
 
-def _only_error(error: BaseException) -> BaseException:
-    """What one task ended with, as it was raised; the group if there were several reasons."""
-    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
-    return error
-
-
-@contextmanager
-def _locked(directory: str) -> Iterator[None]:
-    """One daemon at a time uses a directory. Raises StoreInUse."""
-    os.makedirs(directory, mode=0o700, exist_ok=True)
-    fd = os.open(f"{directory}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
-            raise StoreInUse(
-                errno.EBUSY, f"the cache is in use by another daemon (pid {owner})", directory
-            ) from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, b"%d\n" % os.getpid(), 0)
-        yield
-    finally:
-        os.close(fd)
-
-
-class RemoteStore:
+class RemoteStore(Pinned):
     """What `remote_store` opens: the Store of a mount."""
 
     shared = True
@@ -129,13 +105,12 @@ class RemoteStore:
         record: MountRecord,
         timeout_s: float,
     ) -> None:
+        super().__init__()
         self.config = config
         self.engine = engine
         self.timeout_s = timeout_s
         self._nursery = nursery
         self._record = record
-        self._pins: dict[int, int] = {}
-        self._retired: set[int] = set()
         self._pinned_afar: set[int] = set()
         # Numbers that may not be used for other bytes: sent once, or named by a version.
         self._used: set[int] = set()
@@ -209,14 +184,11 @@ class RemoteStore:
 
     def _make_parts(self) -> None:
         small = int(self.config.mount.small_file)
-        self.writer = Writer(
+        self.cluster = Cluster(
             self.replica, self.groups, self.members, self.peers,
             small_bytes=small, timeout_s=self.timeout_s,
         )  # fmt: skip
-        self.fetcher = Fetcher(
-            self.contents, self._pins, self.groups, self.members, self.peers,
-            salt=self.session.number, small_bytes=small, timeout_s=self.timeout_s,
-        )  # fmt: skip
+        self.fetcher = Fetcher(self.contents, self._pins, self.cluster, salt=self.session.number)
         self.ahead = ReadAhead(self.namespace)
         self.prefetcher = Prefetcher(self.namespace, self._nursery, self.bring)
         self.members.node_changed.append(self._node_changed)
@@ -233,7 +205,7 @@ class RemoteStore:
         for node, address in self.members.nodes.items():
             if address.host == self.config.mount.host and _is_store_of(address.store, node):
                 here = node
-        self.writer.here = self.fetcher.here = here
+        self.cluster.here = here
 
     @property
     def extents(self) -> Contents:
@@ -274,32 +246,16 @@ class RemoteStore:
         return session << CONTENT_NUMBER_BITS | self._number
 
     def pin(self, extent: int) -> None:
+        super().pin(extent)
         if extent:
-            self._pins[extent] = self._pins.get(extent, 0) + 1
             self.contents.hold(extent)
 
     def unpin(self, extent: int) -> None:
-        if not extent:
-            return
-        left = self._pins[extent] - 1
-        if left:
-            self._pins[extent] = left
-            return
-        del self._pins[extent]
-        self.contents.let_go(extent)
-        if extent in self._pinned_afar:
-            self._nursery.start_soon(self._unpin_afar, extent)
-        if extent in self._retired:
-            self._retired.remove(extent)
-            self._free(extent)
-
-    def retire(self, extent: int) -> None:
-        if not extent:
-            return
-        if extent in self._pins:
-            self._retired.add(extent)
-        else:
-            self._free(extent)
+        super().unpin(extent)
+        if extent and extent not in self._pins:
+            self.contents.let_go(extent)
+            if extent in self._pinned_afar:
+                self._nursery.start_soon(self._unpin_afar, extent)
 
     def _free(self, extent: int) -> None:
         self._used.discard(extent)
@@ -337,8 +293,7 @@ class RemoteStore:
             if self.contents.has(inode.extent):
                 if inode.extent in self._pinned_afar:
                     self._nursery.start_soon(self._unpin_afar, inode.extent)
-                if self.namespace.inodes.get(ino) is not None:
-                    inode = self.namespace.inode(ino)
+                inode = self.namespace.inodes.get(ino, inode)
                 if self.contents.has(inode.extent):
                     return inode
             elif await self._pin_afar(inode):
@@ -377,8 +332,8 @@ class RemoteStore:
         replicas, stripe_bytes, wanted = attributes.of(self.namespace, parent, self.settings)
         path = self.namespace.path_of(parent) + b"/" + name
         layout = Layout(replicas, stripe_bytes, seed_of(path), self._policy_number(wanted))
-        if wanted.local and self.writer.here:
-            seed = local_seed(path, layout, 0, self.settings.buckets, self._has_member_here)
+        if wanted.local and self.cluster.here:
+            seed = local_seed(path, layout, 0, self.settings.buckets, self.cluster.has_member_here)
             layout = layout._replace(seed=seed)
         return layout
 
@@ -386,10 +341,6 @@ class RemoteStore:
         """0, the default, too, for a rule that nobody has made known (an attribute set by other means)."""
         rules = self.members.policies
         return next((number for number, rule in rules.items() if rule == wanted.rule), 0)
-
-    def _has_member_here(self, group: int) -> bool:
-        found = self.groups.get(group)
-        return found is not None and self.writer.here in found[0].members
 
     def _layout_of(self, inode: Inode) -> Layout:
         if inode.layout.seed:
@@ -422,11 +373,11 @@ class RemoteStore:
 
     def allocate(self, inode: Inode) -> tuple[int, int]:
         self.contents.make_room(0, self._pins)
-        here = self.members.nodes.get(self.writer.here)
-        group = self.writer.group(self._layout_of(inode), 0)
-        if here is not None and self._has_member_here(group):
+        store = self.cluster.store_here
+        group = self.cluster.group(self._layout_of(inode), 0)
+        if store and self.cluster.has_member_here(group):
             # One that gets longer than a stripe is sent after all.
-            return self.contents.allocate_in(f"{here.store}/incoming")
+            return self.contents.allocate_in(f"{store}/incoming")
         return self.contents.allocate()
 
     async def publish(self, ino: int, extent: int, status: os.stat_result, mtime_ns: int) -> Inode:
@@ -446,7 +397,7 @@ class RemoteStore:
                     extent, transfer = self.contents.renumber(extent), None
                 if transfer is None:
                     transfer = Transfer(
-                        self.writer,
+                        self.cluster,
                         extent,
                         layout,
                         fd,
@@ -485,7 +436,7 @@ class RemoteStore:
                 guards += await transfer.complete()
             except BaseException:
                 # Nothing can name it yet.
-                self._nursery.start_soon(self.writer.abort, content, layout, status.st_size)
+                self._nursery.start_soon(self.cluster.abort, content, layout, status.st_size)
                 raise
         # Once begun, only etcd knows how it ends.
         with trio.CancelScope(shield=True):
@@ -497,21 +448,17 @@ class RemoteStore:
         self._untold_bytes += status.st_size
         self.published_bytes += status.st_size
         if content:
-            self.contents.published(content, status.st_blocks * 512, self._here_store())
+            self.contents.published(content, status.st_blocks * 512, self.cluster.store_here)
             self._retired.discard(content)
             current = self.namespace.inodes.get(ino)
             if current is None or current.extent != content:
                 self.retire(content)  # somebody was faster
             if not inode.nlink:
-                self._nursery.start_soon(self.writer.abort, content, layout, status.st_size)
+                self._nursery.start_soon(self.cluster.abort, content, layout, status.st_size)
         return inode
 
-    def _here_store(self) -> str:
-        address = self.members.nodes.get(self.writer.here)
-        return address.store if address is not None else ""
-
     async def _ensure_pool(self, layout: Layout) -> None:
-        if self.groups.get(self.writer.group(layout, 0)) is not None:
+        if self.groups.get(self.cluster.group(layout, 0)) is not None:
             return
         pool = pool_of(layout.replicas, layout.policy)
         target = self.members.placement().target
@@ -534,7 +481,7 @@ class RemoteStore:
         directories = (inode.ino,) if inode.is_dir else self.namespace.parents_of(inode.ino)
         if directories and all(map(self.leases.covers, directories)):
             return
-        small = inode.is_file and 0 < inode.size <= self.writer.small_bytes
+        small = inode.is_file and 0 < inode.size <= self.cluster.small_bytes
         if small and inode.extent and not self.contents.has(inode.extent):
             await self._barrier_and_content(inode)
         else:
@@ -617,7 +564,7 @@ class RemoteStore:
                 "session_valid": self.session.valid(),
                 "nodes_up": len(self.members.nodes),
                 "nodes_known": len(self.members.records),
-                "node_here": f"{self.writer.here:x}" if self.writer.here else None,
+                "node_here": f"{self.cluster.here:x}" if self.cluster.here else None,
                 "applied_revision": self.replica.applied,
                 "barriers": self.replica.barriers,
                 "transactions": self.engine.transactions,

@@ -14,64 +14,16 @@ import trio
 
 from ..groups import has_still
 from ..kv import Compare
-from ..membership import Groups, Members
-from ..placement import group_of
-from ..records import GroupConfig, Layout, Settings, group_key
-from ..replica import Replica
+from ..records import GroupConfig, Layout, group_key
 from ..transport import Extent, Fenced, Target, Unreachable
-from ..transport.peers import Peers
+from ..unwrap import first_error
+from .cluster import Cluster, for_each_stripe
 
 log = logging.getLogger(__name__)
 
-_STRIPES_AT_ONCE = 4
 _LOOK_AGAIN_S = 0.5
 # How long a full node may be a reason to wait.
 _FULL_S = 5.0
-
-
-class Writer:
-    """`timeout_s`: how long a group may have no reachable members before a publish fails. `here` is
-    the store node on this host, 0 if there is none."""
-
-    def __init__(
-        self,
-        replica: Replica,
-        groups: Groups,
-        members: Members,
-        peers: Peers,
-        *,
-        small_bytes: int,
-        timeout_s: float,
-    ) -> None:
-        self.replica = replica
-        self.groups = groups
-        self.members = members
-        self.peers = peers
-        self.small_bytes = small_bytes
-        self.timeout_s = timeout_s
-        self.here = 0
-
-    @property
-    def settings(self) -> Settings:
-        assert self.members.settings is not None, "a mount starts with the settings"
-        return self.members.settings
-
-    def group(self, layout: Layout, stripe: int) -> int:
-        return group_of(layout, stripe, self.settings.buckets)
-
-    async def abort(self, content: int, layout: Layout, size: int) -> None:
-        """Tell those who may have got some of it that it will not be published. Best effort: they
-        drop it anyway when this session ends."""
-        nodes: set[int] = set()
-        for stripe in range(layout.stripes(size)):
-            found = self.groups.get(self.group(layout, stripe))
-            if found is not None:
-                nodes.update(found[0].members)
-        for node in nodes & self.members.nodes.keys():
-            try:
-                await self.peers.device(node).abort(content)
-            except OSError as error:
-                log.info("content %x: %s", content, error)
 
 
 class Transfer:
@@ -79,9 +31,15 @@ class Transfer:
     on this host, which takes it over."""
 
     def __init__(
-        self, writer: Writer, content: int, layout: Layout, fd: int, size: int, adoptable: str = ""
+        self,
+        cluster: Cluster,
+        content: int,
+        layout: Layout,
+        fd: int,
+        size: int,
+        adoptable: str = "",
     ) -> None:
-        self._writer = writer
+        self._cluster = cluster
         self._content = content
         self._layout = layout
         self._fd = fd
@@ -98,33 +56,19 @@ class Transfer:
         no reachable members for too long.
         """
         self._guards.clear()
-        stripes = self._layout.stripes(self._size)
-        if stripes == 1:
-            await self._bring(0)
-        else:
-            limit = trio.CapacityLimiter(_STRIPES_AT_ONCE)
-            try:
-                async with trio.open_nursery() as nursery:
-                    for stripe in range(stripes):
-                        await limit.acquire_on_behalf_of(stripe)
-                        nursery.start_soon(self._bring_limited, stripe, limit)
-            except BaseExceptionGroup as group:
-                raise first_error(group) from group
+        try:
+            await for_each_stripe(self._layout.stripes(self._size), self._bring)
+        except BaseExceptionGroup as group:
+            raise first_error(group) from group
         return list(self._guards.items())
 
-    async def _bring_limited(self, stripe: int, limit: trio.CapacityLimiter) -> None:
-        try:
-            await self._bring(stripe)
-        finally:
-            limit.release_on_behalf_of(stripe)
-
     async def _bring(self, stripe: int) -> None:
-        writer = self._writer
-        group = writer.group(self._layout, stripe)
-        deadline = time.monotonic() + writer.timeout_s
+        cluster = self._cluster
+        group = cluster.group(self._layout, stripe)
+        deadline = time.monotonic() + cluster.timeout_s
         full = time.monotonic() + _FULL_S
         while True:
-            found = writer.groups.get(group)
+            found = cluster.groups.get(group)
             if found is None:
                 raise OSError(errno.EIO, f"placement group {group:#x} does not exist")
             config, revision = found
@@ -137,7 +81,7 @@ class Transfer:
                 await self._send(stripe, found, group, self._ordered(missing))
                 continue
             except Fenced:
-                await writer.replica.barrier()
+                await cluster.replica.barrier()
                 continue
             except Unreachable as error:
                 log.info("content %x: %s", self._content, error)
@@ -146,7 +90,7 @@ class Transfer:
                 if error.errno != errno.ENOSPC or not config.joining or time.monotonic() > full:
                     raise
                 with trio.move_on_after(_LOOK_AGAIN_S):
-                    await writer.groups.changed()
+                    await cluster.groups.changed()
                 continue
             if await self._send_around(stripe, found, group, missing):
                 continue
@@ -154,11 +98,11 @@ class Transfer:
                 raise OSError(
                     errno.ETIMEDOUT,
                     f"store nodes {', '.join(f'{node:x}' for node in missing)} of placement group "
-                    f"{group:#x} could not be reached for {writer.timeout_s:g} s; "
+                    f"{group:#x} could not be reached for {cluster.timeout_s:g} s; "
                     "see `irdmafs cluster status`",
                 )
             with trio.move_on_after(_LOOK_AGAIN_S * random.uniform(0.5, 1)):
-                await writer.groups.changed()
+                await cluster.groups.changed()
 
     def _still_have(self, stripe: int, config: GroupConfig) -> set[int]:
         """The nodes whose acknowledgement counts under this configuration."""
@@ -172,21 +116,21 @@ class Transfer:
 
     def _ordered(self, nodes: list[int]) -> list[int]:
         """The chain: the node on this host first, as it costs nothing to give it to."""
-        here = self._writer.here
+        here = self._cluster.here
         return sorted(nodes, key=lambda node: node != here)
 
     async def _send(
         self, stripe: int, found: tuple[GroupConfig, int], group: int, chain: list[int]
     ) -> None:
-        writer = self._writer
+        cluster = self._cluster
         config, revision = found
         offset, length = self._layout.span(self._size, stripe)
         extent = Extent(self._content, stripe)
         target = Target(group, revision, tuple(chain[1:]))
-        device = writer.peers.device(chain[0])
-        if chain[0] == writer.here and self._adoptable:
+        device = cluster.peers.device(chain[0])
+        if chain[0] == cluster.here and self._adoptable:
             await device.adopt(extent, target, self._adoptable)
-        elif length <= writer.small_bytes:
+        elif length <= cluster.small_bytes:
             await self._put(extent, Target(group, revision, ()), chain, offset, length)
         else:
             await device.write(extent, target, self._fd, offset, length)
@@ -198,12 +142,12 @@ class Transfer:
         """To all at once: for little data the links of a chain cost more than the link of this host."""
         data = os.pread(self._fd, length, offset)
         if len(nodes) == 1:
-            await self._writer.peers.device(nodes[0]).put(extent, target, data)
+            await self._cluster.peers.device(nodes[0]).put(extent, target, data)
             return
         try:
             async with trio.open_nursery() as nursery:
                 for node in nodes:
-                    put = self._writer.peers.device(node).put
+                    put = self._cluster.peers.device(node).put
                     nursery.start_soon(put, extent, target, data)
         except BaseExceptionGroup as group:
             raise first_error(group) from group
@@ -213,16 +157,16 @@ class Transfer:
     ) -> bool:
         """The chain is broken somewhere: give it to each node by itself, and let the others check on
         those that cannot be reached from here. Returns whether all have it."""
-        writer = self._writer
+        cluster = self._cluster
         lost = []
         for node in self._ordered(missing):
-            if node not in writer.members.nodes:
+            if node not in cluster.members.nodes:
                 lost.append(node)
                 continue
             try:
                 await self._send(stripe, found, group, [node])
             except Fenced:
-                await writer.replica.barrier()
+                await cluster.replica.barrier()
                 return False
             except Unreachable:
                 lost.append(node)
@@ -235,30 +179,20 @@ class Transfer:
         self, stripe: int, found: tuple[GroupConfig, int], group: int, node: int
     ) -> bool:
         """Reach a member by way of another one, or have it evicted if that cannot reach it either."""
-        writer = self._writer
-        if node not in writer.members.nodes:
+        cluster = self._cluster
+        if node not in cluster.members.nodes:
             return False  # its lease is over: the group's leader is about to take it out
         for other in sorted(self._acknowledged[stripe]):
             try:
                 await self._send(stripe, found, group, [other, node])
                 return True
             except Fenced:
-                await writer.replica.barrier()
+                await cluster.replica.barrier()
                 return False
             except Unreachable:
                 pass
             try:
-                await writer.peers.suspect(other, group, node)
+                await cluster.peers.suspect(other, group, node)
             except OSError as error:
                 log.info("content %x: %s", self._content, error)
         return False
-
-
-def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The OSError that a nursery's tasks ended with, without the wrapping; else the group itself."""
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            error = first_error(error)
-        if isinstance(error, OSError):
-            return error
-    return group

@@ -37,6 +37,7 @@ from ..records import (
 from ..replica import Replica
 from ..transport.peers import Peers, patience_s
 from ..transport.server import Listener
+from ..unwrap import only_error
 from .agent import Agent
 from .catalog import Catalog
 from .files import Files
@@ -74,7 +75,7 @@ async def serve_node(config: ClusterConfig, ready: Callable[[str], None]) -> Non
                 await node.run(ready)
                 nursery.cancel_scope.cancel()
     except BaseExceptionGroup as group:
-        raise _only_error(group) from group
+        raise only_error(group) from group
 
 
 async def _heed(signals: AsyncIterator[int], node: "_Node", scope: trio.CancelScope) -> None:
@@ -325,11 +326,3 @@ def _calm_the_collector() -> None:
     """The records just read are here to stay: the garbage collector need not walk over them again."""
     gc.collect()
     gc.freeze()
-
-
-def _only_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """What one task ended with, as it was raised; the group if there were several reasons."""
-    if len(group.exceptions) > 1:
-        return group
-    error = group.exceptions[0]
-    return _only_error(error) if isinstance(error, BaseExceptionGroup) else error

@@ -16,7 +16,6 @@ to 0.98 s into a hole.
 """
 
 import errno
-import fcntl
 import itertools
 import json
 import logging
@@ -28,7 +27,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from ..kv import Damaged
-from ..node import StoreInUse, in_memory
+from ..storedir import StoreInUse, in_memory, lock_directory
 from ..transport import Extent
 
 __all__ = ["Files", "Incoming", "Space", "StoreInUse"]
@@ -80,7 +79,7 @@ class Files:
     def __enter__(self) -> Self:
         os.makedirs(self.directory, mode=0o700, exist_ok=True)
         try:
-            self._fds.append(self._lock())
+            self._fds.append(lock_directory(self.directory, "store is in use by another process"))
             for name in ("", "extents", "incoming"):
                 path = f"{self.directory}/{name}"
                 os.makedirs(path, mode=0o700, exist_ok=True)
@@ -130,20 +129,6 @@ class Files:
         if not self.admitted:
             self.admitted = True
             self._save_identity()
-
-    def _lock(self) -> int:
-        fd = os.open(f"{self.directory}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
-            os.close(fd)
-            raise StoreInUse(
-                errno.EBUSY, f"store is in use by another process (pid {owner})", self.directory
-            ) from None
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, b"%d\n" % os.getpid(), 0)
-        return fd
 
     def _load_identity(self) -> None:
         path = f"{self.directory}/node.json"
