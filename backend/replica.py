@@ -3,6 +3,9 @@
 Consumers (the namespace, members, groups, a store node's catalog) each keep their part of the keys
 in memory. All of them have taken in a transaction before the next one is looked at and before
 `applied` says so; so what they say together is the cluster as it was at one revision.
+
+What a transaction of this process did is known with its answer. When that is the very next revision it
+need not come from the watch first, which tells it a little later.
 """
 
 import errno
@@ -15,7 +18,7 @@ from typing import Protocol
 
 import trio
 
-from .kv import Compacted, Engine, Event, KeyValue
+from .kv import Compacted, Event, KeyValue, SharedEngine
 
 __all__ = ["Consumer", "Replica"]
 
@@ -49,7 +52,7 @@ class Replica:
     counts the questions to the engine. Waits end with OSError ETIMEDOUT after `timeout_s`."""
 
     def __init__(
-        self, engine: Engine, consumers: Sequence[Consumer], *, timeout_s: float = 60.0
+        self, engine: SharedEngine, consumers: Sequence[Consumer], *, timeout_s: float = 60.0
     ) -> None:
         self._engine = engine
         self._consumers = tuple(consumers)
@@ -57,6 +60,8 @@ class Replica:
         self.applied = 0
         self.barriers = 0
         self._ended = False
+        # While everything is read anew, what is applied meanwhile would be undone by it.
+        self._loading = False
         self._waiting: list[tuple[int, int, trio.Event]] = []
         self._order = count()
         # Barriers by the order in which they were asked for; an answer is good for all who had
@@ -69,6 +74,7 @@ class Replica:
     async def start(self, nursery: trio.Nursery) -> None:
         """Load all consumers and follow the engine from there on. Raises OSError."""
         await self._load()
+        self._engine.on_answer = self._answered_to_us
         nursery.start_soon(self._follow)
 
     async def wait_applied(self, revision: int) -> None:
@@ -117,12 +123,16 @@ class Replica:
             raise trio.ClosedResourceError("the engine is closed")
 
     async def _load(self) -> None:
-        revision, records = await self._engine.snapshot(_START, _END)
-        for consumer in self._consumers:
-            prefixes = consumer.prefixes
-            consumer.load(
-                [record for record in records if record.key.startswith(prefixes)], revision
-            )
+        self._loading = True
+        try:
+            revision, records = await self._engine.snapshot(_START, _END)
+            for consumer in self._consumers:
+                prefixes = consumer.prefixes
+                consumer.load(
+                    [record for record in records if record.key.startswith(prefixes)], revision
+                )
+        finally:
+            self._loading = False
         self._advance(revision)
 
     async def _follow(self) -> None:
@@ -157,6 +167,10 @@ class Replica:
                 return delay_s
             except OSError as error:
                 log.warning("the cluster's keys cannot be read now: %s", error)
+
+    def _answered_to_us(self, revision: int, events: Sequence[Event]) -> None:
+        if revision == self.applied + 1 and not self._loading:
+            self._apply(revision, events)
 
     def _apply(self, revision: int, events: Sequence[Event]) -> None:
         if revision <= self.applied:

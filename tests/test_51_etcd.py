@@ -570,6 +570,19 @@ class TestLease:
             assert renewals == sorted(renewals)
             assert renewals[4] - renewals[0] >= 2
 
+    @in_trio
+    async def test_is_kept_alive_by_who_comes_late(self, etcd: EtcdServer) -> None:
+        """A process that was stopped, or had much to do, renews at once."""
+        async with EtcdEngine(etcd.endpoints, new_prefix()) as engine:
+            lease = await engine.grant(1)
+            renewals = 0
+            async for _, ttl_s in engine.keep_alive(lease):
+                renewals += 1
+                if renewals == 3:
+                    await engine.revoke(lease)
+                await trio.sleep(0.6 * ttl_s)  # the next one was due after a third
+            assert renewals == 3
+
 
 class TestRefusal:
     """What is wrong is said at once, and what to do about it."""

@@ -8,7 +8,7 @@ Deleting a key that does not exist changes nothing.
 
 import errno
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 __all__ = [
@@ -183,3 +183,11 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Flush and release the storage, even if flushing raises. Closing twice does nothing."""
         ...
+
+
+class SharedEngine(Engine, Protocol):
+    """An engine whose changes come from a watch, those of this process, too."""
+
+    # Told what a transaction of this process did as soon as it is known to be applied, before
+    # `transact` returns; the watch tells it again.
+    on_answer: Callable[[int, Sequence[Event]], None] | None

@@ -16,7 +16,7 @@ the new fence. Keys: "s", and "x" + 8 random bytes (leased) for each process's f
 import errno
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from itertools import count
 from typing import NamedTuple, Protocol, Self, TypeVar
 from weakref import WeakSet
@@ -41,7 +41,7 @@ from ..etcd.client import (
     Uncertain,
     Unsent,
 )
-from . import Compacted, Compare, Conflict, Delete, KeyValue, NoSpace, Put
+from . import Compacted, Compare, Conflict, Delete, Event, KeyValue, NoSpace, Put
 from .etcd_messages import compare_of, differing, operation_of, question_of
 from .etcd_watch import Watch
 
@@ -111,6 +111,7 @@ class EtcdEngine:
         self._timeout_s = timeout_s
         self._revision = 0
         self.transactions = 0  # asked for, each once
+        self.on_answer: Callable[[int, Sequence[Event]], None] | None = None
         self._closed = False
         process = self._process = secrets.token_bytes(8)
         self._ids: Iterator[bytes] = (process + number.to_bytes(8, "big") for number in count(1))
@@ -203,7 +204,14 @@ class EtcdEngine:
         request.compare.add().CopyFrom(
             pb.Compare(key=self._fence_key, target=pb.Compare.MOD, mod_revision=0)
         )
-        return await self._apply(compares, request, identity)
+        revision = await self._apply(compares, request, identity)
+        if self.on_answer is not None:
+            events = [
+                Event(revision, op.key, op.value if isinstance(op, Put) else None)
+                for op in operations
+            ]
+            self.on_answer(revision, [*events, Event(revision, LAST_KEY, identity)])
+        return revision
 
     async def idle(self) -> None:
         """Nothing is put off here."""
@@ -253,7 +261,8 @@ class EtcdEngine:
             pauses = Pauses()
             ttl_s = float(answer.TTL)
             yield sent, ttl_s
-            await trio.sleep(sent + ttl_s / 3 - time.monotonic())
+            # Whoever was stopped, or had much to do, may be late.
+            await trio.sleep(max(0.0, sent + ttl_s / 3 - time.monotonic()))
 
     async def revoke(self, lease: int) -> None:
         """End a lease and delete its keys; nothing happens if it has ended."""
