@@ -53,6 +53,7 @@ class Commit:
     inode: Inode | None = None  # what the caller gets
     names: Sequence[tuple[int, bytes, int]] = ()  # (parent, name, ino; 0: the name is removed)
     inodes: Sequence[Inode] = ()  # records to put
+    new: Inode | None = None  # did not exist; kept for the caller, though others remove it at once
     gone: Sequence[Inode] = ()  # inodes that lose their record, an empty directory for example
     keep = False  # these stay as local orphans
     times: Sequence[tuple[int, int | None]] = ()  # (directory, ns; None: its inode record has them)
@@ -196,12 +197,16 @@ class Committer(Tree):
         changed that it rests on. Raises Conflict if that is one of the guards."""
         directories = self._directories(commit)
         keeping = [inode.ino for inode in commit.gone] if commit.keep else []
+        if commit.new is not None:
+            keeping.append(commit.new.ino)
         self._keeping += keeping
         try:
             revision = await self._engine.transact(
                 [*self._compares(commit), *guards], self._operations(commit)
             )
             await self.hub.wait_applied(revision)
+            if self.after_commit is not None:
+                await self.after_commit(directories, revision)
         except Conflict as conflict:
             if any(conflict.key == _key_of(guard) for guard in guards):
                 raise
@@ -215,8 +220,6 @@ class Committer(Tree):
             shown = self.inodes.get(commit.inode.ino)
             if shown is not None and shown.revision == revision:
                 commit.inode = shown  # the same, with what is derived
-        if self.after_commit is not None:
-            await self.after_commit(directories, revision)
         return True
 
     def _directories(self, commit: Commit) -> tuple[int, ...]:

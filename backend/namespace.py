@@ -70,7 +70,10 @@ class Namespace(LoadedTree):
         durable: bool = True,
         layout: Layout = NO_LAYOUT,
     ) -> Inode:
-        """Make an inode of any type under a new name."""
+        """Make an inode of any type under a new name.
+
+        Another host may have removed it by the time this returns: then it is a local orphan.
+        """
 
         def plan() -> Commit:
             if self.lookup(parent, name) is not None:
@@ -89,6 +92,7 @@ class Namespace(LoadedTree):
             inode.size = len(target)
             commit = Commit()
             commit.inode, commit.inodes = inode, (inode,)
+            commit.new = inode
             commit.names = ((parent, name, inode.ino),)
             commit.times = ((parent, now),)
             commit.within = (parent,)

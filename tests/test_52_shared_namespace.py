@@ -190,6 +190,30 @@ def test_a_file_that_another_host_removes_stays_for_who_holds_it(
     run(test)
 
 
+def test_a_file_that_another_host_removes_at_once_is_there_for_who_made_it(
+    etcd: EtcdServer, etcd_prefix: bytes
+) -> None:
+    """Between the transaction and the caller's next step lies a wait for followers."""
+
+    async def test() -> None:
+        async with hosts(etcd, etcd_prefix, 2) as (here, there):
+
+            async def remove(directories: tuple[int, ...], revision: int) -> None:
+                here.after_commit = None
+                await there.hub.barrier()
+                await there.unlink(ROOT_INO, b"file", in_use=False)
+                await here.hub.barrier()
+
+            here.after_commit = remove
+            made = await here.create(ROOT_INO, b"file", FILE | 0o600, 0, 0)
+            assert here.lookup(ROOT_INO, b"file") is None
+            assert here.inode(made.ino).nlink == 0
+            await here.drop(made.ino)
+            await expect_all_equal(etcd, etcd_prefix, [here, there])
+
+    run(test)
+
+
 @pytest.mark.parametrize("kind", ["unlink", "rename", "rmdir"])
 def test_what_its_own_host_removes_stays_if_in_use(
     etcd: EtcdServer, etcd_prefix: bytes, kind: str
@@ -416,8 +440,8 @@ def test_moves_that_would_make_a_circle_together_do_not_both_succeed(
                     third.rename(top.ino, b"e", d.ino, b"e", 0, in_use=False),
                 )
                 assert sorted(ends[:2]) == ["EINVAL", "ok"] and ends[2] == "ok"
-                assert first.inode(e.ino).parent == d.ino
                 await expect_all_equal(etcd, etcd_prefix, [first, second, third])
+                assert first.inode(e.ino).parent == d.ino
 
     run(test)
 
