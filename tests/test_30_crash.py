@@ -307,7 +307,6 @@ def test_acknowledged_changes_survive_the_death_of_the_daemon(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.skipif("IRDMAFS_CRASH_ROUNDS" in os.environ, reason="IRDMAFS_CRASH_ROUNDS is set")
 @pytest.mark.kernel_session("one session is enough for the long run")
 def test_acknowledged_changes_survive_many_deaths(new_mount: Callable[..., Mount]) -> None:
     crash_rounds(new_mount, MANY_ROUNDS)

@@ -75,6 +75,8 @@ def test_names_can_be_removed_on_a_full_store(new_mount: NewMount, process: Take
         (mount.path / f"small{number}").write_bytes(pattern(number, 8192))
     filler = process()
     filler.do(FILL)
+    # Published, so that few small files are needed for the rest.
+    filler.do("fill(file, 'wb', size)", file=str(mount.path / "medium"), size=24 * MIB)
     with pytest.raises(OSError) as caught:
         filler.do("fill(file, 'ab', 1 << 30)", file=str(mount.path / "large"))
     assert caught.value.errno == errno.ENOSPC

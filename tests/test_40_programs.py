@@ -161,7 +161,6 @@ def test_zarr(folder: Path, process: TakeProcess) -> None:
 # -- torch: importing it alone takes seconds -------------------------------------------------
 
 
-@pytest.mark.slow
 def test_torch_saves_and_loads(folder: Path) -> None:
     with Process() as one, Process() as two:
         for torch_process in (one, two):
@@ -180,7 +179,6 @@ def test_torch_saves_and_loads(folder: Path) -> None:
                 assert found == {f"l{n}.w": (n + version, n + version) for n in range(10)}
 
 
-@pytest.mark.slow
 def test_torch_distributed_checkpoint(folder: Path) -> None:
     with Process() as one, Process() as two:
         for torch_process in (one, two):

@@ -244,7 +244,6 @@ def test_objects_with_numpy_or_array_methods_are_published(store: client.Store) 
     assert_same(store["b"], np.arange(3))
 
 
-@pytest.mark.slow
 def test_torch_tensors_are_published(store: client.Store) -> None:
     torch = pytest.importorskip("torch")
     half = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
