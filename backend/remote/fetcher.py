@@ -15,7 +15,7 @@ import trio
 
 from ..namespace import Inode, fail
 from ..records import Layout
-from ..transport import Extent
+from ..transport import Distrusted, Extent
 from ..unwrap import first_error
 from .cluster import Cluster, for_each_stripe
 from .contents import Contents
@@ -78,8 +78,8 @@ class Fetcher:
     async def fetch(self, inode: Inode, ahead: Callable[[], Iterable[Inode]] | None = None) -> None:
         """Bring the inode's current content to this host, once however many ask for it.
 
-        `ahead` gives inodes that will be wanted soon. Returns without it when it is too large to be
-        kept here. Raises Gone, or OSError (ETIMEDOUT: no member answers).
+        `ahead` gives inodes that will be wanted soon. Returns without it when there is no room to keep
+        it here. Raises Gone, or OSError (ETIMEDOUT: no member answers).
         """
         content, size = inode.extent, inode.size
         while (running := self._running.get(content)) is not None:
@@ -98,6 +98,11 @@ class Fetcher:
                 await self._fetch_large(content, inode.layout, size)
             self.fetched_files += 1
             self.fetched_bytes += size
+        except OSError as error:
+            # What was evicted takes room until the kernel lets go of it.
+            if error.errno != errno.ENOSPC:
+                raise
+            log.info("content %x is not kept here: %s", content, error.strerror)
         finally:
             del self._running[content]
             done.set()
@@ -154,6 +159,7 @@ class Fetcher:
         deadline = time.monotonic() + self._cluster.timeout_s
         while True:
             absent = 0
+            refusals: list[Distrusted] = []
             sources = self._sources(group, content)
             for node in sources:
                 try:
@@ -164,7 +170,11 @@ class Fetcher:
                 except OSError as error:
                     if error.errno in _OURS:
                         raise
+                    if isinstance(error, Distrusted):
+                        refusals.append(error)
                     log.info("content %x: %s; trying another replica", content, error)
+            if sources and len(refusals) == len(sources):
+                raise refusals[0]
             if sources and absent == len(sources):
                 raise Gone
             if time.monotonic() > deadline:
@@ -182,7 +192,8 @@ class Fetcher:
     # -- large -----------------------------------------------------------------------------------
 
     async def _fetch_large(self, content: int, layout: Layout, size: int) -> None:
-        fd = self._contents.make(content, size)
+        # Not at once: room for a large file is not found in an instant where pages are small.
+        fd = await trio.to_thread.run_sync(self._contents.make, content, size)
 
         async def read_one(stripe: int) -> None:
             offset, length = layout.span(size, stripe)

@@ -10,6 +10,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import TracebackType
 
 import trio
 
@@ -18,6 +19,8 @@ from .wire import HEADER_BYTES, REPLY, Reply, ReplyKind
 
 # A blocking call returns at least this often, so that a thread notices that it is to stop.
 TICK_S = 0.25
+# How often a sender, at most, looks whether it is told something.
+_LOOK_EVERY_S = 0.02
 _BOUNCE_BYTES = 256 << 10
 _DRAIN_S = 1.0
 _TIMEVAL = struct.Struct("@ll")
@@ -72,6 +75,7 @@ class Channel:
         self.idle_since = time.monotonic()
         self._reply = bytearray()
         self._said = 0.0
+        self._looked = 0.0
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(
@@ -112,7 +116,7 @@ class Channel:
 
     def header_if_there(self) -> bytes | None:
         """A whole header that can be had without waiting."""
-        with _socket_errors():
+        with _SOCKET_ERRORS:
             there = len(self.sock.recv(HEADER_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT))
             if not there:
                 raise Lost("the peer closed the connection")
@@ -124,7 +128,7 @@ class Channel:
 
     def receive(self, view: memoryview, wait: bool = True) -> int:
         """Receive some bytes, all of `view` if they come in time. Returns how many."""
-        with _socket_errors():
+        with _SOCKET_ERRORS:
             flags = socket.MSG_WAITALL if wait else socket.MSG_DONTWAIT
             count = self.sock.recv_into(view, 0, flags)
         if not count:
@@ -132,7 +136,7 @@ class Channel:
         return count
 
     def send(self, data: bytes | memoryview) -> int:
-        with _socket_errors():
+        with _SOCKET_ERRORS:
             return self.sock.send(data)
 
     def receive_exactly(self, count: int, patience: Patience) -> bytes:
@@ -160,7 +164,7 @@ class Channel:
     # -- files -----------------------------------------------------------------------------------
 
     def send_file(self, fd: int, offset: int, count: int) -> int:
-        with _socket_errors():
+        with _SOCKET_ERRORS:
             return os.sendfile(self.sock.fileno(), fd, offset, count)
 
     @contextmanager
@@ -183,6 +187,15 @@ class Channel:
             yield receive
 
     # -- replies ---------------------------------------------------------------------------------
+
+    def reply_meanwhile(self) -> Reply | None:
+        """A reply that came while this end is sending; it is looked for now and then only, as each look
+        costs a thread as much as handing over the bytes of a piece. Raises BadMessage."""
+        now = time.monotonic()
+        if now < self._looked + _LOOK_EVERY_S:
+            return None
+        self._looked = now
+        return self.next_reply(wait=False)
 
     def next_reply(self, wait: bool) -> Reply | None:
         """A reply, if it is there or comes within a tick. Raises BadMessage."""
@@ -261,7 +274,7 @@ class EncryptedChannel(Channel):
 
     def receive(self, view: memoryview, wait: bool = True) -> int:
         self.sock.settimeout(TICK_S if wait else 0)
-        with _socket_errors():
+        with _SOCKET_ERRORS:
             count = self.sock.recv_into(view)
         if not count:
             raise Lost("the peer closed the connection")
@@ -269,7 +282,7 @@ class EncryptedChannel(Channel):
 
     def send(self, data: bytes | memoryview) -> int:
         self.sock.settimeout(TICK_S)
-        with _socket_errors():
+        with _SOCKET_ERRORS:
             return self.sock.send(data)
 
     def send_file(self, fd: int, offset: int, count: int) -> int:
@@ -314,20 +327,33 @@ def choose_congestion_control(sock: trio.socket.SocketType) -> None:
             pass  # not there, or not allowed
 
 
-@contextmanager
-def _socket_errors() -> Iterator[None]:
-    try:
-        yield
-    except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError, TimeoutError) as error:
-        if error.errno == errno.ETIMEDOUT:
-            raise Lost(os.strerror(errno.ETIMEDOUT)) from None
-        raise BlockingIOError(errno.EAGAIN, "nothing could be done yet") from None
-    except ssl.SSLError as error:
-        raise Lost(f"TLS: {error.reason or error}") from None
-    except OSError as error:
+class _SocketErrors:
+    """Tells what is wrong with the socket from what is wrong with the file."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        if not isinstance(error, OSError):
+            return
+        if isinstance(
+            error, (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError, TimeoutError)
+        ):
+            if error.errno == errno.ETIMEDOUT:
+                raise Lost(os.strerror(errno.ETIMEDOUT)) from None
+            raise BlockingIOError(errno.EAGAIN, "nothing could be done yet") from None
+        if isinstance(error, ssl.SSLError):
+            raise Lost(f"TLS: {error.reason or error}") from None
         if error.errno in _LOST_ERRNOS:
             raise Lost(os.strerror(error.errno or 0)) from None
         if error.errno == errno.EFAULT:
             # The page of a mapped file could not be had.
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
-        raise
+
+
+_SOCKET_ERRORS = _SocketErrors()

@@ -1,0 +1,130 @@
+"""One data connection: in what pieces bytes are moved, and how the two ends hear of each other."""
+
+import errno
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from irdmafs.backend.transport.channel import Channel, Patience
+from irdmafs.backend.transport.streams import (
+    piece_bytes,
+    receive_range,
+    send_range,
+    wait_for_reply,
+)
+from irdmafs.backend.transport.wire import Reply, ReplyKind
+
+MiB = 1 << 20
+TIMEOUT_S = 20.0
+# What a thread may look for while it sends, in a second.
+LOOKS_PER_S = 50
+
+
+class Counting(Channel):
+    """A channel that counts what it is asked for."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock, TIMEOUT_S)
+        self.looks = 0
+
+    def next_reply(self, wait: bool) -> Reply | None:
+        self.looks += 1
+        return super().next_reply(wait)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Counting, Counting]]:
+    """Both ends of a connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        one = Counting(socket.create_connection(listening.getsockname()))
+        other = Counting(listening.accept()[0])
+    yield one, other
+    one.close()
+    other.close()
+
+
+@pytest.fixture
+def files() -> Iterator[tuple[int, int]]:
+    """A file of 64 MiB to send, and one of its size to receive into."""
+    source, target = (os.memfd_create(name) for name in ("source", "target"))
+    for fd in (source, target):
+        os.ftruncate(fd, 64 * MiB)
+    for offset in range(0, 64 * MiB, MiB):
+        os.pwrite(source, b"%08d" % offset, offset)
+    yield source, target
+    os.close(source)
+    os.close(target)
+
+
+@pytest.mark.parametrize(
+    ("length", "pieces"), [(1, 1), (MiB, 4), (4 * MiB, 16), (32 * MiB, 16), (1 << 30, 512)]
+)
+def test_a_short_stream_comes_in_small_pieces_and_a_long_one_in_few(
+    length: int, pieces: int
+) -> None:
+    assert -(-length // piece_bytes(length)) == pieces
+
+
+def test_a_sender_looks_for_a_reply_now_and_then(
+    ends: tuple[Counting, Counting], files: tuple[int, int]
+) -> None:
+    one, other = ends
+    source, target = files
+    arrived: list[tuple[int, int]] = []
+    receiver = threading.Thread(
+        target=receive_range,
+        args=(other, target, 0, 64 * MiB, TIMEOUT_S, lambda *piece: arrived.append(piece)),
+    )
+    receiver.start()
+    began = time.monotonic()
+    for offset in range(0, 64 * MiB, MiB):  # as a node hands on what it receives
+        assert send_range(one, source, offset, MiB, TIMEOUT_S) is None
+    took_s = time.monotonic() - began
+    receiver.join()
+    assert one.looks <= 1 + took_s * LOOKS_PER_S
+    assert sum(count for _, count in arrived) == 64 * MiB
+    for offset in range(0, 64 * MiB, MiB):
+        assert os.pread(target, 8, offset) == b"%08d" % offset
+
+
+def test_a_refusal_is_heard_while_the_bytes_are_still_being_sent(
+    ends: tuple[Counting, Counting],
+) -> None:
+    one, other = ends
+    length = 1 << 40  # more than anybody would wait for
+    source = os.memfd_create("endless")
+    os.ftruncate(source, length)
+
+    def refuse() -> None:
+        other.reply(Reply(ReplyKind.WORKING), Patience(TIMEOUT_S))
+        other.reply(Reply(ReplyKind.FAILED, errno.ENOSPC), Patience(TIMEOUT_S))
+        with memoryview(bytearray(MiB)) as view:
+            while not heard.is_set():
+                try:
+                    other.receive(view)
+                except BlockingIOError:
+                    pass
+
+    heard = threading.Event()
+    receiver = threading.Thread(target=refuse)
+    receiver.start()
+    reply = send_range(one, source, 0, length, TIMEOUT_S)
+    heard.set()
+    receiver.join()
+    os.close(source)
+    assert reply is not None
+    assert (reply.kind, reply.code) == (ReplyKind.FAILED, errno.ENOSPC)
+
+
+def test_what_is_said_during_the_last_bytes_is_heard_after_them(
+    ends: tuple[Counting, Counting], files: tuple[int, int]
+) -> None:
+    one, other = ends
+    for kind in (ReplyKind.WORKING, ReplyKind.OK):
+        other.reply(Reply(kind), Patience(TIMEOUT_S))
+    assert one.next_reply(wait=True) == Reply(ReplyKind.WORKING)
+    early = send_range(one, files[0], 0, 100, TIMEOUT_S)
+    assert (early or wait_for_reply(one, TIMEOUT_S)) == Reply(ReplyKind.OK)
