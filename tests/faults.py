@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cluster import Cluster, Daemon, StoreNode
 from history import Operation
@@ -33,10 +34,13 @@ class Fault:
 
 
 class Faults:
-    """Does random harm to a cluster, most of it undone after a while; `history` is what was done."""
+    """Does random harm to a cluster, most of it undone after a while; `history` is what was done.
 
-    def __init__(self, cluster: Cluster, seed: int) -> None:
+    `at_once` 1: the cluster recovers from each before the next, so that stalls are those of one."""
+
+    def __init__(self, cluster: Cluster, seed: int, at_once: int = AT_ONCE) -> None:
         self._cluster = cluster
+        self._at_once = at_once
         self._random = random.Random(seed)
         self._ttl_s = cluster.plan.lease_ttl_s
         self._numbers = itertools.count()
@@ -64,8 +68,10 @@ class Faults:
         while len(order) < count:
             order += self._random.sample(sorted(self._kinds), len(self._kinds))
         for kind in order[:count]:
-            while len(self._ending) >= AT_ONCE:
+            while len(self._ending) >= self._at_once:
                 self._end_next()
+            if self._at_once == 1:
+                self._cluster.wait_healthy()
             self._kinds[kind]()
             self._pass_time(self._random.uniform(*GAP_S))
         while self._ending:
@@ -211,21 +217,28 @@ class Faults:
             self._begin("slow link", [part], self._any_duration_s(), end, what)
 
 
-def stalls_s(faults: Sequence[Fault], operations: Sequence[Operation]) -> list[float]:
-    """For each fault, how long the slowest operation took that it met and that succeeded, in seconds,
-    of programs on hosts that it left alone."""
+class Stall(NamedTuple):
+    """How long the slowest operation took that a fault met and that succeeded, in seconds, of programs
+    on hosts that the fault left alone."""
+
+    kind: str
+    seconds: float
+
+
+def stalls(faults: Sequence[Fault], operations: Sequence[Operation]) -> list[Stall]:
+    """One for each fault."""
+    answered = [o for o in operations if o.outcome in ("ok", "absent", "exists")]
     found = []
     for fault in faults:
         met = [
             operation.end - operation.began
-            for operation in operations
-            if operation.outcome in ("ok", "absent", "exists")
-            and operation.host not in fault.hosts
-            and operation.began < fault.ended
+            for operation in answered
+            if operation.began < fault.ended
             and fault.began < operation.end
+            and operation.host not in fault.hosts
         ]
-        found.append(max(met, default=0) / 1e9)
-    return sorted(found)
+        found.append(Stall(fault.kind, max(met, default=0) / 1e9))
+    return found
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -1,7 +1,8 @@
 """Whatever fails, what was acknowledged is readable, whole, and never goes back.
 
 Programs on several mounts write and read while nodes, mounts and etcd members are killed, paused, cut
-off, slowed down and filled. IRDMAFS_SEED repeats a run's faults, IRDMAFS_FAULTS says how many.
+off, slowed down and filled. IRDMAFS_SEED repeats a run's faults, IRDMAFS_FAULTS says how many,
+IRDMAFS_AT_ONCE how many at a time (1: the cluster recovers from each before the next one).
 """
 
 import json
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from cluster import MIB, Cluster, Plan
-from faults import Faults, percentile, stalls_s
+from faults import AT_ONCE, Faults, Stall, percentile, stalls
 from history import Operation, Workers, check
 
 FAULTS = 12
@@ -36,7 +37,7 @@ def _run(plan: Plan, count: int, seed: int, record: Record) -> None:
         folders = {mount.host.name: mount.path / "work" for mount in cluster.mounts}
         logs = cluster.directory / "history"
         with Workers(folders, logs, seed=seed, largest_bytes=4 * MIB) as workers:
-            faults = Faults(cluster, seed)
+            faults = Faults(cluster, seed, int(os.environ.get("IRDMAFS_AT_ONCE") or AT_ONCE))
             try:
                 faults.run(count)
                 cluster.heal_all()
@@ -62,11 +63,12 @@ def _wait_mounted(cluster: Cluster) -> None:
 
 
 def _report(faults: Faults, operations: list[Operation], lease_ttl_s: int, record: Record) -> None:
-    stalls = stalls_s(faults.history, operations)
-    if not stalls:
+    found = stalls(faults.history, operations)
+    if not found:
         return
-    shares = {"p50": 0.5, "p99": 0.99, "max": 1.0}
-    told = {name: round(percentile(stalls, share), 3) for name, share in shares.items()}
+    told = {"all": _summary(found)}
+    for kind in sorted({stall.kind for stall in found}):
+        told[kind] = _summary([stall for stall in found if stall.kind == kind])
     outcomes = Counter(f"{o.kind} {o.outcome}" for o in operations)
     errors = Counter(o.detail for o in operations if o.outcome == "failed")
     print(f"faults: {dict(Counter(fault.kind for fault in faults.history))}")
@@ -76,6 +78,12 @@ def _report(faults: Faults, operations: list[Operation], lease_ttl_s: int, recor
     for operation in slowest:
         print(f"slow: began {operation.began / 1e9:.3f}: {operation}")
     record("stalls_s", json.dumps(told))
+
+
+def _summary(found: list[Stall]) -> dict[str, float]:
+    seconds = sorted(stall.seconds for stall in found)
+    shares = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+    return {name: round(percentile(seconds, share), 3) for name, share in shares.items()}
 
 
 def _keep(logs: Path, operations: list[Operation]) -> None:
