@@ -227,6 +227,7 @@ class Committer(Tree):
         found = {ino for ino, _ in commit.times}
         for inode in commit.inodes:
             found.update((inode.ino,) if inode.is_dir else self.parents_of(inode.ino))
+        found.update(inode.ino for inode in commit.gone if inode.is_dir)
         return tuple(found)
 
     # -- inode numbers ---------------------------------------------------------------------------

@@ -140,6 +140,10 @@ class Inode:
     def is_file(self) -> bool:
         return self.mode & 0o170000 == stat.S_IFREG
 
+    @property
+    def is_symlink(self) -> bool:
+        return self.mode & 0o170000 == stat.S_IFLNK
+
 
 class Dentry(NamedTuple):
     ino: int

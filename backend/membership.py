@@ -15,9 +15,10 @@ from typing import TypeVar
 import msgspec
 import trio
 
-from .kv import Conflict, Engine, Event, KeyValue, Put
+from .kv import Compare, Conflict, Engine, Event, KeyValue, Put
 from .lease import MOUNT, NODE, LeaseEngine, Removed, Session, now_s
-from .placement import Candidate, Placement, Targets
+from .placement import Candidate, Placement, Targets, policy_of
+from .policy import parse_policy
 from .records import (
     GROUP_BUCKET_BITS,
     SETTINGS_KEY,
@@ -44,6 +45,7 @@ __all__ = [
     "admit",
     "followed_key",
     "now_s",
+    "removed_for_good",
     "seen_key",
 ]
 
@@ -69,6 +71,11 @@ def seen_key(lease: int) -> bytes:
     return key_of(b"a", lease)
 
 
+def removed_for_good(nodes: Iterable[int]) -> list[Compare]:
+    """Compares that hold while none of these nodes is alive, or may come back."""
+    return [(key_of(kind, node), 0) for node in nodes for kind in (NODE, b"N")]
+
+
 async def admit(engine: Engine, node: int, record: NodeRecord) -> bool:
     """Make a node known to the cluster (a store's first start). False: it is known already."""
     key = key_of(b"N", node)
@@ -77,6 +84,30 @@ async def admit(engine: Engine, node: int, record: NodeRecord) -> bool:
     except Conflict:
         return False
     return True
+
+
+class _NewGroups(Placement):
+    """Says which rule no node obeys, where there are nodes."""
+
+    def target(self, group: int) -> tuple[int, ...]:
+        """Raises EHOSTUNREACH."""
+        nodes = super().target(group)
+        if not nodes and self.candidates:
+            raise OSError(errno.EHOSTUNREACH, self._misfit(self.rules.get(policy_of(group))))
+        return nodes
+
+    def _misfit(self, rule: str | None) -> str:
+        if rule is None:
+            return "the placement rule of the file is not known"
+        for level, wanted in parse_policy(rule).only:
+            found = {candidate.labels.get(level, "") for candidate in self.candidates}
+            if not found & set(wanted):
+                names = ", ".join(name or "none" for name in sorted(found))
+                return (
+                    f"no store node that is up fits the placement {rule!r}: it wants "
+                    f"{level}={'|'.join(wanted)}, and they have {level} {names}"
+                )
+        return f"no store node that is up fits all of the placement {rule!r}, or all have weight 0"
 
 
 class Members:
@@ -133,7 +164,7 @@ class Members:
         assert self.settings is not None, "the cluster has no settings yet"
         candidates = self.candidates()
         if self._placement is None or self._placement.candidates != candidates:
-            self._placement = Placement(candidates, self.settings.buckets, self.policies)
+            self._placement = _NewGroups(candidates, self.settings.buckets, self.policies)
         return self._placement
 
     def elected(self) -> int | None:
@@ -141,6 +172,10 @@ class Members:
         draining if there is any. Others may see another for a moment."""
         up = (node for node, record in self.records.items() if record.state == "up")
         return min(self.nodes.keys() & up, default=min(self.nodes, default=None))
+
+    def is_removed(self, node: int) -> bool:
+        """Whether a node is dead and was removed: it cannot come back unless it is admitted again."""
+        return node not in self.nodes and node not in self.records
 
     def session_of(self, lease: int) -> int | None:
         """The session number of a live mount."""
@@ -154,6 +189,15 @@ class Members:
             lease
             for directory in directories
             for lease in self._followers.get(directory, ())
+            if lease in self._numbers
+        }
+
+    def followers(self) -> set[int]:
+        """Leases of the live mounts that follow any directory."""
+        return {
+            lease
+            for leases in self._followers.values()
+            for lease in leases
             if lease in self._numbers
         }
 
@@ -339,7 +383,7 @@ class Groups:
 
         `place` (Members.placement().target) gives the nodes that a new group is to be kept by, the
         primary first. When others create the same groups, whoever is first decides. Returns when all
-        are known here. Raises EHOSTUNREACH if `place` finds no node.
+        are known here. Raises EHOSTUNREACH if `place` finds no node, or says so itself.
         """
         wanted = [pool << GROUP_BUCKET_BITS | bucket for bucket in range(settings.buckets)]
         missing = [group for group in wanted if group not in self._configs]
@@ -349,12 +393,16 @@ class Groups:
             await self.changed()
 
     async def change(
-        self, engine: Engine, changes: Mapping[int, tuple[int, GroupConfig]]
+        self,
+        engine: Engine,
+        changes: Mapping[int, tuple[int, GroupConfig]],
+        guards: Sequence[Compare] = (),
     ) -> tuple[int, set[int]]:
         """Put new configurations of groups, each if its present one is still of the given revision.
 
         Returns the revision of the last transaction (0: none succeeded) and the groups that had
-        changed meanwhile and were left alone.
+        changed meanwhile and were left alone. Raises Conflict when one of `guards` does not hold; some
+        may have been put then.
         """
         late: set[int] = set()
         newest = 0
@@ -363,11 +411,13 @@ class Groups:
             batch = todo[:CHANGED_AT_ONCE]
             try:
                 newest = await engine.transact(
-                    [(group_key(group), changes[group][0]) for group in batch],
+                    [*((group_key(group), changes[group][0]) for group in batch), *guards],
                     [Put(group_key(group), encode(changes[group][1])) for group in batch],
                 )
                 del todo[: len(batch)]
             except Conflict as conflict:
+                if not conflict.key.startswith(self.prefixes):
+                    raise
                 group = int.from_bytes(conflict.key[1:], "big")
                 late.add(group)
                 todo.remove(group)

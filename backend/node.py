@@ -20,6 +20,7 @@ from .kv.sqlite import SQLiteEngine
 from .namespace import Inode, Namespace, fail
 from .pins import Pinned
 from .records import Layout
+from .store import Watcher
 from .storedir import in_memory, lock_directory
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _HERE = Layout()
+# Nobody else changes the tree.
+_FOREVER_S = 86400.0
 
 
 class StoreNode(Pinned):
@@ -46,6 +49,7 @@ class StoreNode(Pinned):
         super().__init__()
         self.directory = directory
         self.waits = False
+        self.watcher: Watcher | None = None
         self.on_version: Callable[[int], None] = lambda ino: None
 
     async def __aenter__(self) -> Self:
@@ -123,8 +127,17 @@ class StoreNode(Pinned):
     def allocate(self, inode: Inode) -> tuple[int, int]:
         return self.extents.allocate()
 
+    def is_fresh(self, inode: Inode) -> bool:
+        return True
+
     async def freshen(self, inode: Inode) -> None:
         pass
+
+    def believable_s(self, directory: int, *, used: bool = True) -> float:
+        return _FOREVER_S
+
+    def way_believable_s(self, directory: int) -> float:
+        return _FOREVER_S
 
     async def bring(self, ino: int) -> Inode:
         return self.namespace.inode(ino)

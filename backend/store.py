@@ -12,10 +12,32 @@ if TYPE_CHECKING:
     from .metrics import MountCounters
 
 
+class Watcher(Protocol):
+    """Told of everything that changes in a shared namespace, by whomever, before anybody is told that
+    this mount knows of it."""
+
+    def inode_changed(self, old: Inode | None, new: Inode | None) -> None:
+        """None: it did not exist, or is gone."""
+        ...
+
+    def name_changed(self, parent: int, name: bytes, old_ino: int) -> None:
+        """`old_ino`: what the name led to, 0: nothing."""
+        ...
+
+    def transaction(self, *, ours: bool) -> None:
+        """All that changed since the last call changed at once; `ours`: by this mount."""
+        ...
+
+    async def told(self) -> None:
+        """Return when everybody here who has to knows all that was told up to now."""
+        ...
+
+
 class Store(Protocol):
     """Contents by number and the namespace that names them. Methods raise OSError."""
 
     namespace: Namespace
+    watcher: Watcher | None
     # Called with an inode number when a version was published by another host.
     on_version: Callable[[int], None]
 
@@ -62,9 +84,23 @@ class Store(Protocol):
         """Drop an inode that has no name and no holder, and its content."""
         ...
 
+    def is_fresh(self, inode: Inode) -> bool:
+        """Whether `freshen` has nothing to wait for."""
+        ...
+
     async def freshen(self, inode: Inode) -> None:
         """Return when the namespace holds all that anybody was told before this call, as far as it
         matters to an open of this file (or of a name in this directory)."""
+        ...
+
+    def believable_s(self, directory: int, *, used: bool = True) -> float:
+        """For how many seconds what the namespace says of a directory, its names and what has no other
+        names may be believed: whoever changes it waits for the `watcher` that long. What is `used`
+        often becomes believable."""
+        ...
+
+    def way_believable_s(self, directory: int) -> float:
+        """For how many seconds the name of a directory may be believed whose parent may not be."""
         ...
 
     async def bring(self, ino: int) -> Inode:

@@ -9,8 +9,8 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
 
 import trio
 
@@ -33,14 +33,25 @@ _FULL_BYTES = 64 * 1024
 _REDIRECT_MAX_AGE_S = 2.0
 
 
+Name = tuple[int, bytes]  # number of a directory, which is its node id, too, and a name in it
+
+
 class KernelCache(Protocol):
     """What the session can make the kernel forget."""
+
+    def start_soon(self, telling: Callable[..., Awaitable[None]], *args: Any) -> bool:
+        """Run something in a task of the session. False: it has ended, and so has the mount."""
 
     def invalidate_attributes(self, node: Node) -> None:
         """Done soon, not at once."""
 
-    async def expire_names(self, names: list[tuple[int, bytes]]) -> None:
-        """Done when it returns; `names` are (node id of the directory, name)."""
+    async def expire_names(self, names: list[Name]) -> None:
+        """Have names looked up again before their next use. Done when it returns."""
+
+    async def forget(self, names: list[Name], nodes: list[tuple[int, list[Name]]]) -> None:
+        """Have names dropped, and the attributes of nodes, answers that are on their way into the
+        kernel included. A node comes with the names that may be about to make it known. Done when it
+        returns; waits while programs here change the directories, and can be cancelled then."""
 
     def version_published(self, ino: int) -> None: ...
     def drop_backing(self, node: Node) -> None:
@@ -55,6 +66,8 @@ class Cache:
         self.mountpoint = mountpoint
         self.passthrough = passthrough
         self.kernel: KernelCache
+        # Awaited where the kernel is to know of what was published here.
+        self.told: Callable[[], Awaitable[None]]
         self._inodes = store.namespace.inodes
         self.nodes = NodeTable(self._inodes[1], self._dropped)
         self._processes = processes.DyingProcesses()
@@ -112,7 +125,14 @@ class Cache:
         Raises OSError ESTALE when that is another one: the kernel will look up and open again.
         """
         key = (pid, inode.ino)
+        for other in [k for k in self._redirect_times if k[0] == pid and k != key]:
+            self._abandon(other)
         expected = self._take_redirection(key)
+        truncates = flags & os.O_TRUNC and flags & os.O_ACCMODE != os.O_RDONLY
+        if expected is not None and bool(truncates) != (expected.state is State.PRIVATE):
+            # It was prepared for another open, which did not come again.
+            self._give_up(expected)
+            expected = None
         if expected is node:
             return node
         if expected is not None:
@@ -165,9 +185,7 @@ class Cache:
         now = time.monotonic()
         for old, since in list(self._redirect_times.items()):
             if now - since > _REDIRECT_MAX_AGE_S:
-                abandoned = self._take_redirection(old)
-                assert abandoned is not None
-                self._give_up(abandoned)
+                self._abandon(old)
         self._pin(node)
         self.nodes.redirected[key] = node
         self._redirect_times[key] = now
@@ -177,6 +195,11 @@ class Cache:
             return None
         self._redirect_times.pop(key, None)
         return self.nodes.redirected.pop(key, None)
+
+    def _abandon(self, key: tuple[int, int]) -> None:
+        abandoned = self._take_redirection(key)
+        assert abandoned is not None
+        self._give_up(abandoned)
 
     def _give_up(self, node: Node) -> None:
         """A node was prepared for an open that did not come."""
@@ -446,9 +469,10 @@ class Cache:
             if node.state is not State.PRIVATE or node.discarded:
                 continue
             if _size(node) and self._changed(node, rdwr=False):
-                await self._publish(node, writers_stay=False)
+                await self._publish(node, writers_stay=False, naming=True)
 
-    async def _publish(self, node: Node, *, writers_stay: bool) -> None:
+    async def _publish(self, node: Node, *, writers_stay: bool, naming: bool = False) -> None:
+        """`naming`: the kernel keeps directories locked until we return."""
         status = published = os.fstat(node.fd)
         extent = node.extent
         if writers_stay and status.st_size and not node.cached:
@@ -476,17 +500,25 @@ class Cache:
             # Handed over: whoever opens the file now reads this very extent.
             self.nodes.remove_private(node, State.LIVE)
             self.nodes.live[node.ino] = node
-        await self._announce(inode)
+        await self._announce(inode, naming=naming)
 
-    async def _announce(self, inode: Inode) -> None:
+    async def _announce(self, inode: Inode, *, naming: bool = False) -> None:
         """A version was published. Its other names may still lead the kernel to the one before."""
         self.kernel.version_published(inode.ino)
-        if inode.nlink > 1 and not self.store.shared:
-            await detach()
-            await self.kernel.expire_names(self.store.namespace.names_of(inode.ino))
+        if inode.nlink > 1:
+            names = self.store.namespace.names_of(inode.ino)
+            if naming:
+                self.kernel.start_soon(self.kernel.expire_names, names)
+            else:
+                await detach()
+                await self.kernel.expire_names(names)
+        if self.store.shared and not naming:
+            await self.told()
 
     def _changed(self, node: Node, *, rdwr: bool) -> bool:
         """Whether the node may hold bytes that its last published version does not."""
+        if node.stamp is None and self.store.shared and not (node.version or _size(node)):
+            return False  # a new file that stays empty: its name says so already, to all
         if node.cached or node.stamp is None:
             return node.dirty
         status = os.fstat(node.fd)

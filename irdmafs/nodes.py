@@ -47,6 +47,7 @@ class Node:
         "lock",
         "lookups",
         "mtime_ns",
+        "name",
         "opens",
         "pinned",
         "settled",
@@ -75,6 +76,8 @@ class Node:
         self.stamp: tuple[int, int, int] | None = None
         self.settled = False
         self.lock: trio.Lock | None = None
+        # In a shared namespace: the directory and the name by which the kernel found it last.
+        self.name: tuple[int, bytes] | None = None
         self.show(inode)
 
     @property
@@ -154,12 +157,12 @@ class NodeTable:
             yield self._first[ino]
 
     def in_use(self, ino: int) -> bool:
-        """Whether the inode must outlive its last name: something has it open."""
-        siblings = self._siblings.get(ino)
-        if siblings is None:
-            node = self._first.get(ino)
-            return node is not None and (node.opens > 0 or node.state is not State.SEALED)
-        return any(node.opens or node.state is not State.SEALED for node in siblings)
+        """Whether the inode must outlive its last name: something has it open, or is about to."""
+        expected = self.redirected.values() if self.redirected else ()
+        return any(
+            node.opens or node.state is not State.SEALED or node in expected
+            for node in self.of(ino)
+        )
 
     def forget(self, node_id: int, lookups: int) -> None:
         node = self.by_id.get(node_id)

@@ -18,15 +18,13 @@ import pyfuse3
 
 from .backend.namespace import ROOT_INO, Inode, Namespace, fail
 from .backend.store import Store
-from .cache import Cache
+from .beliefs import Beliefs
+from .cache import Cache, Name
 from .config import MountOptions
-from .freshness import Glances
+from .freshness import Glance, Glances
 from .inline import detach
 from .locks import FlockTable, Lock, LockTable
 from .nodes import Handle, Node, State
-
-# Where only this mount changes the tree, and it tells the kernel, the kernel may believe what it knows.
-_VALID_FOREVER_S = 86400.0
 
 XATTR_DISCARD = b"user.irdmafs.discard"
 XATTR_PREFETCH = b"user.irdmafs.prefetch"
@@ -35,6 +33,8 @@ XATTR_VERSION = b"user.irdmafs.version"
 XATTR_VERSIONS = b"user.irdmafs.versions"
 
 _OFFSET_MAX = 2**63 - 1
+# A file that is replaced each time before its content is here.
+_LEADS_MAX = 20
 _XATTR_NAMESPACES = (b"user.", b"trusted.", b"security.")
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -50,6 +50,11 @@ def _refuse_other_than_file(inode: Inode) -> None:
 
 def _truncates(flags: int) -> bool:
     return bool(flags & os.O_TRUNC) and flags & os.O_ACCMODE != os.O_RDONLY
+
+
+def _name_of(node: Node | None) -> Glance | None:
+    """The name by which the kernel, which did not look it up again, came to a node."""
+    return Glance(*node.name, node.ino) if node is not None and node.name is not None else None
 
 
 class Caller(Protocol):
@@ -116,8 +121,13 @@ class Operations(pyfuse3.Operations):
         self._status = status
         self.extents = store.extents
         self._shared = store.shared
-        self._valid_s = 0.0 if store.shared else _VALID_FOREVER_S
+        # What is believed of a shared namespace is decided answer by answer.
+        self._valid_s = 0.0 if store.shared else store.believable_s(ROOT_INO)
+        self.listings_stay = not store.shared
         self._glances = Glances(store.namespace)
+        self._beliefs = Beliefs(store.namespace, cache.nodes, cache.kernel)
+        store.watcher = self._beliefs
+        cache.told = self._beliefs.told
         self._options = options
         self._umask = options.umask or 0
         self.posix_locks = LockTable()
@@ -172,14 +182,61 @@ class Operations(pyfuse3.Operations):
         entry.entry_timeout = entry.attr_timeout = self._valid_s
         return entry
 
-    def _entry(self, inode: Inode, pid: int) -> Attributes:
+    def _entry(
+        self, parent: int, name: bytes, inode: Inode, pid: int, *, made: bool = False
+    ) -> Attributes:
         """What a lookup answers; the kernel then holds one more reference to the node."""
         node = self._cache.node_of(inode, pid)
         node.lookups += 1
         entry = self._attributes(node, inode)
         if not self._cache.names_are_stable(inode.ino):
             entry.entry_timeout = 0
+        elif self._shared:
+            node.name = (parent, name)
+            # What leads to a directory is no question about the one it lies in.
+            valid_s = self._store.believable_s(parent, used=not inode.is_dir)
+            if inode.is_dir and not valid_s:
+                valid_s = self._store.way_believable_s(inode.ino)
+            self._let_believe(entry, parent, name, inode, valid_s, made=made)
         return entry
+
+    def _let_believe(
+        self,
+        entry: Attributes,
+        parent: int,
+        name: bytes,
+        inode: Inode,
+        valid_s: float,
+        *,
+        made: bool = False,
+    ) -> None:
+        """Say in an answer for how long its name and attributes hold in a shared namespace; `made`:
+        the kernel takes the attributes for the newest, though they may be older than others."""
+        if not valid_s or not self._beliefs.may_name(parent):
+            return
+        if made and not self._leads_to(parent, name, inode.ino):
+            return  # others changed it again while they were waited for
+        entry.entry_timeout = valid_s
+        self._beliefs.name(parent, name, inode.ino, valid_s)
+        if not made:
+            self._let_believe_attributes(entry, inode, parent, valid_s)
+
+    def _let_believe_attributes(
+        self, entry: Attributes, inode: Inode, parent: int = 0, valid_s: float = 0.0
+    ) -> None:
+        """`valid_s`: for how long `parent` is believable. What has names in several directories is
+        believed if all of them are."""
+        if parent and inode.parent == parent:
+            pass
+        elif inode.is_dir:
+            valid_s = self._store.believable_s(inode.ino, used=False)
+        else:
+            valid_s = min(
+                map(self._store.believable_s, self._namespace.parents_of(inode.ino)), default=0.0
+            )
+        if valid_s:
+            entry.attr_timeout = valid_s
+            self._beliefs.attributes(inode.ino, valid_s)
 
     def _refresh_other_nodes(self, node: Node | None, ino: int) -> None:
         """An inode's attributes changed through one node: the kernel may hold them for others."""
@@ -193,18 +250,30 @@ class Operations(pyfuse3.Operations):
         parent = self._inode(parent_inode)
         inode = self._namespace.lookup(parent.ino, name)
         if self._shared:
+            led = self._inodes.get(self._glances.led(ctx.pid, (parent.ino, name)))
+            if led is not None and (ctx.pid, led.ino) in self._nodes.redirected:
+                return self._entry(parent.ino, name, led, ctx.pid)
             if inode is None:
-                await detach()
-                await self._store.freshen(parent)
+                await self._freshen(parent)
                 inode = self._namespace.lookup(parent.ino, name)
+                if inode is None:
+                    self._glances.forget(ctx.pid)
             else:
-                self._glances.note(ctx.pid, parent.ino, name, inode.ino)
+                self._glances.note(ctx.pid, parent.ino, name, inode)
         if inode is None:
             missing = Attributes()
             missing.ino = missing.st_ino = 0
             missing.entry_timeout = self._valid_s
             return missing
-        return self._entry(inode, ctx.pid)
+        return self._entry(parent.ino, name, inode, ctx.pid)
+
+    async def _freshen(self, inode: Inode) -> bool:
+        """See to it that the namespace is fresh; whether it was without asking."""
+        if self._store.is_fresh(inode):
+            return True
+        await detach()
+        await self._store.freshen(inode)
+        return False
 
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
         for node_id, lookups in inode_list:
@@ -218,7 +287,7 @@ class Operations(pyfuse3.Operations):
         if self._shared:
             await detach()
         inode = await self._namespace.create(directory.ino, name, mode, ctx.uid, ctx.gid, **what)
-        return self._entry(inode, ctx.pid)
+        return self._entry(directory.ino, name, inode, ctx.pid, made=True)
 
     async def mknod(
         self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: Caller
@@ -246,7 +315,7 @@ class Operations(pyfuse3.Operations):
         await self._cache.publish_now(node.ino)
         linked = await self._namespace.link(node.ino, directory.ino, new_name)
         self._refresh_other_nodes(node, node.ino)
-        return self._entry(linked, ctx.pid)
+        return self._entry(directory.ino, new_name, linked, ctx.pid, made=True)
 
     async def unlink(self, parent_inode: int, name: bytes, ctx: Caller) -> None:
         parent = self._inode(parent_inode).ino
@@ -254,7 +323,9 @@ class Operations(pyfuse3.Operations):
             await detach()
         found = self._namespace.lookup(parent, name)
         in_use = found is not None and self._nodes.in_use(found.ino)
-        await self._unnamed(await self._namespace.unlink(parent, name, in_use=in_use), in_use)
+        with self._beliefs.changing((parent, name)):
+            inode = await self._namespace.unlink(parent, name, in_use=in_use)
+        await self._unnamed(inode, in_use)
 
     async def rmdir(self, parent_inode: int, name: bytes, ctx: Caller) -> None:
         parent = self._inode(parent_inode).ino
@@ -263,7 +334,8 @@ class Operations(pyfuse3.Operations):
         found = self._namespace.lookup(parent, name)
         # Whoever stands in it still asks us about it.
         in_use = found is not None and any(self._nodes.of(found.ino))
-        await self._namespace.rmdir(parent, name, in_use=in_use)
+        with self._beliefs.changing((parent, name)):
+            await self._namespace.rmdir(parent, name, in_use=in_use)
 
     async def _unnamed(self, inode: Inode, in_use: bool) -> None:
         """An inode lost a name."""
@@ -295,7 +367,10 @@ class Operations(pyfuse3.Operations):
             if replaced.is_dir
             else self._nodes.in_use(replaced.ino)
         )
-        unnamed = await self._namespace.rename(old, name_old, new, name_new, flags, in_use=in_use)
+        with self._beliefs.changing((old, name_old), (new, name_new)):
+            unnamed = await self._namespace.rename(
+                old, name_old, new, name_new, flags, in_use=in_use
+            )
         if unnamed is not None:
             await self._unnamed(unnamed, in_use)
 
@@ -306,7 +381,10 @@ class Operations(pyfuse3.Operations):
 
     async def getattr(self, inode: int, ctx: Caller) -> Attributes:
         node, found = self._node(inode)
-        return self._attributes(node, found)
+        entry = self._attributes(node, found)
+        if self._shared:
+            self._let_believe_attributes(entry, found)
+        return entry
 
     async def setattr(
         self,
@@ -473,7 +551,7 @@ class Operations(pyfuse3.Operations):
             except FileExistsError:
                 pass  # another host was first
             else:
-                return self._created(inode, flags, ctx)
+                return self._created(inode, flags, ctx, (directory.ino, name))
         found = self._namespace.lookup(directory.ino, name)
         if found is None or flags & os.O_EXCL:
             raise fail(errno.EEXIST)
@@ -493,32 +571,58 @@ class Operations(pyfuse3.Operations):
             inode = await self._store.bring(inode.ino)
         return inode
 
-    async def _settled(self, node: Node, flags: int, pid: int) -> Inode:
-        """What a file is that others may have changed since its name was looked up.
+    async def _settled(
+        self, node_id: int, names: Sequence[Glance], flags: int, pid: int
+    ) -> tuple[Node, Inode]:
+        """The node and the inode that an open came to, once it is sure that they are the right ones and
+        the content is on this host.
 
-        Raises OSError ESTALE when the names that led here mean something else by now.
+        Raises OSError ESTALE when the names that led here mean something else by now: what they mean is
+        then ready for the thread's second try.
         """
-        await detach()
-        inode = self._inodes[node.ino]
-        if (pid, node.ino) in self._nodes.redirected:
-            self._glances.clear(pid)  # it was settled when the open came to the other node
-        else:
-            await self._store.freshen(inode)
-            if not self._glances.still_hold(pid, inode.ino):
-                self._redirect_to_other(flags, pid)
+        node = self._nodes.by_id.get(node_id)
+        if node is not None and (pid, node.ino) in self._nodes.redirected:
+            return self._node(node_id)  # it was settled when the open came to the other node
+        inode = self._inodes.get(node.ino) if node is not None else None
+        name = names[-1] if names else _name_of(node)
+        if inode is None and name is not None:
+            inode = self._inodes.get(name.parent)
+        believed = await self._freshen(inode or self._inodes[ROOT_INO])
+        try:
+            node, inode = self._node(node_id)
+            if not self._glances.hold(pid, names, inode.ino, believed=believed):
                 raise fail(errno.ESTALE)
-            inode = self._inode(node.id)
-        if _truncates(flags):
-            return inode
-        return await self._brought(inode)
+            if not inode.nlink and not self._nodes.in_use(inode.ino):
+                raise fail(errno.ESTALE)  # its content may be gone with its last name
+            return node, inode if _truncates(flags) else await self._brought(inode)
+        except OSError as error:
+            if error.errno == errno.ESTALE and name is not None:
+                await self._lead_on(name, flags, pid)
+            raise
 
-    def _redirect_to_other(self, flags: int, pid: int) -> None:
-        """The name that was opened means another file by now, and the kernel looks it up only once
-        more: what its open is to find has to be there by then."""
-        other = self._glances.instead(pid)
-        if other is not None and other.is_file and _truncates(flags):
-            node = self._cache.node_of(other, pid)
-            self._cache.redirect((pid, other.ino), self._cache.choose_any(other, node, flags))
+    async def _lead_on(self, name: Glance, flags: int, pid: int) -> None:
+        """Have ready what a name means now for a thread that is to look it up once more. By then it may
+        mean yet another file; the thread is led to this one all the same."""
+        for _ in range(_LEADS_MAX):
+            found = self._glances.find(name)
+            if found is None or not found.is_file:
+                return  # the second try finds out
+            try:
+                if not _truncates(flags):
+                    found = await self._brought(found)
+            except OSError as error:
+                if error.errno != errno.ESTALE:
+                    raise
+                await self._freshen(found)  # that one is gone, too
+            else:
+                self._redirect(found, flags, pid)
+                self._glances.lead(pid, (name.parent, name.name), found.ino)
+                return
+
+    def _redirect(self, inode: Inode, flags: int, pid: int) -> None:
+        """Have the node ready that an open of the inode is to come to at its second try."""
+        node = self._cache.choose_any(inode, self._cache.node_of(inode, pid), flags)
+        self._cache.redirect((pid, inode.ino), node)
 
     async def tmpfile(
         self, parent_inode: int, mode: int, flags: int, ctx: Caller
@@ -528,7 +632,9 @@ class Operations(pyfuse3.Operations):
         inode = self._namespace.orphan(mode & 0o7777 | stat.S_IFREG, ctx.uid, ctx.gid)
         return self._created(inode, flags, ctx)
 
-    def _created(self, inode: Inode, flags: int, ctx: Caller) -> tuple[OpenInfo, Attributes]:
+    def _created(
+        self, inode: Inode, flags: int, ctx: Caller, name: Name | None = None
+    ) -> tuple[OpenInfo, Attributes]:
         node = self._nodes.add(inode)
         node.lookups += 1
         if flags & os.O_ACCMODE == os.O_RDONLY:
@@ -543,20 +649,34 @@ class Operations(pyfuse3.Operations):
                 self._nodes.drop_unused(node)
                 raise
         info = self._opened(self._cache.open(node, flags, ctx.pid))
-        return info, self._attributes(node, inode)
+        entry = self._attributes(node, inode)
+        if name is not None and self._shared:
+            node.name = name
+            valid_s = self._store.believable_s(name[0], used=False)
+            self._let_believe(entry, *name, inode, valid_s, made=True)
+        return info, entry
 
     async def open(self, inode: int, flags: int, ctx: Caller) -> OpenInfo:
-        node, found = self._node(inode)
-        _refuse_other_than_file(found)
+        names: Sequence[Glance] = ()
         if self._shared:
-            found = await self._settled(node, flags, ctx.pid)
-            if found.nlink == 0 and not self._nodes.in_use(found.ino):
-                raise fail(errno.ESTALE)  # its content may be gone with its last name
+            names = self._glances.take(ctx.pid)
+            node, found = await self._settled(inode, names, flags, ctx.pid)
+        else:
+            node, found = self._node(inode)
+        _refuse_other_than_file(found)
         if flags & os.O_TRUNC and flags & os.O_ACCMODE == os.O_RDONLY:
             # POSIX leaves it open; Linux truncates.
             await self._cache.truncate_sealed(found, node, 0, ctx.pid)
             found = self._inodes[node.ino]
-        node = self._cache.choose(found, node, flags, ctx.pid)
+        try:
+            node = self._cache.choose(found, node, flags, ctx.pid)
+        except OSError as error:
+            if error.errno == errno.ESTALE and self._shared:
+                # It has to come back by the same name, although that may mean another file by then.
+                name = names[-1] if names else _name_of(self._nodes.by_id.get(inode))
+                if name is not None and name.ino == found.ino:
+                    self._glances.lead(ctx.pid, (name.parent, name.name), found.ino)
+            raise
         return self._opened(self._cache.open(node, flags, ctx.pid))
 
     def _opened(self, handle: Handle) -> OpenInfo:
@@ -680,8 +800,7 @@ class Operations(pyfuse3.Operations):
         if not found.is_dir:
             raise fail(errno.ENOTDIR)
         if self._shared:
-            await detach()
-            await self._store.freshen(found)
+            await self._freshen(found)
         handle = self._nodes.open(node, os.O_RDONLY, ctx.pid)
         handle.is_directory = True
         return handle.fh
@@ -696,7 +815,10 @@ class Operations(pyfuse3.Operations):
         return handle.entries
 
     async def readdir(self, fh: int, start_id: int, token: Any) -> None:
-        entries = self._listing(self._directory_handle(fh), start_id)
+        handle = self._directory_handle(fh)
+        directory = handle.node.ino
+        entries = self._listing(handle, start_id)
+        valid_s = self._store.believable_s(directory) if self._shared else 0.0
         for index in range(start_id, len(entries)):
             name, ino = entries[index]
             inode = self._inodes.get(ino)
@@ -711,12 +833,23 @@ class Operations(pyfuse3.Operations):
                 continue
             node = self._cache.node_of(inode, 0)
             entry = self._attributes(node, inode)
-            if not self._cache.names_are_stable(ino):
+            if not self._cache.names_are_stable(ino) or not self._leads_to(directory, name, ino):
                 entry.entry_timeout = 0
+            elif valid_s:
+                node.name = (directory, name)
+                self._let_believe(entry, directory, name, inode, valid_s)
             if not self.readdir_reply(token, name, entry, index + 1):
                 self._nodes.drop_unused(node)
                 return
             node.lookups += 1
+
+    def _leads_to(self, directory: int, name: bytes, ino: int) -> bool:
+        """Whether what was found out a while ago is still so."""
+        try:
+            found = self._namespace.lookup(directory, name)
+        except OSError:  # the directory is gone
+            return False
+        return found is not None and found.ino == ino
 
     def names(self, fh: int, start_id: int) -> list[tuple[int, int, bytes, int]]:
         """A listing without attributes: (next id, ino, name, mode)."""
@@ -772,4 +905,5 @@ class Operations(pyfuse3.Operations):
             "bytes_working": working,
             "nodes": len(self._nodes.by_id),
             "open_handles": len(self._nodes.handles),
+            **self._beliefs.count(),
         }

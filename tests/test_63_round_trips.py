@@ -104,3 +104,15 @@ def test_a_large_file_is_published_in_one_transfer_and_one_transaction(mount: Mo
     assert cost["transactions"] == 1
     assert cost["barriers"] == 0
     assert cost["node_round_trips"] <= 2  # data connections are opened once
+
+
+def test_a_new_file_that_stays_empty_costs_one_transaction(mount: Mount) -> None:
+    folder = mount.path / "empty"
+    folder.mkdir()
+    before = counted(mount)
+    os.close(os.open(folder / "file", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    cost = spent(mount, before)
+    assert cost["transactions"] == 1
+    assert cost["node_round_trips"] == 0
+    assert cost["barriers"] <= 1  # that there was no such name
+    assert (folder / "file").stat().st_size == 0

@@ -1,8 +1,8 @@
 """Contents on this host: fetched ones, working copies, and what a store node here shares with us.
 
-The directory is a cache: it starts empty, and what nothing pins may go, least recently used first. A
-content that lies in the directory of a store node on this host is used where it lies; a descriptor
-that is held while it is pinned keeps it there.
+The directory is a cache: it starts and ends empty, and what nothing pins may go, least recently used
+first. A content that lies in the directory of a store node on this host is used where it lies; a
+descriptor that is held while it is pinned keeps it there.
 """
 
 import os
@@ -23,8 +23,7 @@ class Contents(ExtentStore):
         self, directory: str, new_number: Callable[[], int], limit_bytes: int | None = None
     ) -> None:
         super().__init__(directory)
-        for name in os.listdir(self._dir_fd):
-            os.unlink(name, dir_fd=self._dir_fd)
+        self._empty()
         self._new_number = new_number
         self._elsewhere: dict[int, str] = {}
         self._held: dict[int, int] = {}
@@ -37,7 +36,12 @@ class Contents(ExtentStore):
         for fd in self._held.values():
             os.close(fd)
         self._held.clear()
+        self._empty()
         super().close()
+
+    def _empty(self) -> None:
+        for name in os.listdir(self._dir_fd):
+            os.unlink(name, dir_fd=self._dir_fd)
 
     @property
     def limit_bytes(self) -> int:
@@ -180,12 +184,15 @@ class Contents(ExtentStore):
             os.close(fd)
 
     def make_room(self, size: int, pinned: "dict[int, int]") -> bool:
-        """Evict what is not pinned until `size` more bytes may be kept; whether they may."""
-        limit = self.limit_bytes
-        for extent in list(self._kept):
-            if self.kept_bytes + size <= limit:
-                break
-            if extent not in pinned:
-                self.evictions += 1
-                self.free(extent)
-        return self.kept_bytes + size <= limit
+        """Evict what is not pinned until `size` more bytes may be kept and find room beside the working
+        copies; whether they do."""
+        below = self.statvfs()
+        # What is evicted is free afterwards: the sum stays.
+        limit = min(self.limit_bytes, self.kept_bytes + below.f_bavail * below.f_frsize)
+        while self.kept_bytes + size > limit:
+            extent = next((kept for kept in self._kept if kept not in pinned), None)
+            if extent is None:
+                return False
+            self.evictions += 1
+            self.free(extent)
+        return True

@@ -1,34 +1,41 @@
-"""Directory leases: what lets a mount open files without asking etcd.
+"""Directory leases: what lets a mount open files without asking etcd, and its kernel not ask the mount.
 
 A mount that follows a directory has a key in etcd that says so. Whoever changes something below it
-returns to its caller only when every follower has seen the change (or its session is over, which etcd
-decides). So while a follower's own session is valid by its clock, its replica is fresh there. A
-directory given with --follow is followed for good; one whose files are opened again and again is
-followed for as long as that goes on.
+returns to its caller only when every follower has seen the change and told its kernel (or its session
+is over, which etcd decides). So while a follower's own session is valid by its clock, its replica is
+fresh there, and so is what its kernel was told to believe for a while. A directory given with --follow
+is followed for good; one that is asked about again and again is followed for as long as that goes on.
+
+A directory that moves takes what is below it out of one lease and perhaps into none: who changes
+something there next must not return before every follower knows of the move.
 """
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import trio
 
 from ..kv import Delete, Event, KeyValue, Put
 from ..kv.etcd import EtcdEngine
-from ..membership import Members, Session, followed_key, seen_key
+from ..membership import Members, Session, followed_key, now_s, seen_key
 from ..namespace import ROOT_INO, Namespace
 from ..replica import Replica
 
 log = logging.getLogger(__name__)
 
-# So many opens in a directory that had to ask, within this time, and it is followed.
-_OPENS = 4
+# So many questions about a directory that had to be asked, within this time, and it is followed.
+_QUESTIONS = 8
 _WITHIN_S = 2.0
 # It is given up when no open came for so long, or when others changed it more often than we read it.
 _IDLE_S = 10.0
 _CHANGES_PER_OPEN = 2
 _BACK_OFF_S = 10.0
 _FOLLOWED_MAX = 256
+# For so long the kernel may believe what it is told.
+_BELIEVED_S = 1.0
+# It counts from when the caller takes the answer in, which may be kept from its processor.
+_GRACE_S = 0.5
 
 
 class Transactions:
@@ -70,20 +77,32 @@ class Leases:
         members: Members,
         session: Session,
         *,
+        told: Callable[[], Awaitable[None]],
         automatic: bool = True,
     ) -> None:
+        """`told` returns when the kernel believes nothing that was changed up to then."""
         self._engine = engine
         self._replica = replica
         self._namespace = namespace
         self._members = members
         self._session = session
+        self._told = told
         self._automatic = automatic
         self._held: dict[int, int] = {}  # directory -> the lease under which it is followed
+        # Directories that are given up as soon as the kernel believes nothing there any more.
+        self._ending: dict[int, float] = {}
+        # What is followed under a lease, and the directories above; empty: not known.
+        self._ways: set[int] = set()
+        self._ways_lease = 0
         self._for_good: set[int] = set()
         self._interest: dict[int, _Interest] = {}
         self._asking: set[int] = set()
         self._not_before: dict[int, float] = {}
         self._touched: set[int] = set()  # directories, by the transaction being applied
+        self._directory_changed = self._moved = False  # likewise
+        self._moved_at = self._moved_known = (
+            0  # the newest move, and the one that all followers know
+        )
         self._owed = 0  # the newest revision that somebody may wait for us to have seen
         self._owing = trio.Event()
         self._nursery: trio.Nursery | None = None
@@ -95,19 +114,67 @@ class Leases:
         """Whether all that happened below the directory is known here, by promise."""
         if not self._held or not self._session.valid():
             return False
+        covering = next(self._held_above(directory), None)
+        if covering is None:
+            return False
+        self._use(covering)
+        return True
+
+    def believable_s(self, directory: int, *, used: bool) -> float:
+        """For how long the kernel may believe what it is told of the directory; 0.0: not at all."""
+        if not self._held:
+            return 0.0
+        left_s = self._session.valid_until - now_s()
+        if left_s <= 0:
+            return 0.0
+        for covering in self._held_above(directory):
+            if covering not in self._ending:
+                if used:
+                    self._use(covering)
+                return min(left_s, _BELIEVED_S)
+        return 0.0
+
+    def way_believable_s(self, directory: int) -> float:
+        """Likewise for the name of a directory that is followed, or on the way to one: who changes
+        such a name, too, waits for all who follow something below."""
+        if not self._held:
+            return 0.0
         lease = self._session.lease
+        if not self._ways or self._ways_lease != lease:
+            self._ways, self._ways_lease = set(), lease
+            for held, under in self._held.items():
+                if under == lease and held not in self._ending:
+                    self._ways.update(self._path(held))
+        if directory not in self._ways:
+            return 0.0
+        return max(0.0, min(self._session.valid_until - now_s(), _BELIEVED_S))
+
+    def _path(self, directory: int) -> set[int]:
+        """The directory and all above it."""
+        path: set[int] = set()
         inodes = self._namespace.inodes
+        while directory and directory not in path:
+            path.add(directory)
+            inode = inodes.get(directory)
+            directory = inode.parent if inode is not None else 0
+        return path
+
+    def _held_above(self, directory: int) -> Iterator[int]:
+        """The followed directories that the directory is or lies in."""
+        held, lease, inodes = self._held, self._session.lease, self._namespace.inodes
         while True:
-            if self._held.get(directory) == lease:
-                interest = self._interest.get(directory)
-                if interest is not None:
-                    interest.opens += 1
-                    interest.last_open = time.monotonic()
-                return True
+            if held.get(directory) == lease:
+                yield directory
             inode = inodes.get(directory)
             if inode is None or directory == ROOT_INO or not inode.parent:
-                return False
+                return
             directory = inode.parent
+
+    def _use(self, directory: int) -> None:
+        interest = self._interest.get(directory)
+        if interest is not None:
+            interest.opens += 1
+            interest.last_open = time.monotonic()
 
     async def follow(self, directory: int, *, for_good: bool = False) -> None:
         """Follow a directory and all below it, from now on."""
@@ -121,16 +188,28 @@ class Leases:
         await self._replica.wait_applied(revision)
         if lease == self._session.lease:
             self._held[directory] = lease
+            self._ways.clear()
             self._owe(self._replica.applied)  # somebody may wait already
 
     async def unfollow(self, directory: int) -> None:
+        self._ending.pop(directory, None)
+        self._ways.clear()
         lease = self._held.pop(directory, None)
-        if lease is not None:
+        if lease is None:
+            return
+        try:
             await self._engine.transact((), (Delete(followed_key(directory, lease)),))
+        except OSError:
+            # The key may be there still, and somebody wait for us because of it.
+            self._held[directory], self._ending[directory] = lease, 0.0
+            self._owe(self._replica.applied)
+            raise
 
     def asked(self, directory: int) -> None:
-        """An open below the directory had to ask: is it worth following?"""
+        """Something about the directory had to be asked: is it worth following?"""
         if not self._automatic or self._nursery is None or directory in self._asking:
+            return
+        if directory in self._ending:
             return
         now = time.monotonic()
         interest = self._interest.get(directory)
@@ -140,7 +219,7 @@ class Leases:
             interest = self._interest[directory] = _Interest(now)
         interest.opens += 1
         interest.last_open = now
-        if interest.opens >= _OPENS and now >= self._not_before.get(directory, 0.0):
+        if interest.opens >= _QUESTIONS and now >= self._not_before.get(directory, 0.0):
             self._asking.add(directory)
             self._nursery.start_soon(self._follow_quietly, directory)
 
@@ -159,19 +238,30 @@ class Leases:
     def changed(self, directories: Sequence[int]) -> None:
         """A change below these directories is being applied."""
         if self._held:
-            self._touched.update(directories or (0,))
+            self._touched.update(directories)
 
-    def transaction(self, revision: int, last_id: bytes) -> None:
-        """One has been applied. For our own nobody waits to hear from us."""
-        if not self._touched:
-            return
-        if not self._engine.is_ours(last_id):
-            for directory in self._touched:
+    def directory_changed(self, *, moved: bool) -> None:
+        """… or a change of a directory's record, perhaps of its place: it matters to all below it."""
+        self._directory_changed = True
+        self._ways.clear()
+        self._moved = self._moved or moved
+
+    def transaction(self, revision: int, *, ours: bool, known: bool) -> None:
+        """One has been applied, or, if they are not `known`, several. For our own nobody waits to
+        hear from us, unless what we changed could be changed again from outside our leases."""
+        if self._moved:
+            self._moved_at = revision
+        owed = self._moved or (not ours and (self._directory_changed or not known))
+        if not ours:
+            for directory in {held for at in self._touched for held in self._held_above(at)}:
+                owed = True
                 interest = self._interest.get(directory)
                 if interest is not None:
                     interest.changes += 1
-            self._owe(revision)
         self._touched.clear()
+        self._directory_changed = self._moved = False
+        if owed and self._held:
+            self._owe(revision)
 
     def _owe(self, revision: int) -> None:
         self._owed = revision
@@ -186,6 +276,7 @@ class Leases:
                 continue
             await self._replica.wait_applied(self._owed)
             seen = self._replica.applied
+            await self._told()
             lease = self._session.lease
             try:
                 await self._engine.transact(
@@ -199,21 +290,24 @@ class Leases:
 
     async def wait_for_followers(self, directories: tuple[int, ...], revision: int) -> None:
         """Return when all who follow these directories have seen the revision."""
-        path: set[int] = set()
         inodes = self._namespace.inodes
-        for directory in directories:
-            while directory and directory not in path:
-                path.add(directory)
-                inode = inodes.get(directory)
-                directory = inode.parent if inode is not None else 0
+        path = set().union(*map(self._path, directories))
         moved = any(
-            directory in inodes and inodes[directory].revision == revision
+            directory in inodes
+            and inodes[directory].revision == revision
+            and self._namespace.children(directory)
             for directory in directories
         )
-        # The record of a directory that moved was put: what is followed below it has other names now.
-        below = list(inodes) if moved else path
         members, ours = self._members, self._session.lease
-        await members.wait_acked(lambda: members.followers_of(below) - {ours}, revision)
+        if self._moved_at > self._moved_known:
+            newest = self._moved_at
+            await members.wait_acked(lambda: members.followers() - {ours}, newest)
+            self._moved_known = max(self._moved_known, newest)
+        # The record of a directory that moved was put: what is followed below it has other names now.
+        await members.wait_acked(
+            lambda: (members.followers() if moved else members.followers_of(path)) - {ours},
+            revision,
+        )
 
     # -- life ------------------------------------------------------------------------------------
 
@@ -247,18 +341,26 @@ class Leases:
         for directory, held in list(self._held.items()):
             if held != lease:
                 del self._held[directory]
+                self._ending.pop(directory, None)
+                self._ways.clear()
                 continue
             if directory in self._for_good:
                 continue
             interest = self._interest.get(directory)
+            if directory in self._ending:
+                if now >= self._ending[directory]:
+                    await self._attempt(self.unfollow(directory))
+                continue
             idle = interest is None or now - interest.last_open > _IDLE_S
             busy = (
                 interest is not None and interest.changes > _CHANGES_PER_OPEN * interest.opens + 8
             )
             if idle or busy:
                 self._interest.pop(directory, None)
-                self._not_before[directory] = now + _BACK_OFF_S
-                await self._attempt(self.unfollow(directory))
+                if busy:
+                    self._not_before[directory] = now + _BACK_OFF_S
+                self._ending[directory] = now + _BELIEVED_S + _GRACE_S
+                self._ways.clear()
             elif interest is not None:
                 interest.opens = interest.changes = 0
         for directory, since in list(self._not_before.items()):

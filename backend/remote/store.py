@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ from ..records import (
     session_of,
 )
 from ..replica import Replica
+from ..store import Watcher
 from ..storedir import lock_directory
 from ..transport.peers import Peers, patience_s
 from ..unwrap import first_error, only_error
@@ -129,6 +130,7 @@ class RemoteStore(Pinned):
         self.leases: Leases
         self.peers: Peers
         self.on_version: Callable[[int], None] = lambda ino: None
+        self.watcher: Watcher | None = None
         # Published since the nodes last told how much room they have.
         self._untold_bytes = 0
         self.hits = self.misses = self.publishes = self.published_bytes = 0
@@ -146,8 +148,10 @@ class RemoteStore(Pinned):
             )
         self.session = Session(self.engine, MOUNT, self._record, self.settings.lease_ttl_s)
         self.members.attach(self.session)
-        self.leases = Leases(self.engine, self.replica, self.namespace, self.members, self.session)
-        self._transactions.on_transaction = self.leases.transaction
+        self.leases = Leases(
+            self.engine, self.replica, self.namespace, self.members, self.session, told=self._told
+        )
+        self._transactions.on_transaction = self._transaction
         self.namespace.on_change = self._inode_changed
         self.namespace.on_name_change = self._name_changed
         self.namespace.after_commit = self.leases.wait_for_followers
@@ -221,6 +225,8 @@ class RemoteStore(Pinned):
     def _inode_changed(self, old: Inode | None, new: Inode | None) -> None:
         known = new or old
         assert known is not None
+        if self.watcher is not None:
+            self.watcher.inode_changed(old, new)
         if old is not None and old.extent and (new is None or new.extent != old.extent):
             self.retire(old.extent)
         if new is not None and old is not None and new.version != old.version:
@@ -230,9 +236,25 @@ class RemoteStore(Pinned):
             ):
                 self.prefetcher.start_one(new.ino)
         self.leases.changed(self.namespace.parents_of(known.ino))
+        if new is None and known.is_dir:
+            self.leases.changed((known.ino,))
+        if new is not None and old is not None and new.is_dir and new.revision != old.revision:
+            self.leases.directory_changed(moved=new.parent != old.parent)
 
     def _name_changed(self, parent: int, name: bytes, old_ino: int, new_ino: int) -> None:
+        if self.watcher is not None:
+            self.watcher.name_changed(parent, name, old_ino)
         self.leases.changed((parent,))
+
+    def _transaction(self, revision: int, last_id: bytes) -> None:
+        ours = self.engine.is_ours(last_id)
+        if self.watcher is not None:
+            self.watcher.transaction(ours=ours)
+        self.leases.transaction(revision, ours=ours, known=bool(last_id))
+
+    async def _told(self) -> None:
+        if self.watcher is not None:
+            await self.watcher.told()
 
     # -- contents on this host -------------------------------------------------------------------
 
@@ -477,16 +499,31 @@ class RemoteStore(Pinned):
 
     # -- freshness -------------------------------------------------------------------------------
 
+    def is_fresh(self, inode: Inode) -> bool:
+        directories = self._directories_of(inode)
+        return bool(directories) and all(map(self.leases.covers, directories))
+
+    def _directories_of(self, inode: Inode) -> Sequence[int]:
+        return (inode.ino,) if inode.is_dir else self.namespace.parents_of(inode.ino)
+
+    def believable_s(self, directory: int, *, used: bool = True) -> float:
+        seconds = self.leases.believable_s(directory, used=used)
+        if used and not seconds:
+            self.leases.asked(directory)
+        return seconds
+
+    def way_believable_s(self, directory: int) -> float:
+        return self.leases.way_believable_s(directory)
+
     async def freshen(self, inode: Inode) -> None:
-        directories = (inode.ino,) if inode.is_dir else self.namespace.parents_of(inode.ino)
-        if directories and all(map(self.leases.covers, directories)):
+        if self.is_fresh(inode):
             return
         small = inode.is_file and 0 < inode.size <= self.cluster.small_bytes
         if small and inode.extent and not self.contents.has(inode.extent):
             await self._barrier_and_content(inode)
         else:
             await self.replica.barrier()
-        for directory in directories:
+        for directory in self._directories_of(inode):
             self.leases.asked(directory)
 
     async def _barrier_and_content(self, inode: Inode) -> None:

@@ -15,7 +15,7 @@ import trio
 from ..groups import has_still
 from ..kv import Compare
 from ..records import GroupConfig, Layout, group_key
-from ..transport import Extent, Fenced, Target, Unreachable
+from ..transport import Distrusted, Extent, Fenced, Target, Unreachable
 from ..unwrap import first_error
 from .cluster import Cluster, for_each_stripe
 
@@ -67,6 +67,7 @@ class Transfer:
         group = cluster.group(self._layout, stripe)
         deadline = time.monotonic() + cluster.timeout_s
         full = time.monotonic() + _FULL_S
+        waits = False
         while True:
             found = cluster.groups.get(group)
             if found is None:
@@ -76,6 +77,8 @@ class Transfer:
             missing = [node for node in config.members if node not in have]
             if not missing:
                 self._guards[group_key(group)] = revision
+                if waits:
+                    log.info("content %x: group %#x has it now", self._content, group)
                 return
             try:
                 await self._send(stripe, found, group, self._ordered(missing))
@@ -84,7 +87,9 @@ class Transfer:
                 await cluster.replica.barrier()
                 continue
             except Unreachable as error:
-                log.info("content %x: %s", self._content, error)
+                if not waits:
+                    log.info("content %x: %s; another way is looked for", self._content, error)
+                waits = True
             except OSError as error:
                 # A node that is only joining, and full, is about to be given up by its group.
                 if error.errno != errno.ENOSPC or not config.joining or time.monotonic() > full:
@@ -156,9 +161,11 @@ class Transfer:
         self, stripe: int, found: tuple[GroupConfig, int], group: int, missing: list[int]
     ) -> bool:
         """The chain is broken somewhere: give it to each node by itself, and let the others check on
-        those that cannot be reached from here. Returns whether all have it."""
+        those that cannot be reached from here. Returns whether all have it. Raises Distrusted if none
+        of them will ever take it."""
         cluster = self._cluster
         lost = []
+        refusals = []
         for node in self._ordered(missing):
             if node not in cluster.members.nodes:
                 lost.append(node)
@@ -168,8 +175,13 @@ class Transfer:
             except Fenced:
                 await cluster.replica.barrier()
                 return False
+            except Distrusted as error:
+                lost.append(node)
+                refusals.append(error)
             except Unreachable:
                 lost.append(node)
+        if len(refusals) == len(missing) and not self._acknowledged[stripe]:
+            raise refusals[0]
         for node in lost:
             if not await self._send_through(stripe, found, group, node):
                 return False
@@ -194,5 +206,5 @@ class Transfer:
             try:
                 await cluster.peers.suspect(other, group, node)
             except OSError as error:
-                log.info("content %x: %s", self._content, error)
+                log.debug("content %x: %s", self._content, error)
         return False

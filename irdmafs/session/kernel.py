@@ -14,7 +14,7 @@ import os
 import select
 import stat
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import pyfuse3
@@ -22,7 +22,7 @@ import trio
 
 from .. import inline
 from ..backend.namespace import fail
-from ..cache import KernelCache
+from ..cache import KernelCache, Name
 from ..locks import Lock
 from ..nodes import Node, State
 from ..operations import Attributes, OpenInfo, Operations
@@ -383,17 +383,42 @@ class KernelSession(KernelCache):
         if node.lookups > 0:
             self._nursery.start_soon(self._notify, wire.inval_inode(node.id, -1, 0))
 
-    async def expire_names(self, names: list[tuple[int, bytes]]) -> None:
+    async def expire_names(self, names: list[Name]) -> None:
         for parent, name in names:
             await self._notify(wire.inval_entry(parent, name))
 
+    async def forget(self, names: list[Name], nodes: list[tuple[int, list[Name]]]) -> None:
+        await trio.to_thread.run_sync(self._forget_now, names, nodes, abandon_on_cancel=True)
+
+    def _forget_now(self, names: list[Name], nodes: list[tuple[int, list[Name]]]) -> None:
+        for parent, name in names:
+            self._tell(wire.inval_entry(parent, name, flags=0))
+        for node_id, named in nodes:
+            message = wire.inval_inode(node_id, -1, 0)
+            if not self._tell(message):
+                for parent, name in named:
+                    self._tell(wire.inval_entry(parent, name))
+                self._tell(message)
+
     async def _notify(self, message: bytes) -> None:
         # In a thread: the kernel may wait for a lock that a caller of ours holds until we answer.
+        await trio.to_thread.run_sync(self._tell, message)
+
+    def _tell(self, message: bytes) -> bool:
+        """False: the kernel does not know what it is about."""
         try:
-            await trio.to_thread.run_sync(os.write, self._fd, message)
+            os.write(self._fd, message)
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENODEV, errno.ENOTDIR):
                 log.warning("notifying the kernel failed: %s", error)
+            return False
+        return True
+
+    def start_soon(self, telling: Callable[..., Awaitable[None]], *args: Any) -> bool:
+        if self._finished.is_set():
+            return False
+        self._nursery.start_soon(telling, *args)
+        return True
 
     def drop_backing(self, node: Node) -> None:
         if node.backing_id:
@@ -699,7 +724,7 @@ class KernelSession(KernelCache):
 
     async def _opendir(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         fh = await self._operations.opendir(nodeid, caller)
-        flags = wire.Open.CACHE_DIR | wire.Open.KEEP_CACHE
+        flags = Open_CACHE_DIR if self._operations.listings_stay else 0
         return wire.reply(unique, wire.OPEN_OUT.pack(fh, flags, 0))
 
     async def _readdir(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
@@ -767,6 +792,7 @@ class KernelSession(KernelCache):
         return wire.reply(unique)
 
 
+Open_CACHE_DIR = int(wire.Open.CACHE_DIR | wire.Open.KEEP_CACHE)
 Open_KEEP_CACHE = int(wire.Open.KEEP_CACHE)
 Open_NOFLUSH = int(wire.Open.NOFLUSH)
 Open_PASSTHROUGH = int(wire.Open.PASSTHROUGH)
@@ -797,7 +823,8 @@ def _sized(unique: int, value: bytes, room: int) -> bytes:
 def _pack_entry(entry: Attributes, node_id: int) -> bytes:
     atime, mtime, ctime = entry.st_atime_ns, entry.st_mtime_ns, entry.st_ctime_ns
     return wire.ENTRY_OUT.pack(
-        node_id, 0, int(entry.entry_timeout), int(entry.attr_timeout), 0, 0,
+        node_id, 0, int(entry.entry_timeout), int(entry.attr_timeout),
+        int(entry.entry_timeout % 1 * _NS), int(entry.attr_timeout % 1 * _NS),
         entry.ino, entry.st_size, entry.st_blocks, atime // _NS, mtime // _NS, ctime // _NS,
         atime % _NS, mtime % _NS, ctime % _NS, entry.st_mode, entry.st_nlink,
         entry.st_uid, entry.st_gid, entry.st_rdev, 4096, 0,
@@ -807,7 +834,7 @@ def _pack_entry(entry: Attributes, node_id: int) -> bytes:
 def _pack_attributes(entry: Attributes) -> bytes:
     atime, mtime, ctime = entry.st_atime_ns, entry.st_mtime_ns, entry.st_ctime_ns
     return wire.ATTR_OUT.pack(
-        int(entry.attr_timeout), 0, 0,
+        int(entry.attr_timeout), int(entry.attr_timeout % 1 * _NS), 0,
         entry.ino, entry.st_size, entry.st_blocks, atime // _NS, mtime // _NS, ctime // _NS,
         atime % _NS, mtime % _NS, ctime % _NS, entry.st_mode, entry.st_nlink,
         entry.st_uid, entry.st_gid, entry.st_rdev, 4096, 0,

@@ -9,13 +9,13 @@ do not see each other's.
 import errno
 import functools
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import pyfuse3
 import trio
 
-from ..cache import KernelCache
+from ..cache import KernelCache, Name
 from ..nodes import Node
 from ..operations import Attributes, Operations
 
@@ -48,6 +48,7 @@ class PortableSession(KernelCache):
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             await pyfuse3.main()
+            self._nursery = None
             nursery.cancel_scope.cancel()
 
     def stop(self) -> None:
@@ -60,17 +61,41 @@ class PortableSession(KernelCache):
         if node.lookups > 0 and self._nursery is not None:
             self._nursery.start_soon(self._in_thread, pyfuse3.invalidate_inode, node.id, False)
 
-    async def expire_names(self, names: list[tuple[int, bytes]]) -> None:
+    async def expire_names(self, names: list[Name]) -> None:
         for parent, name in names:
             await self._in_thread(pyfuse3.invalidate_entry, parent, name)
 
+    async def forget(self, names: list[Name], nodes: list[tuple[int, list[Name]]]) -> None:
+        await trio.to_thread.run_sync(self._forget_now, names, nodes, abandon_on_cancel=True)
+
+    def _forget_now(self, names: list[Name], nodes: list[tuple[int, list[Name]]]) -> None:
+        for parent, name in names:
+            self._tell(pyfuse3.invalidate_entry, parent, name)
+        for node_id, named in nodes:
+            if not self._tell(pyfuse3.invalidate_inode, node_id, True):
+                for parent, name in named:
+                    self._tell(pyfuse3.invalidate_entry, parent, name)
+                self._tell(pyfuse3.invalidate_inode, node_id, True)
+
     async def _in_thread(self, notify: Callable[..., None], *args: Any) -> None:
         # The kernel may wait for a lock that a caller of ours holds until we answer.
+        await trio.to_thread.run_sync(self._tell, notify, *args)
+
+    def _tell(self, notify: Callable[..., None], *args: Any) -> bool:
+        """False: the kernel does not know what it is about."""
         try:
-            await trio.to_thread.run_sync(notify, *args)
+            notify(*args)
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENODEV, errno.ENOTDIR):
                 log.warning("notifying the kernel failed: %s", error)
+            return False
+        return True
+
+    def start_soon(self, telling: Callable[..., Awaitable[None]], *args: Any) -> bool:
+        if self._nursery is None:
+            return False
+        self._nursery.start_soon(telling, *args)
+        return True
 
     def version_published(self, ino: int) -> None:
         """Nobody to tell: pyfuse3's poll is not used."""

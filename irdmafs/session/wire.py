@@ -222,9 +222,10 @@ def inval_inode(nodeid: int, offset: int, length: int) -> bytes:
     return notification(Notify.INVAL_INODE, NOTIFY_INVAL_INODE.pack(nodeid, offset, length))
 
 
-def inval_entry(parent: int, name: bytes) -> bytes:
-    """Look a name up again before its next use."""
-    payload = NOTIFY_INVAL_ENTRY.pack(parent, len(name), EXPIRE_ONLY) + name + b"\0"
+def inval_entry(parent: int, name: bytes, flags: int = EXPIRE_ONLY) -> bytes:
+    """Look a name up again before its next use; without EXPIRE_ONLY: whoever has it open sees that it
+    leads elsewhere."""
+    payload = NOTIFY_INVAL_ENTRY.pack(parent, len(name), flags) + name + b"\0"
     return notification(Notify.INVAL_ENTRY, payload)
 
 

@@ -1,0 +1,509 @@
+"""What a host's kernel believes of a cluster's tree without asking, and that it is never what is over.
+
+`one` and `other` are a directory as two hosts see it. The other host follows it, so its kernel answers
+stat by itself; what a program on the first host was told to have happened, the other one sees at once.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import Cluster, ClusterMount, Plan
+from conftest import make_mount
+from mountpoint import Mount, eventually
+from processes import Process
+
+ROUNDS = 60
+TakeProcess = Callable[[], Process]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(Plan(nodes=1, replicas=1, mounts=3)) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def follower(cluster: Cluster) -> ClusterMount:
+    return cluster.add_mount("--follow", "/")
+
+
+def _make(request: pytest.FixtureRequest, one: ClusterMount, other: ClusterMount) -> list[Path]:
+    name = re.sub(r"\W+", "_", request.node.name)
+    (one.path / name).mkdir()
+    return [mount.path / name for mount in (one, other)]
+
+
+@pytest.fixture
+def two(cluster: Cluster, follower: ClusterMount, request: pytest.FixtureRequest) -> list[Path]:
+    return _make(request, cluster.mounts[0], follower)
+
+
+@pytest.fixture
+def by_itself(cluster: Cluster) -> ClusterMount:
+    """The mount of another host, which follows what it is asked about often."""
+    return cluster.mounts[1]
+
+
+@pytest.fixture
+def pair(cluster: Cluster, by_itself: ClusterMount, request: pytest.FixtureRequest) -> list[Path]:
+    return _make(request, cluster.mounts[0], by_itself)
+
+
+def _status(mount: ClusterMount) -> dict[str, Any]:
+    answer: dict[str, Any] = json.loads(os.getxattr(mount.path, "user.irdmafs.status"))
+    return answer
+
+
+class Requests:
+    """Requests to a mount's daemon, and what it told its kernel, since it was made; asking for them
+    taken off."""
+
+    def __init__(self, mount: ClusterMount) -> None:
+        self._mount = mount
+        first = _status(mount)["requests"]
+        self._before = _status(mount)
+        self._asking = {
+            kind: n - first.get(kind, 0) for kind, n in self._before["requests"].items()
+        }
+
+    def count(self, *kinds: str) -> int:
+        now, before = _status(self._mount)["requests"], self._before["requests"]
+        return sum(
+            now.get(kind, 0) - before.get(kind, 0) - self._asking.get(kind, 0) for kind in kinds
+        )
+
+    def told(self) -> int:
+        now, before = _status(self._mount), self._before
+        return sum(int(now[key]) - int(before[key]) for key in ("names_told", "inodes_told"))
+
+
+def questions(mount: ClusterMount, action: Callable[[], object]) -> int:
+    requests = Requests(mount)
+    action()
+    return requests.count("LOOKUP", "GETATTR")
+
+
+def believe(mount: ClusterMount, path: Path) -> None:
+    """Look at a file until the kernel answers by itself."""
+    eventually(lambda: not questions(mount, lambda: os.stat(path)), f"{path} is believed")
+
+
+def exists(path: Path) -> bool:
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+# -- what it saves
+
+
+def test_stat_of_what_was_looked_at_before_asks_nobody(
+    pair: list[Path], by_itself: ClusterMount
+) -> None:
+    one, other = pair
+    (one / "file").write_bytes(b"x")
+    believe(by_itself, other / "file")
+    requests = Requests(by_itself)
+    for _ in range(200):
+        os.stat(other / "file")
+    assert requests.count("LOOKUP", "GETATTR") < 20  # once a second at most
+
+
+def test_a_warm_open_is_one_request_and_no_question_to_etcd(
+    pair: list[Path], by_itself: ClusterMount
+) -> None:
+    one, other = pair
+    (one / "file").write_bytes(b"x")
+    (other / "file").read_bytes()
+    believe(by_itself, other / "file")
+    barriers = _status(by_itself)["cluster"]["barriers"]
+    requests = Requests(by_itself)
+    for _ in range(100):
+        os.close(os.open(other / "file", os.O_RDONLY))
+    assert requests.count("OPEN") == 100
+    assert requests.count("LOOKUP", "GETATTR") < 20
+    assert _status(by_itself)["cluster"]["barriers"] == barriers
+
+
+def test_listing_many_files_with_their_attributes_takes_few_requests(
+    pair: list[Path], by_itself: ClusterMount
+) -> None:
+    one, other = pair
+    for i in range(500):
+        (one / f"file{i}").touch()
+    believe(by_itself, other / "file0")
+    requests = Requests(by_itself)
+    with os.scandir(other) as entries:
+        assert sum(stat.S_ISREG(entry.stat().st_mode) for entry in entries) == 500
+    assert requests.count("LOOKUP", "GETATTR") < 20
+    assert requests.count("READDIRPLUS", "READDIR") < 20
+    requests = Requests(by_itself)
+    for i in range(500):
+        os.stat(other / f"file{i}")
+    assert requests.count("LOOKUP", "GETATTR") < 250
+
+
+# -- that it is never what is over
+
+
+def test_an_unlinked_file_is_gone_at_once(two: list[Path], follower: ClusterMount) -> None:
+    one, other = two
+    (one / "kept").touch()
+    believe(follower, other / "kept")
+    requests = Requests(follower)
+    for i in range(ROUNDS):
+        (one / f"file{i}").touch()
+        os.stat(other / f"file{i}")
+        (one / f"file{i}").unlink()
+        assert not exists(other / f"file{i}")
+        assert f"file{i}" not in os.listdir(other)
+    assert requests.told() >= ROUNDS
+
+
+def test_a_renamed_file_is_where_it_was_put_at_once(
+    two: list[Path], follower: ClusterMount
+) -> None:
+    one, other = two
+    (one / "file0").write_bytes(b"x")
+    believe(follower, other / "file0")
+    for i in range(ROUNDS):
+        ino = os.stat(other / f"file{i}").st_ino
+        (one / f"file{i}").rename(one / f"file{i + 1}")
+        assert not exists(other / f"file{i}")
+        assert os.stat(other / f"file{i + 1}").st_ino == ino
+
+
+def test_what_replaced_a_file_is_found_at_once(two: list[Path], follower: ClusterMount) -> None:
+    one, other = two
+    (one / "file").write_bytes(b"")
+    believe(follower, other / "file")
+    for i in range(1, ROUNDS):
+        os.stat(other / "file")
+        (one / "new").write_bytes(b"x" * i)
+        (one / "new").rename(one / "file")
+        assert os.stat(other / "file").st_size == i
+        assert (other / "file").read_bytes() == b"x" * i
+
+
+def test_a_published_version_shows_at_once(two: list[Path], follower: ClusterMount) -> None:
+    one, other = two
+    (one / "file").write_bytes(b"")
+    believe(follower, other / "file")
+    requests = Requests(follower)
+    for i in range(1, ROUNDS):
+        os.stat(other / "file")
+        (one / "file").write_bytes(b"x" * i)
+        assert os.stat(other / "file").st_size == i
+        fd = os.open(other / "file", os.O_RDONLY)
+        assert os.fstat(fd).st_size == i
+        assert os.read(fd, 1000) == b"x" * i
+        os.close(fd)
+    assert requests.told() >= ROUNDS - 1
+
+
+def test_changed_attributes_show_at_once(two: list[Path], follower: ClusterMount) -> None:
+    one, other = two
+    (one / "file").write_bytes(b"x")
+    believe(follower, other / "file")
+    fd = os.open(other / "file", os.O_RDONLY)
+    for i in range(ROUNDS):
+        os.stat(other / "file")
+        (one / "file").chmod(0o600 + i % 8)
+        assert os.stat(other / "file").st_mode & 0o777 == 0o600 + i % 8
+        assert os.fstat(fd).st_mode & 0o777 == 0o600 + i % 8
+        os.utime(one / "file", ns=(i, i))
+        assert os.stat(other / "file").st_mtime_ns == i
+    os.close(fd)
+
+
+def test_a_created_file_is_found_and_listed_at_once(
+    two: list[Path], follower: ClusterMount
+) -> None:
+    one, other = two
+    (one / "kept").touch()
+    believe(follower, other / "kept")
+    for i in range(ROUNDS):
+        assert not exists(other / f"file{i}")
+        modified = os.stat(other).st_mtime_ns
+        (one / f"file{i}").touch()
+        assert exists(other / f"file{i}")
+        assert os.stat(other).st_mtime_ns != modified
+        assert len(os.listdir(other)) == i + 2
+
+
+def test_attributes_of_a_file_show_by_all_its_names(
+    two: list[Path], follower: ClusterMount
+) -> None:
+    one, other = two
+    for name in ("a", "b"):
+        (one / name).mkdir()
+    (one / "a/file").write_bytes(b"x")
+    os.link(one / "a/file", one / "b/file")
+    for i in range(ROUNDS):
+        believe(follower, other / "a/file") if i == 0 else os.stat(other / "a/file")
+        os.stat(other / "b/file")
+        (one / "b/file").write_bytes(b"x" * i)
+        assert os.stat(other / "a/file").st_size == os.stat(other / "b/file").st_size == i
+        (one / "a/file").chmod(0o600 + i % 8)
+        assert os.stat(other / "b/file").st_mode & 0o777 == 0o600 + i % 8
+        os.link(one / "a/file", one / "a/third")
+        assert os.stat(other / "b/file").st_nlink == 3
+        (one / "a/third").unlink()
+        assert os.stat(other / "b/file").st_nlink == 2
+
+
+def test_a_directory_that_moves_takes_what_is_below_it_along(
+    cluster: Cluster, pair: list[Path], by_itself: ClusterMount
+) -> None:
+    """Where it goes nobody follows it, so that who changes something there waits for nobody."""
+    one, other = pair
+    third = cluster.mounts[2].path
+    (one / "followed").mkdir()
+    for i in range(ROUNDS // 3):
+        away = f"{one.name}-{i}"
+        (one / "followed/moved/below").mkdir(parents=True)
+        (one / "followed/moved/below/file").touch()
+        believe(by_itself, other / "followed/moved/below/file")
+        (one / "followed/moved").rename(one.parent / away)
+        assert not exists(other / "followed/moved/below/file")
+        assert exists(other.parent / away / "below/file")
+        (third / away / "below/file").rename(third / away / "below/again")
+        with pytest.raises(FileNotFoundError):
+            os.open(other.parent / away / "below/file", os.O_RDONLY)
+        os.close(os.open(other.parent / away / "below/again", os.O_RDONLY))
+
+
+def test_a_file_that_is_removed_as_soon_as_it_is_made_is_gone_for_its_maker(
+    two: list[Path], follower: ClusterMount, process: TakeProcess
+) -> None:
+    one, other = two
+    (one / "kept").touch()
+    believe(follower, other / "kept")
+    maker = process()
+    for i in range(ROUNDS):
+        maker.start("open(path, 'x').close()", path=str(other / f"file{i}"))
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                (one / f"file{i}").unlink()
+                break
+        with contextlib.suppress(OSError):
+            maker.result()
+        assert not exists(other / f"file{i}")
+
+
+def test_a_removed_directory_is_gone_at_once(two: list[Path], follower: ClusterMount) -> None:
+    one, other = two
+    (one / "kept").touch()
+    believe(follower, other / "kept")
+    for _ in range(ROUNDS):
+        (one / "directory").mkdir()
+        os.stat(other / "directory")
+        assert os.listdir(other / "directory") == []
+        (one / "directory").rmdir()
+        assert not exists(other / "directory")
+        with pytest.raises(FileNotFoundError):
+            os.listdir(other / "directory")
+
+
+def test_a_name_that_was_changed_here_is_believed_no_longer_than_any_other(
+    two: list[Path], follower: ClusterMount
+) -> None:
+    one, other = two
+    (one / "kept").touch()
+    believe(follower, other / "kept")
+    for i in range(ROUNDS):
+        (other / "file").write_bytes(b"x")
+        os.stat(other / "file")
+        (other / "file").rename(other / "renamed")
+        assert exists(other / "renamed")
+        (one / "renamed").unlink()
+        assert not exists(other / "renamed"), i
+
+
+def test_a_symlink_that_is_replaced_leads_elsewhere_at_once(
+    two: list[Path], follower: ClusterMount
+) -> None:
+    one, other = two
+    for i in range(2):
+        (one / f"file{i}").write_bytes(b"%d" % i)
+    (one / "link").symlink_to("file0")
+    believe(follower, other / "link")
+    for i in range(ROUNDS):
+        os.stat(other / "link")
+        (one / "new").symlink_to(f"file{i % 2}")
+        (one / "new").rename(one / "link")
+        assert (other / "link").read_bytes() == b"%d" % (i % 2)
+
+
+def test_what_programs_see_while_another_host_changes_it_never_goes_back(
+    two: list[Path], follower: ClusterMount, process: TakeProcess
+) -> None:
+    one, other = two
+    (one / "file").write_bytes(b"")
+    believe(follower, other / "file")
+    readers = [process(), process()]
+    for reader in readers:
+        reader.start(
+            """
+import os, time
+sizes = []
+until = time.monotonic() + 3
+while time.monotonic() < until:
+    sizes.append(os.stat(path).st_size)
+sizes == sorted(sizes), len(set(sizes))
+""",
+            path=str(other / "file"),
+        )
+    i = 0
+    while not all(reader.finished() for reader in readers):
+        i += 1
+        (one / "new").write_bytes(b"x" * i)
+        (one / "new").rename(one / "file")
+        assert os.stat(other / "file").st_size == i
+    for reader in readers:
+        in_order, different = reader.result()
+        assert in_order
+        assert different > 1
+
+
+def test_hosts_that_remove_each_others_files_at_a_time_do_not_wait_for_ever(
+    pair: list[Path], by_itself: ClusterMount, cluster: Cluster, process: TakeProcess
+) -> None:
+    """Each kernel believes in names whose directory a program on its own host is changing."""
+    workers = [process(), process()]
+    for number, (worker, folder) in enumerate(zip(workers, pair, strict=True)):
+        worker.do("import os", folder=str(folder), number=number)
+    for i in range(100):
+        for number in range(2):
+            (pair[0] / f"{number}-{i}").touch()
+    believe(cluster.mounts[0], pair[0] / "0-0")
+    believe(by_itself, pair[1] / "0-0")
+    for worker in workers:
+        worker.start(
+            """
+for i in range(100):
+    os.path.exists(f"{folder}/{1 - number}-{i}")
+    os.unlink(f"{folder}/{number}-{i}")
+""",
+        )
+    for worker in workers:
+        worker.result(60)
+    assert os.listdir(pair[0]) == os.listdir(pair[1]) == []
+
+
+def test_a_stopped_mount_does_not_let_its_kernel_believe_longer_than_its_session(
+    cluster: Cluster, two: list[Path], follower: ClusterMount, process: TakeProcess
+) -> None:
+    one, other = two
+    (one / "file").write_bytes(b"x")
+    looking, opening = process(), process()
+    believe(follower, other / "file")
+    follower.pause()
+    try:
+        # Returns when the session of the other mount is over.
+        (one / "file").rename(one / "renamed")
+        looking.start("import os; os.path.exists(path)", path=str(other / "file"))
+        opening.start("open(path)", path=str(other / "file"))
+        assert not looking.finished(0.3)
+        assert not opening.finished()
+    finally:
+        follower.resume()
+    with pytest.raises(FileNotFoundError):
+        opening.result()
+    looking.result()
+    assert not exists(other / "file")
+    assert exists(other / "renamed")
+
+
+def test_a_followed_directory_that_others_write_all_the_time_is_given_up(
+    pair: list[Path], by_itself: ClusterMount
+) -> None:
+    one, other = pair
+    (one / "file").touch()
+    believe(by_itself, other / "file")
+    followed = _status(by_itself)["cluster"]["followed"]
+    i = 0
+
+    def given_up() -> bool:
+        nonlocal i
+        for _ in range(20):
+            i += 1
+            (one / f"new{i}").touch()
+        return bool(_status(by_itself)["cluster"]["followed"] < followed)
+
+    eventually(given_up, "the directory is not followed any more", 30)
+    (one / "file").unlink()
+    eventually(lambda: not exists(other / "file"), "it is gone")
+
+
+# -- what one mount promises its own programs, in a cluster or not
+
+
+@pytest.fixture(scope="module", params=["kernel", "cluster"])
+def single(request: pytest.FixtureRequest) -> Iterator[Mount]:
+    with make_mount(request.param) as mount:
+        yield mount
+
+
+def test_renaming_a_file_with_two_names_while_it_is_written_does_not_hang(single: Mount) -> None:
+    file = single.path / "file"
+    file.write_bytes(b"one")
+    os.link(file, single.path / "second")
+    with file.open("wb") as writer:
+        writer.write(b"two")
+        writer.flush()
+        file.rename(single.path / "renamed")
+    for name in ("renamed", "second"):
+        assert (single.path / name).read_bytes() == b"two"
+        assert os.stat(single.path / name).st_size == 3
+
+
+def test_a_listing_that_began_before_does_not_bring_a_name_back(single: Mount) -> None:
+    folder = single.path / "listed"
+    folder.mkdir()
+    for i in range(500):
+        (folder / f"file{i:03}").touch()
+    with (folder / "file499").open("rb"), os.scandir(folder) as entries:
+        first = next(entries)
+        os.stat(first.path)
+        (folder / "file499").unlink()
+        for entry in entries:
+            if entry.name != "file499":
+                entry.stat()
+        with pytest.raises(OSError, match=r".") as caught:
+            os.stat(folder / "file499")
+        assert caught.value.errno == errno.ENOENT
+
+
+def test_what_others_removed_leaves_the_memory_of_a_host_that_looked_at_it(
+    cluster: Cluster, pair: list[Path]
+) -> None:
+    """A kernel keeps what it knows until it wants the memory; our part would stay as long."""
+    here, there = pair
+
+    def nodes() -> int:
+        found: int = _status(cluster.mounts[1])["nodes"]
+        return found
+
+    before = nodes()
+    for round_ in range(3):
+        folder = f"folder{round_}"
+        (here / folder).mkdir()
+        for i in range(50):
+            (here / folder / f"file{i}").write_bytes(b"x")
+        assert len([path.stat() for path in (there / folder).iterdir()]) == 50
+        assert nodes() > before + 50
+        for i in range(50):
+            (here / folder / f"file{i}").unlink()
+        (here / folder).rmdir()
+    eventually(lambda: nodes() <= before + 5, f"{before} nodes as before")

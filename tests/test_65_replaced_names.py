@@ -1,0 +1,81 @@
+"""A file that others replace by renaming, all the time, is always there and always whole.
+
+That is how checkpoints are published. An open that comes to a file which has just been replaced has to
+be led to the new one, and must not fail because that is replaced, too, by then.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from cluster import Cluster, Plan
+from patterns import pattern, version_of
+
+REPLACEMENTS = 400
+SIZE = 9000
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(Plan()) as made:
+        yield made
+
+
+@pytest.fixture
+def two(cluster: Cluster, request: pytest.FixtureRequest) -> tuple[Path, Path]:
+    """A directory of this test's own, as two hosts see it."""
+    one, other = (mount.path / request.node.name for mount in cluster.mounts)
+    one.mkdir()
+    return one, other
+
+
+@contextmanager
+def replaced(folder: Path) -> Iterator[Callable[[], bool]]:
+    """`folder`/file is replaced over and over; gives what says whether that still goes on."""
+    (folder / "file").write_bytes(pattern(1, SIZE))
+    failures: list[BaseException] = []
+
+    def replace() -> None:
+        try:
+            for n in range(REPLACEMENTS):
+                (folder / "new").write_bytes(pattern(n + 2, SIZE))
+                os.replace(folder / "new", folder / "file")
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=replace)
+    thread.start()
+    try:
+        yield thread.is_alive
+    finally:
+        thread.join()
+        assert not failures, failures
+
+
+def test_reading_it_never_fails(two: tuple[Path, Path]) -> None:
+    here, there = two
+    with replaced(here) as goes_on:
+        reads, last = 0, 0
+        while goes_on():
+            version = version_of((there / "file").read_bytes())
+            assert version >= last, "an older version came after a newer one"
+            reads, last = reads + 1, version
+    assert reads > 10
+    assert version_of((there / "file").read_bytes()) == REPLACEMENTS + 1
+
+
+def test_overwriting_it_never_fails_and_leaves_nothing_empty(two: tuple[Path, Path]) -> None:
+    """An overwriting open that is led elsewhere begins its working copy before it comes there; no
+    later open of the same thread may meet that."""
+    here, there = two
+    with replaced(here) as goes_on:
+        writes = 0
+        while goes_on():
+            with open(there / "file", "wb") as file:
+                file.write(pattern(REPLACEMENTS + 2 + writes, SIZE))
+            writes += 1
+            assert len((there / "file").read_bytes()) == SIZE
+    assert writes > 10
