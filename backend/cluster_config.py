@@ -217,7 +217,8 @@ class NodeSection(_Section, frozen=True, kw_only=True):
 class MountSection(_Section, frozen=True, kw_only=True):
     """`cache_size` limits what is kept of other hosts' files (None: the cache directory's own default).
     Files up to `small_file` bytes travel inside control messages. `follow` are directories, as paths
-    within the filesystem, whose new versions are fetched when they are published."""
+    within the filesystem, whose new versions are fetched when they are published. `timeout`: how long a
+    call waits for etcd or store nodes before it fails."""
 
     cache_size: Size | None = None
     host: str = msgspec.field(default_factory=lambda: os.uname().nodename)
@@ -227,12 +228,15 @@ class MountSection(_Section, frozen=True, kw_only=True):
     streams: int = 4
     small_file: Size = Size(64 << 10)
     encrypt_data: bool = False
+    timeout: Seconds = Seconds(60)
 
     def __post_init__(self) -> None:
         if not self.host:
             raise ValueError("host must not be empty")
         if self.small_file > 1 << 20:
             raise ValueError("small_file must be at most 1M: it travels in one message")
+        if not 1 <= self.timeout <= 86400:
+            raise ValueError("timeout must be from 1 s to 1 day")
         for path in self.follow:
             if ".." in path.split("/"):
                 raise ValueError(f"follow: {path!r} is not a path within the filesystem")
@@ -286,8 +290,8 @@ class ClusterConfig(_Section, frozen=True, kw_only=True):
         if not config.cluster.etcd:
             where = f"{path} names no etcd" if path else "no etcd is named"
             raise ConfigError(
-                f'{where}; set etcd = ["HOST:PORT"] in [cluster] of the file that --config, '
-                f"${PATH_VARIABLE} or {DEFAULT_PATH} gives, or use --etcd"
+                f'{where}; set etcd = ["HOST:PORT"] in [cluster] of the file that --cluster, '
+                f"${PATH_VARIABLE} or {DEFAULT_PATH} gives (irdmafs cluster init writes one)"
             )
         return config
 
@@ -412,12 +416,27 @@ def _hint(word: str, known: Any) -> str:
 
 def _convert(data: Mapping[str, Any], source: str) -> ClusterConfig:
     try:
-        return msgspec.convert(data, ClusterConfig, dec_hook=_from_text, strict=True)
+        return _plain(msgspec.convert(data, ClusterConfig, dec_hook=_from_text, strict=True))
     except msgspec.ValidationError as error:
         # "Expected `int`, got `str` - at `$.node.streams`"
         what, _, place = str(error).partition(" - at `$.")
         place = place.rstrip("`")
         raise ConfigError(f"{source}: {place and place + ': '}{what.replace('`', '')}") from error
+
+
+def _plain(config: ClusterConfig) -> ClusterConfig:
+    """With int and float for Size and Seconds: msgspec encodes no others, and what is computed from a
+    limit goes into records."""
+    sections = {}
+    for name in _SECTIONS:
+        section = getattr(config, name)
+        values = msgspec.structs.asdict(section)
+        sections[name] = msgspec.structs.replace(
+            section,
+            **{key: int(value) for key, value in values.items() if isinstance(value, Size)},
+            **{key: float(value) for key, value in values.items() if isinstance(value, Seconds)},
+        )
+    return msgspec.structs.replace(config, **sections)
 
 
 def _from_text(kind: type, value: object) -> object:

@@ -13,6 +13,7 @@ __all__ = [
     "degraded",
     "demoted",
     "dropped",
+    "emptied",
     "has_still",
     "leader",
     "led_by",
@@ -79,6 +80,19 @@ def refenced(config: GroupConfig) -> GroupConfig:
     """The same members under a new epoch: acknowledgements given so far are void (see has_still). For
     a member that may have lost extents which were not named yet."""
     return _next(config, config.in_sync, config.joining)
+
+
+def emptied(config: GroupConfig, *nodes: int) -> GroupConfig:
+    """All that the group had is given up, and nodes that need have nothing of it begin anew.
+
+    Only when no inode names an extent of the group at a revision not older than `config`, which is
+    `refenced`: put when all in sync were gone for good, and still are when this is put. Then nothing
+    can be named under `config`, and no acknowledgement from before it counts.
+    """
+    assert nodes, f"nobody would be in sync after {config}"
+    assert len(set(nodes)) == len(nodes), f"a node would be a member twice: {nodes}"
+    assert not set(nodes) & set(config.in_sync), f"{nodes} are not gone from {config}"
+    return GroupConfig(config.epoch + 1, nodes)
 
 
 def has_still(before: GroupConfig, after: GroupConfig, node: int) -> bool:

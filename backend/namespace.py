@@ -158,6 +158,20 @@ class Namespace(LoadedTree):
         assert inode is not None
         return inode
 
+    async def unlink_if(
+        self, parent: int, name: bytes, wanted: Callable[[Inode], bool]
+    ) -> Inode | None:
+        """As unlink, if the inode behind the name is a wanted one when it happens; None: it is not, or
+        there is no such name."""
+
+        def plan() -> Commit | None:
+            found = self.inodes.get(self._ino_behind(parent, name))
+            if found is None or found.is_dir or not wanted(found):
+                return None
+            return _without_name(parent, name, found, False)
+
+        return await self._carry_out(plan)
+
     async def rmdir(self, parent: int, name: bytes, *, in_use: bool) -> Inode:
         """Remove an empty directory; `in_use` as for unlink."""
         expected = self._ino_behind(parent, name) if in_use else 0

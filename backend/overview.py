@@ -16,17 +16,26 @@ from .kv import Engine, KeyValue
 from .membership import Groups, Members
 from .namespace import Inode
 from .placement import Placement, Targets, bytes_of_groups, plan, policy_of, replicas_of, retargeted
-from .policy import Candidate
+from .policy import Candidate, parse_policy
 from .records import GROUP_BUCKET_BITS, GroupConfig, Layout, decode
 from .transport.peers import Peers
 
-__all__ = ["Cluster", "Health", "NodeNotFound", "ask_nodes", "read_cluster", "read_group_bytes"]
+__all__ = [
+    "Cluster",
+    "Health",
+    "NodeNotFound",
+    "ask_nodes",
+    "counted",
+    "read_cluster",
+    "read_group_bytes",
+]
 
 Health = Literal["ok", "degraded", "unavailable"]
 HEALTHS: tuple[Health, ...] = ("ok", "degraded", "unavailable")
 
 _SCAN_KEYS = 1000
 _ASK_S = 3.0
+_FULL_SHARE = 0.05
 
 
 class NodeNotFound(Exception):
@@ -98,9 +107,14 @@ class Cluster:
         """In how many groups a node is a member."""
         return self._in_sync[node] + self._joining[node]
 
-    def only_copies(self, node: int) -> int:
-        """Groups of which no other node has everything."""
-        return sum(config.in_sync == (node,) for config in self.groups.values())
+    def only_copies(self, node: int) -> set[int]:
+        """Groups of which no other node that may come back has everything."""
+        return {
+            group
+            for group, config in self.groups.items()
+            if node in config.in_sync
+            and all(other == node or self.members.is_removed(other) for other in config.in_sync)
+        }
 
     def state_of(self, node: int) -> str:
         if node not in self.members.nodes:
@@ -145,38 +159,70 @@ class Cluster:
         problems: list[tuple[Health, str]] = []
         settings, live = self.members.settings, self.live
         usable = {node for node in live if self.state_of(node) == "up"}
+        replicas = max(
+            {settings.replicas if settings else 0, *(replicas_of(group) for group in self.groups)}
+        )
         if not live:
             problems.append(
                 ("unavailable", "no store node is up; start one with: irdmafs serve STORE")
             )
         elif not usable:
             problems.append(("degraded", "every store node is draining: nothing can be moved"))
-        elif settings is not None and len(usable) < settings.replicas:
+        elif len(usable) < replicas:
             problems.append(
                 (
                     "degraded",
-                    f"{len(usable)} nodes cannot keep {settings.replicas} replicas; add some",
+                    f"{counted(len(usable), 'node')} cannot keep {replicas} replicas; add some",
                 )
             )
-        problems += (
-            (
-                "degraded",
-                f"node {node:016x} is down; start it again, or: irdmafs cluster remove {node:016x}",
-            )
-            for node in self.members.records
-            if node not in live
-        )
+        problems += (("degraded", line) for line in map(self._node_problem, self.nodes()) if line)
         if lost := self.unavailable():
             problems.append(
                 (
                     "unavailable",
-                    f"{lost} groups have no live replica in sync: files there must wait",
+                    f"{counted(lost, 'group')} without a live replica in sync: files there must wait",
                 )
             )
         for missing, count in sorted(self.missing().items()):
-            problems.append(("degraded", f"{count} groups lack {missing} of their replicas"))
+            problems.append(
+                ("degraded", f"{counted(count, 'group')} without {missing} of the replicas")
+            )
         worst: Health = max((health for health, _ in problems), key=HEALTHS.index, default="ok")
         return worst, [line for _, line in problems]
+
+    def _node_problem(self, node: int) -> str:
+        """What is wrong with a node, and what to do; "" for nothing."""
+        at, alone = self.members.nodes.get(node), len(self.only_copies(node))
+        name = f"node {node:016x}"
+        if at is not None:
+            if at.free_bytes >= _FULL_SHARE * at.total_bytes:
+                return ""
+            return (
+                f"{name} is nearly full, {at.free_bytes >> 20} MiB of {at.total_bytes >> 20} MiB "
+                "free; add nodes or remove files"
+            )
+        kept = f"{name} is down, and with it the only copy of {counted(alone, 'group')}"
+        if node not in self.members.records:
+            if not alone:
+                return ""  # its groups are about to be moved off it
+            return (
+                f"{kept}; it was removed: give up what only it has with: irdmafs cluster remove "
+                f"{node:016x} --force, or have it back: irdmafs cluster admit {node:016x}"
+            )
+        if alone:
+            return f"{kept}; start it again"
+        return f"{name} is down; start it again, or: irdmafs cluster remove {node:016x}"
+
+    def _unfit_rules(self) -> list[str]:
+        """Placement rules that no node obeys. A rule stays known when no directory has it any more, so
+        this is nothing wrong."""
+        candidates = self.candidates()
+        return [
+            f"no node that is up fits the placement {rule!r}: below directories that have it "
+            "nothing can be written"
+            for rule in self.members.policies.values()
+            if candidates and not any(map(parse_policy(rule).admits, candidates))
+        ]
 
     def to_json(self) -> dict[str, Any]:
         health, problems = self.health()
@@ -185,7 +231,7 @@ class Cluster:
         return {
             "health": health,
             "problems": problems,
-            "notes": self.notes,
+            "notes": [*self.notes, *self._unfit_rules()],
             "settings": None if settings is None else msgspec.structs.asdict(settings),
             "nodes": [self._node_json(node) for node in self.nodes()],
             "groups": {
@@ -338,6 +384,11 @@ async def read_group_bytes(engine: Engine, buckets: int) -> dict[int, int]:
         if len(page) < _SCAN_KEYS:
             return dict(held)
         start = page[-1].key + b"\0"
+
+
+def counted(count: int, noun: str) -> str:
+    """ "1 node", "2 nodes"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _layouts(page: Iterable[KeyValue]) -> Iterable[tuple[Layout, int]]:

@@ -147,7 +147,7 @@ class Placement:
     ) -> None:
         self.candidates = tuple(candidates)
         self.buckets = buckets
-        self._rules = {0: "", **(rules or {})}
+        self.rules = {0: "", **(rules or {})}
         self._pools: dict[int, list[tuple[int, ...]]] = {}
 
     def target(self, group: int) -> tuple[int, ...]:
@@ -155,7 +155,7 @@ class Placement:
         pool = group >> GROUP_BUCKET_BITS
         targets = self._pools.get(pool)
         if targets is None:
-            rule = self._rules.get(policy_of(group))
+            rule = self.rules.get(policy_of(group))
             if rule is None:
                 return ()
             policy = parse_policy(rule)

@@ -30,6 +30,7 @@ __all__ = [
     "Identity",
     "Role",
     "describe_tls_error",
+    "is_final",
     "issue",
     "make_ca",
     "peer_identity",
@@ -44,6 +45,7 @@ CERTIFICATE_DAYS = 825
 _FILE_LIMIT_BYTES = 1 << 20
 # OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED.
 _TIME_CODES = (9, 10)
+_NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST")
 # Clocks of different hosts are not equal: what was just issued is valid elsewhere, too.
 _CLOCK_SKEW = datetime.timedelta(hours=1)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
@@ -155,9 +157,25 @@ def describe_tls_error(error: ssl.SSLError) -> str:
         return "the peer says that our certificate has expired"
     if reason in ("TLSV13_ALERT_CERTIFICATE_REQUIRED", "PEER_DID_NOT_RETURN_A_CERTIFICATE"):
         return "no certificate was shown; set ca, cert and key in [cluster]"
-    if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNEXPECTED_EOF_WHILE_READING"):
+    if reason in _NO_TLS:
         return "the peer speaks no TLS; one of the two sides has no credentials configured"
+    if reason == "UNEXPECTED_EOF_WHILE_READING":
+        return (
+            "the peer broke off: it may not trust our certificate, as its CA is another cluster's"
+        )
     return reason.replace("_", " ").lower() or str(error)
+
+
+def is_final(error: ssl.SSLError) -> bool:
+    """Whether a handshake that failed so will fail again until somebody changes the credentials of one
+    side. That the peer broke off may also mean that it ended."""
+    return isinstance(error, ssl.SSLCertVerificationError) or (error.reason or "") in (
+        *_NO_TLS,
+        "TLSV1_ALERT_UNKNOWN_CA",
+        "TLSV1_ALERT_DECRYPT_ERROR",
+        "SSLV3_ALERT_CERTIFICATE_EXPIRED",
+        "TLSV13_ALERT_CERTIFICATE_REQUIRED",
+    )
 
 
 def make_ca(directory: str, cluster_name: str, days: float = CA_DAYS) -> str:
@@ -377,9 +395,11 @@ def _check_private(path: str) -> None:
 def _check_time(path: str, certificate: "x509.Certificate") -> None:
     now = datetime.datetime.now(datetime.UTC)
     if now > certificate.not_valid_after_utc:
+        identity = _identity_of(certificate)
+        made = f"{identity.name} --role {identity.role}" if identity else "NAME --role ROLE"
         raise CredentialsError(
             f"the certificate {path} expired on {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC; "
-            "make another with: irdmafs cluster cert"
+            f"remove it and its key, and make another with: irdmafs cluster cert {made}"
         )
     if now < certificate.not_valid_before_utc:
         raise CredentialsError(

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from .backend.cluster_config import ClusterConfig
 
 _DAEMON_EXIT_TIMEOUT_S = 60.0
+# Longer than one takes that has nothing to store.
+_DAEMON_SOON_S = 2.0
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -51,6 +53,8 @@ class _Group(click.Group):
             return super().invoke(ctx)
         except MountError as error:
             raise _Failure(str(error)) from error
+        except KeyboardInterrupt:
+            ctx.exit(128 + signal.SIGINT)
         except BrokenPipeError:
             # The reader of our output went away, as `head` does.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -83,6 +87,8 @@ def main() -> None:
               "below this directory of the filesystem when they are published.")  # fmt: skip
 @click.option("--host", metavar="NAME", help="With --cluster: this host's name; processes of equal "
               "hosts share memory  [default: the host name]")  # fmt: skip
+@click.option("--timeout", metavar="DURATION", help="With --cluster: how long a call waits for etcd or "
+              "store nodes that do not answer before it fails: 30, 90s, 5m  [default: 60s]")  # fmt: skip
 @click.option("--metrics-port", type=int, metavar="PORT", help="With --cluster: serve Prometheus "
               "metrics on this port of loopback.")  # fmt: skip
 @click.option("-f", "--foreground", is_flag=True, help="Stay; Ctrl-C unmounts.")
@@ -103,6 +109,7 @@ def mount(
     cache_size: str | None,
     follow: tuple[str, ...],
     host: str | None,
+    timeout: str | None,
     metrics_port: int | None,
     foreground: bool,
     log_level: str,
@@ -116,6 +123,7 @@ def mount(
         cache_size=cache_size,
         follow=list(follow) or None,
         host=host,
+        timeout=timeout,
         metrics_port=metrics_port,
     )
     size_bytes = None if size is None else parse_size(size)
@@ -124,6 +132,7 @@ def mount(
         chosen = stores.default_store(mountpoint, size_bytes)
     else:
         chosen = stores.explicit_store(store, mountpoint, size_bytes)
+    _claim(chosen, cluster)
     for warning in chosen.warnings:
         _say(f"warning: {warning}", err=True)
     config = MountConfig(
@@ -140,9 +149,9 @@ def mount(
     )
 
     def ready(text: str) -> None:
-        name, _, reason = text.partition("\n")
+        name, *reasons = text.split("\n")
         _say(f"{directory} mounted ({name} session; store {chosen.path})")
-        if reason:
+        for reason in reasons:
             _say(reason)
         sys.stdout.flush()
 
@@ -159,6 +168,31 @@ def mount(
         raise
     except KeyboardInterrupt:
         ctx.exit(128 + signal.SIGINT)
+
+
+def _claim(store: stores.Store, cluster: ClusterConfig | None) -> None:
+    """Take a store for a mount of this kind, unless that would destroy what it keeps."""
+    try:
+        stores.refuse_other_purpose(store.path, "cache" if cluster else "mount")
+        if cluster is not None:
+            stores.claim_cache(store.path, cluster.path or "FILE")
+            if cluster.mount.cache_size is not None:
+                _check_cache_size(store.path, cluster.mount.cache_size)
+    except MountError:
+        if store.created:
+            stores.discard_store(store.path)
+        raise
+
+
+def _check_cache_size(path: str, cache_bytes: int) -> None:
+    """A cache larger than its directory would not make room: opening files would fail."""
+    below = os.statvfs(path)
+    room = below.f_blocks * below.f_frsize
+    if cache_bytes > room:
+        raise MountError(
+            f"a cache of {status.human_bytes(cache_bytes)} does not fit into {path}, which has "
+            f"{status.human_bytes(room)}: give a smaller --cache-size, or a larger --size"
+        )
 
 
 def _load_cluster(path: str | None, **flags: object) -> ClusterConfig | None:
@@ -198,31 +232,45 @@ def umount(directory: str, lazy: bool, discard: bool) -> None:
         mounting.heal(mountpoint)
     else:
         store = report.status.get("store", store)
-        _unmount(mountpoint, report.status.get("pid"), lazy)
+        _unmount(found, report.status.get("pid"), lazy)
+    if store is not None:
+        stores.empty_cache(store)
     if discard:
         if store is None:
             raise MountError(f"{directory} is unmounted, but where its store was is not known")
         stores.discard_store(store)
 
 
-def _unmount(mountpoint: str, pid: int | None, lazy: bool) -> None:
+def _unmount(mount: mounting.Mount, pid: int | None, lazy: bool) -> None:
+    mountpoint = mount.mountpoint
     # Taken before: once the daemon is gone its number may be another process's.
     daemon = None if pid is None or lazy else _open_daemon(pid)
     try:
         mounting.unmount(mountpoint, lazy)
         if daemon is not None:
-            poll = select.poll()
-            poll.register(daemon, select.POLLIN)
-            if not poll.poll(_DAEMON_EXIT_TIMEOUT_S * 1000):
-                raise MountError(
-                    f"{mountpoint} is unmounted, but process {pid} has not ended "
-                    f"after {_DAEMON_EXIT_TIMEOUT_S:g} s; see its log"
-                )
+            _wait_for_end(mount, pid, daemon)
     except mounting.MountBusyError:
         raise MountError(f"{mountpoint} is busy{_describe_users(mountpoint)}") from None
     finally:
         if daemon is not None:
             os.close(daemon)
+
+
+def _wait_for_end(mount: mounting.Mount, pid: int | None, daemon: int) -> None:
+    poll = select.poll()
+    poll.register(daemon, select.POLLIN)
+    if poll.poll(_DAEMON_SOON_S * 1000):
+        return
+    where = f"{mount.mountpoint} is unmounted"
+    if others := mounting.holders_of(mount.device):
+        raise MountError(
+            f"{where} here, but not in another mount namespace (process {others[0]} is in it), for "
+            f"which its daemon goes on; unmount it there, or end the daemon with: kill {pid}"
+        )
+    if not poll.poll(_DAEMON_EXIT_TIMEOUT_S * 1000):
+        raise MountError(
+            f"{where}, but process {pid} has not ended after {_DAEMON_EXIT_TIMEOUT_S:g} s; see its log"
+        )
 
 
 def _open_daemon(pid: int) -> int | None:
@@ -248,6 +296,8 @@ def _describe_users(mountpoint: str) -> str:
             users.append("and others")
             break
         users.append(f"{user.pid} ({user.command}: {user.how} {user.path})")
+    if not users and os.geteuid() == 0:
+        return "; a program waits in it for an answer, or holds it elsewhere; detach it with --lazy"
     if not users:
         return "; see who uses it as root, or detach it with --lazy"
     return f", used by {', '.join(users)}; end them or detach it with --lazy"

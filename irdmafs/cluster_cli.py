@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,12 +24,16 @@ if TYPE_CHECKING:
     from .backend.cluster_config import ClusterConfig
     from .backend.kv.etcd import EtcdEngine
     from .backend.overview import Cluster
+    from .backend.removal import Lost
 
 T = TypeVar("T")
 
 # How long a command keeps trying to reach etcd.
 _ETCD_TIMEOUT_S = 5.0
 WATCH_PERIOD_S = 1.0
+# The elected node looks every second for groups that it can begin anew.
+_BEGIN_ANEW_S = 30.0
+_PATHS_SHOWN = 20
 _EXIT_CODES = {"ok": 0, "degraded": 1, "unavailable": 2}
 
 config_option = click.option(
@@ -149,9 +154,12 @@ def init(
         raise click.UsageError("--etcd-host cannot be used with --no-tls")
     if etcd_hosts and (etcd_options["etcd_ca"] or etcd_options["etcd_cert"]):
         raise click.UsageError("--etcd-host makes what --etcd-ca and --etcd-cert would give")
+    endpoints = tuple(part.strip() for part in etcd.split(",") if part.strip())
+    if not endpoints:
+        raise click.UsageError("--etcd names no HOST:PORT")
     plan = Plan(
         name=name,
-        etcd=tuple(part.strip() for part in etcd.split(",") if part.strip()),
+        etcd=endpoints,
         etcd_options={key: value for key, value in etcd_options.items() if value},
         etcd_hosts=etcd_hosts,
         tls=not no_tls,
@@ -168,8 +176,8 @@ def init(
                 engine, config, replicas, buckets or BUCKETS, stripe_bytes, lease_ttl
             ),
         )
-    except MountError as error:
-        if etcd_hosts:
+    except BaseException as error:
+        if etcd_hosts and isinstance(error, MountError):
             raise MountError(
                 f"{error} (etcd can be started now with {directory}/etcd.pem, etcd.key and ca.pem; "
                 "then give the same command again)"
@@ -237,8 +245,6 @@ def status_command(ctx: click.Context, watch: bool, as_json: bool, config_path: 
     from .backend.overview import ask_nodes
     from .cluster_status import print_cluster
 
-    config = load(config_path)
-
     async def show(engine: EtcdEngine) -> str:
         while True:
             found = await read_state(config, engine)
@@ -260,6 +266,7 @@ def status_command(ctx: click.Context, watch: bool, as_json: bool, config_path: 
             await trio.sleep(WATCH_PERIOD_S)
 
     try:
+        config = load(config_path)
         health = with_etcd(config, show)
     except KeyboardInterrupt:
         ctx.exit(128 + signal.SIGINT)
@@ -328,15 +335,19 @@ def drain(
 
 @cluster.command()
 @click.argument("node")
-@click.option("--force", is_flag=True, help="Also a dead node that still counts as keeping data.")
+@click.option("--force", is_flag=True, help="Also a dead node that still counts as keeping data: files "
+              "that only it has are removed.")  # fmt: skip
+@click.option("--yes", is_flag=True, help="Do not ask before files are removed.")
 @config_option
-def remove(node: str, force: bool, config_path: str | None) -> None:
+def remove(node: str, force: bool, yes: bool, config_path: str | None) -> None:
     """Forget a store node that has been drained and stopped, or that is dead for good."""
-    from .cluster_admin import forget_node
+    from .backend.overview import counted
 
     config = load(config_path)
 
-    async def run(engine: EtcdEngine) -> int:
+    async def look(engine: EtcdEngine) -> tuple[int, Lost]:
+        from .backend.removal import Lost, removal
+
         found = await read_state(config, engine)
         number = find_node(found, node)
         name = f"{number:016x}"
@@ -345,20 +356,75 @@ def remove(node: str, force: bool, config_path: str | None) -> None:
             advice = "drain it first" if kept else "stop it first"
             how = f"irdmafs cluster drain {name}" if kept else "end its irdmafs serve"
             raise MountError(f"node {name} is up and keeps {kept} groups; {advice}: {how}")
+        lost = Lost(frozenset(), (), 0, 0)
+        if alone:
+            async with removal(engine) as view:
+                lost = view.lost(number)
         if alone and not force:
             raise MountError(
-                f"{alone} groups have their only copy on node {name}: start it again to have that data; "
-                "--force gives it up"
+                f"{counted(len(alone), 'group')} with {_files(lost)} have their only copy on node "
+                f"{name}: start it again to have them; --force gives them up"
             )
         if kept and not force:
             raise MountError(
                 f"node {name} is down and still counts in {kept} groups; wait until others have taken "
                 "over (irdmafs cluster status), or use --force"
             )
-        await forget_node(engine, number)
-        return number
+        return number, lost
 
-    say(f"node {with_etcd(config, run):016x} is removed")
+    number, lost = with_etcd(config, look)
+    if lost.files:
+        _consent(f"{number:016x}", lost, yes)
+    with_etcd(config, lambda engine: _take_out(engine, number, bool(lost.groups)))
+
+
+def _consent(name: str, lost: Lost, yes: bool) -> None:
+    """Say what is removed together with a node, and have it agreed to. Raises MountError if it is not."""
+    say(f"{_files(lost)} have their only copy on node {name} and are removed with it:", err=True)
+    for path in lost.paths[:_PATHS_SHOWN]:
+        click.echo(f"  {_one_line(path)}", err=True)
+    if len(lost.paths) > _PATHS_SHOWN:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix=f"irdmafs-lost-{name}-", suffix=".txt", delete=False
+        ) as file:
+            file.writelines(f"{_one_line(path)}\n" for path in lost.paths)
+        say(f"all {len(lost.paths)} names are in {file.name}", err=True)
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise MountError("nothing was changed; --yes agrees to the removal of these files")
+    if not click.confirm("Remove them for ever?", err=True):
+        raise MountError("nothing was changed")
+
+
+async def _take_out(engine: EtcdEngine, node: int, is_needed: bool) -> None:
+    """Remove a node, and what nobody has without it (`is_needed`)."""
+    from .backend.overview import counted
+    from .backend.removal import removal
+    from .cluster_admin import forget_node
+
+    await forget_node(engine, node)
+    say(f"node {node:016x} is removed")
+    if not is_needed:
+        return
+    async with removal(engine) as view:
+        lost = await view.carry_out(node)
+        if lost.files:
+            say(f"{_files(lost)} are removed")
+        patience_s = _BEGIN_ANEW_S if view.has_room() else 0.0
+        if waiting := await view.wait_usable(node, patience_s):
+            advice = "irdmafs cluster status" if patience_s else "irdmafs serve STORE"
+            say(f"{counted(waiting, 'group')} wait for a store node: {advice}", err=True)
+
+
+def _files(lost: Lost) -> str:
+    from .backend.overview import counted
+
+    return f"{counted(lost.files, 'file')} ({status.human_bytes(lost.bytes)})"
+
+
+def _one_line(path: bytes) -> str:
+    return status.printable(os.fsdecode(path)).replace("\\", "\\\\").replace("\n", "\\n")
 
 
 @cluster.command()

@@ -57,7 +57,7 @@ def print_cluster(data: Mapping[str, Any]) -> None:
                 "in sync",
                 "joining",
                 "used",
-                "size",
+                "free",
             ),
             [_node_row(node) for node in nodes],
             styles=_STYLES,

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import trio
@@ -34,19 +35,21 @@ log = logging.getLogger(__name__)
 _WANTED_OPEN_FILES = 1_048_576
 _STACKED = ("overlay", "ecryptfs")
 _LOW_SPACE_SHARE = 0.05
+_CHECK_NODES_S = 1.0
+_CHECKED_NODES_MAX = 16
 
 
 async def serve(config: MountConfig, ready: Callable[[str], None]) -> None:
     """Mount, and serve until the filesystem is unmounted or a signal says so.
 
-    `ready` is called once the mount answers, with the session's name and, on a second line, why it
-    is not the faster one. Raises MountError with one line for whoever mounts.
+    `ready` is called once the mount answers, with the session's name and, on lines of their own, why
+    it is not the faster one and what else is wrong. Raises MountError with one line for whoever mounts.
     """
     _raise_open_files_limit()
     try:
-        async with _opened_store(config) as store:
+        async with _opened_store(config) as (store, warnings):
             _calm_the_collector()
-            await _Daemon(config, store).run(ready)
+            await _Daemon(config, store, warnings).run(ready)
     except StoreInUse as error:
         raise MountError(f"{config.store}: {error.strerror}") from error
     except (ConfigError, Damaged) as error:
@@ -59,22 +62,36 @@ async def serve(config: MountConfig, ready: Callable[[str], None]) -> None:
 
 
 @asynccontextmanager
-async def _opened_store(config: MountConfig) -> AsyncIterator[Store]:
+async def _opened_store(
+    config: MountConfig,
+) -> AsyncIterator[tuple[Store, Callable[[], list[str]]]]:
+    """The store, and what gives lines about what is wrong with it."""
     if config.cluster is None:
         async with StoreNode(config.store) as node:
-            yield node
+            yield node, list
         return
     # Here only: an embedded mount starts without all of it.
     from .backend.remote.store import remote_store
 
-    async with remote_store(config.cluster, config.store, config.mountpoint, __version__) as remote:
-        yield remote
+    async with remote_store(
+        config.cluster,
+        config.store,
+        config.mountpoint,
+        __version__,
+        timeout_s=config.cluster.mount.timeout,
+    ) as remote:
+        with trio.move_on_after(_CHECK_NODES_S):
+            await remote.peers.check(islice(remote.members.nodes, _CHECKED_NODES_MAX))
+        yield remote, remote.peers.refusals
 
 
 class _Daemon:
-    def __init__(self, config: MountConfig, store: Store) -> None:
+    def __init__(
+        self, config: MountConfig, store: Store, warnings: Callable[[], list[str]]
+    ) -> None:
         self._config = config
         self._store = store
+        self._warnings = warnings
         self._started = time.monotonic()
         self._reason = ""
         self._mounted: tuple[int, str] | None = None
@@ -182,7 +199,8 @@ class _Daemon:
     async def _announce(self, ready: Callable[[str], None]) -> None:
         """Say ready when the mount answers a stat that really comes through the kernel."""
         await trio.to_thread.run_sync(os.stat, self._config.mountpoint, abandon_on_cancel=True)
-        ready("\n".join(filter(None, (self._session.name, self._reason))))
+        warnings = [f"warning: {line}" for line in self._warnings()]
+        ready("\n".join(filter(None, (self._session.name, self._reason, *warnings))))
 
     @asynccontextmanager
     async def _metrics(self) -> AsyncIterator[None]:
@@ -236,7 +254,7 @@ class _Daemon:
         below = self._store.statvfs()
         free, total = below.f_bavail * below.f_frsize, below.f_blocks * below.f_frsize
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        warnings = [self._reason] if self._reason else []
+        warnings = [*([self._reason] if self._reason else []), *self._warnings()]
         if free < total * _LOW_SPACE_SHARE:
             warnings.append(f"the store is nearly full: {free >> 20} MiB of {total >> 20} MiB free")
         if not isinstance(self._session, KernelSession):

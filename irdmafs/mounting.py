@@ -124,6 +124,21 @@ def resolve(path: str) -> str:
     return path
 
 
+def holders_of(device: str) -> list[int]:
+    """The processes in whose mount namespaces a filesystem ("major:minor") is mounted. One that was
+    unmounted here lives on in the copies that other namespaces made of our mount table."""
+    found = []
+    for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
+        try:
+            with open(f"/proc/{pid}/mountinfo", "rb") as file:
+                table = parse_mountinfo(file.read())
+        except OSError:
+            continue  # it has ended, or is not ours to look into
+        if any(mount.device == device for mount in table):
+            found.append(pid)
+    return found
+
+
 def find_mount(path: str) -> Mount | None:
     """The topmost mount on exactly this path."""
     path = resolve(path)

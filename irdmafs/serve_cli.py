@@ -12,6 +12,7 @@ import click
 
 from .cluster_cli import config_option, load, one_line_errors, say
 from .config import MountError
+from .stores import refuse_other_purpose
 
 
 @click.command()
@@ -85,6 +86,7 @@ def serve(
         config.listen()
         config.cluster.credentials("node")
     store = os.path.abspath(store)
+    refuse_other_purpose(store, "node")
     try:
         os.makedirs(store, mode=0o700, exist_ok=True)
     except OSError as error:
@@ -105,7 +107,9 @@ def serve(
             except Damaged as error:
                 raise MountError(str(error)) from error
             except OSError as error:
-                raise MountError(f"{error.filename or store}: {error.strerror or error}") from error
+                # What etcd and the network refuse says by itself where it comes from.
+                where = f"{error.filename}: " if error.filename else ""
+                raise MountError(f"{where}{error.strerror or error}") from error
 
     def ready(text: str) -> None:
         say(f"{store} is served ({text})")

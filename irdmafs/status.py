@@ -21,7 +21,7 @@ from .mounting import (
     ask_mount,
     mount_state,
 )
-from .stores import LeftoverStore
+from .stores import LeftoverStore, cluster_of, default_store_path
 
 _ASK_TIMEOUT_S = 5.0
 
@@ -58,11 +58,31 @@ def _as_dict(text: bytes) -> dict[str, Any]:
 def report(mount: Mount) -> MountReport:
     """Ask a mount how it is, without ever waiting for long."""
     try:
-        return MountReport(mount, "ok", read_status(mount.mountpoint))
+        found = read_status(mount.mountpoint)
+        warnings = [*found.get("warnings", ()), *_cluster_warnings(found.get("cluster") or {})]
+        return MountReport(mount, "ok", {**found, "warnings": warnings})
     except TimeoutError:
         return MountReport(mount, "hung", {})
     except (OSError, ValueError):
         return MountReport(mount, mount_state(mount.mountpoint), {})
+
+
+def _cluster_warnings(cluster: Mapping[str, Any]) -> list[str]:
+    """What makes a mount of a cluster wait, and where to look."""
+    if not cluster:
+        return []
+    warnings = []
+    if not cluster.get("session_valid", True):
+        etcd = ", ".join(map(str, cluster.get("etcd") or ()))
+        warnings.append(
+            f"etcd at {etcd} does not answer: calls wait for it, and fail after a while"
+        )
+    if cluster.get("nodes_up", 1) == 0:
+        warnings.append(
+            "no store node is up: nothing can be published, and only what is cached here can be read "
+            "(irdmafs cluster status)"
+        )
+    return warnings
 
 
 def printable(text: str) -> str:
@@ -203,7 +223,10 @@ def _session(data: Mapping[str, Any]) -> str:
 def _advice(entry: MountReport) -> list[str]:
     path = entry.mount.mountpoint
     if entry.state == "stale":
-        return [f"{path} is stale: its daemon is gone. Heal it with: irdmafs mount {path}"]
+        store = default_store_path(path)
+        cluster = cluster_of(store) if store is not None else None
+        how = f"{path} --cluster {cluster}" if cluster is not None else path
+        return [f"{path} is stale: its daemon is gone. Heal it with: irdmafs mount {how}"]
     if entry.state == "hung":
         return [f"{path} does not answer. Detach it with: irdmafs umount --lazy {path}"]
     if entry.state == "denied":
@@ -227,7 +250,7 @@ def print_mount(entry: MountReport) -> None:
         ("memory of daemon", human_bytes(data.get("daemon_rss_bytes"))),
         ("store", str(data.get("store", "-"))),
         (
-            "store space",
+            "space in the cluster" if "cluster" in data else "store space",
             f"{human_bytes(data.get('store_free_bytes'))} free of "
             f"{human_bytes(data.get('store_total_bytes'))}",
         ),

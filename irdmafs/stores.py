@@ -3,6 +3,10 @@
 A default store is named after its mountpoint, so that mounting there again finds what was
 published. Where we may mount it is a tmpfs of its own: its pages can be huge, its size has a
 limit, and discarding it is one unmount.
+
+A directory serves one purpose: the store of an embedded mount, the cache of a cluster's mount (where
+nothing is worth keeping) or the store of a cluster's node. Each empties what it does not know, so that
+none may be used as another.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 from .backend.sizes import memory_limit
 from .config import MountError
@@ -41,7 +46,21 @@ _DEFAULT_SHARE = 0.8
 _TMPFS_FLAGS = MS_NOSUID | MS_NODEV
 _MOUNTPOINT_FILE = "mountpoint"
 _LOCK_FILE = "lock"
-_ENTRIES = re.compile(r"kv\.sqlite.*|extents|lock|mountpoint|irdmafs\.log.*")
+# In a cache: the configuration that its mount was given.
+_CLUSTER_FILE = "cluster"
+_ENTRIES = re.compile(r"kv\.sqlite.*|extents|lock|mountpoint|cluster|irdmafs\.log.*")
+
+Purpose = Literal["mount", "cache", "node"]
+_PURPOSES: tuple[tuple[str, Purpose], ...] = (
+    ("node.json", "node"),
+    ("kv.sqlite", "mount"),
+    (_CLUSTER_FILE, "cache"),
+)
+_OWNERS: dict[Purpose, str] = {
+    "node": "a store node of a cluster (irdmafs serve)",
+    "mount": "a mount without --cluster",
+    "cache": "a cluster's mount",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +159,9 @@ def _tmpfs_store(path: str, size: int | None) -> Store:
     if mount is not None:
         if mount.fstype != "tmpfs":
             raise MountError(f"a {mount.fstype} filesystem is mounted on {path}; unmount it")
-        if size is not None:
+        # One in use is its daemon's, whatever size it has; that is said where it is opened.
+        if size is not None and not is_locked(path):
+            empty_cache(path)
             resize(path, size)
         return Store(path, created=False)
     _private_directory(path)
@@ -222,6 +243,65 @@ def explicit_store(directory: str, mountpoint: str, size: int | None = None) -> 
     return Store(path, created)
 
 
+def purpose_of(path: str) -> Purpose | None:
+    """What a directory is used for; None: nothing so far."""
+    return next((use for name, use in _PURPOSES if os.path.lexists(os.path.join(path, name))), None)
+
+
+def cluster_of(path: str) -> str | None:
+    """The configuration of the cluster whose files a directory caches; None: it is no cache."""
+    try:
+        with open(os.path.join(path, _CLUSTER_FILE), "rb") as file:
+            return os.fsdecode(file.read())
+    except OSError:
+        return None
+
+
+def refuse_other_purpose(path: str, purpose: Purpose) -> None:
+    """Raise MountError if the directory keeps something that this purpose would destroy."""
+    found = purpose_of(path)
+    if found is None or found == purpose:
+        return
+    if found == "cache" and purpose == "mount":
+        # Nothing in it is worth keeping, but who mounts it may have forgotten the option.
+        file = cluster_of(path) or "FILE"
+        raise MountError(
+            f"{path} is the cache of a cluster's mount; mount it with --cluster {file}, or "
+            f"take it for files of this host after: {_discarding(path)}"
+        )
+    remedy = "take another directory"
+    if found == "mount":
+        remedy += f", or throw away what it keeps with: {_discarding(path)}"
+    raise MountError(f"{path} is in use as the store of {_OWNERS[found]}; {remedy}")
+
+
+def _discarding(path: str) -> str:
+    try:
+        with open(os.path.join(path, _MOUNTPOINT_FILE), "rb") as file:
+            return f"irdmafs umount --discard {os.fsdecode(file.read())}"
+    except OSError:
+        return f"rm -r {path}"
+
+
+def claim_cache(path: str, config: str) -> None:
+    """Note that a directory is a cache for this cluster, and make room in it: what an earlier mount left
+    is fetched again when it is asked for. Raises MountError."""
+    if is_locked(path):
+        return  # the daemon says by whom
+    try:
+        empty_cache(path)
+        with open(os.path.join(path, _CLUSTER_FILE), "wb") as file:
+            file.write(os.fsencode(config))
+    except OSError as error:
+        raise MountError(f"cannot use the store {path}: {error.strerror}") from error
+
+
+def empty_cache(path: str) -> None:
+    """Free the memory that a cache holds, unless a daemon works on it. Raises OSError."""
+    if cluster_of(path) is not None and not is_locked(path):
+        shutil.rmtree(os.path.join(path, "extents"), ignore_errors=True)
+
+
 def default_store_path(mountpoint: str) -> str | None:
     """Where the default store of a mountpoint is, if there is one."""
     name = store_name(mountpoint)
@@ -284,6 +364,13 @@ def _bytes_used(path: str) -> int:
     )
 
 
+def _is_empty(directory: str) -> bool:
+    try:
+        return not os.listdir(directory)
+    except OSError:
+        return True
+
+
 def leftover_stores(mountpoints: Iterable[str]) -> list[LeftoverStore]:
     """The default stores that belong to none of these mountpoints and to no daemon."""
     used = {store_name(mountpoint) for mountpoint in mountpoints}
@@ -297,6 +384,8 @@ def leftover_stores(mountpoints: Iterable[str]) -> list[LeftoverStore]:
             path = os.path.join(parent, name)
             if name in used or not os.path.isdir(path) or is_locked(path):
                 continue
+            if cluster_of(path) is not None and _is_empty(os.path.join(path, "extents")):
+                continue  # nothing waits in it
             try:
                 with open(os.path.join(path, _MOUNTPOINT_FILE), "rb") as file:
                     mountpoint = os.fsdecode(file.read())

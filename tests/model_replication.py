@@ -24,6 +24,7 @@ from replication_state import (
     DAMAGE,
     DAMAGED,
     DOWN,
+    EMPTY,
     EXPIRY,
     GAVE_UP,
     GONE,
@@ -32,6 +33,8 @@ from replication_state import (
     NOTHING,
     PIN,
     PUBLISHED,
+    REMOVAL,
+    REMOVED,
     SENDING,
     UP,
     Bounds,
@@ -132,6 +135,7 @@ class Model:
             elif node.mode in (DOWN, DAMAGED):
                 yield from self._restart_steps(state, index, node)
         yield from self._late_promotions(state)
+        yield from self._removal_steps(state)
         yield from self._expiry_steps(state)
         yield from self._pin_steps(state)
 
@@ -322,6 +326,8 @@ class Model:
     def _applied(self, state: State, index: int, node: Node) -> Node:
         """The node follows etcd by one revision, and frees what it shows not to be needed."""
         old, new = state.log[node.view], state.log[node.view + 1]
+        if self._is_removed(state, index, new.config):
+            return Node(DOWN, NOTHING, node.sealed, 0)
         pinned = 1 << new.pin if new.pin != NOTHING and self.rules.pinned_stays else 0
         free = 0
         if old.named != new.named and old.named != NOTHING:
@@ -378,12 +384,64 @@ class Model:
     def _late_promotions(self, state: State) -> Iterator[Step]:
         head = state.log[-1]
         for node, config in state.promotions:
-            if config == head.config:
+            if config == head.config and node not in (REMOVED, EMPTY):
                 new = self.number(groups.promoted(self.configs[config], node))
                 yield (
                     f"etcd: node {node} is in sync: {self.show(new)}",
                     self._put(state, head._replace(config=new)),
                 )
+
+    def _is_removed(self, state: State, node: int, config: int) -> bool:
+        """Whether the node was in sync when all who were had been removed. If it lives it learns that
+        with the configuration which was put then: its session was over before, and there is no new one."""
+        return (REMOVED, config) in state.promotions and bool(self._in_sync[config] >> node & 1)
+
+    def _removal_steps(self, state: State) -> Iterator[Step]:
+        head = state.log[-1]
+        present = self.configs[head.config]
+        removed, empty = (REMOVED, head.config), (EMPTY, head.config)
+        if present.epoch >= self.bounds.epochs:
+            return
+        if removed not in state.promotions:
+            if not self.may(state, REMOVAL):
+                return
+            config, after = head.config, state
+            if self.rules.group_is_fenced_before_it_is_emptied:
+                config = self.number(groups.refenced(present))
+                after = self._put(state, head._replace(config=config))
+            elif any(state.nodes[node].mode == UP for node in present.in_sync):
+                return  # how it learns of it is not what this is about
+            yield (
+                f"admin: removes all in sync: {self.show(config)}",
+                after._replace(
+                    promotions=state.promotions | {(REMOVED, config)}, left=state.left - 1
+                ),
+            )
+            return
+        if head.named != NOTHING:
+            yield (
+                f"admin: unlinks what names content {head.named}",
+                self._put(state, head._replace(named=NOTHING)),
+            )
+        is_empty = head.named == NOTHING or not self.rules.group_is_emptied_when_nothing_is_named
+        if is_empty and empty not in state.promotions:
+            yield (
+                "elected node: sees that nothing is named",
+                state._replace(promotions=state.promotions | {empty}),
+            )
+        if empty in state.promotions:
+            for target in self.bounds.targets:
+                nodes = tuple(
+                    node
+                    for node in target
+                    if node not in present.in_sync and state.nodes[node].mode != GONE
+                )
+                if nodes:
+                    new = self.number(groups.emptied(present, *nodes))
+                    yield (
+                        f"elected node: begins anew: {self.show(new)}",
+                        self._put(state, head._replace(config=new)),
+                    )
 
     # --- faults
 
@@ -412,6 +470,8 @@ class Model:
         """The node looks at etcd and at its store before it comes back."""
         head = state.log[-1]
         config = self.configs[head.config]
+        if self._is_removed(state, index, head.config):
+            return
         here = 1 << index
         keep = self._bit(head.named) | self._bit(head.pin)
         if self.rules.restart_keeps_pending:

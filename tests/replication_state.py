@@ -8,6 +8,8 @@ NOTHING = -1
 
 # (content, configuration) or (node, configuration)
 Message = tuple[int, int]
+# In place of a node: whoever gives a group up, or has seen that nothing is named there any more.
+REMOVED, EMPTY = -1, -2
 
 
 class Rules(NamedTuple):
@@ -32,6 +34,8 @@ class Rules(NamedTuple):
     old_version_stays_until_superseded: bool = True
     pin_compares_version: bool = True
     pinned_stays: bool = True
+    group_is_fenced_before_it_is_emptied: bool = True
+    group_is_emptied_when_nothing_is_named: bool = True
 
 
 # What can happen, each as often as Bounds.events allows in all: a node's process dies; so does its host,
@@ -44,6 +48,8 @@ CRASH, LOSS, DAMAGE, EXPIRY, ABORT, PIN = EVENTS = (
     "abort",
     "pin",
 )
+# Not one of the usual: all in sync are taken for dead and removed, and what only they have is given up.
+REMOVAL = "removal"
 
 
 class Bounds(NamedTuple):
@@ -96,7 +102,8 @@ class Writer(NamedTuple):
 
 class State(NamedTuple):
     """`log`: etcd at the revisions that somebody may still look at, the present one last. `puts` and
-    `promotions` are messages under way: (content, config) and (node, config). `owed` are the nodes
+    `promotions` are messages under way: (content, config) and (node, config). The latter also say of
+    the present configuration that all in sync were removed, and that nothing is named. `owed` are the nodes
     that must keep the pinned content, `lost` the contents that no node in sync could save; `left` is how
     many events may still happen."""
 

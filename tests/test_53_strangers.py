@@ -20,7 +20,15 @@ import msgspec
 import pytest
 import trio
 from irdmafs.backend.security import Credentials, issue, make_ca
-from irdmafs.backend.transport import Extent, Target, Unreachable, messages, server, wire
+from irdmafs.backend.transport import (
+    Distrusted,
+    Extent,
+    Target,
+    Unreachable,
+    messages,
+    server,
+    wire,
+)
 from test_53_transport import Cluster, MiB, in_cluster, memory, mounted, until
 
 __all__ = ["memory"]
@@ -247,6 +255,50 @@ def test_only_members_of_the_cluster_are_served(
         await cluster.peers.ping(1)
 
     in_cluster(memory, test, 1, credentials=certificates["node"], mount=certificates["mount"])
+
+
+@pytest.mark.parametrize("who", ["foreign", "nobody", "plain node"])
+def test_those_who_will_never_be_let_in_are_told_so(
+    memory: Path,
+    certificates: dict[str, Credentials],
+    caplog: pytest.LogCaptureFixture,
+    who: str,
+) -> None:
+    """Each side says which side is configured how; and waiting is of no use."""
+    node, theirs = certificates["node"], certificates.get(who)
+    if who == "plain node":
+        theirs = certificates["mount"]
+
+    async def test(cluster: Cluster) -> None:
+        async with mounted(memory, credentials=theirs) as peers:
+            for _ in range(2):
+                with pytest.raises(Distrusted) as refused:
+                    await peers.ping(1)
+            assert refused.value.errno == errno.EACCES
+            await peers.check([1])
+            [line] = peers.refusals()
+            assert str(refused.value).partition(": ")[2] in line
+        await until(lambda: len(lines(caplog)) >= 1)
+        ours = lines(caplog)[0]
+        told = [r.getMessage() for r in caplog.records if r.name.endswith(".link")]
+        assert len(set(told)) == len(told) == 1, told
+        if who == "foreign":
+            assert theirs is not None
+            assert "not of this cluster's CA" in line
+            assert f"we trust {theirs.ca}" in line
+            assert "broke off: it may not trust our certificate" in ours
+            assert f"we show {node.cert} and trust {node.ca}" in ours
+        elif who == "nobody":
+            assert "refuses: it speaks no TLS, and this node has credentials" in line
+            assert "it speaks no TLS, and this node has credentials" in ours
+        else:
+            assert "the peer speaks no TLS" in line
+            assert "it speaks TLS, and this node has no credentials" in ours
+
+    options: dict[str, Any] = {}
+    if who != "plain node":
+        options = {"credentials": node, "mount": certificates["mount"]}
+    in_cluster(memory, test, 1, **options)
 
 
 def test_a_mount_cannot_pose_as_a_node(memory: Path, certificates: dict[str, Credentials]) -> None:

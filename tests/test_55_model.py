@@ -6,6 +6,7 @@ from irdmafs.backend.groups import (
     degraded,
     demoted,
     dropped,
+    emptied,
     has_still,
     leader,
     led_by,
@@ -21,9 +22,11 @@ from replication_state import (
     ABORT,
     CRASH,
     DAMAGE,
+    EVENTS,
     EXPIRY,
     LOSS,
     PIN,
+    REMOVAL,
     Bounds,
     Rules,
 )
@@ -41,12 +44,24 @@ BOUNDED = {
     "a node keeps for a while what it had as a member": Bounds(
         writers=1, events=1, leftovers=True, torn=True, kinds=(CRASH, DAMAGE)
     ),
+    "the members in sync are given up": Bounds(
+        writers=1, contents=2, epochs=3, events=2, kinds=(CRASH, REMOVAL)
+    ),
     "a writer with a second session": Bounds(
         writers=1, contents=2, epochs=2, events=2, kinds=(EXPIRY, LOSS), late_puts=True
     ),
 }
 # Minutes.
 LARGE = {
+    "the members in sync are given up after a change": Bounds(
+        writers=1, epochs=4, events=2, kinds=(CRASH, REMOVAL)
+    ),
+    "the members in sync are given up, and any one event": Bounds(
+        writers=1, epochs=3, events=2, kinds=(*EVENTS, REMOVAL), late_puts=True
+    ),
+    "the members in sync are given up under two writers": Bounds(
+        epochs=3, events=2, kinds=(CRASH, REMOVAL)
+    ),
     "two writers, changes and any one event": Bounds(epochs=3, events=1),
     "any two events": Bounds(writers=1, epochs=3, events=2),
     "a member leaves, comes back and leaves": Bounds(writers=1, epochs=4, events=1),
@@ -71,6 +86,8 @@ NEEDED = {
     "old_version_stays_until_superseded": Bounds(epochs=1, events=0),
     "pin_compares_version": Bounds(epochs=1, kinds=(PIN,)),
     "pinned_stays": Bounds(epochs=1, kinds=(PIN,)),
+    "group_is_fenced_before_it_is_emptied": Bounds(writers=1, events=2, kinds=(CRASH, REMOVAL)),
+    "group_is_emptied_when_nothing_is_named": Bounds(writers=1, kinds=(REMOVAL,)),
 }
 # A node refuses data for an old configuration so that the writer learns of it before its commit fails.
 CONVENIENT = {"node_fences_older_configuration"}
@@ -167,6 +184,9 @@ def test_nothing_moves_without_a_target() -> None:
         lambda: promoted(GroupConfig(1, (1,), (2,)), 3),
         lambda: with_joining(GroupConfig(1, (1,), (2,)), 2),
         lambda: led_by(GroupConfig(1, (1,), (2,)), 2),
+        lambda: emptied(GroupConfig(1, (1,)), 2, 2),
+        lambda: emptied(GroupConfig(1, (1, 2)), 2),
+        lambda: emptied(GroupConfig(1, (1,))),
     ],
 )
 def test_transitions_that_would_break_an_invariant_are_refused(change) -> None:

@@ -23,6 +23,7 @@ from irdmafs.backend.records import (
     MountRecord,
     NodeAddress,
     NodeRecord,
+    decode,
     encode,
     group_key,
     key_of,
@@ -90,6 +91,11 @@ class Cluster:
                 "127.0.0.1", port, port, ["tcp"], "h", "/s", 4 * GIB, 4 * GIB - used, "0"
             )
             self.put((key_of(b"N", node), record), (key_of(b"n", node), address))
+
+    def config(self, index: int) -> GroupConfig:
+        """Of the group that `keep` made."""
+        found = self.do(lambda engine: engine.get(group_key(REPLICAS << 16 | index)))
+        return decode(found.value, GroupConfig)
 
     def keep(self, *configs: GroupConfig) -> None:
         """Groups 0, 1, ... of two replicas."""
@@ -373,10 +379,30 @@ def test_a_node_that_keeps_data_is_not_removed(cluster: Cluster) -> None:
     assert "is up and keeps 2 groups; drain it first" in line
     cluster.delete(key_of(b"n", A), key_of(b"n", B))
     line = one_line(cluster.run("cluster", "remove", "a1"))
-    assert "1 groups have their only copy on node" in line
+    assert "1 group with 0 files (0 B) have their only copy on node" in line
     assert "still counts in 1 groups" in one_line(cluster.run("cluster", "remove", "b2"))
     assert len(cluster.status(2)["nodes"]) == 2
     assert cluster.run("cluster", "remove", "b2", "--force").returncode == 0
+
+
+def test_a_group_is_given_up_when_nobody_who_was_in_sync_may_come_back(cluster: Cluster) -> None:
+    cluster.admit(A, B, C)
+    cluster.keep(GroupConfig(1, (A, B)), GroupConfig(2, (C,)))
+    cluster.delete(key_of(b"n", A), key_of(b"n", B))
+    done = cluster.run("cluster", "remove", "a1", "--force")
+    assert done.returncode == 0, done
+    assert done.stderr == ""
+    assert "1 group with 0 files" in one_line(cluster.run("cluster", "remove", "b2"))
+    assert cluster.config(0).epoch == 1
+    # No store node is really there that could begin it anew.
+    cluster.delete(key_of(b"n", C))
+    done = cluster.run("cluster", "remove", "b2", "--force")
+    assert done.returncode == 0, done
+    assert "1 group wait for a store node: irdmafs serve STORE" in done.stderr
+    assert cluster.config(0) == GroupConfig(
+        2, (A, B)
+    )  # what was acknowledged before counts no more
+    assert cluster.config(1).epoch == 2
 
 
 def test_nodes_are_named_by_id_or_address(cluster: Cluster) -> None:

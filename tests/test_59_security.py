@@ -175,8 +175,8 @@ def test_credentials_that_cannot_work_say_why(directory: str, stranger: Credenti
     assert why(stranger.ca, cert, key).startswith(f"{cert} was not issued by the CA in")
     assert why(ca, stranger.cert, stranger.key).startswith(f"{stranger.cert} was not issued by")
     assert re.fullmatch(
-        rf"the certificate {old.cert} expired on [-\d]+ [\d:]+ UTC; make another with: "
-        "irdmafs cluster cert",
+        rf"the certificate {old.cert} expired on [-\d]+ [\d:]+ UTC; remove it and its key, and make "
+        "another with: irdmafs cluster cert n2 --role node",
         why(ca, old.cert, old.key),
     )
     assert "names no role" in why(ca, ca, os.path.join(directory, "ca.key"))

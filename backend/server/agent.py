@@ -13,8 +13,9 @@ from typing import Any
 
 import trio
 
-from ..groups import degraded, leader, next_step, without
-from ..membership import Groups, Members, Session
+from ..groups import degraded, emptied, leader, next_step, refenced, without
+from ..kv import Conflict
+from ..membership import Groups, Members, Session, removed_for_good
 from ..placement import replicas_of
 from ..records import GROUP_BUCKET_BITS, GroupConfig
 from ..replica import Replica
@@ -72,6 +73,7 @@ class Agent:
         self._members_before: dict[int, tuple[int, ...]] = {}
         self._pinging: dict[int, trio.Lock] = {}
         self._answers: dict[int, tuple[float, bool]] = {}
+        self._waits_for_names = False  # to go: nothing tells of that
         self.housekeeping = Housekeeping(
             node, engine, replica, members, groups, session, rereplicate_after_s=rereplicate_after_s
         )
@@ -91,7 +93,11 @@ class Agent:
             await self._session.wait_valid()
             self._wake = trio.Event()
             try:
-                if await self.housekeeping.retarget() or await self._lead():
+                if (
+                    await self.housekeeping.retarget()
+                    or await self._lead()
+                    or await self._begin_anew()
+                ):
                     continue
             except OSError as error:
                 log.warning("groups could not be changed: %s", error)
@@ -207,6 +213,54 @@ class Agent:
         await self._put(changes)
         return True
 
+    async def _begin_anew(self) -> bool:
+        """Empty the groups whose members in sync were all removed for good, as soon as no inode names
+        anything there (`irdmafs cluster remove --force` sees to that). They have no leader: the elected
+        node does it. Returns whether there was any."""
+        self._waits_for_names = False
+        if not self.housekeeping.acts():
+            return False
+        lost: dict[tuple[int, ...], list[int]] = {}
+        for group, (config, _) in self._groups.all().items():
+            if all(map(self._members.is_removed, config.in_sync)) and self._live_target(group):
+                if self._resync.has_names(group):
+                    self._waits_for_names = True
+                else:
+                    lost.setdefault(config.in_sync, []).append(group)
+        for gone, groups in lost.items():
+            await self._empty(groups, gone)
+        return bool(lost)
+
+    async def _empty(self, groups: list[int], gone: tuple[int, ...]) -> None:
+        """In two steps: a publish may still be under way that the dead members have acknowledged. After
+        the first it fails, so what is named then is all there ever will be."""
+        known = self._groups.all()
+        fenced = {group: refenced(known[group][0]) for group in groups if group in known}
+        changes = {group: (known[group][1], config) for group, config in fenced.items()}
+        guards = removed_for_good(gone)
+        try:
+            newest, _ = await self._groups.change(self._engine, changes, guards)
+            await self._replica.wait_applied(newest)
+            changes = {}
+            for group, config in fenced.items():
+                found, target = self._groups.get(group), self._live_target(group)
+                if found and found[0] == config and target and not self._resync.has_names(group):
+                    changes[group] = found[1], emptied(config, *target)
+            newest, _ = await self._groups.change(self._engine, changes, guards)
+            await self._replica.wait_applied(newest)
+        except Conflict as conflict:
+            log.info("groups of removed nodes stay as they are: %s", conflict)
+        else:
+            log.warning(
+                "%d groups begin anew without nodes %s, which were removed with their content",
+                len(changes),
+                ", ".join(f"{node:x}" for node in gone),
+            )
+        await self._replica.barrier()
+
+    def _live_target(self, group: int) -> tuple[int, ...]:
+        return tuple(node for node in self._target(group) if node in self._members.nodes)
+
     async def _put(self, changes: dict[int, tuple[int, GroupConfig]]) -> bool:
         """Returns when the outcome is known here: whether all were put."""
         newest, late = await self._groups.change(self._engine, changes)
@@ -283,4 +337,5 @@ class Agent:
         now = time.monotonic()
         due = [since + self.rereplicate_after_s for since in self._members.dead_since.values()]
         due += [until for until, _ in self._shunned.values()]
-        return min([LOOK_ANYWAY_S, *(moment - now for moment in due if moment > now)])
+        longest = RETRY_S if self._waits_for_names else LOOK_ANYWAY_S
+        return min([longest, *(moment - now for moment in due if moment > now)])

@@ -39,6 +39,10 @@ class Source(Protocol):
 class Catalog(Protocol):
     """What should be on this node (backend/server/catalog.py)."""
 
+    def extents_of(self, group: int) -> Iterator[tuple[Extent, int]]:
+        """The named extents of a group, here or not, with their sizes in bytes."""
+        ...
+
     def missing(self, group: int) -> list[tuple[Extent, int]]:
         """The named extents of a group that are not here, with their sizes in bytes."""
         ...

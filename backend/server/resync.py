@@ -195,6 +195,10 @@ class Resync:
             self._files.free(extent)
             self._reported.discard(extent)
 
+    def has_names(self, group: int) -> bool:
+        """Whether an inode names an extent of the group, as far as the replica is."""
+        return next(self._catalog.extents_of(group), None) is not None
+
     def progress(self) -> Progress:
         return Progress(
             groups=len(self._active),

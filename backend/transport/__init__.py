@@ -3,7 +3,7 @@
 A device knows extents (content, stripe) and bytes, nothing of files. Every call raises OSError:
 ENOENT when the node does not keep the extent (superseded, or never written), ENOSPC, ESTALE when the
 group's configuration is another than the caller's (`Fenced`), ENOTCONN/ETIMEDOUT and the like
-(`Unreachable`) when the node cannot be asked.
+(`Unreachable`) when the node cannot be asked, EACCES (`Distrusted`) when it will not be either.
 """
 
 import errno
@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-__all__ = ["Device", "Extent", "Fenced", "Target", "Unreachable"]
+__all__ = ["Device", "Distrusted", "Extent", "Fenced", "Target", "Unreachable"]
 
 
 class Extent(NamedTuple):
@@ -43,6 +43,15 @@ class Unreachable(OSError):
     def __init__(self, node: int, reason: str) -> None:
         super().__init__(errno.ENOTCONN, f"store node {node:x} cannot be reached: {reason}")
         self.node = node
+
+
+class Distrusted(Unreachable):
+    """The node and this process do not accept each other: no waiting helps, until somebody changes the
+    credentials of one of them."""
+
+    def __init__(self, node: int, reason: str) -> None:
+        super().__init__(node, reason)
+        self.errno = errno.EACCES
 
 
 class Device(Protocol):

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import trio
 
 from ..records import NodeAddress
-from ..security import describe_tls_error, peer_identity
-from . import Unreachable
+from ..security import is_final, peer_identity
+from . import Distrusted, Unreachable
 from .caller import ControlClient, broken_text
 from .channel import Channel, EncryptedChannel, Lost, Patience, choose_congestion_control
 from .messages import (
@@ -48,6 +48,10 @@ _CHANNELS_KEPT = 16
 _USER_TIMEOUTS = 3
 
 
+class _Refusal(Exception):
+    """The node is not to be talked to, or does not want to, and this will not change by itself."""
+
+
 class Link:
     """A store node's control connection and its idle data connections."""
 
@@ -64,6 +68,12 @@ class Link:
         self._setback_s = 0.0
         self._alone_until = 0.0
         self._why = ""
+        self._distrusts = False
+
+    @property
+    def refusal(self) -> str:
+        """Why the node and this process do not accept each other; "": they do, or it is not known."""
+        return self._why if self._distrusts else ""
 
     async def ask(self, make: Callable[[int], AnyRequest], group: int = 0) -> AnyAnswer:
         """One round trip. `group` is the one that a Fenced is about. Raises OSError."""
@@ -169,7 +179,7 @@ class Link:
                 self._setback_s = self._alone_until = 0.0
             if self._control is None:
                 if time.monotonic() < self._alone_until:
-                    raise Unreachable(self.node, self._why)
+                    raise self._unreachable()
                 self._control = await self._connect(address)
             return self._control
 
@@ -177,7 +187,7 @@ class Link:
         timeout_s = self._peers.timeout_s
         self._peers.counters.connects += 1
         began = time.monotonic()
-        why = ""
+        why, final = "", False
         try:
             with trio.move_on_after(timeout_s) as scope:
                 stream = await self._stream(address)
@@ -188,29 +198,40 @@ class Link:
                     raise
             if scope.cancelled_caught:
                 why = f"no answer for {timeout_s:g} s"
-        except ssl.SSLError as error:
-            why = describe_tls_error(error)
         except trio.BrokenResourceError as error:
             why = broken_text(error)
+            if isinstance(error.__cause__, ssl.SSLError):
+                final = is_final(error.__cause__)
+                why += f"; we trust {self._peers.trusted}"
+        except _Refusal as error:
+            why, final = str(error), True
         except (BadMessage, trio.EndOfChannel) as error:
             why = str(error) or "it closed the connection"
         except OSError as error:
             why = error.strerror or str(error)
         if not why:
             self._setback_s = 0.0
+            self._distrusts = False
             control = ControlClient(self._peers, self, frames)
             control.start()
             return control
         # A node that took long to be given up must not cost every caller as long again.
         took_s = time.monotonic() - began
         self._setback_s = min(SETBACK_MAX_S, max(SETBACK_FIRST_S, 2 * self._setback_s))
+        if final and (why, final) != (self._why, self._distrusts):
+            log.warning("store node %x at %s: %s", self.node, address.address, why)
         self._leave_alone(max(took_s, self._setback_s), why)
+        self._distrusts = final
         self._peers.counters.errors["ENOTCONN"] += 1
-        raise Unreachable(self.node, why)
+        raise self._unreachable()
+
+    def _unreachable(self) -> Unreachable:
+        return (Distrusted if self._distrusts else Unreachable)(self.node, self._why)
 
     def _leave_alone(self, time_s: float, why: str) -> None:
         self._alone_until = time.monotonic() + time_s
         self._why = why
+        self._distrusts = False
 
     async def _stream(self, address: NodeAddress) -> trio.abc.Stream:
         stream = await trio.open_tcp_stream(address.address, address.control_port)
@@ -240,7 +261,8 @@ class Link:
         peers.counters.round_trips += 1
         answer = decode_welcome(await frames.receive())
         if isinstance(answer, Refused):
-            raise BadMessage(f"it refuses: {answer.text[:200]}")
+            kind = _Refusal if answer.for_good else BadMessage
+            raise kind(f"it refuses: {answer.text[:200]}")
         if answer.node != self.node:
             raise BadMessage(f"store node {answer.node:x} is at its address")
         return frames
@@ -258,7 +280,7 @@ class Link:
             try:
                 with trio.fail_after(self._peers.timeout_s):
                     opened.append(await self._open_channel(ticket))
-            except (OSError, Lost, trio.TooSlowError, BadMessage) as error:
+            except (OSError, Lost, trio.TooSlowError, BadMessage, _Refusal) as error:
                 why = str(error) or "no data connection could be opened in time"
                 errors.append(Unreachable(self.node, why))
 
@@ -307,7 +329,7 @@ class Link:
 
 
 def _check_node(connection: trio.SSLStream[trio.SocketStream] | ssl.SSLSocket) -> None:
-    """Raises BadMessage when something else than a node listens there."""
+    """Raises _Refusal when something else than a node listens there."""
     identity = peer_identity(connection)
     if identity is None or identity.role != "node":
-        raise BadMessage("its certificate is not a store node's")
+        raise _Refusal("its certificate is not a store node's")

@@ -65,9 +65,10 @@ class Welcome(Message, tag=2):
 
 
 class Refused(Message, tag=3):
-    """The connection is closed after it."""
+    """The connection is closed after it. `for_good`: trying again is of no use."""
 
     text: str
+    for_good: bool = False
 
 
 class Renewed(Message, tag=4):

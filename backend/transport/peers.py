@@ -87,6 +87,7 @@ class Peers:
         self.streams = streams
         self.encrypt_data = encrypt_data
         self.context = credentials.client_context() if credentials is not None else None
+        self.trusted = credentials.ca if credentials is not None else "nobody"
         self.counters = Counters()
         self.limiter = trio.CapacityLimiter(_THREADS_MAX)
         self._links: dict[int, Link] = {}
@@ -142,6 +143,28 @@ class Peers:
         link = self._links.get(node)
         if link is not None and self.resolve(node) is None:
             link.give_up("its lease is over")
+
+    async def check(self, nodes: Iterable[int]) -> None:
+        """Find out whether these nodes and this process accept each other (see `refusals`)."""
+
+        async def check_one(node: int) -> None:
+            try:
+                await self.ping(node)
+            except OSError as error:
+                log.info("%s", error)
+
+        async with trio.open_nursery() as nursery:
+            for node in nodes:
+                nursery.start_soon(check_one, node)
+
+    def refusals(self) -> list[str]:
+        """A line for each node of which it is known that it and this process do not accept each
+        other."""
+        return [
+            f"store node {node:x} is of no use: {link.refusal}"
+            for node, link in sorted(self._links.items())
+            if link.refusal
+        ]
 
     async def borrow(self, node: int, count: int) -> list[Channel]:
         """Data connections for one request each. Raises Unreachable."""

@@ -91,6 +91,7 @@ class Listener:
         self._service = service
         self._peers = peers
         self._address = address
+        self._credentials = credentials
         self._context = credentials.server_context() if credentials is not None else None
         self._encrypt_data = encrypt_data
         self._timeout_s = timeout_s
@@ -195,6 +196,7 @@ class Listener:
     async def _serve_control(self, sock: trio.socket.SocketType, address: str) -> None:
         stream: trio.abc.Stream = trio.SocketStream(sock)
         with self._stranger():
+            await self._check_tls(sock, stream)
             role = name = ""
             if self._context is not None:
                 stream, role, name = await self._tls(stream)
@@ -213,13 +215,33 @@ class Listener:
             except BadMessage as error:
                 raise BadMessage(f"{peer.role} {peer.name!r}: {error}") from None
 
+    async def _check_tls(self, sock: trio.socket.SocketType, stream: trio.abc.Stream) -> None:
+        """One who begins with TLS where there is none, or without, is told so, as his waiting for
+        better times would be in vain. Raises BadMessage."""
+        start = await sock.recv(1, socket.MSG_PEEK)
+        encrypted = start == bytes([_TLS_HANDSHAKE])
+        if not start or encrypted == (self._context is not None):
+            return
+        frames = Frames(stream, HELLO_BYTES_MAX)
+        # What is not read of it would take the answer away from him.
+        if encrypted:
+            await sock.recv(HELLO_BYTES_MAX)
+            why = "it speaks TLS, and this node has no credentials (ca, cert, key in [cluster])"
+        else:
+            decode_hello(await frames.receive())
+            why = "it speaks no TLS, and this node has credentials (ca, cert, key in [cluster])"
+        await frames.send(Refused(why, for_good=True))
+        raise BadMessage(why)
+
     async def _tls(self, stream: trio.abc.Stream) -> tuple[trio.abc.Stream, str, str]:
         assert self._context is not None
+        assert self._credentials is not None
         secure = trio.SSLStream(stream, self._context, server_side=True)
         try:
             await secure.do_handshake()
         except trio.BrokenResourceError as error:
-            raise BadMessage(broken_text(error)) from None
+            shown = f"; we show {self._credentials.cert} and trust {self._credentials.ca}"
+            raise BadMessage(broken_text(error) + shown) from None
         return (secure, *_identity(secure))
 
     async def _meet(self, frames: Frames, address: str, role: str, name: str) -> Peer:

@@ -1,0 +1,450 @@
+"""What a cluster says to those who make a mistake, and what their mistakes cannot destroy."""
+
+import contextlib
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from cluster_mount import OneNodeMount
+from etcd_server import EtcdServer
+from irdmafs.backend.cluster_config import ClusterConfig
+from irdmafs.backend.kv import Event
+from irdmafs.backend.membership import Members
+from irdmafs.backend.placement import pool_of
+from irdmafs.backend.records import (
+    GROUP_BUCKET_BITS,
+    SETTINGS_KEY,
+    NodeAddress,
+    NodeRecord,
+    Settings,
+    encode,
+    key_of,
+    policy_key,
+)
+from mountpoint import Mount, eventually, irdmafs
+
+from irdmafs.cli import main
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+
+
+def one_line(done: subprocess.CompletedProcess[str], code: int = 1) -> str:
+    """The only line that a failed command printed."""
+    assert done.returncode == code, done
+    [line] = done.stderr.splitlines()
+    assert line.startswith("irdmafs: ")
+    return line.removeprefix("irdmafs: ")
+
+
+@pytest.fixture
+def mounted() -> Iterator[OneNodeMount]:
+    with OneNodeMount() as mount:
+        yield mount
+
+
+def config_of(mount: OneNodeMount) -> str:
+    return mount.arguments[mount.arguments.index("--cluster") + 1]
+
+
+def kill_node(mount: OneNodeMount) -> str:
+    """Kill the store node and wait until its lease is over; its id."""
+    config = config_of(mount)
+    identity = Path(config).parent / "store" / "node.json"
+    assert mount._node is not None
+    mount._node.send_signal(signal.SIGKILL)
+    mount._node.wait()
+
+    def is_down() -> bool:
+        found = json.loads(irdmafs("cluster", "status", "--json", "--cluster", config).stdout)
+        return [node["state"] for node in found["nodes"]] == ["down"]
+
+    eventually(is_down, "the node's lease is over", 30)
+    return f"{int(json.loads(identity.read_text())['id'], 16):016x}"
+
+
+# -- configuration ---------------------------------------------------------------------------------
+
+
+def test_sizes_and_durations_are_plain_numbers(tmp_path: Path) -> None:
+    """What is computed from them goes into records, which know no others."""
+    file = tmp_path / "cluster.toml"
+    file.write_text('[cluster]\netcd = ["h"]\n[node]\nsize = "64M"\n[mount]\ntimeout = "5s"\n')
+    config = ClusterConfig.load(str(file))
+    assert type(config.node.size) is int
+    assert config.node.size == 64 << 20
+    assert type(config.node.rebalance_rate) is int
+    assert type(config.mount.timeout) is float
+    assert config.mount.timeout == 5
+
+
+def test_status_is_unavailable_when_its_configuration_cannot_be_read(tmp_path: Path) -> None:
+    """1 would say that the cluster works, with fewer replicas."""
+    done = irdmafs("cluster", "status", "--cluster", tmp_path / "none.toml")
+    assert "none.toml: No such file or directory" in one_line(done, 2)
+
+
+def test_advice_names_options_that_there_are(tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").write_text("[cluster]\n")
+    line = one_line(irdmafs("rebalance", "--cluster", tmp_path / "cluster.toml"))
+    for option in re.findall(r"--[a-z-]+", line):
+        assert option in irdmafs("rebalance", "--help").stdout
+    assert irdmafs("cluster", "init", "--etcd", ",").returncode == 2
+
+
+@pytest.mark.parametrize("timeout", ["0.5", "2d", "soon"])
+def test_timeout_that_makes_no_sense_is_refused(tmp_path: Path, timeout: str) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text('[cluster]\netcd = ["h"]\n')
+    assert "timeout" in one_line(
+        irdmafs("mount", tmp_path, "--cluster", file, "--timeout", timeout)
+    )
+
+
+# -- making a cluster ------------------------------------------------------------------------------
+
+
+def test_init_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    command = (sys.executable, "-m", "irdmafs", "cluster", "init", "--etcd", "127.0.0.1:1")
+    with subprocess.Popen([*command, "--out", made], stderr=subprocess.PIPE, text=True) as init:
+        eventually((made / "cluster.toml").exists, "the files are made")
+        init.send_signal(signal.SIGINT)
+        assert init.stderr is not None
+        assert init.stderr.read() == ""
+    assert init.returncode == 130
+    assert list(made.iterdir()) == []
+
+
+def test_a_node_keeps_to_its_size(tmp_path: Path) -> None:
+    with EtcdServer() as etcd:
+        made = ("--etcd", etcd.endpoint, "--out", tmp_path, "--no-tls", "--buckets", "4")
+        assert irdmafs("cluster", "init", *made).returncode == 0
+        store, cluster = tmp_path / "store", ("--cluster", tmp_path / "cluster.toml")
+        done = irdmafs("serve", store, *cluster, "--size", "64M")
+        assert done.returncode == 0, done
+        try:
+            found = json.loads(irdmafs("cluster", "status", "--json", *cluster).stdout)
+            assert [node["total_bytes"] for node in found["nodes"]] == [64 << 20]
+        finally:
+            log = (store / "irdmafs.log").read_text()
+            pid = int(re.findall(r"^\S+ \S+ (\d+) ", log, re.MULTILINE)[-1])
+            os.kill(pid, signal.SIGTERM)
+            eventually(lambda: not os.path.exists(f"/proc/{pid}"), "the node ended", 30)
+
+
+# -- directories ----------------------------------------------------------------------------------
+
+
+def test_a_store_is_not_used_for_another_purpose(mounted: OneNodeMount, tmp_path: Path) -> None:
+    """Each kind of daemon empties what it does not know."""
+    config = config_of(mounted)
+    (mounted.path / "kept").write_bytes(b"kept")
+    node_store = Path(config).parent / "store"
+    kill_node(mounted)
+    extents = sorted(os.listdir(node_store / "extents"))
+    assert extents
+    (tmp_path / "m").mkdir()
+    for arguments in ((), ("--cluster", config)):
+        line = one_line(irdmafs("mount", tmp_path / "m", "--store", node_store, *arguments))
+        assert f"{node_store} is in use as the store of a store node" in line
+    assert sorted(os.listdir(node_store / "extents")) == extents
+
+    with Mount("kernel") as embedded:
+        embedded.unmount()
+        for arguments in (
+            ("mount", tmp_path / "m", "--store", embedded.store),
+            ("serve", embedded.store),
+        ):
+            line = one_line(irdmafs(*arguments, "--cluster", config))
+            assert "is in use as the store of a mount without --cluster" in line
+
+    mounted.unmount()
+    assert list(mounted.store.glob("extents/*")) == []
+    line = one_line(irdmafs("mount", mounted.path, "--store", mounted.store))
+    assert f"is the cache of a cluster's mount; mount it with --cluster {config}" in line
+    assert "take another directory" in one_line(
+        irdmafs("serve", mounted.store, "--cluster", config)
+    )
+
+
+def test_cache_that_does_not_fit_is_refused(mounted: OneNodeMount, tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    sizes = ("--size", "32M", "--cache-size", "64M")
+    line = one_line(irdmafs("mount", tmp_path / "m", "--cluster", config_of(mounted), *sizes))
+    assert "a cache of 64.0 MiB does not fit" in line
+    assert line.endswith("which has 32.0 MiB: give a smaller --cache-size, or a larger --size")
+    # Nothing of the attempt is left.
+    assert irdmafs("mount", tmp_path / "m").returncode == 0
+    assert irdmafs("umount", "--discard", tmp_path / "m").returncode == 0
+
+
+def test_files_are_read_whatever_room_their_writers_leave(mounted: OneNodeMount) -> None:
+    """Working copies fill the cache's directory without asking."""
+    first, second = bytes(24 << 20), bytes([1]) * (24 << 20)
+    (mounted.path / "first").write_bytes(first)
+    (mounted.path / "second").write_bytes(second)
+    with OneNodeMount(store_size="64M") as small:
+        small.arguments = mounted.arguments
+        small.unmount()
+        small.mount()
+        with (small.path / "new").open("wb") as new:
+            new.write(bytes(36 << 20))
+            assert (small.path / "first").read_bytes() == first
+            assert (small.path / "second").read_bytes() == second
+
+
+# -- mounts of a cluster that is not well ----------------------------------------------------------
+
+
+def test_mount_without_store_nodes_says_so_and_what_is_lost(mounted: OneNodeMount) -> None:
+    config = config_of(mounted)
+    (mounted.path / "kept").write_bytes(b"0123456789")
+    assert mounted.status()["warnings"] == []
+    node = kill_node(mounted)
+    found = json.loads(irdmafs("status", "--json", mounted.path).stdout)
+    assert any("no store node is up" in warning for warning in found["warnings"])
+    assert "warning: no store node is up" in irdmafs("status", mounted.path).stdout
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return irdmafs("cluster", *arguments, "--cluster", config)
+
+    problems = json.loads(run("status", "--json").stdout)["problems"]
+    alone = f"node {node} is down, and with it the only copy of 8 groups; start it again"
+    assert alone in problems
+    line = one_line(run("remove", node))
+    assert f"8 groups with 1 file (10 B) have their only copy on node {node}" in line
+    done = run("remove", node, "--force")
+    assert done.returncode == 1, done
+    assert "nothing was changed; --yes agrees" in done.stderr
+    assert "  /kept\n" in done.stderr
+    keyboard, terminal = pty.openpty()
+    command = (sys.executable, "-m", "irdmafs", "cluster", "remove", node, "--force")
+    with open(keyboard, "wb", 0) as typed, open(terminal, "rb", 0) as stdin:
+        typed.write(b"n\n")
+        done = subprocess.run(
+            [*command, "--cluster", config], stdin=stdin, capture_output=True, text=True
+        )
+    assert done.returncode == 1, done
+    assert "Remove them for ever? [y/N]" in done.stderr
+    assert done.stderr.endswith("irdmafs: nothing was changed\n")
+    assert json.loads(run("status", "--json").stdout)["problems"] == problems
+    assert os.listdir(mounted.path) == ["kept"]
+
+
+@contextlib.contextmanager
+def another_node(mount: OneNodeMount, store: Path) -> Iterator[None]:
+    """A second store node of the mount's cluster."""
+    done = irdmafs("serve", store, "--cluster", config_of(mount))
+    assert done.returncode == 0, done
+    log = (store / "irdmafs.log").read_text()
+    pid = int(re.findall(r"^\S+ \S+ (\d+) ", log, re.MULTILINE)[-1])
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGTERM)
+        eventually(lambda: not os.path.exists(f"/proc/{pid}"), "the node ended", 30)
+
+
+@pytest.mark.parametrize("served", ["before", "after"])
+def test_a_cluster_goes_on_without_what_only_a_lost_node_had(
+    mounted: OneNodeMount, tmp_path: Path, served: str
+) -> None:
+    """Whether the node that replaces it is there already or not."""
+    config = config_of(mounted)
+    (mounted.path / "directory").mkdir()
+    (mounted.path / "directory" / "lost").write_bytes(b"0123456789")
+    os.link(mounted.path / "directory" / "lost", mounted.path / "second name")
+    (mounted.path / "empty").touch()
+    node = kill_node(mounted)
+    shutil.rmtree(Path(config).parent / "store")
+
+    def remove() -> subprocess.CompletedProcess[str]:
+        return irdmafs("cluster", "remove", node, "--force", "--yes", "--cluster", config)
+
+    with contextlib.ExitStack() as stack:
+        if served == "before":
+            stack.enter_context(another_node(mounted, tmp_path / "store"))
+        done = remove()
+        assert done.returncode == 0, done
+        assert f"1 file (10 B) have their only copy on node {node}" in done.stderr
+        assert "  /directory/lost\n  /second name\n" in done.stderr
+        assert "1 file (10 B) are removed" in done.stdout
+        if served == "after":
+            assert "8 groups wait for a store node: irdmafs serve STORE" in done.stderr
+            assert remove().returncode == 0  # it may be repeated
+            stack.enter_context(another_node(mounted, tmp_path / "store"))
+        (mounted.path / "new").write_bytes(b"abc")
+        assert (mounted.path / "new").read_bytes() == b"abc"
+        assert sorted(os.listdir(mounted.path)) == ["directory", "empty", "new"]
+        assert os.listdir(mounted.path / "directory") == []
+        (mounted.path / "directory" / "lost").write_bytes(b"again")
+
+        def is_well() -> bool:
+            found = irdmafs("cluster", "status", "--json", "--cluster", config)
+            return json.loads(found.stdout)["health"] == "ok"
+
+        eventually(is_well, "all groups are begun anew", 30)
+        assert "there is no store node" in one_line(remove())
+
+
+def test_a_node_that_was_given_up_and_comes_back_has_nothing_to_say(
+    mounted: OneNodeMount, tmp_path: Path
+) -> None:
+    config = config_of(mounted)
+    (mounted.path / "lost").write_bytes(b"0123456789")
+    node = kill_node(mounted)
+    store = Path(config).parent / "store"
+    serve = ("serve", store, "--cluster", config)
+    with another_node(mounted, tmp_path / "store"):
+        done = irdmafs("cluster", "remove", node, "--force", "--yes", "--cluster", config)
+        assert done.returncode == 0, done
+        (mounted.path / "new").write_bytes(b"abc")
+        assert f"node {node} was removed from the cluster" in one_line(irdmafs(*serve))
+        assert irdmafs("cluster", "admit", node, "--cluster", config).returncode == 0
+        with another_node(mounted, store):
+            eventually(lambda: not os.listdir(store / "extents"), "what was given up is freed", 30)
+            (mounted.path / "more").write_bytes(b"def")
+            mounted.unmount()
+            mounted.mount()
+            assert (mounted.path / "new").read_bytes() == b"abc"
+            assert (mounted.path / "more").read_bytes() == b"def"
+            assert not (mounted.path / "lost").exists()
+
+
+def test_a_publish_that_waits_says_so_once() -> None:
+    with OneNodeMount(("--timeout", "4s", "--log-level", "info")) as mount:
+        kill_node(mount)
+        with pytest.raises(TimeoutError), (mount.path / "file").open("wb", 0) as file:
+            file.write(b"abc")
+            os.fsync(file.fileno())
+        said = [line for line in mount.log_tail(100_000).splitlines() if ".writer" in line]
+        # For the fsync, and for the close.
+        assert 1 <= len(said) <= 2, said
+        assert "cannot be reached" in said[0]
+
+
+def test_a_placement_that_no_node_fits_is_named() -> None:
+    members = Members()
+    node = NodeAddress("h", 1, 1, ["tcp"], "h", "/s", 1, 1, "0")
+    records: list[tuple[bytes, msgspec.Struct]] = [
+        (SETTINGS_KEY, Settings(1, "id", 2, 4, 0, 5)),
+        (key_of(b"N", 7), NodeRecord("up", 1.0, {"zone": "a", "rack": "r"})),
+        (key_of(b"n", 7), node),
+    ]
+    rules = (policy_key(3), b"zone=b|c"), (policy_key(4), b"zone=a")
+    values = [*((key, encode(record)) for key, record in records), *rules]
+    members.apply(1, [Event(1, key, value) for key, value in values])
+    place = members.placement().target
+    with pytest.raises(OSError, match=r"'zone=b\|c': it wants zone=b\|c, and they have zone a"):
+        place(pool_of(2, 3) << GROUP_BUCKET_BITS)
+    assert place(pool_of(2, 4) << GROUP_BUCKET_BITS) == (7,)
+
+
+@pytest.mark.parametrize("whose", ["another cluster's", "nobody's"])
+def test_mount_with_wrong_credentials_is_told_so_and_does_not_wait(
+    tmp_path: Path, whose: str
+) -> None:
+    ours, theirs, store, path = (tmp_path / name for name in ("ours", "theirs", "store", "m"))
+    path.mkdir()
+    with EtcdServer() as etcd:
+        made = ("cluster", "init", "--etcd", etcd.endpoint, "--buckets", "4", "--out")
+        assert irdmafs(*made, ours).returncode == 0
+        assert irdmafs(*made, theirs, "--name", "other").returncode == 0
+        cluster = (theirs / "cluster.toml").read_text().replace('"other"', '"default"')
+        if whose == "nobody's":
+            cluster = re.sub(r"(?m)^(ca|cert|key) = .*$", "", cluster)
+        (theirs / "cluster.toml").write_text(cluster)
+        done = irdmafs("serve", store, "--cluster", ours / "cluster.toml")
+        assert done.returncode == 0, done
+        pid = int(re.findall(r"^\S+ \S+ (\d+) ", (store / "irdmafs.log").read_text(), re.M)[-1])
+        try:
+            # Longer than a test may take.
+            long = ("--cluster", theirs / "cluster.toml", "--timeout", "1h")
+            done = irdmafs("mount", path, "--cluster", ours / "cluster.toml", "--host", "far")
+            assert done.returncode == 0, done
+            assert "warning" not in done.stdout
+            (path / "kept").write_bytes(b"abc")
+            assert irdmafs("umount", "--discard", path).returncode == 0
+            done = irdmafs("mount", path, *long, "--host", "far")
+            assert done.returncode == 0, done
+            [warning] = [line for line in done.stdout.splitlines() if "warning" in line]
+            with pytest.raises(PermissionError):
+                (path / "file").write_bytes(b"abc")
+            with pytest.raises(PermissionError):
+                (path / "kept").read_bytes()
+            [told] = json.loads(irdmafs("status", "--json", path).stdout)["warnings"]
+            assert told in warning
+            reason, log = "speaks no TLS", (store / "irdmafs.log").read_text()
+            if whose == "another cluster's":
+                reason = "not of this cluster's CA"
+                assert f"we trust {theirs}/ca.pem" in told
+                assert f"we show {ours}/node.pem and trust {ours}/ca.pem" in log
+                assert "speaks no TLS" not in log
+            assert reason in told
+            assert "of no use" in told
+        finally:
+            irdmafs("umount", "--discard", path)
+            os.kill(pid, signal.SIGTERM)
+            eventually(lambda: not os.path.exists(f"/proc/{pid}"), "the node ended", 30)
+
+
+def test_stale_mount_is_healed_as_what_it_was(mounted: OneNodeMount, tmp_path: Path) -> None:
+    config, path = config_of(mounted), tmp_path / "m"
+    path.mkdir()
+    done = irdmafs("mount", path, "--cluster", config)
+    assert done.returncode == 0, done
+    try:
+        pid = json.loads(irdmafs("status", "--json", path).stdout)["pid"]
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda: not os.path.exists(f"/proc/{pid}"), "the daemon is gone")
+        advice = f"Heal it with: irdmafs mount {path} --cluster {config}"
+        assert advice in irdmafs("status", path).stdout
+        assert f"mount it with --cluster {config}" in one_line(irdmafs("mount", path))
+        assert irdmafs("mount", path, "--cluster", config).returncode == 0
+    finally:
+        irdmafs("umount", "--discard", path)
+
+
+def test_umount_names_a_namespace_that_has_the_mount_still(mounted: OneNodeMount) -> None:
+    pid = mounted.status()["pid"]
+    command = ("unshare", "--mount", "--propagation", "private", "sh", "-c", "echo; exec sleep 99")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        line = one_line(irdmafs("umount", mounted.path))
+        assert f"process {other.pid} is in it" in line
+        assert line.endswith(f"kill {pid}")
+        other.kill()
+    eventually(lambda: not os.path.exists(f"/proc/{pid}"), "the daemon ended", 30)
+
+
+def test_documented_options_exist() -> None:
+    """Every option of the README is one of a command."""
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    blocks = "\n".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL))
+    known = set(re.findall(r"--[a-z][a-z-]+", "".join(_helps())))
+    for line in blocks.splitlines() + re.findall(r"^\| `(irdmafs .*?)` \|", text, re.MULTILINE):
+        if line.lstrip().startswith("irdmafs"):
+            assert set(re.findall(r"--[a-z][a-z-]+", line.partition("#")[0])) <= known, line
+
+
+def _helps() -> Iterator[str]:
+    import click
+
+    def walk(command: click.Command) -> Iterator[str]:
+        for parameter in command.params:
+            yield " ".join((*parameter.opts, *parameter.secondary_opts, ""))
+        if isinstance(command, click.Group):
+            for inner in command.commands.values():
+                yield from walk(inner)
+
+    yield from walk(main)
