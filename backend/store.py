@@ -28,10 +28,6 @@ class Watcher(Protocol):
         """All that changed since the last call changed at once; `ours`: by this mount."""
         ...
 
-    async def told(self) -> None:
-        """Return when everybody here who has to knows all that was told up to now."""
-        ...
-
 
 class Store(Protocol):
     """Contents by number and the namespace that names them. Methods raise OSError."""

@@ -4,18 +4,15 @@ In a directory that the mount follows (backend/remote/leases) an answer says for
 may believe it. Whoever changes something there waits for this mount, which first makes the kernel
 forget what is not so any more; what is remembered here is only which names and attributes that may be.
 
-An answer can be on its way into the kernel while the change is told:
+Names are forgotten all at once, by a new epoch: every name has that of the question which it was the
+answer to, and is asked for anew when it is used in a later one (Linux 6.16). To drop a single name
+takes its directory's lock, which the kernel holds while a program here changes that directory and,
+perhaps, waits for the other host; and a thread that waits for it cannot even be killed, nor is the
+connection of a daemon at an end as long as such a thread is left. So an older kernel is not to believe.
 
-- A name is dropped under its directory's lock. An answer that makes a name known is taken in under
-  that lock, too; one that confirms a name is taken in for the one that is dropped.
-- Attributes: the kernel drops answers to questions older than what it was told to forget, if it knows
-  the inode. If not, one may be about to make it known: under the directory's lock, which is waited
-  for, and then it is told again. Answers to changes of its own (create, link, setattr) the kernel
-  does not compare so; their attributes are not to be believed at all.
-
-The directory's lock is also held while a program here changes the directory, until all who follow it
-know of that change. Two mounts that change one directory and believed in what the other one changes
-would wait for each other: so nobody waits longer than the kernel believes.
+Attributes are forgotten by inode; the kernel drops answers to questions older than that. Answers to
+changes of its own (create, link, setattr) it does not compare so; their attributes are not to be
+believed.
 """
 
 import contextlib
@@ -34,25 +31,10 @@ log = logging.getLogger(__name__)
 # What was said longer ago than this (seconds) is not believed any more: far longer than any answer
 # says, because a caller may be kept from its processor before it takes the answer in.
 _REMEMBERED_S = 2.0
-_GRACE_S = 0.1
-# A directory whose lock could not be had in time is one that is changed from two sides.
-_CROWDED_S = 10.0
 # The kernel keeps what it looked up, and we a node for it, until it wants the memory for something else.
-# What is gone it is made to drop, so many names (at most) at a time, when they were collected so long.
+# What is gone it is made to drop, so many inodes (at most) at a time, collected for so long.
 _COLLECT_S = 1.0
 _COLLECTED_MAX = 1 << 16
-
-
-class _Batch:
-    """What the kernel is to be told at once, and until when it would believe it otherwise."""
-
-    __slots__ = ("done", "inodes", "names", "until")
-
-    def __init__(self) -> None:
-        self.names: set[Name] = set()
-        self.inodes: dict[int, list[Name]] = {}  # with the names that may make them known
-        self.until = 0.0
-        self.done = trio.Event()
 
 
 class _Said:
@@ -65,6 +47,10 @@ class _Said:
         self.names_of: dict[int, set[Name]] = {}
         self.attributes: dict[int, float] = {}
 
+    def forget_names(self) -> None:
+        self.names.clear()
+        self.names_of.clear()
+
 
 class Beliefs:
     """Told by the store of every change (a store's Watcher), makes the kernel forget."""
@@ -76,26 +62,13 @@ class Beliefs:
         self._said, self._said_before = _Said(), _Said()
         self._turns_at = 0.0
         self._own: dict[Name, tuple[Name, ...]] = {}
-        self._crowded: dict[int, float] = {}
-        self._open: _Batch | None = None
-        self._batches: list[_Batch] = []
         self._changed_names: list[tuple[Name, int]] = []
         self._changed_inodes: list[tuple[Inode | None, Inode | None]] = []
-        self._left: set[Name] = set()
+        self._left: set[int] = set()
         self._collecting = False
-        self.told_names = self.told_inodes = self.gave_up = 0
+        self.epochs = self.told_inodes = 0
 
     # -- what the kernel is told in answers --------------------------------------------------------
-
-    def may_name(self, directory: int) -> bool:
-        """Whether the kernel could be made to forget names of the directory of late."""
-        until = self._crowded.get(directory) if self._crowded else None
-        if until is None:
-            return True
-        if time.monotonic() < until:
-            return False
-        del self._crowded[directory]
-        return True
 
     def name(self, parent: int, name: bytes, ino: int, seconds: float) -> None:
         """An answer says that a name leads to an inode for so long."""
@@ -129,8 +102,8 @@ class Beliefs:
             yield
         except BaseException:
             # It may have happened all the same.
-            until = max(map(self._take_name, names))
-            self._tell_soon(names if until else (), (), until)
+            if max(map(self._take_name, names)):
+                self._forget(names=True, inodes=())
             raise
         else:
             left_s = max(map(self._take_name, names)) - time.monotonic()
@@ -150,44 +123,35 @@ class Beliefs:
 
     def transaction(self, *, ours: bool) -> None:
         """What changed since the last call changed at once; `ours`: by a program on this mount."""
-        names: set[Name] = set()
+        names = False
         inodes: set[int] = set()
-        until = 0.0
         for key, old_ino in self._changed_names:
-            keys = self._own.get(key, (key,))
             if ours and key in self._own:
                 continue
-            believed = max(map(self._take_name, keys))
-            if believed:
-                names.update(keys)
-                until = max(until, believed)
-            elif old_ino:
-                self._collect(key, old_ino)
+            if max(map(self._take_name, self._own.get(key, (key,)))):
+                names = True
+            if old_ino:
+                self._collect(old_ino)
         for old, new in self._changed_inodes:
             known = new or old
             assert known is not None
             published = new is not None and old is not None and new.version != old.version
-            if (published or not ours) and (believed := self._take_attributes(known.ino)):
+            if (published or not ours) and self._take_attributes(known.ino):
                 inodes.add(known.ino)
-                until = max(until, believed)
             if old is None or new is None:
                 continue
             if new.is_dir and new.parent != old.parent:
                 believed_names, believed_inodes = self._below(new.ino)
-                for ino in believed_inodes:
-                    until = max(until, self._take_attributes(ino))
-                inodes.update(believed_inodes)
+                inodes.update(filter(self._take_attributes, believed_inodes))
             elif published and not ours:
                 # Another version is another node.
                 believed_names = self._names_of(new.ino)
             else:
                 continue
-            for key in believed_names:
-                until = max(until, self._take_name(key))
-            names.update(believed_names)
+            names = names or any(map(self._take_name, believed_names))
         self._changed_names.clear()
         self._changed_inodes.clear()
-        self._tell_soon(names, inodes, until)
+        self._forget(names=names, inodes=inodes)
 
     def _take_name(self, key: Name) -> float:
         """Until when the kernel believes in a name, 0.0: it does not. It is about to forget it."""
@@ -231,71 +195,32 @@ class Beliefs:
 
     # -- telling the kernel ------------------------------------------------------------------------
 
-    def _tell_soon(self, names: Iterable[Name], inodes: Iterable[int], until: float) -> None:
-        if not names and not inodes:
-            return
-        if self._open is None:
-            # All of a burst goes into one.
-            batch = _Batch()
-            if not self._kernel.start_soon(self._tell, batch):
-                return
-            self._batches.append(batch)
-            self._open = batch
-        batch = self._open
-        batch.names.update(names)
-        for ino in inodes:
-            batch.inodes[ino] = self._names_of(ino)
-        batch.until = max(batch.until, until)
-
-    async def _tell(self, batch: _Batch) -> None:
-        self._open = None
-        nodes = [
-            (node.id, names)
-            for ino, names in batch.inodes.items()
-            for node in self._nodes.of(ino)
-            if node.lookups > 0
-        ]
-        self.told_names += len(batch.names)
+    def _forget(self, *, names: bool, inodes: Iterable[int]) -> None:
+        nodes = [node.id for ino in inodes for node in self._nodes.of(ino) if node.lookups > 0]
         self.told_inodes += len(nodes)
-        try:
-            patience_s = max(0.0, batch.until - time.monotonic()) + _GRACE_S
-            with trio.move_on_after(patience_s) as waiting:
-                await self._kernel.forget(list(batch.names), nodes)
-            if waiting.cancelled_caught:
-                self.gave_up += 1
-                crowded = {parent for parent, _ in batch.names}
-                log.info("directories %s are changed from two sides", sorted(crowded))
-                self._crowded.update(dict.fromkeys(crowded, time.monotonic() + _CROWDED_S))
-        finally:
-            self._batches.remove(batch)
-            batch.done.set()
+        if names:
+            self.epochs += 1
+            self._said.forget_names()
+            self._said_before.forget_names()
+        if names or nodes:
+            self._kernel.forget(nodes, names=names)
 
-    def _collect(self, name: Name, ino: int) -> None:
+    def _collect(self, ino: int) -> None:
         """A name does not lead to an inode any more that the kernel may have looked up by it."""
         if len(self._left) < _COLLECTED_MAX and any(node.lookups for node in self._nodes.of(ino)):
-            self._left.add(name)
+            self._left.add(ino)
             if not self._collecting:
-                self._collecting = self._kernel.start_soon(self._drop_collected)
+                self._collecting = self._kernel.start_soon(self._prune_collected)
 
-    async def _drop_collected(self) -> None:
+    async def _prune_collected(self) -> None:
         try:
             while self._left:
                 await trio.sleep(_COLLECT_S)
-                names, self._left = list(self._left), set()
-                with trio.move_on_after(_COLLECT_S):
-                    await self._kernel.forget(names, [])
+                left, self._left = self._left, set()
+                self._kernel.prune([node.id for ino in left for node in self._nodes.of(ino)])
         finally:
             self._collecting = False
 
     def count(self) -> dict[str, int]:
-        """Figures for `irdmafs status`: what the kernel was made to forget, and how often in vain."""
-        return {
-            "names_told": self.told_names,
-            "inodes_told": self.told_inodes,
-            "tellings_given_up": self.gave_up,
-        }
-
-    async def told(self) -> None:
-        """Return when the kernel believes nothing that has been changed up to now."""
-        for batch in list(self._batches):
-            await batch.done.wait()
+        """Figures for `irdmafs status`: what the kernel was made to forget."""
+        return {"epochs": self.epochs, "inodes_told": self.told_inodes}

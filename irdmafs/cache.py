@@ -9,7 +9,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import trio
@@ -37,7 +37,12 @@ Name = tuple[int, bytes]  # number of a directory, which is its node id, too, an
 
 
 class KernelCache(Protocol):
-    """What the session can make the kernel forget."""
+    """What the session can make the kernel forget.
+
+    `can_forget`: without waiting for a lock; else it is not to believe what others may change.
+    """
+
+    can_forget: bool
 
     def start_soon(self, telling: Callable[..., Awaitable[None]], *args: Any) -> bool:
         """Run something in a task of the session. False: it has ended, and so has the mount."""
@@ -48,10 +53,12 @@ class KernelCache(Protocol):
     async def expire_names(self, names: list[Name]) -> None:
         """Have names looked up again before their next use. Done when it returns."""
 
-    async def forget(self, names: list[Name], nodes: list[tuple[int, list[Name]]]) -> None:
-        """Have names dropped, and the attributes of nodes, answers that are on their way into the
-        kernel included. A node comes with the names that may be about to make it known. Done when it
-        returns; waits while programs here change the directories, and can be cancelled then."""
+    def forget(self, nodes: Iterable[int], *, names: bool) -> None:
+        """Have the attributes of these nodes asked for, and, with `names`, every name looked up again
+        before its next use, answers that are on their way into the kernel included."""
+
+    def prune(self, nodes: Sequence[int]) -> None:
+        """Let the kernel drop what it keeps of these nodes unused, if it can."""
 
     def version_published(self, ino: int) -> None: ...
     def drop_backing(self, node: Node) -> None:
@@ -66,8 +73,6 @@ class Cache:
         self.mountpoint = mountpoint
         self.passthrough = passthrough
         self.kernel: KernelCache
-        # Awaited where the kernel is to know of what was published here.
-        self.told: Callable[[], Awaitable[None]]
         self._inodes = store.namespace.inodes
         self.nodes = NodeTable(self._inodes[1], self._dropped)
         self._processes = processes.DyingProcesses()
@@ -512,8 +517,6 @@ class Cache:
             else:
                 await detach()
                 await self.kernel.expire_names(names)
-        if self.store.shared and not naming:
-            await self.told()
 
     def _changed(self, node: Node, *, rdwr: bool) -> bool:
         """Whether the node may hold bytes that its last published version does not."""

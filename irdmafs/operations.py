@@ -127,7 +127,6 @@ class Operations(pyfuse3.Operations):
         self._glances = Glances(store.namespace)
         self._beliefs = Beliefs(store.namespace, cache.nodes, cache.kernel)
         store.watcher = self._beliefs
-        cache.told = self._beliefs.told
         self._options = options
         self._umask = options.umask or 0
         self.posix_locks = LockTable()
@@ -212,7 +211,7 @@ class Operations(pyfuse3.Operations):
     ) -> None:
         """Say in an answer for how long its name and attributes hold in a shared namespace; `made`:
         the kernel takes the attributes for the newest, though they may be older than others."""
-        if not valid_s or not self._beliefs.may_name(parent):
+        if not valid_s or not self._cache.kernel.can_forget:
             return
         if made and not self._leads_to(parent, name, inode.ino):
             return  # others changed it again while they were waited for
@@ -234,7 +233,7 @@ class Operations(pyfuse3.Operations):
             valid_s = min(
                 map(self._store.believable_s, self._namespace.parents_of(inode.ino)), default=0.0
             )
-        if valid_s:
+        if valid_s and self._cache.kernel.can_forget:
             entry.attr_timeout = valid_s
             self._beliefs.attributes(inode.ino, valid_s)
 

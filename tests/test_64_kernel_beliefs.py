@@ -82,7 +82,7 @@ class Requests:
 
     def told(self) -> int:
         now, before = _status(self._mount), self._before
-        return sum(int(now[key]) - int(before[key]) for key in ("names_told", "inodes_told"))
+        return sum(int(now[key]) - int(before[key]) for key in ("epochs", "inodes_told"))
 
 
 def questions(mount: ClusterMount, action: Callable[[], object]) -> int:
@@ -507,3 +507,20 @@ def test_what_others_removed_leaves_the_memory_of_a_host_that_looked_at_it(
             (here / folder / f"file{i}").unlink()
         (here / folder).rmdir()
     eventually(lambda: nodes() <= before + 5, f"{before} nodes as before")
+
+
+def test_a_program_that_stands_in_a_directory_still_knows_where(
+    two: list[Path], process: TakeProcess
+) -> None:
+    here, there = two
+    (here / "folder").mkdir()
+    standing = process()
+    standing.do("os.chdir(d)", d=str(there / "folder"))
+    for i in range(5):
+        (there / "folder").stat()
+        (here / f"file{i}").write_bytes(b"x")
+        assert (there / f"file{i}").stat().st_size == 1
+        (here / f"file{i}").unlink()
+        assert not (there / f"file{i}").exists()
+        (there / "folder").stat()
+        assert standing.do("os.getcwd()") == str(there / "folder")

@@ -77,16 +77,13 @@ class Leases:
         members: Members,
         session: Session,
         *,
-        told: Callable[[], Awaitable[None]],
         automatic: bool = True,
     ) -> None:
-        """`told` returns when the kernel believes nothing that was changed up to then."""
         self._engine = engine
         self._replica = replica
         self._namespace = namespace
         self._members = members
         self._session = session
-        self._told = told
         self._automatic = automatic
         self._held: dict[int, int] = {}  # directory -> the lease under which it is followed
         # Directories that are given up as soon as the kernel believes nothing there any more.
@@ -276,7 +273,6 @@ class Leases:
                 continue
             await self._replica.wait_applied(self._owed)
             seen = self._replica.applied
-            await self._told()
             lease = self._session.lease
             try:
                 await self._engine.transact(

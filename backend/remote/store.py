@@ -148,9 +148,7 @@ class RemoteStore(Pinned):
             )
         self.session = Session(self.engine, MOUNT, self._record, self.settings.lease_ttl_s)
         self.members.attach(self.session)
-        self.leases = Leases(
-            self.engine, self.replica, self.namespace, self.members, self.session, told=self._told
-        )
+        self.leases = Leases(self.engine, self.replica, self.namespace, self.members, self.session)
         self._transactions.on_transaction = self._transaction
         self.namespace.on_change = self._inode_changed
         self.namespace.on_name_change = self._name_changed
@@ -251,10 +249,6 @@ class RemoteStore(Pinned):
         if self.watcher is not None:
             self.watcher.transaction(ours=ours)
         self.leases.transaction(revision, ours=ours, known=bool(last_id))
-
-    async def _told(self) -> None:
-        if self.watcher is not None:
-            await self.watcher.told()
 
     # -- contents on this host -------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import os
 import select
 import stat
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 import pyfuse3
@@ -151,6 +151,7 @@ class KernelSession(KernelCache):
         self._pollers: dict[int, set[int]] = {}
         self._operations: Operations
         self._finished = trio.Event()
+        self.can_forget = self._can_prune = False
         self._trace = log.isEnabledFor(logging.DEBUG)
         self._requests = [0] * 64
         # Handles and (node id, lookups) of requests that are put off, see settle().
@@ -197,6 +198,8 @@ class KernelSession(KernelCache):
             os.write(self._fd, wire.error_reply(unique, errno.EPROTO))
             raise ProtocolError("the kernel's FUSE has no passthrough (Linux 6.9 with "
                                 "CONFIG_FUSE_PASSTHROUGH has)")  # fmt: skip
+        self.can_forget = minor >= wire.EPOCH_MINOR
+        self._can_prune = minor >= wire.PRUNE_MINOR
         agreed = flags & _WANTED
         answer = wire.INIT_OUT.pack(
             wire.MAJOR, min(minor, wire.MINOR), readahead, agreed & 0xFFFFFFFF,
@@ -384,21 +387,24 @@ class KernelSession(KernelCache):
             self._nursery.start_soon(self._notify, wire.inval_inode(node.id, -1, 0))
 
     async def expire_names(self, names: list[Name]) -> None:
+        if self.can_forget:
+            self._tell(wire.inc_epoch())
+            return
         for parent, name in names:
             await self._notify(wire.inval_entry(parent, name))
 
-    async def forget(self, names: list[Name], nodes: list[tuple[int, list[Name]]]) -> None:
-        await trio.to_thread.run_sync(self._forget_now, names, nodes, abandon_on_cancel=True)
+    def forget(self, nodes: Iterable[int], *, names: bool) -> None:
+        # Neither takes a lock: a thread that waited for one could keep a killed daemon's mount alive.
+        if names:
+            self._tell(wire.inc_epoch())
+        for node_id in nodes:
+            self._tell(wire.inval_inode(node_id, -1, 0))
 
-    def _forget_now(self, names: list[Name], nodes: list[tuple[int, list[Name]]]) -> None:
-        for parent, name in names:
-            self._tell(wire.inval_entry(parent, name, flags=0))
-        for node_id, named in nodes:
-            message = wire.inval_inode(node_id, -1, 0)
-            if not self._tell(message):
-                for parent, name in named:
-                    self._tell(wire.inval_entry(parent, name))
-                self._tell(message)
+    def prune(self, nodes: Sequence[int]) -> None:
+        if not self._can_prune:
+            return
+        for start in range(0, len(nodes), wire.PRUNE_MAX):
+            self._tell(wire.prune(nodes[start : start + wire.PRUNE_MAX]))
 
     async def _notify(self, message: bytes) -> None:
         # In a thread: the kernel may wait for a lock that a caller of ours holds until we answer.

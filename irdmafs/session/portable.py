@@ -9,7 +9,7 @@ do not see each other's.
 import errno
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 import pyfuse3
@@ -65,17 +65,13 @@ class PortableSession(KernelCache):
         for parent, name in names:
             await self._in_thread(pyfuse3.invalidate_entry, parent, name)
 
-    async def forget(self, names: list[Name], nodes: list[tuple[int, list[Name]]]) -> None:
-        await trio.to_thread.run_sync(self._forget_now, names, nodes, abandon_on_cancel=True)
+    can_forget = False
 
-    def _forget_now(self, names: list[Name], nodes: list[tuple[int, list[Name]]]) -> None:
-        for parent, name in names:
-            self._tell(pyfuse3.invalidate_entry, parent, name)
-        for node_id, named in nodes:
-            if not self._tell(pyfuse3.invalidate_inode, node_id, True):
-                for parent, name in named:
-                    self._tell(pyfuse3.invalidate_entry, parent, name)
-                self._tell(pyfuse3.invalidate_inode, node_id, True)
+    def forget(self, nodes: Iterable[int], *, names: bool) -> None:
+        """Nothing to forget: what cannot be forgotten is not believed."""
+
+    def prune(self, nodes: Sequence[int]) -> None:
+        """libfuse 3.14 cannot."""
 
     async def _in_thread(self, notify: Callable[..., None], *args: Any) -> None:
         # The kernel may wait for a lock that a caller of ours holds until we answer.

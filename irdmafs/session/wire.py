@@ -5,6 +5,7 @@ do not add up raises Malformed. Replies are packed to bytes.
 """
 
 import struct
+from collections.abc import Sequence
 from enum import IntEnum, IntFlag
 from typing import Final
 
@@ -13,6 +14,8 @@ Buffer = bytes | bytearray | memoryview
 MAJOR: Final = 7
 MINOR: Final = 41  # what we implement; the kernel and we use the lower of both
 MIN_MINOR: Final = 31
+EPOCH_MINOR: Final = 44  # Linux 6.16
+PRUNE_MINOR: Final = 45  # Linux 6.18
 
 
 class Malformed(ValueError):
@@ -119,6 +122,8 @@ class Notify(IntEnum):
     POLL = 1
     INVAL_INODE = 2
     INVAL_ENTRY = 3
+    INC_EPOCH = 8
+    PRUNE = 9
 
 
 LOCK_FLOCK: Final = 1 << 0
@@ -173,6 +178,8 @@ DIRENT: Final = struct.Struct("<QQII")
 NOTIFY_POLL: Final = struct.Struct("<Q")
 NOTIFY_INVAL_INODE: Final = struct.Struct("<Qqq")
 NOTIFY_INVAL_ENTRY: Final = struct.Struct("<QII")
+NOTIFY_PRUNE: Final = struct.Struct("<I12x")
+PRUNE_MAX: Final = 512  # what is sent at once
 
 BODY: Final = IN_HEADER.size
 EMPTY_LOCK_END: Final = (1 << 63) - 1
@@ -222,11 +229,22 @@ def inval_inode(nodeid: int, offset: int, length: int) -> bytes:
     return notification(Notify.INVAL_INODE, NOTIFY_INVAL_INODE.pack(nodeid, offset, length))
 
 
-def inval_entry(parent: int, name: bytes, flags: int = EXPIRE_ONLY) -> bytes:
-    """Look a name up again before its next use; without EXPIRE_ONLY: whoever has it open sees that it
-    leads elsewhere."""
-    payload = NOTIFY_INVAL_ENTRY.pack(parent, len(name), flags) + name + b"\0"
+def inval_entry(parent: int, name: bytes) -> bytes:
+    """Look a name up again before its next use."""
+    payload = NOTIFY_INVAL_ENTRY.pack(parent, len(name), EXPIRE_ONLY) + name + b"\0"
     return notification(Notify.INVAL_ENTRY, payload)
+
+
+def inc_epoch() -> bytes:
+    """Look every name up again before its next use, whatever answer may be on its way."""
+    return notification(Notify.INC_EPOCH, b"")
+
+
+def prune(nodes: Sequence[int]) -> bytes:
+    """Drop what names of these nodes nothing uses."""
+    return notification(
+        Notify.PRUNE, NOTIFY_PRUNE.pack(len(nodes)) + struct.pack(f"<{len(nodes)}Q", *nodes)
+    )
 
 
 def dirent(ino: int, next_offset: int, name: bytes, mode: int) -> bytes:
