@@ -56,6 +56,7 @@ def test_every_layout_has_the_size_that_the_kernel_gives_it() -> None:
         "INIT_OUT": 64, "ENTRY_OUT": 128, "ATTR_OUT": 104, "OPEN_OUT": 16, "WRITE_OUT": 8,
         "STATFS_OUT": 80, "XATTR_SIZE_OUT": 8, "LOCK_OUT": 24, "LSEEK_OUT": 8, "POLL_OUT": 8,
         "DIRENT": 24, "NOTIFY_POLL": 8, "NOTIFY_INVAL_INODE": 24, "NOTIFY_INVAL_ENTRY": 16,
+        "NOTIFY_PRUNE": 16,
     }  # fmt: skip
 
 
@@ -117,6 +118,8 @@ def test_replies_and_notifications_name_their_length() -> None:
     for message, code in (
         (wire.inval_inode(1, -1, 0), wire.Notify.INVAL_INODE),
         (wire.inval_entry(1, b"name"), wire.Notify.INVAL_ENTRY),
+        (wire.inc_epoch(), wire.Notify.INC_EPOCH),
+        (wire.prune([1, 2, 3]), wire.Notify.PRUNE),
     ):
         assert wire.OUT_HEADER.unpack_from(message) == (len(message), code, 0)
 

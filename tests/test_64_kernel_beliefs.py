@@ -10,6 +10,8 @@ import json
 import os
 import re
 import stat
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -507,6 +509,51 @@ def test_what_others_removed_leaves_the_memory_of_a_host_that_looked_at_it(
             (here / folder / f"file{i}").unlink()
         (here / folder).rmdir()
     eventually(lambda: nodes() <= before + 5, f"{before} nodes as before")
+
+
+CHANGE = """
+import os, sys
+folder, name = sys.argv[1:]
+try:
+    for n in range(1_000_000):
+        for each in (f"{folder}/{name}", f"{folder}/shared"):
+            try:
+                open(each, "wb").close()
+                os.stat(each)
+                os.unlink(each)
+            except (FileNotFoundError, FileExistsError):
+                pass
+        if n == 20:
+            print("going on", flush=True)
+except OSError as error:
+    sys.exit(error.errno)
+"""
+
+
+def test_killing_a_daemon_ends_the_calls_of_a_directory_that_two_hosts_change(
+    cluster: Cluster, two: list[Path]
+) -> None:
+    """While a program waits in a directory, nothing of the daemon may wait for that directory: it would
+    keep the connection to the kernel, and with it the mount, from coming to an end."""
+    killed = cluster.add_mount("--follow", "/")
+    here, there = two[0], killed.path / two[0].name
+    for _ in range(5):
+        changers = [
+            subprocess.Popen([sys.executable, "-c", CHANGE, folder, name], stdout=subprocess.PIPE)
+            for folder, name in ((here, "here"), (there, "there"))
+        ]
+        for changer in changers:
+            assert changer.stdout is not None
+            assert changer.stdout.readline() == b"going on\n"
+        killed.kill9()
+        try:
+            assert changers[1].wait(30) in (errno.ENOTCONN, errno.ECONNABORTED)
+        finally:
+            for changer in changers:
+                changer.kill()
+                changer.communicate(timeout=30)
+        killed.start()
+        killed.wait_ready()
 
 
 def test_a_program_that_stands_in_a_directory_still_knows_where(
