@@ -6,6 +6,7 @@ skipped: a check of the tests themselves against the POSIX behaviour of another 
 
 import os
 import re
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +26,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "beyond_posix: promised by irdmafs, not by other filesystems"
     )
     config.addinivalue_line("markers", "kernel_session(reason): promised by that session only")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A run in a shell's background; what it starts would ignore Ctrl-C as well.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def make_mount(session: str, *arguments: str, store_size: str | None = None) -> Mount:
