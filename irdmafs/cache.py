@@ -113,7 +113,8 @@ class Cache:
 
     def _sealed(self, inode: Inode) -> Node:
         node = self.nodes.sealed.get(inode.ino)
-        if node is None or node.version != inode.version:
+        # The kernel may have forgotten a node while its last release was still publishing it.
+        if node is None or node.version != inode.version or not self.nodes.has(node):
             node = self.nodes.add(inode)
             self.nodes.sealed[inode.ino] = node
         return node

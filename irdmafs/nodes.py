@@ -148,6 +148,10 @@ class NodeTable:
             self._siblings.setdefault(inode.ino, {first}).add(node)
         return node
 
+    def has(self, node: Node) -> bool:
+        """Whether the node was not dropped."""
+        return self.by_id.get(node.id) is node
+
     def of(self, ino: int) -> Iterator[Node]:
         """Every node of an inode."""
         siblings = self._siblings.get(ino)
