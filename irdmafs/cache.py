@@ -113,8 +113,7 @@ class Cache:
 
     def _sealed(self, inode: Inode) -> Node:
         node = self.nodes.sealed.get(inode.ino)
-        # The kernel may have forgotten a node while its last release was still publishing it.
-        if node is None or node.version != inode.version or not self.nodes.has(node):
+        if node is None or node.version != inode.version:
             node = self.nodes.add(inode)
             self.nodes.sealed[inode.ino] = node
         return node
@@ -134,8 +133,7 @@ class Cache:
         for other in [k for k in self._redirect_times if k[0] == pid and k != key]:
             self._abandon(other)
         expected = self._take_redirection(key)
-        truncates = flags & os.O_TRUNC and flags & os.O_ACCMODE != os.O_RDONLY
-        if expected is not None and bool(truncates) != (expected.state is State.PRIVATE):
+        if expected is not None and truncates(flags) != (expected.state is State.PRIVATE):
             # It was prepared for another open, which did not come again.
             self._give_up(expected)
             expected = None
@@ -157,14 +155,13 @@ class Cache:
 
     def choose_any(self, inode: Inode, node: Node, flags: int) -> Node:
         """The node an open is to be served from; `node` is it, if it can be."""
-        writing = flags & os.O_ACCMODE != os.O_RDONLY
-        if writing and flags & os.O_TRUNC:
+        if truncates(flags):
             # Never the node that the name leads to: others still see the present version there.
             return self._begin_on(self.nodes.add(inode), lambda new: self.begin(new, State.PRIVATE))
         live = self._live(inode)
         if live is not None:
             return live
-        if not writing:
+        if flags & os.O_ACCMODE == os.O_RDONLY:
             return node if _is_current(node, inode) else self._sealed(inode)
         can_take = _is_current(node, inode) and self._is_idle(node)
         chosen = node if can_take else self.nodes.add(inode)
@@ -641,6 +638,11 @@ def _stamp(status: os.stat_result) -> tuple[int, int, int]:
 
 def _size(node: Node) -> int:
     return os.fstat(node.fd).st_size if node.fd >= 0 else node.size
+
+
+def truncates(flags: int) -> bool:
+    """Whether an open is to begin with an empty file."""
+    return bool(flags & os.O_TRUNC) and flags & os.O_ACCMODE != os.O_RDONLY
 
 
 def _is_rdwr(handle: Handle) -> bool:

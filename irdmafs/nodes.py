@@ -148,10 +148,6 @@ class NodeTable:
             self._siblings.setdefault(inode.ino, {first}).add(node)
         return node
 
-    def has(self, node: Node) -> bool:
-        """Whether the node was not dropped."""
-        return self.by_id.get(node.id) is node
-
     def of(self, ino: int) -> Iterator[Node]:
         """Every node of an inode."""
         siblings = self._siblings.get(ino)
@@ -177,8 +173,11 @@ class NodeTable:
             self.drop_unused(node)
 
     def drop_unused(self, node: Node) -> None:
-        """Drop a node that neither the kernel nor a handle nor a redirection refers to."""
-        if node.lookups > 0 or node.opens or node.id == ROOT_INO:
+        """Drop a node that neither the kernel nor a handle nor a redirection refers to.
+
+        What is not sealed yet was written, and its last release may still be publishing it.
+        """
+        if node.lookups > 0 or node.opens or not node.is_sealed or node.id == ROOT_INO:
             return
         if self.by_id.get(node.id) is not node or node in self.redirected.values():
             return

@@ -192,6 +192,32 @@ def test_rename_over_publishes_to_the_other_host(two: tuple[Path, Path]) -> None
         assert read_version(other / "file") == i
 
 
+def test_what_a_mapping_leaves_is_published_though_the_kernel_forgets_the_file(
+    cluster: Cluster, two: tuple[Path, Path]
+) -> None:
+    """The release of a mapped file is answered at once, and publishes while nothing refers to it."""
+    one, other = two
+    mount, etcd = cluster.mounts[0], cluster.etcd.members[0]
+    write(one / "file", pattern(1, MIB))
+    with (one / "file").open("r+b") as file:
+        file.write(b"first")
+        os.close(next_descriptor := os.dup(file.fileno()))
+        mapping = mmap.mmap(file.fileno(), 0)
+    os.close(next_descriptor)  # the mapping's own, so that no close publishes what is stored now
+    mapping[:5] = b"later"
+    known = mount.status()["nodes"]
+    etcd.pause()
+    try:
+        mapping.close()
+        for _ in range(5):
+            Path("/proc/sys/vm/drop_caches").write_text("2")
+    finally:
+        etcd.resume()
+    for path in (one, other):
+        eventually(lambda path=path: (path / "file").read_bytes()[:5] == b"later", "it is published")
+    assert mount.status()["nodes"] <= known
+
+
 @pytest.mark.parametrize("change", ["overwrite", "unlink", "replace"])
 def test_reader_keeps_its_version_whatever_another_host_does(
     two: tuple[Path, Path], change: str
