@@ -120,6 +120,10 @@ class Session:
         """Whether nobody can have taken this process for dead yet."""
         return now_s() < self.valid_until
 
+    def left_s(self) -> float:
+        """For how many seconds that is sure."""
+        return max(0.0, self.valid_until - now_s())
+
     async def wait_valid(self) -> int:
         """Wait until the session is valid; its number. Raises ESHUTDOWN after `release`."""
         while not self.valid():

@@ -177,6 +177,12 @@ class Members:
         """Whether a node is dead and was removed: it cannot come back unless it is admitted again."""
         return node not in self.nodes and node not in self.records
 
+    def keeps_alone(self, node: int, config: GroupConfig) -> bool:
+        """Whether no other node that may come back has everything of a group."""
+        return node in config.in_sync and all(
+            other == node or self.is_removed(other) for other in config.in_sync
+        )
+
     def session_of(self, lease: int) -> int | None:
         """The session number of a live mount."""
         return self._numbers.get(lease)
@@ -194,12 +200,7 @@ class Members:
 
     def followers(self) -> set[int]:
         """Leases of the live mounts that follow any directory."""
-        return {
-            lease
-            for leases in self._followers.values()
-            for lease in leases
-            if lease in self._numbers
-        }
+        return self.followers_of(self._followers)
 
     def acked(self, lease: int) -> int:
         """The newest revision that a follower has seen and told its kernel of."""

@@ -110,10 +110,7 @@ class Cluster:
     def only_copies(self, node: int) -> set[int]:
         """Groups of which no other node that may come back has everything."""
         return {
-            group
-            for group, config in self.groups.items()
-            if node in config.in_sync
-            and all(other == node or self.members.is_removed(other) for other in config.in_sync)
+            group for group, config in self.groups.items() if self.members.keeps_alone(node, config)
         }
 
     def state_of(self, node: int) -> str:

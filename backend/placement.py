@@ -71,6 +71,12 @@ def group_of(layout: Layout, stripe: int, buckets: int) -> int:
     return pool_of(layout.replicas, layout.policy) << GROUP_BUCKET_BITS | bucket
 
 
+def groups_of(layout: Layout, size: int, buckets: int) -> set[int]:
+    """The groups of all stripes of a content of `size` bytes."""
+    stripes = min(layout.stripes(size), STRIPE_GROUPS_MAX)
+    return {group_of(layout, stripe, buckets) for stripe in range(stripes)}
+
+
 def local_seed(
     path: bytes, layout: Layout, size_hint: int, buckets: int, local: Callable[[int], bool]
 ) -> int:

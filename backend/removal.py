@@ -20,8 +20,7 @@ from .groups import refenced
 from .kv import Conflict, SharedEngine
 from .membership import Groups, Members, removed_for_good
 from .namespace import Inode, Namespace
-from .placement import group_of
-from .records import STRIPE_GROUPS_MAX
+from .placement import groups_of
 from .replica import Replica
 from .unwrap import only_error
 
@@ -90,13 +89,12 @@ class Removal:
         return len(self._lost_groups(node))
 
     def _lost_groups(self, node: int) -> frozenset[int]:
-        members = self._members
+        if node in self._members.nodes:
+            return frozenset()
         return frozenset(
             group
             for group, (config, _) in self._groups.all().items()
-            if node in config.in_sync
-            and node not in members.nodes
-            and all(other == node or members.is_removed(other) for other in config.in_sync)
+            if self._members.keeps_alone(node, config)
         )
 
     def has_room(self) -> bool:
@@ -164,11 +162,8 @@ class Removal:
     def _is_in(self, inode: Inode, groups: frozenset[int]) -> bool:
         settings = self._members.settings
         assert settings is not None
-        stripes = inode.layout.stripes(inode.size) if inode.extent else 0
-        return any(
-            group_of(inode.layout, stripe, settings.buckets) in groups
-            for stripe in range(min(stripes, STRIPE_GROUPS_MAX))
-        )
+        size = inode.size if inode.extent else 0
+        return not groups.isdisjoint(groups_of(inode.layout, size, settings.buckets))
 
 
 @asynccontextmanager

@@ -16,7 +16,6 @@ believed.
 """
 
 import contextlib
-import logging
 import time
 from collections.abc import Iterable, Iterator
 
@@ -25,8 +24,6 @@ import trio
 from .backend.namespace import ROOT_INO, Inode, Namespace
 from .cache import KernelCache, Name
 from .nodes import NodeTable
-
-log = logging.getLogger(__name__)
 
 # What was said longer ago than this (seconds) is not believed any more: far longer than any answer
 # says, because a caller may be kept from its processor before it takes the answer in.

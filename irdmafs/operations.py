@@ -19,7 +19,7 @@ import pyfuse3
 from .backend.namespace import ROOT_INO, Inode, Namespace, fail
 from .backend.store import Store
 from .beliefs import Beliefs
-from .cache import Cache, Name
+from .cache import Cache, Name, truncates
 from .config import MountOptions
 from .freshness import Glance, Glances
 from .inline import detach
@@ -46,10 +46,6 @@ def _refuse_other_than_file(inode: Inode) -> None:
         raise fail(errno.EISDIR)
     if not inode.is_file:
         raise fail(errno.EINVAL)  # the kernel opens devices and fifos itself
-
-
-def _truncates(flags: int) -> bool:
-    return bool(flags & os.O_TRUNC) and flags & os.O_ACCMODE != os.O_RDONLY
 
 
 def _name_of(node: Node | None) -> Glance | None:
@@ -593,7 +589,7 @@ class Operations(pyfuse3.Operations):
                 raise fail(errno.ESTALE)
             if not inode.nlink and not self._nodes.in_use(inode.ino):
                 raise fail(errno.ESTALE)  # its content may be gone with its last name
-            return node, inode if _truncates(flags) else await self._brought(inode)
+            return node, inode if truncates(flags) else await self._brought(inode)
         except OSError as error:
             if error.errno == errno.ESTALE and name is not None:
                 await self._lead_on(name, flags, pid)
@@ -607,7 +603,7 @@ class Operations(pyfuse3.Operations):
             if found is None or not found.is_file:
                 return  # the second try finds out
             try:
-                if not _truncates(flags):
+                if not truncates(flags):
                     found = await self._brought(found)
             except OSError as error:
                 if error.errno != errno.ESTALE:

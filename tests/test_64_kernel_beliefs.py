@@ -98,6 +98,15 @@ def believe(mount: ClusterMount, path: Path) -> None:
     eventually(lambda: not questions(mount, lambda: os.stat(path)), f"{path} is believed")
 
 
+@pytest.fixture
+def believing(two: list[Path], follower: ClusterMount) -> list[Path]:
+    """The two directories, when the follower's kernel believes what it knows there."""
+    one, other = two
+    (one / "kept").touch()
+    believe(follower, other / "kept")
+    return two
+
+
 def exists(path: Path) -> bool:
     try:
         os.stat(path)
@@ -158,10 +167,8 @@ def test_listing_many_files_with_their_attributes_takes_few_requests(
 # -- that it is never what is over
 
 
-def test_an_unlinked_file_is_gone_at_once(two: list[Path], follower: ClusterMount) -> None:
-    one, other = two
-    (one / "kept").touch()
-    believe(follower, other / "kept")
+def test_an_unlinked_file_is_gone_at_once(believing: list[Path], follower: ClusterMount) -> None:
+    one, other = believing
     requests = Requests(follower)
     for i in range(ROUNDS):
         (one / f"file{i}").touch()
@@ -228,12 +235,8 @@ def test_changed_attributes_show_at_once(two: list[Path], follower: ClusterMount
     os.close(fd)
 
 
-def test_a_created_file_is_found_and_listed_at_once(
-    two: list[Path], follower: ClusterMount
-) -> None:
-    one, other = two
-    (one / "kept").touch()
-    believe(follower, other / "kept")
+def test_a_created_file_is_found_and_listed_at_once(believing: list[Path]) -> None:
+    one, other = believing
     for i in range(ROUNDS):
         assert not exists(other / f"file{i}")
         modified = os.stat(other).st_mtime_ns
@@ -286,11 +289,9 @@ def test_a_directory_that_moves_takes_what_is_below_it_along(
 
 
 def test_a_file_that_is_removed_as_soon_as_it_is_made_is_gone_for_its_maker(
-    two: list[Path], follower: ClusterMount, process: TakeProcess
+    believing: list[Path], process: TakeProcess
 ) -> None:
-    one, other = two
-    (one / "kept").touch()
-    believe(follower, other / "kept")
+    one, other = believing
     maker = process()
     for i in range(ROUNDS):
         maker.start("open(path, 'x').close()", path=str(other / f"file{i}"))
@@ -303,10 +304,8 @@ def test_a_file_that_is_removed_as_soon_as_it_is_made_is_gone_for_its_maker(
         assert not exists(other / f"file{i}")
 
 
-def test_a_removed_directory_is_gone_at_once(two: list[Path], follower: ClusterMount) -> None:
-    one, other = two
-    (one / "kept").touch()
-    believe(follower, other / "kept")
+def test_a_removed_directory_is_gone_at_once(believing: list[Path]) -> None:
+    one, other = believing
     for _ in range(ROUNDS):
         (one / "directory").mkdir()
         os.stat(other / "directory")
@@ -318,11 +317,9 @@ def test_a_removed_directory_is_gone_at_once(two: list[Path], follower: ClusterM
 
 
 def test_a_name_that_was_changed_here_is_believed_no_longer_than_any_other(
-    two: list[Path], follower: ClusterMount
+    believing: list[Path],
 ) -> None:
-    one, other = two
-    (one / "kept").touch()
-    believe(follower, other / "kept")
+    one, other = believing
     for i in range(ROUNDS):
         (other / "file").write_bytes(b"x")
         os.stat(other / "file")

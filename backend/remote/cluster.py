@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import trio
 
 from ..membership import Groups, Members
-from ..placement import group_of
+from ..placement import group_of, groups_of
 from ..records import Layout, Settings
 from ..replica import Replica
 from ..transport.peers import Peers
@@ -61,8 +61,8 @@ class Cluster:
         """Tell those who may have got some of it that it will not be published. Best effort: they
         drop it anyway when this session ends."""
         nodes: set[int] = set()
-        for stripe in range(layout.stripes(size)):
-            found = self.groups.get(self.group(layout, stripe))
+        for group in groups_of(layout, size, self.settings.buckets):
+            found = self.groups.get(group)
             if found is not None:
                 nodes.update(found[0].members)
         for node in nodes & self.members.nodes.keys():

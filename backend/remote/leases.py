@@ -18,7 +18,7 @@ import trio
 
 from ..kv import Delete, Event, KeyValue, Put
 from ..kv.etcd import EtcdEngine
-from ..membership import Members, Session, followed_key, now_s, seen_key
+from ..membership import Members, Session, followed_key, seen_key
 from ..namespace import ROOT_INO, Namespace
 from ..replica import Replica
 
@@ -97,9 +97,8 @@ class Leases:
         self._not_before: dict[int, float] = {}
         self._touched: set[int] = set()  # directories, by the transaction being applied
         self._directory_changed = self._moved = False  # likewise
-        self._moved_at = self._moved_known = (
-            0  # the newest move, and the one that all followers know
-        )
+        # The newest move of a directory, and the newest that all followers know.
+        self._moved_at = self._moved_known = 0
         self._owed = 0  # the newest revision that somebody may wait for us to have seen
         self._owing = trio.Event()
         self._nursery: trio.Nursery | None = None
@@ -121,8 +120,8 @@ class Leases:
         """For how long the kernel may believe what it is told of the directory; 0.0: not at all."""
         if not self._held:
             return 0.0
-        left_s = self._session.valid_until - now_s()
-        if left_s <= 0:
+        left_s = self._session.left_s()
+        if not left_s:
             return 0.0
         for covering in self._held_above(directory):
             if covering not in self._ending:
@@ -144,7 +143,7 @@ class Leases:
                     self._ways.update(self._path(held))
         if directory not in self._ways:
             return 0.0
-        return max(0.0, min(self._session.valid_until - now_s(), _BELIEVED_S))
+        return min(self._session.left_s(), _BELIEVED_S)
 
     def _path(self, directory: int) -> set[int]:
         """The directory and all above it."""
@@ -309,13 +308,7 @@ class Leases:
 
     def is_followed_for_good(self, directory: int) -> bool:
         """Whether new versions in the directory are to be fetched at once."""
-        inodes = self._namespace.inodes
-        while self._for_good and directory:
-            if directory in self._for_good:
-                return True
-            inode = inodes.get(directory)
-            directory = inode.parent if inode is not None else 0
-        return False
+        return bool(self._for_good) and not self._for_good.isdisjoint(self._path(directory))
 
     def count(self) -> int:
         return len(self._held)

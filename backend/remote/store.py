@@ -15,7 +15,7 @@ import trio
 from ..cluster_config import ClusterConfig, ConfigError
 from ..kv import Compare, Conflict, Delete, Put
 from ..kv.etcd import EtcdEngine
-from ..membership import MOUNT, Groups, Members, Session, now_s
+from ..membership import MOUNT, Groups, Members, Session
 from ..metrics import MountCounters
 from ..namespace import ROOT_INO, Inode, Namespace, fail
 from ..pins import Pinned
@@ -185,10 +185,9 @@ class RemoteStore(Pinned):
         )
 
     def _make_parts(self) -> None:
-        small = int(self.config.mount.small_file)
         self.cluster = Cluster(
             self.replica, self.groups, self.members, self.peers,
-            small_bytes=small, timeout_s=self.timeout_s,
+            small_bytes=self.config.mount.small_file, timeout_s=self.timeout_s,
         )  # fmt: skip
         self.fetcher = Fetcher(self.contents, self._pins, self.cluster, salt=self.session.number)
         self.ahead = ReadAhead(self.namespace)
@@ -583,7 +582,7 @@ class RemoteStore(Pinned):
         counters.barriers = self.replica.barriers
         counters.round_trips = peers.round_trips
         counters.followed_directories = self.leases.count()
-        counters.session_valid_seconds = max(0.0, self.session.valid_until - now_s())
+        counters.session_valid_seconds = self.session.left_s()
 
     def status(self) -> dict[str, Any]:
         return {

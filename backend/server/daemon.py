@@ -21,7 +21,7 @@ import trio
 from ..._version import __version__
 from ..cluster_config import ClusterConfig, ConfigError
 from ..kv import Conflict, Engine, Put
-from ..lease import NODE, Removed, Session, now_s
+from ..lease import NODE, Removed, Session
 from ..logs import identify
 from ..membership import Groups, Members, admit
 from ..metrics import Collector, NodeCounters, serve_metrics
@@ -251,7 +251,7 @@ class _Node:
         counters.store_bytes, counters.store_free_bytes = space.used, space.free
         counters.extents = len(self._files)
         counters.pending_extents = self._catalog.pending_extents
-        counters.lease_valid_seconds = max(0.0, self._session.valid_until - now_s())
+        counters.lease_valid_seconds = self._session.left_s()
         counters.groups = self._own_groups()
 
     def _figures(self) -> dict[str, Any]:

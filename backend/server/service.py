@@ -12,7 +12,7 @@ from typing import Any
 
 import trio
 
-from ..membership import Groups, Session, now_s
+from ..membership import Groups, Session
 from ..records import session_of
 from ..replica import Replica
 from ..transport import Extent, Fenced, Target, Unreachable
@@ -179,7 +179,7 @@ class NodeService:
             "store": self._files.directory,
             "power_safe": self._files.power_safe,
             "uptime_s": round(time.monotonic() - self._started, 1),
-            "lease_valid_s": round(max(0.0, self._session.valid_until - now_s()), 1),
+            "lease_valid_s": round(self._session.left_s(), 1),
             "session": self._session.number,
             "revision": self._replica.applied,
             "extents": len(self._files),

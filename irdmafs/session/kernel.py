@@ -410,15 +410,12 @@ class KernelSession(KernelCache):
         # In a thread: the kernel may wait for a lock that a caller of ours holds until we answer.
         await trio.to_thread.run_sync(self._tell, message)
 
-    def _tell(self, message: bytes) -> bool:
-        """False: the kernel does not know what it is about."""
+    def _tell(self, message: bytes) -> None:
         try:
             os.write(self._fd, message)
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENODEV, errno.ENOTDIR):
                 log.warning("notifying the kernel failed: %s", error)
-            return False
-        return True
 
     def start_soon(self, telling: Callable[..., Awaitable[None]], *args: Any) -> bool:
         if self._finished.is_set():

@@ -33,6 +33,7 @@ class PortableSession(KernelCache):
     """Serves one mount through pyfuse3, which can serve one per process."""
 
     name = "pyfuse3"
+    can_forget = False
 
     def __init__(self) -> None:
         self.requests: dict[str, int] = {}
@@ -65,8 +66,6 @@ class PortableSession(KernelCache):
         for parent, name in names:
             await self._in_thread(pyfuse3.invalidate_entry, parent, name)
 
-    can_forget = False
-
     def forget(self, nodes: Iterable[int], *, names: bool) -> None:
         """Nothing to forget: what cannot be forgotten is not believed."""
 
@@ -75,17 +74,11 @@ class PortableSession(KernelCache):
 
     async def _in_thread(self, notify: Callable[..., None], *args: Any) -> None:
         # The kernel may wait for a lock that a caller of ours holds until we answer.
-        await trio.to_thread.run_sync(self._tell, notify, *args)
-
-    def _tell(self, notify: Callable[..., None], *args: Any) -> bool:
-        """False: the kernel does not know what it is about."""
         try:
-            notify(*args)
+            await trio.to_thread.run_sync(notify, *args)
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENODEV, errno.ENOTDIR):
                 log.warning("notifying the kernel failed: %s", error)
-            return False
-        return True
 
     def start_soon(self, telling: Callable[..., Awaitable[None]], *args: Any) -> bool:
         if self._nursery is None:
