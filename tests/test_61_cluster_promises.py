@@ -214,7 +214,9 @@ def test_what_a_mapping_leaves_is_published_though_the_kernel_forgets_the_file(
     finally:
         etcd.resume()
     for path in (one, other):
-        eventually(lambda path=path: (path / "file").read_bytes()[:5] == b"later", "it is published")
+        eventually(
+            lambda path=path: (path / "file").read_bytes()[:5] == b"later", "it is published"
+        )
     assert mount.status()["nodes"] <= known
 
 
