@@ -16,7 +16,8 @@ from typing import Any, Protocol
 
 import pyfuse3
 
-from .backend.namespace import ROOT_INO, Inode, Namespace, fail
+from .backend.attributes import NAMES as POLICY_XATTRS
+from .backend.namespace import RENAME_EXCHANGE, ROOT_INO, Inode, Namespace, fail
 from .backend.store import Store
 from .beliefs import Beliefs
 from .cache import Cache, Name, truncates
@@ -31,6 +32,9 @@ XATTR_PREFETCH = b"user.irdmafs.prefetch"
 XATTR_STATUS = b"user.irdmafs.status"
 XATTR_VERSION = b"user.irdmafs.version"
 XATTR_VERSIONS = b"user.irdmafs.versions"
+_OWN_XATTRS = b"user.irdmafs."
+# What an array file consists of (irdmafs.client), and how a cluster is to keep what a directory gets.
+_KEPT_XATTRS = {b"user.irdmafs.dtype", b"user.irdmafs.shape", *POLICY_XATTRS}
 
 _OFFSET_MAX = 2**63 - 1
 # A file that is replaced each time before its content is here.
@@ -48,9 +52,15 @@ def _refuse_other_than_file(inode: Inode) -> None:
         raise fail(errno.EINVAL)  # the kernel opens devices and fifos itself
 
 
-def _name_of(node: Node | None) -> Glance | None:
-    """The name by which the kernel, which did not look it up again, came to a node."""
-    return Glance(*node.name, node.ino) if node is not None and node.name is not None else None
+def _name_of(node: Node | None, names: Sequence[Glance]) -> Glance | None:
+    """The name by which an open came to a node: of those that the thread looked up, or the one that
+    the kernel did not look up again."""
+    if node is None:
+        return names[-1] if names else None
+    for glance in reversed(names):
+        if glance.ino == node.ino:
+            return glance
+    return Glance(*node.name, node.ino) if node.name is not None else None
 
 
 class Caller(Protocol):
@@ -262,12 +272,13 @@ class Operations(pyfuse3.Operations):
             return missing
         return self._entry(parent.ino, name, inode, ctx.pid)
 
-    async def _freshen(self, inode: Inode) -> bool:
-        """See to it that the namespace is fresh; whether it was without asking."""
+    async def _freshen(self, inode: Inode, *, content: bool = False) -> bool:
+        """See to it that the namespace is fresh; whether it was without asking. `content`: a small
+        file's is wanted, too."""
         if self._store.is_fresh(inode):
             return True
         await detach()
-        await self._store.freshen(inode)
+        await self._store.freshen(inode, content=content)
         return False
 
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
@@ -315,6 +326,7 @@ class Operations(pyfuse3.Operations):
     async def unlink(self, parent_inode: int, name: bytes, ctx: Caller) -> None:
         parent = self._inode(parent_inode).ino
         if self._shared:
+            self._glances.forget(ctx.pid)  # what it looked up was for this
             await detach()
         found = self._namespace.lookup(parent, name)
         in_use = found is not None and self._nodes.in_use(found.ino)
@@ -366,8 +378,20 @@ class Operations(pyfuse3.Operations):
             unnamed = await self._namespace.rename(
                 old, name_old, new, name_new, flags, in_use=in_use
             )
+        if self._shared:
+            self._glances.forget(ctx.pid)  # what it looked up was for this
+            # The kernel moves its name, and does not look it up again.
+            if moved is not None:
+                self._renamed(moved, (old, name_old), (new, name_new))
+            if replaced is not None and flags & RENAME_EXCHANGE:
+                self._renamed(replaced, (new, name_new), (old, name_old))
         if unnamed is not None:
             await self._unnamed(unnamed, in_use)
+
+    def _renamed(self, inode: Inode, old: Name, new: Name) -> None:
+        for node in self._nodes.of(inode.ino):
+            if node.name == old:
+                node.name = new
 
     async def readlink(self, inode: int, ctx: Caller) -> bytes:
         return self._inode(inode).target
@@ -439,6 +463,8 @@ class Operations(pyfuse3.Operations):
             return
         if name in (XATTR_STATUS, XATTR_VERSION, XATTR_VERSIONS):
             raise fail(errno.EPERM)
+        if name.startswith(_OWN_XATTRS) and name not in _KEPT_XATTRS:
+            raise fail(errno.EINVAL)  # rather than to keep a slip of the pen
         if self._shared:
             await detach()
             await self._store.check_attribute(found, name, value)
@@ -579,10 +605,11 @@ class Operations(pyfuse3.Operations):
         if node is not None and (pid, node.ino) in self._nodes.redirected:
             return self._node(node_id)  # it was settled when the open came to the other node
         inode = self._inodes.get(node.ino) if node is not None else None
-        name = names[-1] if names else _name_of(node)
+        name = _name_of(node, names)
         if inode is None and name is not None:
             inode = self._inodes.get(name.parent)
-        believed = await self._freshen(inode or self._inodes[ROOT_INO])
+        asked = inode or self._inodes[ROOT_INO]
+        believed = await self._freshen(asked, content=not truncates(flags))
         try:
             node, inode = self._node(node_id)
             if not self._glances.hold(pid, names, inode.ino, believed=believed):
@@ -668,8 +695,8 @@ class Operations(pyfuse3.Operations):
         except OSError as error:
             if error.errno == errno.ESTALE and self._shared:
                 # It has to come back by the same name, although that may mean another file by then.
-                name = names[-1] if names else _name_of(self._nodes.by_id.get(inode))
-                if name is not None and name.ino == found.ino:
+                name = _name_of(self._nodes.by_id.get(inode), names)
+                if name is not None:
                     self._glances.lead(ctx.pid, (name.parent, name.name), found.ino)
             raise
         return self._opened(self._cache.open(node, flags, ctx.pid))

@@ -79,3 +79,18 @@ def test_overwriting_it_never_fails_and_leaves_nothing_empty(two: tuple[Path, Pa
             writes += 1
             assert len((there / "file").read_bytes()) == SIZE
     assert writes > 10
+
+
+def test_overwriting_what_it_just_replaced_never_fails(two: tuple[Path, Path]) -> None:
+    """The kernel moves a name that it believes in without asking for it again."""
+    here, there = two
+    with replaced(here) as goes_on:
+        writes = 0
+        while goes_on():
+            (there / "mine").write_bytes(pattern(1, SIZE))
+            os.replace(there / "mine", there / "file")
+            for mode in ("wb", "r+b", "wb"):
+                with open(there / "file", mode) as file:
+                    file.write(pattern(REPLACEMENTS + 2 + writes, SIZE))
+            writes += 1
+    assert writes > 10
