@@ -7,11 +7,11 @@
 The nearest directory that has an attribute decides; a file keeps what it was created with.
 """
 
-from ..namespace import ROOT_INO, Namespace
-from ..placement import REPLICAS_MAX
-from ..policy import Policy, parse_policy
-from ..records import Settings
-from ..sizes import parse_size
+from .namespace import ROOT_INO, Namespace
+from .placement import REPLICAS_MAX
+from .policy import Policy, parse_policy
+from .records import Settings
+from .sizes import parse_size
 
 REPLICAS = b"user.irdmafs.replicas"
 STRIPE_SIZE = b"user.irdmafs.stripe_size"

@@ -130,7 +130,7 @@ class StoreNode(Pinned):
     def is_fresh(self, inode: Inode) -> bool:
         return True
 
-    async def freshen(self, inode: Inode) -> None:
+    async def freshen(self, inode: Inode, *, content: bool = False) -> None:
         pass
 
     def believable_s(self, directory: int, *, used: bool = True) -> float:

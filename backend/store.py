@@ -84,9 +84,10 @@ class Store(Protocol):
         """Whether `freshen` has nothing to wait for."""
         ...
 
-    async def freshen(self, inode: Inode) -> None:
+    async def freshen(self, inode: Inode, *, content: bool = False) -> None:
         """Return when the namespace holds all that anybody was told before this call, as far as it
-        matters to an open of this file (or of a name in this directory)."""
+        matters to an open of this file (or of a name in this directory). `content`: that of a small
+        file comes with it. Raises OSError ETIMEDOUT."""
         ...
 
     def believable_s(self, directory: int, *, used: bool = True) -> float:

@@ -6,8 +6,10 @@ in the same few steps, in this order: times, inodes, names, and last the inodes 
 each step finds what it needs to derive parents and link counts.
 """
 
+import contextlib
 import errno
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -116,6 +118,13 @@ class Tree:
             names.append(self._names[directory])
             directory = inode.parent
         return b"".join(b"/" + name for name in reversed(names))
+
+    def describe(self, ino: int) -> str:
+        """Where an inode is, from the root of the filesystem, for whoever reads a message."""
+        for parent, name in self.names_of(ino):
+            with contextlib.suppress(OSError):  # a directory that was removed
+                return os.fsdecode(self.path_of(parent) + b"/" + name)
+        return f"inode {ino}"
 
     # -- consumer of the replica hub ---------------------------------------------------------------
 

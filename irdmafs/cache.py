@@ -334,7 +334,8 @@ class Cache:
                         await detach()
                     await self._publish(node, writers_stay=False)
             except OSError as error:
-                log.error("inode %d: its last changes could not be published: %s", node.ino, error)
+                where = self.store.namespace.describe(node.ino)
+                log.error("%s: its last changes could not be published: %s", where, error)
             if not node.writers and not node.is_sealed:
                 self._seal(node)
         if not node.opens:
@@ -413,9 +414,8 @@ class Cache:
         if node.state is State.PRIVATE:
             if self._processes.killed_by_signal(pid):
                 handle.aborted = True
-                log.info(
-                    "inode %d: pid %d died writing it; the version before stays", node.ino, pid
-                )
+                where = self.store.namespace.describe(node.ino)
+                log.info("%s: pid %d died writing it; the version before stays", where, pid)
                 return
             if node.stamp is None and not _size(node) and self._held_elsewhere(pid, node.ino):
                 return

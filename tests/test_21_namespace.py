@@ -638,6 +638,14 @@ def test_directories_have_extended_attributes_and_links_refuse_users(folder: Pat
         os.setxattr(folder / "link", "user.a", b"b", follow_symlinks=False)
 
 
+def test_unknown_attributes_of_ours_are_refused(folder: Path) -> None:
+    with raises(errno.EINVAL):
+        os.setxattr(folder, "user.irdmafs.replica", b"3")  # it is "replicas"
+    assert os.listxattr(folder) == []
+    os.setxattr(folder, "user.irdmafs.replicas", b"3")
+    assert os.listxattr(folder) == ["user.irdmafs.replicas"]
+
+
 def test_unknown_namespaces_of_attributes_are_refused(folder: Path) -> None:
     with raises(errno.EOPNOTSUPP):
         os.setxattr(folder, "nonsense.a", b"b")

@@ -48,7 +48,7 @@ def _run(plan: Plan, count: int, seed: int, record: Record) -> None:
             finally:
                 operations = workers.operations()
                 _report(faults, operations, plan.lease_ttl_s, record)
-                _keep(logs, operations)
+                _keep(cluster, operations)
         # A mount that opens many files of a directory follows it, so that it need not ask etcd.
         violations = check(operations, across_hosts=False)
         texts = "\n\n".join(f"{v.kind}: {v.text}" for v in violations[:20])
@@ -86,10 +86,14 @@ def _summary(found: list[Stall]) -> dict[str, float]:
     return {name: round(percentile(seconds, share), 3) for name, share in shares.items()}
 
 
-def _keep(logs: Path, operations: list[Operation]) -> None:
-    """IRDMAFS_HISTORY names a file that keeps what was done, to look into it."""
+def _keep(cluster: Cluster, operations: list[Operation]) -> None:
+    """IRDMAFS_HISTORY names a directory that keeps what was done and logged, to look into it."""
     if path := os.environ.get("IRDMAFS_HISTORY"):
-        Path(path).write_text("\n".join(map(str, operations)) + "\n")
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "operations").write_text("\n".join(map(str, operations)) + "\n")
+        for part in cluster.parts():
+            (folder / f"{part.name}.log").write_text(part.log_tail(1 << 30))
 
 
 @pytest.mark.timeout(240)
@@ -102,7 +106,7 @@ def test_history_is_allowed_while_things_fail(record_property: Record) -> None:
 @pytest.mark.timeout(3 * 3600)
 def test_history_is_allowed_while_things_fail_for_long(record_property: Record) -> None:
     if not os.environ.get("IRDMAFS_FAULTS"):
-        pytest.skip(f"takes half an hour; run it with IRDMAFS_FAULTS={FAULTS_LONG}")
+        pytest.skip(f"takes half an hour; run it with -m slow and IRDMAFS_FAULTS={FAULTS_LONG}")
     plan = Plan(
         nodes=5,
         mounts=3,

@@ -333,6 +333,17 @@ def test_a_version_is_fetched_once(cluster: Cluster, two: tuple[Path, Path]) -> 
     assert counters(cluster.mounts[1])["fetched_bytes"] - before == MIB
 
 
+def test_what_is_overwritten_is_not_fetched_first(cluster: Cluster, two: tuple[Path, Path]) -> None:
+    one, other = two
+    write(one / "small", pattern(1, 5000))
+    write(one / "large", pattern(1, MIB))
+    before = counters(cluster.mounts[1])["fetched_bytes"]
+    for name in ("small", "large"):
+        write(other / name, pattern(2, 5000))
+    assert counters(cluster.mounts[1])["fetched_bytes"] == before
+    assert read_version(one / "small") == read_version(one / "large") == 2
+
+
 def test_a_file_larger_than_the_cache_is_readable(cluster: Cluster, two: tuple[Path, Path]) -> None:
     one, other = two
     size = cluster.plan.cache_bytes * 5 // 4

@@ -157,6 +157,7 @@ class Fetcher:
     ) -> None:
         """Take something from one member of a group after the other until one has it."""
         deadline = time.monotonic() + self._cluster.timeout_s
+        told: set[int] = set()
         while True:
             absent = 0
             refusals: list[Distrusted] = []
@@ -172,7 +173,9 @@ class Fetcher:
                         raise
                     if isinstance(error, Distrusted):
                         refusals.append(error)
-                    log.info("content %x: %s; trying another replica", content, error)
+                    if node not in told:
+                        told.add(node)
+                        log.info("content %x: %s; trying another replica", content, error)
             if sources and len(refusals) == len(sources):
                 raise refusals[0]
             if sources and absent == len(sources):

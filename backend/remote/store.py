@@ -12,6 +12,7 @@ from typing import Any
 
 import trio
 
+from .. import attributes
 from ..cluster_config import ClusterConfig, ConfigError
 from ..kv import Compare, Conflict, Delete, Put
 from ..kv.etcd import EtcdEngine
@@ -35,7 +36,6 @@ from ..store import Watcher
 from ..storedir import lock_directory
 from ..transport.peers import Peers, patience_s
 from ..unwrap import first_error, only_error
-from . import attributes
 from .cluster import Cluster
 from .contents import Contents
 from .fetcher import Fetcher, Gone
@@ -508,10 +508,10 @@ class RemoteStore(Pinned):
     def way_believable_s(self, directory: int) -> float:
         return self.leases.way_believable_s(directory)
 
-    async def freshen(self, inode: Inode) -> None:
+    async def freshen(self, inode: Inode, *, content: bool = False) -> None:
         if self.is_fresh(inode):
             return
-        small = inode.is_file and 0 < inode.size <= self.cluster.small_bytes
+        small = content and inode.is_file and 0 < inode.size <= self.cluster.small_bytes
         if small and inode.extent and not self.contents.has(inode.extent):
             await self._barrier_and_content(inode)
         else:
@@ -535,6 +535,8 @@ class RemoteStore(Pinned):
         try:
             await self.bring(ino)
         except OSError as error:
+            if error.errno == errno.ETIMEDOUT:
+                raise  # it was waited for long enough
             log.debug("inode %d: %s", ino, error)  # whoever opens it will see for itself
 
     async def follow_path(self, path: str) -> None:

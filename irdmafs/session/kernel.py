@@ -369,6 +369,7 @@ class KernelSession(KernelCache):
         elif isinstance(error, pyfuse3.FUSEError):
             code = error.errno
         elif isinstance(error, KeyError):
+            log.error("%s: the kernel asked for what is not open", _name(opcode), exc_info=error)
             code = errno.EBADF
         elif isinstance(error, OverflowError):
             code = errno.EINVAL
