@@ -1,6 +1,5 @@
 """One mounted filesystem from start to end: store, session, signals."""
 
-import gc
 import logging
 import os
 import platform
@@ -21,6 +20,7 @@ from ._version import __version__
 from .backend.cluster_config import ConfigError
 from .backend.kv import Damaged
 from .backend.node import StoreNode
+from .backend.process import calm_the_collector, raise_open_files_limit
 from .backend.store import Store
 from .backend.storedir import StoreInUse
 from .cache import Cache
@@ -31,8 +31,6 @@ from .session.portable import PortableSession
 from .session.wakeups import FastWakeups
 
 log = logging.getLogger(__name__)
-
-_WANTED_OPEN_FILES = 1_048_576
 _STACKED = ("overlay", "ecryptfs")
 _LOW_SPACE_SHARE = 0.05
 _CHECK_NODES_S = 1.0
@@ -45,10 +43,10 @@ async def serve(config: MountConfig, ready: Callable[[str], None]) -> None:
     `ready` is called once the mount answers, with the session's name and, on lines of their own, why
     it is not the faster one and what else is wrong. Raises MountError with one line for whoever mounts.
     """
-    _raise_open_files_limit()
+    raise_open_files_limit()
     try:
         async with _opened_store(config) as (store, warnings):
-            _calm_the_collector()
+            calm_the_collector()
             await _Daemon(config, store, warnings).run(ready)
     except StoreInUse as error:
         raise MountError(f"{config.store}: {error.strerror}") from error
@@ -286,24 +284,3 @@ class _Daemon:
 def _resident_bytes() -> int:
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
-
-
-def _calm_the_collector() -> None:
-    """Requests leave no cycles behind; looking for them every 700 objects costs a tenth of a create."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 50, 100)
-
-
-def _raise_open_files_limit() -> None:
-    """Each file being written is a descriptor of ours."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with open("/proc/sys/fs/nr_open", "rb") as file:
-        wanted = max(hard, min(int(file.read()), _WANTED_OPEN_FILES))
-    for limit in (wanted, hard):
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, max(limit, hard)))
-            return
-        except (OSError, ValueError):
-            continue  # raising the hard limit needs CAP_SYS_RESOURCE
-    log.warning("the limit of open files stays at %d", soft)

@@ -5,10 +5,8 @@ should keep before the node registers, and it registers when it can be asked. In
 the reverse, and nobody has to wait for a lease to expire.
 """
 
-import gc
 import logging
 import os
-import resource
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -25,6 +23,7 @@ from ..lease import NODE, Removed, Session
 from ..logs import identify
 from ..membership import Groups, Members, admit
 from ..metrics import Collector, NodeCounters, serve_metrics
+from ..process import calm_the_collector, raise_open_files_limit
 from ..records import (
     SETTINGS_KEY,
     NodeAddress,
@@ -48,7 +47,6 @@ __all__ = ["serve_node"]
 
 log = logging.getLogger(__name__)
 
-_WANTED_OPEN_FILES = 1_048_576
 # The node's key says how much room there is. It is put again when that has changed by this share.
 _SPACE_SHARE = 0.02
 _SPACE_PERIOD_S = 5.0
@@ -65,7 +63,7 @@ async def serve_node(config: ClusterConfig, ready: Callable[[str], None]) -> Non
 
     Raises ConfigError, StoreInUse, kv.Damaged or OSError with a line for whoever started it.
     """
-    _raise_open_files_limit()
+    raise_open_files_limit()
     config.listen()  # before anything is touched
     try:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
@@ -116,7 +114,7 @@ class _Node:
         self._replica = Replica(self._engine, (self._members, self._groups, self._catalog))
         await self._replica.start(self._nursery)
         self._catalog.begin()
-        _calm_the_collector()
+        calm_the_collector()
         address = NodeAddress(
             address="", control_port=0, data_port=0, transports=["tcp"], host=config.node.host,
             store=os.path.realpath(files.directory), total_bytes=0, free_bytes=0,
@@ -313,16 +311,3 @@ async def _admit(engine: Engine, files: Files, weight: float, labels: dict[str, 
         except Conflict:
             continue
     raise Removed(files.node)
-
-
-def _raise_open_files_limit() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = min(_WANTED_OPEN_FILES, hard) if hard != resource.RLIM_INFINITY else _WANTED_OPEN_FILES
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _calm_the_collector() -> None:
-    """The records just read are here to stay: the garbage collector need not walk over them again."""
-    gc.collect()
-    gc.freeze()

@@ -1,0 +1,36 @@
+"""What a daemon asks of its own process."""
+
+import gc
+import logging
+import resource
+
+__all__ = ["calm_the_collector", "raise_open_files_limit"]
+
+log = logging.getLogger(__name__)
+
+# Each file that is written or sent is a descriptor.
+_WANTED_OPEN_FILES = 1 << 20
+
+
+def calm_the_collector() -> None:
+    """To be called once what is to stay is in memory: the garbage collector need not walk over it.
+
+    Requests leave no cycles behind; looking for them every 700 objects costs a tenth of a create.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 100)
+
+
+def raise_open_files_limit() -> None:
+    """As far as this process may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with open("/proc/sys/fs/nr_open", "rb") as file:
+        wanted = max(hard, min(int(file.read()), _WANTED_OPEN_FILES))
+    for limit in (wanted, hard):
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, max(limit, hard)))
+            return
+        except (OSError, ValueError):
+            continue  # raising the hard limit needs CAP_SYS_RESOURCE
+    log.warning("the limit of open files stays at %d", soft)
