@@ -40,9 +40,13 @@ ROWS = (
     Row("write", "write, 2 replicas; base: iperf3 -F", "MiB/s", 0.80),
     Row("close", "  close() alone", "MiB/s"),
     Row("read-10g", "read, 10 Gbit/s; base: that rate", "MiB/s", 0.97),
+    Row("fetch-10g", "  until open() returns", "MiB/s"),
     Row("write-10g", "write, 2 replicas, 10 Gbit/s", "MiB/s", 0.97),
+    Row("close-10g", "  close() alone", "MiB/s"),
     Row("read-1g", "read, 1 Gbit/s", "MiB/s", 0.97),
+    Row("fetch-1g", "  until open() returns", "MiB/s"),
     Row("write-1g", "write, 2 replicas, 1 Gbit/s", "MiB/s", 0.97),
+    Row("close-1g", "  close() alone", "MiB/s"),
     Row("local-write", "write, store on the same host; base: embedded", "MiB/s", 0.90),
     Row("local-read", "read, store on the same host; base: embedded", "MiB/s", 0.90),
 )
@@ -71,9 +75,8 @@ class Bench:
         self._add(OURS, f"write{suffix}", round_, whole)
         opening, reading = self._files.read_timed(other, self._size, self._number)
         self._add(OURS, f"read{suffix}", round_, reading)
-        if not suffix:
-            self._add(OURS, "close", round_, closing)
-            self._add(OURS, "fetch", round_, opening)
+        self._add(OURS, f"close{suffix}", round_, closing)
+        self._add(OURS, f"fetch{suffix}", round_, opening)
         os.unlink(one)
 
     def link(self, cluster: Cluster, memory: Path, round_: int) -> None:
@@ -93,7 +96,7 @@ class Bench:
             parts = [*cluster.nodes, *cluster.mounts]
             for part in parts:
                 cluster.slow_down(part, bits_per_s)
-            for row in ("read", "write"):
+            for row in ("read", "fetch", "write", "close"):
                 self._rates.add(BASE, f"{row}-{name}", round_, bits_per_s / 8 / MIB)
             self._add_both_ends(cluster, round_, f"-{name}")
             for part in parts:
