@@ -320,26 +320,32 @@ class Cache:
         return self.nodes.open(node, flags, pid)
 
     async def release(self, fh: int) -> None:
-        """The last descriptor of a handle is gone. Publishes what is not yet."""
-        handle = self.nodes.close(fh)
+        """The last descriptor of a handle is gone. Publishes what is not yet; the node counts as open
+        until that is done."""
+        handle = self.nodes.handles[fh]
         node = handle.node
+        try:
+            while handle.writing and node.writers == 1 and self._is_unpublished(handle):
+                if self.store.waits:
+                    await detach()
+                await self._publish(node, writers_stay=False)
+        except OSError as error:
+            where = self.store.namespace.describe(node.ino)
+            log.error("%s: its last changes could not be published: %s", where, error)
+        self.nodes.close(fh)
         if handle.writing and not node.writers and not node.is_sealed:
-            try:
-                if (
-                    not (handle.aborted or node.discarded)
-                    and self._inodes[node.ino].nlink
-                    and self._changed(node, rdwr=_is_rdwr(handle))
-                ):
-                    if self.store.waits:
-                        await detach()
-                    await self._publish(node, writers_stay=False)
-            except OSError as error:
-                where = self.store.namespace.describe(node.ino)
-                log.error("%s: its last changes could not be published: %s", where, error)
-            if not node.writers and not node.is_sealed:
-                self._seal(node)
+            self._seal(node)
         if not node.opens:
             await self._rest(node)
+
+    def _is_unpublished(self, handle: Handle) -> bool:
+        """Whether what was written through a handle, of late maybe by a mapping, is still to be seen."""
+        node = handle.node
+        return (
+            not (node.is_sealed or handle.aborted or node.discarded)
+            and bool(self._inodes[node.ino].nlink)
+            and self._changed(node, rdwr=_is_rdwr(handle))
+        )
 
     async def _rest(self, node: Node) -> None:
         """Nothing has the node open any more."""
@@ -497,7 +503,10 @@ class Cache:
         node.version = inode.version
         node.size, node.blocks, node.mtime_ns = inode.size, inode.blocks, inode.mtime_ns
         node.working = inode.extent != node.extent
-        node.stamp = _stamp(status)
+        after = os.fstat(node.fd)
+        unwritten = (after.st_size, after.st_mtime_ns) == (status.st_size, status.st_mtime_ns)
+        # A store that takes the very file moves its st_ctime.
+        node.stamp = _stamp(after if unwritten else status)
         node.settled = time.time_ns() - status.st_ctime_ns > _TIMESTAMP_GRAIN_NS
         if node.state is State.PRIVATE and not node.working and not writers_stay:
             # Handed over: whoever opens the file now reads this very extent.

@@ -173,11 +173,8 @@ class NodeTable:
             self.drop_unused(node)
 
     def drop_unused(self, node: Node) -> None:
-        """Drop a node that neither the kernel nor a handle nor a redirection refers to.
-
-        What is not sealed yet was written, and its last release may still be publishing it.
-        """
-        if node.lookups > 0 or node.opens or not node.is_sealed or node.id == ROOT_INO:
+        """Drop a node that neither the kernel nor a handle nor a redirection refers to."""
+        if node.lookups > 0 or node.opens or node.id == ROOT_INO:
             return
         if self.by_id.get(node.id) is not node or node in self.redirected.values():
             return

@@ -192,6 +192,25 @@ def test_rename_over_publishes_to_the_other_host(two: tuple[Path, Path]) -> None
         assert read_version(other / "file") == i
 
 
+class Mapped:
+    """A file that is mapped, changed and published by nothing but the release that unmapping brings."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("r+b") as file:
+            file.write(b"first")
+            os.close(next_descriptor := os.dup(file.fileno()))
+            self._mapping = mmap.mmap(file.fileno(), 0)
+        os.close(next_descriptor)  # the mapping's own, so that no close publishes what is stored now
+        self._mapping[:5] = b"later"
+
+    def unmap(self) -> None:
+        self._mapping.close()
+
+
+def is_later(path: Path) -> bool:
+    return path.read_bytes()[:5] == b"later"
+
+
 def test_what_a_mapping_leaves_is_published_though_the_kernel_forgets_the_file(
     cluster: Cluster, two: tuple[Path, Path]
 ) -> None:
@@ -199,25 +218,45 @@ def test_what_a_mapping_leaves_is_published_though_the_kernel_forgets_the_file(
     one, other = two
     mount, etcd = cluster.mounts[0], cluster.etcd.members[0]
     write(one / "file", pattern(1, MIB))
-    with (one / "file").open("r+b") as file:
-        file.write(b"first")
-        os.close(next_descriptor := os.dup(file.fileno()))
-        mapping = mmap.mmap(file.fileno(), 0)
-    os.close(next_descriptor)  # the mapping's own, so that no close publishes what is stored now
-    mapping[:5] = b"later"
+    mapped = Mapped(one / "file")
     known = mount.status()["nodes"]
     etcd.pause()
     try:
-        mapping.close()
+        mapped.unmap()
         for _ in range(5):
             Path("/proc/sys/vm/drop_caches").write_text("2")
     finally:
         etcd.resume()
-    for path in (one, other):
-        eventually(
-            lambda path=path: (path / "file").read_bytes()[:5] == b"later", "it is published"
-        )
+    eventually(lambda: is_later(one / "file") and is_later(other / "file"), "it is published")
     assert mount.status()["nodes"] <= known
+
+
+def test_what_a_mapping_leaves_is_read_while_it_is_published(
+    cluster: Cluster, two: tuple[Path, Path]
+) -> None:
+    one, other = two
+    etcd = cluster.etcd.members[0]
+    write(one / "file", pattern(1, MIB))
+
+    def asks_nobody() -> bool:
+        before = counters(cluster.mounts[0])["barriers"]
+        (one / "file").read_bytes()
+        return bool(counters(cluster.mounts[0])["barriers"] == before)
+
+    eventually(asks_nobody, "the directory is followed")
+    mapped = Mapped(one / "file")
+    eventually(asks_nobody, "the directory is followed again")
+    etcd.pause()
+    try:
+        mapped.unmap()
+        assert cluster.mounts[0].status()  # requests that can wait are not put off any longer
+        for _ in range(3):
+            assert is_later(one / "file")
+            assert (one / "file").stat().st_size == MIB
+    finally:
+        etcd.resume()
+    eventually(lambda: is_later(other / "file"), "it is published")
+    assert is_later(one / "file")
 
 
 @pytest.mark.parametrize("change", ["overwrite", "unlink", "replace"])
@@ -442,6 +481,18 @@ def reading(path: Path, expected: int) -> Iterator[list[str]]:
     finally:
         stop.set()
         thread.join()
+
+
+def test_closing_publishes_once_where_the_store_takes_the_very_file() -> None:
+    with Cluster(Plan(nodes=1, mounts=1, replicas=1, beside={0: 0})) as cluster:
+        (mount,) = cluster.mounts
+        for size in (100, MIB):
+            write(mount.path / "file", pattern(1, size))
+            version = os.getxattr(mount.path / "file", "user.irdmafs.version")
+            write(mount.path / "file", pattern(2, size))
+            assert mount.status()  # the release is put off until somebody asks
+            found = os.getxattr(mount.path / "file", "user.irdmafs.version")
+            assert int(found) == int(version) + 1
 
 
 def test_a_killed_node_loses_nothing_and_service_goes_on() -> None:
