@@ -163,14 +163,14 @@ class Session:
 
     async def update(self, record: NodeAddress) -> None:
         """Change what a store node's key says (free space, address); its number changes with it.
+        `record` tells whether it does: it stays as it is while the session is not valid.
 
         Raises OSError when etcd cannot be reached.
         """
         assert self._kind == NODE, "a mount's number is in its content ids and must not change"
         async with self._writing:
-            self.record = record
             if not self.valid():
-                return  # the next registration, or the next update, carries it
+                return
             try:
                 self.number = await self._engine.transact(
                     [self.compare()], [Put(self.key, encode(record), self.lease)]
@@ -181,6 +181,8 @@ class Session:
                 if error.errno != errno.ESTALE:  # LeaseEnded
                     raise
                 self.lose()
+            else:
+                self.record = record
 
     def lose(self) -> None:
         """The key is gone, whatever the lease says (see Members.attach)."""

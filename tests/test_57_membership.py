@@ -277,6 +277,11 @@ async def _node_updates(server: EtcdServer, prefix: bytes) -> None:
             assert node.members.nodes == {7: address(7, free=free)}
             assert (await node.engine.get(session.key) or session)[2:] == (session.number,)
         assert session.valid()
+        # Its renewal is late, as when etcd changes its leader; the lease lives on.
+        session.valid_until, until = 0.0, session.valid_until
+        await session.update(address(7, free=8))
+        session.valid_until = until
+        assert session.record == address(7, free=7), "what was not told is told later"
         await session.release()
 
 
