@@ -81,6 +81,17 @@ class Beliefs:
         said, now = self._now_saying()
         said.attributes[ino] = now + seconds
 
+    def holds(self, name: Name, ino: int, until: float) -> bool:
+        """Whether the kernel believes in a name and the attributes of what it leads to for so long
+        (time.monotonic()), if it still remembers them."""
+        for said in (self._said, self._said_before):
+            found = said.names.get(name)
+            if found is not None:
+                return (
+                    found[0] == ino and found[1] > until and said.attributes.get(ino, 0.0) > until
+                )
+        return False
+
     def _now_saying(self) -> tuple[_Said, float]:
         now = time.monotonic()
         if now > self._turns_at:

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import stat
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -841,6 +842,7 @@ class Operations(pyfuse3.Operations):
         directory = handle.node.ino
         entries = self._listing(handle, start_id)
         valid_s = self._store.believable_s(directory) if self._shared else 0.0
+        soon = time.monotonic() + valid_s / 2
         for index in range(start_id, len(entries)):
             name, ino = entries[index]
             inode = self._inodes.get(ino)
@@ -854,6 +856,13 @@ class Operations(pyfuse3.Operations):
                     return
                 continue
             node = self._cache.node_of(inode, 0)
+            if valid_s and node.lookups and self._beliefs.holds((directory, name), ino, soon):
+                # Without a node: the kernel has name and attributes, and will for a while.
+                known = Attributes()
+                known.ino, known.st_mode = ino, inode.mode
+                if not self.readdir_reply(token, name, known, index + 1):
+                    return
+                continue
             entry = self._attributes(node, inode)
             if not self._cache.names_are_stable(ino) or not self._leads_to(directory, name, ino):
                 entry.entry_timeout = 0

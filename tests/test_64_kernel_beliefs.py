@@ -167,6 +167,26 @@ def test_listing_many_files_with_their_attributes_takes_few_requests(
 # -- that it is never what is over
 
 
+def test_listing_again_what_the_kernel_knows_shows_what_others_changed(
+    believing: list[Path],
+) -> None:
+    one, other = believing
+
+    def sizes(path: Path) -> dict[str, int]:
+        with os.scandir(path) as entries:
+            return {entry.name: entry.stat().st_size for entry in entries}
+
+    for i in range(200):
+        (one / f"file{i}").touch()
+    for i in range(ROUNDS):
+        for _ in range(3):
+            assert sizes(other) == sizes(one)
+        (one / f"file{i}").write_bytes(bytes(i + 1))
+        (one / f"file{i + 100}").unlink()
+        os.replace(one / f"file{i + 1}", one / f"file{i + 2}")
+        (one / f"file{i + 1}").touch()
+
+
 def test_an_unlinked_file_is_gone_at_once(believing: list[Path], follower: ClusterMount) -> None:
     one, other = believing
     requests = Requests(follower)

@@ -109,6 +109,9 @@ class SetattrFields:
         self.update_ctime = bool(valid & Valid.CTIME)
 
 
+_NO_ENTRY = bytes(wire.ENTRY_OUT.size)
+
+
 class DirectoryReply:
     """The buffer that a READDIRPLUS answer is collected in."""
 
@@ -122,8 +125,9 @@ class DirectoryReply:
         if size > self._room:
             return False
         self._room -= size
-        # The kernel takes no reference on "." and "..": their node id says so.
-        self.parts.append(_pack_entry(entry, 0 if name in (b".", b"..") else entry.st_ino))
+        # The kernel takes no reference on "." and "..", nor on what comes without a node.
+        referred = entry.st_ino and name not in (b".", b"..")
+        self.parts.append(_pack_entry(entry, entry.st_ino) if referred else _NO_ENTRY)
         self.parts.append(record)
         return True
 
