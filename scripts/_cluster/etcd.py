@@ -128,13 +128,20 @@ class Etcd:
     def leader(self) -> Daemon:
         """The member that leads; waits until there is one. Raises CommandFailed."""
         deadline = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline:
-            for answer in json.loads(self.control("endpoint", "status", "-w", "json")):
+        while True:
+            try:
+                answers = json.loads(self.control("endpoint", "status", "-w", "json"))
+            except CommandFailed:  # a member that was just started may not answer in time
+                if time.monotonic() > deadline:
+                    raise
+                continue
+            for answer in answers:
                 status = answer["Status"]
                 if status.get("leader", 0) == status["header"]["member_id"]:
                     return self.members[self.endpoints.index(answer["Endpoint"])]
+            if time.monotonic() > deadline:
+                raise CommandFailed("etcd has no leader")
             time.sleep(0.05)
-        raise CommandFailed("etcd has no leader")
 
     def kill9(self) -> None:
         for member in self.members:
