@@ -201,10 +201,11 @@ def _check_name(history: list[Operation]) -> list[Violation]:
             violations += _check_absent(opening, lasting, removing)
         elif operation.outcome == "ok" and operation.kind == "unlink":
             moments.append(operation)
+    lasting_values = {write.value for write in lasting}
     for value, write in writes.items():
         assert value is not None
         seen = reads[value]
-        if not seen and write not in lasting:
+        if not seen and value not in lasting_values:
             continue
         zone = _zone(write, seen)
         if zone.fixed < write.start:
