@@ -29,6 +29,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -179,6 +180,7 @@ def _check_name(history: list[Operation]) -> list[Violation]:
         if o.outcome == "ok"
         and (o.kind == "replace" or (o.kind in ("write", "create") and not _overlaps(o, removing)))
     ]
+    absence = _Absence(lasting, removing)
     violations, zones, moments = [], [], []
     writes = {o.value: o for o in history if o.kind in ("write", "create", "replace")}
     reads: dict[str, list[Operation]] = defaultdict(list)
@@ -194,11 +196,11 @@ def _check_name(history: list[Operation]) -> list[Violation]:
                 reads[operation.value].append(operation)
         elif operation.outcome == "absent":
             moments.append(operation)
-            violations += _check_absent(operation, lasting, removing)
+            violations += absence.check(operation)
         elif operation.outcome == "ok" and operation.kind == "create":
             # It was the first: the name was absent when it was opened.
             opening = replace(operation, start=operation.began, outcome="absent", value=None)
-            violations += _check_absent(opening, lasting, removing)
+            violations += absence.check(opening)
         elif operation.outcome == "ok" and operation.kind == "unlink":
             moments.append(operation)
     lasting_values = {write.value for write in lasting}
@@ -236,19 +238,26 @@ def _zone(write: Operation, reads: Sequence[Operation]) -> _Zone:
     return _Zone(first.end, last.start, first, last)
 
 
-def _check_absent(
-    seen: Operation, lasting: Sequence[Operation], removing: Sequence[Operation]
-) -> list[Violation]:
+class _Absence:
     """A name is absent at first, and after it was unlinked until it is written again."""
-    written = [o for o in lasting if o.end < seen.start]
-    if not written:
-        return []
-    for unlink in removing:
-        if unlink.kind == "unlink" and unlink.start < seen.end:
-            end = _latest_effect(unlink)
-            if not any(end < o.start for o in written):
-                return []
-    return [Violation("vanished", f"{seen}\nthough {max(written, key=lambda o: o.end)}")]
+
+    def __init__(self, lasting: Iterable[Operation], removing: Iterable[Operation]) -> None:
+        self._written = sorted(lasting, key=lambda o: o.end)
+        self._ends = [o.end for o in self._written]
+        # The latest of all up to each, which many operations are compared with.
+        self._latest_start = list(accumulate((o.start for o in self._written), max))
+        unlinks = sorted((o for o in removing if o.kind == "unlink"), key=lambda o: o.start)
+        self._starts = [o.start for o in unlinks]
+        self._latest_effect = list(accumulate(map(_latest_effect, unlinks), max))
+
+    def check(self, seen: Operation) -> list[Violation]:
+        written = bisect.bisect_left(self._ends, seen.start)
+        unlinked = bisect.bisect_left(self._starts, seen.end)
+        if not written or (
+            unlinked and self._latest_effect[unlinked - 1] >= self._latest_start[written - 1]
+        ):
+            return []
+        return [Violation("vanished", f"{seen}\nthough {self._written[written - 1]}")]
 
 
 def _check_empty(seen: Operation, history: Sequence[Operation]) -> list[Violation]:
