@@ -128,3 +128,14 @@ def test_what_is_said_during_the_last_bytes_is_heard_after_them(
     assert one.next_reply(wait=True) == Reply(ReplyKind.WORKING)
     early = send_range(one, files[0], 0, 100, TIMEOUT_S)
     assert (early or wait_for_reply(one, TIMEOUT_S)) == Reply(ReplyKind.OK)
+
+
+def test_what_follows_the_last_bytes_is_no_reply_to_them(
+    ends: tuple[Counting, Counting], files: tuple[int, int]
+) -> None:
+    """A reader that has all it asked for uses the connection again at once."""
+    one, other = ends
+    next_request = b"a header of the next request" * 10
+    other.send_all(next_request, Patience(TIMEOUT_S))
+    assert send_range(one, files[0], 0, 4096, TIMEOUT_S) is None
+    assert one.receive_exactly(len(next_request), Patience(TIMEOUT_S)) == next_request
