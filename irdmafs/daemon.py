@@ -31,6 +31,7 @@ from .session.portable import PortableSession
 from .session.wakeups import FastWakeups
 
 log = logging.getLogger(__name__)
+
 _STACKED = ("overlay", "ecryptfs")
 _LOW_SPACE_SHARE = 0.05
 _CHECK_NODES_S = 1.0

@@ -33,7 +33,7 @@ XATTR_PREFETCH = b"user.irdmafs.prefetch"
 XATTR_STATUS = b"user.irdmafs.status"
 XATTR_VERSION = b"user.irdmafs.version"
 XATTR_VERSIONS = b"user.irdmafs.versions"
-_OWN_XATTRS = b"user.irdmafs."
+OWN_XATTRS = b"user.irdmafs."
 # What an array file consists of (irdmafs.client), and how a cluster is to keep what a directory gets.
 _KEPT_XATTRS = {b"user.irdmafs.dtype", b"user.irdmafs.shape", *POLICY_XATTRS}
 
@@ -464,7 +464,7 @@ class Operations(pyfuse3.Operations):
             return
         if name in (XATTR_STATUS, XATTR_VERSION, XATTR_VERSIONS):
             raise fail(errno.EPERM)
-        if name.startswith(_OWN_XATTRS) and name not in _KEPT_XATTRS:
+        if name.startswith(OWN_XATTRS) and name not in _KEPT_XATTRS:
             raise fail(errno.EINVAL)  # rather than to keep a slip of the pen
         if self._shared:
             await detach()

@@ -200,9 +200,8 @@ class Mapped:
             file.write(b"first")
             os.close(next_descriptor := os.dup(file.fileno()))
             self._mapping = mmap.mmap(file.fileno(), 0)
-        os.close(
-            next_descriptor
-        )  # the mapping's own, so that no close publishes what is stored now
+        # The mapping's own, so that no close publishes what is stored now.
+        os.close(next_descriptor)
         self._mapping[:5] = b"later"
 
     def unmap(self) -> None:

@@ -25,7 +25,7 @@ from ..backend.namespace import fail
 from ..cache import KernelCache, Name
 from ..locks import Lock
 from ..nodes import Node, State
-from ..operations import Attributes, OpenInfo, Operations
+from ..operations import OWN_XATTRS, Attributes, OpenInfo, Operations
 from . import passthrough, wire
 from .wakeups import FastWakeups
 from .wire import BODY, Init, Malformed, Opcode, Valid
@@ -74,7 +74,6 @@ _WANTED = (
 )
 
 _NS = 1_000_000_000
-_CONTROL = b"user.irdmafs."
 _CAPABILITY = b"security.capability"
 
 Answer = Coroutine[Any, Any, bytes]
@@ -565,7 +564,7 @@ class KernelSession(KernelCache):
     async def _getxattr(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         size, _ = wire.decode(wire.GETXATTR_IN, self._buffer, end)
         name, _ = wire.decode_name(self._buffer, BODY + wire.GETXATTR_IN.size, end)
-        if name.startswith(_CONTROL):
+        if name.startswith(OWN_XATTRS):
             self.settle()  # who asks what is open is not to see what is closed
         if name == _CAPABILITY and not self._operations.has_xattrs(nodeid):
             # The kernel asks before the first write to every file; an exception takes 2 us more.
