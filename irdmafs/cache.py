@@ -484,13 +484,15 @@ class Cache:
         """`naming`: the kernel keeps directories locked until we return."""
         status = published = os.fstat(node.fd)
         extent = node.extent
-        if writers_stay and status.st_size and not node.cached:
-            extent, fd = await self._copy(node)
-            published = os.fstat(fd)
-            os.close(fd)
+        dirty, node.dirty = node.dirty, False
         try:
+            if writers_stay and status.st_size and not node.cached:
+                extent, fd = await self._copy(node)
+                published = os.fstat(fd)
+                os.close(fd)
             inode = await self.store.publish(node.ino, extent, published, status.st_mtime_ns)
         except BaseException:
+            node.dirty |= dirty
             if extent != node.extent:
                 self.store.extents.free(extent)
             raise
@@ -499,14 +501,10 @@ class Cache:
             node.extent = inode.extent
             self._pin(node)
             self.store.retire(extent)
-        node.dirty = False
         node.version = inode.version
         node.size, node.blocks, node.mtime_ns = inode.size, inode.blocks, inode.mtime_ns
         node.working = inode.extent != node.extent
-        after = os.fstat(node.fd)
-        unwritten = (after.st_size, after.st_mtime_ns) == (status.st_size, status.st_mtime_ns)
-        # A store that takes the very file moves its st_ctime.
-        node.stamp = _stamp(after if unwritten else status)
+        node.stamp = _stamp(status)
         node.settled = time.time_ns() - status.st_ctime_ns > _TIMESTAMP_GRAIN_NS
         if node.state is State.PRIVATE and not node.working and not writers_stay:
             # Handed over: whoever opens the file now reads this very extent.
@@ -529,7 +527,7 @@ class Cache:
         """Whether the node may hold bytes that its last published version does not."""
         if node.stamp is None and self.store.shared and not (node.version or _size(node)):
             return False  # a new file that stays empty: its name says so already, to all
-        if node.cached or node.stamp is None:
+        if node.dirty or node.cached or node.stamp is None:
             return node.dirty
         status = os.fstat(node.fd)
         if _stamp(status) != node.stamp:
@@ -542,9 +540,13 @@ class Cache:
         if node.state is State.SEALED or not (node.working or not node.cached):
             return
         status = os.fstat(node.fd)
-        unchanged = _stamp(status) == node.stamp
+        written = _stamp(status) != node.stamp
         os.utime(node.fd, ns=(status.st_atime_ns, mtime_ns))
-        if unchanged:
+        if node.stamp is None:
+            return
+        if written:
+            node.dirty = True  # the time may have been set back to what it was
+        else:
             node.stamp = _stamp(os.fstat(node.fd))
 
     # -- truncate --------------------------------------------------------------------------------
@@ -641,8 +643,9 @@ def _is_current(node: Node, inode: Inode) -> bool:
     return node.state is State.SEALED and node.version == inode.version
 
 
-def _stamp(status: os.stat_result) -> tuple[int, int, int]:
-    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+def _stamp(status: os.stat_result) -> tuple[int, int]:
+    """What a write to an extent moves. Not st_ctime: a store that takes the very file moves it, too."""
+    return status.st_size, status.st_mtime_ns
 
 
 def _size(node: Node) -> int:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .backend.cluster_config import ClusterConfig, ConfigError
@@ -17,7 +19,7 @@ from .backend.security import issue, make_ca
 if TYPE_CHECKING:
     from .backend.kv.etcd import EtcdEngine
 
-__all__ = ["Plan", "admit_again", "forget_node", "make_files", "register", "set_node_state"]
+__all__ = ["Plan", "admit_again", "forget_node", "made_files", "register", "set_node_state"]
 
 _FORMAT = 1
 _CHANGE_RETRIES = 10
@@ -34,9 +36,10 @@ class Plan:
     tls: bool
 
 
-def make_files(directory: str, plan: Plan) -> tuple[str, list[str]]:
-    """Write cluster.toml and the certificates. Returns the path of the former, and of all files that are
-    new: none if an earlier run left those of the same cluster.
+@contextmanager
+def made_files(directory: str, plan: Plan) -> Iterator[str]:
+    """Write cluster.toml and the certificates, unless an earlier run left those of the same cluster;
+    the path of the former. What is new is removed again when the body fails, or is interrupted.
 
     Raises ConfigError when those that are there are another cluster's, or cannot be written.
     """
@@ -44,39 +47,40 @@ def make_files(directory: str, plan: Plan) -> tuple[str, list[str]]:
     text = _config_text(plan, directory)
     try:
         os.makedirs(directory, mode=0o700, exist_ok=True)
-        with open(path) as file:
-            if file.read() == text:
-                return path, []
-        raise ConfigError(
-            f"{path} describes a cluster already; choose another directory with --out, or remove it"
-        )
-    except FileNotFoundError:
-        pass
+        there = set(os.listdir(directory))
+        if "cluster.toml" in there and Path(path).read_text() != text:
+            raise ConfigError(
+                f"{path} describes a cluster already; choose another directory with --out, or "
+                "remove it"
+            )
     except OSError as error:
         raise ConfigError(f"cannot make {path}: {error.strerror}") from error
-    made: list[str] = []
+    try:
+        if "cluster.toml" not in there:
+            _write_files(directory, plan, text)
+        yield path
+    except BaseException:
+        for name in set(os.listdir(directory)) - there:
+            if name == "cluster.toml" or name.endswith((".pem", ".key")):
+                os.unlink(os.path.join(directory, name))
+        raise
+
+
+def _write_files(directory: str, plan: Plan, text: str) -> None:
+    path = os.path.join(directory, "cluster.toml")
     try:
         if plan.tls:
-            made.append(make_ca(directory, plan.name))
-            made.append(os.path.join(directory, "ca.key"))
+            make_ca(directory, plan.name)
             for role in ("node", "mount", "admin"):
-                credentials = issue(directory, role, role)
-                made += (credentials.cert, credentials.key)
+                issue(directory, role, role)
             if plan.etcd_hosts:
-                credentials = issue(directory, "etcd", "etcd", plan.etcd_hosts)
-                made += (credentials.cert, credentials.key)
+                issue(directory, "etcd", "etcd", plan.etcd_hosts)
         # The last one: it says that the others are there.
         with open(path, "x") as file:
-            made.append(path)
             file.write(text)
-        ClusterConfig.load(path)
-    except BaseException as error:
-        for file_name in made:
-            os.unlink(file_name)
-        if isinstance(error, OSError):
-            raise ConfigError(f"cannot write {path}: {error.strerror}") from error
-        raise
-    return path, made
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    ClusterConfig.load(path)
 
 
 def _config_text(plan: Plan, directory: str) -> str:

@@ -148,7 +148,7 @@ def init(
     Nothing that exists is overwritten. Files that an earlier run made are used if it came no further.
     """
     from .backend.placement import BUCKETS
-    from .cluster_admin import Plan, make_files, register
+    from .cluster_admin import Plan, made_files, register
 
     if no_tls and etcd_hosts:
         raise click.UsageError("--etcd-host cannot be used with --no-tls")
@@ -166,25 +166,25 @@ def init(
     )
     stripe_bytes = 0 if stripe == "0" else _parse_size("--stripe", stripe)
     directory = os.path.abspath(directory)
-    with one_line_errors():
-        path, made = make_files(directory, plan)
-    config = load(path)
-    try:
-        with_etcd(
-            config,
-            lambda engine: register(
-                engine, config, replicas, buckets or BUCKETS, stripe_bytes, lease_ttl
-            ),
-        )
-    except BaseException as error:
-        if etcd_hosts and isinstance(error, MountError):
-            raise MountError(
-                f"{error} (etcd can be started now with {directory}/etcd.pem, etcd.key and ca.pem; "
-                "then give the same command again)"
-            ) from error
-        for file in made:
-            os.unlink(file)
-        raise
+    refused: MountError | None = None
+    with one_line_errors(), made_files(directory, plan) as path:
+        config = load(path)
+        try:
+            with_etcd(
+                config,
+                lambda engine: register(
+                    engine, config, replicas, buckets or BUCKETS, stripe_bytes, lease_ttl
+                ),
+            )
+        except MountError as error:
+            if not etcd_hosts:
+                raise
+            refused = error  # the files stay: etcd needs them
+    if refused is not None:
+        raise MountError(
+            f"{refused} (etcd can be started now with {directory}/etcd.pem, etcd.key and ca.pem; "
+            "then give the same command again)"
+        ) from refused
     say(f"cluster {name!r} is made; {path} describes it")
     if plan.tls:
         say(

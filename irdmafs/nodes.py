@@ -73,7 +73,7 @@ class Node:
         self.dirty = False
         self.discarded = False
         self.pinned = 0
-        self.stamp: tuple[int, int, int] | None = None
+        self.stamp: tuple[int, int] | None = None
         self.settled = False
         self.lock: trio.Lock | None = None
         # In a shared namespace: the directory and the name by which the kernel found it last.

@@ -306,6 +306,23 @@ def test_unchanged_files_publish_nothing(folder: Path, process: TakeProcess) -> 
     assert (os.getxattr(file, "user.irdmafs.version"), os.stat(file).st_mtime_ns) == before
 
 
+def test_a_write_whose_time_is_set_back_is_published(folder: Path, process: TakeProcess) -> None:
+    """As rsync --inplace --times leaves it: same size, same time, other bytes."""
+    file, size = folder / "weights", 100_000
+    file.write_bytes(pattern(1, size))
+    before = os.stat(file).st_mtime_ns
+    process().do(
+        "fd = os.open(file, os.O_WRONLY); os.pwrite(fd, data[:10], 0); os.fsync(fd);"
+        "os.utime(fd, ns=(time, time)); os.fsync(fd); os.pwrite(fd, data, 0);"
+        "os.utime(fd, ns=(time, time)); os.close(fd)",
+        file=str(file),
+        data=pattern(2, size),
+        time=before,
+    )
+    assert process().do("open(file, 'rb').read()", file=str(file)) == pattern(2, size)
+    assert os.stat(file).st_mtime_ns == before
+
+
 @pytest.mark.beyond_posix
 def test_memory_of_old_versions_is_given_back(
     mount: Mount, folder: Path, process: TakeProcess

@@ -112,11 +112,12 @@ def test_timeout_that_makes_no_sense_is_refused(tmp_path: Path, timeout: str) ->
 # -- making a cluster ------------------------------------------------------------------------------
 
 
-def test_init_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seen", ["ca.pem", "node.pem", "admin.pem", "cluster.toml"])
+def test_init_that_is_interrupted_leaves_nothing(tmp_path: Path, seen: str) -> None:
     made = tmp_path / "made"
     command = (sys.executable, "-m", "irdmafs", "cluster", "init", "--etcd", "127.0.0.1:1")
     with subprocess.Popen([*command, "--out", made], stderr=subprocess.PIPE, text=True) as init:
-        eventually((made / "cluster.toml").exists, "the files are made")
+        eventually((made / seen).exists, "the file is made")
         init.send_signal(signal.SIGINT)
         assert init.stderr is not None
         assert init.stderr.read() == ""
