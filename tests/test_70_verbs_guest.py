@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -66,7 +67,8 @@ def group_is_gone(leader: int) -> bool:
     return False
 
 
-def test_nothing_of_a_guest_outlives_whoever_started_it(guest_kernel: None) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_of_a_guest_outlives_whoever_started_it(guest_kernel: None, number: int) -> None:
     script = "echo up; sleep 1000"
     command = [os.fspath(GUEST), "run", "--timeout", "100", "--", "bash", "-c", script]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
@@ -75,7 +77,7 @@ def test_nothing_of_a_guest_outlives_whoever_started_it(guest_kernel: None) -> N
         children = ("ps", "-o", "pid=", "--ppid", str(started.pid))
         leaders = [int(word) for word in subprocess.check_output(children, text=True).split()]
         assert leaders
-        started.kill()
+        started.send_signal(number)
     for leader in leaders:
         eventually(partial(group_is_gone, leader), f"process group {leader} is gone")
 

@@ -33,7 +33,7 @@ LINKS_MAX = 8
 _KERNEL_LINES_MAX = 60
 # Outlives us if we are killed: the end of its input is the end of the guest. A guest's programs are
 # processes that do not die with its kernel.
-_KEEPER = 'read -r _; kill -KILL -- "-$1"; rm -rf -- "$2"'
+_KEEPER = 'read -r _; kill -KILL "-$1"; rm -rf -- "$2"'
 _SOCKET_BUFFER_BYTES = 4 << 20
 
 
