@@ -8,7 +8,7 @@ import errno
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -40,6 +40,10 @@ from .messages import (
 )
 from .streams import receive_range, send_range, wait_for_reply
 from .threads import in_threads
+from .verbs.growth import Growth
+from .verbs.path import Path
+from .verbs.queue import NotByVerbs
+from .verbs.rdma import Rdma
 from .wire import Header, Op, Reply, ReplyKind
 
 __all__ = ["Peers", "patience_s"]
@@ -64,7 +68,8 @@ class Peers:
     """All store nodes, as devices. Use as an async context manager.
 
     `resolve` tells where a node is (None: it is not registered), `session` the number of this mount's
-    session. A peer that is silent for `timeout_s` is given up.
+    session. A peer that is silent for `timeout_s` is given up. With `rdma`, which must stay open longer,
+    what is long enough moves by verbs where both ends can.
     """
 
     def __init__(
@@ -78,12 +83,14 @@ class Peers:
         streams: int = 4,
         encrypt_data: bool = False,
         timeout_s: float = 5.0,
+        rdma: Rdma | None = None,
     ) -> None:
         self.resolve = resolve
         self.name = name
         self.role = role
         self.session = session
         self.timeout_s = timeout_s
+        self.rdma = rdma
         self.streams = streams
         self.encrypt_data = encrypt_data
         self.context = credentials.client_context() if credentials is not None else None
@@ -113,6 +120,9 @@ class Peers:
                 link.close()
 
     def device(self, node: int) -> Device:
+        return self.remote_device(node)
+
+    def remote_device(self, node: int) -> "RemoteDevice":
         return RemoteDevice(self, self.link(node))
 
     async def ping(self, node: int) -> None:
@@ -179,10 +189,12 @@ class Peers:
             await trio.sleep(_TIDY_S)
             for link in self._links.values():
                 link.tidy()
+            for adapter in self.rdma.adapters if self.rdma is not None else ():
+                adapter.regions.drop_orphans()
 
 
 class RemoteDevice:
-    """A store node reached over TCP."""
+    """A store node reached over TCP, and by verbs where both ends can."""
 
     def __init__(self, peers: Peers, link: Link) -> None:
         self._peers = peers
@@ -221,7 +233,31 @@ class RemoteDevice:
     async def write(
         self, extent: Extent, target: Target, fd: int, offset: int, length: int
     ) -> None:
+        await self._write(extent, target, fd, offset, length, None)
+
+    async def pass_on(
+        self, extent: Extent, target: Target, fd: int, length: int, growth: Growth
+    ) -> None:
+        """As `write`, of a whole file whose bytes are still coming in."""
+        await self._write(extent, target, fd, 0, length, growth)
+
+    async def _write(
+        self,
+        extent: Extent,
+        target: Target,
+        fd: int,
+        offset: int,
+        length: int,
+        growth: Growth | None,
+    ) -> None:
         _check_chain(target)
+        if await self._by_verbs(
+            "write", length, lambda path: path.write(extent, target, fd, offset, length, growth)
+        ):
+            self._peers.counters.sent_bytes += length
+            return
+        if growth is not None:
+            await growth.complete()
         headers = self._headers(Op.WRITE, extent, target, 0, length, total=length)
         await self._run(
             "write", headers, lambda channel, header: self._send(channel, header, fd, offset)
@@ -231,6 +267,11 @@ class RemoteDevice:
     async def read(self, extent: Extent, start: int, fd: int, offset: int, length: int) -> None:
         if os.fstat(fd).st_size < offset + length:
             os.ftruncate(fd, offset + length)
+        if await self._by_verbs(
+            "read", length, lambda path: path.read(extent, start, fd, offset, length)
+        ):
+            self._peers.counters.received_bytes += length
+            return
         headers = self._headers(Op.READ, extent, Target(0, 0, ()), start, length)
         await self._run(
             "read",
@@ -238,6 +279,26 @@ class RemoteDevice:
             lambda channel, header: self._receive(channel, header, fd, offset - start),
         )
         self._peers.counters.received_bytes += length
+
+    async def _by_verbs(
+        self, kind: str, length: int, move: Callable[[Path], Awaitable[None]]
+    ) -> bool:
+        """Whether it was moved so; if not, TCP has to. Raises OSError: what the node answers."""
+        link, counters = self._link, self._peers.counters
+        path = await link.path(length)
+        if path is None:
+            return False
+        async with link.operations:
+            counters.requests[kind] += 1
+            try:
+                with link.watched():
+                    await move(path)
+            except NotByVerbs as error:
+                counters.fallbacks += 1
+                await link.path_failed(path, str(error))
+                return False
+        counters.verbs_bytes += length
+        return True
 
     def _headers(
         self, op: Op, extent: Extent, target: Target, start: int, length: int, total: int = 0
