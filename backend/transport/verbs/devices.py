@@ -18,6 +18,7 @@ _SIOCGIFADDR = 0x8915
 # Less is not worth it: a registration of an ordinary model would fail.
 MEMLOCK_BYTES_MIN = 64 << 20
 _GIDS_MAX = 1024
+_GIDS_SHOWN = 8
 _ZERO_GID = bytes(16)
 _DATAGRAM_PORT = 9
 _REMEDY_MEMLOCK = (
@@ -82,6 +83,25 @@ def find(sys: str = _SYS) -> list[Device]:
     except OSError:
         return []
     return [_device(Path(sys, name)) for name in names]
+
+
+def describe(device: Device) -> str:
+    """One line: what it is, where it is plugged in, its ports and their tables."""
+    where = f" at {device.pci}" if device.pci else ""
+    node = f", NUMA node {device.numa}" if device.numa >= 0 else ""
+    ports = []
+    for port in device.ports:
+        gids = ", ".join(_described(port, gid) for gid in port.gids[:_GIDS_SHOWN])
+        more = len(port.gids) - _GIDS_SHOWN
+        text = f"port {port.number} {port.state}, GIDs {gids or 'none'}"
+        ports.append(f"{text} and {more} more" if more > 0 else text)
+    return f"{device.name} ({device.kind}{where}{node}): {'; '.join(ports) or 'no port'}"
+
+
+def _described(port: Port, gid: Gid) -> str:
+    value = gid.address if port.link_layer == "Ethernet" else ipaddress.IPv6Address(gid.value)
+    netdev = f" on {gid.netdev}" if gid.netdev else ""
+    return f"[{gid.number}] {value} {gid.kind}{netdev}"
 
 
 def explain(devices: list[Device], wanted: str | None = None) -> str:
