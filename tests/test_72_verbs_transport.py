@@ -3,7 +3,6 @@
 import errno
 import os
 import random
-import resource
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -397,12 +396,6 @@ def test_a_node_that_may_not_lock_memory_is_written_to_over_tcp(memory: Path, ad
         timeout_s=TIMEOUT_S, rdma=True, prefix=prefix,
     ):  # fmt: skip
         trio.run(test)
-
-
-def test_a_low_limit_of_locked_memory_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_may_lock", lambda: False)
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (65536, 65536))
-    assert "64 KiB" in devices.memlock_obstacle()
 
 
 # -- when things break ---------------------------------------------------------------------------

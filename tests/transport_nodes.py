@@ -119,7 +119,7 @@ class ExtentDirectory:
 
 
 def address_of(host: str, control_port: int, data_port: int, store: str = "") -> NodeAddress:
-    return NodeAddress(host, control_port, data_port, ["tcp"], host, store, 0, 0, "test")
+    return NodeAddress(host, control_port, data_port, ["tcp", "verbs"], host, store, 0, 0, "test")
 
 
 def resolver(addresses: str) -> Callable[[int], NodeAddress | None]:

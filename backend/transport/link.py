@@ -127,6 +127,9 @@ class Link:
         rdma = self._peers.rdma
         if rdma is None or not rdma.is_usable or length < rdma.choice.threshold_bytes:
             return None
+        address = self._peers.resolve(self.node)
+        if address is not None and "verbs" not in address.transports:
+            return None
         control = await self._connected()
         if self._path_of(control) is None and not self._attaching.locked():
             async with self._attaching:
@@ -235,7 +238,7 @@ class Link:
                 self._drop_idle()
             if where != self._where:
                 self._where = where
-                self._setback_s = self._alone_until = 0.0
+                self._setback_s = self._alone_until = self._path_after = 0.0
             if self._control is None:
                 if time.monotonic() < self._alone_until:
                     raise self._unreachable()

@@ -15,6 +15,7 @@ from ...logs import current_request
 from .. import Extent, Target, Unreachable
 from ..messages import (
     NOT_BY_VERBS,
+    PIECES_MAX,
     AnyAnswer,
     AnyRequest,
     Attach,
@@ -45,7 +46,8 @@ _PIECES = 16
 
 def piece_bytes(length: int) -> int:
     """What one work request moves of a transfer of `length` bytes."""
-    return min(length, max(_PIECE_BYTES_MIN, min(_PIECE_BYTES_MAX, length // _PIECES)))
+    usual = max(_PIECE_BYTES_MIN, min(_PIECE_BYTES_MAX, length // _PIECES))
+    return min(length, max(usual, -(-length // PIECES_MAX)))
 
 
 class Path:

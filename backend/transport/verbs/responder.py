@@ -119,9 +119,11 @@ class Responder:
 
     def detach(self, why: str) -> None:
         """The queue pair and all that was given for it are of no use any more."""
-        if self._pair is not None:
-            self._pair.fail(why)
-            self._pair = None
+        pair, self._pair = self._pair, None
+        if pair is not None:
+            # Closed before any file is let go: a message that is half in holds its memory.
+            pair.fail(why)
+            pair.close()
         for given in self._given.values():
             given.take_back()
         self._given.clear()
