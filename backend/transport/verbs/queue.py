@@ -120,6 +120,8 @@ class QueuePair:
         except BaseException:
             self._channel.close()
             raise
+        # A WRITE puts nothing there; pyverbs wants an element all the same.
+        self._receive = library.RecvWR(num_sge=1, sg=[library.SGE(0, 0, 0)])
         self._signalled = library.enum("SEND_SIGNALED")
         self._read = library.enum("WR_RDMA_READ")
         self._write = library.enum("WR_RDMA_WRITE")
@@ -162,7 +164,7 @@ class QueuePair:
             attributes.rnr_retry = _TRIES_ARE_FOREVER
             self._pair.to_rts(attributes)
             for _ in range(self._receives):
-                self._pair.post_recv(library.RecvWR())
+                self._pair.post_recv(self._receive)
 
     # -- moving bytes ----------------------------------------------------------------------------
 
@@ -312,7 +314,7 @@ class QueuePair:
     def _receive_next(self) -> None:
         try:
             with self._library.errors:
-                self._pair.post_recv(self._library.RecvWR())
+                self._pair.post_recv(self._receive)
         except OSError as error:
             self.fail(f"posting failed: {error.strerror}")
 

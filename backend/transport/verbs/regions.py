@@ -41,7 +41,8 @@ class RegionCounters:
 
 
 class Region:
-    """A registered range of a file."""
+    """A registered range of a file. One that is `writable` can be read and written by this end, and can
+    have windows, which the kernel takes for writing whatever they are for."""
 
     def __init__(
         self, library: Library, pd: Any, fd: int, offset: int, length: int, writable: bool
@@ -51,10 +52,9 @@ class Region:
         self.writable = writable
         self.users = 0
         self._library = library
-        access = library.enum("ACCESS_MW_BIND")
-        protection = mmap.PROT_READ
+        access, protection = 0, mmap.PROT_READ
         if writable:
-            access |= library.enum("ACCESS_LOCAL_WRITE")
+            access = library.enum("ACCESS_LOCAL_WRITE") | library.enum("ACCESS_MW_BIND")
             protection |= mmap.PROT_WRITE
         # A name of its own for the file: the caller closes his.
         self._fd = os.dup(fd)

@@ -8,6 +8,8 @@ import errno
 import itertools
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -151,7 +153,8 @@ class Responder:
             size = os.fstat(fd).st_size
             if start + length > size:
                 raise OSError(errno.EINVAL, "the extent is shorter than what is asked for")
-            given = await self._give(fd, size, start, length, writable=False)
+            with _writable(fd) as (best, may_write):
+                given = await self._give(best, size, start, length, may_write, writes=False)
         finally:
             os.close(fd)
         handle = next(self._handles)
@@ -211,7 +214,7 @@ class Responder:
     async def _begin(self, extent: Extent, target: Target, length: int) -> _Arrival:
         incoming = await self._create(extent, length)
         try:
-            given = await self._give(incoming.fd, length, 0, length, writable=True)
+            given = await self._give(incoming.fd, length, 0, length, True, writes=True)
         except BaseException:
             self._service.drop(incoming)
             os.close(incoming.fd)
@@ -278,7 +281,9 @@ class Responder:
 
     # -- rights ----------------------------------------------------------------------------------
 
-    async def _give(self, fd: int, size: int, start: int, length: int, *, writable: bool) -> _Given:
+    async def _give(
+        self, fd: int, size: int, start: int, length: int, writable: bool, *, writes: bool
+    ) -> _Given:
         """The whole file is registered, so that other ranges of it find it so. Raises OSError."""
         adapter, pair = self._adapter, self._pair
         assert adapter is not None
@@ -291,7 +296,7 @@ class Responder:
             text = f"{size} bytes cannot be registered: {error.strerror}"
             raise OSError(NOT_BY_VERBS, text) from None
         try:
-            window = await grant(adapter, pair, region, start, length, writable)
+            window = await grant(adapter, pair, region, start, length, writes)
         except (OSError, NotByVerbs) as error:
             adapter.regions.release(region)
             raise OSError(NOT_BY_VERBS, str(error)) from None
@@ -324,6 +329,20 @@ class Responder:
                     self.release(handle)
         if self._pair is pair:
             self.detach(pair.failure)
+
+
+@contextmanager
+def _writable(fd: int) -> Iterator[tuple[int, bool]]:
+    """A descriptor of the same file that can be written, which windows ask for, if there may be one."""
+    try:
+        best = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        yield fd, False
+        return
+    try:
+        yield best, True
+    finally:
+        os.close(best)
 
 
 async def _close_after(arrival: _Arrival) -> None:

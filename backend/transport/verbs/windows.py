@@ -3,7 +3,8 @@
 On a device that has them it is a memory window of type 2: its key works on one queue pair only, for
 one range, for reading or for writing, and not any more when it is closed, while the registration below,
 which has no remote rights, stays. Making one costs a system call and a work request. On other devices
-it is a registration of its own that lives as long.
+it is a registration of its own that lives as long, and
+so on a file that this process may only read.
 """
 
 from typing import Any
@@ -36,7 +37,7 @@ async def grant(
     library = adapter.library
     rights = library.enum("ACCESS_REMOTE_WRITE" if writable else "ACCESS_REMOTE_READ")
     address = region.address(offset)
-    if not adapter.has_windows:
+    if not (adapter.has_windows and region.writable):
         rights |= library.enum("ACCESS_LOCAL_WRITE") if writable else 0
         with library.errors:
             registration = library.MR(adapter.pd, length, rights, address=address)
