@@ -64,7 +64,8 @@ def send_range(
             if reply is not None:
                 return reply
             raise
-        reply = channel.reply_meanwhile()
+        # A reader that has it all may ask for more on the connection, which is no reply.
+        reply = channel.reply_meanwhile() if offset < end else None
         if reply is not None:
             if reply.kind is not ReplyKind.WORKING:
                 return reply

@@ -2,9 +2,9 @@
 
 On a device that has them it is a memory window of type 2: its key works on one queue pair only, for
 one range, for reading or for writing, and not any more when it is closed, while the registration below,
-which has no remote rights, stays. Making one costs a system call and a work request. On other devices
-it is a registration of its own that lives as long, and
-so on a file that this process may only read.
+which has no remote rights, stays. Making one costs a system call and a work request. (Soft-RoCE checks
+only that a key's range lies in the registration, which is one extent's file.) On other devices, and on a
+file that this process may only read, it is a registration of its own that lives as long.
 """
 
 from typing import Any
