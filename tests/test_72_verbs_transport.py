@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import trio
+from cluster import Cluster as WholeCluster
+from cluster import Plan
 from irdmafs.backend.transport import Extent, Fenced, Target, Unreachable
 from irdmafs.backend.transport import link as link_module
 from irdmafs.backend.transport.messages import Reserve
@@ -516,6 +518,23 @@ def test_a_writer_that_dies_leaves_nothing_on_the_node(memory: Path, address: st
         os.close(source)
 
     in_cluster(memory, address, test, 1)
+
+
+# -- a whole cluster -----------------------------------------------------------------------------
+
+
+def test_versions_of_a_cluster_move_by_rdma_and_over_tcp_where_it_is_off(address: str) -> None:
+    data = random_bytes(5 * MiB)
+    plan = Plan(nodes=2, mounts=1, namespaces=False, node_config={"listen": address})
+    with WholeCluster(plan) as cluster:
+        (first,) = cluster.mounts
+        second = cluster.add_mount("--rdma", "off")
+        third = cluster.add_mount("--rdma", "require")
+        (first.path / "weights").write_bytes(data)
+        for mount in (second, third):
+            assert (mount.path / "weights").read_bytes() == data
+        moved = [mount.status()["cluster"]["rdma_bytes"] for mount in (first, second, third)]
+        assert moved == [len(data), 0, len(data)]
 
 
 # -- one queue pair ------------------------------------------------------------------------------
