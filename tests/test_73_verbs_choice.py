@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
+from cluster import Cluster, Plan, run_irdmafs
 from hypothesis import given
 from hypothesis import strategies as st
 from irdmafs.backend.cluster_config import ClusterSection, ConfigError
@@ -135,6 +136,7 @@ def test_no_device_and_not_the_wanted_one_are_told_apart(sys: Path) -> None:
     assert devices.find(str(sys / "nothing")) == []
     add(sys, "a", {1: (ONE, V2)})
     assert devices.explain(devices.find(str(sys)), "b") == "there is no RDMA device b"
+    assert devices.explain(devices.find(str(sys)), "a", 7) == "there is no GID 7; there are 1 on a"
 
 
 def test_a_low_limit_of_locked_memory_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,3 +249,19 @@ def test_growth_is_told_to_who_waits_and_stays_when_it_is_given_up() -> None:
             await other.complete()
 
     trio.run(main)
+
+
+# -- processes -----------------------------------------------------------------------------------
+
+
+def test_a_mount_that_requires_what_is_not_there_does_not_start(tmp_path: Path) -> None:
+    with Cluster(Plan(nodes=1, mounts=0, replicas=1)) as cluster:
+        (tmp_path / "mount").mkdir()
+        done = run_irdmafs(
+            cluster.admin, "mount", tmp_path / "mount", "--cluster", cluster.config,
+            "--store", tmp_path / "cache", "--rdma", "require", "--rdma-device", "nothing",
+        )  # fmt: skip
+        assert done.returncode
+        said = done.stdout + done.stderr
+        assert "RDMA is required, but" in said
+        assert len(said.splitlines()) == 1

@@ -35,6 +35,7 @@ from ..replica import Replica
 from ..store import Watcher
 from ..storedir import lock_directory
 from ..transport.peers import Peers, patience_s
+from ..transport.verbs.devices import local_address
 from ..transport.verbs.rdma import Rdma
 from ..unwrap import first_error, only_error
 from .cluster import Cluster
@@ -147,6 +148,7 @@ class RemoteStore(Pinned):
         """Read what the cluster is, and become a session of it."""
         config = self.config
         await self.replica.start(self._nursery)
+        self._check_rdma()
         if self.members.settings is None:
             raise ConfigError(
                 f"etcd at {', '.join(config.cluster.etcd)} knows no cluster named "
@@ -161,6 +163,16 @@ class RemoteStore(Pinned):
         self.namespace.after_commit = self.leases.wait_for_followers
         await self._nursery.start(self.session.run)
         await self.namespace.ensure_root()
+
+    def _check_rdma(self) -> None:
+        """Whether a device is on the way to a node. Raises RdmaUnavailable."""
+        for node in self.members.nodes.values():
+            try:
+                local = local_address(node.address)
+            except OSError:
+                continue
+            self.rdma.check(local)
+            return
 
     async def _prepare(self) -> None:
         """Have the usual groups made before they are needed: where a working copy is best begun

@@ -128,8 +128,6 @@ class _Node:
         self, settings: Settings, address: NodeAddress, ready: Callable[[str], None]
     ) -> None:
         config, files = self._config, self._files
-        if self._rdma.is_usable:
-            address = msgspec.structs.replace(address, transports=["tcp", "verbs"])
         self._session = Session(self._engine, NODE, address, settings.lease_ttl_s, node=files.node)
         self._members.attach(self._session)
         async with self._peers(settings) as peers:
@@ -155,6 +153,7 @@ class _Node:
     async def _serve(self, peers: Peers, ready: Callable[[str], None]) -> None:
         config = self._config
         where = config.listen()
+        self._rdma.check(where.advertised)
         self._listener = Listener(
             self._service, peers, where.bind, where.port,
             credentials=config.cluster.credentials("node"), encrypt_data=config.node.encrypt_data,
@@ -191,8 +190,9 @@ class _Node:
         node = self._config.node
         await _admit(self._engine, self._files, node.weight, node.labels)
         self._session.record = msgspec.structs.replace(
-            self._with_space(), address=address, control_port=control_port, data_port=data_port
-        )
+            self._with_space(), address=address, control_port=control_port, data_port=data_port,
+            transports=["tcp", "verbs"] if self._rdma.is_usable else ["tcp"],
+        )  # fmt: skip
         await self._nursery.start(self._session.run)
 
     def _with_space(self) -> NodeAddress:

@@ -104,16 +104,21 @@ def _described(port: Port, gid: Gid) -> str:
     return f"[{gid.number}] {value} {gid.kind}{netdev}"
 
 
-def explain(devices: list[Device], wanted: str | None = None) -> str:
-    """Why none of them (or not the one that is wanted) can be used; "": one can."""
+def explain(devices: list[Device], wanted: str | None = None, gid_index: int | None = None) -> str:
+    """Why none of them (or not the one that is wanted, or not with that GID) can be used; "": one can."""
     if wanted is not None:
         devices = [device for device in devices if device.name == wanted]
         if not devices:
             return f"there is no RDMA device {wanted}"
     elif not devices:
         return "this host has no RDMA device"
-    if any(not device.obstacle for device in devices):
-        return memlock_obstacle()
+    usable = [device for device in devices if not device.obstacle]
+    if usable:
+        gids = [(device, gid) for device in usable for port in device.ports for gid in port.gids]
+        if gid_index is None or any(gid.number == gid_index for _, gid in gids):
+            return memlock_obstacle()
+        there = ", ".join(f"{gid.number} on {device.name}" for device, gid in gids)
+        return f"there is no GID {gid_index}; there are {there}"
     return "; ".join(f"{device.name}: {device.obstacle}" for device in devices)
 
 

@@ -54,17 +54,30 @@ class Rdma:
             self.why_not = "RDMA is switched off"
             return self
         found = devices.find()
-        self.why_not = devices.explain(found, choice.device)
+        self.why_not = devices.explain(found, choice.device, choice.gid_index)
         if not self.why_not:
             try:
                 load()
             except VerbsMissing as error:
                 self.why_not = str(error.strerror)
-        if self.why_not and choice.mode == "require":
-            raise RdmaUnavailable(self.why_not)
         if self.why_not:
-            log.info("parameters move over TCP: %s", self.why_not)
+            self._do_without()
         return self
+
+    def check(self, local: str) -> None:
+        """Whether it can be used at this host's address `local`; else as when entering. For whoever knows
+        an address on the way to its peers before it has any."""
+        if self.is_usable:
+            try:
+                self.adapter(local)
+            except OSError as error:
+                self.why_not = str(error.strerror)
+                self._do_without()
+
+    def _do_without(self) -> None:
+        if self.choice.mode == "require":
+            raise RdmaUnavailable(self.why_not)
+        log.info("parameters move over TCP: %s", self.why_not)
 
     def __exit__(
         self,
