@@ -33,8 +33,8 @@ TEXT_MAX = 240
 NAME_MAX = 255
 # What a node answers when it can do nothing by verbs just now, though it may over TCP.
 NOT_BY_VERBS = errno.EOPNOTSUPP
-# Of one queue pair, at a time.
-HANDLES_MAX = 64
+# Of one queue pair, at a time: fewer than requests, so that one more is refused and need not wait.
+HANDLES_MAX = 48
 PIECES_MAX = 1 << 16
 EXTENT_BYTES_MAX = 1 << 40
 

@@ -5,8 +5,8 @@ told when that is over. If the queue pair breaks meanwhile, `Broken` is raised a
 node drops what it has of a write, and the caller moves the bytes in another way.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import trio
@@ -71,7 +71,7 @@ class Path:
     async def read(self, extent: Extent, start: int, fd: int, offset: int, length: int) -> None:
         """As Device.read; the file is long enough. Raises OSError, NotByVerbs."""
         regions = self._adapter.regions
-        with _using(regions, fd, offset, length, writable=True) as region:
+        async with _using(regions, fd, offset, length, writable=True) as region:
             exposed = await self._ask(
                 lambda number: Expose(number, current_request(), extent, start, length)
             )
@@ -97,7 +97,7 @@ class Path:
         NotByVerbs."""
         regions = self._adapter.regions
         piece = piece_bytes(length)
-        with _using(regions, fd, offset, length, writable=False) as region:
+        async with _using(regions, fd, offset, length, writable=False) as region:
             exposed = await self._ask(
                 lambda number: Reserve(number, current_request(), extent, target, length, piece),
                 target.group,
@@ -178,11 +178,13 @@ async def _ask(
         raise
 
 
-@contextmanager
-def _using(regions: Regions, fd: int, offset: int, length: int, writable: bool) -> Iterator[Region]:
+@asynccontextmanager
+async def _using(
+    regions: Regions, fd: int, offset: int, length: int, writable: bool
+) -> AsyncIterator[Region]:
     """A file that cannot be registered can still be sent over TCP."""
     try:
-        region = regions.acquire(fd, offset, length, writable)
+        region = await regions.acquire(fd, offset, length, writable)
     except OSError as error:
         raise NotByVerbs(f"{length} bytes cannot be registered: {error.strerror}") from None
     try:

@@ -290,7 +290,7 @@ class Responder:
         if pair is None:
             raise OSError(NOT_BY_VERBS, "there is no queue pair")
         try:
-            region = adapter.regions.acquire(fd, 0, size, writable)
+            region = await adapter.regions.acquire(fd, 0, size, writable)
         except OSError as error:
             log.info("%d bytes cannot be registered: %s", size, error.strerror)
             text = f"{size} bytes cannot be registered: {error.strerror}"
