@@ -90,14 +90,20 @@ class Bench:
             self._rates.add(PLAIN, row, round_, plain / MIB)
         self._add_both_ends(cluster, round_)
 
-    def shaped(self, cluster: Cluster, round_: int) -> None:
-        """With every host's link limited, each way."""
+    def shaped(self, cluster: Cluster, memory: Path, round_: int) -> None:
+        """With every host's link limited, each way; what iperf3 stores over it is shown, too."""
+        sender, receiver = (mount.host for mount in cluster.mounts)
         for name, bits_per_s in SHAPED.items():
             parts = [*cluster.nodes, *cluster.mounts]
             for part in parts:
                 cluster.slow_down(part, bits_per_s)
+            make_real(self._size)
+            stored = max(
+                iperf3(sender, receiver, self._size, n, memory / "sink") for n in STREAMS[1:]
+            )
             for row in ("read", "fetch", "write", "close"):
                 self._rates.add(BASE, f"{row}-{name}", round_, bits_per_s / 8 / MIB)
+                self._rates.add(PLAIN, f"{row}-{name}", round_, stored / MIB)
             self._add_both_ends(cluster, round_, f"-{name}")
             for part in parts:
                 cluster.slow_down(part, None)
@@ -225,7 +231,7 @@ def main(rounds: int, size: str, only: str, json_file: Path | None, assert_: boo
                         if "link" in parts:
                             bench.link(cluster, memory, round_)
                         if "shaped" in parts:
-                            bench.shaped(cluster, round_)
+                            bench.shaped(cluster, memory, round_)
             if "local" in parts:
                 with local_cluster(bytes_) as (cluster, embedded):
                     for round_ in range(rounds):
