@@ -26,6 +26,7 @@ from .sizes import parse_duration, parse_size
 if TYPE_CHECKING:
     from .kv.etcd import EtcdEngine
     from .security import Credentials, Role
+    from .transport.verbs.rdma import Choice
 
 __all__ = [
     "ClusterConfig",
@@ -36,6 +37,7 @@ __all__ = [
     "LogSection",
     "MountSection",
     "NodeSection",
+    "RdmaMode",
     "Seconds",
     "Size",
     "find_config",
@@ -50,6 +52,7 @@ _ROLE = "{role}"
 _CONFIG_LIMIT_BYTES = 1 << 20
 
 LogFormat = Literal["text", "json"]
+RdmaMode = Literal["auto", "off", "require"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Overrides = Mapping[str, Mapping[str, object]]
 
@@ -76,7 +79,9 @@ class ClusterSection(_Section, frozen=True, kw_only=True):
     """`etcd` are endpoints HOST:PORT. `ca`, `cert` and `key` are this process's credentials towards
     nodes and mounts; towards etcd they are `etcd_*`. In the paths of certificates and keys, "{role}"
     stands for node, mount or admin, so that one file serves all. `insecure`: without credentials,
-    talk over the network all the same."""
+    talk over the network all the same. `rdma`: move parameters by RDMA verbs where this host and a peer
+    can ("auto"), never ("off"), or not start without ("require"); through `rdma_device` and `gid_index`
+    instead of what is on the way to the peer, from `rdma_threshold` bytes on."""
 
     name: str = "default"
     etcd: tuple[str, ...] = ()
@@ -89,8 +94,16 @@ class ClusterSection(_Section, frozen=True, kw_only=True):
     cert: str | None = None
     key: str | None = None
     insecure: bool = False
+    rdma: RdmaMode = "auto"
+    rdma_device: str | None = None
+    gid_index: int | None = None
+    rdma_threshold: Size = Size(64 << 10)
 
     def __post_init__(self) -> None:
+        if self.gid_index is not None and not 0 <= self.gid_index < 1 << 16:
+            raise ValueError("gid_index must be from 0 to 65535")
+        if self.rdma_threshold < 1:
+            raise ValueError("rdma_threshold must be at least 1")
         if not _NAME.fullmatch(self.name):
             raise ValueError(
                 f"name: {self.name!r} is not a cluster's name; take letters, digits, '.', '_', '-'"
@@ -137,6 +150,20 @@ class ClusterSection(_Section, frozen=True, kw_only=True):
                 f"with: irdmafs cluster cert NAME --role {role}"
             )
         return credentials
+
+    def rdma_choice(self, encrypt_data: bool) -> "Choice":
+        """What is asked for. Raises ConfigError for what cannot be had together."""
+        from .transport.verbs.rdma import Choice
+
+        mode = self.rdma
+        if encrypt_data:
+            # Devices do not encrypt, and what has to be must not go out in plain because a card is there.
+            if mode == "require":
+                raise ConfigError(
+                    'rdma = "require" and encrypt_data exclude each other: RDMA does not encrypt'
+                )
+            mode = "off"
+        return Choice(mode, self.rdma_device, self.gid_index, self.rdma_threshold)
 
     def engine(self, role: "Role", timeout_s: float = 60.0) -> "EtcdEngine":
         """The cluster's part of etcd, not opened yet. Raises ConfigError."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from . import __version__, background, mounting, status, stores
-from .cluster_cli import cluster
+from .cluster_cli import cluster, rdma_options
 from .config import (
     MountConfig,
     MountError,
@@ -91,6 +91,7 @@ def main() -> None:
               "store nodes that do not answer before it fails: 30, 90s, 5m  [default: 60s]")  # fmt: skip
 @click.option("--metrics-port", type=int, metavar="PORT", help="With --cluster: serve Prometheus "
               "metrics on this port of loopback.")  # fmt: skip
+@rdma_options
 @click.option("-f", "--foreground", is_flag=True, help="Stay; Ctrl-C unmounts.")
 @click.option("--log-level", type=click.Choice(_LOG_LEVELS), default="info", show_default=True)
 @click.option("--log-file", metavar="FILE", help="Default: irdmafs.log in the "
@@ -111,6 +112,9 @@ def mount(
     host: str | None,
     timeout: str | None,
     metrics_port: int | None,
+    rdma: str | None,
+    rdma_device: str | None,
+    gid_index: int | None,
     foreground: bool,
     log_level: str,
     log_file: str | None,
@@ -125,6 +129,9 @@ def mount(
         host=host,
         timeout=timeout,
         metrics_port=metrics_port,
+        rdma=rdma,
+        rdma_device=rdma_device,
+        gid_index=gid_index,
     )
     size_bytes = None if size is None else parse_size(size)
     mountpoint = mounting.prepare_mountpoint(directory, mount_options.nonempty)
@@ -204,7 +211,8 @@ def _load_cluster(path: str | None, **flags: object) -> ClusterConfig | None:
     from .backend.cluster_config import ClusterConfig, ConfigError
 
     try:
-        return ClusterConfig.load(path, {"mount": flags})
+        of_cluster = {name: flags.pop(name) for name in ("rdma", "rdma_device", "gid_index")}
+        return ClusterConfig.load(path, {"mount": flags, "cluster": of_cluster})
     except ConfigError as error:
         raise MountError(str(error)) from error
 

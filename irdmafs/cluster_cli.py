@@ -40,7 +40,21 @@ config_option = click.option(
     "--cluster", "--config", "config_path", metavar="FILE",
     help="The cluster's file  [default: $IRDMAFS_CONFIG, /etc/irdmafs/cluster.toml]",
 )  # fmt: skip
+_RDMA_OPTIONS = (
+    click.option("--rdma", type=click.Choice(["auto", "off", "require"]), help="Move parameters by RDMA "
+                 "verbs: where it can be done, never, or refuse to start without  [default: auto]"),
+    click.option("--rdma-device", metavar="NAME", help="Only through this device  [default: the one on "
+                 "the way to the peer]"),
+    click.option("--gid-index", type=int, metavar="N", help="Only with this entry of its GID table."),
+)  # fmt: skip
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def rdma_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The flags of whoever moves parameters."""
+    for option in reversed(_RDMA_OPTIONS):
+        command = option(command)
+    return command
 
 
 def say(text: str, err: bool = False) -> None:

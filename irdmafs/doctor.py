@@ -23,6 +23,8 @@ from typing import Any, Literal
 
 from . import mounting
 from .backend.sizes import memory_limit
+from .backend.transport.verbs import devices
+from .backend.transport.verbs.library import VerbsMissing, load
 from .config import MountError, MountOptions
 from .session import passthrough, wakeups, wire
 from .status import human_bytes
@@ -313,28 +315,20 @@ def check_shared_memory() -> Check:
 
 
 def check_rdma() -> Check:
-    name, root = "RDMA", "/sys/class/infiniband"
-    try:
-        devices = sorted(os.listdir(root))
-    except OSError:
-        devices = []
-    if not devices:
+    name = "RDMA"
+    found = devices.find()
+    if not found:
         return Check(name, "info", "no RDMA devices; TCP and shared memory are used")
-    ports = []
-    active = False
-    for device in devices:
-        for port in sorted(os.listdir(f"{root}/{device}/ports")):
-            try:
-                with open(f"{root}/{device}/ports/{port}/state") as file:
-                    state = file.read().strip().rpartition(" ")[2]
-            except OSError:
-                state = "unknown"
-            active = active or state == "ACTIVE"
-            ports.append(f"{device} port {port} {state}")
-    if active:
-        return Check(name, "ok", "; ".join(ports))
-    return Check(name, "warn", "; ".join(ports), "no port is active: check cables and subnet "
-                 "manager (ibstat, rdma link)")  # fmt: skip
+    text = "; ".join(devices.describe(device) for device in found)
+    obstacle = devices.explain(found)
+    if not obstacle:
+        try:
+            load()
+        except VerbsMissing as error:
+            obstacle = str(error.strerror)
+    if not obstacle:
+        return Check(name, "ok", text)
+    return Check(name, "warn", f"{text}; TCP is used instead", obstacle)
 
 
 def _limit(value: int, as_bytes: bool = False) -> str:

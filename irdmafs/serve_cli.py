@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from .cluster_cli import config_option, load, one_line_errors, say
+from .cluster_cli import config_option, load, one_line_errors, rdma_options, say
 from .config import MountError
 from .stores import refuse_other_purpose
 
@@ -40,6 +40,7 @@ from .stores import refuse_other_purpose
 @click.option(
     "--encrypt-data", is_flag=True, default=None, help="TLS for data, not only for control."
 )
+@rdma_options
 @click.option("-f", "--foreground", is_flag=True, help="Stay; Ctrl-C ends it.")
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]))
 @click.option("--log-format", type=click.Choice(["text", "json"]))
@@ -54,6 +55,9 @@ def serve(
     etcd: str | None,
     name: str | None,
     insecure: bool | None,
+    rdma: str | None,
+    rdma_device: str | None,
+    gid_index: int | None,
     foreground: bool,
     log_level: str | None,
     log_format: str | None,
@@ -77,7 +81,14 @@ def serve(
     config = load(
         config_path,
         {
-            "cluster": {"etcd": endpoints, "name": name, "insecure": insecure},
+            "cluster": {
+                "etcd": endpoints,
+                "name": name,
+                "insecure": insecure,
+                "rdma": rdma,
+                "rdma_device": rdma_device,
+                "gid_index": gid_index,
+            },
             "node": {"store": store, **node},
             "log": {"level": log_level, "format": log_format, "file": log_file},
         },

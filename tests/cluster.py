@@ -15,7 +15,7 @@ from _cluster import cluster as _cluster
 from _cluster.cluster import MIB, Plan
 from _cluster.daemons import Daemon
 from _cluster.network import CommandFailed, Network, NoNamespaces, make_network
-from _cluster.parts import ClusterMount, StoreNode
+from _cluster.parts import ClusterMount, StoreNode, run_irdmafs
 
 __all__ = [
     "MIB",
@@ -28,6 +28,7 @@ __all__ = [
     "StoreNode",
     "need_cluster",
     "need_network",
+    "run_irdmafs",
 ]
 
 

@@ -29,6 +29,7 @@ from irdmafs.backend.transport import (
     server,
     wire,
 )
+from irdmafs.backend.transport.verbs.ends import QueueEnd
 from test_53_transport import Cluster, MiB, in_cluster, memory, mounted, until
 
 __all__ = ["memory"]
@@ -412,6 +413,12 @@ def test_nonsense_from_a_member_costs_it_the_connection_and_nobody_else(
         messages.Status(7, ""),
         messages.Tickets(8, "", 2),
         messages.Renewed(9),
+        messages.Attach(10, "", QueueEnd(bytes(16), 0, 5, 6, 1024, 16)),
+        messages.Expose(11, "", extent, 0, 1000),
+        messages.Reserve(12, "", extent, target, 1 << 20, 1 << 18),
+        messages.Seal(13, "", 1),
+        messages.Release(1),
+        messages.Detach(),
     ]
 
     async def test(cluster: Cluster) -> None:

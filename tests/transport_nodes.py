@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -23,6 +23,7 @@ from irdmafs.backend.security import Credentials
 from irdmafs.backend.transport import Extent, Fenced, Target
 from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.server import Listener
+from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 
 
 class IncomingFile(NamedTuple):
@@ -118,7 +119,7 @@ class ExtentDirectory:
 
 
 def address_of(host: str, control_port: int, data_port: int, store: str = "") -> NodeAddress:
-    return NodeAddress(host, control_port, data_port, ["tcp"], host, store, 0, 0, "test")
+    return NodeAddress(host, control_port, data_port, ["tcp", "verbs"], host, store, 0, 0, "test")
 
 
 def resolver(addresses: str) -> Callable[[int], NodeAddress | None]:
@@ -172,6 +173,7 @@ class NodeProcess:
         encrypt_data: bool = False,
         hold: Path | None = None,
         prefix: tuple[str, ...] = (),
+        rdma: bool = False,
     ) -> None:
         self.node = node
         command = [
@@ -182,6 +184,8 @@ class NodeProcess:
             command += ["--credentials", credentials.ca, credentials.cert, credentials.key]
         if encrypt_data:
             command.append("--encrypt-data")
+        if rdma:
+            command.append("--rdma")
         if hold is not None:
             command += ["--hold", str(hold)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -221,15 +225,22 @@ class NodeProcess:
 
 async def _serve(arguments: argparse.Namespace) -> None:
     credentials = Credentials(*arguments.credentials) if arguments.credentials else None
-    async with serving(
-        arguments.directory,
-        arguments.node,
-        arguments.addresses,
-        arguments.host,
-        credentials=credentials,
-        encrypt_data=arguments.encrypt_data,
-        timeout_s=arguments.timeout,
-    ) as node:
+    async with AsyncExitStack() as stack:
+        options = {}
+        if arguments.rdma:
+            options["rdma"] = stack.enter_context(Rdma(Choice()))
+        node = await stack.enter_async_context(
+            serving(
+                arguments.directory,
+                arguments.node,
+                arguments.addresses,
+                arguments.host,
+                credentials=credentials,
+                encrypt_data=arguments.encrypt_data,
+                timeout_s=arguments.timeout,
+                **options,
+            )
+        )
         if arguments.hold is not None:
             node.service.may_seal = trio.Event()
         print("ready", flush=True)
@@ -256,6 +267,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=5.0)
     parser.add_argument("--credentials", nargs=3)
     parser.add_argument("--encrypt-data", action="store_true")
+    parser.add_argument("--rdma", action="store_true")
     parser.add_argument("--hold")
     trio.run(_serve, parser.parse_args())
 

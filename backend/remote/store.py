@@ -35,6 +35,8 @@ from ..replica import Replica
 from ..store import Watcher
 from ..storedir import lock_directory
 from ..transport.peers import Peers, patience_s
+from ..transport.verbs.devices import local_address
+from ..transport.verbs.rdma import Rdma
 from ..unwrap import first_error, only_error
 from .cluster import Cluster
 from .contents import Contents
@@ -70,12 +72,16 @@ async def remote_store(
     record = MountRecord(config.mount.host, mountpoint, os.getpid(), version)
     os.makedirs(directory, mode=0o700, exist_ok=True)
     try:
-        with os.fdopen(lock_directory(directory, "the cache is in use by another daemon")):
+        with (
+            os.fdopen(lock_directory(directory, "the cache is in use by another daemon")),
+            Rdma(config.cluster.rdma_choice(config.mount.encrypt_data)) as rdma,
+        ):
             async with (
                 config.cluster.engine("mount", timeout_s) as engine,
                 trio.open_nursery() as nursery,
             ):
                 store = RemoteStore(config, engine, nursery, directory, record, timeout_s)
+                store.rdma = rdma
                 with closing(store.contents):
                     await store._start()
                     async with store._make_peers() as store.peers:
@@ -128,6 +134,7 @@ class RemoteStore(Pinned):
         self.namespace.hub = self.replica
         self.session: Session
         self.leases: Leases
+        self.rdma: Rdma
         self.peers: Peers
         self.on_version: Callable[[int], None] = lambda ino: None
         self.watcher: Watcher | None = None
@@ -141,6 +148,7 @@ class RemoteStore(Pinned):
         """Read what the cluster is, and become a session of it."""
         config = self.config
         await self.replica.start(self._nursery)
+        self._check_rdma()
         if self.members.settings is None:
             raise ConfigError(
                 f"etcd at {', '.join(config.cluster.etcd)} knows no cluster named "
@@ -155,6 +163,16 @@ class RemoteStore(Pinned):
         self.namespace.after_commit = self.leases.wait_for_followers
         await self._nursery.start(self.session.run)
         await self.namespace.ensure_root()
+
+    def _check_rdma(self) -> None:
+        """Whether a device is on the way to a node. Raises RdmaUnavailable."""
+        for node in self.members.nodes.values():
+            try:
+                local = local_address(node.address)
+            except OSError:
+                continue
+            self.rdma.check(local)
+            return
 
     async def _prepare(self) -> None:
         """Have the usual groups made before they are needed: where a working copy is best begun
@@ -182,6 +200,7 @@ class RemoteStore(Pinned):
             streams=config.mount.streams,
             encrypt_data=config.mount.encrypt_data,
             timeout_s=patience_s(self.settings),
+            rdma=self.rdma,
         )
 
     def _make_parts(self) -> None:
@@ -613,6 +632,9 @@ class RemoteStore(Pinned):
                 "publishes": self.publishes,
                 "published_bytes": self.published_bytes,
                 "node_round_trips": self.peers.counters.round_trips,
+                "rdma": self.rdma.why_not or "on",
+                "rdma_bytes": self.peers.counters.verbs_bytes,
+                "rdma_fallbacks": self.peers.counters.fallbacks,
             }
         }
 

@@ -36,6 +36,7 @@ from ..records import (
 from ..replica import Replica
 from ..transport.peers import Peers, patience_s
 from ..transport.server import Listener
+from ..transport.verbs.rdma import Rdma
 from ..unwrap import only_error
 from .agent import Agent
 from .catalog import Catalog
@@ -120,6 +121,13 @@ class _Node:
             store=os.path.realpath(files.directory), total_bytes=0, free_bytes=0,
             version=__version__,
         )  # fmt: skip
+        with Rdma(config.cluster.rdma_choice(config.node.encrypt_data)) as self._rdma:
+            await self._work(settings, address, ready)
+
+    async def _work(
+        self, settings: Settings, address: NodeAddress, ready: Callable[[str], None]
+    ) -> None:
+        config, files = self._config, self._files
         self._session = Session(self._engine, NODE, address, settings.lease_ttl_s, node=files.node)
         self._members.attach(self._session)
         async with self._peers(settings) as peers:
@@ -145,9 +153,11 @@ class _Node:
     async def _serve(self, peers: Peers, ready: Callable[[str], None]) -> None:
         config = self._config
         where = config.listen()
+        self._rdma.check(where.advertised)
         self._listener = Listener(
             self._service, peers, where.bind, where.port,
             credentials=config.cluster.credentials("node"), encrypt_data=config.node.encrypt_data,
+            rdma=self._rdma,
         )  # fmt: skip
         async with self._listener as listener, self._metrics():
             await self._register(where.advertised, listener.control_port, listener.data_port)
@@ -173,14 +183,16 @@ class _Node:
             streams=config.node.streams,
             encrypt_data=config.node.encrypt_data,
             timeout_s=patience_s(settings),
+            rdma=self._rdma,
         )
 
     async def _register(self, address: str, control_port: int, data_port: int) -> None:
         node = self._config.node
         await _admit(self._engine, self._files, node.weight, node.labels)
         self._session.record = msgspec.structs.replace(
-            self._with_space(), address=address, control_port=control_port, data_port=data_port
-        )
+            self._with_space(), address=address, control_port=control_port, data_port=data_port,
+            transports=["tcp", "verbs"] if self._rdma.is_usable else ["tcp"],
+        )  # fmt: skip
         await self._nursery.start(self._session.run)
 
     def _with_space(self) -> NodeAddress:

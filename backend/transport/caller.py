@@ -17,6 +17,7 @@ from .messages import (
     BadMessage,
     Failed,
     Frames,
+    Message,
     Ping,
     Renewed,
     decode_answer,
@@ -40,7 +41,7 @@ class ControlClient:
     def __init__(self, peers: "Peers", link: "Link", frames: Frames) -> None:
         self._peers = peers
         self._link = link
-        self._node = link.node
+        self.node = link.node
         self._frames = frames
         self._session = peers.session()
         self._numbers = itertools.count(1)
@@ -51,6 +52,8 @@ class ControlClient:
         self._heard_at = self._asked_at = trio.current_time()
         self._wake = trio.Event()
         self.watchers = 0
+        # What hangs on the connection, told why it ended.
+        self.closers: list[Callable[[str], None]] = []
         self.is_open = True
 
     def start(self) -> None:
@@ -64,6 +67,8 @@ class ControlClient:
             self._peers.counters.connections -= 1
             for event, _ in self._waiting.values():
                 event.set()
+            for close in self.closers:
+                close(why)
             self._scope.cancel()
 
     @property
@@ -93,7 +98,17 @@ class ControlClient:
                 if isinstance(answer, Failed):
                     raise error_of(answer.code, answer.node, answer.text, group)
                 return answer
-        raise Unreachable(self._node, f"it did not answer for {ANSWER_LIMIT_S:g} s")
+        raise Unreachable(self.node, f"it did not answer for {ANSWER_LIMIT_S:g} s")
+
+    async def say(self, message: Message) -> None:
+        """Send what has no answer of its own. A connection that breaks is closed."""
+        if self.is_open:
+            try:
+                await self._frames.send(message)
+            except trio.BrokenResourceError as error:
+                self.close(broken_text(error))
+            except trio.ClosedResourceError:
+                self.close("the connection was closed")
 
     async def _exchange(self, request: AnyRequest) -> AnyAnswer:
         event, answers = trio.Event(), list[AnyAnswer]()
@@ -102,22 +117,17 @@ class ControlClient:
         try:
             # A frame is sent whole or the connection is of no use; `_watch` ends what takes too long.
             with trio.CancelScope(shield=True):
-                try:
-                    session = self._peers.session()
-                    if session != self._session:
-                        self._session = session
-                        await self._frames.send(Renewed(session))
-                    await self._frames.send(request)
-                except trio.BrokenResourceError as error:
-                    self.close(broken_text(error))
-                except trio.ClosedResourceError:
-                    self.close("the connection was closed")
+                session = self._peers.session()
+                if session != self._session:
+                    self._session = session
+                    await self.say(Renewed(session))
+                await self.say(request)
             if self.is_open:
                 await event.wait()
         finally:
             self._waiting.pop(request.number, None)
         if not answers:
-            raise Unreachable(self._node, self._why)
+            raise Unreachable(self.node, self._why)
         return answers[0]
 
     async def _run(self) -> None:
@@ -134,7 +144,7 @@ class ControlClient:
                         why = "it closed the connection"
                     except BadMessage as error:
                         why = str(error)
-                        log.warning("store node %x: %s", self._node, error)
+                        log.warning("store node %x: %s", self.node, error)
                     nursery.cancel_scope.cancel()
         finally:
             self.close(why)

@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import trio
@@ -22,28 +23,40 @@ from .messages import (
     Adopt,
     AnyAnswer,
     AnyRequest,
+    Attach,
+    Attached,
     BadMessage,
     Contents,
+    Detach,
     Done,
+    Expose,
+    Exposed,
     Failed,
     Frames,
     Get,
     Granted,
     Ping,
     Put,
+    Release,
     Renewed,
     Report,
+    Reserve,
+    Seal,
     Status,
     Suspect,
     Tickets,
     Verdict,
+    check_end,
     check_extent,
     check_numbers,
+    check_range,
+    check_reservation,
     check_target,
     decode_request,
     failure_of,
 )
 from .service import Service
+from .verbs.responder import Responder
 
 if TYPE_CHECKING:
     from .peers import Peers
@@ -72,7 +85,9 @@ class Peer:
 
 class Control:
     """`grant(peer, count)` gives tickets for data connections, `give_up(content)` ends what is coming in
-    of a content."""
+    of a content, `respond(nursery)` serves what is done by verbs."""
+
+    _responder: Responder
 
     def __init__(
         self,
@@ -83,6 +98,7 @@ class Control:
         counters: Counters,
         grant: Callable[[Peer, int], list[bytes]],
         give_up: Callable[[int], None],
+        respond: Callable[[trio.Nursery], AbstractContextManager[Responder]],
         *,
         idle_s: float,
         patience_s: float,
@@ -94,6 +110,7 @@ class Control:
         self._counters = counters
         self._grant = grant
         self._give_up = give_up
+        self._respond = respond
         self._idle_s = idle_s
         self._patience_s = patience_s
         self._slots = trio.Semaphore(REQUESTS_AT_ONCE)
@@ -104,21 +121,30 @@ class Control:
         error: Exception | None = None
         async with trio.open_nursery() as nursery:
             try:
-                while True:
-                    with trio.fail_after(self._idle_s):
-                        body = await self._frames.receive()
-                    request = decode_request(body)
-                    if isinstance(request, Renewed):
-                        self._peer.session = request.session
-                        continue
-                    self._check(request)
-                    await self._slots.acquire()
-                    nursery.start_soon(self._serve, request, nursery.cancel_scope)
+                with self._respond(nursery) as self._responder:
+                    while True:
+                        await self._take_request(nursery)
             except Exception as ended:
                 error = ended
             nursery.cancel_scope.cancel()
         if error is not None:
             raise error
+
+    async def _take_request(self, nursery: trio.Nursery) -> None:
+        with trio.fail_after(self._idle_s):
+            body = await self._frames.receive()
+        request = decode_request(body)
+        match request:
+            case Renewed():
+                self._peer.session = request.session
+            case Release():
+                self._responder.release(request.handle)
+            case Detach():
+                self._responder.detach("the peer gave it up")
+            case _:
+                self._check(request)
+                await self._slots.acquire()
+                nursery.start_soon(self._serve, request, nursery.cancel_scope)
 
     def _check(self, request: AnyRequest) -> None:
         """Raises BadMessage for what our own software never sends."""
@@ -145,6 +171,15 @@ class Control:
             case Tickets():
                 if not 0 < request.count <= TICKETS_MAX:
                     raise BadMessage(f"{request.count} tickets are asked for")
+            case Attach():
+                check_end(request.end)
+            case Expose():
+                check_extent(request.extent)
+                check_range(request.start, request.length)
+            case Reserve():
+                check_target(request.target)
+                check_extent(request.extent)
+                check_reservation(request.length, request.piece)
 
     async def _serve(self, request: AnyRequest, connection: trio.CancelScope) -> None:
         self._counters.requests[type(request).__name__.lower()] += 1
@@ -199,6 +234,21 @@ class Control:
                 return Report(number, service.status())
             case Tickets():
                 return Granted(number, self._grant(self._peer, request.count))
+            case Attach():
+                return Attached(number, await self._responder.attach(request.end))
+            case Expose():
+                exposed = await self._responder.expose(
+                    request.extent, request.start, request.length
+                )
+                return Exposed(number, *exposed)
+            case Reserve():
+                reserved = await self._responder.reserve(
+                    request.extent, request.target, request.length, request.piece
+                )
+                return Exposed(number, *reserved)
+            case Seal():
+                await self._responder.seal(request.handle)
+                return Done(number)
 
     async def _put(self, extent: Extent, target: Target, data: bytes) -> None:
         await self._service.admit(extent, target)

@@ -14,9 +14,10 @@ import trio
 from msgspec.msgpack import Decoder as _Decoder
 
 from . import Extent, Fenced, Target, Unreachable
+from .verbs.ends import QueueEnd
 
 # Both ends must speak the same version: nodes and mounts are upgraded together.
-VERSION = 1
+VERSION = 2
 
 # What a stranger may send, and what a member may. The length of a frame comes before it.
 HELLO_BYTES_MAX = 4096
@@ -30,6 +31,12 @@ TICKETS_MAX = 64
 CHAIN_MAX = 8
 TEXT_MAX = 240
 NAME_MAX = 255
+# What a node answers when it can do nothing by verbs just now, though it may over TCP.
+NOT_BY_VERBS = errno.EOPNOTSUPP
+# Of one queue pair, at a time: fewer than requests, so that one more is refused and need not wait.
+HANDLES_MAX = 48
+PIECES_MAX = 1 << 16
+EXTENT_BYTES_MAX = 1 << 40
 
 TICKET_BYTES = 32
 
@@ -75,6 +82,17 @@ class Renewed(Message, tag=4):
     """The caller has another session from now on. Has no answer."""
 
     session: int
+
+
+class Release(Message, tag=5):
+    """What `Exposed` gave is not needed any more: an extent was read, or its bytes will not come. Has no
+    answer."""
+
+    handle: int
+
+
+class Detach(Message, tag=6):
+    """The caller's queue pair is of no use any more, nor is what was given for it. Has no answer."""
 
 
 class Request(Message):
@@ -124,6 +142,36 @@ class Tickets(Request, tag=17):
     count: int
 
 
+class Attach(Request, tag=18):
+    """Asks for a queue pair to move extents by; takes the place of an earlier one."""
+
+    end: QueueEnd
+
+
+class Expose(Request, tag=19):
+    """Asks to read `length` bytes of an extent, from `start`, out of the node's memory."""
+
+    extent: Extent
+    start: int
+    length: int
+
+
+class Reserve(Request, tag=30):
+    """Asks to write an extent into the node's memory, in pieces of `piece` bytes and what is left, each
+    of which carries the handle that is given for it."""
+
+    extent: Extent
+    target: Target
+    length: int
+    piece: int
+
+
+class Seal(Request, tag=31):
+    """All pieces have been sent. Answered when the extent is sealed here and down the chain."""
+
+    handle: int
+
+
 class Answer(Message):
     number: int
 
@@ -158,13 +206,30 @@ class Verdict(Answer, tag=25):
     yes: bool
 
 
-AnyRequest: TypeAlias = Ping | Put | Get | Adopt | Abort | Suspect | Status | Tickets
-AnyAnswer: TypeAlias = Done | Failed | Contents | Report | Granted | Verdict
+class Attached(Answer, tag=26):
+    end: QueueEnd
+
+
+class Exposed(Answer, tag=27):
+    """Where the bytes are, until Release or Seal. `wanted`: the node lacks the extent; one that has it
+    wants a Seal and no bytes."""
+
+    handle: int
+    address: int
+    key: int
+    wanted: bool = True
+
+
+OneWay: TypeAlias = Renewed | Release | Detach
+AnyRequest: TypeAlias = (
+    Ping | Put | Get | Adopt | Abort | Suspect | Status | Tickets | Attach | Expose | Reserve | Seal
+)
+AnyAnswer: TypeAlias = Done | Failed | Contents | Report | Granted | Verdict | Attached | Exposed
 
 _encode = msgspec.msgpack.Encoder().encode
 _hello_decoder = _Decoder(Hello)
 _welcome_decoder: _Decoder[Welcome | Refused] = _Decoder(Welcome | Refused)
-_request_decoder: _Decoder[AnyRequest | Renewed] = _Decoder(AnyRequest | Renewed)
+_request_decoder: _Decoder[AnyRequest | OneWay] = _Decoder(AnyRequest | OneWay)
 _answer_decoder: _Decoder[AnyAnswer] = _Decoder(AnyAnswer)
 
 
@@ -180,6 +245,32 @@ def check_extent(extent: Extent) -> None:
     check_numbers(extent.content)
     if not 0 <= extent.stripe < 1 << 32:
         raise BadMessage(f"stripe {extent.stripe} is out of range")
+
+
+def check_range(start: int, length: int) -> None:
+    """Raises BadMessage for what no extent can have, nor one request can be about."""
+    if not (0 <= start <= _UINT63_MAX and 0 < length <= EXTENT_BYTES_MAX):
+        raise BadMessage(f"{length} bytes from {start}")
+
+
+def check_end(end: QueueEnd) -> None:
+    """Raises BadMessage for what cannot be a queue pair."""
+    if (
+        len(end.gid) != 16
+        or not 0 <= end.lid < 1 << 16
+        or not 0 <= end.number < 1 << 24
+        or not 0 <= end.psn < 1 << 24
+        or end.mtu not in (256, 512, 1024, 2048, 4096)
+        or not 0 < end.reads < 1 << 8
+    ):
+        raise BadMessage("what it says of its queue pair makes no sense")
+
+
+def check_reservation(length: int, piece: int) -> None:
+    """Raises BadMessage for a number of pieces that nobody needs."""
+    check_range(0, length)
+    if not (0 < piece <= length and -(-length // piece) <= PIECES_MAX):
+        raise BadMessage(f"{length} bytes in pieces of {piece}")
 
 
 def check_numbers(*numbers: int) -> None:
@@ -246,7 +337,7 @@ class Frames:
             self._buffer += more
 
 
-def decode_request(body: bytes) -> AnyRequest | Renewed:
+def decode_request(body: bytes) -> AnyRequest | OneWay:
     """Raises BadMessage."""
     return _decoded(_request_decoder, body)
 

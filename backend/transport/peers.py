@@ -6,9 +6,10 @@ alone for a moment, in which every call fails at once, so that a caller can turn
 
 import errno
 import logging
+import math
 import os
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -40,6 +41,10 @@ from .messages import (
 )
 from .streams import receive_range, send_range, wait_for_reply
 from .threads import in_threads
+from .verbs.growth import Growth
+from .verbs.path import Path
+from .verbs.queue import NotByVerbs
+from .verbs.rdma import Rdma
 from .wire import Header, Op, Reply, ReplyKind
 
 __all__ = ["Peers", "patience_s"]
@@ -64,7 +69,8 @@ class Peers:
     """All store nodes, as devices. Use as an async context manager.
 
     `resolve` tells where a node is (None: it is not registered), `session` the number of this mount's
-    session. A peer that is silent for `timeout_s` is given up.
+    session. A peer that is silent for `timeout_s` is given up. With `rdma`, which must stay open longer,
+    what is long enough moves by verbs where both ends can.
     """
 
     def __init__(
@@ -78,18 +84,22 @@ class Peers:
         streams: int = 4,
         encrypt_data: bool = False,
         timeout_s: float = 5.0,
+        rdma: Rdma | None = None,
     ) -> None:
         self.resolve = resolve
         self.name = name
         self.role = role
         self.session = session
         self.timeout_s = timeout_s
+        self.rdma = rdma
         self.streams = streams
         self.encrypt_data = encrypt_data
         self.context = credentials.client_context() if credentials is not None else None
         self.trusted = credentials.ca if credentials is not None else "nobody"
         self.counters = Counters()
         self.limiter = trio.CapacityLimiter(_THREADS_MAX)
+        # For what a node passes on, which is limited by what it receives.
+        self.unlimited = trio.CapacityLimiter(math.inf)
         self._links: dict[int, Link] = {}
 
     async def __aenter__(self) -> Self:
@@ -113,6 +123,9 @@ class Peers:
                 link.close()
 
     def device(self, node: int) -> Device:
+        return self.remote_device(node)
+
+    def remote_device(self, node: int) -> "RemoteDevice":
         return RemoteDevice(self, self.link(node))
 
     async def ping(self, node: int) -> None:
@@ -179,10 +192,12 @@ class Peers:
             await trio.sleep(_TIDY_S)
             for link in self._links.values():
                 link.tidy()
+            for adapter in self.rdma.adapters if self.rdma is not None else ():
+                adapter.regions.drop_orphans()
 
 
 class RemoteDevice:
-    """A store node reached over TCP."""
+    """A store node reached over TCP, and by verbs where both ends can."""
 
     def __init__(self, peers: Peers, link: Link) -> None:
         self._peers = peers
@@ -221,29 +236,91 @@ class RemoteDevice:
     async def write(
         self, extent: Extent, target: Target, fd: int, offset: int, length: int
     ) -> None:
+        async with self._link.operations:
+            await self._write(extent, target, fd, offset, length, None)
+
+    async def pass_on(
+        self, extent: Extent, target: Target, fd: int, length: int, growth: Growth
+    ) -> None:
+        """As `write`, of a whole file whose bytes are still coming in. It waits for no other operation, as
+        chains that cross would wait for each other."""
+        await self._write(extent, target, fd, 0, length, growth)
+
+    async def _write(
+        self,
+        extent: Extent,
+        target: Target,
+        fd: int,
+        offset: int,
+        length: int,
+        growth: Growth | None,
+    ) -> None:
         _check_chain(target)
-        headers = self._headers(Op.WRITE, extent, target, 0, length, total=length)
+        if await self._by_verbs(
+            "write", length, lambda path: path.write(extent, target, fd, offset, length, growth)
+        ):
+            self._peers.counters.sent_bytes += length
+            return
+        if growth is not None:
+            await growth.complete()
+        streams = self._peers.streams if growth is None else 1
+        headers = self._headers(Op.WRITE, extent, target, 0, length, streams, total=length)
         await self._run(
-            "write", headers, lambda channel, header: self._send(channel, header, fd, offset)
+            "write",
+            headers,
+            lambda channel, header: self._send(channel, header, fd, offset),
+            self._peers.limiter if growth is None else self._peers.unlimited,
         )
         self._peers.counters.sent_bytes += length
 
     async def read(self, extent: Extent, start: int, fd: int, offset: int, length: int) -> None:
         if os.fstat(fd).st_size < offset + length:
             os.ftruncate(fd, offset + length)
-        headers = self._headers(Op.READ, extent, Target(0, 0, ()), start, length)
-        await self._run(
-            "read",
-            headers,
-            lambda channel, header: self._receive(channel, header, fd, offset - start),
-        )
+        async with self._link.operations:
+            if not await self._by_verbs(
+                "read", length, lambda path: path.read(extent, start, fd, offset, length)
+            ):
+                await self._run(
+                    "read",
+                    self._headers(
+                        Op.READ, extent, Target(0, 0, ()), start, length, self._peers.streams
+                    ),
+                    lambda channel, header: self._receive(channel, header, fd, offset - start),
+                    self._peers.limiter,
+                )
         self._peers.counters.received_bytes += length
 
+    async def _by_verbs(
+        self, kind: str, length: int, move: Callable[[Path], Awaitable[None]]
+    ) -> bool:
+        """Whether it was moved so; if not, TCP has to. Raises OSError: what the node answers."""
+        link, counters = self._link, self._peers.counters
+        path = await link.path(length)
+        if path is None:
+            return False
+        counters.requests[kind] += 1
+        try:
+            with link.watched():
+                await move(path)
+        except NotByVerbs as error:
+            counters.fallbacks += 1
+            await link.path_failed(path, str(error))
+            return False
+        counters.verbs_bytes += length
+        return True
+
     def _headers(
-        self, op: Op, extent: Extent, target: Target, start: int, length: int, total: int = 0
+        self,
+        op: Op,
+        extent: Extent,
+        target: Target,
+        start: int,
+        length: int,
+        streams: int,
+        total: int = 0,
     ) -> list[Header]:
         """One per stream."""
-        count = max(1, min(self._peers.streams, length // _STREAM_BYTES_MIN))
+        count = max(1, min(streams, length // _STREAM_BYTES_MIN))
         share = -(-length // count)
         if count > 1:
             share += -share % _STREAM_ALIGNMENT_BYTES
@@ -257,36 +334,39 @@ class RemoteDevice:
         ]
 
     async def _run(
-        self, kind: str, headers: list[Header], work: Callable[[Channel, Header], Reply]
+        self,
+        kind: str,
+        headers: list[Header],
+        work: Callable[[Channel, Header], Reply],
+        limiter: trio.CapacityLimiter,
     ) -> None:
         link, counters = self._link, self._peers.counters
-        async with link.operations:
-            channels = await link.channels(len(headers))
-            counters.requests[kind] += 1
-            counters.round_trips += 1
+        channels = await link.channels(len(headers))
+        counters.requests[kind] += 1
+        counters.round_trips += 1
 
-            def stop() -> None:
-                for channel in channels:
-                    channel.shutdown()
+        def stop() -> None:
+            for channel in channels:
+                channel.shutdown()
 
-            link.stops.add(stop)
-            try:
-                with link.watched():
-                    await in_threads(
-                        [partial(work, *pair) for pair in zip(channels, headers, strict=True)],
-                        stop,
-                        self._peers.limiter,
-                    )
-            except Lost as error:
-                link.lost()
-                counters.errors["ENOTCONN"] += 1
-                raise Unreachable(link.node, str(error)) from None
-            except OSError as error:
-                counters.errors[errno.errorcode.get(error.errno or 0, "EIO")] += 1
-                raise
-            finally:
-                link.stops.remove(stop)
-                link.give_back(channels)
+        link.stops.add(stop)
+        try:
+            with link.watched():
+                await in_threads(
+                    [partial(work, *pair) for pair in zip(channels, headers, strict=True)],
+                    stop,
+                    limiter,
+                )
+        except Lost as error:
+            link.lost()
+            counters.errors["ENOTCONN"] += 1
+            raise Unreachable(link.node, str(error)) from None
+        except OSError as error:
+            counters.errors[errno.errorcode.get(error.errno or 0, "EIO")] += 1
+            raise
+        finally:
+            link.stops.remove(stop)
+            link.give_back(channels)
 
     def _send(self, channel: Channel, header: Header, fd: int, offset: int) -> Reply:
         timeout_s = self._peers.timeout_s

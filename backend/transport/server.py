@@ -40,6 +40,8 @@ from .peers import Peers
 from .service import Incoming, Service
 from .threads import in_threads
 from .transfers import RECEIVER_PATIENCE, Transfers
+from .verbs.rdma import Rdma
+from .verbs.responder import Responder
 from .wire import PREAMBLE_BYTES, unpack_preamble
 
 __all__ = ["Incoming", "Listener", "Peer", "Service"]
@@ -74,7 +76,8 @@ class Listener:
     CredentialsError.
 
     With credentials, only members of the cluster are served. `encrypt_data` refuses data connections
-    that are not encrypted; with credentials those that are, are always welcome.
+    that are not encrypted; with credentials those that are, are always welcome. With `rdma`, which must
+    stay open longer, peers may set queue pairs up.
     """
 
     def __init__(
@@ -87,7 +90,10 @@ class Listener:
         credentials: Credentials | None = None,
         encrypt_data: bool = False,
         timeout_s: float = 5.0,
+        rdma: Rdma | None = None,
     ) -> None:
+        self._rdma = rdma
+        self._responders: set[Responder] = set()
         self._service = service
         self._peers = peers
         self._address = address
@@ -205,15 +211,33 @@ class Listener:
         frames.limit = FRAME_BYTES_MAX
         with self._member():
             log.debug("%s is connected", peer)
+            local = sock.getsockname()[0]
             control = Control(
                 frames, peer, self._service, self._peers, self.counters,
-                self._grant, self._transfers.give_up,
+                self._grant, self._give_up, partial(self._responding, local),
                 idle_s=IDLE_S, patience_s=self._timeout_s * RECEIVER_PATIENCE,
             )  # fmt: skip
             try:
                 await control.run()
             except BadMessage as error:
                 raise BadMessage(f"{peer.role} {peer.name!r}: {error}") from None
+
+    @contextmanager
+    def _responding(self, local: str, nursery: trio.Nursery) -> Iterator[Responder]:
+        responder = Responder(
+            self._service, self._peers, self.counters, self._rdma, local, nursery, self._timeout_s
+        )
+        self._responders.add(responder)
+        try:
+            yield responder
+        finally:
+            self._responders.discard(responder)
+            responder.detach("the control connection ended")
+
+    def _give_up(self, content: int) -> None:
+        self._transfers.give_up(content)
+        for responder in self._responders:
+            responder.give_up(content)
 
     async def _check_tls(self, sock: trio.socket.SocketType, stream: trio.abc.Stream) -> None:
         """One who begins with TLS where there is none, or without, is told so, as his waiting for

@@ -1,0 +1,14 @@
+"""Parameters by RDMA verbs: one-sided READ and WRITE between registered files, past TCP and processors.
+
+    library     pyverbs, if it is there
+    devices     what this host has, what is in its way, and which one leads to a peer
+    adapter     an opened device: what its queue pairs share
+    queue       one reliable connection: work requests, completions, what went wrong
+    regions     registered ranges of files, kept for as long as they are of use
+    windows     the right to touch one range, for one peer and one operation
+    rdma        this process's adapters; whether verbs are used at all
+    path        the caller's end of a queue pair to a store node
+    responder   the node's end
+
+Only `library` imports pyverbs, and only when `rdma` found a device.
+"""

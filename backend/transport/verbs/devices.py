@@ -1,0 +1,327 @@
+"""RDMA devices of this host, as the kernel tells of them in sysfs, and which one leads to a peer.
+
+Nothing here opens a device or needs a library, so that `doctor` can explain a host where both fail.
+"""
+
+import errno
+import fcntl
+import ipaddress
+import os
+import resource
+import socket
+from pathlib import Path
+from typing import NamedTuple
+
+_SYS = "/sys/class/infiniband"
+_CAP_IPC_LOCK = 14
+_SIOCGIFADDR = 0x8915
+# Less is not worth it: a registration of an ordinary model would fail.
+MEMLOCK_BYTES_MIN = 64 << 20
+_GIDS_MAX = 1024
+_GIDS_SHOWN = 8
+_ZERO_GID = bytes(16)
+_DATAGRAM_PORT = 9
+_REMEDY_MEMLOCK = (
+    "raise it (LimitMEMLOCK=infinity in the unit, or memlock in /etc/security/limits.conf)"
+)
+
+
+class Gid(NamedTuple):
+    """One entry of a port's table, by its number there. `kind` is "RoCE v2", "RoCE v1" or "InfiniBand"."""
+
+    number: int
+    value: bytes
+    kind: str
+    netdev: str
+
+    @property
+    def address(self) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+        """The IP address that it stands for, on RoCE."""
+        address = ipaddress.IPv6Address(self.value)
+        return address.ipv4_mapped or address
+
+
+class Port(NamedTuple):
+    """`state` is "ACTIVE", "DOWN"...; `link_layer` "InfiniBand" or "Ethernet"."""
+
+    number: int
+    state: str
+    link_layer: str
+    lid: int
+    gids: tuple[Gid, ...]
+
+
+class Device(NamedTuple):
+    """`kind` is what people call it; `obstacle` is why it cannot be used, "" if it can. `pci` and `numa`
+    are where it is plugged in ("" and -1: nowhere, or not known)."""
+
+    name: str
+    kind: str
+    ports: tuple[Port, ...]
+    pci: str
+    numa: int
+    obstacle: str
+
+    @property
+    def is_soft(self) -> bool:
+        return self.kind.startswith("soft-")
+
+
+class Route(NamedTuple):
+    """Which device, port and table entry lead to a peer."""
+
+    device: str
+    port: int
+    gid: Gid
+    lid: int
+
+
+def find(sys: str = _SYS) -> list[Device]:
+    """All devices, in the order of their names; none where the kernel has no RDMA."""
+    try:
+        names = sorted(os.listdir(sys))
+    except OSError:
+        return []
+    return [_device(Path(sys, name)) for name in names]
+
+
+def describe(device: Device) -> str:
+    """One line: what it is, where it is plugged in, its ports and their tables."""
+    where = f" at {device.pci}" if device.pci else ""
+    node = f", NUMA node {device.numa}" if device.numa >= 0 else ""
+    ports = []
+    for port in device.ports:
+        gids = ", ".join(_described(port, gid) for gid in port.gids[:_GIDS_SHOWN])
+        more = len(port.gids) - _GIDS_SHOWN
+        text = f"port {port.number} {port.state}, GIDs {gids or 'none'}"
+        ports.append(f"{text} and {more} more" if more > 0 else text)
+    return f"{device.name} ({device.kind}{where}{node}): {'; '.join(ports) or 'no port'}"
+
+
+def _described(port: Port, gid: Gid) -> str:
+    value = gid.address if port.link_layer == "Ethernet" else ipaddress.IPv6Address(gid.value)
+    netdev = f" on {gid.netdev}" if gid.netdev else ""
+    return f"[{gid.number}] {value} {gid.kind}{netdev}"
+
+
+def explain(devices: list[Device], wanted: str | None = None, gid_index: int | None = None) -> str:
+    """Why none of them (or not the one that is wanted, or not with that GID) can be used; "": one can."""
+    if wanted is not None:
+        devices = [device for device in devices if device.name == wanted]
+        if not devices:
+            return f"there is no RDMA device {wanted}"
+    elif not devices:
+        return "this host has no RDMA device"
+    usable = [device for device in devices if not device.obstacle]
+    if usable:
+        gids = [(device, gid) for device in usable for port in device.ports for gid in port.gids]
+        if gid_index is None or any(gid.number == gid_index for _, gid in gids):
+            return memlock_obstacle()
+        there = ", ".join(f"{gid.number} on {device.name}" for device, gid in gids)
+        return f"there is no GID {gid_index}; there are {there}"
+    return "; ".join(f"{device.name}: {device.obstacle}" for device in devices)
+
+
+def memlock_limit() -> int | None:
+    """How many bytes this process may lock (and so register); None: any number."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY or _may_lock() else soft
+
+
+def memlock_obstacle() -> str:
+    limit = memlock_limit()
+    if limit is None or limit >= MEMLOCK_BYTES_MIN:
+        return ""
+    return f"only {limit >> 10} KiB of memory may be locked; {_REMEDY_MEMLOCK}"
+
+
+def choose(
+    devices: list[Device],
+    local: str,
+    device: str | None = None,
+    gid_index: int | None = None,
+) -> Route:
+    """The way on which this host's address `local` is: the table entry that stands for it, or the port
+    whose network interface has it (InfiniBand). Hardware comes before software, RoCE v2 before v1.
+
+    Raises OSError ENODEV, with what was looked for.
+    """
+    address = ipaddress.ip_address(local.partition("%")[0])
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
+        address = address.ipv4_mapped
+    usable = [
+        each for each in devices if not each.obstacle and (device is None or each.name == device)
+    ]
+    found: list[tuple[tuple[bool, bool], Route]] = []
+    for each in usable:
+        for port in each.ports:
+            if port.state != "ACTIVE":
+                continue
+            for gid in port.gids:
+                if _leads_to(each, port, gid, address, gid_index):
+                    order = (each.is_soft, gid.kind == "RoCE v1")
+                    found.append((order, Route(each.name, port.number, gid, port.lid)))
+    if not found:
+        looked = "" if gid_index is None else f" at index {gid_index}"
+        names = ", ".join(each.name for each in usable) or "no usable device"
+        raise OSError(errno.ENODEV, f"no GID{looked} for this host's address {local} on {names}")
+    return min(found, key=lambda pair: pair[0])[1]
+
+
+def local_address(peer: str) -> str:
+    """This host's address on the route to `peer`. Sends nothing. Raises OSError."""
+    family, kind, _, _, where = socket.getaddrinfo(peer, _DATAGRAM_PORT, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(where)
+        return str(probe.getsockname()[0])
+
+
+def _leads_to(
+    device: Device,
+    port: Port,
+    gid: Gid,
+    address: ipaddress.IPv4Address | ipaddress.IPv6Address,
+    gid_index: int | None,
+) -> bool:
+    if gid_index is not None and gid.number != gid_index:
+        return False
+    if port.link_layer == "Ethernet":
+        return gid.address == address
+    if gid_index is None and gid.number != 0:
+        return False
+    interface = interface_of(address)
+    return interface is not None and _is_interface_of(interface, device.name, port.number)
+
+
+def interface_of(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | None:
+    """The network interface that has this address as its first."""
+    if isinstance(address, ipaddress.IPv6Address):
+        for line in _text(Path("/proc/net/if_inet6")).splitlines():
+            digits, *_, name = line.split()
+            if bytes.fromhex(digits) == address.packed:
+                return name
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(asking, _SIOCGIFADDR, name.encode().ljust(40, b"\0"))
+            except OSError:
+                continue
+            if answer[20:24] == address.packed:
+                return name
+    return None
+
+
+def _is_interface_of(interface: str, device: str, port: int) -> bool:
+    where = Path("/sys/class/net", interface)
+    return (where / "device" / "infiniband" / device).exists() and (
+        _number(where / "dev_port", 0) == port - 1
+    )
+
+
+def _device(where: Path) -> Device:
+    name = where.name
+    ports = tuple(
+        _port(where / "ports" / number) for number in sorted(os.listdir(where / "ports"), key=int)
+    )
+    node_type = _text(where / "node_type")
+    driver = ""
+    pci = ""
+    if (where / "device" / "driver").exists():
+        driver = os.path.basename(os.path.realpath(where / "device" / "driver"))
+        pci = os.path.basename(os.path.realpath(where / "device"))
+    kind = _kind(node_type, driver, ports)
+    return Device(
+        name, kind, ports, pci, _number(where / "device" / "numa_node", -1), _obstacle(name, kind, ports)
+    )  # fmt: skip
+
+
+def _kind(node_type: str, driver: str, ports: tuple[Port, ...]) -> str:
+    if driver == "efa":
+        return "EFA"
+    soft = "" if driver else "soft-"
+    if "RNIC" in node_type:
+        return f"{soft}iWARP"
+    if any(port.link_layer == "InfiniBand" for port in ports):
+        return "InfiniBand"
+    return f"{soft}RoCE"
+
+
+def _obstacle(name: str, kind: str, ports: tuple[Port, ...]) -> str:
+    if kind == "EFA":
+        return "EFA has no reliable connections, only datagrams of its own (SRD)"
+    if kind.endswith("iWARP"):
+        return "iWARP connects through its own handshake only and has no WRITE with immediate data"
+    if not ports:
+        return "it has no port"
+    if all(port.state != "ACTIVE" for port in ports):
+        states = ", ".join(f"port {port.number} is {port.state}" for port in ports)
+        return f"{states}; check the link (rdma link; ip link set NETDEV up)"
+    if not any(port.gids for port in ports if port.state == "ACTIVE"):
+        return "its GID table is empty; give its network interface an address"
+    if kind.endswith("RoCE") and not any(
+        gid.kind == "RoCE v2" for port in ports for gid in port.gids
+    ):
+        return "it has no GID of RoCE v2; enable RoCE v2 (cma_roce_mode, or the card's firmware)"
+    return _access_obstacle(name)
+
+
+def _access_obstacle(name: str) -> str:
+    for entry in Path("/sys/class/infiniband_verbs").glob("uverbs*"):
+        if _text(entry / "ibdev") == name:
+            path = f"/dev/infiniband/{entry.name}"
+            if not os.path.exists(path):
+                return f"{path} is missing (in a container: pass /dev/infiniband in)"
+            if not os.access(path, os.R_OK | os.W_OK):
+                return f"no permission to open {path}; as root: chmod 666 {path}, or a udev rule"
+            return ""
+    return "the kernel gives no access to programs; load ib_uverbs"
+
+
+def _port(where: Path) -> Port:
+    link_layer = _text(where / "link_layer") or "InfiniBand"
+    gids = []
+    for index in range(_GIDS_MAX):
+        try:
+            text = (where / "gids" / str(index)).read_text().strip()
+        except FileNotFoundError:
+            break
+        except OSError:
+            continue
+        value = ipaddress.IPv6Address(text).packed
+        # A link whose prefix was not set yet has the interface's number alone: of no use to anybody.
+        if value == _ZERO_GID:
+            continue
+        netdev = _text(where / "gid_attrs" / "ndevs" / str(index))
+        gids.append(Gid(index, value, _gid_kind(where, index, link_layer), netdev))
+    state = _text(where / "state").partition(": ")[2]
+    return Port(int(where.name), state, link_layer, _number(where / "lid", 0), tuple(gids))
+
+
+def _gid_kind(where: Path, index: int, link_layer: str) -> str:
+    if link_layer != "Ethernet":
+        return "InfiniBand"
+    kind = _text(where / "gid_attrs" / "types" / str(index))
+    return "RoCE v2" if kind == "RoCE v2" else "RoCE v1"
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _number(path: Path, default: int) -> int:
+    try:
+        return int(_text(path), 0)
+    except ValueError:
+        return default
+
+
+def _may_lock() -> bool:
+    for line in _text(Path("/proc/self/status")).splitlines():
+        key, _, value = line.partition(":")
+        if key == "CapEff":
+            return bool(int(value, 16) >> _CAP_IPC_LOCK & 1)
+    return False

@@ -1,0 +1,143 @@
+"""pyverbs, if it is there: rdma-core's own Python bindings, of Debian (44) or of PyPI (59).
+
+Nothing else imports it, and this only when a device was found: hosts without RDMA never load it.
+"""
+
+import errno
+import functools
+import importlib
+import os
+import socket
+import threading
+from types import TracebackType
+from typing import Any
+
+_REMEDY = (
+    "install Debian's python3-pyverbs and ibverbs-providers (for its own Python 3), "
+    "or irdmafs[verbs] from PyPI"
+)
+# In the order of enum ibv_wc_status, which is part of the kernel's interface.
+STATUS_NAMES = (
+    "SUCCESS", "LOC_LEN_ERR", "LOC_QP_OP_ERR", "LOC_EEC_OP_ERR", "LOC_PROT_ERR", "WR_FLUSH_ERR",
+    "MW_BIND_ERR", "BAD_RESP_ERR", "LOC_ACCESS_ERR", "REM_INV_REQ_ERR", "REM_ACCESS_ERR", "REM_OP_ERR",
+    "RETRY_EXC_ERR", "RNR_RETRY_EXC_ERR", "LOC_RDD_VIOL_ERR", "REM_INV_RD_REQ_ERR", "REM_ABORT_ERR",
+    "INV_EECN_ERR", "INV_EEC_STATE_ERR", "FATAL_ERR", "RESP_TIMEOUT_ERR", "GENERAL_ERR",
+)  # fmt: skip
+
+
+class VerbsMissing(OSError):
+    """pyverbs cannot be used; the text is one line that says what to do."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(errno.ENOSYS, f"{why}; {_REMEDY}")
+
+
+class Library:
+    """What is used of pyverbs. `enum` looks a constant up wherever this version keeps it."""
+
+    def __init__(self) -> None:
+        addr = _module("addr")
+        cq, device, mr = _module("cq"), _module("device"), _module("mr")
+        qp, wr = _module("qp"), _module("wr")
+        self.AHAttr, self.GID, self.GlobalRoute = addr.AHAttr, addr.GID, addr.GlobalRoute
+        self.CQ, self.CompChannel = cq.CQ, cq.CompChannel
+        self.Context = device.Context
+        self.MR, self.MW, self.MWBindInfo = mr.MR, mr.MW, mr.MWBindInfo
+        self.PD = _module("pd").PD
+        self.QP, self.QPAttr = qp.QP, qp.QPAttr
+        self.QPCap, self.QPInitAttr = qp.QPCap, qp.QPInitAttr
+        self.RecvWR, self.SendWR, self.SGE = wr.RecvWR, wr.SendWR, wr.SGE
+        self.errors = _Errors(_module("pyverbs_error").PyverbsError)
+        self._enums = _enums()
+        self._channels = threading.Lock()
+
+    def enum(self, name: str) -> int:
+        """The value of IBV_NAME."""
+        name = f"IBV_{name}"
+        found = getattr(self._enums, name, None)
+        if found is None:
+            for group in vars(self._enums).values():
+                if isinstance(group, type) and hasattr(group, name):
+                    found = getattr(group, name)
+                    break
+            else:
+                raise VerbsMissing(f"this pyverbs does not know {name}")
+        return int(found)
+
+    def open(self, device: str) -> Any:
+        """A Context. Raises OSError."""
+        with self._channels, self.errors:
+            return self.Context(name=device)
+
+    def completion_channel(self, context: Any) -> tuple[Any, int]:
+        """A CompChannel and its descriptor, which does not block. Raises OSError."""
+        with self._channels, self.errors:
+            before = _event_descriptors()
+            channel = self.CompChannel(context)
+            fd: int | None = getattr(channel, "fd", None)
+            if fd is None:
+                # Only this class makes such descriptors, and only under this lock.
+                (fd,) = _event_descriptors() - before
+        os.set_blocking(fd, False)
+        return channel, fd
+
+
+@functools.cache
+def load() -> Library:
+    """Raises VerbsMissing."""
+    return Library()
+
+
+def immediate(number: int) -> int:
+    """Immediate data travels in network order, which pyverbs leaves to its user."""
+    return socket.htonl(number)
+
+
+def status_name(status: int) -> str:
+    """Of a work completion."""
+    return STATUS_NAMES[status] if status < len(STATUS_NAMES) else f"status {status}"
+
+
+class _Errors:
+    """Makes pyverbs' exceptions OSErrors."""
+
+    def __init__(self, kind: type[Exception]) -> None:
+        self._kind = kind
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        if isinstance(error, self._kind):
+            code = getattr(error, "error_code", 0) or errno.EIO
+            raise OSError(code, str(error).rstrip(". ")) from None
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(f"pyverbs.{name}")
+    except ImportError as error:
+        raise VerbsMissing(f"pyverbs cannot be imported ({error})") from None
+
+
+def _enums() -> Any:
+    try:
+        return importlib.import_module("pyverbs.libibverbs_enums")
+    except ImportError:
+        return _module("enums")
+
+
+def _event_descriptors() -> set[int]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[infinibandevent]":
+                found.add(int(name))
+        except OSError:
+            pass
+    return found

@@ -1,0 +1,203 @@
+"""The caller's end: extents are read from and written into a store node's memory.
+
+A transfer begins and ends on the control connection: the node says where the bytes are or go, and is
+told when that is over. If the queue pair breaks meanwhile, `Broken` is raised and nothing is lost: the
+node drops what it has of a write, and the caller moves the bytes in another way.
+"""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import trio
+
+from ...logs import current_request
+from .. import Extent, Target, Unreachable
+from ..messages import (
+    NOT_BY_VERBS,
+    PIECES_MAX,
+    AnyAnswer,
+    AnyRequest,
+    Attach,
+    Attached,
+    BadMessage,
+    Detach,
+    Done,
+    Expose,
+    Exposed,
+    Release,
+    Reserve,
+    Seal,
+    check_end,
+)
+from .adapter import Adapter
+from .growth import Growth
+from .queue import NotByVerbs, Piece, QueuePair
+from .regions import Region, Regions
+
+if TYPE_CHECKING:
+    from ..caller import ControlClient
+
+# A node hands a piece on while it receives the next; each costs both ends a look.
+_PIECE_BYTES_MIN = 256 << 10
+_PIECE_BYTES_MAX = 4 << 20
+_PIECES = 16
+
+
+def piece_bytes(length: int) -> int:
+    """What one work request moves of a transfer of `length` bytes."""
+    usual = max(_PIECE_BYTES_MIN, min(_PIECE_BYTES_MAX, length // _PIECES))
+    return min(length, max(usual, -(-length // PIECES_MAX)))
+
+
+class Path:
+    """A queue pair to one store node, which lives as long as the control connection it was set up on.
+    Made by `open_path`."""
+
+    def __init__(self, control: "ControlClient", adapter: Adapter, pair: QueuePair) -> None:
+        self._control = control
+        self._adapter = adapter
+        self._pair = pair
+        self.node = control.node
+
+    @property
+    def failure(self) -> str:
+        """Why it is of no use any more, "" if it is."""
+        return self._pair.failure
+
+    def is_usable_on(self, control: "ControlClient") -> bool:
+        return self._control is control and not self.failure
+
+    async def read(self, extent: Extent, start: int, fd: int, offset: int, length: int) -> None:
+        """As Device.read; the file is long enough. Raises OSError, NotByVerbs."""
+        regions = self._adapter.regions
+        async with _using(regions, fd, offset, length, writable=True) as region:
+            exposed = await self._ask(
+                lambda number: Expose(number, current_request(), extent, start, length)
+            )
+            try:
+                await self._pair.read(
+                    _pieces(
+                        region.address(offset), region.key, exposed, 0, length, piece_bytes(length)
+                    )
+                )
+            finally:
+                await self._say(Release(exposed.handle))
+
+    async def write(
+        self,
+        extent: Extent,
+        target: Target,
+        fd: int,
+        offset: int,
+        length: int,
+        growth: Growth | None = None,
+    ) -> None:
+        """As Device.write. With `growth`, the bytes are still coming into the file. Raises OSError,
+        NotByVerbs."""
+        regions = self._adapter.regions
+        piece = piece_bytes(length)
+        async with _using(regions, fd, offset, length, writable=False) as region:
+            exposed = await self._ask(
+                lambda number: Reserve(number, current_request(), extent, target, length, piece),
+                target.group,
+            )
+            done = 0 if exposed.wanted else length
+            try:
+                while done < length:
+                    there = length if growth is None else await growth.more_than(done)
+                    if there < length:
+                        there -= there % piece
+                    if there > done:
+                        pieces = _pieces(
+                            region.address(offset), region.key, exposed, done, there, piece
+                        )
+                        await self._pair.write(pieces, exposed.handle)
+                        done = there
+                answer = await _ask(
+                    self._control,
+                    lambda number: Seal(number, current_request(), exposed.handle),
+                    target.group,
+                )
+            except BaseException:
+                await self._say(Release(exposed.handle))
+                raise
+            if not isinstance(answer, Done):
+                raise Unreachable(self.node, "its answer makes no sense")
+
+    async def _ask(self, make: Callable[[int], AnyRequest], group: int = 0) -> Exposed:
+        answer = await _ask(self._control, make, group)
+        if not isinstance(answer, Exposed):
+            raise Unreachable(self.node, "its answer makes no sense")
+        return answer
+
+    async def _say(self, message: Release | Detach) -> None:
+        with trio.CancelScope(shield=True):
+            await self._control.say(message)
+
+    async def close(self, why: str) -> None:
+        """Tell the node, too, so that it drops at once what it has of writes."""
+        self._pair.fail(why)
+        await self._say(Detach())
+
+
+async def open_path(
+    control: "ControlClient",
+    adapter: Adapter,
+    gid_index: int,
+    nursery: trio.Nursery,
+    patience_s: float,
+) -> Path:
+    """Set a queue pair up with the node. Raises OSError, NotByVerbs."""
+    pair = adapter.queue_pair(gid_index)
+    try:
+        answer = await _ask(control, lambda number: Attach(number, "", pair.end()), 0)
+        if not isinstance(answer, Attached):
+            raise Unreachable(control.node, "its answer makes no sense")
+        try:
+            check_end(answer.end)
+        except BadMessage as error:
+            raise Unreachable(control.node, str(error)) from None
+        pair.connect(answer.end, patience_s)
+    except BaseException:
+        pair.close()
+        raise
+    nursery.start_soon(pair.run)
+    control.closers.append(pair.fail)
+    return Path(control, adapter, pair)
+
+
+async def _ask(
+    control: "ControlClient", make: Callable[[int], AnyRequest], group: int
+) -> AnyAnswer:
+    try:
+        return await control.ask(make, group)
+    except OSError as error:
+        if error.errno == NOT_BY_VERBS:
+            raise NotByVerbs(str(error.strerror)) from None
+        raise
+
+
+@asynccontextmanager
+async def _using(
+    regions: Regions, fd: int, offset: int, length: int, writable: bool
+) -> AsyncIterator[Region]:
+    """A file that cannot be registered can still be sent over TCP."""
+    try:
+        region = await regions.acquire(fd, offset, length, writable)
+    except OSError as error:
+        raise NotByVerbs(f"{length} bytes cannot be registered: {error.strerror}") from None
+    try:
+        yield region
+    finally:
+        regions.release(region)
+
+
+def _pieces(
+    address: int, key: int, exposed: Exposed, start: int, end: int, piece: int
+) -> list[Piece]:
+    """Of bytes [start, end) of what lies at `address`."""
+    return [
+        Piece(address + at, min(piece, end - at), key, exposed.address + at, exposed.key)
+        for at in range(start, end, piece)
+    ]

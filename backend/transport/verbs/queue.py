@@ -1,0 +1,375 @@
+"""One reliable connection (an RC queue pair) with completions of its own, which drive the event loop.
+
+A transfer is cut into pieces, which are posted in batches of BATCH work requests; the last of each batch
+is signalled, and its completion means that the whole batch is done, as a queue pair works in order. The
+send queue holds BATCHES of them; a transfer that finds it full waits. Nothing polls: the completion
+channel's descriptor is waited for as a socket is.
+
+When `transfer` returns or raises, cancelled or not, the hardware touches its memory no more. After an
+error the queue pair is of no use: everything that waits for it raises `Broken` with the reason.
+"""
+
+import errno
+import itertools
+import logging
+import math
+import secrets
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import trio
+
+from .ends import QueueEnd
+from .library import Library, immediate, status_name
+
+if TYPE_CHECKING:
+    from .adapter import Adapter
+    from .windows import Window
+
+log = logging.getLogger(__name__)
+
+BATCH = 8
+BATCHES = 16
+SENDS = BATCH * BATCHES
+# Arrivals that this end has not looked at yet; a peer that sends more is told to wait by the hardware.
+RECEIVES = 256
+# What is posted to a queue pair in error comes back at once; a device that does not do it is broken.
+FLUSH_S = 2.0
+# Seven is for ever on soft-RoCE.
+_RETRIES = 6
+_TRIES_ARE_FOREVER = 7
+# Of the time after which a silent peer is given up: the hardware is to say so before anybody else.
+_PATIENCE_SHARE = 0.5
+_TIMEOUT_UNIT_S = 4.096e-6
+_RNR_TIMER = 12  # 0.64 ms
+_READS_MAX = 16
+_POLL = 32
+
+
+class NotByVerbs(Exception):
+    """This cannot be moved by verbs, though it may be over TCP; the text says why."""
+
+
+class Broken(NotByVerbs):
+    """The queue pair is of no use any more; the text says why."""
+
+
+class Piece(NamedTuple):
+    """A run of bytes here (address, length, key) and there (address, key)."""
+
+    address: int
+    length: int
+    key: int
+    remote_address: int
+    remote_key: int
+
+
+class _Batch:
+    def __init__(self) -> None:
+        self.done = trio.Event()
+        self.succeeded = False
+
+
+class QueuePair:
+    """Made by Adapter.queue_pair, in a task of `nursery`. `arrived(number)` is called for each WRITE of the
+    peer that carries a number; `receives` says whether there are such."""
+
+    def __init__(
+        self,
+        adapter: "Adapter",
+        gid_index: int,
+        receives: bool,
+        arrived: Callable[[int], None] = lambda number: None,
+    ) -> None:
+        self._adapter = adapter
+        self._library: Library = adapter.library
+        self._gid_index = gid_index
+        self._arrived = arrived
+        self._receives = RECEIVES if receives else 0
+        self._batches: dict[int, _Batch] = {}
+        self._next = 0
+        self._room = trio.Semaphore(BATCHES)
+        self._emptied = trio.Event()
+        self._psn = secrets.randbits(24)
+        self.failure = ""
+        self.failed = trio.Event()
+        self.is_closed = False
+        # What was granted to the peer: a window that is bound keeps its queue pair in being.
+        self.windows: set[Window] = set()
+        library, errors = self._library, self._library.errors
+        self._channel, self._fd = library.completion_channel(adapter.context)
+        try:
+            with errors:
+                # Every request may complete with an error.
+                self._completions = library.CQ(
+                    adapter.context, SENDS + self._receives + 1, channel=self._channel
+                )
+                self._completions.req_notify()
+                capacity = library.QPCap(
+                    max_send_wr=SENDS, max_recv_wr=max(1, self._receives),
+                    max_send_sge=1, max_recv_sge=1,
+                )  # fmt: skip
+                kind = library.enum("QPT_RC")
+                # Left in RESET: `connect` sets the rights of the peer on the way to INIT.
+                self._pair = library.QP(
+                    adapter.pd,
+                    library.QPInitAttr(
+                        qp_type=kind, scq=self._completions, rcq=self._completions, cap=capacity
+                    ),
+                )
+        except BaseException:
+            self._channel.close()
+            raise
+        # A WRITE puts nothing there; pyverbs wants an element all the same.
+        self._receive = library.RecvWR(num_sge=1, sg=[library.SGE(0, 0, 0)])
+        self._signalled = library.enum("SEND_SIGNALED")
+        self._read = library.enum("WR_RDMA_READ")
+        self._write = library.enum("WR_RDMA_WRITE")
+        self._write_number = library.enum("WR_RDMA_WRITE_WITH_IMM")
+        self._bind = library.enum("WR_BIND_MW")
+        self._received = library.enum("WC_RECV")
+
+    def end(self) -> QueueEnd:
+        adapter = self._adapter
+        return QueueEnd(
+            adapter.gid(self._gid_index), adapter.lid, int(self._pair.qp_num), self._psn,
+            adapter.mtu, min(_READS_MAX, adapter.reads_answered),
+        )  # fmt: skip
+
+    def connect(self, peer: QueueEnd, patience_s: float) -> None:
+        """Raises OSError. A peer that does not answer for about half of `patience_s` is given up."""
+        library, adapter = self._library, self._adapter
+        route = library.GlobalRoute(
+            dgid=library.GID(_gid_text(peer.gid)), sgid_index=self._gid_index, hop_limit=64
+        )
+        attributes = library.QPAttr(
+            port_num=adapter.port, path_mtu=library.enum(f"MTU_{min(peer.mtu, adapter.mtu)}")
+        )
+        with library.errors:
+            attributes.ah_attr = library.AHAttr(
+                port_num=adapter.port, dlid=peer.lid, is_global=1, gr=route
+            )
+            attributes.qp_access_flags = (
+                library.enum("ACCESS_REMOTE_READ") | library.enum("ACCESS_REMOTE_WRITE")
+                if self._receives
+                else 0
+            )
+            attributes.dest_qp_num = peer.number
+            attributes.sq_psn, attributes.rq_psn = self._psn, peer.psn
+            attributes.max_rd_atomic = max(1, min(_READS_MAX, peer.reads, adapter.reads_asked))
+            attributes.max_dest_rd_atomic = min(_READS_MAX, adapter.reads_answered)
+            attributes.min_rnr_timer = _RNR_TIMER
+            attributes.timeout = timeout_exponent(patience_s)
+            attributes.retry_cnt = _RETRIES
+            attributes.rnr_retry = _TRIES_ARE_FOREVER
+            self._pair.to_rts(attributes)
+            for _ in range(self._receives):
+                self._pair.post_recv(self._receive)
+
+    # -- moving bytes ----------------------------------------------------------------------------
+
+    async def read(self, pieces: Sequence[Piece]) -> None:
+        """From there to here. Raises Broken."""
+        await self._transfer(self._read, pieces, None)
+
+    async def write(self, pieces: Sequence[Piece], number: int | None) -> None:
+        """From here to there. With a `number`, the peer is told it for each piece when the piece is in its
+        memory. Raises Broken."""
+        await self._transfer(self._write, pieces, number)
+
+    async def bind(self, window: Any, info: Any) -> int:
+        """Bind a memory window; returns its key. Raises Broken."""
+        await self._room.acquire()
+        request = self._library.SendWR(
+            wr_id=0, opcode=self._bind, send_flags=self._signalled
+        )  # fmt: skip
+        request.set_bind_wr(window, info)
+        key = int(request.rkey)
+        batch = self._post([request])
+        await self._wait([batch])
+        return key
+
+    async def _transfer(self, opcode: int, pieces: Sequence[Piece], number: int | None) -> None:
+        batches: list[_Batch] = []
+        try:
+            for first in range(0, len(pieces), BATCH):
+                await self._room.acquire()
+                requests = [
+                    self._request(opcode, piece, number) for piece in pieces[first : first + BATCH]
+                ]
+                batches.append(self._post(requests))
+        finally:
+            await self._wait(batches)
+
+    def _request(self, opcode: int, piece: Piece, number: int | None) -> Any:
+        library = self._library
+        request = library.SendWR(
+            opcode=opcode if number is None else self._write_number,
+            num_sge=1,
+            imm_data=0 if number is None else immediate(number),
+            sg=[library.SGE(piece.address, piece.length, piece.key)],
+            send_flags=0,
+        )
+        request.set_wr_rdma(piece.remote_key, piece.remote_address)
+        return request
+
+    def _post(self, requests: list[Any]) -> _Batch:
+        """Raises Broken. A place in `_room` has been taken."""
+        if self.failure:
+            self._room.release()
+            raise Broken(self.failure)
+        self._next += 1
+        batch = self._batches[self._next] = _Batch()
+        for request, after in itertools.pairwise(requests):
+            request.next_wr = after
+        last = requests[-1]
+        last.wr_id = self._next
+        last.send_flags = self._signalled
+        try:
+            with self._library.errors:
+                self._pair.post_send(requests[0])
+        except OSError as error:
+            # Some may have been taken: they are known to be done when the queue pair is flushed.
+            self.fail(f"posting failed: {error.strerror}")
+        return batch
+
+    async def _wait(self, batches: list[_Batch]) -> None:
+        """Until all are done. Raises Broken."""
+        try:
+            for batch in batches:
+                await batch.done.wait()
+        except trio.Cancelled:
+            with trio.CancelScope(shield=True):
+                with trio.move_on_after(FLUSH_S):
+                    for batch in batches:
+                        await batch.done.wait()
+                if not all(batch.done.is_set() for batch in batches):
+                    self.fail("a transfer that was given up did not end")
+                for batch in batches:
+                    await batch.done.wait()
+            raise
+        if not all(batch.succeeded for batch in batches):
+            raise Broken(self.failure or "the queue pair was closed")
+
+    # -- completions -----------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Look after completions until the queue pair is closed, or broken and empty; closes it."""
+        try:
+            with trio.CancelScope() as scope:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._limit_flush, scope)
+                    await self._serve_completions()
+                    nursery.cancel_scope.cancel()
+        finally:
+            self.close()
+
+    async def _serve_completions(self) -> None:
+        try:
+            while not (self.is_closed or (self.failure and not self._batches)):
+                await trio.lowlevel.wait_readable(self._fd)
+                self._take_completions()
+        except trio.ClosedResourceError:
+            pass  # by `close`
+
+    async def _limit_flush(self, scope: trio.CancelScope) -> None:
+        await self.failed.wait()
+        if self._batches:
+            await trio.sleep(FLUSH_S)
+            log.warning("RDMA device %s does not give back what is posted", self._adapter.name)
+        scope.cancel()
+
+    def _take_completions(self) -> None:
+        completions = self._completions
+        try:
+            with self._library.errors:
+                self._channel.get_cq_event(completions)
+                completions.ack_events(1)
+                completions.req_notify()
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EIO):
+                raise
+        while True:
+            count, found = completions.poll(_POLL)
+            for completion in found:
+                self._take(completion)
+            if count < _POLL:
+                return
+
+    def _take(self, completion: Any) -> None:
+        status = completion.status
+        batch = self._batches.pop(completion.wr_id, None) if completion.wr_id else None
+        if status:
+            self.fail(_reason(status))
+        elif batch is None:
+            if completion.opcode & self._received:
+                self._receive_next()
+                self._arrived(immediate(completion.imm_data))
+            return
+        if batch is not None:
+            batch.succeeded = not status
+            batch.done.set()
+            self._room.release()
+
+    def _receive_next(self) -> None:
+        try:
+            with self._library.errors:
+                self._pair.post_recv(self._receive)
+        except OSError as error:
+            self.fail(f"posting failed: {error.strerror}")
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def fail(self, why: str) -> None:
+        """Have everything that is posted come back; nothing more can be. The first reason counts."""
+        if self.failure:
+            return
+        self.failure = why
+        self.failed.set()
+        library = self._library
+        try:
+            with library.errors:
+                attributes = library.QPAttr(qp_state=library.enum("QPS_ERR"))
+                self._pair.modify(attributes, library.enum("QP_STATE"))
+        except OSError:
+            pass  # it is in that state already, or was never connected
+
+    def close(self) -> None:
+        """After it the hardware touches nothing, whatever was posted."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self.failure = self.failure or "the queue pair was closed"
+        self.failed.set()
+        trio.lowlevel.notify_closing(self._fd)
+        for window in list(self.windows):
+            window.close()
+        with self._library.errors:
+            self._pair.close()
+            self._completions.close()
+            self._channel.close()
+        for batch in self._batches.values():
+            batch.done.set()
+            self._room.release()
+        self._batches.clear()
+
+
+def timeout_exponent(patience_s: float) -> int:
+    """The hardware waits 4.096 us * 2^n for each of its tries."""
+    each_s = patience_s * _PATIENCE_SHARE / (_RETRIES + 1)
+    return max(8, min(20, round(math.log2(each_s / _TIMEOUT_UNIT_S))))
+
+
+def _reason(status: int) -> str:
+    name = status_name(status)
+    what = {
+        "RETRY_EXC_ERR": "the peer does not answer",
+        "REM_ACCESS_ERR": "the peer does not allow it any more",
+        "WR_FLUSH_ERR": "the connection was ended",
+    }.get(name)
+    return f"{name}: {what}" if what else name
+
+
+def _gid_text(gid: bytes) -> str:
+    digits = gid.hex()
+    return ":".join(digits[at : at + 4] for at in range(0, 32, 4))

@@ -1,0 +1,351 @@
+"""The node's end of a queue pair: extents are opened for a peer to read, and reserved for it to write.
+
+Everything hangs on one control connection, which set the queue pair up: what a peer was given ends with
+the operation, with the queue pair, with the connection, or after GIVEN_S.
+"""
+
+import errno
+import itertools
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import trio
+
+from .. import Extent, Target
+from ..counters import Counters
+from ..messages import HANDLES_MAX, NOT_BY_VERBS
+from ..service import Service
+from .adapter import Adapter
+from .ends import QueueEnd
+from .growth import Growth
+from .queue import NotByVerbs, QueuePair
+from .rdma import Rdma
+from .regions import Region
+from .windows import Window, grant
+
+if TYPE_CHECKING:
+    from ..peers import Peers
+
+log = logging.getLogger(__name__)
+
+# A peer that takes longer over one operation loses the right to it.
+GIVEN_S = 600.0
+# All pieces were acknowledged to the sender, so their arrival is known here very soon.
+_ARRIVAL_S = 30.0
+
+
+class _Given:
+    """The right to a range, in the peer's hands."""
+
+    def __init__(self, adapter: Adapter, region: Region, window: Window) -> None:
+        self.window = window
+        self._adapter = adapter
+        self._region: Region | None = region
+        self.until = trio.current_time() + GIVEN_S
+
+    def take_back(self) -> None:
+        """The peer cannot touch the memory any more."""
+        if self._region is not None:
+            self.window.close()
+            self._adapter.regions.release(self._region)
+            self._region = None
+
+
+class _Arrival:
+    """An extent that is coming in, or one that is here and only handed on (`given` is None)."""
+
+    def __init__(self, extent: Extent, target: Target, fd: int, length: int) -> None:
+        self.extent = extent
+        self.target = target
+        self.fd = fd
+        self.piece = length
+        self.growth = Growth(length)
+        self.incoming: Any = None
+        self.given: _Given | None = None
+        self.onward = trio.CancelScope()
+        self.handed_on = trio.Event()
+        self.onward_error: OSError | None = None
+
+
+class Responder:
+    """What one control connection may do by verbs. `nursery` is the connection's; `local` is this host's
+    address on it."""
+
+    def __init__(
+        self,
+        service: Service[Any],
+        peers: "Peers",
+        counters: Counters,
+        rdma: Rdma | None,
+        local: str,
+        nursery: trio.Nursery,
+        patience_s: float,
+    ) -> None:
+        self._service = service
+        self._peers = peers
+        self._counters = counters
+        self._rdma = rdma
+        self._local = local
+        self._nursery = nursery
+        self._patience_s = patience_s
+        self._handles = itertools.count(1)
+        self._adapter: Adapter | None = None
+        self._pair: QueuePair | None = None
+        self._given: dict[int, _Given] = {}
+        self._arrivals: dict[int, _Arrival] = {}
+
+    async def attach(self, end: QueueEnd) -> QueueEnd:
+        """Raises OSError NOT_BY_VERBS."""
+        self.detach("the peer set another queue pair up")
+        if self._rdma is None or not self._rdma.is_usable:
+            why = self._rdma.why_not if self._rdma is not None else "RDMA is switched off"
+            raise OSError(NOT_BY_VERBS, why)
+        try:
+            adapter, gid_index = self._rdma.adapter(self._local)
+            pair = adapter.queue_pair(gid_index, receives=True, arrived=self._arrived)
+            try:
+                pair.connect(end, self._patience_s)
+            except BaseException:
+                pair.close()
+                raise
+        except OSError as error:
+            raise OSError(NOT_BY_VERBS, str(error.strerror)) from error
+        self._adapter, self._pair = adapter, pair
+        self._nursery.start_soon(pair.run)
+        self._nursery.start_soon(self._watch, pair)
+        return pair.end()
+
+    def detach(self, why: str) -> None:
+        """The queue pair and all that was given for it are of no use any more."""
+        pair, self._pair = self._pair, None
+        if pair is not None:
+            # Closed before any file is let go: a message that is half in holds its memory.
+            pair.fail(why)
+            pair.close()
+        for given in self._given.values():
+            given.take_back()
+        self._given.clear()
+        for handle in list(self._arrivals):
+            self._drop(handle, why)
+
+    def release(self, handle: int) -> None:
+        """The peer has read, or will not write."""
+        given = self._given.pop(handle, None)
+        if given is not None:
+            given.take_back()
+        self._drop(handle, "the sender gave it up")
+
+    def give_up(self, content: int) -> None:
+        """What is coming in of this content has no use any more."""
+        for handle, arrival in list(self._arrivals.items()):
+            if arrival.extent.content == content:
+                self._drop(handle, "the content was given up")
+
+    async def expose(self, extent: Extent, start: int, length: int) -> tuple[int, int, int]:
+        """Handle, address and key for reading. Raises OSError: ENOENT, EINVAL, NOT_BY_VERBS."""
+        self._check_room()
+        fd = self._service.open(extent)
+        try:
+            size = os.fstat(fd).st_size
+            if start + length > size:
+                raise OSError(errno.EINVAL, "the extent is shorter than what is asked for")
+            with _writable(fd) as (best, may_write):
+                given = await self._give(best, size, start, length, may_write, writes=False)
+        finally:
+            os.close(fd)
+        handle = next(self._handles)
+        self._given[handle] = given
+        self._counters.requests["read"] += 1
+        self._counters.sent_bytes += length
+        return handle, given.window.address, given.window.key
+
+    async def reserve(
+        self, extent: Extent, target: Target, length: int, piece: int
+    ) -> tuple[int, int, int, bool]:
+        """Handle, address, key and whether the bytes are wanted. Raises OSError: what Service.admit and
+        `create` raise, NOT_BY_VERBS."""
+        self._check_room()
+        await self._service.admit(extent, target)
+        handle = next(self._handles)
+        if self._service.size(extent) == length:
+            arrival = _Arrival(extent, target, self._service.open(extent), length)
+            arrival.growth.advance(length)
+        else:
+            arrival = await self._begin(extent, target, length)
+        arrival.piece = piece
+        self._arrivals[handle] = arrival
+        self._counters.requests["write"] += 1
+        if target.chain:
+            self._nursery.start_soon(self._hand_on, arrival)
+        given = arrival.given
+        if given is None:
+            return handle, 0, 0, False
+        return handle, given.window.address, given.window.key, True
+
+    async def seal(self, handle: int) -> None:
+        """The extent is sealed here and down the chain when this returns. Raises what failed here, or
+        else further down; NOT_BY_VERBS when the bytes were lost with the queue pair."""
+        arrival = self._arrivals.get(handle)
+        if arrival is None:
+            raise OSError(NOT_BY_VERBS, "what was written is not here any more")
+        with trio.move_on_after(_ARRIVAL_S) as waiting:
+            await arrival.growth.complete()
+        if waiting.cancelled_caught:
+            self._drop(handle, "not all pieces arrived")
+            raise OSError(NOT_BY_VERBS, "not all pieces arrived")
+        if self._arrivals.pop(handle, None) is None:
+            raise OSError(NOT_BY_VERBS, "what was written is not here any more")
+        try:
+            await self._seal(arrival)
+            if arrival.target.chain:
+                await arrival.handed_on.wait()
+                if arrival.onward_error is not None:
+                    raise arrival.onward_error
+        finally:
+            arrival.onward.cancel()
+            self._leave(arrival)
+
+    # -- coming in -------------------------------------------------------------------------------
+
+    async def _begin(self, extent: Extent, target: Target, length: int) -> _Arrival:
+        incoming = await self._create(extent, length)
+        try:
+            given = await self._give(incoming.fd, length, 0, length, True, writes=True)
+        except BaseException:
+            self._service.drop(incoming)
+            os.close(incoming.fd)
+            raise
+        arrival = _Arrival(extent, target, incoming.fd, length)
+        arrival.incoming, arrival.given = incoming, given
+        return arrival
+
+    async def _create(self, extent: Extent, length: int) -> Any:
+        try:
+            return await self._service.create(extent, length)
+        except OSError as error:
+            if error.errno != errno.ENOSPC or self._adapter is None:
+                raise
+        # Removed extents keep their memory for as long as they are registered.
+        self._adapter.regions.drop_orphans()
+        return await self._service.create(extent, length)
+
+    def _arrived(self, handle: int) -> None:
+        arrival = self._arrivals.get(handle)
+        if arrival is not None:
+            before = arrival.growth.done
+            arrival.growth.advance(arrival.piece)
+            self._counters.received_bytes += arrival.growth.done - before
+
+    async def _seal(self, arrival: _Arrival) -> None:
+        if arrival.given is None:
+            return
+        # What is sealed never changes: first nobody can write it any more.
+        arrival.given.take_back()
+        incoming, arrival.incoming = arrival.incoming, None
+        await self._service.seal(arrival.extent, incoming)
+
+    def _drop(self, handle: int, why: str) -> None:
+        arrival = self._arrivals.pop(handle, None)
+        if arrival is not None:
+            arrival.growth.give_up(OSError(NOT_BY_VERBS, why))
+            arrival.onward.cancel()
+            if arrival.given is not None:
+                arrival.given.take_back()
+            if arrival.incoming is not None:
+                self._service.drop(arrival.incoming)
+            self._leave(arrival)
+
+    def _leave(self, arrival: _Arrival) -> None:
+        if not arrival.target.chain or arrival.handed_on.is_set():
+            os.close(arrival.fd)
+        else:
+            self._nursery.start_soon(_close_after, arrival)
+
+    async def _hand_on(self, arrival: _Arrival) -> None:
+        node, *rest = arrival.target.chain
+        target = msgspec.structs.replace(arrival.target, chain=tuple(rest))
+        length = arrival.growth.length
+        try:
+            with arrival.onward:
+                device = self._peers.remote_device(node)
+                await device.pass_on(arrival.extent, target, arrival.fd, length, arrival.growth)
+                self._counters.sent_bytes += length
+        except OSError as error:
+            arrival.onward_error = error
+        finally:
+            arrival.handed_on.set()
+
+    # -- rights ----------------------------------------------------------------------------------
+
+    async def _give(
+        self, fd: int, size: int, start: int, length: int, writable: bool, *, writes: bool
+    ) -> _Given:
+        """The whole file is registered, so that other ranges of it find it so. Raises OSError."""
+        adapter, pair = self._adapter, self._pair
+        assert adapter is not None
+        if pair is None:
+            raise OSError(NOT_BY_VERBS, "there is no queue pair")
+        try:
+            region = await adapter.regions.acquire(fd, 0, size, writable)
+        except OSError as error:
+            log.info("%d bytes cannot be registered: %s", size, error.strerror)
+            text = f"{size} bytes cannot be registered: {error.strerror}"
+            raise OSError(NOT_BY_VERBS, text) from None
+        try:
+            window = await grant(adapter, pair, region, start, length, writes)
+        except (OSError, NotByVerbs) as error:
+            adapter.regions.release(region)
+            raise OSError(NOT_BY_VERBS, str(error)) from None
+        except BaseException:
+            adapter.regions.release(region)
+            raise
+        given = _Given(adapter, region, window)
+        if pair is not self._pair:
+            given.take_back()
+            raise OSError(NOT_BY_VERBS, pair.failure)
+        return given
+
+    def _check_room(self) -> None:
+        if self._pair is None:
+            raise OSError(NOT_BY_VERBS, "there is no queue pair")
+        if len(self._given) + len(self._arrivals) >= HANDLES_MAX:
+            raise OSError(NOT_BY_VERBS, f"{HANDLES_MAX} operations are under way")
+
+    async def _watch(self, pair: QueuePair) -> None:
+        """Take back what was given when the queue pair breaks, or the peer takes too long."""
+        while not pair.failure:
+            with trio.move_on_after(GIVEN_S / 8):
+                await pair.failed.wait()
+            now = trio.current_time()
+            for handle, given in list(self._given.items()):
+                if given.until < now:
+                    self.release(handle)
+            for handle, arrival in list(self._arrivals.items()):
+                if arrival.given is not None and arrival.given.until < now:
+                    self.release(handle)
+        if self._pair is pair:
+            self.detach(pair.failure)
+
+
+@contextmanager
+def _writable(fd: int) -> Iterator[tuple[int, bool]]:
+    """A descriptor of the same file that can be written, which windows ask for, if there may be one."""
+    try:
+        best = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        yield fd, False
+        return
+    try:
+        yield best, True
+    finally:
+        os.close(best)
+
+
+async def _close_after(arrival: _Arrival) -> None:
+    with trio.CancelScope(shield=True):
+        await arrival.handed_on.wait()
+    os.close(arrival.fd)

@@ -1,0 +1,102 @@
+"""RDMA on a machine without RDMA: the tests marked verbs, run in a guest whose kernel has it."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import rdma
+from mountpoint import eventually
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+GUEST = REPOSITORY / "scripts/rdma_guest"
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+
+from _rdma_guest.kernel import built_kernel  # noqa: E402
+
+pytestmark = pytest.mark.skipif(rdma.IN_GUEST, reason="this is a guest already")
+
+
+@pytest.fixture
+def guest_kernel() -> None:
+    if built_kernel() is None:
+        pytest.skip("the guest's kernel is not built; scripts/rdma_guest build takes some minutes")
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [os.fspath(GUEST), *(str(argument) for argument in arguments)]
+    return subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
+    )
+
+
+def test_guest_passes_on_output_and_exit_status(guest_kernel: None, tmp_path: Path) -> None:
+    script = "echo out; pwd; echo err >&2; exit 7"
+    command = [os.fspath(GUEST), "run", "--timeout", "60", "--", "bash", "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 7, done.stderr
+    assert done.stdout == f"out\n{tmp_path}\n"
+    assert done.stderr == "err\n"
+
+
+def test_guest_changes_only_the_directory_it_was_given(guest_kernel: None, tmp_path: Path) -> None:
+    given = tmp_path / "given"
+    given.mkdir()
+    script = f"echo kept > {given}/file && echo lost > {tmp_path}/file && cat {tmp_path}/file"
+    done = run("run", "--timeout", 60, "--out", given, "--", "bash", "-c", script)
+    assert (done.returncode, done.stdout) == (0, "lost\n"), done.stderr
+    assert (given / "file").read_text() == "kept\n"
+    assert not (tmp_path / "file").exists()
+
+
+def test_guest_ends_when_its_time_is_over(guest_kernel: None) -> None:
+    done = run("run", "--timeout", 5, "--", "sleep", "1000")
+    assert done.returncode == 124
+    assert "ended after 5 s" in done.stderr
+
+
+def group_is_gone(leader: int) -> bool:
+    try:
+        os.killpg(leader, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_of_a_guest_outlives_whoever_started_it(guest_kernel: None, number: int) -> None:
+    script = "echo up; sleep 1000"
+    command = [os.fspath(GUEST), "run", "--timeout", "100", "--", "bash", "-c", script]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        assert started.stdout.readline() == "up\n"
+        children = ("ps", "-o", "pid=", "--ppid", str(started.pid))
+        leaders = [int(word) for word in subprocess.check_output(children, text=True).split()]
+        assert leaders
+        started.send_signal(number)
+    for leader in leaders:
+        eventually(partial(group_is_gone, leader), f"process group {leader} is gone")
+
+
+@pytest.mark.timeout(120)
+def test_two_guests_move_bytes_by_rdma(guest_kernel: None) -> None:
+    program = REPOSITORY / "tests/rdma_hosts.py"
+    done = run("pair", "--timeout", 100, "--", sys.executable, program)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
+    assert "[0] the bytes that host 1 wrote are here" in done.stdout
+    assert "[1] the bytes that host 0 has were read" in done.stdout
+
+
+@pytest.mark.timeout(900)
+def test_what_is_promised_of_verbs_holds_in_a_guest(guest_kernel: None) -> None:
+    """Each failure is shown as pytest shows it in the guest."""
+    if rdma.ports():
+        pytest.skip("this machine has RDMA: the tests marked verbs ran on it")
+    done = run("test", "--color=no", "-q")
+    if done.returncode != 0:
+        pytest.fail(f"in the guest:\n{done.stdout}{done.stderr}", pytrace=False)
+    assert re.search(r"\b[1-9]\d* passed", done.stdout), done.stdout

@@ -1,0 +1,656 @@
+"""Extents that move by RDMA verbs: the same promises as over TCP, and what happens when one breaks."""
+
+import errno
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from cluster import Cluster as WholeCluster
+from cluster import Plan
+from irdmafs.backend.transport import Extent, Fenced, Target, Unreachable
+from irdmafs.backend.transport import link as link_module
+from irdmafs.backend.transport.messages import Reserve
+from irdmafs.backend.transport.peers import Peers
+from irdmafs.backend.transport.verbs import devices
+from irdmafs.backend.transport.verbs.adapter import Adapter
+from irdmafs.backend.transport.verbs.queue import Broken, Piece, QueuePair
+from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
+from irdmafs.backend.transport.verbs.regions import Regions
+from irdmafs.backend.transport.verbs.windows import grant
+from transport_nodes import ExtentDirectory, Node, NodeProcess, resolver, serving
+
+pytestmark = pytest.mark.verbs
+
+KiB = 1 << 10
+MiB = 1 << 20
+# A host that is busy must not look like one that is gone.
+TIMEOUT_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def address() -> str:
+    """One of this host's that a usable device has."""
+    found = devices.find()
+    for device in found:
+        for port in device.ports if not device.obstacle else ():
+            for gid in port.gids:
+                if port.state == "ACTIVE" and gid.kind == "RoCE v2" and gid.address.version == 4:
+                    return str(gid.address)
+    why = devices.explain(found) or "no RDMA device has an IPv4 address"
+    pytest.skip(f"{why}; scripts/rdma_guest test runs this in a guest that has one")
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    directory = Path(tempfile.mkdtemp(prefix="irdmafs-verbs-", dir="/dev/shm"))
+    (directory / "addresses").mkdir()
+    yield directory
+    shutil.rmtree(directory)
+
+
+class Cluster:
+    """Nodes in this process and a mount that asks them, on one adapter."""
+
+    def __init__(self, memory: Path, peers: Peers, nodes: dict[int, Node], rdma: Rdma) -> None:
+        self.memory = memory
+        self.peers = peers
+        self.nodes = nodes
+        self.rdma = rdma
+
+    def service(self, node: int) -> ExtentDirectory:
+        return self.nodes[node].service
+
+    @property
+    def regions(self) -> Regions:
+        (adapter,) = self.rdma.adapters
+        return adapter.regions
+
+    def have(self, extent: Extent, data: bytes) -> list[int]:
+        """The nodes that keep exactly this."""
+        return [
+            node
+            for node, each in self.nodes.items()
+            if os.path.exists(each.service.path(extent))
+            and Path(each.service.path(extent)).read_bytes() == data
+        ]
+
+    def file(self, name: str, data: bytes = b"") -> int:
+        fd = os.open(self.memory / name, os.O_RDWR | os.O_CREAT)
+        os.write(fd, data)
+        return fd
+
+
+def in_cluster(
+    memory: Path,
+    address: str,
+    test: Callable[[Cluster], Awaitable[None]],
+    count: int = 2,
+    choice: Choice = Choice(),  # noqa: B008
+) -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            rdma = stack.enter_context(Rdma(choice))
+            nodes = {
+                node: await stack.enter_async_context(
+                    serving(
+                        f"{memory}/{node}", node, f"{memory}/addresses", address,
+                        timeout_s=TIMEOUT_S, rdma=rdma,
+                    )
+                )
+                for node in range(1, count + 1)
+            }  # fmt: skip
+            peers = await stack.enter_async_context(mounted(memory, rdma))
+            await test(Cluster(memory, peers, nodes, rdma))
+
+    trio.run(main)
+
+
+@asynccontextmanager
+async def mounted(memory: Path, rdma: Rdma) -> AsyncIterator[Peers]:
+    async with Peers(
+        resolver(f"{memory}/addresses"),
+        name="test", role="mount", timeout_s=TIMEOUT_S, rdma=rdma,
+    ) as peers:  # fmt: skip
+        yield peers
+
+
+def random_bytes(length: int) -> bytes:
+    return random.Random(length).randbytes(length)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """For what happens in another process, which tells nobody."""
+    with trio.fail_after(60):
+        while not condition():
+            await trio.sleep(0.01)
+
+
+# -- what is moved arrives -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 4097, 64 * KiB, 4 * MiB, 64 * MiB, 33 * MiB + 5])
+def test_a_written_extent_is_on_every_node_of_the_chain_and_can_be_read(
+    memory: Path, address: str, length: int
+) -> None:
+    data = random_bytes(length)
+    extent = Extent(5, 7)
+
+    async def test(cluster: Cluster) -> None:
+        source = cluster.file("source", b"before" + data + b"after")
+        await cluster.peers.device(1).write(extent, Target(1, 1, (2,)), source, 6, length)
+        assert cluster.have(extent, data) == [1, 2]
+        for node in cluster.nodes:
+            target = cluster.file(f"target{node}", b"first")
+            await cluster.peers.device(node).read(extent, 0, target, 5, length)
+            assert os.pread(target, 5 + length + 1, 0) == b"first" + data
+            os.close(target)
+        os.close(source)
+        # Nothing of it went over TCP: once from here, once from node to node, and back twice.
+        assert cluster.peers.counters.verbs_bytes == 3 * length
+        assert cluster.nodes[1].peers.counters.verbs_bytes == length
+        assert cluster.peers.counters.fallbacks == 0
+
+    in_cluster(memory, address, test, choice=Choice(threshold_bytes=1))
+
+
+def test_a_part_of_an_extent_is_read_into_a_part_of_a_file(memory: Path, address: str) -> None:
+    data = random_bytes(20 * MiB)
+
+    async def test(cluster: Cluster) -> None:
+        source = cluster.file("source", data)
+        device = cluster.peers.device(1)
+        await device.write(Extent(1, 0), Target(1, 1, ()), source, 0, len(data))
+        target = cluster.file("target", bytes(15 * MiB))
+        await device.read(Extent(1, 0), 4097, target, 9001, 12 * MiB)
+        got = os.pread(target, 15 * MiB, 0)
+        assert got[:9001] == bytes(9001)
+        assert got[9001 : 9001 + 12 * MiB] == data[4097 : 4097 + 12 * MiB]
+        assert got[9001 + 12 * MiB :] == bytes(3 * MiB - 9001)
+        os.close(source)
+        os.close(target)
+
+    in_cluster(memory, address, test, 1)
+
+
+def test_what_is_short_goes_over_tcp(memory: Path, address: str) -> None:
+    async def test(cluster: Cluster) -> None:
+        source = cluster.file("source", bytes(64 * KiB))
+        device = cluster.peers.device(1)
+        await device.write(Extent(1, 0), Target(1, 1, ()), source, 0, 64 * KiB - 1)
+        assert cluster.peers.counters.verbs_bytes == 0
+        await device.write(Extent(2, 0), Target(1, 1, ()), source, 0, 64 * KiB)
+        assert cluster.peers.counters.verbs_bytes == 64 * KiB
+        os.close(source)
+
+    in_cluster(memory, address, test, 1)
+
+
+def test_many_transfers_at_once_do_not_mix(memory: Path, address: str) -> None:
+    length = 3 * MiB + 77
+
+    async def test(cluster: Cluster) -> None:
+        async def there_and_back(number: int) -> None:
+            data = random.Random(number).randbytes(length)
+            source, target = cluster.file(f"s{number}", data), cluster.file(f"t{number}")
+            device = cluster.peers.device(1)
+            await device.write(Extent(number, 0), Target(1, 1, (2,)), source, 0, length)
+            await device.read(Extent(number, 0), 0, target, 0, length)
+            assert os.pread(target, length + 1, 0) == data
+            assert cluster.have(Extent(number, 0), data) == [1, 2]
+            os.close(source)
+            os.close(target)
+
+        async with trio.open_nursery() as nursery:
+            for number in range(12):
+                nursery.start_soon(there_and_back, number)
+        assert cluster.peers.counters.fallbacks == 0
+
+    in_cluster(memory, address, test)
+
+
+# -- what a node refuses -------------------------------------------------------------------------
+
+
+def test_errors_of_a_node_are_told_as_over_tcp(memory: Path, address: str) -> None:
+    async def test(cluster: Cluster) -> None:
+        device = cluster.peers.device(1)
+        source = cluster.file("source", bytes(MiB))
+        with pytest.raises(FileNotFoundError):
+            await device.read(Extent(1, 0), 0, source, 0, MiB)
+        await device.write(Extent(1, 0), Target(1, 1, ()), source, 0, MiB)
+        with pytest.raises(OSError) as caught:
+            await device.read(Extent(1, 0), 1, source, 0, MiB)
+        assert caught.value.errno == errno.EINVAL
+        cluster.service(1).newest_config = 5
+        with pytest.raises(Fenced) as fenced:
+            await device.write(Extent(2, 0), Target(9, 4, ()), source, 0, MiB)
+        assert fenced.value.group == 9
+        cluster.service(1).limit_bytes = MiB - 1
+        with pytest.raises(OSError) as caught:
+            await device.write(Extent(2, 0), Target(1, 5, ()), source, 0, MiB)
+        assert caught.value.errno == errno.ENOSPC
+        assert not cluster.service(1).leftovers
+        assert cluster.peers.counters.fallbacks == 0
+        os.close(source)
+
+    in_cluster(memory, address, test, 1)
+
+
+def test_an_error_further_down_names_that_node_and_the_first_keeps_the_extent(
+    memory: Path, address: str
+) -> None:
+    data = random_bytes(5 * MiB)
+
+    async def test(cluster: Cluster) -> None:
+        cluster.service(2).limit_bytes = MiB
+        source = cluster.file("source", data)
+        device = cluster.peers.device(1)
+        with pytest.raises(OSError) as caught:
+            await device.write(Extent(1, 0), Target(1, 1, (2,)), source, 0, len(data))
+        assert caught.value.errno == errno.ENOSPC
+        assert "store node 2" in str(caught.value)
+        assert cluster.have(Extent(1, 0), data) == [1]
+        cluster.service(2).limit_bytes = 1 << 40
+        before = cluster.nodes[1].listener.counters.received_bytes
+        await device.write(Extent(1, 0), Target(1, 1, (2,)), source, 0, len(data))
+        assert cluster.have(Extent(1, 0), data) == [1, 2]
+        assert cluster.nodes[1].listener.counters.received_bytes == before
+        os.close(source)
+
+    in_cluster(memory, address, test)
+
+
+def test_a_content_that_is_given_up_meanwhile_leaves_nothing(memory: Path, address: str) -> None:
+    async def test(cluster: Cluster) -> None:
+        service = cluster.service(1)
+        service.may_seal = trio.Event()
+        source = cluster.file("source", bytes(2 * MiB))
+        async with trio.open_nursery() as nursery:
+
+            @nursery.start_soon
+            async def write() -> None:
+                await cluster.peers.device(1).write(
+                    Extent(1, 0), Target(1, 1, ()), source, 0, 2 * MiB
+                )
+
+            with trio.fail_after(30):
+                while not service.created:
+                    await trio.sleep(0.01)
+            nursery.cancel_scope.cancel()
+        await cluster.peers.device(1).abort(1)
+        await cluster.peers.ping(1)
+        service.may_seal.set()
+        os.close(source)
+
+    in_cluster(memory, address, test, 1)
+    assert not list((memory / "1" / "incoming").iterdir())
+
+
+# -- registrations -------------------------------------------------------------------------------
+
+
+def test_versions_of_the_same_size_register_nothing_after_the_first_ones(
+    memory: Path, address: str
+) -> None:
+    length = MiB
+
+    async def test(cluster: Cluster) -> None:
+        source = cluster.file("source", random_bytes(length))
+        target = cluster.file("target", bytes(length))
+        device = cluster.peers.device(1)
+        registrations = 0
+        for version in range(1, 204):
+            os.pwrite(source, version.to_bytes(8, "big"), 12345)
+            await device.write(Extent(version, 0), Target(1, 1, (2,)), source, 0, length)
+            await device.read(Extent(version, 0), 0, target, 0, length)
+            assert os.pread(target, 8, 12345) == version.to_bytes(8, "big")
+            # The file of the version before serves the next one.
+            for node in (1, 2):
+                service = cluster.service(node)
+                if version > 1:
+                    os.rename(
+                        service.path(Extent(version - 1, 0)), f"{service.directory}/spare/{length}"
+                    )
+            if version == 3:
+                registrations = cluster.regions.counters.registrations
+        assert cluster.regions.counters.registrations == registrations
+        assert cluster.peers.counters.fallbacks == 0
+        os.close(source)
+        os.close(target)
+
+    in_cluster(memory, address, test)
+
+
+def test_a_file_without_a_name_does_not_stay_registered(memory: Path, address: str) -> None:
+    async def test(cluster: Cluster) -> None:
+        source = cluster.file("source", bytes(MiB))
+        device = cluster.peers.device(1)
+        await device.write(Extent(1, 0), Target(1, 1, ()), source, 0, MiB)
+        assert cluster.regions.counters.pinned_bytes == 2 * MiB
+        os.unlink(cluster.service(1).path(Extent(1, 0)))
+        os.unlink(memory / "source")
+        cluster.regions.drop_orphans()
+        assert cluster.regions.counters.pinned_bytes == 0
+        os.close(source)
+
+    in_cluster(memory, address, test, 1)
+
+
+def test_what_was_not_used_for_longest_makes_room(memory: Path, address: str) -> None:
+    async def test(cluster: Cluster) -> None:
+        device = cluster.peers.device(1)
+        for number in range(6):
+            source = cluster.file(f"source{number}", bytes(MiB))
+            await device.write(Extent(number, 0), Target(1, 1, ()), source, 0, MiB)
+            os.close(source)
+        assert cluster.regions.counters.pinned_bytes <= 4 * MiB
+        assert cluster.regions.counters.evictions >= 8
+        assert cluster.peers.counters.fallbacks == 0
+
+    in_cluster(memory, address, test, 1, Choice(limit_bytes=4 * MiB))
+
+
+def test_what_cannot_be_registered_goes_over_tcp(memory: Path, address: str) -> None:
+    data = random_bytes(4 * MiB)
+
+    async def test(cluster: Cluster) -> None:
+        source = cluster.file("source", data)
+        device = cluster.peers.device(1)
+        await device.write(Extent(1, 0), Target(1, 1, (2,)), source, 0, len(data))
+        target = cluster.file("target")
+        await device.read(Extent(1, 0), 0, target, 0, len(data))
+        assert os.pread(target, len(data) + 1, 0) == data
+        assert cluster.have(Extent(1, 0), data) == [1, 2]
+        assert cluster.peers.counters.fallbacks == 2
+        assert cluster.peers.counters.verbs_bytes == 0
+        os.close(source)
+        os.close(target)
+
+    in_cluster(memory, address, test, choice=Choice(limit_bytes=MiB))
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv (util-linux)")
+def test_a_node_that_may_not_lock_memory_is_written_to_over_tcp(memory: Path, address: str) -> None:
+    data = random_bytes(MiB)
+    prefix = (
+        "prlimit", "--memlock=65536:65536",
+        "setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock",
+    )  # fmt: skip
+
+    async def test() -> None:
+        with Rdma(Choice()) as rdma:
+            async with mounted(memory, rdma) as peers:
+                source = os.open(memory / "source", os.O_RDWR | os.O_CREAT)
+                os.write(source, data)
+                await peers.device(1).write(Extent(1, 0), Target(1, 1, ()), source, 0, MiB)
+                os.close(source)
+                assert peers.counters.verbs_bytes == 0
+        assert (memory / "1" / "1.0").read_bytes() == data
+
+    with NodeProcess(
+        f"{memory}/1", 1, f"{memory}/addresses", address,
+        timeout_s=TIMEOUT_S, rdma=True, prefix=prefix,
+    ):  # fmt: skip
+        trio.run(test)
+
+
+# -- when things break ---------------------------------------------------------------------------
+
+
+def test_a_broken_queue_pair_costs_no_operation_and_is_replaced(
+    memory: Path, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "RDMA_PAUSE_S", 0.0)
+    data = random_bytes(24 * MiB)
+
+    async def test(cluster: Cluster) -> None:
+        source, target = cluster.file("source", data), cluster.file("target")
+        device = cluster.peers.device(1)
+        pairs = broken_while_posting(monkeypatch, 2)
+        await device.write(Extent(1, 0), Target(1, 1, (2,)), source, 0, len(data))
+        assert cluster.have(Extent(1, 0), data) == [1, 2]
+        assert pairs
+        pairs = broken_while_posting(monkeypatch, 2)
+        await device.read(Extent(1, 0), 0, target, 0, len(data))
+        assert os.pread(target, len(data) + 1, 0) == data
+        assert pairs
+        assert cluster.peers.counters.fallbacks + cluster.nodes[1].peers.counters.fallbacks == 2
+        monkeypatch.undo()
+        before = cluster.peers.counters.verbs_bytes
+        monkeypatch.setattr(link_module, "RDMA_PAUSE_S", 0.0)
+        cluster.peers.link(1)._path_after = 0.0
+        await device.write(Extent(2, 0), Target(1, 1, (2,)), source, 0, len(data))
+        assert cluster.peers.counters.verbs_bytes == before + len(data)
+        os.close(source)
+        os.close(target)
+
+    in_cluster(memory, address, test)
+    for node in (1, 2):
+        assert not list((memory / str(node) / "incoming").iterdir())
+
+
+def broken_while_posting(monkeypatch: pytest.MonkeyPatch, batch: int) -> list[QueuePair]:
+    """The first queue pair that has posted so many batches from now on is broken by hardware, as it were;
+    it is in the list then."""
+    posted: dict[QueuePair, int] = {}
+    broken: list[QueuePair] = []
+    post = QueuePair._post
+
+    def breaking(self: QueuePair, requests: list[Any]) -> Any:
+        result = post(self, requests)
+        posted[self] = posted.get(self, 0) + 1
+        if posted[self] == batch and not broken:
+            broken.append(self)
+            library = self._library
+            attributes = library.QPAttr(qp_state=library.enum("QPS_ERR"))
+            self._pair.modify(attributes, library.enum("QP_STATE"))
+        return result
+
+    monkeypatch.setattr(QueuePair, "_post", breaking)
+    return broken
+
+
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_a_node_that_is_killed_meanwhile_is_noticed(
+    memory: Path, address: str, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    length = 64 * MiB
+
+    async def test(node: NodeProcess) -> None:
+        with Rdma(Choice()) as rdma:
+            async with mounted(memory, rdma) as peers:
+                source = os.open(memory / "source", os.O_RDWR | os.O_CREAT)
+                os.write(source, random_bytes(length))
+                device = peers.device(1)
+                await device.write(Extent(1, 0), Target(1, 1, ()), source, 0, length)
+                assert peers.counters.verbs_bytes == length
+                killed_while_posting(monkeypatch, node)
+                with pytest.raises(Unreachable):
+                    if operation == "read":
+                        await device.read(Extent(1, 0), 0, source, 0, length)
+                    else:
+                        await device.write(Extent(2, 0), Target(1, 1, ()), source, 0, length)
+                os.close(source)
+                (adapter,) = rdma.adapters
+                assert not any(region.users for region in adapter.regions._regions)
+
+    with NodeProcess(
+        f"{memory}/1", 1, f"{memory}/addresses", address, timeout_s=TIMEOUT_S, rdma=True
+    ) as node:
+        trio.run(test, node)
+    assert not (memory / "1" / "2.0").exists()
+
+
+def killed_while_posting(monkeypatch: pytest.MonkeyPatch, node: NodeProcess) -> None:
+    post = QueuePair._post
+    posted = 0
+
+    def killing(self: QueuePair, requests: list[Any]) -> Any:
+        nonlocal posted
+        result = post(self, requests)
+        posted += 1
+        if posted == 1:
+            node.kill()
+        return result
+
+    monkeypatch.setattr(QueuePair, "_post", killing)
+
+
+def test_a_writer_that_dies_leaves_nothing_on_the_node(memory: Path, address: str) -> None:
+    async def test(cluster: Cluster) -> None:
+        service = cluster.service(1)
+        source = cluster.file("source", bytes(8 * MiB))
+        async with mounted(memory, cluster.rdma) as dying:
+            path = await dying.link(1).path(8 * MiB)
+            assert path is not None
+            exposed = await path._ask(
+                lambda number: Reserve(number, "", Extent(1, 0), Target(1, 1, ()), 8 * MiB, MiB)
+            )
+            assert exposed.wanted
+            assert service.leftovers
+        await until(lambda: not service.leftovers)
+        os.close(source)
+
+    in_cluster(memory, address, test, 1)
+
+
+# -- a whole cluster -----------------------------------------------------------------------------
+
+
+def test_versions_of_a_cluster_move_by_rdma_and_over_tcp_where_it_is_off(address: str) -> None:
+    data = random_bytes(5 * MiB)
+    plan = Plan(
+        nodes=2, mounts=1, namespaces=False, node_config={"listen": address},
+        # A host that is busy must not look like one that is gone.
+        lease_ttl_s=20,
+    )  # fmt: skip
+    with WholeCluster(plan) as cluster:
+        (first,) = cluster.mounts
+        second = cluster.add_mount("--rdma", "off")
+        third = cluster.add_mount("--rdma", "require")
+        (first.path / "weights").write_bytes(data)
+        for mount in (second, third):
+            assert (mount.path / "weights").read_bytes() == data
+        known = [mount.status()["cluster"] for mount in (first, second, third)]
+        assert [each["rdma_fallbacks"] for each in known] == [0, 0, 0]
+        assert [each["rdma_bytes"] for each in known] == [len(data), 0, len(data)]
+
+
+# -- one queue pair ------------------------------------------------------------------------------
+
+
+class Ends:
+    """Two queue pairs of this process, `there` for a peer of `here`, and memory of both."""
+
+    def __init__(self, adapter: Adapter, here: QueuePair, there: QueuePair) -> None:
+        self.adapter = adapter
+        self.here = here
+        self.there = there
+
+
+def with_ends(address: str, memory: Path, test: Callable[[Ends], Awaitable[None]]) -> None:
+    async def main() -> None:
+        with Rdma(Choice()) as rdma:
+            adapter, gid_index = rdma.adapter(address)
+            here, there = adapter.queue_pair(gid_index), adapter.queue_pair(gid_index, True)
+            there.connect(here.end(), TIMEOUT_S)
+            here.connect(there.end(), TIMEOUT_S)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(here.run)
+                nursery.start_soon(there.run)
+                await test(Ends(adapter, here, there))
+                nursery.cancel_scope.cancel()
+
+    trio.run(main)
+
+
+@pytest.fixture
+def two_files(memory: Path) -> Iterator[tuple[int, int]]:
+    fds = [os.open(memory / name, os.O_RDWR | os.O_CREAT) for name in ("one", "two")]
+    for fd in fds:
+        os.write(fd, bytes(MiB))
+    yield fds[0], fds[1]
+    for fd in fds:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("misuse", ["beyond", "closed", "wrong way", "another's"])
+def test_a_key_is_of_no_use_but_for_what_it_was_given(
+    memory: Path, address: str, two_files: tuple[int, int], misuse: str
+) -> None:
+    async def test(ends: Ends) -> None:
+        adapter, owner = ends.adapter, ends.there
+        async with (
+            adapter.regions.using(two_files[0], 0, MiB, True) as mine,
+            adapter.regions.using(two_files[1], 0, MiB, True) as yours,
+        ):
+            if misuse == "another's":
+                owner = adapter.queue_pair(next(iter(adapter._gids)), True)
+                peer = adapter.queue_pair(next(iter(adapter._gids)))
+                owner.connect(peer.end(), TIMEOUT_S)
+                peer.connect(owner.end(), TIMEOUT_S)
+            async with trio.open_nursery() as nursery:
+                if owner is not ends.there:
+                    nursery.start_soon(owner.run)
+                window = await grant(adapter, owner, yours, 0, MiB // 2, writable=True)
+                # Soft-RoCE checks the registration's range only: the file, which is one extent.
+                at = MiB - KiB if misuse == "beyond" else 0
+                piece = Piece(mine.address(0), 4096, mine.key, window.address + at, window.key)
+                if misuse == "closed":
+                    window.close()
+                with pytest.raises(Broken, match=r"REM_(ACCESS|OP|INV_REQ)_ERR"):
+                    if misuse == "wrong way":
+                        await ends.here.read([piece])
+                    else:
+                        await ends.here.write([piece], None)
+                nursery.cancel_scope.cancel()
+            ends.here.close()
+            ends.there.close()
+            if misuse == "another's":
+                owner.close()
+                peer.close()
+
+    with_ends(address, memory, test)
+
+
+def test_a_transfer_that_is_cancelled_touches_memory_no_more(
+    memory: Path, address: str, two_files: tuple[int, int]
+) -> None:
+    async def test(ends: Ends) -> None:
+        adapter = ends.adapter
+        async with (
+            adapter.regions.using(two_files[0], 0, MiB, True) as mine,
+            adapter.regions.using(two_files[1], 0, MiB, True) as yours,
+        ):
+            window = await grant(adapter, ends.there, yours, 0, MiB, writable=True)
+            piece = Piece(mine.address(0), MiB, mine.key, window.address, window.key)
+            with trio.move_on_after(0) as scope:
+                await ends.here.write([piece] * 64, None)
+            assert scope.cancelled_caught
+            assert not ends.here._batches
+            assert not ends.here.failure
+            await ends.here.write([piece], None)
+            window.close()
+
+    with_ends(address, memory, test)
+
+
+def test_everything_that_waits_is_told_why_a_queue_pair_failed(
+    memory: Path, address: str, two_files: tuple[int, int]
+) -> None:
+    async def test(ends: Ends) -> None:
+        adapter = ends.adapter
+        async with adapter.regions.using(two_files[0], 0, MiB, True) as mine:
+            piece = Piece(mine.address(0), 4096, mine.key, 4096, 1)
+            for _ in range(2):
+                with pytest.raises(Broken, match="REM_"):
+                    await ends.here.write([piece] * 200, None)
+
+    with_ends(address, memory, test)

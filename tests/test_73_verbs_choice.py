@@ -1,0 +1,267 @@
+"""Which RDMA device is used, and why none is; what peers may say of queue pairs. Needs no device."""
+
+import errno
+import resource
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+from cluster import Cluster, Plan, run_irdmafs
+from hypothesis import given
+from hypothesis import strategies as st
+from irdmafs.backend.cluster_config import ClusterSection, ConfigError
+from irdmafs.backend.transport import messages
+from irdmafs.backend.transport.verbs import devices
+from irdmafs.backend.transport.verbs.ends import QueueEnd
+from irdmafs.backend.transport.verbs.growth import Growth
+from irdmafs.backend.transport.verbs.library import immediate
+from irdmafs.backend.transport.verbs.path import piece_bytes
+from irdmafs.backend.transport.verbs.queue import timeout_exponent
+from irdmafs.backend.transport.verbs.rdma import Choice, Rdma, RdmaUnavailable
+
+KiB = 1 << 10
+MiB = 1 << 20
+
+
+@pytest.fixture
+def sys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Like /sys/class/infiniband, with nothing in it; devices in it may be opened."""
+    monkeypatch.setattr(devices, "_access_obstacle", lambda name: "")
+    monkeypatch.setattr(devices, "memlock_limit", lambda: None)
+    (tmp_path / "sys").mkdir()
+    return tmp_path / "sys"
+
+
+def add(
+    sys: Path,
+    name: str,
+    gids: dict[int, tuple[str, str]],
+    *,
+    node_type: str = "1: CA",
+    state: str = "4: ACTIVE",
+    link_layer: str = "Ethernet",
+    driver: str = "",
+) -> None:
+    """A device with one port; `gids` are {index: (IPv6 notation, type)}."""
+    where = sys / name
+    port = where / "ports" / "1"
+    (port / "gid_attrs" / "types").mkdir(parents=True)
+    (port / "gid_attrs" / "ndevs").mkdir()
+    (port / "gids").mkdir()
+    (where / "node_type").write_text(f"{node_type}\n")
+    (port / "state").write_text(f"{state}\n")
+    (port / "link_layer").write_text(f"{link_layer}\n")
+    for index in range(max(gids, default=-1) + 1):
+        value, kind = gids.get(index, ("::", ""))
+        (port / "gids" / str(index)).write_text(f"{value}\n")
+        (port / "gid_attrs" / "types" / str(index)).write_text(f"{kind}\n")
+    if driver:
+        (sys.parent / f"{name}-pci" / driver).mkdir(parents=True)
+        (where / "device").mkdir()
+        (where / "device" / "driver").symlink_to(sys.parent / f"{name}-pci" / driver)
+
+
+V1, V2 = "IB/RoCE v1", "RoCE v2"
+ONE, TWO = "0000:0000:0000:0000:0000:ffff:0a09:0001", "0000:0000:0000:0000:0000:ffff:0a09:0101"
+
+
+# -- the way to the peer -------------------------------------------------------------------------
+
+
+def test_the_gid_of_the_address_on_the_way_is_chosen_and_roce_v2_before_v1(sys: Path) -> None:
+    add(sys, "a", {0: (TWO, V1), 1: (TWO, V2)})
+    add(sys, "b", {0: ("fe80::1", V1), 2: (ONE, V1), 3: (ONE, V2)})
+    route = devices.choose(devices.find(str(sys)), "10.9.0.1")
+    assert (route.device, route.port, route.gid.number, route.gid.kind) == ("b", 1, 3, "RoCE v2")
+    route = devices.choose(devices.find(str(sys)), "10.9.1.1")
+    assert (route.device, route.gid.number) == ("a", 1)
+
+
+def test_hardware_comes_before_software(sys: Path) -> None:
+    add(sys, "a", {1: (ONE, V2)})
+    add(sys, "b", {1: (ONE, V2)}, driver="mlx5_core")
+    assert devices.choose(devices.find(str(sys)), "10.9.0.1").device == "b"
+
+
+def test_what_is_asked_for_is_taken_or_nothing(sys: Path) -> None:
+    add(sys, "a", {0: (ONE, V1), 1: (ONE, V2)})
+    add(sys, "b", {0: (TWO, V2)})
+    found = devices.find(str(sys))
+    assert devices.choose(found, "10.9.0.1", "a", 0).gid.number == 0
+    for device, index in (("b", None), ("a", 5), ("c", None)):
+        with pytest.raises(OSError, match=r"10\.9\.0\.1") as caught:
+            devices.choose(found, "10.9.0.1", device, index)
+        assert caught.value.errno == errno.ENODEV
+
+
+def test_an_address_that_no_device_has_leads_nowhere(sys: Path) -> None:
+    add(sys, "a", {1: (ONE, V2)})
+    with pytest.raises(OSError, match=r"no GID for this host's address 127\.0\.0\.1 on a"):
+        devices.choose(devices.find(str(sys)), "127.0.0.1")
+
+
+# -- what is in the way --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "says"),
+    [
+        ({}, "soft-RoCE", ""),
+        ({"driver": "mlx5_core"}, "RoCE", ""),
+        ({"driver": "mlx5_core", "link_layer": "InfiniBand"}, "InfiniBand", ""),
+        ({"driver": "efa"}, "EFA", "SRD"),
+        ({"node_type": "4: RNIC"}, "soft-iWARP", "handshake"),
+        ({"node_type": "4: RNIC", "driver": "iw_cxgb4"}, "iWARP", "handshake"),
+        ({"state": "1: DOWN"}, "soft-RoCE", "port 1 is DOWN"),
+        ({"gids": {}}, "soft-RoCE", "table is empty"),
+        ({"gids": {0: (ONE, V1)}}, "soft-RoCE", "no GID of RoCE v2"),
+    ],
+)
+def test_a_device_is_named_and_what_stops_it_is_said(
+    sys: Path, changes: dict[str, object], kind: str, says: str
+) -> None:
+    add(sys, "a", **{"gids": {1: (ONE, V2)}, **changes})  # type: ignore[arg-type]
+    (device,) = devices.find(str(sys))
+    assert device.kind == kind
+    assert says in device.obstacle
+    assert bool(says) == bool(device.obstacle)
+    assert bool(says) == bool(devices.explain([device]))
+    assert "\n" not in devices.describe(device)
+    assert device.kind in devices.describe(device)
+
+
+def test_no_device_and_not_the_wanted_one_are_told_apart(sys: Path) -> None:
+    assert devices.explain(devices.find(str(sys))) == "this host has no RDMA device"
+    assert devices.find(str(sys / "nothing")) == []
+    add(sys, "a", {1: (ONE, V2)})
+    assert devices.explain(devices.find(str(sys)), "b") == "there is no RDMA device b"
+    assert devices.explain(devices.find(str(sys)), "a", 7) == "there is no GID 7; there are 1 on a"
+
+
+def test_a_low_limit_of_locked_memory_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (65536, 65536))
+    monkeypatch.setattr(devices, "_may_lock", lambda: False)
+    assert "64 KiB" in devices.memlock_obstacle()
+    monkeypatch.setattr(devices, "_may_lock", lambda: True)
+    assert not devices.memlock_obstacle()
+
+
+def test_required_rdma_that_cannot_be_had_refuses_and_wished_for_says_why(
+    sys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "find", lambda: [])
+    with pytest.raises(RdmaUnavailable, match="no RDMA device"), Rdma(Choice("require")):
+        pass
+    for mode in ("auto", "off"):
+        with Rdma(Choice(mode)) as rdma:  # type: ignore[arg-type]
+            assert not rdma.is_usable
+            assert rdma.why_not
+            with pytest.raises(OSError):
+                rdma.adapter("10.9.0.1")
+
+
+def test_data_that_has_to_be_encrypted_never_moves_by_rdma() -> None:
+    assert ClusterSection().rdma_choice(encrypt_data=False).mode == "auto"
+    assert ClusterSection().rdma_choice(encrypt_data=True).mode == "off"
+    with pytest.raises(ConfigError, match="encrypt"):
+        ClusterSection(rdma="require").rdma_choice(encrypt_data=True)
+
+
+# -- what peers say ------------------------------------------------------------------------------
+
+numbers = st.integers(-(1 << 63), (1 << 64) - 1)
+
+
+@given(st.binary(max_size=20), numbers, numbers, numbers, numbers, numbers)
+def test_a_queue_pair_that_cannot_be_is_refused(
+    gid: bytes, lid: int, number: int, psn: int, mtu: int, reads: int
+) -> None:
+    end = QueueEnd(gid, lid, number, psn, mtu, reads)
+    try:
+        messages.check_end(end)
+    except messages.BadMessage:
+        return
+    assert len(gid) == 16
+    assert max(number, psn) < 1 << 24
+    assert min(lid, number, psn) >= 0
+
+
+@given(numbers, numbers)
+def test_a_reservation_has_a_bounded_number_of_pieces(length: int, piece: int) -> None:
+    try:
+        messages.check_reservation(length, piece)
+    except messages.BadMessage:
+        return
+    assert 0 < piece <= length <= messages.EXTENT_BYTES_MAX
+    assert -(-length // piece) <= messages.PIECES_MAX
+
+
+@given(st.integers(1, messages.EXTENT_BYTES_MAX))
+def test_what_a_caller_reserves_is_accepted(length: int) -> None:
+    messages.check_reservation(length, piece_bytes(length))
+
+
+@given(st.binary(max_size=200))
+def test_bytes_are_a_message_or_refused(body: bytes) -> None:
+    for decode in (messages.decode_request, messages.decode_answer):
+        try:
+            decode(body)
+        except messages.BadMessage:
+            pass
+
+
+@given(st.integers(0, (1 << 32) - 1))
+def test_a_number_is_the_same_at_both_ends(number: int) -> None:
+    assert immediate(immediate(number)) == number
+
+
+def test_the_hardware_gives_a_silent_peer_up_before_we_do() -> None:
+    for patience_s in (1.0, 2.0, 5.0, 30.0):
+        tries_s = 8 * 4.096e-6 * 2 ** timeout_exponent(patience_s)
+        assert patience_s / 4 < tries_s < patience_s
+
+
+# -- growth --------------------------------------------------------------------------------------
+
+
+def test_growth_is_told_to_who_waits_and_stays_when_it_is_given_up() -> None:
+    async def main() -> None:
+        growth = Growth(10)
+        seen: list[int] = []
+
+        async def follow() -> None:
+            while not seen or seen[-1] < 10:
+                seen.append(await growth.more_than(seen[-1] if seen else 0))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(follow)
+            for _ in range(3):
+                await trio.testing.wait_all_tasks_blocked()
+                growth.advance(4)
+        assert seen == [4, 8, 10]
+        growth.give_up(OSError(errno.EIO, "too late"))
+        await growth.complete()
+        other = Growth(10, 5)
+        other.give_up(OSError(errno.EIO, "lost"))
+        assert await other.more_than(4) == 5
+        with pytest.raises(OSError, match="lost"):
+            await other.complete()
+
+    trio.run(main)
+
+
+# -- processes -----------------------------------------------------------------------------------
+
+
+def test_a_mount_that_requires_what_is_not_there_does_not_start(tmp_path: Path) -> None:
+    with Cluster(Plan(nodes=1, mounts=0, replicas=1)) as cluster:
+        (tmp_path / "mount").mkdir()
+        done = run_irdmafs(
+            cluster.admin, "mount", tmp_path / "mount", "--cluster", cluster.config,
+            "--store", tmp_path / "cache", "--rdma", "require", "--rdma-device", "nothing",
+        )  # fmt: skip
+        assert done.returncode
+        said = done.stdout + done.stderr
+        assert "RDMA is required, but" in said
+        assert len(said.splitlines()) == 1
