@@ -89,7 +89,8 @@ class Prefetcher:
             try:
                 inode = await self._bring(ino)
             except OSError as error:
-                log.info("inode %d could not be fetched ahead: %s", ino, error)
+                where = self._namespace.describe(ino)
+                log.info("%s: it could not be fetched ahead: %s", where, error)
                 progress.failed += 1
             else:
                 progress.bytes_done += inode.size
