@@ -26,9 +26,16 @@ from irdmafs.backend.transport.server import Listener
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 
 
-class IncomingFile(NamedTuple):
+class OpenFile(NamedTuple):
     path: str
     fd: int
+    is_own: bool = True
+
+    def lend(self) -> None:
+        pass
+
+    def close(self) -> None:
+        os.close(self.fd)
 
 
 class ExtentDirectory:
@@ -69,14 +76,14 @@ class ExtentDirectory:
         except FileNotFoundError:
             return None
 
-    async def create(self, extent: Extent, length: int) -> IncomingFile:
+    async def create(self, extent: Extent, length: int) -> OpenFile:
         if length > self.limit_bytes:
             raise OSError(28, "No space left on device")
         self.created += 1
         path = f"{self.directory}/incoming/_{self.created}"
         if os.path.exists(spare := f"{self.directory}/spare/{length}"):
             os.rename(spare, path)
-            return IncomingFile(path, os.open(path, os.O_RDWR))
+            return OpenFile(path, os.open(path, os.O_RDWR))
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             if length:
@@ -85,13 +92,13 @@ class ExtentDirectory:
             os.close(fd)
             os.unlink(path)
             raise
-        return IncomingFile(path, fd)
+        return OpenFile(path, fd)
 
-    async def adopt(self, extent: Extent, name: str) -> IncomingFile:
+    async def adopt(self, extent: Extent, name: str) -> OpenFile:
         path = f"{self.directory}/incoming/{os.path.basename(name)}"
-        return IncomingFile(path, os.open(path, os.O_RDONLY))
+        return OpenFile(path, os.open(path, os.O_RDONLY))
 
-    async def seal(self, extent: Extent, incoming: IncomingFile) -> None:
+    async def seal(self, extent: Extent, incoming: OpenFile) -> None:
         try:
             await self.may_seal.wait()
             os.rename(incoming.path, self.path(extent))
@@ -100,12 +107,15 @@ class ExtentDirectory:
             raise
         self.sealed.append(extent)
 
-    def drop(self, incoming: IncomingFile) -> None:
+    def drop(self, incoming: OpenFile) -> None:
         self.dropped += 1
         os.unlink(incoming.path)
 
     def open(self, extent: Extent) -> int:
         return os.open(self.path(extent), os.O_RDONLY)
+
+    def hold(self, extent: Extent) -> OpenFile:
+        return OpenFile(self.path(extent), self.open(extent))
 
     def abort(self, content: int) -> None:
         self.aborted.append(content)

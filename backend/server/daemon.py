@@ -122,6 +122,7 @@ class _Node:
             version=__version__,
         )  # fmt: skip
         with Rdma(config.cluster.rdma_choice(config.node.encrypt_data)) as self._rdma:
+            files.mappings = self._rdma
             await self._work(settings, address, ready)
 
     async def _work(
@@ -260,6 +261,10 @@ class _Node:
         counters.freed_extents = self._catalog.freed_extents
         counters.store_bytes, counters.store_free_bytes = space.used, space.free
         counters.extents = len(self._files)
+        counters.created_files = self._files.created_files
+        counters.reused_files = self._files.reused_files
+        counters.registrations = self._rdma.registrations
+        counters.registered_bytes = self._rdma.registered_bytes
         counters.pending_extents = self._catalog.pending_extents
         counters.lease_valid_seconds = self._session.left_s()
         counters.groups = self._own_groups()
@@ -269,6 +274,9 @@ class _Node:
             "version": __version__,
             "own_groups": self._own_groups(),
             "connections": self._listener.counters.connections,
+            "rdma": self._rdma.why_not or "on",
+            "registrations": self._rdma.registrations,
+            "registered_bytes": self._rdma.registered_bytes,
             **self._agent.status(),
         }
 

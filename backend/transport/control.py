@@ -262,7 +262,7 @@ class Control:
                     self._service, extent, incoming, lambda fd: _write(fd, data)
                 )
             finally:
-                os.close(incoming.fd)
+                incoming.close()
             self._counters.received_bytes += len(data)
 
         async def forward(node: int, rest: Target) -> None:
@@ -283,7 +283,7 @@ class Control:
                 fd = os.dup(incoming.fd)
                 await sealed_or_dropped(service, extent, incoming, lambda fd: None)
             finally:
-                os.close(incoming.fd)
+                incoming.close()
 
         async def nothing() -> None:
             pass
