@@ -23,6 +23,7 @@ from irdmafs.backend.security import Credentials
 from irdmafs.backend.transport import Extent, Fenced, Target
 from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.server import Listener
+from irdmafs.backend.transport.service import Service
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 
 
@@ -146,17 +147,23 @@ def resolver(addresses: str) -> Callable[[int], NodeAddress | None]:
 
 
 class Node(NamedTuple):
-    service: ExtentDirectory
+    service: Any
     listener: Listener
     peers: Peers
 
 
 @asynccontextmanager
 async def serving(
-    directory: str, node: int, addresses: str, host: str = "127.0.0.1", **options: Any
+    directory: str,
+    node: int,
+    addresses: str,
+    host: str = "127.0.0.1",
+    service: Service[Any] | None = None,
+    **options: Any,
 ) -> AsyncIterator[Node]:
-    """A node in this process; `options` are those that Peers and Listener share."""
-    service = ExtentDirectory(directory, node)
+    """A node in this process, with an ExtentDirectory unless told otherwise; `options` are those that
+    Peers and Listener share."""
+    service = service or ExtentDirectory(directory, node)
     async with (
         Peers(resolver(addresses), name=f"{node:x}", role="node", **options) as peers,
         Listener(service, peers, host, **options) as listener,

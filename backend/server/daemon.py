@@ -35,7 +35,7 @@ from ..records import (
 )
 from ..replica import Replica
 from ..transport.peers import Peers, patience_s
-from ..transport.server import Listener
+from ..transport.server import Listener, Peer
 from ..transport.verbs.rdma import Rdma
 from ..unwrap import only_error
 from .agent import Agent
@@ -160,6 +160,9 @@ class _Node:
             credentials=config.cluster.credentials("node"), encrypt_data=config.node.encrypt_data,
             rdma=self._rdma,
         )  # fmt: skip
+        self._listener.is_gone = self._is_gone
+        self._members.session_gone.append(self._listener.end_rights)
+        self._members.node_changed.append(lambda node: self._listener.end_rights())
         async with self._listener as listener, self._metrics():
             await self._register(where.advertised, listener.control_port, listener.data_port)
             for task in (self._resync.run, self._agent.run, self._catalog.run, self._tell_space):
@@ -170,6 +173,14 @@ class _Node:
             ready(text)
             await self.stop.wait()
             await self._end()
+
+    def _is_gone(self, peer: Peer) -> bool:
+        """A session that began later than what is known here may well go on."""
+        if not 0 < peer.session <= self._replica.applied:
+            return False
+        if peer.role == "node":
+            return peer.node not in self._members.nodes
+        return peer.role == "mount" and peer.session not in self._members.sessions
 
     # -- beginning -------------------------------------------------------------------------------
 

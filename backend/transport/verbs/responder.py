@@ -1,14 +1,14 @@
 """The node's end of a queue pair: extents are opened for a peer to read, and reserved for it to write.
 
 Everything hangs on one control connection, which set the queue pair up: what a peer was given ends with
-the operation, with the queue pair, with the connection, or after GIVEN_S.
+the operation, with the queue pair, with the connection, with its session in the cluster, or after GIVEN_S.
 """
 
 import errno
 import itertools
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 # A peer that takes longer over one operation loses the right to it.
 GIVEN_S = 600.0
+SESSION_OVER = "the peer's session is over"
 # All pieces were acknowledged to the sender, so their arrival is known here very soon.
 _ARRIVAL_S = 30.0
 
@@ -74,7 +75,7 @@ class _Arrival:
 
 class Responder:
     """What one control connection may do by verbs. `nursery` is the connection's; `local` is this host's
-    address on it."""
+    address on it, `is_gone` tells whether the peer's session is over."""
 
     def __init__(
         self,
@@ -85,7 +86,9 @@ class Responder:
         local: str,
         nursery: trio.Nursery,
         patience_s: float,
+        is_gone: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._is_gone = is_gone
         self._service = service
         self._peers = peers
         self._counters = counters
@@ -105,6 +108,8 @@ class Responder:
         if self._rdma is None or not self._rdma.is_usable:
             why = self._rdma.why_not if self._rdma is not None else "RDMA is switched off"
             raise OSError(NOT_BY_VERBS, why)
+        if self._is_gone():
+            raise OSError(NOT_BY_VERBS, SESSION_OVER)
         try:
             adapter, gid_index = self._rdma.adapter(self._local)
             pair = adapter.queue_pair(gid_index, receives=True, arrived=self._arrived)
@@ -335,6 +340,8 @@ class Responder:
         while not pair.failure:
             with trio.move_on_after(GIVEN_S / 8):
                 await pair.failed.wait()
+            if self._is_gone():
+                pair.fail(SESSION_OVER)
             now = trio.current_time()
             for handle, given in list(self._given.items()):
                 if given.until < now:
