@@ -36,6 +36,17 @@ HEALTHS: tuple[Health, ...] = ("ok", "degraded", "unavailable")
 _SCAN_KEYS = 1000
 _ASK_S = 3.0
 _FULL_SHARE = 0.05
+# What is shown of what a node tells.
+_TOLD = (
+    "bytes",
+    "extents",
+    "uptime_s",
+    "lease_valid_s",
+    "created_files",
+    "reused_files",
+    "registrations",
+    "registered_bytes",
+)
 
 
 class NodeNotFound(Exception):
@@ -269,7 +280,7 @@ class Cluster:
                 "free_bytes": at.free_bytes,
                 "version": at.version,
             }
-            for key in ("bytes", "extents", "uptime_s", "lease_valid_s"):
+            for key in _TOLD:
                 result[key] = self.reports.get(node, {}).get(key)
         return result
 

@@ -23,12 +23,20 @@ from irdmafs.backend.security import Credentials
 from irdmafs.backend.transport import Extent, Fenced, Target
 from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.server import Listener
+from irdmafs.backend.transport.service import Service
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 
 
-class IncomingFile(NamedTuple):
+class OpenFile(NamedTuple):
     path: str
     fd: int
+    is_own: bool = True
+
+    def lend(self) -> None:
+        pass
+
+    def close(self) -> None:
+        os.close(self.fd)
 
 
 class ExtentDirectory:
@@ -69,14 +77,14 @@ class ExtentDirectory:
         except FileNotFoundError:
             return None
 
-    async def create(self, extent: Extent, length: int) -> IncomingFile:
+    async def create(self, extent: Extent, length: int) -> OpenFile:
         if length > self.limit_bytes:
             raise OSError(28, "No space left on device")
         self.created += 1
         path = f"{self.directory}/incoming/_{self.created}"
         if os.path.exists(spare := f"{self.directory}/spare/{length}"):
             os.rename(spare, path)
-            return IncomingFile(path, os.open(path, os.O_RDWR))
+            return OpenFile(path, os.open(path, os.O_RDWR))
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             if length:
@@ -85,13 +93,13 @@ class ExtentDirectory:
             os.close(fd)
             os.unlink(path)
             raise
-        return IncomingFile(path, fd)
+        return OpenFile(path, fd)
 
-    async def adopt(self, extent: Extent, name: str) -> IncomingFile:
+    async def adopt(self, extent: Extent, name: str) -> OpenFile:
         path = f"{self.directory}/incoming/{os.path.basename(name)}"
-        return IncomingFile(path, os.open(path, os.O_RDONLY))
+        return OpenFile(path, os.open(path, os.O_RDONLY))
 
-    async def seal(self, extent: Extent, incoming: IncomingFile) -> None:
+    async def seal(self, extent: Extent, incoming: OpenFile) -> None:
         try:
             await self.may_seal.wait()
             os.rename(incoming.path, self.path(extent))
@@ -100,12 +108,15 @@ class ExtentDirectory:
             raise
         self.sealed.append(extent)
 
-    def drop(self, incoming: IncomingFile) -> None:
+    def drop(self, incoming: OpenFile) -> None:
         self.dropped += 1
         os.unlink(incoming.path)
 
     def open(self, extent: Extent) -> int:
         return os.open(self.path(extent), os.O_RDONLY)
+
+    def hold(self, extent: Extent) -> OpenFile:
+        return OpenFile(self.path(extent), self.open(extent))
 
     def abort(self, content: int) -> None:
         self.aborted.append(content)
@@ -136,17 +147,23 @@ def resolver(addresses: str) -> Callable[[int], NodeAddress | None]:
 
 
 class Node(NamedTuple):
-    service: ExtentDirectory
+    service: Any
     listener: Listener
     peers: Peers
 
 
 @asynccontextmanager
 async def serving(
-    directory: str, node: int, addresses: str, host: str = "127.0.0.1", **options: Any
+    directory: str,
+    node: int,
+    addresses: str,
+    host: str = "127.0.0.1",
+    service: Service[Any] | None = None,
+    **options: Any,
 ) -> AsyncIterator[Node]:
-    """A node in this process; `options` are those that Peers and Listener share."""
-    service = ExtentDirectory(directory, node)
+    """A node in this process, with an ExtentDirectory unless told otherwise; `options` are those that
+    Peers and Listener share."""
+    service = service or ExtentDirectory(directory, node)
     async with (
         Peers(resolver(addresses), name=f"{node:x}", role="node", **options) as peers,
         Listener(service, peers, host, **options) as listener,

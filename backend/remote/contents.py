@@ -2,9 +2,12 @@
 
 The directory is a cache: it starts and ends empty, and what nothing pins may go, least recently used
 first. A content that lies in the directory of a store node on this host is used where it lies; a
-descriptor that is held while it is pinned keeps it there.
+descriptor that is held while it is pinned keeps it there. The node uses the files of superseded contents
+again, but not those that a mount has opened: what we give to applications may stay in their pipes and
+sockets. So before one is opened, it gets a name in the node's directory lent/ (server/files.py).
 """
 
+import errno
 import os
 from collections import OrderedDict
 from collections.abc import Callable
@@ -99,7 +102,9 @@ class Contents(ExtentStore):
         if path is None:
             return super().open(extent, flags)
         held = self._held.get(extent)
-        return os.open(f"/proc/self/fd/{held}" if held is not None else path, flags | os.O_CLOEXEC)
+        if held is None:
+            return _open_there(path, flags)
+        return os.open(f"/proc/self/fd/{held}", flags | os.O_CLOEXEC)
 
     def stat(self, extent: int) -> os.stat_result:
         path = self._elsewhere.get(extent)
@@ -149,7 +154,9 @@ class Contents(ExtentStore):
         """Use a content of one stripe where the store node on this host keeps it, in its directory
         `store`; False: it is not there."""
         path = f"{store}/extents/{extent:x}.0"
-        if not os.path.exists(path):
+        try:
+            os.close(_open_there(path, os.O_RDONLY))
+        except OSError:
             return False
         self._elsewhere[extent] = path
         return True
@@ -176,7 +183,7 @@ class Contents(ExtentStore):
     def hold(self, extent: int) -> None:
         """It is pinned: what a store node keeps for us must not go."""
         if extent in self._elsewhere and extent not in self._held:
-            self._held[extent] = os.open(self._elsewhere[extent], os.O_RDONLY | os.O_CLOEXEC)
+            self._held[extent] = _open_there(self._elsewhere[extent], os.O_RDONLY)
 
     def let_go(self, extent: int) -> None:
         fd = self._held.pop(extent, None)
@@ -196,3 +203,25 @@ class Contents(ExtentStore):
             self.evictions += 1
             self.free(extent)
         return True
+
+
+def _open_there(path: str, flags: int) -> int:
+    """Open a file in the directory of a store node: an extent, or a working copy of ours, which the node
+    uses for nothing else anyway. Raises FileNotFoundError when the node has let it go."""
+    directory, name = os.path.split(path)
+    if not directory.endswith("/extents"):
+        return os.open(path, flags | os.O_CLOEXEC)
+    lent = f"{os.path.dirname(directory)}/lent/{name}"
+    try:
+        os.link(path, lent)
+    except FileExistsError:
+        pass  # it was opened before
+    fd = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        # Both names could be of other files, if the content went and came again meanwhile.
+        if os.path.samestat(os.stat(lent), os.fstat(fd)):
+            return fd
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    except BaseException:
+        os.close(fd)
+        raise

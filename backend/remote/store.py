@@ -452,6 +452,8 @@ class RemoteStore(Pinned):
                     await self.replica.barrier()
                     transfer = None
         finally:
+            # A descriptor that stays open, or a later one if this failed, may truncate it.
+            self.rdma.forget(fd)
             os.close(fd)
 
     async def _commit(

@@ -29,6 +29,7 @@ from ..placement import group_of
 from ..records import STRIPE_GROUPS_MAX, Layout, session_of
 from ..transport import Extent
 from .files import Files
+from .spares import SPARE_S
 
 __all__ = ["Catalog"]
 
@@ -276,6 +277,7 @@ class Catalog:
         before = self.freed_extents
         for group in list(self._left):
             self._free_left(group)
+        self._files.give_up_spares()
         return self.freed_extents > before or self._files.has_condemned
 
     async def run(self) -> None:
@@ -284,7 +286,9 @@ class Catalog:
             with trio.move_on_after(_TIDY_S):
                 await self._busy.wait()
             self._busy = trio.Event()
+            self._files.give_up_spares(SPARE_S)
             await trio.to_thread.run_sync(self._files.reap)
+            self._files.let_go()
             self.tidy(time.monotonic())
 
     def tidy(self, now: float) -> None:

@@ -173,7 +173,7 @@ class Copier:
         finally:
             if not sealed:
                 self._files.discard(incoming)
-            os.close(incoming.fd)
+            incoming.close()
         return [extent] if self._denied_by_all(config, refused) else []
 
     async def _read(self, node: int, extent: Extent, fd: int, size: int) -> None:
@@ -224,7 +224,7 @@ class Copier:
         finally:
             if not sealed:
                 self._files.discard(incoming)
-            os.close(incoming.fd)
+            incoming.close()
 
     def _seal(self, incoming: Incoming, extent: Extent, size: int, left: dict[Extent, int]) -> bool:
         """False if it is not needed any more: it would be nobody's to free."""
@@ -236,12 +236,15 @@ class Copier:
         return True
 
     async def _create(self, size: int) -> Incoming:
+        if (spare := self._files.reuse(size)) is not None:
+            return spare
         try:
             return await trio.to_thread.run_sync(self._files.create, size)
         except OSError as error:
             if error.errno != errno.ENOSPC or not self._catalog.make_room():
                 raise
         await trio.to_thread.run_sync(self._files.reap)
+        self._files.let_go()
         return await trio.to_thread.run_sync(self._files.create, size)
 
     def _count(self, count: int) -> None:

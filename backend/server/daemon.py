@@ -35,7 +35,7 @@ from ..records import (
 )
 from ..replica import Replica
 from ..transport.peers import Peers, patience_s
-from ..transport.server import Listener
+from ..transport.server import Listener, Peer
 from ..transport.verbs.rdma import Rdma
 from ..unwrap import only_error
 from .agent import Agent
@@ -122,6 +122,7 @@ class _Node:
             version=__version__,
         )  # fmt: skip
         with Rdma(config.cluster.rdma_choice(config.node.encrypt_data)) as self._rdma:
+            files.mappings = self._rdma
             await self._work(settings, address, ready)
 
     async def _work(
@@ -159,6 +160,9 @@ class _Node:
             credentials=config.cluster.credentials("node"), encrypt_data=config.node.encrypt_data,
             rdma=self._rdma,
         )  # fmt: skip
+        self._listener.is_gone = self._is_gone
+        self._members.session_gone.append(self._listener.end_rights)
+        self._members.node_changed.append(lambda node: self._listener.end_rights())
         async with self._listener as listener, self._metrics():
             await self._register(where.advertised, listener.control_port, listener.data_port)
             for task in (self._resync.run, self._agent.run, self._catalog.run, self._tell_space):
@@ -169,6 +173,14 @@ class _Node:
             ready(text)
             await self.stop.wait()
             await self._end()
+
+    def _is_gone(self, peer: Peer) -> bool:
+        """A session that began later than what is known here may well go on."""
+        if not 0 < peer.session <= self._replica.applied:
+            return False
+        if peer.role == "node":
+            return peer.node not in self._members.nodes
+        return peer.role == "mount" and peer.session not in self._members.sessions
 
     # -- beginning -------------------------------------------------------------------------------
 
@@ -260,6 +272,10 @@ class _Node:
         counters.freed_extents = self._catalog.freed_extents
         counters.store_bytes, counters.store_free_bytes = space.used, space.free
         counters.extents = len(self._files)
+        counters.created_files = self._files.created_files
+        counters.reused_files = self._files.reused_files
+        counters.registrations = self._rdma.registrations
+        counters.registered_bytes = self._rdma.registered_bytes
         counters.pending_extents = self._catalog.pending_extents
         counters.lease_valid_seconds = self._session.left_s()
         counters.groups = self._own_groups()
@@ -269,6 +285,9 @@ class _Node:
             "version": __version__,
             "own_groups": self._own_groups(),
             "connections": self._listener.counters.connections,
+            "rdma": self._rdma.why_not or "on",
+            "registrations": self._rdma.registrations,
+            "registered_bytes": self._rdma.registered_bytes,
             **self._agent.status(),
         }
 

@@ -3,16 +3,17 @@
     STORE/node.json             which node this is, for ever: {"format": 1, "id": HEX, "cluster": ID,
                                 "admitted": whether it has been a member of the cluster}
     STORE/lock                  one process at a time
-    STORE/extents/CONTENT.STRIPE    sealed extents, numbers in hexadecimal; mode 0400 once it was named
-    STORE/incoming/_N           being received, or on its way out
+    STORE/extents/CONTENT.STRIPE    sealed extents, numbers in hexadecimal; mode 0400 once it was named,
+                                with the sticky bit if the node made the file itself
+    STORE/incoming/_N           being received, on its way out, or spare
     STORE/incoming/CONTENT      a working copy of a mount on this host, to be adopted
+    STORE/lent/CONTENT.STRIPE   another name of an extent that a mount on this host has opened
 
-An extent comes into being by a rename into extents/, so what lies there is whole. Files are never used
-again for another extent: one that nobody has open may still have its pages in a socket's send queue or
-in a pipe (sendfile and splice, ours or an application's on a mount of this host), and would change what
-is sent. What reuse would save is small once a file is allocated beforehand: measured, receiving 1 GiB
-into a tmpfs with huge=within_size takes 0.33 s into touched pages, 0.36 s into allocated ones, and 0.41
-to 0.98 s into a hole.
+An extent comes into being by a rename into extents/, so what lies there is whole. Its file may be used
+again for another one after it (spares.py says when).
+
+A mount makes the name in lent/ before it opens an extent, and this process looks for it after it has
+renamed a freed extent: so either the mount does not find the extent any more, or the name is found.
 """
 
 import errno
@@ -22,32 +23,42 @@ import logging
 import os
 import secrets
 import stat
+import time
 from collections.abc import Iterator
 from types import TracebackType
 from typing import NamedTuple, Self
 
 from ..kv import Damaged
+from ..sole import is_only_opener
 from ..storedir import StoreInUse, in_memory, lock_directory
 from ..transport import Extent
+from .spares import (
+    SPARE_BYTES_MIN,
+    SPARES_MAX,
+    SPARES_SHARE,
+    Held,
+    Incoming,
+    Mappings,
+    Spares,
+    StoredFile,
+    Unmapped,
+)
 
-__all__ = ["Files", "Incoming", "Space", "StoreInUse"]
+__all__ = ["Files", "Held", "Incoming", "Space", "StoreInUse"]
 
 log = logging.getLogger(__name__)
 
 # Removing a large file frees its pages, which takes long (0.1 ms per MiB); it is left to `reap`.
 _REMOVED_AT_ONCE_BYTES = 1 << 20
+# With less room than this share of the store, nothing is spare.
+_ROOM_SHARE = 1 / 16
 _FORMAT = 1
-
-
-class Incoming(NamedTuple):
-    """A file in incoming/ that is not an extent yet; `fd` is the holder's to close."""
-
-    name: str
-    fd: int
+_OWN = stat.S_ISVTX
 
 
 class Space(NamedTuple):
-    """Bytes. `used` is what extents take, `total` and `free` are the filesystem's or the limit's."""
+    """Bytes. `used` is what extents take, `total` and `free` are the filesystem's or the limit's; what is
+    spare is free."""
 
     used: int
     total: int
@@ -69,8 +80,17 @@ class Files:
         self.admitted = False
         self.power_safe = False
         self.used_bytes = 0
+        self.mappings: Mappings = Unmapped()
+        self.created_files = 0
+        self.reused_files = 0
         self._sizes: dict[Extent, int] = {}
         self._named: set[Extent] = set()
+        # Made by an application on this host, which may have them open for writing.
+        self._foreign: set[Extent] = set()
+        self._made: dict[Extent, StoredFile] = {}  # by this process
+        self._spares = Spares()
+        self._freed = 0
+        self._settled = 0  # of those that were freed, how many have lost their name for good
         self._numbers = itertools.count(1)
         self._receiving: dict[str, int] = {}
         self._condemned: list[str] = []
@@ -80,12 +100,12 @@ class Files:
         os.makedirs(self.directory, mode=0o700, exist_ok=True)
         try:
             self._fds.append(lock_directory(self.directory, "store is in use by another process"))
-            for name in ("", "extents", "incoming"):
+            for name in ("", "extents", "incoming", "lent"):
                 path = f"{self.directory}/{name}"
                 os.makedirs(path, mode=0o700, exist_ok=True)
                 os.chmod(path, 0o700)
                 self._fds.append(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-            _, self._top, self._sealed, self._incoming = self._fds
+            _, self._top, self._sealed, self._incoming, self._lent = self._fds
             self.power_safe = not in_memory(self.directory)
             self._load_identity()
             self._scan()
@@ -100,6 +120,7 @@ class Files:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
+        self.give_up_spares()
         self.reap()
         self._close()
 
@@ -178,10 +199,13 @@ class Files:
         os.fsync(self._top)
 
     def _scan(self) -> None:
-        """Find sealed extents; what was being received or removed when the last process ended goes."""
+        """Find sealed extents; what was being received or removed when the last process ended goes. None
+        of their files is used again, lent or not."""
         for entry in os.scandir(self._incoming):
             if working_copy(entry.name) is None:
                 os.unlink(entry.name, dir_fd=self._incoming)
+        for name in os.listdir(self._lent):
+            os.unlink(name, dir_fd=self._lent)
         for entry in os.scandir(self._sealed):
             extent = _parsed(entry.name)
             if extent is None or not entry.is_file(follow_symlinks=False):
@@ -192,6 +216,8 @@ class Files:
             self.used_bytes += status.st_size
             if not status.st_mode & stat.S_IWUSR:
                 self._named.add(extent)
+            if not status.st_mode & _OWN:
+                self._foreign.add(extent)
 
     # -- what is here ----------------------------------------------------------------------------
 
@@ -210,17 +236,29 @@ class Files:
 
     def open(self, extent: Extent) -> int:
         """A read-only descriptor of a sealed extent, the caller's to close; what it reads stays even
-        if the extent is freed. Raises OSError ENOENT, EMFILE."""
+        if the extent is freed: the file is lent. Raises OSError ENOENT, EMFILE."""
+        file = self._made.get(extent)
+        if file is not None:
+            # Before it is opened, as this may be a thread: see the names in lent/.
+            file.is_lent = True
+        return self._open(extent)
+
+    def hold(self, extent: Extent) -> Held:
+        """As `open`, for what keeps no reference to its pages. For the event loop."""
+        return Held(self._open(extent), self._made.get(extent), extent not in self._foreign)
+
+    def _open(self, extent: Extent) -> int:
         if extent not in self._sizes:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), _name(extent))
         return os.open(_name(extent), os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._sealed)
 
     def space(self) -> Space:
         status = os.fstatvfs(self._sealed)
-        total, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
+        total = status.f_blocks * status.f_frsize
+        free = min(total, status.f_bavail * status.f_frsize + self._spares.bytes)
         if self._limit_bytes is not None:
             total = min(total, self._limit_bytes)
-            free = min(free, max(0, self._limit_bytes - self._taken()))
+            free = min(free, max(0, self._limit_bytes - self._taken() + self._spares.bytes))
         return Space(self.used_bytes, total, free)
 
     def working_copies(self) -> dict[str, int]:
@@ -234,6 +272,39 @@ class Files:
 
     # -- coming ----------------------------------------------------------------------------------
 
+    def reuse(self, length: int) -> Incoming | None:
+        """A file of exactly this length that was another extent's, with the bytes of that. For the event
+        loop."""
+        for file in list(self._spares.of_length(length)):
+            if self.power_safe and file.freed > self._settled:
+                continue  # a power loss could give it its old name back
+            self._spares.remove(file)
+            try:
+                fd = self._open_spare(file)
+            except OSError as error:
+                log.info("a file is not used again: %s", error)
+                self._condemned.append(file.name)
+                continue
+            self._receiving[file.name] = length
+            self.reused_files += 1
+            return Incoming(file.name, fd, file)
+        return None
+
+    def _open_spare(self, file: StoredFile) -> int:
+        """Raises OSError, EBUSY when it is not ours alone."""
+        os.chmod(file.name, 0o600 | _OWN, dir_fd=self._incoming)
+        status = os.stat(file.name, dir_fd=self._incoming)
+        mapped = self.mappings.descriptors((status.st_dev, status.st_ino))
+        is_ours = not file.is_lent and (status.st_nlink, status.st_size) == (1, file.length)
+        # Those that are mapped by several descriptors would have to be asked one by one.
+        if not is_ours or (len(mapped) == 1 and not is_only_opener(mapped[0])):
+            raise OSError(errno.EBUSY, "somebody else has it", file.name)
+        fd = os.open(file.name, os.O_RDWR | os.O_CLOEXEC, dir_fd=self._incoming)
+        if not mapped and not is_only_opener(fd):
+            os.close(fd)
+            raise OSError(errno.EBUSY, "somebody else has it", file.name)
+        return fd
+
     def create(self, length: int) -> Incoming:
         """A file of `length` bytes that has its room already. May be called in any thread, as it takes
         a while for a large one (0.2 ms per MiB of small pages).
@@ -244,7 +315,10 @@ class Files:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.directory)
         name = self._new_name()
         fd = os.open(
-            name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._incoming
+            name,
+            os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC,
+            0o600 | _OWN,
+            dir_fd=self._incoming,
         )
         self._receiving[name] = length
         try:
@@ -254,7 +328,8 @@ class Files:
             os.close(fd)
             self.remove(name)
             raise
-        return Incoming(name, fd)
+        self.created_files += 1
+        return Incoming(name, fd, StoredFile(name, length))
 
     def take_over(self, name: str, content: int) -> Incoming:
         """The working copy that a mount on this host made in incoming/ for this content.
@@ -270,6 +345,8 @@ class Files:
         if not stat.S_ISREG(status.st_mode) or status.st_uid not in (0, os.geteuid()):
             os.close(fd)
             raise PermissionError(errno.EPERM, "not a mount's working copy", name)
+        # It may have been an extent before, and truncated since.
+        self.mappings.forget(fd)
         return Incoming(name, fd)
 
     def harden(self, incoming: Incoming) -> None:
@@ -282,7 +359,12 @@ class Files:
         anybody relies on it."""
         size = os.fstat(incoming.fd).st_size
         self._receiving.pop(incoming.name, None)
+        self._forget_file(extent)
         os.rename(incoming.name, _name(extent), src_dir_fd=self._incoming, dst_dir_fd=self._sealed)
+        if incoming.file is None:
+            self._foreign.add(extent)
+        else:
+            self._made[extent] = incoming.file
         # The same extent may come twice, with the same bytes: who reads the first has its file.
         self.used_bytes += size - self._sizes.get(extent, 0)
         self._sizes[extent] = size
@@ -294,7 +376,8 @@ class Files:
         if extent in self._sizes and extent not in self._named:
             self._named.add(extent)
             try:
-                os.chmod(_name(extent), 0o400, dir_fd=self._sealed)
+                own = 0 if extent in self._foreign else _OWN
+                os.chmod(_name(extent), 0o400 | own, dir_fd=self._sealed)
             except FileNotFoundError:
                 log.error("extent %s vanished from the store", _name(extent))
                 self.free(extent)
@@ -305,7 +388,9 @@ class Files:
     def settle(self) -> None:
         """Make sealed names survive a power loss, if the store is on a disk. For a worker thread."""
         if self.power_safe:
+            freed = self._freed
             os.fsync(self._sealed)
+            self._settled = max(self._settled, freed)
 
     def discard(self, incoming: Incoming) -> None:
         """It will not become an extent. A working copy stays its mount's."""
@@ -324,21 +409,71 @@ class Files:
 
     def free(self, extent: Extent) -> None:
         """Remove an extent at once; the memory of a large one goes with the next `reap`, or when the
-        last open file of it is closed. One that is not here is no error."""
+        last open file of it is closed, or is kept for another one. One that is not here is no error."""
         size = self._sizes.pop(extent, None)
         if size is None:
             return
         self._named.discard(extent)
         self.used_bytes -= size
+        file = self._made.get(extent)
+        if file is not None and (size < SPARE_BYTES_MIN or size != file.length):
+            file = None
         try:
-            if size <= _REMOVED_AT_ONCE_BYTES:
+            if file is None and size <= _REMOVED_AT_ONCE_BYTES:
                 os.unlink(_name(extent), dir_fd=self._sealed)
+                self._forget_file(extent)
                 return
             name = self._new_name()
             os.rename(_name(extent), name, src_dir_fd=self._sealed, dst_dir_fd=self._incoming)
-            self._condemned.append(name)
         except FileNotFoundError:
             log.warning("extent %s vanished from the store", _name(extent))
+            self._forget_file(extent)
+            return
+        self._freed += 1
+        # Now, as nobody can borrow it any more.
+        was_borrowed = self._forget_file(extent)
+        if file is None or file.is_lent or was_borrowed or not self._room_for_spare(size):
+            self._condemned.append(name)
+        else:
+            file.name, file.freed = name, self._freed
+            self._spares.add(file)
+
+    def _forget_file(self, extent: Extent) -> bool:
+        """An extent has lost its file, or is about to. Returns whether a mount on this host ever had it
+        open."""
+        self._made.pop(extent, None)
+        self._foreign.discard(extent)
+        try:
+            os.unlink(_name(extent), dir_fd=self._lent)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _room_for_spare(self, size: int) -> bool:
+        """Older ones go for it."""
+        space = self.space()
+        limit = int(space.total * SPARES_SHARE)
+        if size > limit or space.free - self._spares.bytes < space.total * _ROOM_SHARE:
+            return False
+        while self._spares.bytes + size > limit or len(self._spares) >= SPARES_MAX:
+            self._give_up_oldest()
+        return True
+
+    def give_up_spares(self, unused_s: float = 0.0) -> None:
+        """Those that were not used for so long; their memory goes with the next `reap`."""
+        until = time.monotonic() - unused_s
+        while (file := self._spares.oldest()) is not None and file.since <= until:
+            self._give_up_oldest()
+
+    def _give_up_oldest(self) -> None:
+        file = self._spares.oldest()
+        assert file is not None
+        self._spares.remove(file)
+        self._condemned.append(file.name)
+
+    def let_go(self) -> None:
+        """After `reap`: what is removed is not kept mapped. For the event loop."""
+        self.mappings.drop_orphans()
 
     @property
     def has_condemned(self) -> bool:
@@ -356,7 +491,7 @@ class Files:
             done += 1
 
     def _taken(self) -> int:
-        return self.used_bytes + sum(list(self._receiving.values()))
+        return self.used_bytes + self._spares.bytes + sum(list(self._receiving.values()))
 
     def _new_name(self) -> str:
         return f"_{next(self._numbers):x}"

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import trio
 
@@ -17,11 +17,13 @@ from ..records import session_of
 from ..replica import Replica
 from ..transport import Extent, Fenced, Target, Unreachable
 from .catalog import Catalog
-from .files import Files, Incoming
+from .files import Files, Held, Incoming
 
 __all__ = ["NodeService"]
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # How far this node may lag behind a writer before it says that it cannot be asked.
 _CATCH_UP_S = 5.0
@@ -150,16 +152,29 @@ class NodeService:
     def open(self, extent: Extent) -> int:
         """A read-only descriptor, the caller's to close. For any thread. Raises OSError ENOENT, also for
         a damaged extent, so that another node is asked for it; EMFILE."""
+        return self._undamaged(extent, self._files.open, lambda fd: fd, os.close)
+
+    def hold(self, extent: Extent) -> Held:
+        """As `open`, for what keeps no reference to the file's pages. For the event loop."""
+        return self._undamaged(extent, self._files.hold, lambda held: held.fd, Held.close)
+
+    def _undamaged(
+        self,
+        extent: Extent,
+        open: Callable[[Extent], T],
+        descriptor: Callable[[T], int],
+        close: Callable[[T], None],
+    ) -> T:
         size = self._files.size(extent)
         try:
-            fd = self._files.open(extent)
+            opened = open(extent)
         except OSError as error:
             if error.errno not in _DAMAGE:
                 raise
         else:
-            if size is None or os.fstat(fd).st_size == size:
-                return fd
-            os.close(fd)
+            if size is None or os.fstat(descriptor(opened)).st_size == size:
+                return opened
+            close(opened)
         # One that was freed a moment ago is not known any more.
         if self._files.size(extent) is not None:
             self._damaged(extent)
@@ -190,6 +205,8 @@ class NodeService:
             "freed_extents": self._catalog.freed_extents,
             "named_contents": self._catalog.named_contents,
             "receiving": self._receiving,
+            "created_files": self._files.created_files,
+            "reused_files": self._files.reused_files,
             "closing": self._closed,
             **self._figures(),
         }
@@ -232,8 +249,11 @@ class NodeService:
                 log.info("the store is full, and what can go is not known: %s", error)
         self._catalog.make_room()
         await trio.to_thread.run_sync(self._files.reap)
+        self._files.let_go()
 
     async def _create(self, length: int) -> Incoming:
+        if (spare := self._files.reuse(length)) is not None:
+            return spare
         if length <= _AT_ONCE_BYTES:
             return self._files.create(length)
         return await trio.to_thread.run_sync(self._files.create, length)

@@ -71,13 +71,15 @@ _READ_AT_ONCE = 16
 
 class Peer:
     """Who is connected. With credentials, `role` and `name` are those of the certificate; without, what
-    the peer says. `session` is a mount's, as it last told, or 0."""
+    the peer says. `session` is the number of its session, as it last told, or 0; `node` the id of a store
+    node, as it says, or 0."""
 
-    def __init__(self, role: str, name: str, address: str, session: int) -> None:
+    def __init__(self, role: str, name: str, address: str, session: int, node: int = 0) -> None:
         self.role = role
         self.name = name
         self.address = address
         self.session = session
+        self.node = node
 
     def __str__(self) -> str:
         return f"{self.role} {self.name!r} at {self.address}"
@@ -262,7 +264,7 @@ class Control:
                     self._service, extent, incoming, lambda fd: _write(fd, data)
                 )
             finally:
-                os.close(incoming.fd)
+                incoming.close()
             self._counters.received_bytes += len(data)
 
         async def forward(node: int, rest: Target) -> None:
@@ -283,7 +285,7 @@ class Control:
                 fd = os.dup(incoming.fd)
                 await sealed_or_dropped(service, extent, incoming, lambda fd: None)
             finally:
-                os.close(incoming.fd)
+                incoming.close()
 
         async def nothing() -> None:
             pass

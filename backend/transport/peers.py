@@ -192,8 +192,8 @@ class Peers:
             await trio.sleep(_TIDY_S)
             for link in self._links.values():
                 link.tidy()
-            for adapter in self.rdma.adapters if self.rdma is not None else ():
-                adapter.regions.drop_orphans()
+            if self.rdma is not None:
+                self.rdma.drop_orphans()
 
 
 class RemoteDevice:
@@ -240,11 +240,17 @@ class RemoteDevice:
             await self._write(extent, target, fd, offset, length, None)
 
     async def pass_on(
-        self, extent: Extent, target: Target, fd: int, length: int, growth: Growth
+        self,
+        extent: Extent,
+        target: Target,
+        fd: int,
+        length: int,
+        growth: Growth,
+        lend: Callable[[], None],
     ) -> None:
         """As `write`, of a whole file whose bytes are still coming in. It waits for no other operation, as
-        chains that cross would wait for each other."""
-        await self._write(extent, target, fd, 0, length, growth)
+        chains that cross would wait for each other. `lend` is called before the file is sent over TCP."""
+        await self._write(extent, target, fd, 0, length, growth, lend)
 
     async def _write(
         self,
@@ -254,6 +260,7 @@ class RemoteDevice:
         offset: int,
         length: int,
         growth: Growth | None,
+        lend: Callable[[], None] = lambda: None,
     ) -> None:
         _check_chain(target)
         if await self._by_verbs(
@@ -261,6 +268,7 @@ class RemoteDevice:
         ):
             self._peers.counters.sent_bytes += length
             return
+        lend()
         if growth is not None:
             await growth.complete()
         streams = self._peers.streams if growth is None else 1

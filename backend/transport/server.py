@@ -41,7 +41,7 @@ from .service import Incoming, Service
 from .threads import in_threads
 from .transfers import RECEIVER_PATIENCE, Transfers
 from .verbs.rdma import Rdma
-from .verbs.responder import Responder
+from .verbs.responder import SESSION_OVER, Responder
 from .wire import PREAMBLE_BYTES, unpack_preamble
 
 __all__ = ["Incoming", "Listener", "Peer", "Service"]
@@ -92,8 +92,10 @@ class Listener:
         timeout_s: float = 5.0,
         rdma: Rdma | None = None,
     ) -> None:
+        # Whether a peer's session is known to be over.
+        self.is_gone: Callable[[Peer], bool] = lambda peer: False
         self._rdma = rdma
-        self._responders: set[Responder] = set()
+        self._responders: dict[Responder, Peer] = {}
         self._service = service
         self._peers = peers
         self._address = address
@@ -214,7 +216,7 @@ class Listener:
             local = sock.getsockname()[0]
             control = Control(
                 frames, peer, self._service, self._peers, self.counters,
-                self._grant, self._give_up, partial(self._responding, local),
+                self._grant, self._give_up, partial(self._responding, local, peer),
                 idle_s=IDLE_S, patience_s=self._timeout_s * RECEIVER_PATIENCE,
             )  # fmt: skip
             try:
@@ -223,21 +225,29 @@ class Listener:
                 raise BadMessage(f"{peer.role} {peer.name!r}: {error}") from None
 
     @contextmanager
-    def _responding(self, local: str, nursery: trio.Nursery) -> Iterator[Responder]:
+    def _responding(self, local: str, peer: Peer, nursery: trio.Nursery) -> Iterator[Responder]:
         responder = Responder(
-            self._service, self._peers, self.counters, self._rdma, local, nursery, self._timeout_s
-        )
-        self._responders.add(responder)
+            self._service, self._peers, self.counters, self._rdma, local, nursery, self._timeout_s,
+            lambda: self.is_gone(peer),
+        )  # fmt: skip
+        self._responders[responder] = peer
         try:
             yield responder
         finally:
-            self._responders.discard(responder)
+            del self._responders[responder]
             responder.detach("the control connection ended")
 
     def _give_up(self, content: int) -> None:
         self._transfers.give_up(content)
         for responder in self._responders:
             responder.give_up(content)
+
+    def end_rights(self, session: int = 0) -> None:
+        """Somebody is gone: with the session of that number, or as `is_gone` tells. What a peer was given
+        to read or write in our memory ends with its session, not only with its connection."""
+        for responder, peer in self._responders.items():
+            if (session and peer.session == session) or self.is_gone(peer):
+                responder.detach(SESSION_OVER)
 
     async def _check_tls(self, sock: trio.socket.SocketType, stream: trio.abc.Stream) -> None:
         """One who begins with TLS where there is none, or without, is told so, as his waiting for
@@ -284,7 +294,9 @@ class Listener:
             await frames.send(Refused(why))
             raise BadMessage(why)
         await frames.send(Welcome(VERSION, self._service.node))
-        return Peer(role or hello.role, (name or hello.name)[:128], address, hello.session)
+        role = role or hello.role
+        node = _number(hello.name) if role == "node" else 0
+        return Peer(role, (name or hello.name)[:128], address, hello.session, node)
 
     # -- tickets ---------------------------------------------------------------------------------
 
@@ -368,6 +380,14 @@ class Listener:
             await trio.lowlevel.wait_readable(channel.sock)
             return True
         return False
+
+
+def _number(text: str) -> int:
+    """0 if it is none."""
+    try:
+        return int(text, 16)
+    except ValueError:
+        return 0
 
 
 async def _listen(address: str, port: int) -> trio.socket.SocketType:

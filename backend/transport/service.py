@@ -5,11 +5,27 @@ from typing import Any, Protocol, TypeVar
 from . import Extent, Target
 
 
-class Incoming(Protocol):
-    """A file that may become an extent. The transport closes `fd` after `seal` or `drop`."""
+class Held(Protocol):
+    """An open file of the store, which is not used for another extent before it is closed."""
 
     @property
     def fd(self) -> int: ...
+
+    @property
+    def is_own(self) -> bool:
+        """Whether nobody else ever had it open for writing, so that it cannot be truncated."""
+        ...
+
+    def lend(self) -> None:
+        """Something may refer to its pages for ever, a socket's send queue for instance: it is never used
+        for another extent."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Incoming(Held, Protocol):
+    """A file that may become an extent. The transport closes it after `seal` or `drop`."""
 
 
 I = TypeVar("I", bound=Incoming)  # noqa: E741
@@ -54,8 +70,12 @@ class Service(Protocol[I]):
         ...
 
     def open(self, extent: Extent) -> int:
-        """A read-only descriptor, which the transport closes. Called in threads. Raises OSError:
-        ENOENT."""
+        """A read-only descriptor, which the transport closes; the file is lent. Called in threads. Raises
+        OSError: ENOENT."""
+        ...
+
+    def hold(self, extent: Extent) -> Held:
+        """As `open`, for whoever keeps no reference to its pages. Raises OSError: ENOENT."""
         ...
 
     def abort(self, content: int) -> None:

@@ -129,7 +129,9 @@ class Transfers:
                 await receiving.sealed.ended()
         if receiving.incoming is not None and not receiving.is_sealing:
             self._service.drop(receiving.incoming)
-        if receiving.fd >= 0:
+        if receiving.incoming is not None:
+            receiving.incoming.close()
+        elif receiving.fd >= 0:
             os.close(receiving.fd)
 
     def seal(self, receiving: Receiving) -> None:
@@ -149,6 +151,8 @@ class Transfers:
         else:
             receiving.incoming = await self._service.create(header.extent, header.total)
             receiving.fd = receiving.incoming.fd
+            if header.target.chain:
+                receiving.incoming.lend()
 
 
 def take_extent(

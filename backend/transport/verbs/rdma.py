@@ -97,6 +97,39 @@ class Rdma:
         """Those that are open."""
         return list(self._adapters.values())
 
+    # -- files that are registered ---------------------------------------------------------------
+
+    def descriptors(self, file: tuple[int, int]) -> list[int]:
+        """Those through which a file (device, inode number) is mapped. Raises OSError EBUSY when a part of
+        it is in use."""
+        return [
+            region.fd for adapter in self.adapters for region in adapter.regions.idle_ones(file)
+        ]
+
+    def forget(self, fd: int) -> None:
+        """The file may be truncated from now on, which would leave pages registered that are not its own
+        any more: what comes later registers it anew."""
+        status = os.fstat(fd)
+        for adapter in self.adapters:
+            adapter.regions.forget((status.st_dev, status.st_ino))
+
+    def drop_orphans(self) -> None:
+        """Let go of files that lost their last name: their memory is free after it."""
+        for adapter in self.adapters:
+            adapter.regions.drop_orphans()
+
+    @property
+    def registrations(self) -> int:
+        """How many were ever made."""
+        return sum(adapter.regions.counters.registrations for adapter in self.adapters)
+
+    @property
+    def registered_bytes(self) -> int:
+        """Now."""
+        return sum(adapter.regions.counters.pinned_bytes for adapter in self.adapters)
+
+    # -- devices ---------------------------------------------------------------------------------
+
     def adapter(self, local: str) -> tuple[Adapter, int]:
         """The one on whose way this host's address `local` is, and the index of its GID. Raises OSError."""
         choice = self.choice

@@ -65,6 +65,7 @@ class Region:
         self.length = length
         self.writable = writable
         self.users = 0
+        self.is_stale = False
         self._library = library
         self._mapped = mapped
         access = 0
@@ -74,6 +75,11 @@ class Region:
             self.registration = library.MR(pd, length, access, address=mapped.address)
         self.key: int = self.registration.lkey
 
+    @property
+    def fd(self) -> int:
+        """Of the file."""
+        return self._mapped.fd
+
     def address(self, offset: int) -> int:
         """Of a byte of the file."""
         assert self.offset <= offset <= self.offset + self.length
@@ -81,7 +87,8 @@ class Region:
 
     def covers(self, offset: int, length: int, writable: bool) -> bool:
         return (
-            self.offset <= offset
+            not self.is_stale
+            and self.offset <= offset
             and offset + length <= self.offset + self.length
             and (self.writable or not writable)
         )
@@ -164,10 +171,27 @@ class Regions:
                 return region
         return None
 
-    def release(self, region: Region) -> None:
+    def release(self, region: Region, *, keep: bool = True) -> None:
+        """`keep` is false for a file that others may truncate: its pages would stay registered, and not be
+        the file's any more."""
         region.users -= 1
-        if not region.users and region.is_orphan():
+        region.is_stale |= not keep
+        if not region.users and (region.is_stale or region.is_orphan()):
             self._evict(region)
+
+    def forget(self, file: tuple[int, int]) -> None:
+        """What comes later registers the file anew."""
+        for region in list(self._of_file.get(file, ())):
+            region.is_stale = True
+            if not region.users:
+                self._evict(region)
+
+    def idle_ones(self, file: tuple[int, int]) -> list[Region]:
+        """Those of a file. Raises OSError EBUSY when one is in use."""
+        regions = self._of_file.get(file, [])
+        if any(region.users for region in regions):
+            raise OSError(errno.EBUSY, "a part of the file is in use")
+        return list(regions)
 
     def drop_orphans(self) -> None:
         """Let go of files that lost their last name: their memory is free after it."""

@@ -1,14 +1,14 @@
 """The node's end of a queue pair: extents are opened for a peer to read, and reserved for it to write.
 
 Everything hangs on one control connection, which set the queue pair up: what a peer was given ends with
-the operation, with the queue pair, with the connection, or after GIVEN_S.
+the operation, with the queue pair, with the connection, with its session in the cluster, or after GIVEN_S.
 """
 
 import errno
 import itertools
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ import trio
 from .. import Extent, Target
 from ..counters import Counters
 from ..messages import HANDLES_MAX, NOT_BY_VERBS
-from ..service import Service
+from ..service import Held, Service
 from .adapter import Adapter
 from .ends import QueueEnd
 from .growth import Growth
@@ -34,14 +34,16 @@ log = logging.getLogger(__name__)
 
 # A peer that takes longer over one operation loses the right to it.
 GIVEN_S = 600.0
+SESSION_OVER = "the peer's session is over"
 # All pieces were acknowledged to the sender, so their arrival is known here very soon.
 _ARRIVAL_S = 30.0
 
 
 class _Given:
-    """The right to a range, in the peer's hands."""
+    """The right to a range of a file, in the peer's hands."""
 
-    def __init__(self, adapter: Adapter, region: Region, window: Window) -> None:
+    def __init__(self, adapter: Adapter, held: Held, region: Region, window: Window) -> None:
+        self.held = held
         self.window = window
         self._adapter = adapter
         self._region: Region | None = region
@@ -51,17 +53,17 @@ class _Given:
         """The peer cannot touch the memory any more."""
         if self._region is not None:
             self.window.close()
-            self._adapter.regions.release(self._region)
+            self._adapter.regions.release(self._region, keep=self.held.is_own)
             self._region = None
 
 
 class _Arrival:
     """An extent that is coming in, or one that is here and only handed on (`given` is None)."""
 
-    def __init__(self, extent: Extent, target: Target, fd: int, length: int) -> None:
+    def __init__(self, extent: Extent, target: Target, held: Held, length: int) -> None:
         self.extent = extent
         self.target = target
-        self.fd = fd
+        self.held = held
         self.piece = length
         self.growth = Growth(length)
         self.incoming: Any = None
@@ -73,7 +75,7 @@ class _Arrival:
 
 class Responder:
     """What one control connection may do by verbs. `nursery` is the connection's; `local` is this host's
-    address on it."""
+    address on it, `is_gone` tells whether the peer's session is over."""
 
     def __init__(
         self,
@@ -84,7 +86,9 @@ class Responder:
         local: str,
         nursery: trio.Nursery,
         patience_s: float,
+        is_gone: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._is_gone = is_gone
         self._service = service
         self._peers = peers
         self._counters = counters
@@ -104,6 +108,8 @@ class Responder:
         if self._rdma is None or not self._rdma.is_usable:
             why = self._rdma.why_not if self._rdma is not None else "RDMA is switched off"
             raise OSError(NOT_BY_VERBS, why)
+        if self._is_gone():
+            raise OSError(NOT_BY_VERBS, SESSION_OVER)
         try:
             adapter, gid_index = self._rdma.adapter(self._local)
             pair = adapter.queue_pair(gid_index, receives=True, arrived=self._arrived)
@@ -128,6 +134,7 @@ class Responder:
             pair.close()
         for given in self._given.values():
             given.take_back()
+            given.held.close()
         self._given.clear()
         for handle in list(self._arrivals):
             self._drop(handle, why)
@@ -137,6 +144,7 @@ class Responder:
         given = self._given.pop(handle, None)
         if given is not None:
             given.take_back()
+            given.held.close()
         self._drop(handle, "the sender gave it up")
 
     def give_up(self, content: int) -> None:
@@ -148,15 +156,16 @@ class Responder:
     async def expose(self, extent: Extent, start: int, length: int) -> tuple[int, int, int]:
         """Handle, address and key for reading. Raises OSError: ENOENT, EINVAL, NOT_BY_VERBS."""
         self._check_room()
-        fd = self._service.open(extent)
+        held = self._service.hold(extent)
         try:
-            size = os.fstat(fd).st_size
+            size = os.fstat(held.fd).st_size
             if start + length > size:
                 raise OSError(errno.EINVAL, "the extent is shorter than what is asked for")
-            with _writable(fd) as (best, may_write):
-                given = await self._give(best, size, start, length, may_write, writes=False)
-        finally:
-            os.close(fd)
+            with _writable(held.fd) as (best, may_write):
+                given = await self._give(held, best, size, start, length, may_write, writes=False)
+        except BaseException:
+            held.close()
+            raise
         handle = next(self._handles)
         self._given[handle] = given
         self._counters.requests["read"] += 1
@@ -172,7 +181,7 @@ class Responder:
         await self._service.admit(extent, target)
         handle = next(self._handles)
         if self._service.size(extent) == length:
-            arrival = _Arrival(extent, target, self._service.open(extent), length)
+            arrival = _Arrival(extent, target, self._service.hold(extent), length)
             arrival.growth.advance(length)
         else:
             arrival = await self._begin(extent, target, length)
@@ -214,12 +223,12 @@ class Responder:
     async def _begin(self, extent: Extent, target: Target, length: int) -> _Arrival:
         incoming = await self._create(extent, length)
         try:
-            given = await self._give(incoming.fd, length, 0, length, True, writes=True)
+            given = await self._give(incoming, incoming.fd, length, 0, length, True, writes=True)
         except BaseException:
             self._service.drop(incoming)
-            os.close(incoming.fd)
+            incoming.close()
             raise
-        arrival = _Arrival(extent, target, incoming.fd, length)
+        arrival = _Arrival(extent, target, incoming, length)
         arrival.incoming, arrival.given = incoming, given
         return arrival
 
@@ -261,7 +270,7 @@ class Responder:
 
     def _leave(self, arrival: _Arrival) -> None:
         if not arrival.target.chain or arrival.handed_on.is_set():
-            os.close(arrival.fd)
+            arrival.held.close()
         else:
             self._nursery.start_soon(_close_after, arrival)
 
@@ -272,7 +281,10 @@ class Responder:
         try:
             with arrival.onward:
                 device = self._peers.remote_device(node)
-                await device.pass_on(arrival.extent, target, arrival.fd, length, arrival.growth)
+                held = arrival.held
+                await device.pass_on(
+                    arrival.extent, target, held.fd, length, arrival.growth, held.lend
+                )
                 self._counters.sent_bytes += length
         except OSError as error:
             arrival.onward_error = error
@@ -282,7 +294,15 @@ class Responder:
     # -- rights ----------------------------------------------------------------------------------
 
     async def _give(
-        self, fd: int, size: int, start: int, length: int, writable: bool, *, writes: bool
+        self,
+        held: Held,
+        fd: int,
+        size: int,
+        start: int,
+        length: int,
+        writable: bool,
+        *,
+        writes: bool,
     ) -> _Given:
         """The whole file is registered, so that other ranges of it find it so. Raises OSError."""
         adapter, pair = self._adapter, self._pair
@@ -298,12 +318,12 @@ class Responder:
         try:
             window = await grant(adapter, pair, region, start, length, writes)
         except (OSError, NotByVerbs) as error:
-            adapter.regions.release(region)
+            adapter.regions.release(region, keep=held.is_own)
             raise OSError(NOT_BY_VERBS, str(error)) from None
         except BaseException:
-            adapter.regions.release(region)
+            adapter.regions.release(region, keep=held.is_own)
             raise
-        given = _Given(adapter, region, window)
+        given = _Given(adapter, held, region, window)
         if pair is not self._pair:
             given.take_back()
             raise OSError(NOT_BY_VERBS, pair.failure)
@@ -320,6 +340,8 @@ class Responder:
         while not pair.failure:
             with trio.move_on_after(GIVEN_S / 8):
                 await pair.failed.wait()
+            if self._is_gone():
+                pair.fail(SESSION_OVER)
             now = trio.current_time()
             for handle, given in list(self._given.items()):
                 if given.until < now:
@@ -348,4 +370,4 @@ def _writable(fd: int) -> Iterator[tuple[int, bool]]:
 async def _close_after(arrival: _Arrival) -> None:
     with trio.CancelScope(shield=True):
         await arrival.handed_on.wait()
-    os.close(arrival.fd)
+    arrival.held.close()

@@ -1,0 +1,315 @@
+"""Files of superseded extents that become files of new ones, and those that never do."""
+
+import errno
+import mmap
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from irdmafs.backend.remote.contents import Contents
+from irdmafs.backend.server import files as files_module
+from irdmafs.backend.server import spares
+from irdmafs.backend.server.files import Files
+from irdmafs.backend.server.spares import SPARE_BYTES_MIN, FileKey, Incoming, Unmapped
+from irdmafs.backend.transport import Extent
+
+SESSION = 1000
+CONTENT = SESSION << 24 | 1
+LENGTH = 3 << 20
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A directory in memory."""
+    directory = Path(tempfile.mkdtemp(prefix="irdmafs-spares-", dir="/dev/shm"))
+    yield directory
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def files(memory: Path) -> Iterator[Files]:
+    with Files(f"{memory}/store") as files:
+        yield files
+
+
+def taken(files: Files, length: int) -> Incoming:
+    """As a node takes an extent in."""
+    return files.reuse(length) or files.create(length)
+
+
+def keep(files: Files, number: int, length: int = LENGTH, byte: bytes = b"x") -> int:
+    """Returns the inode number of the file that it is in."""
+    incoming = taken(files, length)
+    os.pwrite(incoming.fd, byte * length, 0)
+    files.seal(incoming, Extent(number, 0))
+    ino = os.fstat(incoming.fd).st_ino
+    incoming.close()
+    return ino
+
+
+# -- what is used again --------------------------------------------------------------------------
+
+
+def test_versions_of_one_size_take_turns_in_two_files(files: Files) -> None:
+    inos = []
+    for version in range(10):
+        inos.append(keep(files, version, byte=b"%d" % version))
+        files.mark_named(Extent(version, 0))
+        if version:
+            files.free(Extent(version - 1, 0))
+        held = files.hold(Extent(version, 0))
+        assert os.pread(held.fd, LENGTH + 1, 0) == b"%d" % version * LENGTH
+        held.close()
+    assert inos == [inos[0], inos[1]] * 5
+    assert (files.created_files, files.reused_files) == (2, 8)
+
+
+def test_only_a_file_of_exactly_the_same_length_is_used_again(files: Files) -> None:
+    first = keep(files, 1)
+    files.free(Extent(1, 0))
+    assert keep(files, 2, LENGTH - 1) != first
+    assert keep(files, 3, LENGTH + 1) != first
+    assert keep(files, 4, LENGTH) == first
+
+
+def test_small_files_are_not_worth_keeping(files: Files, memory: Path) -> None:
+    keep(files, 1, SPARE_BYTES_MIN - 1)
+    files.free(Extent(1, 0))
+    assert not list((memory / "store/incoming").iterdir())
+
+
+# -- what is not ---------------------------------------------------------------------------------
+
+
+def is_used_again(files: Files, number: int) -> bool:
+    before = files.reused_files
+    files.free(Extent(number, 0))
+    keep(files, number + 1000)
+    return files.reused_files > before
+
+
+def test_a_file_that_was_opened_to_be_sent_is_never_used_again(files: Files) -> None:
+    keep(files, 1)
+    os.close(files.open(Extent(1, 0)))
+    assert not is_used_again(files, 1)
+
+
+def test_a_file_that_was_handed_on_over_tcp_is_never_used_again(files: Files) -> None:
+    incoming = files.create(LENGTH)
+    incoming.lend()
+    files.seal(incoming, Extent(1, 0))
+    incoming.close()
+    assert not is_used_again(files, 1)
+
+
+def test_a_file_waits_for_whoever_holds_it(files: Files) -> None:
+    first = keep(files, 1, byte=b"a")
+    held = files.hold(Extent(1, 0))
+    files.free(Extent(1, 0))
+    assert keep(files, 2) != first
+    assert os.pread(held.fd, LENGTH, 0) == b"a" * LENGTH
+    held.close()
+    assert keep(files, 3) == first
+
+
+def test_a_file_that_anybody_has_open_or_mapped_is_not_used_again(
+    files: Files, memory: Path
+) -> None:
+    for number, is_mapped in ((1, False), (2, True)):
+        keep(files, number)
+        with (
+            open(memory / f"store/extents/{number}.0", "rb") as file,
+            mmap.mmap(file.fileno(), LENGTH, prot=mmap.PROT_READ),
+        ):
+            if is_mapped:
+                file.close()
+            assert not is_used_again(files, number)
+
+
+def test_a_file_with_another_name_is_not_used_again(files: Files, memory: Path) -> None:
+    keep(files, 1)
+    os.link(memory / "store/extents/1.0", memory / "backup")
+    assert not is_used_again(files, 1)
+
+
+def test_a_file_that_was_cut_short_is_not_used_again(files: Files, memory: Path) -> None:
+    keep(files, 1)
+    os.truncate(memory / "store/extents/1.0", LENGTH - 1)
+    assert not is_used_again(files, 1)
+
+
+def test_a_working_copy_that_was_taken_over_is_never_used_again(files: Files, memory: Path) -> None:
+    (memory / f"store/incoming/{CONTENT:x}").write_bytes(bytes(LENGTH))
+    incoming = files.take_over(f"{CONTENT:x}", CONTENT)
+    assert not incoming.is_own
+    files.seal(incoming, Extent(CONTENT, 0))
+    incoming.close()
+    held = files.hold(Extent(CONTENT, 0))
+    assert not held.is_own
+    held.close()
+    assert not is_used_again(files, CONTENT)
+
+
+def test_what_a_mount_on_this_host_has_opened_is_never_used_again(
+    files: Files, memory: Path
+) -> None:
+    contents = Contents(f"{memory}/cache", lambda: 0)
+    store = f"{memory}/store"
+    for number in (1, 2):
+        keep(files, number)
+    assert contents.borrow(1, store)
+    fd = contents.open(1)
+    os.close(fd)
+    contents.free(1)
+    assert not is_used_again(files, 1)
+    assert is_used_again(files, 2)
+    assert not list((memory / "store/lent").iterdir())
+    assert not contents.borrow(2, store), "it is gone"
+    assert not list((memory / "store/lent").iterdir())
+    contents.close()
+
+
+def test_what_came_again_under_the_name_of_something_borrowed_is_not_borrowed_unseen(
+    files: Files, memory: Path
+) -> None:
+    contents = Contents(f"{memory}/cache", lambda: 0)
+    keep(files, 1, byte=b"a")
+    keep(files, 2, byte=b"b")
+    # As if the first had been lent while the second took its name.
+    os.link(memory / "store/extents/1.0", memory / "store/lent/2.0")
+    assert not contents.borrow(2, f"{memory}/store")
+    contents.close()
+
+
+def test_an_extent_that_arrives_twice_leaves_a_file_that_is_not_used_again(files: Files) -> None:
+    first, second = keep(files, 1), keep(files, 1)
+    files.free(Extent(1, 0))
+    assert keep(files, 2) == second
+    assert keep(files, 3) not in (first, second)
+
+
+class Mapped(Unmapped):
+    """Has everything mapped, and in use."""
+
+    def descriptors(self, file: FileKey) -> list[int]:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+
+def test_a_file_that_is_registered_and_in_use_is_not_used_again(files: Files) -> None:
+    files.mappings = Mapped()
+    keep(files, 1)
+    assert not is_used_again(files, 1)
+
+
+def test_no_file_of_an_earlier_process_is_used_again(memory: Path) -> None:
+    with Files(f"{memory}/store") as files:
+        keep(files, 1)
+        keep(files, 2)
+        files.mark_named(Extent(2, 0))
+        files.free(Extent(1, 0))
+        os.link(memory / "store/extents/2.0", memory / "store/lent/2.0")
+    with Files(f"{memory}/store") as files:
+        assert not list((memory / "store/incoming").iterdir())
+        assert not list((memory / "store/lent").iterdir())
+        assert files.was_named(Extent(2, 0))
+        held = files.hold(Extent(2, 0))
+        assert held.is_own, "the node made it, whichever process did"
+        held.close()
+        assert not is_used_again(files, 2)
+
+
+def test_on_a_disk_a_file_is_used_again_when_its_old_name_is_gone_for_good(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files_module, "in_memory", lambda directory: False)
+    with Files(f"{memory}/store") as files:
+        first = keep(files, 1)
+        files.free(Extent(1, 0))
+        assert keep(files, 2) != first
+        files.settle()
+        assert keep(files, 3) == first
+
+
+# -- room ----------------------------------------------------------------------------------------
+
+
+def test_spare_files_are_free_room_and_make_room(memory: Path) -> None:
+    with Files(f"{memory}/store", limit_bytes=10 << 20) as files:
+        keep(files, 1)
+        files.free(Extent(1, 0))
+        assert files.space() == (0, 10 << 20, 10 << 20)
+        with pytest.raises(OSError, match="No space"):
+            files.create(8 << 20)
+        files.give_up_spares()
+        assert files.has_condemned
+        files.reap()
+        files.create(8 << 20).close()
+
+
+def test_a_file_of_the_right_length_fits_into_a_full_store(memory: Path) -> None:
+    with Files(f"{memory}/store", limit_bytes=2 * LENGTH) as files:
+        first = keep(files, 1)
+        files.free(Extent(1, 0))
+        keep(files, 2, LENGTH)
+        assert os.stat(memory / "store/extents/2.0").st_ino == first
+        assert files.space().free == LENGTH
+
+
+def test_spare_files_are_limited_in_bytes(memory: Path) -> None:
+    with Files(f"{memory}/store", limit_bytes=10 * LENGTH) as files:
+        for number in range(8):
+            keep(files, number)
+        for number in range(8):
+            files.free(Extent(number, 0))
+        files.reap()
+        assert len(list((memory / "store/incoming").iterdir())) == 5
+
+
+def test_spare_files_are_limited_in_number(
+    files: Files, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files_module, "SPARES_MAX", 3)
+    for number in range(8):
+        keep(files, number, SPARE_BYTES_MIN)
+    for number in range(8):
+        files.free(Extent(number, 0))
+    files.reap()
+    assert len(list((memory / "store/incoming").iterdir())) == 3
+
+
+def test_nothing_is_spare_when_there_is_hardly_any_room(memory: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    place = memory / "small"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", place], check=True)
+    try:
+        with Files(f"{place}/store") as files:
+            keep(files, 1)
+            with open(place / "working copy", "wb") as other:
+                other.write(bytes((12 << 20) + (512 << 10)))
+            files.free(Extent(1, 0))
+            files.reap()
+            assert not list((place / "store/incoming").iterdir())
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+def test_what_is_not_used_for_a_while_goes(
+    files: Files, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(files, 1)
+    files.free(Extent(1, 0))
+    files.give_up_spares(spares.SPARE_S)
+    files.reap()
+    assert len(list((memory / "store/incoming").iterdir())) == 1
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + spares.SPARE_S)
+    files.give_up_spares(spares.SPARE_S)
+    files.reap()
+    assert not list((memory / "store/incoming").iterdir())

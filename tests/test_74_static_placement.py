@@ -1,0 +1,305 @@
+"""Versions of the same size on store nodes that are read and written by RDMA verbs: what is used again,
+what is registered anew, and what must not be."""
+
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from cluster import Cluster, Plan
+from irdmafs.backend.server.files import Files, Held, Incoming
+from irdmafs.backend.transport import Extent, Target
+from irdmafs.backend.transport import link as link_module
+from irdmafs.backend.transport.messages import Expose, Exposed, Release, Reserve
+from irdmafs.backend.transport.peers import Peers
+from irdmafs.backend.transport.verbs import devices
+from irdmafs.backend.transport.verbs.path import Path as VerbsPath
+from irdmafs.backend.transport.verbs.queue import Broken, Piece
+from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
+from transport_nodes import Node, resolver, serving
+
+pytestmark = pytest.mark.verbs
+
+MiB = 1 << 20
+TIMEOUT_S = 5.0
+SESSION = 7
+
+
+@pytest.fixture(scope="module")
+def address() -> str:
+    """One of this host's that a usable device has."""
+    found = devices.find()
+    for device in found:
+        for port in device.ports if not device.obstacle else ():
+            for gid in port.gids:
+                if port.state == "ACTIVE" and gid.kind == "RoCE v2" and gid.address.version == 4:
+                    return str(gid.address)
+    why = devices.explain(found) or "no RDMA device has an IPv4 address"
+    pytest.skip(f"{why}; scripts/rdma_guest test runs this in a guest that has one")
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    directory = Path(tempfile.mkdtemp(prefix="irdmafs-static-", dir="/dev/shm"))
+    (directory / "addresses").mkdir()
+    yield directory
+    shutil.rmtree(directory)
+
+
+def a_cluster(address: str, nodes: int = 2) -> Plan:
+    return Plan(
+        nodes=nodes, mounts=1, namespaces=False, replicas=nodes, node_config={"listen": address},
+        # A host that is busy must not look like one that is gone.
+        lease_ttl_s=20,
+    )  # fmt: skip
+
+
+def test_in_a_cluster_a_file_is_made_and_registered_once_for_many_versions(address: str) -> None:
+    data = bytearray(random.Random(1).randbytes(256 << 10))
+    with Cluster(a_cluster(address)) as cluster:
+        (writer,) = cluster.mounts
+        reader = cluster.add_mount()
+        for version in range(8):
+            data[:4] = version.to_bytes(4, "big")
+            (writer.path / "weights").write_bytes(data)
+            assert (reader.path / "weights").read_bytes() == data
+        assert reader.status()["cluster"]["rdma_bytes"] == 8 * len(data)
+        for node in cluster.status()["nodes"]:
+            assert node["created_files"] <= 3
+            assert node["created_files"] + node["reused_files"] == 8
+            assert node["registrations"] == node["created_files"]
+
+
+def test_a_file_that_was_truncated_after_its_version_was_sent_is_sent_as_it_is_now(
+    address: str,
+) -> None:
+    first, second = (random.Random(seed).randbytes(2 * MiB) for seed in (1, 2))
+    with Cluster(a_cluster(address, 1)) as cluster:
+        (writer,) = cluster.mounts
+        reader = cluster.add_mount()
+        fd = os.open(writer.path / "weights", os.O_RDWR | os.O_CREAT)
+        other = os.dup(fd)
+        os.write(fd, first)
+        os.close(fd)
+        assert (reader.path / "weights").read_bytes() == first
+        os.ftruncate(other, 0)
+        os.pwrite(other, second, 0)
+        os.close(other)
+        assert (reader.path / "weights").read_bytes() == second
+        assert writer.status()["cluster"]["rdma_bytes"] == len(first) + len(second)
+
+
+class FilesService:
+    """A node's service over its real store directory, which says yes to everything."""
+
+    def __init__(self, directory: Path, node: int, rdma: Rdma) -> None:
+        self.node = node
+        self.files = Files(str(directory))
+        self.files.mappings = rdma
+
+    async def admit(self, extent: Extent, target: Target) -> None:
+        pass
+
+    def size(self, extent: Extent) -> int | None:
+        return self.files.size(extent)
+
+    async def create(self, extent: Extent, length: int) -> Incoming:
+        return self.files.reuse(length) or self.files.create(length)
+
+    async def adopt(self, extent: Extent, name: str) -> Incoming:
+        return self.files.take_over(name, extent.content)
+
+    async def seal(self, extent: Extent, incoming: Incoming) -> None:
+        self.files.seal(incoming, extent)
+
+    def drop(self, incoming: Incoming) -> None:
+        self.files.discard(incoming)
+
+    def open(self, extent: Extent) -> int:
+        return self.files.open(extent)
+
+    def hold(self, extent: Extent) -> Held:
+        return self.files.hold(extent)
+
+    def abort(self, content: int) -> None:
+        pass
+
+    async def suspect(self, group: int, node: int) -> bool:
+        return False
+
+    def status(self) -> dict[str, Any]:
+        return {}
+
+
+class Nodes:
+    """Two nodes in this process, and two mounts that ask them: one by verbs, one over TCP."""
+
+    def __init__(self, memory: Path, nodes: list[Node], rdma: Rdma, mounts: list[Peers]) -> None:
+        self.files: list[Files] = [node.service.files for node in nodes]
+        self.listeners = [node.listener for node in nodes]
+        self.rdma = rdma
+        self.verbs, self.tcp = mounts
+        self.source = os.open(memory / "source", os.O_RDWR | os.O_CREAT)
+        self.target = os.open(memory / "target", os.O_RDWR | os.O_CREAT)
+        os.posix_fallocate(self.target, 0, MiB)
+
+    async def write(self, number: int, mount: Peers | None = None, length: int = MiB) -> bytes:
+        """Down the chain. Returns what was written."""
+        data = random.Random(number).randbytes(length)
+        os.pwrite(self.source, data, 0)
+        await (
+            (mount or self.verbs)
+            .device(1)
+            .write(Extent(number, 0), Target(1, 1, (2,)), self.source, 0, length)
+        )
+        return data
+
+    async def read(self, number: int, node: int = 1, mount: Peers | None = None) -> bytes:
+        await (mount or self.verbs).device(node).read(Extent(number, 0), 0, self.target, 0, MiB)
+        return os.pread(self.target, MiB, 0)
+
+    def free(self, number: int) -> None:
+        for files in self.files:
+            files.free(Extent(number, 0))
+
+    def incoming(self, node: int) -> list[str]:
+        return os.listdir(f"{self.files[node - 1].directory}/incoming")
+
+    @property
+    def reused(self) -> list[int]:
+        return [files.reused_files for files in self.files]
+
+
+def with_nodes(memory: Path, address: str, test: Any) -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            rdma = stack.enter_context(Rdma(Choice()))
+            served: list[Node] = []
+            for node in (1, 2):
+                service = FilesService(memory / str(node), node, rdma)
+                stack.enter_context(service.files)
+                served.append(await stack.enter_async_context(
+                    serving(
+                        f"{memory}/{node}", node, f"{memory}/addresses", address,
+                        service=service, timeout_s=TIMEOUT_S, rdma=rdma,
+                    )
+                ))  # fmt: skip
+            mounts = [
+                await stack.enter_async_context(
+                    Peers(
+                        resolver(f"{memory}/addresses"), name="test", role="mount",
+                        timeout_s=TIMEOUT_S, rdma=each, session=lambda: SESSION,
+                    )
+                )
+                for each in (rdma, None)
+            ]  # fmt: skip
+            nodes = Nodes(memory, served, rdma, mounts)
+            await test(nodes)
+            os.close(nodes.source)
+            os.close(nodes.target)
+
+    trio.run(main)
+
+
+def test_in_steady_state_nodes_make_no_file_and_register_nothing(
+    memory: Path, address: str
+) -> None:
+    async def test(nodes: Nodes) -> None:
+        registrations = 0
+        for number in range(20):
+            data = await nodes.write(number)
+            assert await nodes.read(number, 1) == data
+            assert await nodes.read(number, 2) == data
+            nodes.free(number - 1)
+            if number == 1:
+                registrations = nodes.rdma.registrations
+        assert nodes.rdma.registrations == registrations
+        assert [files.created_files for files in nodes.files] == [2, 2]
+        assert nodes.reused == [18, 18]
+
+    with_nodes(memory, address, test)
+
+
+@pytest.mark.parametrize("moved", ["read", "written"])
+def test_what_a_node_has_sent_over_tcp_is_not_used_again(
+    memory: Path, address: str, moved: str
+) -> None:
+    async def test(nodes: Nodes) -> None:
+        data = await nodes.write(1, nodes.tcp if moved == "written" else None)
+        if moved == "read":
+            assert await nodes.read(1, 1, nodes.tcp) == data
+        nodes.free(1)
+        await nodes.write(2)
+        # The last of the chain has sent it to nobody.
+        assert nodes.reused == [0, 1]
+
+    with_nodes(memory, address, test)
+
+
+async def read_window(nodes: Nodes, path: VerbsPath, exposed: Exposed) -> bytes:
+    regions = path._adapter.regions
+    async with regions.using(nodes.target, 0, MiB, True) as mine:
+        await path._pair.read([Piece(mine.address(0), MiB, mine.key, exposed.address, exposed.key)])
+    return os.pread(nodes.target, MiB, 0)
+
+
+def test_who_has_a_window_reads_what_was_there_when_the_version_is_superseded(
+    memory: Path, address: str
+) -> None:
+    async def test(nodes: Nodes) -> None:
+        data = await nodes.write(1)
+        link = nodes.verbs.link(1)
+        path = await link.path(MiB)
+        assert path is not None
+        exposed = await path._ask(lambda number: Expose(number, "", Extent(1, 0), 0, MiB))
+        nodes.free(1)
+        await nodes.write(2)
+        assert nodes.reused == [0, 1]
+        assert await read_window(nodes, path, exposed) == data
+        await path._say(Release(exposed.handle))
+        await nodes.verbs.ping(1)
+        nodes.free(2)
+        await nodes.write(3)
+        assert nodes.reused == [1, 2]
+
+    with_nodes(memory, address, test)
+
+
+def test_what_a_peer_was_given_ends_with_its_session(
+    memory: Path, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "RDMA_PAUSE_S", 0.0)
+
+    async def test(nodes: Nodes) -> None:
+        data = await nodes.write(1)
+        path = await nodes.verbs.link(1).path(MiB)
+        assert path is not None
+        exposed = await path._ask(lambda number: Expose(number, "", Extent(1, 0), 0, MiB))
+        reserved = await path._ask(
+            lambda number: Reserve(number, "", Extent(2, 0), Target(1, 1, ()), MiB, MiB)
+        )
+        assert reserved.wanted
+        (listener, _) = nodes.listeners
+        listener.end_rights(SESSION + 1)
+        assert await read_window(nodes, path, exposed) == data
+        listener.is_gone = lambda peer: peer.session == SESSION
+        listener.end_rights()
+        assert not nodes.incoming(1), "what it was writing is dropped"
+        with pytest.raises(Broken):
+            await read_window(nodes, path, exposed)
+        # It gets no other way in, until it has another session; TCP asks for no rights in memory.
+        moved = nodes.verbs.counters.verbs_bytes
+        assert await nodes.read(1) == data
+        assert nodes.verbs.counters.verbs_bytes == moved
+        listener.is_gone = lambda peer: False
+        nodes.verbs.link(1)._path_after = 0.0
+        assert await nodes.read(1) == data
+        assert nodes.verbs.counters.verbs_bytes == moved + MiB
+
+    with_nodes(memory, address, test)
