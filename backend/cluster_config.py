@@ -245,7 +245,8 @@ class MountSection(_Section, frozen=True, kw_only=True):
     """`cache_size` limits what is kept of other hosts' files (None: the cache directory's own default).
     Files up to `small_file` bytes travel inside control messages. `follow` are directories, as paths
     within the filesystem, whose new versions are fetched when they are published. `timeout`: how long a
-    call waits for etcd or store nodes before it fails."""
+    call waits for etcd or store nodes before it fails. `verify`: digests of what is published go into its
+    record, and what is fetched is checked by them."""
 
     cache_size: Size | None = None
     host: str = msgspec.field(default_factory=lambda: os.uname().nodename)
@@ -256,6 +257,7 @@ class MountSection(_Section, frozen=True, kw_only=True):
     small_file: Size = Size(64 << 10)
     encrypt_data: bool = False
     timeout: Seconds = Seconds(60)
+    verify: bool = True
 
     def __post_init__(self) -> None:
         if not self.host:

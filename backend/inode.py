@@ -39,25 +39,28 @@ NO_LAYOUT = Layout()
 _NO_XATTRS: dict[bytes, bytes] = {}
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(
-    tuple[
-        int,
-        int,
-        int,
-        int,
-        int,
-        int,
-        int,
-        int,
-        int,
-        int,
-        int,
-        int,
-        bytes,
-        dict[bytes, bytes],
-        Layout,
-    ]
-).decode
+
+
+class _Record(NamedTuple):
+    mode: int
+    uid: int
+    gid: int
+    nlink: int
+    rdev: int
+    size: int
+    blocks: int
+    atime_ns: int
+    mtime_ns: int
+    ctime_ns: int
+    version: int
+    extent: int
+    target: bytes
+    xattrs: dict[bytes, bytes]
+    layout: Layout
+    digests: bytes = b""  # left out where there are none
+
+
+_decode = msgspec.msgpack.Decoder(_Record).decode
 
 
 class Inode:
@@ -66,14 +69,15 @@ class Inode:
     What the tree holds is never changed in place, but for `parent`; a change makes a copy.
 
     `extent` is 0 for an empty content, in a cluster the number of the content that `layout` tells
-    the place of; `blocks` counts 512-byte units as stat does; `target` is a symlink's. Derived, not
-    stored: `parent`, the directory that holds the inode, 0 when none or several do; `nlink` of a
-    directory. `revision` is the record's in the engine, 0 while there is none.
+    the place of, and `digests`, if it has any, what its bytes are checked by (see digest); `blocks`
+    counts 512-byte units as stat does; `target` is a symlink's. Derived, not stored: `parent`, the
+    directory that holds the inode, 0 when none or several do; `nlink` of a directory. `revision` is the
+    record's in the engine, 0 while there is none.
     """
 
     __slots__ = (
-        "atime_ns", "blocks", "ctime_ns", "extent", "gid", "ino", "layout", "mode", "mtime_ns",
-        "nlink", "parent", "rdev", "revision", "size", "target", "uid", "version", "xattrs",
+        "atime_ns", "blocks", "ctime_ns", "digests", "extent", "gid", "ino", "layout", "mode",
+        "mtime_ns", "nlink", "parent", "rdev", "revision", "size", "target", "uid", "version", "xattrs",
     )  # fmt: skip
 
     def __init__(self, ino: int, mode: int, uid: int, gid: int, now_ns: int) -> None:
@@ -92,16 +96,16 @@ class Inode:
         self.target = b""
         self.xattrs = _NO_XATTRS
         self.layout = NO_LAYOUT
+        self.digests = b""
         self.revision = 0
 
     def encode(self) -> bytes:
-        return _encode(
-            (
-                self.mode, self.uid, self.gid, self.nlink, self.rdev, self.size, self.blocks,
-                self.atime_ns, self.mtime_ns, self.ctime_ns, self.version, self.extent,
-                self.target, self.xattrs, self.layout,
-            )
+        record = (
+            self.mode, self.uid, self.gid, self.nlink, self.rdev, self.size, self.blocks,
+            self.atime_ns, self.mtime_ns, self.ctime_ns, self.version, self.extent,
+            self.target, self.xattrs, self.layout,
         )  # fmt: skip
+        return _encode((*record, self.digests) if self.digests else record)
 
     @classmethod
     def decode(cls, ino: int, value: bytes, revision: int) -> "Inode":
@@ -111,7 +115,7 @@ class Inode:
         (
             inode.mode, inode.uid, inode.gid, inode.nlink, inode.rdev, inode.size, inode.blocks,
             inode.atime_ns, inode.mtime_ns, inode.ctime_ns, inode.version, inode.extent,
-            inode.target, inode.xattrs, inode.layout,
+            inode.target, inode.xattrs, inode.layout, inode.digests,
         ) = _decode(value)  # fmt: skip
         if not inode.xattrs:
             inode.xattrs = _NO_XATTRS
@@ -129,7 +133,7 @@ class Inode:
         new.atime_ns, new.mtime_ns, new.ctime_ns = self.atime_ns, self.mtime_ns, self.ctime_ns
         new.version, new.extent, new.parent = self.version, self.extent, self.parent
         new.target, new.xattrs, new.layout = self.target, self.xattrs, self.layout
-        new.revision = self.revision
+        new.digests, new.revision = self.digests, self.revision
         return new
 
     @property

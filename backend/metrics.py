@@ -88,6 +88,8 @@ class MountCounters:
     cache_misses: int = _count("Opens of a version that had to be fetched")
     cache_evictions: int = _count("Versions removed from the cache to make room")
     fetched_bytes: int = _count("Bytes fetched from store nodes")
+    checked_bytes: int = _count("Bytes of them that were found to be what was published")
+    wrong_fetches: int = _count("Fetches that were dropped: not the bytes that were published")
     published_bytes: int = _count("Bytes of published versions sent to store nodes")
     prefetched_bytes: int = _count("Bytes fetched before anybody opened the file")
     barriers: int = _count("Times that etcd was asked whether the replica is up to date")

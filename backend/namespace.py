@@ -284,6 +284,7 @@ class Namespace(LoadedTree):
         mtime_ns: int,
         *,
         layout: Layout | None = None,
+        digests: bytes = b"",
         guards: Sequence[Compare] = (),
     ) -> Inode:
         """Make an extent the file's next version. Acknowledged: it survives a crash.
@@ -298,6 +299,7 @@ class Namespace(LoadedTree):
             inode = found.copy()
             inode.version += 1
             inode.extent, inode.size, inode.blocks = extent, size, blocks
+            inode.digests = digests
             inode.mtime_ns = nearest_time(mtime_ns)
             inode.ctime_ns = time.time_ns()
             if layout is not None:

@@ -96,7 +96,15 @@ class StoreNode(Pinned):
     def _free(self, extent: int) -> None:
         self.extents.free(extent)
 
-    async def publish(self, ino: int, extent: int, status: os.stat_result, mtime_ns: int) -> Inode:
+    async def publish(
+        self,
+        ino: int,
+        extent: int,
+        status: os.stat_result,
+        mtime_ns: int,
+        *,
+        mapped: bool = False,
+    ) -> Inode:
         """Make `extent` the file's next version; `status` is its stat. Durable when it returns.
 
         Waits for the disk when the store is on one (`waits`). An empty extent is not kept: the version

@@ -71,9 +71,18 @@ class Store(Protocol):
         caller closes. Raises OSError (ENOSPC, EMFILE)."""
         ...
 
-    async def publish(self, ino: int, extent: int, status: os.stat_result, mtime_ns: int) -> Inode:
+    async def publish(
+        self,
+        ino: int,
+        extent: int,
+        status: os.stat_result,
+        mtime_ns: int,
+        *,
+        mapped: bool = False,
+    ) -> Inode:
         """Make a content the file's next version; `status` is its stat. Acknowledged when it
-        returns. An empty content is not kept. Raises OSError ENOSPC: the present version stays."""
+        returns. `mapped`: programs may have its file mapped, and change it without a trace. An empty
+        content is not kept. Raises OSError ENOSPC: the present version stays."""
         ...
 
     async def forget(self, inode: Inode) -> None:

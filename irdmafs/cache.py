@@ -234,6 +234,7 @@ class Cache:
         node.extent, node.fd, node.working = extent, fd, True
         node.cached = not self.passthrough
         node.dirty = True
+        node.mapped = False
         node.stamp = None
         self._pin(node)
         if self.nodes.sealed.get(node.ino) is node:
@@ -484,13 +485,18 @@ class Cache:
         """`naming`: the kernel keeps directories locked until we return."""
         status = published = os.fstat(node.fd)
         extent = node.extent
+        # Where writes come to us, so do those through mappings.
+        mapped = node.mapped and not node.cached
         dirty, node.dirty = node.dirty, False
         try:
             if writers_stay and status.st_size and not node.cached:
                 extent, fd = await self._copy(node)
                 published = os.fstat(fd)
                 os.close(fd)
-            inode = await self.store.publish(node.ino, extent, published, status.st_mtime_ns)
+                mapped = False
+            inode = await self.store.publish(
+                node.ino, extent, published, status.st_mtime_ns, mapped=mapped
+            )
         except BaseException:
             node.dirty |= dirty
             if extent != node.extent:

@@ -91,6 +91,8 @@ def main() -> None:
               "store nodes that do not answer before it fails: 30, 90s, 5m  [default: 60s]")  # fmt: skip
 @click.option("--metrics-port", type=int, metavar="PORT", help="With --cluster: serve Prometheus "
               "metrics on this port of loopback.")  # fmt: skip
+@click.option("--verify/--no-verify", default=None, help="With --cluster: check that what is fetched from "
+              "store nodes is what was published  [default: --verify]")  # fmt: skip
 @rdma_options
 @click.option("-f", "--foreground", is_flag=True, help="Stay; Ctrl-C unmounts.")
 @click.option("--log-level", type=click.Choice(_LOG_LEVELS), default="info", show_default=True)
@@ -112,6 +114,7 @@ def mount(
     host: str | None,
     timeout: str | None,
     metrics_port: int | None,
+    verify: bool | None,
     rdma: str | None,
     rdma_device: str | None,
     gid_index: int | None,
@@ -129,6 +132,7 @@ def mount(
         host=host,
         timeout=timeout,
         metrics_port=metrics_port,
+        verify=verify,
         rdma=rdma,
         rdma_device=rdma_device,
         gid_index=gid_index,

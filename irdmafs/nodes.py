@@ -29,7 +29,8 @@ class Node:
     `extent` is what reads are served from; `working` says that it is an allocated extent no version
     names, so that writing it hurts nobody. `fd` is our own descriptor of it, -1 when we need none.
     `cached` tells the mode of the present opens: through us and the page cache, not passthrough.
-    `discarded`: its opener gave the working copy up.
+    `discarded`: its opener gave the working copy up. `mapped`: somebody could map the working copy to
+    write it, and may go on when every descriptor is closed.
     `stamp` is what stat said of the extent when it was last published, `settled` that a later write
     is sure to have moved its times.
     """
@@ -46,6 +47,7 @@ class Node:
         "ino",
         "lock",
         "lookups",
+        "mapped",
         "mtime_ns",
         "name",
         "opens",
@@ -72,6 +74,7 @@ class Node:
         self.working = False
         self.dirty = False
         self.discarded = False
+        self.mapped = False
         self.pinned = 0
         self.stamp: tuple[int, int] | None = None
         self.settled = False
@@ -200,6 +203,7 @@ class NodeTable:
         node.opens += 1
         if handle.writing:
             node.writers += 1
+            node.mapped |= flags & os.O_ACCMODE == os.O_RDWR
         return handle
 
     def close(self, fh: int) -> Handle:

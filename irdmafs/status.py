@@ -82,6 +82,11 @@ def _cluster_warnings(cluster: Mapping[str, Any]) -> list[str]:
             "no store node is up: nothing can be published, and only what is cached here can be read "
             "(irdmafs cluster status)"
         )
+    if wrong := cluster.get("wrong_fetches", 0):
+        warnings.append(
+            f"{wrong} fetches brought other bytes than were published, and were dropped: the log says from "
+            "which store nodes"
+        )
     return warnings
 
 
@@ -298,7 +303,11 @@ def _cluster_rows(cluster: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{human_bytes(cluster.get('cache_limit_bytes'))}; {opens}, "
             f"{_count(cluster.get('cache_misses'))} fetched",
         ),
-        ("fetched", human_bytes(cluster.get("fetched_bytes"))),
+        (
+            "fetched",
+            f"{human_bytes(cluster.get('fetched_bytes'))}, "
+            f"{human_bytes(cluster.get('checked_bytes'))} of it checked",
+        ),
         ("published", human_bytes(cluster.get("published_bytes"))),
         ("directories followed", _count(cluster.get("followed"))),
     ]

@@ -787,3 +787,18 @@ def test_no_safetensors_file_breaks_the_reader(store: client.Store, data: bytes)
     # numpy has no elements of less than a byte; otherwise what one reads, so does the other.
     if not any(code in data for code in (b"F4", b"F6_")):
         assert ours == theirs
+
+
+def test_torch_is_not_imported_before_a_tensor_is_asked_for(tmp_path: Path) -> None:
+    np.save(tmp_path / "array.npy", np.ones(3))
+    program = (
+        "import sys; from irdmafs import client; store = client.open(sys.argv[1]); "
+        "store['array']; store.state_dict(); assert 'torch' not in sys.modules; "
+        "sys.modules['torch'] = None\n"
+        "try: store.to_device('array', 'cpu')\n"
+        "except ImportError as error: assert 'irdmafs[torch]' in str(error)\n"
+        "else: raise AssertionError"
+    )
+    subprocess.run(
+        [sys.executable, "-c", program, os.fspath(tmp_path)], check=True, timeout=60, cwd="/"
+    )

@@ -3,6 +3,10 @@
 A large content is streamed into a file, stripe by stripe, from a member of each stripe's group. Small
 ones come inside control messages: what is asked for while an answer is on its way goes out together
 with the next question, and a directory whose files are opened one after the other is read ahead.
+
+Before a content may be opened its bytes are compared with the digests that its version's record has;
+replicas that do not have them are passed over. Ranges of files that are too large to be kept here are
+not checked: a stripe's digest is that of the whole stripe.
 """
 
 import errno
@@ -13,6 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 
 import trio
 
+from ..digest import Digests, digest_of, digest_of_bytes
 from ..namespace import Inode, fail
 from ..records import Layout
 from ..transport import Distrusted, Extent
@@ -33,11 +38,19 @@ class Gone(Exception):
     """No member of the group keeps the content any more: a newer version is current."""
 
 
+class Wrong(OSError):
+    """Every replica of a content has other bytes than were published."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(errno.EIO, text)
+
+
 class _Batch:
     """Small contents that are asked of one node in one message."""
 
     def __init__(self) -> None:
-        self.wanted: dict[Extent, int] = {}
+        self.wanted: dict[Extent, Inode] = {}
+        self.wrong: set[Extent] = set()
         self.data: dict[Extent, bytes | None] = {}
         self.error: OSError | None = None
         self.asked = False
@@ -47,14 +60,16 @@ class _Batch:
     def is_full(self) -> bool:
         return len(self.wanted) >= _BATCH_EXTENTS or self.size >= _BATCH_BYTES
 
-    def add(self, extent: Extent, size: int) -> None:
+    def add(self, inode: Inode) -> None:
+        extent = Extent(inode.extent, 0)
         if extent not in self.wanted:
-            self.wanted[extent] = size
-            self.size += size
+            self.wanted[extent] = inode
+            self.size += inode.size
 
 
 class Fetcher:
-    """`pins` are the contents that must stay on this host."""
+    """`pins` are the contents that must stay on this host. With `verify`, what has digests is checked;
+    `describe` gives an inode's path for messages."""
 
     def __init__(
         self,
@@ -63,23 +78,29 @@ class Fetcher:
         cluster: Cluster,
         *,
         salt: int,
+        verify: bool,
+        describe: Callable[[int], str],
     ) -> None:
         self._contents = contents
         self._pins = pins
         self._cluster = cluster
         self._salt = salt
+        self._verify = verify
+        self._describe = describe
         self._running: dict[int, trio.Event] = {}
         self._next_batch: dict[int, _Batch] = {}
         self._asking: dict[int, trio.Lock] = {}
         self.fetched_files = 0
         self.fetched_bytes = 0
+        self.checked_bytes = 0
+        self.wrong = 0
         self.borrowed = 0
 
     async def fetch(self, inode: Inode, ahead: Callable[[], Iterable[Inode]] | None = None) -> None:
         """Bring the inode's current content to this host, once however many ask for it.
 
         `ahead` gives inodes that will be wanted soon. Returns without it when there is no room to keep
-        it here. Raises Gone, or OSError (ETIMEDOUT: no member answers).
+        it here. Raises Gone, Wrong, or OSError (ETIMEDOUT: no member answers).
         """
         content, size = inode.extent, inode.size
         while (running := self._running.get(content)) is not None:
@@ -95,7 +116,7 @@ class Fetcher:
             if size <= self._cluster.small_bytes:
                 await self._fetch_small(inode, ahead)
             else:
-                await self._fetch_large(content, inode.layout, size)
+                await self._fetch_large(inode)
             self.fetched_files += 1
             self.fetched_bytes += size
         except OSError as error:
@@ -119,7 +140,7 @@ class Fetcher:
                 stripe = (offset + done) // step
                 start = (offset + done) - stripe * step
                 length = min(size - done, step - start)
-                await self._read(content, layout, stripe, start, buffer, done, length)
+                await self._read(inode, content, stripe, start, buffer, done, length, set())
                 done += length
             return os.pread(buffer, size, 0)
         except Gone:
@@ -153,19 +174,25 @@ class Fetcher:
         return False
 
     async def _from_any(
-        self, group: int, content: int, take: Callable[[int], Awaitable[None]]
-    ) -> None:
-        """Take something from one member of a group after the other until one has it."""
+        self,
+        group: int,
+        content: int,
+        ino: int,
+        wrong: set[int],
+        take: Callable[[int], Awaitable[None]],
+    ) -> int:
+        """Take something from one member of a group after the other, but for those whose bytes were
+        `wrong`, until one has it; returns which."""
         deadline = time.monotonic() + self._cluster.timeout_s
         told: set[int] = set()
         while True:
             absent = 0
             refusals: list[Distrusted] = []
-            sources = self._sources(group, content)
+            sources = [node for node in self._sources(group, content) if node not in wrong]
             for node in sources:
                 try:
                     await take(node)
-                    return
+                    return node
                 except FileNotFoundError:
                     absent += 1
                 except OSError as error:
@@ -178,11 +205,15 @@ class Fetcher:
                         log.info("content %x: %s; trying another replica", content, error)
             if sources and len(refusals) == len(sources):
                 raise refusals[0]
+            found = self._cluster.groups.get(group)
+            wanted = found[0].in_sync if found else ()
+            if wrong and (wrong.issuperset(wanted) or (sources and absent == len(sources))):
+                raise self._all_wrong(ino, wrong)
             if sources and absent == len(sources):
                 raise Gone
             if time.monotonic() > deadline:
-                found = self._cluster.groups.get(group)
-                wanted = found[0].in_sync if found else ()
+                if wrong:
+                    raise self._all_wrong(ino, wrong)
                 raise OSError(
                     errno.ETIMEDOUT,
                     f"no replica could be read for {self._cluster.timeout_s:g} s: store nodes "
@@ -192,18 +223,43 @@ class Fetcher:
             with trio.move_on_after(_LOOK_AGAIN_S):
                 await self._cluster.members.changed()
 
+    def _all_wrong(self, ino: int, nodes: set[int]) -> Wrong:
+        return Wrong(
+            f"{self._describe(ino)} cannot be read: no replica has the bytes that were published, store "
+            f"nodes {', '.join(f'{node:x}' for node in sorted(nodes))} have others; publish it again"
+        )
+
+    def _report_wrong(self, inode: Inode, nodes: Iterable[int], where: str = "") -> None:
+        self.wrong += 1
+        log.warning(
+            "%s: store node %s sent other bytes%s than were published as version %d: they are dropped",
+            self._describe(inode.ino),
+            " or ".join(f"{node:x}" for node in sorted(nodes)),
+            where,
+            inode.version,
+        )
+
     # -- large -----------------------------------------------------------------------------------
 
-    async def _fetch_large(self, content: int, layout: Layout, size: int) -> None:
+    async def _fetch_large(self, inode: Inode) -> None:
+        content, size = inode.extent, inode.size
+        stripes = inode.layout.stripes(size)
+        digests = Digests(inode.digests, stripes)
         # Not at once: room for a large file is not found in an instant where pages are small.
         fd = await trio.to_thread.run_sync(self._contents.make, content, size)
 
+        async def read_part(part: int) -> None:
+            await self._read_checked(inode, digests, part, fd)
+
         async def read_one(stripe: int) -> None:
-            offset, length = layout.span(size, stripe)
-            await self._read(content, layout, stripe, 0, fd, offset, length)
+            offset, length = inode.layout.span(size, stripe)
+            await self._read(inode, content, stripe, 0, fd, offset, length, set())
 
         try:
-            await for_each_stripe(layout.stripes(size), read_one)
+            if self._verify and digests.are_there:
+                await for_each_stripe(digests.parts, read_part)
+            else:
+                await for_each_stripe(stripes, read_one)
         except BaseExceptionGroup as group:
             self._contents.give_up(content)
             if group.subgroup(Gone) is not None:
@@ -217,44 +273,82 @@ class Fetcher:
         self._contents.admit(content)
         self._contents.keep(content, size)
 
+    async def _read_checked(self, inode: Inode, digests: Digests, part: int, fd: int) -> None:
+        """Read the stripes of a part until they are what was published. Raises Wrong.
+
+        Where a part has several, it cannot be told whose bytes are wrong: all are taken elsewhere."""
+        stripes = digests.stripes_of(part)
+        wrong: list[set[int]] = [set() for _ in stripes]
+        while True:
+            nodes, found = [], []
+            for stripe, passed_over in zip(stripes, wrong, strict=True):
+                offset, length = inode.layout.span(inode.size, stripe)
+                nodes.append(
+                    await self._read(
+                        inode, inode.extent, stripe, 0, fd, offset, length, passed_over
+                    )
+                )
+                found.append(await digest_of(fd, offset, length))
+            if digests.match(part, found):
+                self.checked_bytes += sum(
+                    inode.layout.span(inode.size, stripe)[1] for stripe in stripes
+                )
+                return
+            first, _ = inode.layout.span(inode.size, stripes[0])
+            offset, length = inode.layout.span(inode.size, stripes[-1])
+            self._report_wrong(inode, set(nodes), f" at {first} to {offset + length}")
+            for passed_over, node in zip(wrong, nodes, strict=True):
+                passed_over.add(node)
+
     async def _read(
         self,
+        inode: Inode,
         content: int,
-        layout: Layout,
         stripe: int,
         start: int,
         fd: int,
         offset: int,
         length: int,
-    ) -> None:
+        wrong: set[int],
+    ) -> int:
+        """Returns the node that it came from, none of those whose bytes were `wrong` before."""
+
         async def take(node: int) -> None:
             device = self._cluster.peers.device(node)
             await device.read(Extent(content, stripe), start, fd, offset, length)
 
-        await self._from_any(self._cluster.group(layout, stripe), content, take)
+        group = self._cluster.group(inode.layout, stripe)
+        return await self._from_any(group, content, inode.ino, wrong, take)
 
     # -- small -----------------------------------------------------------------------------------
 
     async def _fetch_small(self, inode: Inode, ahead: Callable[[], Iterable[Inode]] | None) -> None:
         extent = Extent(inode.extent, 0)
+        wrong: set[int] = set()
 
         async def take(node: int) -> None:
             batch = self._next_batch.get(node)
             if batch is None or batch.is_full:
                 batch = self._next_batch[node] = _Batch()
-            batch.add(extent, inode.size)
+            batch.add(inode)
             if ahead is not None:
                 for other in self._small_ones(ahead(), node):
                     if batch.is_full:
                         break
-                    batch.add(Extent(other.extent, 0), other.size)
+                    batch.add(other)
             await self._answered(node, batch)
             if batch.error is not None:
                 raise batch.error
-            if batch.data.get(extent) is None and not self._contents.has(inode.extent):
+            if self._contents.has(inode.extent):
+                return
+            if extent in batch.wrong:
+                wrong.add(node)
+                raise fail(errno.EIO)
+            if batch.data.get(extent) is None:
                 raise fail(errno.ENOENT)
 
-        await self._from_any(self._cluster.group(inode.layout, 0), inode.extent, take)
+        group = self._cluster.group(inode.layout, 0)
+        await self._from_any(group, inode.extent, inode.ino, wrong, take)
 
     def _small_ones(self, inodes: Iterable[Inode], node: int) -> Iterator[Inode]:
         """Those that this node can give along with what it is asked for."""
@@ -286,8 +380,22 @@ class Fetcher:
             return
         for extent, data in zip(wanted, answers, strict=True):
             batch.data[extent] = data
-            if data is not None and not self._contents.has(extent.content):
+            if data is None or self._contents.has(extent.content):
+                continue
+            if self._is_right(batch.wanted[extent], data):
                 self._store_small(extent.content, data)
+            else:
+                batch.wrong.add(extent)
+                self._report_wrong(batch.wanted[extent], [node])
+
+    def _is_right(self, inode: Inode, data: bytes) -> bool:
+        digests = Digests(inode.digests, 1)
+        if not (self._verify and digests.are_there):
+            return True
+        if not digests.match(0, [digest_of_bytes(data)]):
+            return False
+        self.checked_bytes += len(data)
+        return True
 
     def _store_small(self, content: int, data: bytes) -> None:
         if not self._contents.make_room(len(data), self._pins):

@@ -40,7 +40,7 @@ from ..transport.verbs.rdma import Rdma
 from ..unwrap import first_error, only_error
 from .cluster import Cluster
 from .contents import Contents
-from .fetcher import Fetcher, Gone
+from .fetcher import Fetcher, Gone, Wrong
 from .leases import Leases, Transactions
 from .prefetch import Prefetcher
 from .readahead import ReadAhead
@@ -208,7 +208,10 @@ class RemoteStore(Pinned):
             self.replica, self.groups, self.members, self.peers,
             small_bytes=self.config.mount.small_file, timeout_s=self.timeout_s,
         )  # fmt: skip
-        self.fetcher = Fetcher(self.contents, self._pins, self.cluster, salt=self.session.number)
+        self.fetcher = Fetcher(
+            self.contents, self._pins, self.cluster, salt=self.session.number,
+            verify=self.config.mount.verify, describe=self.namespace.describe,
+        )  # fmt: skip
         self.ahead = ReadAhead(self.namespace)
         self.prefetcher = Prefetcher(self.namespace, self._nursery, self.bring)
         self.members.node_changed.append(self._node_changed)
@@ -324,6 +327,12 @@ class RemoteStore(Pinned):
                     # Those who should have it do not: they are about to find that out, too.
                     await trio.sleep(_LOOK_AGAIN_S)
                 continue
+            except Wrong:
+                await self.replica.barrier()
+                current = self.namespace.inodes.get(ino)
+                if current is None or current.extent == inode.extent:
+                    raise
+                continue
             if self.contents.has(inode.extent):
                 if inode.extent in self._pinned_afar:
                     self._nursery.start_soon(self._unpin_afar, inode.extent)
@@ -414,7 +423,15 @@ class RemoteStore(Pinned):
             return self.contents.allocate_in(f"{store}/incoming")
         return self.contents.allocate()
 
-    async def publish(self, ino: int, extent: int, status: os.stat_result, mtime_ns: int) -> Inode:
+    async def publish(
+        self,
+        ino: int,
+        extent: int,
+        status: os.stat_result,
+        mtime_ns: int,
+        *,
+        mapped: bool = False,
+    ) -> Inode:
         size = status.st_size
         layout = self._layout_of(self.namespace.inode(ino))
         if not size:
@@ -437,6 +454,8 @@ class RemoteStore(Pinned):
                         fd,
                         size,
                         self.contents.adoptable(extent) if layout.stripes(size) == 1 else "",
+                        verify=self.config.mount.verify,
+                        mapped=mapped,
                     )
                 self._used.add(extent)
                 try:
@@ -478,7 +497,8 @@ class RemoteStore(Pinned):
         with trio.CancelScope(shield=True):
             inode = await self.namespace.publish(
                 ino, content, status.st_size, status.st_blocks, mtime_ns,
-                layout=layout, guards=guards,
+                layout=layout, digests=transfer.digests if transfer is not None else b"",
+                guards=guards,
             )  # fmt: skip
         self.publishes += 1
         self._untold_bytes += status.st_size
@@ -600,6 +620,8 @@ class RemoteStore(Pinned):
         counters.cache_bytes = contents.kept_bytes
         counters.cache_limit_bytes = contents.limit_bytes
         counters.fetched_bytes = self.fetcher.fetched_bytes
+        counters.checked_bytes = self.fetcher.checked_bytes
+        counters.wrong_fetches = self.fetcher.wrong
         counters.prefetched_bytes = self.prefetcher.fetched_bytes
         counters.published_bytes = self.published_bytes
         counters.barriers = self.replica.barriers
@@ -630,6 +652,9 @@ class RemoteStore(Pinned):
                 "cache_evictions": self.contents.evictions,
                 "fetched_files": self.fetcher.fetched_files,
                 "fetched_bytes": self.fetcher.fetched_bytes,
+                "verify": self.config.mount.verify,
+                "checked_bytes": self.fetcher.checked_bytes,
+                "wrong_fetches": self.fetcher.wrong,
                 "borrowed": self.fetcher.borrowed,
                 "publishes": self.publishes,
                 "published_bytes": self.published_bytes,

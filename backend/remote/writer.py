@@ -12,6 +12,7 @@ import time
 
 import trio
 
+from ..digest import digest_of, fold
 from ..groups import has_still
 from ..kv import Compare
 from ..records import GroupConfig, Layout, group_key
@@ -28,7 +29,8 @@ _FULL_S = 5.0
 
 class Transfer:
     """One content on its way. `adoptable` names the file in the incoming directory of the store node
-    on this host, which takes it over."""
+    on this host, which takes it over. With `verify` its digests are computed while it is sent. `mapped`:
+    it may be changed meanwhile without a trace."""
 
     def __init__(
         self,
@@ -38,6 +40,9 @@ class Transfer:
         fd: int,
         size: int,
         adoptable: str = "",
+        *,
+        verify: bool = False,
+        mapped: bool = False,
     ) -> None:
         self._cluster = cluster
         self._content = content
@@ -48,6 +53,12 @@ class Transfer:
         # Per stripe: which nodes have it, and the configuration under which that is known.
         self._acknowledged: dict[int, dict[int, GroupConfig]] = {}
         self._guards: dict[bytes, int] = {}
+        # What a node takes over is the very file that the program may have mapped.
+        self._wants_digests = verify and not (mapped and adoptable)
+        self._mapped = mapped
+        self._stamp: tuple[int, int] | None = None
+        # For the version's record, once `complete` has returned.
+        self.digests = b""
 
     async def complete(self) -> list[Compare]:
         """Send what is missing under the present configurations, and return what to compare.
@@ -56,11 +67,52 @@ class Transfer:
         no reachable members for too long.
         """
         self._guards.clear()
+        hashing = self._wants_digests and not self.digests
+        if hashing:
+            self._stamp = self._present_stamp()
         try:
-            await for_each_stripe(self._layout.stripes(self._size), self._bring)
+            if hashing and not self._mapped and self._size > self._cluster.small_bytes:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._hash)
+                    nursery.start_soon(self._bring_all)
+            else:
+                if hashing:
+                    await self._hash()
+                await self._bring_all()
         except BaseExceptionGroup as group:
             raise first_error(group) from group
+        if self.digests and not await self._stayed():
+            log.info(
+                "content %x was written on while it was sent: it is not checked", self._content
+            )
+            self._wants_digests, self.digests = False, b""
         return list(self._guards.items())
+
+    async def _bring_all(self) -> None:
+        await for_each_stripe(self._layout.stripes(self._size), self._bring)
+
+    # -- digests ---------------------------------------------------------------------------------
+
+    def _present_stamp(self) -> tuple[int, int]:
+        status = os.fstat(self._fd)
+        return status.st_size, status.st_mtime_ns
+
+    async def _hash(self) -> None:
+        self.digests = await self._present_digests()
+
+    async def _present_digests(self) -> bytes:
+        stripes = range(self._layout.stripes(self._size))
+        spans = [self._layout.span(self._size, stripe) for stripe in stripes]
+        return fold([await digest_of(self._fd, *span) for span in spans])
+
+    async def _stayed(self) -> bool:
+        """Whether what was sent is what was hashed. A file that was written on meanwhile is on the nodes
+        as it was at some moments: it goes without digests, which would make it unreadable."""
+        if self._present_stamp() != self._stamp:
+            return False
+        return not self._mapped or await self._present_digests() == self.digests
+
+    # -- sending ---------------------------------------------------------------------------------
 
     async def _bring(self, stripe: int) -> None:
         cluster = self._cluster

@@ -70,6 +70,13 @@ class Value:
         dtype = self.array.dtype
         return _CODE_OF_DTYPE.get(dtype.newbyteorder("<")) if dtype.names is None else None
 
+    @property
+    def shown(self) -> Array:
+        """The array as programs get it: of the extension type, if there is one here."""
+        if self.extension is None:
+            return self.array
+        return self.array.view(extension_dtype(self.extension))
+
 
 def bits_of(extension: str) -> DType | None:
     """The integer type that holds the bits of an extension type; None for an unknown name."""
@@ -94,20 +101,21 @@ def extension_dtype(extension: str) -> DType:
     return found
 
 
-def dtype_of_code(code: str) -> DType:
-    """The numpy type of a safetensors code. Raises KeyError for one that numpy cannot index,
-    such as the packed 4- and 6-bit floats."""
-    if code in _EXTENSION_CODES:
-        return extension_dtype(_EXTENSION_CODES[code])
-    return _DTYPE_OF_CODE[code]
+def dtype_of_code(code: str) -> tuple[DType, str | None]:
+    """The numpy type of a safetensors code, and the extension type whose bits it holds, if any. Raises
+    KeyError for one that numpy cannot index, such as the packed 4- and 6-bit floats."""
+    extension = _EXTENSION_CODES.get(code)
+    bits = None if extension is None else bits_of(extension)
+    return (_DTYPE_OF_CODE[code], None) if bits is None else (bits, extension)
 
 
-def dtype_of_name(name: str) -> DType:
-    """The type that ``float32``, ``<f4`` or ``bfloat16`` names.
+def dtype_of_name(name: str) -> tuple[DType, str | None]:
+    """The type that ``float32``, ``<f4`` or ``bfloat16`` names, in two parts as for dtype_of_code().
 
     Raises whatever numpy raises for text that names no type (TypeError, ValueError, SyntaxError).
     """
-    return np.dtype(name) if bits_of(name) is None else extension_dtype(name)
+    bits = bits_of(name)
+    return (np.dtype(name), None) if bits is None else (bits, name)
 
 
 def value_of(source: object) -> Value:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.lib import format as npy_format
 
-from ._dtypes import Array, DType, Value, bits_of, buffers, extension_dtype, size_bytes
+from ._dtypes import Array, DType, Value, bits_of, buffers, size_bytes
 from ._errors import FormatError
 from ._files import Mapping, open_to_read, read_at, view
 
@@ -65,7 +65,7 @@ def _encode_header(descr: object, fortran_order: bool, shape: tuple[int, ...]) -
     return _MAGIC + bytes((version, 0)) + struct.pack(length_format, len(data)) + data
 
 
-def load(path: str) -> Array | None:
+def load(path: str) -> Value | None:
     """Map the array in a file; None for an empty file, which nothing was published to yet.
 
     Raises FileNotFoundError, other OSErrors, and FormatError.
@@ -88,7 +88,7 @@ def load(path: str) -> Array | None:
             raise FormatError(path, defect)
         data = Mapping(path, fd, size).bytes if data_bytes else None
     array = view(path, data, dtype, shape, data_start, "F" if fortran_order else "C")
-    return _decode_extension(array)
+    return _value(array)
 
 
 def _measure(path: str, head: bytes, size: int) -> tuple[int, str]:
@@ -146,11 +146,11 @@ def _shown(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _decode_extension(array: Array) -> Array:
+def _value(array: Array) -> Value:
     names = array.dtype.names
     if names is None or len(names) != 1:
-        return array
+        return Value(array)
     bits = bits_of(names[0])
     if bits is None or array.dtype[0] != bits:
-        return array
-    return array.view(extension_dtype(names[0]))
+        return Value(array)
+    return Value(array.view(bits), names[0])

@@ -40,9 +40,11 @@ _decode_metadata = msgspec.json.Decoder(dict[str, str] | None).decode
 
 
 class Tensor(NamedTuple):
-    """Where a tensor lies; ``offset`` in bytes from the beginning of the file."""
+    """Where a tensor lies; ``offset`` in bytes from the beginning of the file. ``extension`` is the
+    type whose bits ``dtype`` holds, if that is no type of numpy's."""
 
     dtype: DType
+    extension: str | None
     shape: tuple[int, ...]
     offset: int
 
@@ -55,10 +57,11 @@ class Header:
     metadata: dict[str, str]
     has_data: bool
 
-    def array(self, path: str, data: Array | None, name: str) -> Array:
+    def value(self, path: str, data: Array | None, name: str) -> Value:
         """The tensor ``name`` in the file's mapped bytes. Raises KeyError and FormatError."""
         tensor = self.tensors[name]
-        return view(path, data, tensor.dtype, tensor.shape, tensor.offset)
+        array = view(path, data, tensor.dtype, tensor.shape, tensor.offset)
+        return Value(array, tensor.extension)
 
 
 def header_size(path: str, first: bytes, size: int) -> int:
@@ -86,8 +89,8 @@ def parse_header(path: str, text: bytes, size: int) -> Header:
     tensors = {}
     ranges = []
     for name, raw in fields.items():
-        dtype, shape, first, end = _parse_entry(path, name, raw)
-        tensors[name] = Tensor(dtype, shape, data_start + first)
+        dtype, extension, shape, first, end = _parse_entry(path, name, raw)
+        tensors[name] = Tensor(dtype, extension, shape, data_start + first)
         ranges.append((first, end, name))
     # As the reference implementation does: every byte of data belongs to exactly one tensor.
     position = 0
@@ -102,13 +105,15 @@ def parse_header(path: str, text: bytes, size: int) -> Header:
     return Header(tensors, metadata, position > 0)
 
 
-def _parse_entry(path: str, name: str, raw: msgspec.Raw) -> tuple[DType, tuple[int, ...], int, int]:
+def _parse_entry(
+    path: str, name: str, raw: msgspec.Raw
+) -> tuple[DType, str | None, tuple[int, ...], int, int]:
     try:
         entry = _decode_entry(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(path, f"tensor {name!r}: {error}") from None
     try:
-        dtype = dtype_of_code(entry.dtype)
+        dtype, extension = dtype_of_code(entry.dtype)
     except KeyError:
         raise FormatError(path, f"tensor {name!r} has the unknown dtype {entry.dtype!r}") from None
     shape = tuple(entry.shape)
@@ -121,7 +126,7 @@ def _parse_entry(path: str, name: str, raw: msgspec.Raw) -> tuple[DType, tuple[i
     if end - first != needed:
         defect = f"tensor {name!r} takes {needed} bytes, its offsets span {end - first}"
         raise FormatError(path, defect)
-    return dtype, shape, first, end
+    return dtype, extension, shape, first, end
 
 
 def encode(values: Mapping[str, Value], metadata: Mapping[str, str] | None) -> Iterator[memoryview]:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import stat
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, overload
 
-from . import _files, _npy, _safetensors
-from ._dtypes import Array, Value, dtype_of_name, size_bytes, value_of
+from . import _device, _files, _npy, _raw, _safetensors
+from ._dtypes import Array, Value, value_of
 from ._errors import FormatError
 from ._names import (
     DTYPE_XATTR,
     NPY,
     SAFETENSORS,
-    SHAPE_XATTR,
     Kind,
     check_name,
     is_addressable,
@@ -88,37 +86,63 @@ class Store(MutableMapping[str, Array]):
 
     def __getitem__(self, name: str) -> Array:
         """Map the array ``name``: read-only, without copying it."""
-        file, tensor = split_name(name)
-        array: Array | None
-        try:
-            if tensor is not None:
-                array = self._load_tensors(file, [tensor]).get(tensor)
-            else:
-                array = self._load_array(file)
-        except FileNotFoundError:
-            array = None
-        if array is None:
-            raise KeyError(name)
-        return array
+        return self._load(name).shown
 
-    def state_dict(self, name: str = "") -> dict[str, Array]:
+    def to_device(self, name: str, device: object = "cuda") -> Any:
+        """The array ``name`` as a torch tensor in a device's memory ("cpu", "cuda", "cuda:1", a
+        torch.device), its own and writable. Raises ImportError without torch, TypeError for elements
+        that torch has no type for."""
+        return _device.to_device({name: self._load(name)}, device)[name]
+
+    @overload
+    def state_dict(self, name: str = "", *, device: None = None) -> dict[str, Array]: ...
+    @overload
+    def state_dict(self, name: str = "", *, device: object) -> dict[str, Any]: ...
+    def state_dict(self, name: str = "", *, device: object = None) -> dict[str, Any]:
         """The tensors of a .safetensors file by their own names, or every array under a directory
         ("" is the whole store) by its name from there. Arrays of one file are of one version.
+        With ``device``, torch tensors as of to_device(); small ones of a file share their memory.
 
         Raises KeyError where there is neither.
         """
+        found: dict[str, Any] = {}
+        for values in self._files_of(name):
+            if device is not None:
+                found |= _device.to_device(values, device)
+            else:
+                found |= {key: value.shown for key, value in values.items()}
+        return found
+
+    def _load(self, name: str) -> Value:
+        file, tensor = split_name(name)
+        value: Value | None
+        try:
+            if tensor is not None:
+                value = self._load_tensors(file, [tensor]).get(tensor)
+            else:
+                value = self._load_array(file)
+        except FileNotFoundError:
+            value = None
+        if value is None:
+            raise KeyError(name)
+        return value
+
+    def _files_of(self, name: str) -> Iterator[dict[str, Value]]:
+        """What state_dict() has, file by file."""
         if not name:
-            return dict(self._load_tree(""))
+            yield from self._load_tree("")
+            return
         check_name(name)
         try:
             if name.endswith(SAFETENSORS):
-                return self._load_tensors(name, None)
+                yield self._load_tensors(name, None)
+                return
             is_directory = stat.S_ISDIR(os.stat(self._path(name)).st_mode)
         except (FileNotFoundError, NotADirectoryError):
             is_directory = False
         if not is_directory:
             raise KeyError(name)
-        return dict(self._load_tree(name))
+        yield from self._load_tree(name)
 
     def metadata(self, name: str) -> dict[str, str]:
         """The text that a .safetensors file carries beside its tensors. Raises KeyError."""
@@ -289,51 +313,26 @@ class Store(MutableMapping[str, Array]):
             return None
         return path if raw else None
 
-    def _load_array(self, file: str) -> Array | None:
+    def _load_array(self, file: str) -> Value | None:
         try:
             return _npy.load(self._path(file + NPY))
         except FileNotFoundError:
-            return self._load_raw(file)
+            return _raw.load(self._path(file))
 
-    def _load_raw(self, file: str) -> Array | None:
-        """Map a file of bare bytes whose attributes tell type and shape; None without them."""
-        path = self._path(file)
-        with _files.open_to_read(path) as (fd, status):
-            size = status.st_size
-            dtype_text = _files.read_xattr(fd, DTYPE_XATTR)
-            if dtype_text is None or path.endswith((NPY, SAFETENSORS)):
-                return None
-            shape_text = _files.read_xattr(fd, SHAPE_XATTR)
-            try:
-                dtype = dtype_of_name(dtype_text.decode("ascii"))
-            except Exception:
-                # numpy raises almost anything for text that only looks like a type.
-                raise FormatError(path, f"{DTYPE_XATTR} names no type: {dtype_text!r}") from None
-            if dtype.hasobject:
-                raise FormatError(path, f"{DTYPE_XATTR} names Python objects: {dtype_text!r}")
-            shape = _parse_shape(path, shape_text)
-            if size_bytes(dtype, shape) != size:
-                defect = (
-                    f"its attributes announce {size_bytes(dtype, shape)} bytes, {size} are there"
-                )
-                raise FormatError(path, defect)
-            data = _files.Mapping(path, fd, size).bytes if size else None
-        return _files.view(path, data, dtype, shape, 0)
-
-    def _load_tree(self, prefix: str) -> Iterator[tuple[str, Array]]:
+    def _load_tree(self, prefix: str) -> Iterator[dict[str, Value]]:
         for file, kind in sorted(walk(self._path(""), prefix), key=lambda item: item[0]):
             name = file.removeprefix(f"{prefix}/") if prefix else file
             try:
                 if kind is Kind.SAFETENSORS:
-                    for tensor, array in self._load_tensors(file, None).items():
-                        yield f"{name}/{tensor}", array
+                    tensors = self._load_tensors(file, None)
+                    yield {f"{name}/{tensor}": value for tensor, value in tensors.items()}
                 elif (found := self._load_array(file.removesuffix(NPY))) is not None:
-                    yield name.removesuffix(NPY), found
+                    yield {name.removesuffix(NPY): found}
             except FileNotFoundError:
                 # Removed since the directory was read.
                 continue
 
-    def _load_tensors(self, file: str, names: Iterable[str] | None) -> dict[str, Array]:
+    def _load_tensors(self, file: str, names: Iterable[str] | None) -> dict[str, Value]:
         """Map those of ``names`` (None: all) that a .safetensors file has.
 
         Raises FileNotFoundError, also for an empty file.
@@ -348,7 +347,7 @@ class Store(MutableMapping[str, Array]):
         header = parsed.header
         data = None if mapping is None else mapping.bytes
         wanted = header.tensors if names is None else header.tensors.keys() & names
-        return {name: header.array(path, data, name) for name in wanted}
+        return {name: header.value(path, data, name) for name in wanted}
 
     def _parse(self, path: str, fd: int, status: os.stat_result) -> _Parsed:
         """The header of an open .safetensors file, with the mapping other arrays of it have.
@@ -381,13 +380,3 @@ class Store(MutableMapping[str, Array]):
             self._parsed.move_to_end(path)
             while len(self._parsed) > _HEADERS_MAX:
                 self._parsed.popitem(last=False)
-
-
-def _parse_shape(path: str, text: bytes | None) -> tuple[int, ...]:
-    try:
-        shape: Any = json.loads(text or b"")
-    except (ValueError, RecursionError):
-        shape = None
-    if not isinstance(shape, list) or not all(type(item) is int and item >= 0 for item in shape):
-        raise FormatError(path, f"{SHAPE_XATTR} is not a list of lengths: {text!r}")
-    return tuple(shape)

@@ -1,0 +1,190 @@
+"""Tensors in a device's memory, copied straight out of mapped files.
+
+For CUDA the pages of the mapping are pinned while they are copied, so that the device fetches them itself;
+where they cannot be, the driver copies them through memory of its own. Small tensors that lie side by
+side in a file are copied at once, and are views of one piece of the device's memory. What is mapped is
+one version of the file, which the mapping keeps for as long as the copy takes.
+
+torch is imported when a tensor is asked for, not before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import logging
+import mmap
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ._dtypes import Array, Value
+
+log = logging.getLogger(__name__)
+
+# cudaHostRegisterReadOnly: files are mapped read-only, and without it pinning such pages is refused.
+_READ_ONLY = 0x08
+# To pin less takes longer than to copy it twice.
+_PIN_BYTES_MIN = 4 << 20
+# Larger tensors have memory of their own: each can be freed by itself.
+_SMALL_BYTES = 1 << 20
+_RUN_BYTES_MAX = 32 << 20
+# A run begins at a multiple of this, as the device's memory does, so that what is aligned stays so.
+_ALIGN = 16
+
+# Pages can be pinned once: whoever lets go of them must be sure that nobody else is copying them.
+_pinning = threading.Lock()
+
+
+class _Item(NamedTuple):
+    """A tensor to be copied. `shape` is that of the bytes as they lie; `turned`: its axes are reversed."""
+
+    name: str
+    address: int
+    size: int
+    shape: tuple[int, ...]
+    turned: bool
+    dtype: Any
+
+
+class _Run(NamedTuple):
+    address: int
+    size: int
+    items: list[_Item]
+
+
+def to_device(values: Mapping[str, Value], device: object) -> dict[str, Any]:
+    """torch tensors of these arrays, which lie in mapped files, in memory of their own on a device.
+
+    Returns when all of it is there. Raises ImportError without torch, TypeError for elements that torch
+    has no type for, and what torch raises (no such device, out of memory).
+    """
+    torch = _torch()
+    target = torch.device(device)
+    tensors: dict[str, Any] = dict.fromkeys(values)  # in the order that was asked for
+    items = []
+    for name, value in values.items():
+        array, turned = _in_memory_order(value.array)
+        dtype = _dtype(torch, name, array, value.extension)
+        if array.nbytes == 0:
+            tensors[name] = torch.empty(value.array.shape, dtype=dtype, device=target)
+        elif not array.dtype.isnative or not array.flags.c_contiguous:
+            native = np.array(array, array.dtype.newbyteorder("="), order="C")
+            tensors[name] = _turned(torch.from_numpy(native), turned).to(target)
+        else:
+            items.append(_Item(name, array.ctypes.data, array.nbytes, array.shape, turned, dtype))
+    runs = list(_runs(items))
+    copies = [torch.empty(run.size, dtype=torch.uint8, device=target) for run in runs]
+    with _pinned(torch, target, runs) as is_pinned:
+        for run, copy in zip(runs, copies, strict=True):
+            copy.copy_(_bytes_at(torch, run.address, run.size), non_blocking=is_pinned)
+    for run, copy in zip(runs, copies, strict=True):
+        for item in run.items:
+            start = item.address - run.address
+            flat = copy[start : start + item.size].view(item.dtype)
+            tensors[item.name] = _turned(flat.view(item.shape), item.turned)
+    return tensors
+
+
+def _torch() -> Any:
+    try:
+        return importlib.import_module("torch")
+    except ImportError as error:
+        raise ImportError(
+            "tensors on a device need the Python package torch: pip install 'irdmafs[torch]'"
+        ) from error
+
+
+def _in_memory_order(array: Array) -> tuple[Array, bool]:
+    """The array, or its transpose, whichever lies in C order."""
+    turned = array.flags.f_contiguous and not array.flags.c_contiguous
+    return (array.T if turned else array), turned
+
+
+def _turned(tensor: Any, turned: bool) -> Any:
+    return tensor.permute(*reversed(range(tensor.dim()))) if turned else tensor
+
+
+def _dtype(torch: Any, name: str, array: Array, extension: str | None) -> Any:
+    found = None
+    if extension is not None:
+        found = getattr(torch, extension, None)
+    else:
+        with contextlib.suppress(TypeError):
+            found = torch.from_numpy(np.empty(0, array.dtype.newbyteorder("="))).dtype
+    if found is None:
+        raise TypeError(f"{name!r}: torch has no type for elements of {extension or array.dtype}")
+    return found
+
+
+def _runs(items: Iterable[_Item]) -> Iterator[_Run]:
+    """What is to be copied at once."""
+    run: _Run | None = None
+    for item in sorted(items, key=lambda item: item.address):
+        if item.size > _SMALL_BYTES or item.address % item.dtype.itemsize:
+            yield _Run(item.address, item.size, [item])
+            continue
+        end = item.address + item.size
+        if run is not None:
+            gap = item.address - (run.address + run.size)
+            if 0 <= gap < _ALIGN * 4 and end - run.address <= _RUN_BYTES_MAX:
+                run = _Run(run.address, end - run.address, [*run.items, item])
+                continue
+            yield run
+        start = item.address - item.address % _ALIGN
+        run = _Run(start, end - start, [item])
+    if run is not None:
+        yield run
+
+
+def _bytes_at(torch: Any, address: int, size: int) -> Any:
+    """Not from a read-only array: torch would warn that it cannot keep the tensor from being written."""
+    memory = (ctypes.c_ubyte * size).from_address(address)
+    return torch.from_numpy(np.ctypeslib.as_array(memory))
+
+
+@contextlib.contextmanager
+def _pinned(torch: Any, target: Any, runs: list[_Run]) -> Iterator[bool]:
+    """Copies out of these runs can be left to a CUDA device; they are over when the block has ended.
+    Yields whether the runs are pinned."""
+    if target.type != "cuda" or not runs:
+        yield False
+        return
+    with torch.cuda.device(target):
+        stream = torch.cuda.current_stream()
+        if sum(run.size for run in runs) < _PIN_BYTES_MIN:
+            yield False
+            stream.synchronize()
+            return
+        first = min(run.address for run in runs)
+        end = max(run.address + run.size for run in runs)
+        first -= first % mmap.PAGESIZE
+        with _pinning:
+            cudart = torch.cuda.cudart()
+            why_not = _register(cudart, first, end - first)
+            if why_not:
+                log.warning("%d bytes are copied without pinning: %s", end - first, why_not)
+                _clear_error(torch, target)
+            copied = torch.cuda.Event()
+            try:
+                yield not why_not
+            finally:
+                copied.record(stream)
+                copied.synchronize()
+                if not why_not:
+                    cudart.cudaHostUnregister(first)
+
+
+def _register(cudart: Any, address: int, size: int) -> str:
+    """Pin mapped pages. Returns why it cannot be done, "" if it is."""
+    error = cudart.cudaHostRegister(address, size, _READ_ONLY)
+    return "" if int(error) == 0 else str(cudart.cudaGetErrorString(error))
+
+
+def _clear_error(torch: Any, target: Any) -> None:
+    """The runtime remembers a refusal, and the next kernel that is launched would be blamed for it."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=target)

@@ -1,0 +1,112 @@
+"""What contents are checked by: digests of blocks, stripes and whole records."""
+
+import os
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import trio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from irdmafs.backend import digest
+from irdmafs.backend.digest import Digests, digest_of, digest_of_bytes, fold
+from irdmafs.backend.inode import Inode
+from irdmafs.backend.records import Layout
+from xxhash import xxh3_64
+
+FILE = 0o100644
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_blocks() -> Iterator[None]:
+    """So that little data has many blocks, read in many pieces, by several threads."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digest, "BLOCK_BYTES", 64)
+        patch.setattr(digest, "_BUFFER_BYTES", 24)
+        patch.setattr(digest, "_INLINE_BYTES", 100)
+        yield
+
+
+def in_file(data: bytes) -> int:
+    fd = os.memfd_create("digest")
+    os.pwrite(fd, data, 0)
+    return fd
+
+
+def as_defined(data: bytes) -> bytes:
+    blocks = [data[at : at + 64] for at in range(0, len(data), 64)]
+    return xxh3_64(b"".join(xxh3_64(block).digest() for block in blocks)).digest()
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=1000), st.integers(1, 300), st.binary(max_size=100))
+def test_bytes_have_the_same_digest_wherever_they_lie_and_however_they_are_split(
+    data: bytes, threads: int, before: bytes
+) -> None:
+    fd = in_file(before + data + b"after")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digest, "_THREADS_MAX", threads)
+        patch.setattr(os, "cpu_count", lambda: threads)
+        found = trio.run(digest_of, fd, len(before), len(data))
+    os.close(fd)
+    assert found == as_defined(data) == digest_of_bytes(data)
+
+
+@settings(deadline=None)
+@given(st.binary(min_size=1, max_size=1000), st.data())
+def test_a_changed_byte_is_another_digest(data: bytes, choose: st.DataObject) -> None:
+    at = choose.draw(st.integers(0, len(data) - 1))
+    changed = bytearray(data)
+    changed[at] ^= choose.draw(st.integers(1, 255))
+    assert digest_of_bytes(bytes(changed)) != digest_of_bytes(data)
+
+
+def test_a_file_that_is_cut_off_meanwhile_matches_nothing() -> None:
+    fd = in_file(bytes(500))
+    assert trio.run(digest_of, fd, 0, 600) != digest_of_bytes(bytes(600))
+    os.close(fd)
+
+
+@given(st.lists(st.binary(min_size=8, max_size=8), min_size=1, max_size=300), st.data())
+def test_every_stripe_belongs_to_one_part_and_a_wrong_one_is_found_in_it(
+    stripes: list[bytes], choose: st.DataObject
+) -> None:
+    record = fold(stripes)
+    assert len(record) <= 8 * digest.PARTS_MAX
+    digests = Digests(record, len(stripes))
+    assert digests.are_there
+    covered = [stripe for part in range(digests.parts) for stripe in digests.stripes_of(part)]
+    assert covered == list(range(len(stripes)))
+    wrong = choose.draw(st.integers(0, len(stripes) - 1))
+    sent = [*stripes[:wrong], bytes(byte ^ 1 for byte in stripes[wrong]), *stripes[wrong + 1 :]]
+    for part in range(digests.parts):
+        of_part = digests.stripes_of(part)
+        assert digests.match(part, [stripes[stripe] for stripe in of_part])
+        assert digests.match(part, [sent[stripe] for stripe in of_part]) == (wrong not in of_part)
+
+
+def test_up_to_64_stripes_have_digests_of_their_own() -> None:
+    stripes = [bytes([number] * 8) for number in range(64)]
+    assert fold(stripes) == b"".join(stripes)
+    assert Digests(fold(stripes), 64).parts == 64
+
+
+def test_a_record_without_digests_is_of_a_content_that_cannot_be_checked() -> None:
+    assert not Digests(b"", 1).are_there
+
+
+def test_an_inode_keeps_its_digests() -> None:
+    inode = Inode(7, FILE, 0, 0, 1)
+    inode.layout, inode.digests = Layout(2, 0, 5), bytes(range(8))
+    assert Inode.decode(7, inode.encode(), 3).digests == bytes(range(8))
+    assert inode.copy().digests == bytes(range(8))
+
+
+def test_a_record_from_before_there_were_digests_is_read_and_written_as_it_was() -> None:
+    inode = Inode(7, FILE, 0, 0, 1)
+    inode.layout = Layout(2, 0, 5)
+    old = inode.encode()
+    assert len(msgspec.msgpack.decode(old)) == 15
+    found = Inode.decode(7, old, 3)
+    assert found.digests == b"" and found.layout == inode.layout
+    assert found.encode() == old

@@ -1,0 +1,194 @@
+"""What a reader gets is what the writer published, whatever a store node or the way from it does to it."""
+
+import errno
+import itertools
+import mmap
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trio
+from cluster import MIB, Cluster, ClusterMount, Plan, StoreNode
+from irdmafs.backend.digest import digest_of_bytes
+from irdmafs.backend.records import GroupConfig, Layout
+from irdmafs.backend.remote.writer import Transfer
+from patterns import pattern
+
+from irdmafs import mounting
+from irdmafs.status import report
+
+# In a message, in a stream, in three stripes.
+SIZES = [1000, 300_000, 2 * MIB + 500_000]
+# So many that each of two nodes is the first to be asked for some of them.
+FILES = 20
+
+_contents = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(Plan(nodes=2, mounts=2)) as made:
+        yield made
+
+
+@pytest.fixture
+def folder(cluster: Cluster, request: pytest.FixtureRequest) -> str:
+    """A directory of this test's own, whose files have stripes of 1 MiB."""
+    name = "".join(c if c.isalnum() else "_" for c in request.node.name)
+    (cluster.mounts[0].path / name).mkdir()
+    os.setxattr(cluster.mounts[0].path / name, "user.irdmafs.stripe_size", b"1M")
+    return name
+
+
+def new_content(size: int) -> bytes:
+    return pattern(next(_contents), size)
+
+
+def counters(mount: ClusterMount) -> dict[str, Any]:
+    found: dict[str, Any] = mount.status()["cluster"]
+    return found
+
+
+def damage(node: StoreNode, content: bytes) -> int:
+    """Flip a bit of every stripe that a node keeps of a content, behind its back; how many."""
+    damaged = 0
+    stripes = {content[at : at + MIB] for at in range(0, len(content), MIB)}
+    for path in (node.store / "extents").iterdir():
+        data = path.read_bytes()
+        if data in stripes:
+            with path.open("r+b") as file:
+                file.seek(len(data) // 2)
+                file.write(bytes([data[len(data) // 2] ^ 0x40]))
+            damaged += 1
+    return damaged
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_fetched_is_checked(cluster: Cluster, folder: str, size: int) -> None:
+    one, other = cluster.mounts[:2]
+    content = new_content(size)
+    (one.path / folder / "file").write_bytes(content)
+    before = counters(other)["checked_bytes"]
+    assert (other.path / folder / "file").read_bytes() == content
+    assert counters(other)["checked_bytes"] == before + size
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_wrong_bytes_of_one_node_are_dropped_and_another_replica_is_read(
+    cluster: Cluster, folder: str, size: int
+) -> None:
+    one, other = cluster.mounts[:2]
+    written = {f"file{i}": new_content(size) for i in range(FILES)}
+    for name, content in written.items():
+        (one.path / folder / name).write_bytes(content)
+    broken = cluster.nodes[0]
+    for content in written.values():
+        assert damage(broken, content)
+    before = counters(other)["wrong_fetches"]
+    for name, content in written.items():
+        assert (other.path / folder / name).read_bytes() == content
+    assert counters(other)["wrong_fetches"] > before
+    log = other.log.read_text()
+    sent = [line for line in log.splitlines() if f"/{folder}/file" in line and "sent" in line]
+    assert sent and all(f"store node {broken.node_id:x} sent other bytes" in line for line in sent)
+    mount = mounting.find_mount(str(other.path))
+    assert mount is not None
+    assert any(
+        "other bytes than were published" in line for line in report(mount).status["warnings"]
+    )
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_file_that_no_replica_has_right_cannot_be_read_until_it_is_published_again(
+    cluster: Cluster, folder: str, size: int
+) -> None:
+    one, other = cluster.mounts[:2]
+    os.setxattr(one.path / folder, "user.irdmafs.replicas", b"1")
+    content = new_content(size)
+    (one.path / folder / "file").write_bytes(content)
+    assert sum(damage(node, content) for node in cluster.nodes) == -(-size // MIB)
+    for _ in range(2):
+        with pytest.raises(OSError) as caught:
+            (other.path / folder / "file").read_bytes()
+        assert caught.value.errno == errno.EIO
+    assert f"/{folder}/file cannot be read: no replica has the bytes" in other.log.read_text()
+    content = new_content(size)
+    (one.path / folder / "file").write_bytes(content)
+    assert (other.path / folder / "file").read_bytes() == content
+
+
+def test_a_mount_told_not_to_verify_neither_checks_nor_lets_others_check(
+    cluster: Cluster, folder: str
+) -> None:
+    one = cluster.mounts[0]
+    careless = cluster.add_mount("--no-verify")
+    contents = {"checked": new_content(300_000), "unchecked": new_content(300_000)}
+    (one.path / folder / "checked").write_bytes(contents["checked"])
+    (careless.path / folder / "unchecked").write_bytes(contents["unchecked"])
+    before = counters(one)["checked_bytes"]
+    assert (careless.path / folder / "checked").read_bytes() == contents["checked"]
+    assert (one.path / folder / "unchecked").read_bytes() == contents["unchecked"]
+    assert counters(careless)["checked_bytes"] == 0
+    assert counters(one)["checked_bytes"] == before
+
+
+def test_a_file_that_its_writer_keeps_mapped_stays_readable_elsewhere(
+    cluster: Cluster, folder: str
+) -> None:
+    """Beside a store node, which takes over the very file that is mapped."""
+    other = cluster.mounts[1]
+    beside = cluster.add_mount(beside=cluster.nodes[0])
+    os.setxattr(beside.path / folder, "user.irdmafs.replicas", b"1")
+    for number in range(FILES):
+        path = beside.path / folder / f"file{number}"
+        with path.open("w+b") as file:
+            file.write(bytes(300_000))
+            file.flush()
+            with mmap.mmap(file.fileno(), 300_000) as memory:
+                os.close(os.dup(file.fileno()))  # publishes, though the map stays
+                memory[1000] = 1
+                assert len((other.path / folder / path.name).read_bytes()) == 300_000
+
+
+# -- one transfer, whose file is written on while it is sent
+
+
+class Nodes:
+    """One node, which lets the writer write while it is being sent to."""
+
+    def __init__(self, fd: int, change: bytes, touch: bool) -> None:
+        self._fd = fd
+        self._change = change
+        self._touch = touch
+
+    def device(self, node: int) -> "Nodes":
+        return self
+
+    async def write(self, *_: object) -> None:
+        status = os.fstat(self._fd)
+        os.pwrite(self._fd, self._change, 0)
+        if not self._touch:
+            os.utime(self._fd, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("change", [b"", b"x"])
+def test_what_was_written_on_while_it_was_sent_is_not_checked(mapped: bool, change: bytes) -> None:
+    content = bytes(300_000)
+    fd = os.memfd_create("content")
+    os.pwrite(fd, content, 0)
+    config = GroupConfig(1, (7,))
+    cluster: Any = SimpleNamespace(
+        peers=Nodes(fd, change, touch=not mapped),
+        groups=SimpleNamespace(get=lambda group: (config, 1)),
+        group=lambda layout, stripe: 1,
+        here=0,
+        small_bytes=1000,
+        timeout_s=1.0,
+    )
+    transfer = Transfer(cluster, 5, Layout(1), fd, len(content), verify=True, mapped=mapped)
+    trio.run(transfer.complete)
+    os.close(fd)
+    assert transfer.digests == (b"" if change else digest_of_bytes(content))

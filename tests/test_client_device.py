@@ -1,0 +1,228 @@
+"""Arrays of a store as torch tensors on a device."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from irdmafs import client
+from irdmafs.client import _device
+
+torch: Any = pytest.importorskip(
+    "torch", reason="torch is not installed: pip install irdmafs[torch]"
+)
+
+DEVICES = ["cpu", "cuda"]
+MIB = 1 << 20
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return str(request.param)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[client.Store]:
+    with client.open(tmp_path) as made:
+        yield made
+
+
+def same(tensor: Any, expected: Any) -> bool:
+    return tensor.dtype == expected.dtype and bool(torch.equal(tensor.cpu(), expected))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int16", "int32", "int64"),
+        *("bool", "complex64", "float8_e4m3fn", "uint16", "uint32"),
+    ],
+)
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5)])
+def test_a_tensor_comes_back_as_it_was_published(
+    store: client.Store, device: str, dtype: str, shape: tuple[int, ...]
+) -> None:
+    expected = torch.arange(15)[: int(np.prod(shape))].reshape(shape).to(getattr(torch, dtype))
+    store.publish("array", expected)
+    store.publish_state_dict({"tensor": expected}, "file.safetensors")
+    for name in ("array", "file.safetensors/tensor"):
+        found = store.to_device(name, device)
+        assert found.device.type == device
+        assert found.dtype == expected.dtype and found.shape == expected.shape
+        assert bytes(found.cpu().flatten().view(torch.uint8)) == bytes(
+            expected.flatten().view(torch.uint8)
+        )
+
+
+def test_a_state_dict_of_many_small_and_some_large_tensors_is_whole(
+    store: client.Store, device: str
+) -> None:
+    expected = {f"layer{i}": torch.randn(i % 13, 17) for i in range(200)}
+    expected |= {f"large{i}": torch.randn(3 * MIB // 4) for i in range(3)}
+    expected["half"] = torch.randn(33).to(torch.bfloat16)
+    store.publish_state_dict(expected, "model.safetensors")
+    found = store.state_dict("model.safetensors", device=device)
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert tensor.device.type == device and same(tensor, expected[name]), name
+
+
+def test_arrays_of_a_directory_come_by_their_names(store: client.Store, device: str) -> None:
+    store.publish("model/bias", np.arange(4, dtype=np.float32))
+    store.publish_state_dict({"weight": torch.ones(2, 3)}, "model/part.safetensors")
+    found = store.state_dict("model", device=device)
+    assert found.keys() == {"bias", "part.safetensors/weight"}
+    assert same(found["bias"], torch.arange(4, dtype=torch.float32))
+
+
+def test_order_and_byte_order_of_the_file_do_not_show(store: client.Store, device: str) -> None:
+    matrix = np.arange(12, dtype=np.float32).reshape(3, 4)
+    store["fortran"] = np.asfortranarray(matrix)
+    store["big"] = matrix.astype(">f4")
+    for name in ("fortran", "big"):
+        assert same(store.to_device(name, device), torch.from_numpy(matrix))
+
+
+def test_tensors_own_their_memory(store: client.Store, device: str) -> None:
+    store.publish_state_dict({"a": torch.zeros(4), "b": torch.ones(4)}, "file.safetensors")
+    found = store.state_dict("file.safetensors", device=device)
+    found["a"] += 5
+    assert same(found["b"], torch.ones(4))
+    assert not store["file.safetensors/a"].any()
+
+
+def test_all_tensors_are_of_the_version_that_was_current_when_it_began(
+    store: client.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def state(version: int) -> dict[str, Any]:
+        return {f"tensor{i}": torch.full((MIB,), float(version)) for i in range(4)}
+
+    store.publish_state_dict(state(1), "model.safetensors")
+    original = _device._bytes_at
+
+    def replaced_first(*arguments: Any) -> Any:
+        store.publish_state_dict(state(2), "model.safetensors")
+        return original(*arguments)
+
+    monkeypatch.setattr(_device, "_bytes_at", replaced_first)
+    found = store.state_dict("model.safetensors", device="cpu")
+    assert all(same(tensor, torch.full((MIB,), 1.0)) for tensor in found.values())
+
+
+def test_what_is_missing_is_a_key_error_and_what_torch_does_not_know_a_type_error(
+    store: client.Store,
+) -> None:
+    store["dates"] = np.zeros(3, "datetime64[s]")
+    with pytest.raises(KeyError):
+        store.to_device("nothing", "cpu")
+    with pytest.raises(TypeError, match="dates"):
+        store.to_device("dates", "cpu")
+
+
+def test_small_neighbours_are_copied_at_once_and_keep_their_alignment() -> None:
+    def item(address: int, size: int) -> _device._Item:
+        return _device._Item("", address, size, (), False, torch.float32)
+
+    small = [item(4104 + 100 * i, 100) for i in range(10)]
+    large, crooked = item(4104 + 1000, 2 * MIB), item((1 << 30) + 2, 8)
+    far = item(1 << 31, 100)
+    runs = list(_device._runs([large, far, crooked, *small]))
+    assert [[len(run.items), run.address] for run in runs if len(run.items) > 1] == [[10, 4096]]
+    assert sorted(len(run.items) for run in runs) == [1, 1, 1, 10]
+    for run in runs:
+        for found in run.items:
+            assert run.address <= found.address
+            assert found.address + found.size <= run.address + run.size
+            assert (found.address - run.address) % 4 == 0
+
+
+class Cuda:
+    """The part of torch that pinning uses, and a log of it."""
+
+    def __init__(self, refusal: int = 0) -> None:
+        self.log: list[tuple[Any, ...]] = []
+        self.cuda = self
+        self._refusal = refusal
+
+    def device(self, target: Any) -> Any:
+        return torch.device("cpu")
+
+    def current_stream(self) -> Any:
+        return SimpleNamespace(synchronize=lambda: self.log.append(("synchronized",)))
+
+    def cudart(self) -> "Cuda":
+        return self
+
+    def Event(self) -> Any:
+        return SimpleNamespace(
+            record=lambda stream: None, synchronize=lambda: self.log.append(("copied",))
+        )
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.log.append(("register", address, size, flags))
+        return self._refusal
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.log.append(("unregister", address))
+        return 0
+
+    def cudaGetErrorString(self, error: int) -> str:
+        return "operation not supported"
+
+    def zeros(self, *_: Any, **__: Any) -> None:
+        self.log.append(("cleared",))
+        raise RuntimeError("operation not supported")
+
+
+RUNS = [_device._Run(5000, 8 * MIB, []), _device._Run(5000 + 9 * MIB, 16, [])]
+GPU = SimpleNamespace(type="cuda")
+
+
+def test_pages_are_pinned_read_only_and_let_go_when_the_copies_are_over() -> None:
+    cuda = Cuda()
+    with _device._pinned(cuda, GPU, RUNS) as pinned:
+        assert pinned
+    end = 5000 + 9 * MIB + 16
+    assert cuda.log == [("register", 4096, end - 4096, 8), ("copied",), ("unregister", 4096)]
+
+
+def test_pages_are_let_go_after_an_error_too_but_not_before_the_device_has_done() -> None:
+    cuda = Cuda()
+    with pytest.raises(KeyError), _device._pinned(cuda, GPU, RUNS):
+        raise KeyError
+    assert [entry[0] for entry in cuda.log] == ["register", "copied", "unregister"]
+
+
+def test_what_cannot_be_pinned_is_copied_all_the_same_and_the_reason_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cuda = Cuda(refusal=801)
+    with caplog.at_level(logging.WARNING), _device._pinned(cuda, GPU, RUNS) as pinned:
+        assert not pinned
+    assert "copied without pinning: operation not supported" in caplog.text
+    assert [entry[0] for entry in cuda.log] == ["register", "cleared", "copied"]
+
+
+def test_little_is_not_pinned() -> None:
+    cuda = Cuda()
+    with _device._pinned(cuda, GPU, RUNS[1:]) as pinned:
+        assert not pinned
+    assert cuda.log == [("synchronized",)]
+
+
+def test_pinned_copies_of_a_mapped_file_reach_the_device(
+    store: client.Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    expected = torch.randn(16 * MIB)
+    store.publish_state_dict({"large": expected}, "model.safetensors")
+    for _ in range(3):
+        assert same(store.state_dict("model.safetensors", device="cuda")["large"], expected)
+    assert "without pinning" not in caplog.text
