@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from . import __version__, background, mounting, status, stores
-from .cluster_cli import cluster, rdma_options
+from .cluster_cli import cluster, config_option, rdma_options, rdma_wanted
 from .config import (
     MountConfig,
     MountError,
@@ -369,13 +369,25 @@ def versions(path: str, as_json: bool) -> None:
 
 
 @main.command()
+@config_option
+@rdma_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
-def doctor(ctx: click.Context, as_json: bool) -> None:
-    """Say what this machine can do for irdmafs, and what would make it do better."""
+def doctor(
+    ctx: click.Context,
+    config_path: str | None,
+    rdma: str | None,
+    rdma_device: str | None,
+    gid_index: int | None,
+    as_json: bool,
+) -> None:
+    """Say what this machine can do for irdmafs, and what would make it do better.
+
+    With a cluster's file, also whether RDMA can be used as that asks for, on the way to its etcd.
+    """
     from .doctor import examine
 
-    found = examine()
+    found = examine(*rdma_wanted(config_path, rdma, rdma_device, gid_index))
     if as_json:
         _print_json(found.to_json())
     else:

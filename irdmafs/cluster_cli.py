@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .backend.kv.etcd import EtcdEngine
     from .backend.overview import Cluster
     from .backend.removal import Lost
+    from .backend.transport.verbs.rdma import Choice
 
 T = TypeVar("T")
 
@@ -55,6 +56,30 @@ def rdma_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed(_RDMA_OPTIONS):
         command = option(command)
     return command
+
+
+def rdma_wanted(
+    path: str | None, mode: str | None, device: str | None, gid_index: int | None
+) -> tuple[Choice, str | None]:
+    """What a mount would ask of RDMA, and a host of the cluster, if there is a file of one."""
+    import msgspec
+
+    from .backend.cluster_config import ClusterConfig, ClusterSection, find_config
+
+    flags = {"rdma": mode, "rdma_device": device, "gid_index": gid_index}
+    with one_line_errors():
+        if find_config(path) is None:
+            given = {name: value for name, value in flags.items() if value is not None}
+            try:
+                section = msgspec.convert(given, ClusterSection)
+            except msgspec.ValidationError as error:
+                raise MountError(str(error)) from None
+            return section.rdma_choice(encrypt_data=False), None
+        config = ClusterConfig.load(path, {"cluster": flags})
+        return (
+            config.cluster.rdma_choice(config.mount.encrypt_data),
+            config.cluster.endpoints[0][0],
+        )
 
 
 def say(text: str, err: bool = False) -> None:

@@ -19,36 +19,24 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 from . import mounting
 from .backend.sizes import memory_limit
-from .backend.transport.verbs import devices
-from .backend.transport.verbs.library import VerbsMissing, load
+from .backend.transport.verbs.rdma import Choice
+from .checks import Check, Verdict
 from .config import MountError, MountOptions
+from .rdma_checks import check_memlock, check_rdma
 from .session import passthrough, wakeups, wire
 from .status import human_bytes
 from .stores import SHM_ROOT, mount_tmpfs
 
-Verdict = Literal["ok", "warn", "fail", "info"]
-
-_CAP_IPC_LOCK = 14
 _FUSE_DEVICE = "/dev/fuse"
 _INIT_TIMEOUT_S = 5.0
 _TRIAL_TMPFS_BYTES = 4 << 20
 # Fewer descriptors than this, and a directory of shards held open by loaders can exhaust them.
 _COMFORTABLE_OPEN_FILES = 65536
 _COMFORTABLE_MEMORY_BYTES = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One thing looked at; `remedy` is empty where there is nothing to do."""
-
-    name: str
-    verdict: Verdict
-    found: str
-    remedy: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +62,14 @@ class Examination:
         }
 
 
-def examine() -> Examination:
-    """Look at everything. Takes a fraction of a second."""
+def examine(choice: Choice | None = None, peer: str | None = None) -> Examination:
+    """Look at everything. Takes a fraction of a second. `choice` is what is wanted of RDMA, on the way to
+    the host `peer`."""
     device = check_fuse_device()
     through, can_mount = check_passthrough()
     helper = check_fusermount()
     packages = check_packages()
+    rdma = check_rdma(choice or Choice(), peer)
     checks = (
         check_kernel(),
         device,
@@ -90,15 +80,16 @@ def examine() -> Examination:
         check_huge_pages(),
         check_memory(),
         check_shared_memory(),
-        check_rdma(),
+        *rdma,
         check_memlock(),
         check_open_files(),
         check_wakeups(),
         packages,
     )
     sessions = []
-    # Both sessions run the same operations, and those are pyfuse3's.
-    if packages.verdict != "fail":
+    # Both sessions run the same operations, and those are pyfuse3's. Where RDMA is required, none begins
+    # without it.
+    if packages.verdict != "fail" and all(check.verdict != "fail" for check in rdma):
         if through.verdict == "ok":
             sessions.append("kernel")
         if can_mount or (not mounting.can_mount() and helper.verdict == "ok"):
@@ -314,36 +305,8 @@ def check_shared_memory() -> Check:
     return Check(name, "ok", found)
 
 
-def check_rdma() -> Check:
-    name = "RDMA"
-    found = devices.find()
-    if not found:
-        return Check(name, "info", "no RDMA devices; TCP and shared memory are used")
-    text = "; ".join(devices.describe(device) for device in found)
-    obstacle = devices.explain(found)
-    if not obstacle:
-        try:
-            load()
-        except VerbsMissing as error:
-            obstacle = str(error.strerror)
-    if not obstacle:
-        return Check(name, "ok", text)
-    return Check(name, "warn", f"{text}; TCP is used instead", obstacle)
-
-
-def _limit(value: int, as_bytes: bool = False) -> str:
-    if value == resource.RLIM_INFINITY:
-        return "unlimited"
-    return human_bytes(value) if as_bytes else f"{value:,}"
-
-
-def check_memlock() -> Check:
-    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    found = f"soft {_limit(soft, True)}, hard {_limit(hard, True)}"
-    if hard == resource.RLIM_INFINITY or mounting.has_capability(_CAP_IPC_LOCK):
-        return Check("locked memory", "ok", found)
-    return Check("locked memory", "info", found, "RDMA locks the memory it moves: ulimit -l "
-                 "unlimited, LimitMEMLOCK=infinity, docker run --ulimit memlock=-1")  # fmt: skip
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else f"{value:,}"
 
 
 def check_open_files() -> Check:

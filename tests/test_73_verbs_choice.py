@@ -27,7 +27,7 @@ MiB = 1 << 20
 @pytest.fixture
 def sys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Like /sys/class/infiniband, with nothing in it; devices in it may be opened."""
-    monkeypatch.setattr(devices, "_access_obstacle", lambda name: "")
+    monkeypatch.setattr(devices, "_access_obstacle", lambda name: devices.Obstacle())
     monkeypatch.setattr(devices, "memlock_limit", lambda: None)
     (tmp_path / "sys").mkdir()
     return tmp_path / "sys"
@@ -135,8 +135,11 @@ def test_no_device_and_not_the_wanted_one_are_told_apart(sys: Path) -> None:
     assert devices.explain(devices.find(str(sys))) == "this host has no RDMA device"
     assert devices.find(str(sys / "nothing")) == []
     add(sys, "a", {1: (ONE, V2)})
-    assert devices.explain(devices.find(str(sys)), "b") == "there is no RDMA device b"
-    assert devices.explain(devices.find(str(sys)), "a", 7) == "there is no GID 7; there are 1 on a"
+    other = devices.explain(devices.find(str(sys)), "b")
+    assert (other.found, other.remedy[:12]) == ("there is no RDMA device b", "there are: a")
+    other = devices.explain(devices.find(str(sys)), "a", 7)
+    assert other.found == "there is no GID 7"
+    assert other.remedy.startswith("--gid-index 1 (10.9.0.1 on a) or none")
 
 
 def test_a_low_limit_of_locked_memory_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:

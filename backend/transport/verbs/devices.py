@@ -10,7 +10,7 @@ import os
 import resource
 import socket
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 _SYS = "/sys/class/infiniband"
 _CAP_IPC_LOCK = 14
@@ -22,8 +22,21 @@ _GIDS_SHOWN = 8
 _ZERO_GID = bytes(16)
 _DATAGRAM_PORT = 9
 _REMEDY_MEMLOCK = (
-    "raise it (LimitMEMLOCK=infinity in the unit, or memlock in /etc/security/limits.conf)"
+    "ulimit -l unlimited (for good: LimitMEMLOCK=infinity in the unit, or memlock in "
+    "/etc/security/limits.conf; in a container: docker run --ulimit memlock=-1)"
 )
+
+
+class Obstacle(str):
+    """What is in the way, and the command that mends it; as text both in one line, "" for none."""
+
+    found: str
+    remedy: str
+
+    def __new__(cls, found: str = "", remedy: str = "") -> Self:
+        self = super().__new__(cls, f"{found}; {remedy}" if remedy else found)
+        self.found, self.remedy = found, remedy
+        return self
 
 
 class Gid(NamedTuple):
@@ -40,15 +53,26 @@ class Gid(NamedTuple):
         address = ipaddress.IPv6Address(self.value)
         return address.ipv4_mapped or address
 
+    @property
+    def weakness(self) -> str:
+        """Why peers are rarely reached from it, "" if they are."""
+        if self.kind != "InfiniBand" and self.address.is_link_local:
+            return "a link-local address, which leads to no peer that has another"
+        if self.kind == "RoCE v1":
+            return "RoCE v1, which no router passes on and RoCE v2 does not answer"
+        return ""
+
 
 class Port(NamedTuple):
-    """`state` is "ACTIVE", "DOWN"...; `link_layer` "InfiniBand" or "Ethernet"."""
+    """`state` is "ACTIVE", "DOWN"...; `link_layer` "InfiniBand" or "Ethernet"; `netdev` its network
+    interface, if that is known."""
 
     number: int
     state: str
     link_layer: str
     lid: int
     gids: tuple[Gid, ...]
+    netdev: str
 
 
 class Device(NamedTuple):
@@ -60,7 +84,7 @@ class Device(NamedTuple):
     ports: tuple[Port, ...]
     pci: str
     numa: int
-    obstacle: str
+    obstacle: Obstacle
 
     @property
     def is_soft(self) -> bool:
@@ -104,22 +128,41 @@ def _described(port: Port, gid: Gid) -> str:
     return f"[{gid.number}] {value} {gid.kind}{netdev}"
 
 
-def explain(devices: list[Device], wanted: str | None = None, gid_index: int | None = None) -> str:
+def explain(
+    devices: list[Device], wanted: str | None = None, gid_index: int | None = None
+) -> Obstacle:
     """Why none of them (or not the one that is wanted, or not with that GID) can be used; "": one can."""
     if wanted is not None:
+        there = ", ".join(device.name for device in devices) or "none"
         devices = [device for device in devices if device.name == wanted]
         if not devices:
-            return f"there is no RDMA device {wanted}"
+            return Obstacle(
+                f"there is no RDMA device {wanted}", f"there are: {there} (--rdma-device)"
+            )
     elif not devices:
-        return "this host has no RDMA device"
+        return Obstacle("this host has no RDMA device")
     usable = [device for device in devices if not device.obstacle]
     if usable:
         gids = [(device, gid) for device in usable for port in device.ports for gid in port.gids]
         if gid_index is None or any(gid.number == gid_index for _, gid in gids):
             return memlock_obstacle()
-        there = ", ".join(f"{gid.number} on {device.name}" for device, gid in gids)
-        return f"there is no GID {gid_index}; there are {there}"
-    return "; ".join(f"{device.name}: {device.obstacle}" for device in devices)
+        return Obstacle(f"there is no GID {gid_index}", gid_remedy(usable))
+    if len(devices) == 1:
+        (device,) = devices
+        return Obstacle(f"{device.name}: {device.obstacle.found}", device.obstacle.remedy)
+    return Obstacle("; ".join(f"{device.name}: {device.obstacle}" for device in devices))
+
+
+def gid_remedy(devices: list[Device]) -> str:
+    """Which entries of these devices can be asked for."""
+    good = [
+        f"--gid-index {gid.number} ({gid.address} on {device.name})"
+        for device in devices
+        for port in device.ports
+        for gid in port.gids
+        if not gid.weakness
+    ]
+    return " or ".join([*good, "none at all: the one of the address on the way is taken"])
 
 
 def memlock_limit() -> int | None:
@@ -128,11 +171,11 @@ def memlock_limit() -> int | None:
     return None if soft == resource.RLIM_INFINITY or _may_lock() else soft
 
 
-def memlock_obstacle() -> str:
+def memlock_obstacle() -> Obstacle:
     limit = memlock_limit()
     if limit is None or limit >= MEMLOCK_BYTES_MIN:
-        return ""
-    return f"only {limit >> 10} KiB of memory may be locked; {_REMEDY_MEMLOCK}"
+        return Obstacle()
+    return Obstacle(f"only {limit >> 10} KiB of memory may be locked", _REMEDY_MEMLOCK)
 
 
 def choose(
@@ -222,7 +265,8 @@ def _is_interface_of(interface: str, device: str, port: int) -> bool:
 def _device(where: Path) -> Device:
     name = where.name
     ports = tuple(
-        _port(where / "ports" / number) for number in sorted(os.listdir(where / "ports"), key=int)
+        _port(where, where / "ports" / number)
+        for number in sorted(os.listdir(where / "ports"), key=int)
     )
     node_type = _text(where / "node_type")
     driver = ""
@@ -247,38 +291,55 @@ def _kind(node_type: str, driver: str, ports: tuple[Port, ...]) -> str:
     return f"{soft}RoCE"
 
 
-def _obstacle(name: str, kind: str, ports: tuple[Port, ...]) -> str:
+def _obstacle(name: str, kind: str, ports: tuple[Port, ...]) -> Obstacle:
     if kind == "EFA":
-        return "EFA has no reliable connections, only datagrams of its own (SRD)"
+        return Obstacle("EFA has no reliable connections, only datagrams of its own (SRD)")
     if kind.endswith("iWARP"):
-        return "iWARP connects through its own handshake only and has no WRITE with immediate data"
+        return Obstacle(
+            "iWARP connects through its own handshake only and has no WRITE with immediate data"
+        )
     if not ports:
-        return "it has no port"
+        return Obstacle("it has no port")
+    netdev = next((port.netdev for port in ports if port.netdev), "NETDEV")
     if all(port.state != "ACTIVE" for port in ports):
         states = ", ".join(f"port {port.number} is {port.state}" for port in ports)
-        return f"{states}; check the link (rdma link; ip link set NETDEV up)"
+        if ports[0].link_layer == "InfiniBand":
+            return Obstacle(
+                states, "check the cable (ibstat) and that a subnet manager runs (opensm)"
+            )
+        return Obstacle(states, f"ip link set {netdev} up (and check the cable: ethtool {netdev})")
     if not any(port.gids for port in ports if port.state == "ACTIVE"):
-        return "its GID table is empty; give its network interface an address"
+        return Obstacle("its GID table is empty", f"ip address add ADDRESS/LENGTH dev {netdev}")
     if kind.endswith("RoCE") and not any(
         gid.kind == "RoCE v2" for port in ports for gid in port.gids
     ):
-        return "it has no GID of RoCE v2; enable RoCE v2 (cma_roce_mode, or the card's firmware)"
+        return Obstacle(
+            "it has no GID of RoCE v2",
+            f"cma_roce_mode -d {name} -p {ports[0].number} -m 2, or the card's firmware",
+        )
     return _access_obstacle(name)
 
 
-def _access_obstacle(name: str) -> str:
+def _access_obstacle(name: str) -> Obstacle:
     for entry in Path("/sys/class/infiniband_verbs").glob("uverbs*"):
         if _text(entry / "ibdev") == name:
             path = f"/dev/infiniband/{entry.name}"
             if not os.path.exists(path):
-                return f"{path} is missing (in a container: pass /dev/infiniband in)"
+                return Obstacle(
+                    f"{path} is missing",
+                    f"modprobe ib_uverbs; in a container: docker run --device {path}",
+                )
             if not os.access(path, os.R_OK | os.W_OK):
-                return f"no permission to open {path}; as root: chmod 666 {path}, or a udev rule"
-            return ""
-    return "the kernel gives no access to programs; load ib_uverbs"
+                return Obstacle(
+                    f"no permission to open {path}",
+                    f"as root: chmod 666 {path}, and for good a udev rule: "
+                    'SUBSYSTEM=="infiniband_verbs", MODE="0666"',
+                )
+            return Obstacle()
+    return Obstacle("the kernel gives no access to programs", "modprobe ib_uverbs")
 
 
-def _port(where: Path) -> Port:
+def _port(device: Path, where: Path) -> Port:
     link_layer = _text(where / "link_layer") or "InfiniBand"
     gids = []
     for index in range(_GIDS_MAX):
@@ -295,7 +356,10 @@ def _port(where: Path) -> Port:
         netdev = _text(where / "gid_attrs" / "ndevs" / str(index))
         gids.append(Gid(index, value, _gid_kind(where, index, link_layer), netdev))
     state = _text(where / "state").partition(": ")[2]
-    return Port(int(where.name), state, link_layer, _number(where / "lid", 0), tuple(gids))
+    netdev = next((gid.netdev for gid in gids if gid.netdev), "")
+    # Software devices tell on which interface they were made, also while that is down.
+    netdev = netdev or _text(where / "gid_attrs" / "ndevs" / "0") or _text(device / "parent")
+    return Port(int(where.name), state, link_layer, _number(where / "lid", 0), tuple(gids), netdev)
 
 
 def _gid_kind(where: Path, index: int, link_layer: str) -> str:

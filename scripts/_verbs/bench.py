@@ -1,0 +1,385 @@
+"""The measures, part by part, and the tables that show them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any
+
+from _cluster.cluster import Cluster
+from _cluster.measures import MIB, Files
+from _cluster.table import Rates, Row
+from rich import box
+from rich.table import Table
+
+from . import echo, loop, perftest, registration
+from .perftest import Way
+from .usage import measure as measure_usage
+from .worker import Worker
+
+KIB = 1 << 10
+GIB = 1 << 30
+
+BASE = "perftest"
+DEVICE, MOUNT = "device", "mount"
+VERBS, TCP, UNARY, STREAMED = "verbs", "TCP", "gRPC, one message", "gRPC, streamed"
+CONTENDERS = (VERBS, TCP, UNARY, STREAMED)
+BAR_SIZE = 1 * MIB
+SMALL = 4 * KIB
+LATENCIES = {
+    "blocking": "a TCP round trip, blocking sockets",
+    "trio": "a TCP round trip, trio at both ends",
+    "codec": "encoding and decoding both messages of a get",
+    "ping": "an empty request on the control connection",
+    "get": "get of 4 KiB on the control connection",
+    "one_sided": "read of 4 KiB by verbs (ask, READ, release)",
+    "ib_read_lat": "ib_read_lat, 4 KiB",
+    "bound": "2 x ib_read_lat + the empty request",
+}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """`volume`: about so many bytes are moved for one figure."""
+
+    rounds: int
+    sizes: tuple[int, ...]
+    all_sizes: tuple[int, ...]
+    volume: int
+    cpu_size: int
+    repeats_max: int
+    asks: int
+    tensors: int
+    versions: int
+    version_bytes: int
+    chunk: int
+
+    def repeats(self, size: int) -> int:
+        return max(2, min(self.repeats_max, self.volume // size))
+
+
+@dataclass
+class Results:
+    """What is printed in the end, and every figure of it for `--json`."""
+
+    figures: dict[str, Any] = field(default_factory=dict)
+    tables: list[Table | Rates] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+
+class Bench:
+    """One cluster and the processes that ask it."""
+
+    def __init__(
+        self,
+        scale: Scale,
+        way: Way,
+        cluster: Cluster,
+        metrics_port: int,
+        workers: dict[str, Worker],
+        grpc_server: subprocess.Popen[str] | None,
+        script: str,
+    ) -> None:
+        self.scale = scale
+        self.way = way
+        self.cluster = cluster
+        self.metrics_port = metrics_port
+        self.workers = workers
+        self.grpc_server = grpc_server
+        self.script = script
+        self.results = Results()
+        self._files = Files()
+        self._number = 0
+
+    # -- how fast ------------------------------------------------------------------------------
+
+    def bandwidth(self) -> None:
+        """Through the device interface, beside perftest."""
+        self._beside_perftest(DEVICE, 0.95, self._device_rate)
+
+    def posix(self) -> None:
+        """From a program that writes on one mount and reads on the other."""
+        self._beside_perftest(MOUNT, 0.90, self._mount_rate)
+
+    def _beside_perftest(self, ours: str, bar: float, rate: Callable[[str, int], float]) -> None:
+        rows = {
+            (way, size): Row(
+                f"{way}-{size}",
+                f"{way} {name_of(size)}",
+                "MiB/s",
+                bar if size >= BAR_SIZE else None,
+            )
+            for way in ("write", "read")
+            for size in self.scale.sizes
+        }
+        rates = Rates(tuple(rows.values()), ours=ours, base=BASE)
+        for size in self.scale.sizes:
+            for way in ("write", "read"):
+                measures = {
+                    BASE: partial(self._perftest_rate, way, size),
+                    ours: partial(rate, way, size),
+                }
+                rate(way, size)
+                for round_ in range(self.scale.rounds):
+                    self._say(f"{ours}: {way} {name_of(size)}", round_)
+                    for column in _turned(list(measures), round_):
+                        value = measures[column]() / MIB
+                        rates.add(column, rows[way, size].key, round_, value)
+            self._release(size)
+        self._keep_rates(ours, rates)
+
+    def _perftest_rate(self, way: str, size: int) -> float:
+        total = size * self.scale.repeats(size)
+        return perftest.bandwidth(self.way, f"ib_{way}_bw", size, total)
+
+    def _device_rate(self, way: str, size: int) -> float:
+        return size / median(self.workers[VERBS].do(way, size, self.scale.repeats(size)))
+
+    def _mount_rate(self, way: str, size: int) -> float:
+        """A version that was written is read once: a second read would be the host's own."""
+        writer, reader = (mount.path / f"weights-{size}" for mount in self.cluster.mounts)
+        times: dict[str, list[float]] = {"write": [], "read": []}
+        for _ in range(max(2, self.scale.repeats(size) // 4)):
+            self._number += 1
+            times["write"].append(self._files.write(writer, size, self._number))
+            times["read"].append(self._files.read(reader, size, self._number))
+        return size / median(times[way])
+
+    def _release(self, size: int) -> None:
+        for worker in self.workers.values():
+            worker.do("release", size)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.cluster.mounts[0].path / f"weights-{size}")
+
+    def _keep_rates(self, name: str, rates: Rates) -> None:
+        self.results.tables.append(rates)
+        self.results.missed += [f"{name}: {row.title}" for row in rates.missed()]
+        self.results.figures[name] = {
+            row.key: {
+                column: rates.values(column, row.key)
+                for column in dict.fromkeys((rates.base, rates.ours))
+            }
+            | {"ratio": rates.ratio(rates.ours, row.key)}
+            for row in rates.rows
+        }
+
+    # -- how soon ------------------------------------------------------------------------------
+
+    def latency(self) -> None:
+        """Of small gets, and what their time is made of."""
+        found: dict[str, list[float]] = {key: [] for key in LATENCIES}
+        asks = self.scale.asks
+        for round_ in range(self.scale.rounds):
+            self._say("latency", round_)
+            for kind in ("blocking", "trio"):
+                script, address = self.script, self.way.address
+                found[kind].append(echo.round_trip_us(script, kind, address, asks))
+            for job in ("codec", "ping", "get", "one_sided"):
+                times = self.workers[VERBS].do(job, SMALL, asks if job != "codec" else 5)
+                found[job].append(median(times) * 1e6)
+            found["ib_read_lat"].append(perftest.read_latency_us(self.way, SMALL, asks))
+            found["bound"].append(2 * found["ib_read_lat"][-1] + found["ping"][-1])
+        table = _table("latency", "", "us", caption="median of the rounds (lowest to highest)")
+        for key, title in LATENCIES.items():
+            table.add_row(title, _spread(found[key]))
+        ratio = median(get / bound for get, bound in zip(found["get"], found["bound"], strict=True))
+        table.add_row("get / that bound (bar: 1)", f"{ratio:.2f}")
+        if ratio > 1:
+            self.results.missed.append("latency: get of 4 KiB")
+        self.results.tables.append(table)
+        self.results.figures["latency"] = found | {"ratio": ratio}
+
+    # -- the others ----------------------------------------------------------------------------
+
+    def alternatives(self) -> None:
+        """The same versions by verbs, over TCP and by gRPC."""
+        figures: dict[str, Any] = {}
+        table = _table(
+            "alternatives, MiB/s", "", *CONTENDERS, "verbs / message", "verbs / streamed",
+            caption=f"median of the rounds (lowest to highest). gRPC: bytes without protobuf, chunks of "
+            f"{name_of(self.scale.chunk)}, insecure,\none channel; from a file in a tmpfs into one that is "
+            "there already. Below 64 KiB a version travels in a control\nmessage of the device.",
+        )  # fmt: skip
+        for size in self.scale.all_sizes:
+            for way in ("write", "read"):
+                values = self._rounds_of(way, size)
+                ratios = {
+                    other: median(
+                        ours / theirs
+                        for ours, theirs in zip(values[VERBS], values[other], strict=True)
+                    )
+                    for other in (UNARY, STREAMED)
+                }
+                table.add_row(
+                    f"{way} {name_of(size)}",
+                    *(_spread(values[one]) for one in CONTENDERS),
+                    *(f"x{ratio:.2f}" for ratio in ratios.values()),
+                )
+                figures[f"{way}-{size}"] = values | {"ratios": ratios}
+            self._release(size)
+        self.results.tables.append(table)
+        self.results.figures["alternatives"] = figures
+
+    def _rounds_of(self, way: str, size: int) -> dict[str, list[float]]:
+        """MiB/s of each round."""
+        values: dict[str, list[float]] = {one: [] for one in CONTENDERS}
+        for contender in CONTENDERS:
+            self._ask(contender, way, size, 2)
+        for round_ in range(self.scale.rounds):
+            self._say(f"alternatives: {way} {name_of(size)}", round_)
+            for contender in _turned(CONTENDERS, round_):
+                times = self._ask(contender, way, size, self.scale.repeats(size))
+                values[contender].append(size / median(times) / MIB)
+        return values
+
+    def _ask(self, contender: str, way: str, size: int, count: int) -> list[float]:
+        if contender in (VERBS, TCP):
+            return self.workers[contender].do(way, size, count)
+        suffix = "_stream" if contender == STREAMED else ""
+        return self.workers["gRPC"].do(f"{way}{suffix}", size, count)
+
+    # -- at what cost --------------------------------------------------------------------------
+
+    def cpu(self) -> None:
+        """Processor seconds per GiB of each side."""
+        size = self.scale.cpu_size
+        count = max(4, 2 * self.scale.volume // size)
+        found: dict[str, list[tuple[float, ...]]] = {}
+        for round_ in range(self.scale.rounds):
+            self._say(f"processor time, {name_of(size)}", round_)
+            for contender in _turned(CONTENDERS, round_):
+                client, node = self._pids(contender)
+                for way in ("write", "read"):
+                    self._ask(contender, way, size, 2)
+                    before = measure_usage(client, node)
+                    self._ask(contender, way, size, count)
+                    used = measure_usage(client, node).since(before)
+                    per_gib = tuple(seconds * GIB / (size * count) for seconds in used)
+                    found.setdefault(f"{way}, {contender}", []).append(per_gib)
+        self._release(size)
+        table = _table(
+            f"processor seconds per GiB, versions of {name_of(size)}",
+            "", "client's process", "node's process", "kernel's threads",
+            caption="median of the rounds (lowest to highest). Software RDMA does the card's work in "
+            "kernel threads, soft interrupts and\nwhoever posts; with a card that is the card's.",
+        )  # fmt: skip
+        for way in ("write", "read"):
+            for contender in CONTENDERS:
+                rounds = found[f"{way}, {contender}"]
+                sides = zip(*rounds, strict=True)
+                table.add_row(f"{way}, {contender}", *(_spread(list(side)) for side in sides))
+        self.results.tables.append(table)
+        self.results.figures["cpu"] = found
+
+    def _pids(self, contender: str) -> tuple[int, int]:
+        if contender in (VERBS, TCP):
+            return self.workers[contender].pid, self.cluster.nodes[0].pid
+        assert self.grpc_server is not None
+        return self.workers["gRPC"].pid, self.grpc_server.pid
+
+    # -- registration --------------------------------------------------------------------------
+
+    def registration(self) -> None:
+        """A model's tensors in one region, and in one each."""
+        wanted = registration.tensors(self.scale.tensors)
+        registrar = registration.Registrar(self.way.device, self.cluster.directory, wanted)
+        kinds = {
+            "one region for the file": registrar.whole,
+            "one for each tensor": registrar.each,
+        }
+        found: dict[str, list[registration.Registered]] = {kind: [] for kind in kinds}
+        with registrar.opened():
+            for round_ in range(self.scale.rounds):
+                self._say("registration", round_)
+                for kind in _turned(list(kinds), round_):
+                    found[kind].append(kinds[kind]())
+        table = _table(
+            f"registration: {len(wanted)} tensors of Llama 3.1 405B, widths / {registration.SCALE}, "
+            f"{registrar.size / MIB:.0f} MiB",
+            "", "regions", "ms to register", "ms to give up",
+            caption="median of the rounds (lowest to highest)",
+        )  # fmt: skip
+        for kind, rounds in found.items():
+            table.add_row(
+                kind, str(rounds[0].regions),
+                _spread([one.seconds * 1e3 for one in rounds]),
+                _spread([one.closing_seconds * 1e3 for one in rounds]),
+            )  # fmt: skip
+        self.results.tables.append(table)
+        self.results.figures["registration"] = {
+            kind: [one._asdict() for one in rounds] for kind, rounds in found.items()
+        }
+
+    # -- the loop ------------------------------------------------------------------------------
+
+    def loop(self) -> None:
+        """The steady state: nothing is registered, and no byte passes through Python."""
+        scale = self.scale
+        self._say(f"{scale.versions} versions of {name_of(scale.version_bytes)}", None)
+        outcome = loop.Loop(self.cluster, self.metrics_port, scale.version_bytes).run(
+            scale.versions
+        )
+        table = _table(
+            f"training loop: {scale.versions} versions of {name_of(scale.version_bytes)}, after "
+            f"{loop.WARM_UP} to warm up", "", "counted", "expected", "",
+            caption=f"median {median(outcome.seconds) * 1e3:.0f} ms to write a version and read it on "
+            "the other mount",
+        )  # fmt: skip
+        for row in outcome.rows:
+            expected = "" if row.expected is None else f"{row.expected:,g}"
+            table.add_row(
+                row.what,
+                f"{row.counted:,g}",
+                expected,
+                "[bold red]wrong[/]" if row.is_wrong else "",
+            )
+            if row.is_wrong:
+                self.results.wrong.append(f"{row.what}: {row.counted:,g}, not {row.expected:,g}")
+        told = _table("what the processes counted meanwhile", "", "more by", "per version")
+        for name, value in sorted(outcome.changed.items()):
+            told.add_row(name, f"{value:,g}", f"{value / scale.versions:,.4g}")
+        self.results.tables += [table, told]
+        self.results.figures["loop"] = {
+            "rows": {row.what: [row.counted, row.expected] for row in outcome.rows},
+            "changed": outcome.changed,
+            "seconds": outcome.seconds,
+        }
+
+    def _say(self, what: str, round_: int | None) -> None:
+        of = "" if round_ is None else f"round {round_ + 1}/{self.scale.rounds}: "
+        print(f"{of}{what}", file=sys.stderr, flush=True)
+
+
+def name_of(size: int) -> str:
+    for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
+        if size >= unit:
+            return f"{size / unit:g} {name}"
+    return f"{size} B"
+
+
+def _turned(names: Sequence[str], round_: int) -> list[str]:
+    """Beginning with another one each round."""
+    first = round_ % len(names)
+    return [*names[first:], *names[:first]]
+
+
+def _spread(values: Sequence[float]) -> str:
+    text = f"[bold]{median(values):,.4g}[/]"
+    return text if len(values) < 2 else f"{text} [dim]({min(values):,.4g}-{max(values):,.4g})[/]"
+
+
+def _table(title: str, *columns: str, caption: str | None = None) -> Table:
+    table = Table(
+        title=title, title_justify="left", caption=caption, caption_justify="left",
+        box=box.SIMPLE_HEAD, pad_edge=False,
+    )  # fmt: skip
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    return table

@@ -1,0 +1,180 @@
+"""A training loop in its steady state: what publishing and fetching the next version still asks for.
+
+Registrations and files are counted from outside, by what the kernel knows: every registration of a process
+has a number of its own (`rdma resource`), and every file an inode number that its tmpfs gives only once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+from _cluster.cluster import Cluster
+from _cluster.daemons import Daemon
+from _cluster.measures import MIB, Files
+from _cluster.parts import ClusterMount, StoreNode
+
+WARM_UP = 8
+_SCRAPE_S = 10.0
+# What these say changes by itself.
+_CLOCKS = ("uptime", "valid", "age", "pid")
+_PREFIX = "irdmafs_"
+
+
+@dataclass
+class Seen:
+    """Of one process: the numbers of its registrations, and the inodes of its files."""
+
+    registrations: set[int] = field(default_factory=set)
+    files: set[tuple[int, int]] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Row:
+    """`expected` is None where the number is shown only."""
+
+    what: str
+    counted: float
+    expected: float | None
+
+    @property
+    def is_wrong(self) -> bool:
+        return self.expected is not None and self.counted != self.expected
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`changed` are all figures that the processes tell and that changed, by their names."""
+
+    rows: list[Row]
+    changed: dict[str, float]
+    seconds: list[float]
+
+
+class Loop:
+    """A file of `size` bytes, written on the cluster's first mount and read on its second."""
+
+    def __init__(self, cluster: Cluster, metrics_port: int, size: int) -> None:
+        self._writer, self._reader = cluster.mounts
+        (self._node,) = cluster.nodes
+        self._metrics_port = metrics_port
+        self._size = size
+        self._files = Files()
+        self._seen: dict[str, Seen] = {part.name: Seen() for part in self._parts}
+
+    @property
+    def _parts(self) -> tuple[Daemon, ...]:
+        return (self._node, self._writer, self._reader)
+
+    def run(self, versions: int) -> Outcome:
+        """Raises WrongData."""
+        for number in range(WARM_UP):
+            self._version(number)
+        seen = {name: (len(one.registrations), len(one.files)) for name, one in self._seen.items()}
+        before = self._figures()
+        seconds = [self._version(WARM_UP + number) for number in range(versions)]
+        after = self._figures()
+        changed = {
+            name: value - before.get(name, 0.0)
+            for name, value in after.items()
+            if value != before.get(name, 0.0) and not any(word in name for word in _CLOCKS)
+        }
+        rows = []
+        for name, one in self._seen.items():
+            registrations, files = seen[name]
+            rows.append(Row(f"registrations, {name}", len(one.registrations) - registrations, 0))
+            is_node = name == self._node.name
+            rows.append(Row(f"files made, {name}", len(one.files) - files, 0 if is_node else None))
+        for mount in (self._writer, self._reader):
+            count = sum(
+                changed.get(f"{mount.name}.requests.{kind}", 0) for kind in ("READ", "WRITE")
+            )
+            rows.append(Row(f"reads and writes through Python, {mount.name}", count, 0))
+        fallbacks = sum(value for name, value in changed.items() if "fallbacks" in name)
+        rows.append(Row("transfers that fell back to TCP", fallbacks, 0))
+        moved = sum(value for name, value in changed.items() if name.endswith(".rdma_bytes"))
+        # Each version comes in once and goes out once.
+        rows.append(Row("bytes by verbs, per version", moved / versions, 2 * self._size))
+        return Outcome(rows, changed, seconds)
+
+    def _version(self, number: int) -> float:
+        began = time.perf_counter()
+        self._files.write(self._writer.path / "weights", self._size, number)
+        self._files.read(self._reader.path / "weights", self._size, number)
+        took_s = time.perf_counter() - began
+        self._look()
+        return took_s
+
+    def _look(self) -> None:
+        by_pid = registrations_by_pid()
+        for part in self._parts:
+            self._seen[part.name].registrations |= by_pid.get(part.pid, set())
+        self._seen[self._node.name].files |= files_below(self._node.store)
+        for mount in (self._writer, self._reader):
+            self._seen[mount.name].files |= files_below(mount.cache)
+
+    def _figures(self) -> dict[str, float]:
+        found = node_figures(self._node, self._metrics_port)
+        for mount in (self._writer, self._reader):
+            found |= mount_figures(mount)
+        return found
+
+
+def registrations_by_pid() -> dict[int, set[int]]:
+    """The numbers of the memory regions that processes have now."""
+    done = subprocess.run(
+        ["rdma", "-j", "resource", "show", "mr"], capture_output=True, text=True, check=True
+    )
+    found: dict[int, set[int]] = {}
+    for one in json.loads(done.stdout or "[]"):
+        if "pid" in one:
+            found.setdefault(int(one["pid"]), set()).add(int(one["mrn"]))
+    return found
+
+
+def files_below(directory: Path) -> set[tuple[int, int]]:
+    """Of at least a mebibyte: what else lies there are records."""
+    found = set()
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            with suppress(FileNotFoundError):
+                status = os.stat(os.path.join(parent, name))
+                if status.st_size >= MIB:
+                    found.add((status.st_dev, status.st_ino))
+    return found
+
+
+def mount_figures(mount: ClusterMount) -> dict[str, float]:
+    """Every number of its status."""
+    return dict(_numbers(mount.name, mount.status()))
+
+
+def node_figures(node: StoreNode, metrics_port: int) -> dict[str, float]:
+    """Every metric of it."""
+    found: Counter[str] = Counter()
+    with urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=_SCRAPE_S) as answer:
+        for line in answer.read().decode().splitlines():
+            if line.startswith(_PREFIX) and "_created" not in line:
+                name, _, value = line.rpartition(" ")
+                labels = name.partition("{")[2].rstrip("}").split(",")
+                label = "".join(word for word in labels if word and not word.startswith("node="))
+                base = name.partition("{")[0].removeprefix(_PREFIX)
+                found[f"{node.name}.{base}{'{' + label + '}' if label else ''}"] += float(value)
+    return dict(found)
+
+
+def _numbers(prefix: str, value: Any) -> Iterable[tuple[str, float]]:
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _numbers(f"{prefix}.{key}" if key != "cluster" else prefix, each)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield prefix, float(value)

@@ -1,0 +1,123 @@
+"""perftest (ib_write_bw, ib_read_bw, ib_read_lat) between two processes of this machine."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from irdmafs.backend.transport.verbs import devices
+
+PROGRAMS = ("ib_write_bw", "ib_read_bw", "ib_read_lat")
+# It takes fewer requests than five for a mistake.
+ITERATIONS_MIN = 5
+# The default, and queues that are no longer than what the device works on at once.
+DEPTHS = (128, 16)
+_PORT = 18515
+_START_TIMEOUT_S = 20.0
+_RUN_TIMEOUT_S = 120.0
+_LISTENS = "0A"
+_NUMBERS = re.compile(r"^\s*\d+\s+\d+\s+[\d.]+\s+[\d.]+")
+
+
+class PerftestFailed(Exception):
+    """The text says what it printed."""
+
+
+class Way(NamedTuple):
+    """What perftest and we use alike."""
+
+    device: str
+    port: int
+    gid_index: int
+    address: str
+
+
+def find_way() -> Way:
+    """The first RoCE v2 entry with an IPv4 address that can be used. Raises PerftestFailed."""
+    found = devices.find()
+    for device in found:
+        for port in device.ports if not device.obstacle else ():
+            for gid in port.gids:
+                if port.state == "ACTIVE" and gid.kind == "RoCE v2" and gid.address.version == 4:
+                    return Way(device.name, port.number, gid.number, str(gid.address))
+    raise PerftestFailed(devices.explain(found) or "no RDMA device has an IPv4 address")
+
+
+def need() -> None:
+    """Raises PerftestFailed."""
+    for program in PROGRAMS:
+        if shutil.which(program) is None:
+            raise PerftestFailed(f"{program} is not installed (apt install perftest)")
+
+
+def bandwidth(way: Way, program: str, size: int, total: int) -> float:
+    """Bytes per second of the better one of `DEPTHS`, moving about `total` bytes with each."""
+    iterations = max(ITERATIONS_MIN, total // size)
+    return max(
+        # Not its MB/sec, which are MiB.
+        _numbers(
+            way, program, "-s", size, "-n", iterations, "-t", depth, "--report_gbits", "-N"
+        )[3]
+        * 1e9
+        / 8
+        for depth in DEPTHS
+    )  # fmt: skip
+
+
+def read_latency_us(way: Way, size: int, count: int) -> float:
+    """Of one RDMA READ, typically."""
+    return _numbers(way, "ib_read_lat", "-s", size, "-n", count)[4]
+
+
+def _numbers(way: Way, program: str, *options: object) -> list[float]:
+    """The line of figures of the side that asked."""
+    command = [
+        program, "-F", "-d", way.device, "-i", str(way.port), "-x", str(way.gid_index), "-p", str(_PORT),
+        *(str(option) for option in options),
+    ]  # fmt: skip
+    _wait_for_port(free=True)
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _wait_for_port(free=False, server=server)
+        done = subprocess.run(
+            [*command, way.address], capture_output=True, text=True, timeout=_RUN_TIMEOUT_S
+        )
+        for line in done.stdout.splitlines():
+            if _NUMBERS.match(line):
+                with suppress(subprocess.TimeoutExpired):
+                    server.wait(_START_TIMEOUT_S)
+                return [float(word) for word in line.split()]
+        raise PerftestFailed(f"{' '.join(command)}: {_last(done.stdout, done.stderr)}")
+    except subprocess.TimeoutExpired:
+        raise PerftestFailed(f"{' '.join(command)}: no end") from None
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _wait_for_port(free: bool, server: subprocess.Popen[bytes] | None = None) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while _is_listened_on(_PORT) == free:
+        if time.monotonic() > deadline or (server is not None and server.poll() is not None):
+            raise PerftestFailed(f"port {_PORT} {'is in use' if free else 'is not listened on'}")
+        time.sleep(0.02)
+
+
+def _is_listened_on(port: int) -> bool:
+    for name in ("tcp", "tcp6"):
+        for line in Path("/proc/net", name).read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            if state == _LISTENS and int(local.rpartition(":")[2], 16) == port:
+                return True
+    return False
+
+
+def _last(*texts: str) -> str:
+    lines: Sequence[str] = [line for text in texts for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "it printed nothing"

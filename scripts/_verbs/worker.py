@@ -1,0 +1,248 @@
+"""The process that asks: the store's device by verbs or over TCP, or gRPC. One job a line, JSON.
+
+A job says what to do, with which size and how often; the answer is the seconds of each time. What a
+version is read into and written from are files in a tmpfs, for all alike.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+import trio
+from irdmafs.backend.cluster_config import ClusterConfig
+from irdmafs.backend.records import (
+    CONTENT_NUMBER_BITS,
+    NodeAddress,
+    decode,
+    encode,
+    group_key,
+)
+from irdmafs.backend.transport import Extent, Target, messages
+from irdmafs.backend.transport.peers import Peers, RemoteDevice
+from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
+
+# Less goes inside a control message, as a mount sends it.
+MESSAGE_BYTES = 64 << 10
+# Numbers of contents that the mount, whose session all of us use, does not come to.
+_CONTENTS_FIRST = {"verbs": 1 << CONTENT_NUMBER_BITS - 1, "tcp": 3 << CONTENT_NUMBER_BITS - 2}
+_CODEC_ROUNDS = 200
+_END_TIMEOUT_S = 10.0
+
+
+class WorkerFailed(Exception):
+    """It ended; what it said is on standard error."""
+
+
+class Worker:
+    """Such a process, seen from the one that measures. A context manager."""
+
+    def __init__(self, script: str, kind: str, plan: dict[str, Any]) -> None:
+        self.kind = kind
+        self._process = subprocess.Popen(
+            [sys.executable, script, "worker", kind, json.dumps(plan)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+        try:
+            self._process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def do(self, job: str, size: int = 0, count: int = 1) -> list[float]:
+        """Seconds of each. Raises WorkerFailed."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps([job, size, count]) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise WorkerFailed(f"the {self.kind} worker ended at {job} of {size} bytes")
+        return [float(word) for word in json.loads(answer)]
+
+
+class DeviceJobs:
+    """What is asked of a store node. Each version of a size replaces the one before it."""
+
+    def __init__(self, peers: Peers, node: int, target: Target, first: int, place: Path) -> None:
+        self._peers = peers
+        self._node = node
+        self._device: RemoteDevice = peers.remote_device(node)
+        self._target = target
+        self._contents = first
+        self._place = place
+        self._files: dict[tuple[str, int], int] = {}
+        self._kept: dict[int, Extent] = {}
+
+    async def write(self, size: int) -> float:
+        self._contents += 1
+        extent = Extent(self._contents, 0)
+        source = self._file("source", size)
+        began = time.perf_counter()
+        if size < MESSAGE_BYTES:
+            await self._device.put(extent, self._target, os.pread(source, size, 0))
+        else:
+            await self._device.write(extent, self._target, source, 0, size)
+        took_s = time.perf_counter() - began
+        if size in self._kept:
+            await self._device.abort(self._kept[size].content)
+        self._kept[size] = extent
+        return took_s
+
+    async def read(self, size: int) -> float:
+        extent = await self._extent(size)
+        sink = self._file("sink", size)
+        began = time.perf_counter()
+        if size < MESSAGE_BYTES:
+            (data,) = await self._device.get([extent], size)
+            os.pwrite(sink, data or b"", 0)
+        else:
+            await self._device.read(extent, 0, sink, 0, size)
+        took_s = time.perf_counter() - began
+        if os.pread(sink, 4096, 0) != os.pread(self._file("source", size), 4096, 0):
+            raise RuntimeError(f"wrong bytes in an extent of {size} bytes")
+        return took_s
+
+    async def one_sided(self, size: int) -> float:
+        """A read that the node's memory answers, however short."""
+        extent = await self._extent(size)
+        sink = self._file("sink", size)
+        began = time.perf_counter()
+        await self._device.read(extent, 0, sink, 0, size)
+        return time.perf_counter() - began
+
+    async def get(self, size: int) -> float:
+        extent = await self._extent(size)
+        began = time.perf_counter()
+        await self._device.get([extent], size)
+        return time.perf_counter() - began
+
+    async def ping(self, size: int) -> float:
+        began = time.perf_counter()
+        await self._peers.ping(self._node)
+        return time.perf_counter() - began
+
+    async def codec(self, size: int) -> float:
+        """Both ends' encoding and decoding of a get and its answer."""
+        asked = messages.Get(1, "", [Extent(self._contents, 0)], size)
+        answer = messages.Contents(1, [bytes(size)])
+        began = time.perf_counter()
+        for _ in range(_CODEC_ROUNDS):
+            messages.decode_request(msgspec.msgpack.encode(asked))
+            messages.decode_answer(msgspec.msgpack.encode(answer))
+        return (time.perf_counter() - began) / _CODEC_ROUNDS
+
+    async def release(self, size: int) -> float:
+        """Give the memory of this size back."""
+        if size in self._kept:
+            await self._device.abort(self._kept.pop(size).content)
+        for name in ("source", "sink"):
+            fd = self._files.pop((name, size), None)
+            if fd is not None:
+                os.close(fd)
+                os.unlink(self._place / f"{name}-{size}")
+        return 0.0
+
+    async def _extent(self, size: int) -> Extent:
+        if size not in self._kept:
+            await self.write(size)
+        return self._kept[size]
+
+    def _file(self, name: str, size: int) -> int:
+        fd = self._files.get((name, size))
+        if fd is None:
+            fd = self._files[name, size] = make_file(self._place / f"{name}-{size}", size)
+        return fd
+
+
+def make_file(path: Path, size: int) -> int:
+    """A file with its memory there, of bytes that no other has."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    block = os.urandom(1 << 20)
+    for offset in range(0, size, len(block)):
+        os.pwrite(fd, block[: size - offset], offset)
+    return fd
+
+
+Job = Callable[[int], Awaitable[float]]
+
+
+async def serve_jobs(jobs: Any) -> None:
+    """Answer line after line; `jobs` has a method for each."""
+    async for line in trio.wrap_file(sys.stdin):
+        name, size, count = json.loads(line)
+        job: Job = getattr(jobs, name)
+        seconds: Sequence[float] = [await job(size) for _ in range(count)]
+        print(json.dumps(seconds), flush=True)
+
+
+async def work(kind: str, plan: dict[str, Any]) -> None:
+    """`kind` is "verbs", "tcp" or "grpc"."""
+    logging.getLogger("irdmafs").setLevel(logging.WARNING)
+    place = Path(plan["place"])
+    place.mkdir()
+    if kind == "grpc":
+        from .grpc_ends import GrpcJobs
+
+        with GrpcJobs(plan["address"], plan["grpc_port"], place, plan["chunk"]) as jobs:
+            await serve_jobs(jobs)
+        return
+    address = decode(bytes.fromhex(plan["node_address"]), NodeAddress)
+    async with AsyncExitStack() as stack:
+        rdma = None
+        if kind == "verbs":
+            rdma = stack.enter_context(Rdma(Choice("require", threshold_bytes=1)))
+        peers = await stack.enter_async_context(
+            Peers(
+                lambda _node: address,
+                name="bench", role="mount", session=lambda: plan["session"], timeout_s=30.0,
+                rdma=rdma,
+            )
+        )  # fmt: skip
+        target = Target(plan["group"], plan["revision"], ())
+        first = (plan["session"] << CONTENT_NUMBER_BITS) + _CONTENTS_FIRST[kind]
+        await serve_jobs(DeviceJobs(peers, plan["node"], target, first, place))
+        counters = peers.counters
+        if rdma is not None and counters.fallbacks:
+            print(f"{counters.fallbacks} transfers fell back to TCP", file=sys.stderr)
+
+
+async def revision_of(config: Path, group: int) -> int:
+    """Of the group's configuration."""
+    async with ClusterConfig.load(str(config)).cluster.engine("mount") as engine:
+        found = await engine.get(group_key(group))
+        assert found is not None
+        return found.mod_revision
+
+
+def packed(address: NodeAddress) -> str:
+    """For `plan["node_address"]`."""
+    return encode(address).hex()
