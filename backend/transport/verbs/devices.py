@@ -49,6 +49,7 @@ class Port(NamedTuple):
     link_layer: str
     lid: int
     gids: tuple[Gid, ...]
+    mbit_s: int
 
 
 class Device(NamedTuple):
@@ -89,6 +90,8 @@ def describe(device: Device) -> str:
     """One line: what it is, where it is plugged in, its ports and their tables."""
     where = f" at {device.pci}" if device.pci else ""
     node = f", NUMA node {device.numa}" if device.numa >= 0 else ""
+    if not is_near(device):
+        node += ", far from this process"
     ports = []
     for port in device.ports:
         gids = ", ".join(_described(port, gid) for gid in port.gids[:_GIDS_SHOWN])
@@ -105,11 +108,13 @@ def _described(port: Port, gid: Gid) -> str:
 
 
 def explain(devices: list[Device], wanted: str | None = None, gid_index: int | None = None) -> str:
-    """Why none of them (or not the one that is wanted, or not with that GID) can be used; "": one can."""
-    if wanted is not None:
-        devices = [device for device in devices if device.name == wanted]
-        if not devices:
-            return f"there is no RDMA device {wanted}"
+    """Why none of them (or none of those that are wanted, or not with that GID) can be used; "": one
+    can."""
+    if names := wanted_names(wanted):
+        missing = names - {device.name for device in devices}
+        if missing:
+            return f"there is no RDMA device {', '.join(sorted(missing))}"
+        devices = [device for device in devices if device.name in names]
     elif not devices:
         return "this host has no RDMA device"
     usable = [device for device in devices if not device.obstacle]
@@ -120,6 +125,20 @@ def explain(devices: list[Device], wanted: str | None = None, gid_index: int | N
         there = ", ".join(f"{gid.number} on {device.name}" for device, gid in gids)
         return f"there is no GID {gid_index}; there are {there}"
     return "; ".join(f"{device.name}: {device.obstacle}" for device in devices)
+
+
+def wanted_names(wanted: str | None) -> set[str]:
+    """The devices that are asked for, as names between commas; none: any will do."""
+    return {name for name in (wanted or "").replace(" ", "").split(",") if name}
+
+
+def is_near(device: Device) -> bool:
+    """Whether it is plugged in at a processor that this process may run on, or anywhere near."""
+    if device.numa < 0:
+        return True
+    processors = os.sched_getaffinity(0)
+    where = Path(f"/sys/devices/system/node/node{device.numa}")
+    return not where.exists() or any((where / f"cpu{each}").exists() for each in processors)
 
 
 def memlock_limit() -> int | None:
@@ -149,9 +168,8 @@ def choose(
     address = ipaddress.ip_address(local.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
         address = address.ipv4_mapped
-    usable = [
-        each for each in devices if not each.obstacle and (device is None or each.name == device)
-    ]
+    wanted = wanted_names(device)
+    usable = [each for each in devices if not each.obstacle and (not wanted or each.name in wanted)]
     found: list[tuple[tuple[bool, bool], Route]] = []
     for each in usable:
         for port in each.ports:
@@ -295,7 +313,18 @@ def _port(where: Path) -> Port:
         netdev = _text(where / "gid_attrs" / "ndevs" / str(index))
         gids.append(Gid(index, value, _gid_kind(where, index, link_layer), netdev))
     state = _text(where / "state").partition(": ")[2]
-    return Port(int(where.name), state, link_layer, _number(where / "lid", 0), tuple(gids))
+    return Port(
+        int(where.name), state, link_layer, _number(where / "lid", 0), tuple(gids), _mbit_s(where)
+    )
+
+
+def _mbit_s(port: Path) -> int:
+    """Its speed; 0: not known."""
+    number, _, unit = _text(port / "rate").partition(" Gb/sec")
+    try:
+        return int(float(number) * 1000) if unit else 0
+    except ValueError:
+        return 0
 
 
 def _gid_kind(where: Path, index: int, link_layer: str) -> str:
