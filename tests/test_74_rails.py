@@ -4,7 +4,7 @@ import ipaddress
 
 import pytest
 from irdmafs.backend.transport import messages
-from irdmafs.backend.transport.verbs import devices, networks, rails
+from irdmafs.backend.transport.verbs import devices, networks
 from irdmafs.backend.transport.verbs.devices import Device, Gid, Port, Route
 from irdmafs.backend.transport.verbs.ends import Rail
 from irdmafs.backend.transport.verbs.rails import OwnRail, find_rails, pair

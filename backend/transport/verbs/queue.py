@@ -272,7 +272,9 @@ class QueuePair:
         try:
             while not (self.is_closed or (self.failure and not self._batches)):
                 await trio.lowlevel.wait_readable(self._fd)
-                self._take_completions()
+                # Another task may have run first, and closed it.
+                if not self.is_closed:
+                    self._take_completions()
         except trio.ClosedResourceError:
             pass  # by `close`
 
