@@ -48,6 +48,7 @@ DEFAULT_PATH = "/etc/irdmafs/cluster.toml"
 PATH_VARIABLE = "IRDMAFS_CONFIG"
 ETCD_PORT = 2379
 STREAMS_MAX = 64
+RDMA_QUEUE_PAIRS_MAX = 4
 _ROLE = "{role}"
 _CONFIG_LIMIT_BYTES = 1 << 20
 
@@ -81,7 +82,8 @@ class ClusterSection(_Section, frozen=True, kw_only=True):
     stands for node, mount or admin, so that one file serves all. `insecure`: without credentials,
     talk over the network all the same. `rdma`: move parameters by RDMA verbs where this host and a peer
     can ("auto"), never ("off"), or not start without ("require"); through `rdma_device` and `gid_index`
-    instead of what is on the way to the peer, from `rdma_threshold` bytes on."""
+    (names, with commas between) instead of what is on the way to the peer, from `rdma_threshold` bytes on;
+    over `rdma_queue_pairs` for each pair of ports."""
 
     name: str = "default"
     etcd: tuple[str, ...] = ()
@@ -98,10 +100,13 @@ class ClusterSection(_Section, frozen=True, kw_only=True):
     rdma_device: str | None = None
     gid_index: int | None = None
     rdma_threshold: Size = Size(64 << 10)
+    rdma_queue_pairs: int = 1
 
     def __post_init__(self) -> None:
         if self.gid_index is not None and not 0 <= self.gid_index < 1 << 16:
             raise ValueError("gid_index must be from 0 to 65535")
+        if not 1 <= self.rdma_queue_pairs <= RDMA_QUEUE_PAIRS_MAX:
+            raise ValueError(f"rdma_queue_pairs must be from 1 to {RDMA_QUEUE_PAIRS_MAX}")
         if self.rdma_threshold < 1:
             raise ValueError("rdma_threshold must be at least 1")
         if not _NAME.fullmatch(self.name):
@@ -163,7 +168,10 @@ class ClusterSection(_Section, frozen=True, kw_only=True):
                     'rdma = "require" and encrypt_data exclude each other: RDMA does not encrypt'
                 )
             mode = "off"
-        return Choice(mode, self.rdma_device, self.gid_index, self.rdma_threshold)
+        return Choice(
+            mode, self.rdma_device, self.gid_index, self.rdma_threshold,
+            queue_pairs=self.rdma_queue_pairs,
+        )  # fmt: skip
 
     def engine(self, role: "Role", timeout_s: float = 60.0) -> "EtcdEngine":
         """The cluster's part of etcd, not opened yet. Raises ConfigError."""

@@ -44,8 +44,8 @@ config_option = click.option(
 _RDMA_OPTIONS = (
     click.option("--rdma", type=click.Choice(["auto", "off", "require"]), help="Move parameters by RDMA "
                  "verbs: where it can be done, never, or refuse to start without  [default: auto]"),
-    click.option("--rdma-device", metavar="NAME", help="Only through this device  [default: the one on "
-                 "the way to the peer]"),
+    click.option("--rdma-device", metavar="NAME,...", help="Only through these devices  [default: all on "
+                 "a network with the peer]"),
     click.option("--gid-index", type=int, metavar="N", help="Only with this entry of its GID table."),
 )  # fmt: skip
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")

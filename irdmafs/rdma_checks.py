@@ -159,7 +159,8 @@ def _check_device(device: Device, library: Library | None) -> list[Check]:
 
 def _limits(device: Device, library: Library) -> Limits:
     """Raises OSError."""
-    with library.open(device.name) as context, library.errors:
+    context, _ = library.open(device.name)
+    with context, library.errors:
         limits = context.query_device()
         mtus = {
             port.number: _MTUS.get(int(context.query_port(port.number).active_mtu), 0)

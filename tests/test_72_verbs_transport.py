@@ -15,10 +15,9 @@ import trio
 from cluster import Cluster as WholeCluster
 from cluster import Plan
 from irdmafs.backend.transport import Extent, Fenced, Target, Unreachable
-from irdmafs.backend.transport import link as link_module
 from irdmafs.backend.transport.messages import Reserve
 from irdmafs.backend.transport.peers import Peers
-from irdmafs.backend.transport.verbs import devices
+from irdmafs.backend.transport.verbs import devices, lanes
 from irdmafs.backend.transport.verbs.adapter import Adapter
 from irdmafs.backend.transport.verbs.queue import Broken, Piece, QueuePair
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
@@ -45,6 +44,10 @@ def address() -> str:
                     return str(gid.address)
     why = devices.explain(found) or "no RDMA device has an IPv4 address"
     pytest.skip(f"{why}; scripts/rdma_guest test runs this in a guest that has one")
+
+
+def device_of(address: str) -> str:
+    return devices.choose(devices.find(), address).device
 
 
 @pytest.fixture
@@ -96,7 +99,7 @@ def in_cluster(
 ) -> None:
     async def main() -> None:
         async with AsyncExitStack() as stack:
-            rdma = stack.enter_context(Rdma(choice))
+            rdma = stack.enter_context(Rdma(choice._replace(device=device_of(address))))
             nodes = {
                 node: await stack.enter_async_context(
                     serving(
@@ -407,7 +410,7 @@ def test_a_node_that_may_not_lock_memory_is_written_to_over_tcp(memory: Path, ad
 def test_a_broken_queue_pair_costs_no_operation_and_is_replaced(
     memory: Path, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_module, "RDMA_PAUSE_S", 0.0)
+    monkeypatch.setattr(lanes, "RETRY_S", 0.0)
     data = random_bytes(24 * MiB)
 
     async def test(cluster: Cluster) -> None:
@@ -417,15 +420,15 @@ def test_a_broken_queue_pair_costs_no_operation_and_is_replaced(
         await device.write(Extent(1, 0), Target(1, 1, (2,)), source, 0, len(data))
         assert cluster.have(Extent(1, 0), data) == [1, 2]
         assert pairs
+        await usable_again(cluster.nodes[1].peers, 2)
+        await usable_again(cluster.peers, 1)
         pairs = broken_while_posting(monkeypatch, 2)
         await device.read(Extent(1, 0), 0, target, 0, len(data))
         assert os.pread(target, len(data) + 1, 0) == data
         assert pairs
         assert cluster.peers.counters.fallbacks + cluster.nodes[1].peers.counters.fallbacks == 2
-        monkeypatch.undo()
+        await usable_again(cluster.peers, 1)
         before = cluster.peers.counters.verbs_bytes
-        monkeypatch.setattr(link_module, "RDMA_PAUSE_S", 0.0)
-        cluster.peers.link(1)._path_after = 0.0
         await device.write(Extent(2, 0), Target(1, 1, (2,)), source, 0, len(data))
         assert cluster.peers.counters.verbs_bytes == before + len(data)
         os.close(source)
@@ -434,6 +437,13 @@ def test_a_broken_queue_pair_costs_no_operation_and_is_replaced(
     in_cluster(memory, address, test)
     for node in (1, 2):
         assert not list((memory / str(node) / "incoming").iterdir())
+
+
+async def usable_again(peers: Peers, node: int, count: int = 1) -> None:
+    """Until so many pairs of rails to a node work."""
+    each = peers.link(node)._lanes
+    assert each is not None
+    await until(lambda: len(each.usable) == count)
 
 
 def broken_while_posting(monkeypatch: pytest.MonkeyPatch, batch: int) -> list[QueuePair]:
@@ -464,7 +474,7 @@ def test_a_node_that_is_killed_meanwhile_is_noticed(
     length = 64 * MiB
 
     async def test(node: NodeProcess) -> None:
-        with Rdma(Choice()) as rdma:
+        with Rdma(Choice(device=device_of(address))) as rdma:
             async with mounted(memory, rdma) as peers:
                 source = os.open(memory / "source", os.O_RDWR | os.O_CREAT)
                 os.write(source, random_bytes(length))
@@ -508,7 +518,9 @@ def test_a_writer_that_dies_leaves_nothing_on_the_node(memory: Path, address: st
         service = cluster.service(1)
         source = cluster.file("source", bytes(8 * MiB))
         async with mounted(memory, cluster.rdma) as dying:
-            path = await dying.link(1).path(8 * MiB)
+            each = await dying.link(1).lanes(8 * MiB)
+            assert each is not None
+            path = each._lanes[0].path
             assert path is not None
             exposed = await path._ask(
                 lambda number: Reserve(number, "", Extent(1, 0), Target(1, 1, ()), 8 * MiB, MiB)

@@ -37,6 +37,8 @@ from .messages import (
     Granted,
     Ping,
     Put,
+    Rails,
+    RailsFound,
     Release,
     Renewed,
     Report,
@@ -49,6 +51,7 @@ from .messages import (
     check_end,
     check_extent,
     check_numbers,
+    check_pair,
     check_range,
     check_reservation,
     check_target,
@@ -142,7 +145,7 @@ class Control:
             case Release():
                 self._responder.release(request.handle)
             case Detach():
-                self._responder.detach("the peer gave it up")
+                self._responder.detach("the peer gave it up", request.pair)
             case _:
                 self._check(request)
                 await self._slots.acquire()
@@ -175,10 +178,13 @@ class Control:
                     raise BadMessage(f"{request.count} tickets are asked for")
             case Attach():
                 check_end(request.end)
+                check_pair(request.pair)
             case Expose():
+                check_pair(request.pair)
                 check_extent(request.extent)
                 check_range(request.start, request.length)
             case Reserve():
+                check_pair(request.pair)
                 check_target(request.target)
                 check_extent(request.extent)
                 check_reservation(request.length, request.piece)
@@ -237,15 +243,18 @@ class Control:
             case Tickets():
                 return Granted(number, self._grant(self._peer, request.count))
             case Attach():
-                return Attached(number, await self._responder.attach(request.end))
+                end = self._responder.attach(request.end, request.pair, request.rail, request.gid)
+                return Attached(number, end)
+            case Rails():
+                return RailsFound(number, self._responder.rails())
             case Expose():
                 exposed = await self._responder.expose(
-                    request.extent, request.start, request.length
+                    request.extent, request.start, request.length, request.pair
                 )
                 return Exposed(number, *exposed)
             case Reserve():
                 reserved = await self._responder.reserve(
-                    request.extent, request.target, request.length, request.piece
+                    request.extent, request.target, request.length, request.piece, request.pair
                 )
                 return Exposed(number, *reserved)
             case Seal():

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 class Counters:
     """Of one end. `round_trips` are those a caller waited for, one after the other: the streams of one
     transfer count once. `verbs_bytes` are those of a caller that moved by verbs, `fallbacks` the transfers
-    that began so and were moved over TCP. `rejected` are connections of strangers, and of peers that made
+    that began so and were moved over TCP, `reroutes` those that went on over another queue pair; `rails`
+    is what moved over each pair of rails. `rejected` are connections of strangers, and of peers that made
     no sense."""
 
     requests: Counter[str] = field(default_factory=Counter)
@@ -17,6 +18,8 @@ class Counters:
     sent_bytes: int = 0
     verbs_bytes: int = 0
     fallbacks: int = 0
+    reroutes: int = 0
+    rails: Counter[str] = field(default_factory=Counter)
     round_trips: int = 0
     connects: int = 0
     connections: int = 0

@@ -32,13 +32,11 @@ from .messages import (
     decode_welcome,
 )
 from .threads import in_threads
-from .verbs.path import Path, open_path
-from .verbs.queue import NotByVerbs
+from .verbs.lanes import Lanes
 from .wire import pack_preamble
 
 if TYPE_CHECKING:
     from .peers import Peers
-    from .verbs.rdma import Rdma
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +45,6 @@ SETBACK_FIRST_S = 0.05
 SETBACK_MAX_S = 1.0
 OPERATIONS_AT_ONCE = 8
 IDLE_CHANNEL_S = 15.0
-# After a queue pair broke, or could not be had, the next one is tried for after this long.
-RDMA_PAUSE_S = 5.0
 _CHANNELS_KEPT = 16
 _USER_TIMEOUTS = 3
 
@@ -75,10 +71,8 @@ class Link:
         self._why = ""
         self._distrusts = False
         self._own_address = ""
-        self._path: Path | None = None
-        self._attaching = trio.Lock()
-        self._path_after = 0.0
-        self._path_why = ""
+        self._lanes: Lanes | None = None
+        self._told: dict[str, str] = {}
 
     @property
     def refusal(self) -> str:
@@ -122,57 +116,25 @@ class Link:
             else:
                 channel.close()
 
-    async def path(self, length: int) -> Path | None:
-        """A queue pair for so many bytes; None: they go over TCP. Raises Unreachable."""
-        rdma = self._peers.rdma
+    async def lanes(self, length: int) -> Lanes | None:
+        """Queue pairs for so many bytes; None: they go over TCP. Raises Unreachable."""
+        peers = self._peers
+        rdma = peers.rdma
         if rdma is None or not rdma.is_usable or length < rdma.choice.threshold_bytes:
             return None
-        address = self._peers.resolve(self.node)
+        address = peers.resolve(self.node)
         if address is not None and "verbs" not in address.transports:
             return None
         control = await self._connected()
-        if self._path_of(control) is None and not self._attaching.locked():
-            async with self._attaching:
-                await self._attach(rdma, control)
-        return self._path_of(control)
-
-    async def path_failed(self, path: Path, why: str) -> None:
-        """An operation was given up. If the queue pair is to blame, others go over TCP for a while."""
-        if not path.failure:
-            log.info("store node %x: over TCP: %s", self.node, why)
-            return
-        if self._path is path:
-            self._path = None
-            self._pause(path.failure)
-            await path.close(path.failure)
-
-    def _path_of(self, control: ControlClient) -> Path | None:
-        path = self._path
-        return path if path is not None and path.is_usable_on(control) else None
-
-    async def _attach(self, rdma: "Rdma", control: ControlClient) -> None:
-        peers = self._peers
-        if time.monotonic() < self._path_after:
-            return
-        self._path = None
-        try:
-            adapter, gid_index = rdma.adapter(self._own_address)
-            self._path = await open_path(
-                control, adapter, gid_index, peers.nursery, peers.timeout_s
-            )
-        except NotByVerbs as error:
-            self._pause(str(error))
-        except OSError as error:
-            self._pause(error.strerror or str(error))
-        else:
-            log.info("store node %x: by RDMA", self.node)
-            self._path_why = ""
-
-    def _pause(self, why: str) -> None:
-        self._path_after = time.monotonic() + RDMA_PAUSE_S
-        if why != self._path_why:
-            log.warning("store node %x: over TCP for a while: %s", self.node, why)
-        self._path_why = why
+        lanes = self._lanes
+        if lanes is None or lanes.control is not control:
+            lanes = self._lanes = Lanes(
+                control, rdma, self._own_address, peers.nursery, peers.timeout_s, peers.counters,
+                self._told,
+            )  # fmt: skip
+            peers.nursery.start_soon(lanes.run)
+        await lanes.ready()
+        return lanes if lanes.is_usable else None
 
     def lost(self) -> None:
         """A data connection broke: the others may be no better."""
@@ -238,7 +200,7 @@ class Link:
                 self._drop_idle()
             if where != self._where:
                 self._where = where
-                self._setback_s = self._alone_until = self._path_after = 0.0
+                self._setback_s = self._alone_until = 0.0
             if self._control is None:
                 if time.monotonic() < self._alone_until:
                     raise self._unreachable()

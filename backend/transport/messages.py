@@ -14,10 +14,10 @@ import trio
 from msgspec.msgpack import Decoder as _Decoder
 
 from . import Extent, Fenced, Target, Unreachable
-from .verbs.ends import QueueEnd
+from .verbs.ends import RAILS_MAX, QueueEnd, Rail
 
 # Both ends must speak the same version: nodes and mounts are upgraded together.
-VERSION = 2
+VERSION = 3
 
 # What a stranger may send, and what a member may. The length of a frame comes before it.
 HELLO_BYTES_MAX = 4096
@@ -33,7 +33,11 @@ TEXT_MAX = 240
 NAME_MAX = 255
 # What a node answers when it can do nothing by verbs just now, though it may over TCP.
 NOT_BY_VERBS = errno.EOPNOTSUPP
-# Of one queue pair, at a time: fewer than requests, so that one more is refused and need not wait.
+# The queue pair is gone; another one may do.
+NO_QUEUE_PAIR = errno.ENOLINK
+# Of one control connection: for every pair of rails some queue pairs.
+QUEUE_PAIRS_MAX = 16
+# Of one control connection, at a time: fewer than requests, so that one more is refused and need not wait.
 HANDLES_MAX = 48
 PIECES_MAX = 1 << 16
 EXTENT_BYTES_MAX = 1 << 40
@@ -94,6 +98,8 @@ class Release(Message, tag=5):
 class Detach(Message, tag=6):
     """The caller's queue pair is of no use any more, nor is what was given for it. Has no answer."""
 
+    pair: int
+
 
 class Request(Message):
     """`trace` is the id of what this is done for, for log lines."""
@@ -143,33 +149,44 @@ class Tickets(Request, tag=17):
 
 
 class Attach(Request, tag=18):
-    """Asks for a queue pair to move extents by; takes the place of an earlier one."""
+    """Asks for a queue pair to move extents by, at a rail of the node; takes the place of an earlier one
+    of the number `pair`."""
 
     end: QueueEnd
+    pair: int
+    rail: str
+    gid: bytes
 
 
 class Expose(Request, tag=19):
-    """Asks to read `length` bytes of an extent, from `start`, out of the node's memory."""
+    """Asks to read `length` bytes of an extent, from `start`, out of the node's memory, by queue pair
+    `pair`."""
 
     extent: Extent
     start: int
     length: int
+    pair: int = 0
 
 
 class Reserve(Request, tag=30):
     """Asks to write an extent into the node's memory, in pieces of `piece` bytes and what is left, each
-    of which carries the handle that is given for it."""
+    of which carries the handle that is given for it, by queue pair `pair`."""
 
     extent: Extent
     target: Target
     length: int
     piece: int
+    pair: int = 0
 
 
 class Seal(Request, tag=31):
     """All pieces have been sent. Answered when the extent is sealed here and down the chain."""
 
     handle: int
+
+
+class Rails(Request, tag=32):
+    """Asks on which rails the node can be reached by verbs."""
 
 
 class Answer(Message):
@@ -220,11 +237,29 @@ class Exposed(Answer, tag=27):
     wanted: bool = True
 
 
+class RailsFound(Answer, tag=28):
+    rails: list[Rail]
+
+
 OneWay: TypeAlias = Renewed | Release | Detach
 AnyRequest: TypeAlias = (
-    Ping | Put | Get | Adopt | Abort | Suspect | Status | Tickets | Attach | Expose | Reserve | Seal
+    Ping
+    | Put
+    | Get
+    | Adopt
+    | Abort
+    | Suspect
+    | Status
+    | Tickets
+    | Rails
+    | Attach
+    | Expose
+    | Reserve
+    | Seal
 )
-AnyAnswer: TypeAlias = Done | Failed | Contents | Report | Granted | Verdict | Attached | Exposed
+AnyAnswer: TypeAlias = (
+    Done | Failed | Contents | Report | Granted | Verdict | RailsFound | Attached | Exposed
+)
 
 _encode = msgspec.msgpack.Encoder().encode
 _hello_decoder = _Decoder(Hello)
@@ -264,6 +299,26 @@ def check_end(end: QueueEnd) -> None:
         or not 0 < end.reads < 1 << 8
     ):
         raise BadMessage("what it says of its queue pair makes no sense")
+
+
+def check_pair(pair: int) -> None:
+    """Raises BadMessage for more queue pairs than a connection may have."""
+    if not 0 <= pair < QUEUE_PAIRS_MAX:
+        raise BadMessage(f"queue pair {pair} of {QUEUE_PAIRS_MAX}")
+
+
+def check_rails(rails: list[Rail]) -> None:
+    """Raises BadMessage for what no host has."""
+    if len(rails) > RAILS_MAX:
+        raise BadMessage(f"{len(rails)} rails")
+    for rail in rails:
+        if (
+            len(rail.gid) != 16
+            or not 0 <= rail.bits <= 128
+            or not 0 <= rail.mbit_s < 1 << 31
+            or len(rail.name) > NAME_MAX
+        ):
+            raise BadMessage("what it says of its rails makes no sense")
 
 
 def check_reservation(length: int, piece: int) -> None:

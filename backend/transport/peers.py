@@ -42,7 +42,7 @@ from .messages import (
 from .streams import receive_range, send_range, wait_for_reply
 from .threads import in_threads
 from .verbs.growth import Growth
-from .verbs.path import Path
+from .verbs.lanes import Lanes
 from .verbs.queue import NotByVerbs
 from .verbs.rdma import Rdma
 from .wire import Header, Op, Reply, ReplyKind
@@ -106,6 +106,8 @@ class Peers:
         self._manager = trio.open_nursery()
         self.nursery = await self._manager.__aenter__()
         self.nursery.start_soon(self._tidy)
+        if self.rdma is not None:
+            self.nursery.start_soon(self.rdma.watch)
         return self
 
     async def __aexit__(
@@ -264,7 +266,7 @@ class RemoteDevice:
     ) -> None:
         _check_chain(target)
         if await self._by_verbs(
-            "write", length, lambda path: path.write(extent, target, fd, offset, length, growth)
+            "write", length, lambda lanes: lanes.write(extent, target, fd, offset, length, growth)
         ):
             self._peers.counters.sent_bytes += length
             return
@@ -286,7 +288,7 @@ class RemoteDevice:
             os.ftruncate(fd, offset + length)
         async with self._link.operations:
             if not await self._by_verbs(
-                "read", length, lambda path: path.read(extent, start, fd, offset, length)
+                "read", length, lambda lanes: lanes.read(extent, start, fd, offset, length)
             ):
                 await self._run(
                     "read",
@@ -299,20 +301,20 @@ class RemoteDevice:
         self._peers.counters.received_bytes += length
 
     async def _by_verbs(
-        self, kind: str, length: int, move: Callable[[Path], Awaitable[None]]
+        self, kind: str, length: int, move: Callable[[Lanes], Awaitable[None]]
     ) -> bool:
         """Whether it was moved so; if not, TCP has to. Raises OSError: what the node answers."""
         link, counters = self._link, self._peers.counters
-        path = await link.path(length)
-        if path is None:
+        lanes = await link.lanes(length)
+        if lanes is None:
             return False
         counters.requests[kind] += 1
         try:
             with link.watched():
-                await move(path)
+                await move(lanes)
         except NotByVerbs as error:
             counters.fallbacks += 1
-            await link.path_failed(path, str(error))
+            log.info("store node %x: over TCP: %s", link.node, error)
             return False
         counters.verbs_bytes += length
         return True

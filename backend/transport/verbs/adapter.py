@@ -1,15 +1,23 @@
 """An opened device: what all its queue pairs share."""
 
 import errno
+import logging
 import os
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
+
+import trio
 
 from .devices import Route
 from .library import Library
 from .queue import QueuePair
 from .regions import Regions
 
+log = logging.getLogger(__name__)
+
+# Of all peers together; each takes kernel memory at both ends.
+QUEUE_PAIRS_MAX = 4096
 _MTUS = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}
 
 
@@ -25,7 +33,10 @@ class Adapter:
         self.port = route.port
         self.lid = route.lid
         self._gids: dict[int, bytes] = {}
-        self.context: Any = library.open(route.device)
+        # What may have to end when the port does.
+        self.pairs: set[QueuePair] = set()
+        self.context: Any
+        self.context, self._events = library.open(route.device)
         try:
             with library.errors:
                 limits = self.context.query_device()
@@ -34,6 +45,7 @@ class Adapter:
         except BaseException:
             self.context.close()
             raise
+        self._active = library.enum("PORT_ACTIVE")
         self.mtu = _MTUS.get(int(port.active_mtu), 256)
         self.reads_answered = max(1, int(limits.max_qp_rd_atom))
         self.reads_asked = max(1, int(limits.max_qp_init_rd_atom))
@@ -68,4 +80,24 @@ class Adapter:
 
     def queue_pair(self, gid_index: int, receives: bool = False, **options: Any) -> QueuePair:
         """`run` has to be started. Raises OSError."""
-        return QueuePair(self, gid_index, receives, **options)
+        if len(self.pairs) >= QUEUE_PAIRS_MAX:
+            raise OSError(errno.EUSERS, f"{QUEUE_PAIRS_MAX} queue pairs are in use")
+        pair = QueuePair(self, gid_index, receives, **options)
+        self.pairs.add(pair)
+        return pair
+
+    async def watch(self, changed: Callable[[], None]) -> None:
+        """End what goes through the port as soon as the kernel says that it is down."""
+        while True:
+            await trio.lowlevel.wait_readable(self._events)
+            try:
+                with self.library.errors:
+                    self.context.get_async_event().ack()
+                    state = int(self.context.query_port(self.port).state)
+            except OSError as error:
+                log.warning("RDMA device %s: %s", self.name, error.strerror)
+                return
+            if state != self._active:
+                for pair in list(self.pairs):
+                    pair.fail(f"port {self.port} of {self.name} is down")
+            changed()

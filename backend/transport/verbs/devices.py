@@ -73,6 +73,7 @@ class Port(NamedTuple):
     lid: int
     gids: tuple[Gid, ...]
     netdev: str
+    mbit_s: int
 
 
 class Device(NamedTuple):
@@ -113,6 +114,8 @@ def describe(device: Device) -> str:
     """One line: what it is, where it is plugged in, its ports and their tables."""
     where = f" at {device.pci}" if device.pci else ""
     node = f", NUMA node {device.numa}" if device.numa >= 0 else ""
+    if not is_near(device):
+        node += ", far from this process"
     ports = []
     for port in device.ports:
         gids = ", ".join(_described(port, gid) for gid in port.gids[:_GIDS_SHOWN])
@@ -131,14 +134,17 @@ def _described(port: Port, gid: Gid) -> str:
 def explain(
     devices: list[Device], wanted: str | None = None, gid_index: int | None = None
 ) -> Obstacle:
-    """Why none of them (or not the one that is wanted, or not with that GID) can be used; "": one can."""
-    if wanted is not None:
+    """Why none of them (or none of those that are wanted, or not with that GID) can be used; "": one
+    can."""
+    if names := wanted_names(wanted):
         there = ", ".join(device.name for device in devices) or "none"
-        devices = [device for device in devices if device.name == wanted]
-        if not devices:
+        missing = names - {device.name for device in devices}
+        if missing:
             return Obstacle(
-                f"there is no RDMA device {wanted}", f"there are: {there} (--rdma-device)"
+                f"there is no RDMA device {', '.join(sorted(missing))}",
+                f"there are: {there} (--rdma-device)",
             )
+        devices = [device for device in devices if device.name in names]
     elif not devices:
         return Obstacle("this host has no RDMA device")
     usable = [device for device in devices if not device.obstacle]
@@ -163,6 +169,20 @@ def gid_remedy(devices: list[Device]) -> str:
         if not gid.weakness
     ]
     return " or ".join([*good, "none at all: the one of the address on the way is taken"])
+
+
+def wanted_names(wanted: str | None) -> set[str]:
+    """The devices that are asked for, as names between commas; none: any will do."""
+    return {name for name in (wanted or "").replace(" ", "").split(",") if name}
+
+
+def is_near(device: Device) -> bool:
+    """Whether it is plugged in at a processor that this process may run on, or anywhere near."""
+    if device.numa < 0:
+        return True
+    processors = os.sched_getaffinity(0)
+    where = Path(f"/sys/devices/system/node/node{device.numa}")
+    return not where.exists() or any((where / f"cpu{each}").exists() for each in processors)
 
 
 def memlock_limit() -> int | None:
@@ -192,9 +212,8 @@ def choose(
     address = ipaddress.ip_address(local.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
         address = address.ipv4_mapped
-    usable = [
-        each for each in devices if not each.obstacle and (device is None or each.name == device)
-    ]
+    wanted = wanted_names(device)
+    usable = [each for each in devices if not each.obstacle and (not wanted or each.name in wanted)]
     found: list[tuple[tuple[bool, bool], Route]] = []
     for each in usable:
         for port in each.ports:
@@ -359,7 +378,24 @@ def _port(device: Path, where: Path) -> Port:
     netdev = next((gid.netdev for gid in gids if gid.netdev), "")
     # Software devices tell on which interface they were made, also while that is down.
     netdev = netdev or _text(where / "gid_attrs" / "ndevs" / "0") or _text(device / "parent")
-    return Port(int(where.name), state, link_layer, _number(where / "lid", 0), tuple(gids), netdev)
+    return Port(
+        int(where.name),
+        state,
+        link_layer,
+        _number(where / "lid", 0),
+        tuple(gids),
+        netdev,
+        _mbit_s(where),
+    )
+
+
+def _mbit_s(port: Path) -> int:
+    """Its speed; 0: not known."""
+    number, _, unit = _text(port / "rate").partition(" Gb/sec")
+    try:
+        return int(float(number) * 1000) if unit else 0
+    except ValueError:
+        return 0
 
 
 def _gid_kind(where: Path, index: int, link_layer: str) -> str:

@@ -64,10 +64,14 @@ class Library:
                 raise VerbsMissing(f"this pyverbs does not know {name}")
         return int(found)
 
-    def open(self, device: str) -> Any:
-        """A Context. Raises OSError."""
+    def open(self, device: str) -> tuple[Any, int]:
+        """A Context and the descriptor of its asynchronous events, which does not block. Raises OSError."""
         with self._channels, self.errors:
-            return self.Context(name=device)
+            before = _event_descriptors()
+            context = self.Context(name=device)
+            (fd,) = _event_descriptors() - before
+        os.set_blocking(fd, False)
+        return context, fd
 
     def completion_channel(self, context: Any) -> tuple[Any, int]:
         """A CompChannel and its descriptor, which does not block. Raises OSError."""

@@ -14,6 +14,7 @@ import trio
 from ...logs import current_request
 from .. import Extent, Target, Unreachable
 from ..messages import (
+    NO_QUEUE_PAIR,
     NOT_BY_VERBS,
     PIECES_MAX,
     AnyAnswer,
@@ -31,8 +32,9 @@ from ..messages import (
     check_end,
 )
 from .adapter import Adapter
+from .ends import Rail
 from .growth import Growth
-from .queue import NotByVerbs, Piece, QueuePair
+from .queue import Broken, NotByVerbs, Piece, QueuePair
 from .regions import Region, Regions
 
 if TYPE_CHECKING:
@@ -54,10 +56,13 @@ class Path:
     """A queue pair to one store node, which lives as long as the control connection it was set up on.
     Made by `open_path`."""
 
-    def __init__(self, control: "ControlClient", adapter: Adapter, pair: QueuePair) -> None:
+    def __init__(
+        self, control: "ControlClient", adapter: Adapter, pair: QueuePair, number: int
+    ) -> None:
         self._control = control
         self._adapter = adapter
         self._pair = pair
+        self._number = number
         self.node = control.node
 
     @property
@@ -65,15 +70,18 @@ class Path:
         """Why it is of no use any more, "" if it is."""
         return self._pair.failure
 
-    def is_usable_on(self, control: "ControlClient") -> bool:
-        return self._control is control and not self.failure
+    @property
+    def failed(self) -> trio.Event:
+        return self._pair.failed
 
     async def read(self, extent: Extent, start: int, fd: int, offset: int, length: int) -> None:
         """As Device.read; the file is long enough. Raises OSError, NotByVerbs."""
         regions = self._adapter.regions
         async with _using(regions, fd, offset, length, writable=True) as region:
             exposed = await self._ask(
-                lambda number: Expose(number, current_request(), extent, start, length)
+                lambda number: Expose(
+                    number, current_request(), extent, start, length, self._number
+                )
             )
             try:
                 await self._pair.read(
@@ -99,7 +107,9 @@ class Path:
         piece = piece_bytes(length)
         async with _using(regions, fd, offset, length, writable=False) as region:
             exposed = await self._ask(
-                lambda number: Reserve(number, current_request(), extent, target, length, piece),
+                lambda number: Reserve(
+                    number, current_request(), extent, target, length, piece, self._number
+                ),
                 target.group,
             )
             done = 0 if exposed.wanted else length
@@ -114,7 +124,7 @@ class Path:
                         )
                         await self._pair.write(pieces, exposed.handle)
                         done = there
-                answer = await _ask(
+                answer = await ask(
                     self._control,
                     lambda number: Seal(number, current_request(), exposed.handle),
                     target.group,
@@ -126,7 +136,13 @@ class Path:
                 raise Unreachable(self.node, "its answer makes no sense")
 
     async def _ask(self, make: Callable[[int], AnyRequest], group: int = 0) -> Exposed:
-        answer = await _ask(self._control, make, group)
+        try:
+            answer = await ask(self._control, make, group)
+        except OSError as error:
+            if error.errno != NO_QUEUE_PAIR:
+                raise
+            self._pair.fail(f"the node gave it up: {error.strerror}")
+            raise Broken(self.failure) from None
         if not isinstance(answer, Exposed):
             raise Unreachable(self.node, "its answer makes no sense")
         return answer
@@ -135,23 +151,32 @@ class Path:
         with trio.CancelScope(shield=True):
             await self._control.say(message)
 
+    def fail(self, why: str) -> None:
+        """What is under way raises Broken."""
+        self._pair.fail(why)
+
     async def close(self, why: str) -> None:
         """Tell the node, too, so that it drops at once what it has of writes."""
         self._pair.fail(why)
-        await self._say(Detach())
+        await self._say(Detach(self._number))
 
 
 async def open_path(
     control: "ControlClient",
     adapter: Adapter,
     gid_index: int,
+    rail: Rail,
+    pair_number: int,
     nursery: trio.Nursery,
     patience_s: float,
 ) -> Path:
-    """Set a queue pair up with the node. Raises OSError, NotByVerbs."""
+    """Set a queue pair up with a rail of the node, and see that it works. Raises OSError, NotByVerbs."""
     pair = adapter.queue_pair(gid_index)
     try:
-        answer = await _ask(control, lambda number: Attach(number, "", pair.end()), 0)
+        answer = await ask(
+            control,
+            lambda number: Attach(number, "", pair.end(), pair_number, rail.name, rail.gid),
+        )
         if not isinstance(answer, Attached):
             raise Unreachable(control.node, "its answer makes no sense")
         try:
@@ -163,13 +188,19 @@ async def open_path(
         pair.close()
         raise
     nursery.start_soon(pair.run)
-    control.closers.append(pair.fail)
-    return Path(control, adapter, pair)
+    path = Path(control, adapter, pair, pair_number)
+    try:
+        await pair.probe()
+    except BaseException:
+        await path.close("the peer does not answer")
+        raise
+    return path
 
 
-async def _ask(
-    control: "ControlClient", make: Callable[[int], AnyRequest], group: int
+async def ask(
+    control: "ControlClient", make: Callable[[int], AnyRequest], group: int = 0
 ) -> AnyAnswer:
+    """Raises OSError: what the node answers; NotByVerbs."""
     try:
         return await control.ask(make, group)
     except OSError as error:

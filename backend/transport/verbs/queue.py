@@ -177,6 +177,10 @@ class QueuePair:
         memory. Raises Broken."""
         await self._transfer(self._write, pieces, number)
 
+    async def probe(self) -> None:
+        """Whether the peer answers: a WRITE of nothing, which takes no right. Raises Broken."""
+        await self.write([Piece(0, 0, 0, 0, 0)], None)
+
     async def bind(self, window: Any, info: Any) -> int:
         """Bind a memory window; returns its key. Raises Broken."""
         await self._room.acquire()
@@ -268,7 +272,9 @@ class QueuePair:
         try:
             while not (self.is_closed or (self.failure and not self._batches)):
                 await trio.lowlevel.wait_readable(self._fd)
-                self._take_completions()
+                # Another task may have run first, and closed it.
+                if not self.is_closed:
+                    self._take_completions()
         except trio.ClosedResourceError:
             pass  # by `close`
 
@@ -339,6 +345,7 @@ class QueuePair:
         if self.is_closed:
             return
         self.is_closed = True
+        self._adapter.pairs.discard(self)
         self.failure = self.failure or "the queue pair was closed"
         self.failed.set()
         trio.lowlevel.notify_closing(self._fd)

@@ -3,18 +3,24 @@
 import errno
 import logging
 import os
+import time
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Literal, NamedTuple, Self
 
+import trio
+
 from . import devices
 from .adapter import Adapter
 from .library import VerbsMissing, load
+from .rails import OwnRail, find_rails
 
 log = logging.getLogger(__name__)
 
 Mode = Literal["auto", "off", "require"]
 THRESHOLD_BYTES = 64 << 10
+# What the kernel says of devices is believed for so long: many peers may ask at once.
+_FRESH_S = 1.0
 
 
 class RdmaUnavailable(OSError):
@@ -25,14 +31,16 @@ class RdmaUnavailable(OSError):
 
 
 class Choice(NamedTuple):
-    """What was asked for. Transfers of fewer than `threshold_bytes` go over TCP. `limit_bytes`: what may be
-    registered at once (None: half of the memory, or what may be locked)."""
+    """What was asked for. `device` may name several, with commas between. Transfers of fewer than
+    `threshold_bytes` go over TCP. `limit_bytes`: what may be registered at once (None: half of the memory,
+    or what may be locked). `queue_pairs` are set up for each pair of rails."""
 
     mode: Mode = "auto"
     device: str | None = None
     gid_index: int | None = None
     threshold_bytes: int = THRESHOLD_BYTES
     limit_bytes: int | None = None
+    queue_pairs: int = 1
 
 
 class Rdma:
@@ -47,6 +55,12 @@ class Rdma:
         self.why_not = ""
         self._adapters: dict[tuple[str, int], Adapter] = {}
         self._open = ExitStack()
+        self._watching = trio.Lock()
+        self._opened = trio.Event()
+        # Set, and made anew, when a port went down or came back.
+        self.changed = trio.Event()
+        self._found: list[devices.Device] = []
+        self._found_at = float("-inf")
 
     def __enter__(self) -> Self:
         choice = self.choice
@@ -65,11 +79,11 @@ class Rdma:
         return self
 
     def check(self, local: str) -> None:
-        """Whether it can be used at this host's address `local`; else as when entering. For whoever knows
-        an address on the way to its peers before it has any."""
+        """Whether there is a rail, `local` being this host's address; else as when entering. For whoever
+        knows an address on the way to its peers before it has any."""
         if self.is_usable:
             try:
-                self.adapter(local)
+                self.open(self.rails(local)[0].route)
             except OSError as error:
                 self.why_not = str(error.strerror)
                 self._do_without()
@@ -135,19 +149,60 @@ class Rdma:
         choice = self.choice
         if self.why_not:
             raise OSError(errno.ENODEV, self.why_not)
-        route = devices.choose(devices.find(), local, choice.device, choice.gid_index)
+        return self.open(devices.choose(devices.find(), local, choice.device, choice.gid_index))
+
+    def rails(self, local: str) -> list[OwnRail]:
+        """Those of this host; `local` is its address on the way to the peer. Raises OSError: there are
+        none."""
+        choice = self.choice
+        if self.why_not:
+            raise OSError(errno.ENODEV, self.why_not)
+        now = time.monotonic()
+        if now > self._found_at + _FRESH_S:
+            self._found, self._found_at = devices.find(), now
+        return find_rails(self._found, local, choice.device, choice.gid_index)
+
+    def rail(self, local: str, name: str, gid: bytes) -> OwnRail:
+        """The one that a peer was told of. Raises OSError."""
+        for own in self.rails(local):
+            if (own.rail.name, own.rail.gid) == (name, gid):
+                return own
+        raise OSError(errno.ENODEV, f"there is no rail {name[:64]} any more")
+
+    def open(self, route: devices.Route) -> tuple[Adapter, int]:
+        """The adapter of a port, and the index of the GID. Raises OSError."""
+        choice = self.choice
         key = route.device, route.port
         adapter = self._adapters.get(key)
         if adapter is None:
             limit_bytes = choice.limit_bytes or _default_limit_bytes()
             adapter = self._open.enter_context(Adapter(load(), route, limit_bytes))
             self._adapters[key] = adapter
+            self._opened.set()
+            self._opened = trio.Event()
             log.info(
                 "parameters move by RDMA through %s port %d (%s)",
                 route.device, route.port, route.gid.kind,
             )  # fmt: skip
         adapter.add_gid(route.gid.number, route.gid.value)
         return adapter, route.gid.number
+
+    async def watch(self) -> None:
+        """Hear from the kernel of ports that go down and come back. One of the tasks that do so is enough;
+        the others wait to take over."""
+        async with self._watching, trio.open_nursery() as nursery:
+            watched: set[Adapter] = set()
+            while True:
+                for adapter in self.adapters:
+                    if adapter not in watched:
+                        watched.add(adapter)
+                        nursery.start_soon(adapter.watch, self._ports_changed)
+                await self._opened.wait()
+
+    def _ports_changed(self) -> None:
+        self._found_at = float("-inf")
+        self.changed.set()
+        self.changed = trio.Event()
 
 
 def _default_limit_bytes() -> int:

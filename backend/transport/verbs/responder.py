@@ -1,4 +1,4 @@
-"""The node's end of a queue pair: extents are opened for a peer to read, and reserved for it to write.
+"""The node's end of queue pairs: extents are opened for a peer to read, and reserved for it to write.
 
 Everything hangs on one control connection, which set the queue pair up: what a peer was given ends with
 the operation, with the queue pair, with the connection, with its session in the cluster, or after GIVEN_S.
@@ -10,19 +10,19 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import trio
 
 from .. import Extent, Target
 from ..counters import Counters
-from ..messages import HANDLES_MAX, NOT_BY_VERBS
+from ..messages import HANDLES_MAX, NO_QUEUE_PAIR, NOT_BY_VERBS
 from ..service import Held, Service
 from .adapter import Adapter
-from .ends import QueueEnd
+from .ends import QueueEnd, Rail
 from .growth import Growth
-from .queue import NotByVerbs, QueuePair
+from .queue import Broken, QueuePair
 from .rdma import Rdma
 from .regions import Region
 from .windows import Window, grant
@@ -39,13 +39,18 @@ SESSION_OVER = "the peer's session is over"
 _ARRIVAL_S = 30.0
 
 
+class _End(NamedTuple):
+    adapter: Adapter
+    pair: QueuePair
+
+
 class _Given:
     """The right to a range of a file, in the peer's hands."""
 
-    def __init__(self, adapter: Adapter, held: Held, region: Region, window: Window) -> None:
+    def __init__(self, end: _End, held: Held, region: Region, window: Window) -> None:
         self.held = held
         self.window = window
-        self._adapter = adapter
+        self.end = end
         self._region: Region | None = region
         self.until = trio.current_time() + GIVEN_S
 
@@ -53,14 +58,15 @@ class _Given:
         """The peer cannot touch the memory any more."""
         if self._region is not None:
             self.window.close()
-            self._adapter.regions.release(self._region, keep=self.held.is_own)
+            self.end.adapter.regions.release(self._region, keep=self.held.is_own)
             self._region = None
 
 
 class _Arrival:
     """An extent that is coming in, or one that is here and only handed on (`given` is None)."""
 
-    def __init__(self, extent: Extent, target: Target, held: Held, length: int) -> None:
+    def __init__(self, end: _End, extent: Extent, target: Target, held: Held, length: int) -> None:
+        self.end = end
         self.extent = extent
         self.target = target
         self.held = held
@@ -97,21 +103,25 @@ class Responder:
         self._nursery = nursery
         self._patience_s = patience_s
         self._handles = itertools.count(1)
-        self._adapter: Adapter | None = None
-        self._pair: QueuePair | None = None
+        self._ends: dict[int, _End] = {}
         self._given: dict[int, _Given] = {}
         self._arrivals: dict[int, _Arrival] = {}
 
-    async def attach(self, end: QueueEnd) -> QueueEnd:
+    def rails(self) -> list[Rail]:
+        """Of this node. Raises OSError NOT_BY_VERBS."""
+        try:
+            return [own.rail for own in self._usable().rails(self._local)]
+        except OSError as error:
+            raise OSError(NOT_BY_VERBS, str(error.strerror)) from error
+
+    def attach(self, end: QueueEnd, number: int, rail: str, gid: bytes) -> QueueEnd:
         """Raises OSError NOT_BY_VERBS."""
-        self.detach("the peer set another queue pair up")
-        if self._rdma is None or not self._rdma.is_usable:
-            why = self._rdma.why_not if self._rdma is not None else "RDMA is switched off"
-            raise OSError(NOT_BY_VERBS, why)
+        self.detach("the peer set another queue pair up", number)
         if self._is_gone():
             raise OSError(NOT_BY_VERBS, SESSION_OVER)
         try:
-            adapter, gid_index = self._rdma.adapter(self._local)
+            rdma = self._usable()
+            adapter, gid_index = rdma.open(rdma.rail(self._local, rail, gid).route)
             pair = adapter.queue_pair(gid_index, receives=True, arrived=self._arrived)
             try:
                 pair.connect(end, self._patience_s)
@@ -120,24 +130,37 @@ class Responder:
                 raise
         except OSError as error:
             raise OSError(NOT_BY_VERBS, str(error.strerror)) from error
-        self._adapter, self._pair = adapter, pair
+        self._ends[number] = _End(adapter, pair)
         self._nursery.start_soon(pair.run)
-        self._nursery.start_soon(self._watch, pair)
+        self._nursery.start_soon(self._watch, number, pair)
         return pair.end()
 
-    def detach(self, why: str) -> None:
-        """The queue pair and all that was given for it are of no use any more."""
-        pair, self._pair = self._pair, None
-        if pair is not None:
+    def _usable(self) -> Rdma:
+        """Raises OSError."""
+        rdma = self._rdma
+        if rdma is None or not rdma.is_usable:
+            raise OSError(
+                NOT_BY_VERBS, rdma.why_not if rdma is not None else "RDMA is switched off"
+            )
+        return rdma
+
+    def detach(self, why: str, number: int | None = None) -> None:
+        """A queue pair (all of them) and what was given for it are of no use any more."""
+        gone = [
+            self._ends.pop(each) for each in list(self._ends) if number is None or each == number
+        ]
+        for end in gone:
             # Closed before any file is let go: a message that is half in holds its memory.
-            pair.fail(why)
-            pair.close()
-        for given in self._given.values():
-            given.take_back()
-            given.held.close()
-        self._given.clear()
-        for handle in list(self._arrivals):
-            self._drop(handle, why)
+            end.pair.fail(why)
+            end.pair.close()
+        for handle, given in list(self._given.items()):
+            if given.end in gone:
+                del self._given[handle]
+                given.take_back()
+                given.held.close()
+        for handle, arrival in list(self._arrivals.items()):
+            if arrival.end in gone:
+                self._drop(handle, why)
 
     def release(self, handle: int) -> None:
         """The peer has read, or will not write."""
@@ -153,16 +176,19 @@ class Responder:
             if arrival.extent.content == content:
                 self._drop(handle, "the content was given up")
 
-    async def expose(self, extent: Extent, start: int, length: int) -> tuple[int, int, int]:
-        """Handle, address and key for reading. Raises OSError: ENOENT, EINVAL, NOT_BY_VERBS."""
-        self._check_room()
+    async def expose(
+        self, extent: Extent, start: int, length: int, number: int
+    ) -> tuple[int, int, int]:
+        """Handle, address and key for reading. Raises OSError: ENOENT, EINVAL, NOT_BY_VERBS,
+        NO_QUEUE_PAIR."""
+        end = self._end(number)
         held = self._service.hold(extent)
         try:
             size = os.fstat(held.fd).st_size
             if start + length > size:
                 raise OSError(errno.EINVAL, "the extent is shorter than what is asked for")
             with _writable(held.fd) as (best, may_write):
-                given = await self._give(held, best, size, start, length, may_write, writes=False)
+                given = await self._give(end, held, best, size, start, length, may_write, False)
         except BaseException:
             held.close()
             raise
@@ -173,18 +199,18 @@ class Responder:
         return handle, given.window.address, given.window.key
 
     async def reserve(
-        self, extent: Extent, target: Target, length: int, piece: int
+        self, extent: Extent, target: Target, length: int, piece: int, number: int
     ) -> tuple[int, int, int, bool]:
         """Handle, address, key and whether the bytes are wanted. Raises OSError: what Service.admit and
-        `create` raise, NOT_BY_VERBS."""
-        self._check_room()
+        `create` raise, NOT_BY_VERBS, NO_QUEUE_PAIR."""
+        end = self._end(number)
         await self._service.admit(extent, target)
         handle = next(self._handles)
         if self._service.size(extent) == length:
-            arrival = _Arrival(extent, target, self._service.hold(extent), length)
+            arrival = _Arrival(end, extent, target, self._service.hold(extent), length)
             arrival.growth.advance(length)
         else:
-            arrival = await self._begin(extent, target, length)
+            arrival = await self._begin(end, extent, target, length)
         arrival.piece = piece
         self._arrivals[handle] = arrival
         self._counters.requests["write"] += 1
@@ -220,26 +246,26 @@ class Responder:
 
     # -- coming in -------------------------------------------------------------------------------
 
-    async def _begin(self, extent: Extent, target: Target, length: int) -> _Arrival:
-        incoming = await self._create(extent, length)
+    async def _begin(self, end: _End, extent: Extent, target: Target, length: int) -> _Arrival:
+        incoming = await self._create(end, extent, length)
         try:
-            given = await self._give(incoming, incoming.fd, length, 0, length, True, writes=True)
+            given = await self._give(end, incoming, incoming.fd, length, 0, length, True, True)
         except BaseException:
             self._service.drop(incoming)
             incoming.close()
             raise
-        arrival = _Arrival(extent, target, incoming, length)
+        arrival = _Arrival(end, extent, target, incoming, length)
         arrival.incoming, arrival.given = incoming, given
         return arrival
 
-    async def _create(self, extent: Extent, length: int) -> Any:
+    async def _create(self, end: _End, extent: Extent, length: int) -> Any:
         try:
             return await self._service.create(extent, length)
         except OSError as error:
-            if error.errno != errno.ENOSPC or self._adapter is None:
+            if error.errno != errno.ENOSPC:
                 raise
         # Removed extents keep their memory for as long as they are registered.
-        self._adapter.regions.drop_orphans()
+        end.adapter.regions.drop_orphans()
         return await self._service.create(extent, length)
 
     def _arrived(self, handle: int) -> None:
@@ -295,20 +321,17 @@ class Responder:
 
     async def _give(
         self,
+        end: _End,
         held: Held,
         fd: int,
         size: int,
         start: int,
         length: int,
         writable: bool,
-        *,
         writes: bool,
     ) -> _Given:
         """The whole file is registered, so that other ranges of it find it so. Raises OSError."""
-        adapter, pair = self._adapter, self._pair
-        assert adapter is not None
-        if pair is None:
-            raise OSError(NOT_BY_VERBS, "there is no queue pair")
+        adapter, pair = end
         try:
             region = await adapter.regions.acquire(fd, 0, size, writable)
         except OSError as error:
@@ -316,26 +339,34 @@ class Responder:
             text = f"{size} bytes cannot be registered: {error.strerror}"
             raise OSError(NOT_BY_VERBS, text) from None
         try:
+            if pair.failure:
+                raise Broken(pair.failure)
             window = await grant(adapter, pair, region, start, length, writes)
-        except (OSError, NotByVerbs) as error:
+        except Broken as error:
+            adapter.regions.release(region, keep=held.is_own)
+            raise OSError(NO_QUEUE_PAIR, str(error)) from None
+        except OSError as error:
             adapter.regions.release(region, keep=held.is_own)
             raise OSError(NOT_BY_VERBS, str(error)) from None
         except BaseException:
             adapter.regions.release(region, keep=held.is_own)
             raise
-        given = _Given(adapter, held, region, window)
-        if pair is not self._pair:
+        given = _Given(end, held, region, window)
+        if pair.failure:
             given.take_back()
-            raise OSError(NOT_BY_VERBS, pair.failure)
+            raise OSError(NO_QUEUE_PAIR, pair.failure)
         return given
 
-    def _check_room(self) -> None:
-        if self._pair is None:
-            raise OSError(NOT_BY_VERBS, "there is no queue pair")
+    def _end(self, number: int) -> _End:
+        """Raises OSError."""
+        end = self._ends.get(number)
+        if end is None:
+            raise OSError(NO_QUEUE_PAIR, "there is no queue pair")
         if len(self._given) + len(self._arrivals) >= HANDLES_MAX:
             raise OSError(NOT_BY_VERBS, f"{HANDLES_MAX} operations are under way")
+        return end
 
-    async def _watch(self, pair: QueuePair) -> None:
+    async def _watch(self, number: int, pair: QueuePair) -> None:
         """Take back what was given when the queue pair breaks, or the peer takes too long."""
         while not pair.failure:
             with trio.move_on_after(GIVEN_S / 8):
@@ -349,8 +380,9 @@ class Responder:
             for handle, arrival in list(self._arrivals.items()):
                 if arrival.given is not None and arrival.given.until < now:
                     self.release(handle)
-        if self._pair is pair:
-            self.detach(pair.failure)
+        end = self._ends.get(number)
+        if end is not None and end.pair is pair:
+            self.detach(pair.failure, number)
 
 
 @contextmanager

@@ -1,0 +1,323 @@
+"""All queue pairs to one store node: which one an operation takes, and what happens when one breaks.
+
+A lane is one queue pair between a rail here and one there. They are set up when the first operation
+asks, and lost ones are tried again every RETRY_S, and when a port of this host comes back; nobody waits for
+that. An operation goes to the lane that would be done with it first; if the lane breaks meanwhile it
+begins again on another one, and raises NotByVerbs when none is left.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+import trio
+
+from .. import Extent, Target
+from ..counters import Counters
+from ..messages import QUEUE_PAIRS_MAX, BadMessage, Rails, RailsFound, check_rails
+from .ends import Rail
+from .growth import Growth
+from .path import Path, ask, open_path
+from .queue import NotByVerbs
+from .rails import OwnRail, name_of, pair
+from .rdma import Rdma
+
+if TYPE_CHECKING:
+    from ..caller import ControlClient
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 5.0
+# Rails that were not there are looked for now and then.
+_LOOK_S = 60.0
+# A READ is divided between rails if each gets as much as this.
+SHARE_BYTES_MIN = 4 << 20
+_SHARE_ALIGNMENT_BYTES = 2 << 20
+# One that breaks lane after lane, as they come back, is better moved over TCP.
+_TRIES = 4
+
+
+_UP, _DOWN = "up", "down"
+
+
+class _Lane:
+    def __init__(self, mine: OwnRail, other: Rail, index: int) -> None:
+        self.number = -1
+        self.index = index
+        self.mine = mine
+        self.other = other
+        self.name = name_of(mine.rail, other)
+        self.mbit_s = max(1, min(mine.rail.mbit_s, other.mbit_s))
+        self.path: Path | None = None
+        self.bytes_under_way = 0
+
+    @property
+    def key(self) -> tuple[str, bytes, str, bytes, int]:
+        mine, other = self.mine.rail, self.other
+        return mine.name, mine.gid, other.name, other.gid, self.index
+
+    @property
+    def is_usable(self) -> bool:
+        return self.path is not None and not self.path.failure
+
+
+class Lanes:
+    """Of one control connection; `run` is a task of `nursery`. `told` is what the log was told last of each
+    pair of rails, by name."""
+
+    def __init__(
+        self,
+        control: "ControlClient",
+        rdma: Rdma,
+        own_address: str,
+        nursery: trio.Nursery,
+        patience_s: float,
+        counters: Counters,
+        told: dict[str, str],
+    ) -> None:
+        self.control = control
+        self._rdma = rdma
+        self._own_address = own_address
+        self._nursery = nursery
+        self._patience_s = patience_s
+        self._counters = counters
+        self._told = told
+        self._lanes: list[_Lane] = []
+        self._first = trio.Event()
+        self._broke = trio.Event()
+        # Pairs of rails that worked, or should, and are to be tried again soon.
+        self._lost: set[str] = set()
+        self._scope = trio.CancelScope()
+        control.closers.append(self._end)
+
+    @property
+    def is_usable(self) -> bool:
+        return any(lane.is_usable for lane in self._lanes)
+
+    @property
+    def usable(self) -> list[str]:
+        """The pairs of rails that bytes go over now."""
+        return list(dict.fromkeys(lane.name for lane in self._lanes if lane.is_usable))
+
+    async def ready(self) -> None:
+        """Until there is a queue pair, or it is known that there will be none soon."""
+        await self._first.wait()
+
+    # -- moving bytes ----------------------------------------------------------------------------
+
+    async def read(self, extent: Extent, start: int, fd: int, offset: int, length: int) -> None:
+        """As Device.read; the file is long enough. Raises OSError, NotByVerbs."""
+
+        async def read_part(at: int, count: int) -> None:
+            await self._move(
+                count, lambda path: path.read(extent, start + at, fd, offset + at, count)
+            )
+
+        parts = self._shares(length)
+        if len(parts) == 1:
+            await read_part(0, length)
+            return
+        errors: list[OSError | NotByVerbs] = []
+
+        async def attempt(at: int, count: int, scope: trio.CancelScope) -> None:
+            try:
+                await read_part(at, count)
+            except (OSError, NotByVerbs) as error:
+                errors.append(error)
+                scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            for at, count in parts:
+                nursery.start_soon(attempt, at, count, nursery.cancel_scope)
+        if errors:
+            raise errors[0]
+
+    async def write(
+        self,
+        extent: Extent,
+        target: Target,
+        fd: int,
+        offset: int,
+        length: int,
+        growth: Growth | None = None,
+    ) -> None:
+        """As Device.write. With `growth`, the bytes are still coming into the file. Raises OSError,
+        NotByVerbs."""
+        await self._move(
+            length, lambda path: path.write(extent, target, fd, offset, length, growth)
+        )
+
+    async def _move(self, length: int, move: Callable[[Path], Awaitable[None]]) -> None:
+        why = "there is no queue pair"
+        for _ in range(_TRIES):
+            usable = [lane for lane in self._lanes if lane.is_usable]
+            if not usable:
+                break
+            lane = min(usable, key=lambda lane: (lane.bytes_under_way + length) / lane.mbit_s)
+            path = lane.path
+            assert path is not None
+            lane.bytes_under_way += length
+            try:
+                await move(path)
+            except NotByVerbs as error:
+                if not path.failure:
+                    raise
+                why = str(error)
+                self._counters.reroutes += 1
+                await self._lose(lane, path)
+            else:
+                self._counters.rails[lane.name] += length
+                return
+            finally:
+                lane.bytes_under_way -= length
+        raise NotByVerbs(why)
+
+    def _shares(self, length: int) -> list[tuple[int, int]]:
+        """Where the ranges of a READ begin, and how long they are: one for each rail, by its speed."""
+        speeds = {lane.name: lane.mbit_s for lane in self._lanes if lane.is_usable}
+        count = max(1, min(len(speeds), length // SHARE_BYTES_MIN))
+        chosen = sorted(speeds.values(), reverse=True)[:count]
+        shares: list[tuple[int, int]] = []
+        at = 0
+        for number, speed in enumerate(chosen):
+            end = length
+            if number < count - 1:
+                end = at + (length - at) * speed // sum(chosen[number:])
+                end -= end % _SHARE_ALIGNMENT_BYTES
+            if end > at:
+                shares.append((at, end - at))
+            at = end
+        return shares or [(0, length)]
+
+    # -- lanes come and go -----------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """As long as the control connection is open."""
+        try:
+            with self._scope:
+                while self.control.is_open:
+                    changed = self._rdma.changed
+                    self._broke = trio.Event()
+                    await self._set_up()
+                    self._first.set()
+                    await self._pause(changed)
+        finally:
+            self._first.set()
+
+    async def _pause(self, changed: trio.Event) -> None:
+        """Until it is time to try again what is lost, or to look whether there is more."""
+        if not self._lost and all(lane.is_usable for lane in self._lanes):
+            with trio.move_on_after(_LOOK_S) as looking:
+                await _either(changed, self._broke)
+            if changed.is_set() or looking.cancelled_caught:
+                return
+        with trio.move_on_after(RETRY_S):
+            await changed.wait()
+
+    async def _set_up(self) -> None:
+        """Have queue pairs between all rails that reach each other."""
+        try:
+            own = self._rdma.rails(self._own_address)
+            answer = await ask(self.control, lambda number: Rails(number, ""))
+            if not isinstance(answer, RailsFound):
+                raise NotByVerbs("the node's answer makes no sense")
+            check_rails(answer.rails)
+        except (OSError, NotByVerbs, BadMessage) as error:
+            self._cannot(_text(error))
+            return
+        each = self._rdma.choice.queue_pairs
+        pairs = pair(own, answer.rails)[: QUEUE_PAIRS_MAX // each]
+        if not pairs:
+            self._cannot("no RDMA device here is on a network with one of the node's")
+            return
+        before = {lane.key: lane for lane in self._lanes}
+        lanes = [_Lane(*ends, index) for ends in pairs for index in range(each)]
+        lanes = [before.pop(lane.key, lane) for lane in lanes]
+        lanes += [lane for lane in before.values() if lane.is_usable]
+        self._lanes = lanes[:QUEUE_PAIRS_MAX]
+        numbers = set(range(QUEUE_PAIRS_MAX)) - {lane.number for lane in self._lanes}
+        async with trio.open_nursery() as nursery:
+            for lane in self._lanes:
+                if lane.number < 0:
+                    lane.number = numbers.pop()
+                if lane.path is None:
+                    nursery.start_soon(self._connect, lane)
+
+    async def _connect(self, lane: _Lane) -> None:
+        try:
+            adapter, gid_index = self._rdma.open(lane.mine.route)
+            path = await open_path(
+                self.control, adapter, gid_index, lane.other, lane.number,
+                self._nursery, self._patience_s,
+            )  # fmt: skip
+        except (OSError, NotByVerbs) as error:
+            self._cannot(_text(error), lane)
+            return
+        lane.path = path
+        if not self.control.is_open:
+            path.fail("the control connection ended")
+            return
+        self._nursery.start_soon(self._watch, lane, path)
+        back = " is back" if lane.name in self._lost else ""
+        self._lost.discard(lane.name)
+        if self._told.get(lane.name) != _UP:
+            log.info("store node %x: by RDMA over %s%s", self.control.node, lane.name, back)
+        self._told[lane.name] = _UP
+        self._told.pop("", None)
+        self._first.set()
+
+    async def _watch(self, lane: _Lane, path: Path) -> None:
+        await path.failed.wait()
+        await self._lose(lane, path)
+
+    async def _lose(self, lane: _Lane, path: Path) -> None:
+        """It broke; what is under way on it is told so by its queue pair."""
+        if lane.path is not path:
+            return
+        lane.path = None
+        if self.control.is_open:
+            self._cannot(path.failure, lane)
+            self._broke.set()
+        await path.close(path.failure)
+
+    def _cannot(self, why: str, lane: _Lane | None = None) -> None:
+        """Say so, once."""
+        if not self.control.is_open:
+            return
+        name = lane.name if lane is not None else ""
+        if name in self.usable:
+            return
+        if lane is not None:
+            self._lost.add(name)
+        told = _DOWN if lane is not None else why
+        if self._told.get(name) == told:
+            return
+        now = ", ".join(self.usable) or "TCP"
+        node = self.control.node
+        if lane is None:
+            log.warning("store node %x: over TCP: %s", node, why)
+        elif self._told.get(name) == _UP:
+            log.warning("store node %x: %s is lost: %s; over %s now", node, name, why, now)
+        else:
+            log.warning("store node %x: %s does not work: %s; over %s", node, name, why, now)
+        self._told[name] = told
+
+    def _end(self, why: str) -> None:
+        self._scope.cancel()
+        for lane in self._lanes:
+            if lane.path is not None:
+                lane.path.fail(why)
+
+
+async def _either(*events: trio.Event) -> None:
+    async with trio.open_nursery() as nursery:
+        for event in events:
+
+            @nursery.start_soon
+            async def wait(event: trio.Event = event) -> None:
+                await event.wait()
+                nursery.cancel_scope.cancel()
+
+
+def _text(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else "") or str(error)

@@ -1,0 +1,58 @@
+"""The networks that this host's addresses are on, as the kernel tells over netlink."""
+
+import ipaddress
+import socket
+import struct
+
+_RTM_GETADDR, _RTM_NEWADDR, _NLMSG_DONE, _NLMSG_ERROR = 22, 20, 3, 2
+_NLM_F_DUMP_REQUEST = 0x301
+_IFA_ADDRESS, _IFA_LOCAL = 1, 2
+_MESSAGE = struct.Struct("=IHHII")
+_ADDRESS = struct.Struct("=BBBBI")
+_ATTRIBUTE = struct.Struct("=HH")
+_ANSWER_BYTES = 64 << 10
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def prefixes() -> dict[Address, int]:
+    """How many bits of each address of this host are its network's. Raises OSError."""
+    question = _MESSAGE.pack(
+        _MESSAGE.size + _ADDRESS.size, _RTM_GETADDR, _NLM_F_DUMP_REQUEST, 1, 0
+    ) + _ADDRESS.pack(socket.AF_UNSPEC, 0, 0, 0, 0)
+    found: dict[Address, int] = {}
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as sock:
+        sock.send(question)
+        while _take(sock.recv(_ANSWER_BYTES), found):
+            pass
+    return found
+
+
+def _take(answer: bytes, found: dict[Address, int]) -> bool:
+    """Whether there is more to come."""
+    at = 0
+    while at + _MESSAGE.size <= len(answer):
+        length, kind, *_ = _MESSAGE.unpack_from(answer, at)
+        if kind in (_NLMSG_DONE, _NLMSG_ERROR) or length < _MESSAGE.size:
+            return False
+        if kind == _RTM_NEWADDR:
+            _, bits, *_ = _ADDRESS.unpack_from(answer, at + _MESSAGE.size)
+            values = _attributes(answer[at + _MESSAGE.size + _ADDRESS.size : at + length])
+            # Of a point-to-point link the other one is the peer's.
+            value = values.get(_IFA_LOCAL) or values.get(_IFA_ADDRESS)
+            if value is not None:
+                found[ipaddress.ip_address(value)] = bits
+        at += length + -length % 4
+    return bool(answer)
+
+
+def _attributes(data: bytes) -> dict[int, bytes]:
+    found = {}
+    at = 0
+    while at + _ATTRIBUTE.size <= len(data):
+        length, kind = _ATTRIBUTE.unpack_from(data, at)
+        if length < _ATTRIBUTE.size:
+            break
+        found[kind] = data[at + _ATTRIBUTE.size : at + length]
+        at += length + -length % 4
+    return found

@@ -1,0 +1,134 @@
+"""Rails: the ports of this host that can carry parameters, and which of them reach which of a peer's.
+
+Two rails reach each other when the kinds of their GIDs, and the networks that these are in, are the same
+at both ends: an IP network with its prefix (RoCE), or the subnet prefix of the fabric (InfiniBand). The
+two on the way of the control connection do too, whatever their networks: routing has shown it. A network's
+number may be in use twice, so a queue pair is tried before anything is entrusted to it.
+"""
+
+import ipaddress
+from typing import NamedTuple
+
+from . import networks
+from .devices import Device, Gid, Port, Route, choose, is_near, wanted_names
+from .ends import RAILS_MAX, Rail
+
+_MAPPED_BITS = 96
+_FABRIC_BITS = 64
+
+
+class OwnRail(NamedTuple):
+    """`is_near`: its device is plugged in at a processor that this process runs on."""
+
+    rail: Rail
+    route: Route
+    is_near: bool
+
+
+def find_rails(
+    found: list[Device], local: str, device: str | None = None, gid_index: int | None = None
+) -> list[OwnRail]:
+    """Those of this host, the one on the way of its address `local` (if there is one) first. Raises
+    OSError ENODEV when there is none at all."""
+    rails: list[OwnRail] = []
+    why: OSError | None = None
+    bits_of = networks.prefixes()
+    by_name = {each.name: each for each in found}
+    try:
+        way = choose(found, local, device, gid_index)
+    except OSError as error:
+        why = error
+    else:
+        rails.append(_rail(by_name[way.device], way, bits_of, on_way=True))
+    names = wanted_names(device)
+    for each in found:
+        if each.obstacle or (names and each.name not in names):
+            continue
+        for port in each.ports:
+            if port.state != "ACTIVE":
+                continue
+            for gid in port.gids:
+                route = Route(each.name, port.number, gid, port.lid)
+                if _can_be_paired(port, gid, bits_of, gid_index) and not any(
+                    rail.route == route for rail in rails
+                ):
+                    rails.append(_rail(each, route, bits_of, on_way=False))
+    if not rails and why is not None:
+        raise why
+    return rails[:RAILS_MAX]
+
+
+def pair(here: list[OwnRail], there: list[Rail]) -> list[tuple[OwnRail, Rail]]:
+    """Which queue pairs are to be set up, the best first. Each port has one partner, and a second
+    one only where the other end has more ports. Software is used only where there is no hardware."""
+    pairs = [
+        (mine, other)
+        for mine in here
+        for other in there
+        if mine.rail.network == other.network
+        or (mine.rail.on_way and other.on_way and mine.rail.kind == other.kind)
+    ]
+    if any(not (mine.rail.is_soft or other.is_soft) for mine, other in pairs):
+        pairs = [each for each in pairs if not (each[0].rail.is_soft or each[1].is_soft)]
+    pairs.sort(key=_order)
+    taken: list[tuple[OwnRail, Rail]] = []
+    used: set[tuple[bool, str]] = set()
+    for partners in (0, 1):
+        for mine, other in pairs:
+            ends = (True, mine.rail.name), (False, other.name)
+            if sum(end in used for end in ends) <= partners and not any(
+                one.rail.name == mine.rail.name and two.name == other.name for one, two in taken
+            ):
+                taken.append((mine, other))
+                used.update(ends)
+    return taken
+
+
+def name_of(mine: Rail, other: Rail) -> str:
+    """A pair of rails, for people."""
+    address = ipaddress.IPv6Address(other.gid)
+    return f"{mine.name} - {other.name} ({address.ipv4_mapped or address})"
+
+
+def _order(each: tuple[OwnRail, Rail]) -> tuple[object, ...]:
+    mine, other = each
+    on_way = mine.rail.on_way and other.on_way
+    rate = min(mine.rail.mbit_s, other.mbit_s)
+    return not on_way, not mine.is_near, -rate, mine.rail.gid, other.gid
+
+
+def _can_be_paired(
+    port: Port, gid: Gid, bits_of: dict[networks.Address, int], gid_index: int | None
+) -> bool:
+    if gid_index is not None and gid.number != gid_index:
+        return False
+    if port.link_layer != "Ethernet":
+        return gid_index is not None or gid.number == 0
+    # An address of another network namespace is none of this process's.
+    return (
+        gid.kind == "RoCE v2"
+        and gid.address in bits_of
+        and not gid.address.is_link_local
+        and not gid.address.is_loopback
+    )
+
+
+def _rail(
+    device: Device, route: Route, bits_of: dict[networks.Address, int], on_way: bool
+) -> OwnRail:
+    (port,) = (port for port in device.ports if port.number == route.port)
+    gid = route.gid
+    bits = _FABRIC_BITS
+    if port.link_layer == "Ethernet":
+        bits = bits_of.get(gid.address, 32 if gid.address.version == 4 else 128)
+        bits += _MAPPED_BITS if gid.address.version == 4 else 0
+    rail = Rail(
+        f"{device.name}/{route.port}",
+        gid.value,
+        bits,
+        gid.kind,
+        port.mbit_s,
+        device.is_soft,
+        on_way,
+    )
+    return OwnRail(rail, route, is_near(device))

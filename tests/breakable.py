@@ -1,0 +1,40 @@
+"""The `irdmafs` command with queue pairs that break, as if by hardware, when it is sent SIGUSR2."""
+
+import signal
+import weakref
+from typing import Any
+
+from irdmafs.backend.transport.verbs.queue import QueuePair
+
+from irdmafs.cli import main
+
+SIGNAL = signal.SIGUSR2
+
+
+def break_pair(pair: QueuePair) -> None:
+    """The software is told by what completes with an error, and by nothing else."""
+    library = pair._library
+    attributes = library.QPAttr(qp_state=library.enum("QPS_ERR"))
+    pair._pair.modify(attributes, library.enum("QP_STATE"))
+
+
+def make_breakable() -> None:
+    """Every other of the queue pairs in use, from now on."""
+    pairs: weakref.WeakSet[QueuePair] = weakref.WeakSet()
+    connect = QueuePair.connect
+
+    def connecting(self: QueuePair, *arguments: Any) -> None:
+        connect(self, *arguments)
+        pairs.add(self)
+
+    def break_some(*_: object) -> None:
+        for pair in [pair for pair in pairs if not pair.failure][::2]:
+            break_pair(pair)
+
+    QueuePair.connect = connecting  # type: ignore[method-assign]
+    signal.signal(SIGNAL, break_some)
+
+
+if __name__ == "__main__":
+    make_breakable()
+    main(prog_name="irdmafs")

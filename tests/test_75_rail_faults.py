@@ -1,0 +1,475 @@
+"""Rails that break: operations go on over another one, else over TCP, and rails that healed are used again.
+
+Nodes listen on an address of loopback, so that the control connection outlives the rails.
+"""
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import rdma as rdma_ports
+import trio
+from irdmafs.backend.transport import Extent, Target, Unreachable
+from irdmafs.backend.transport.messages import HANDLES_MAX, QUEUE_PAIRS_MAX
+from irdmafs.backend.transport.peers import Peers
+from irdmafs.backend.transport.verbs import lanes
+from irdmafs.backend.transport.verbs.lanes import Lanes
+from irdmafs.backend.transport.verbs.queue import QueuePair
+from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
+from irdmafs.backend.transport.verbs.regions import Regions
+from transport_nodes import Node, NodeProcess, resolver, serving
+
+pytestmark = pytest.mark.verbs
+
+MiB = 1 << 20
+# A host that is busy must not look like one that is gone.
+TIMEOUT_S = 15.0
+LOOPBACK = "127.0.0.1"
+_LINKS = ("roce0", "roce1")
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    directory = Path(tempfile.mkdtemp(prefix="irdmafs-rails-", dir="/dev/shm"))
+    (directory / "addresses").mkdir()
+    yield directory
+    shutil.rmtree(directory)
+
+
+def set_link(name: str, state: str) -> None:
+    subprocess.run(["ip", "link", "set", name, state], check=True)
+
+
+@pytest.fixture
+def links() -> Iterator[tuple[str, ...]]:
+    """The links below the devices rxe0 and rxe1, which may be set down."""
+    if not rdma_ports.IN_GUEST:
+        pytest.skip(f"sets links down; {rdma_ports.REMEDY}")
+    rdma_ports.need_ports(2)
+    yield _LINKS
+    for name in _LINKS:
+        set_link(name, "up")
+
+
+class Place:
+    """Nodes 1 and 2 in this process, and a mount."""
+
+    def __init__(self, memory: Path, peers: Peers, nodes: dict[int, Node]) -> None:
+        self.memory = memory
+        self.peers = peers
+        self.nodes = nodes
+
+    async def lanes(self, node: int = 1, count: int = 2) -> Lanes:
+        """Of the mount to a node, when so many pairs of rails work."""
+        found = await self.peers.link(node).lanes(MiB)
+        if found is None:
+            found = self.peers.link(node)._lanes
+        assert found is not None
+        await until(lambda: len(found.usable) == count)
+        return found
+
+    def file(self, name: str, data: bytes = b"") -> int:
+        fd = os.open(self.memory / name, os.O_RDWR | os.O_CREAT)
+        os.write(fd, data)
+        return fd
+
+    async def there_and_back(self, number: int, length: int) -> None:
+        """Write an extent to both nodes, read it from both."""
+        data = Random(number).randbytes(4096) * (length // 4096) + bytes(length % 4096)
+        source = self.file(f"s{number}", data)
+        extent = Extent(number, 0)
+        await self.peers.device(1).write(extent, Target(1, 1, (2,)), source, 0, length)
+        for node, each in self.nodes.items():
+            assert Path(each.service.path(extent)).read_bytes() == data
+            target = self.file(f"t{number}")
+            await self.peers.device(node).read(extent, 0, target, 0, length)
+            assert os.pread(target, length + 1, 0) == data
+            os.close(target)
+            os.unlink(self.memory / f"t{number}")
+        os.close(source)
+        os.unlink(self.memory / f"s{number}")
+        for each in self.nodes.values():
+            os.unlink(each.service.path(extent))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """For what the kernel, or another task, does in its own time."""
+    with trio.fail_after(60):
+        while not condition():
+            await trio.sleep(0.01)
+
+
+def in_place(
+    memory: Path,
+    test: Callable[[Place], Awaitable[None]],
+    choice: Choice = Choice(),  # noqa: B008
+    address: str = LOOPBACK,
+    timeout_s: float = TIMEOUT_S,
+) -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            of_nodes = stack.enter_context(Rdma(choice))
+            nodes = {
+                node: await stack.enter_async_context(
+                    serving(
+                        f"{memory}/{node}", node, f"{memory}/addresses", address,
+                        timeout_s=timeout_s, rdma=of_nodes,
+                    )
+                )
+                for node in (1, 2)
+            }  # fmt: skip
+            of_mount = stack.enter_context(Rdma(choice))
+            peers = await stack.enter_async_context(mounted(memory, of_mount, timeout_s))
+            await test(Place(memory, peers, nodes))
+
+    trio.run(main)
+
+
+@asynccontextmanager
+async def mounted(memory: Path, rdma: Rdma, timeout_s: float = TIMEOUT_S) -> AsyncIterator[Peers]:
+    async with Peers(
+        resolver(f"{memory}/addresses"),
+        name="test", role="mount", timeout_s=timeout_s, rdma=rdma,
+    ) as peers:  # fmt: skip
+        yield peers
+
+
+def when_posted(
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    do: Callable[[QueuePair], object],
+    is_meant: Callable[[QueuePair], bool] = lambda pair: True,
+) -> trio.Event:
+    """Have something happen as soon as so many batches were posted to the queue pairs that are meant."""
+    post = QueuePair._post
+    posted = 0
+    happened = trio.Event()
+
+    def posting(self: QueuePair, requests: list[Any]) -> Any:
+        nonlocal posted
+        batch = post(self, requests)
+        posted += is_meant(self)
+        if posted == count and not happened.is_set():
+            happened.set()
+            do(self)
+        return batch
+
+    monkeypatch.setattr(QueuePair, "_post", posting)
+    return happened
+
+
+def goes_through(device: str) -> Callable[[QueuePair], bool]:
+    return lambda pair: pair._adapter.name == device
+
+
+def break_it(pair: QueuePair) -> None:
+    """As hardware does."""
+    library = pair._library
+    attributes = library.QPAttr(qp_state=library.enum("QPS_ERR"))
+    pair._pair.modify(attributes, library.enum("QP_STATE"))
+
+
+# -- several rails and queue pairs ---------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("links")
+def test_a_long_read_is_divided_between_rails_and_many_operations_too(memory: Path) -> None:
+    async def test(place: Place) -> None:
+        await place.lanes()
+        await place.there_and_back(1, 24 * MiB + 7)
+        moved = place.peers.counters.rails
+        # A write goes whole over one of them, a read over both.
+        assert sum(moved.values()) == 3 * (24 * MiB + 7)
+        assert len({name for name, count in moved.items() if count > 4 * MiB}) == 2
+        moved.clear()
+        async with trio.open_nursery() as nursery:
+            for number in range(2, 10):
+                nursery.start_soon(place.there_and_back, number, MiB)
+        assert len(moved) == 2
+        assert sum(moved.values()) == 8 * 3 * MiB
+        assert place.peers.counters.fallbacks == place.peers.counters.reroutes == 0
+
+    in_place(memory, test)
+
+
+@pytest.mark.usefixtures("links")
+def test_there_are_as_many_queue_pairs_as_are_asked_for_and_a_node_bounds_them(
+    memory: Path,
+) -> None:
+    async def test(place: Place) -> None:
+        found = await place.lanes()
+        await until(lambda: all(lane.is_usable for lane in found._lanes))
+        assert len(found._lanes) == 6
+        (responder,) = (each for each in place.nodes[1].listener._responders if len(each._ends))
+        assert len(responder._ends) == 6
+        used = {id(lane.path) for lane in found._lanes}
+        assert len(used) == 6
+        await place.there_and_back(1, 8 * MiB)
+        assert max(lane.number for lane in found._lanes) < QUEUE_PAIRS_MAX < HANDLES_MAX
+        found.control.close("the test ends it")
+        # Everything goes with the connection.
+        await until(lambda: not responder._ends)
+        for node in place.nodes.values():
+            rdma = node.peers.rdma
+            assert rdma is not None
+        await until(lambda: not any(lane.is_usable for lane in found._lanes))
+
+    in_place(memory, test, Choice(queue_pairs=3))
+
+
+# -- links that go down --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("down", _LINKS)
+def test_a_link_that_goes_down_costs_no_operation_and_is_used_again(
+    memory: Path, links: tuple[str, ...], down: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(place: Place) -> None:
+        found = await place.lanes()
+        device = f"rxe{links.index(down)}"
+        lost = when_posted(
+            monkeypatch, 3, lambda pair: set_link(down, "down"), goes_through(device)
+        )
+        async with trio.open_nursery() as nursery:
+            for number in range(4):
+                nursery.start_soon(place.there_and_back, number, 5 * MiB)
+        assert lost.is_set()
+        monkeypatch.undo()
+        counters = [place.peers.counters, place.nodes[1].peers.counters]
+        assert sum(each.fallbacks for each in counters) == 0
+        assert sum(each.reroutes for each in counters) > 0
+        assert len(found.usable) == 1
+        set_link(down, "up")
+        await until(lambda: len(found.usable) == 2)
+        place.peers.counters.rails.clear()
+        await place.there_and_back(100, 24 * MiB)
+        assert any(device in name for name in place.peers.counters.rails)
+
+    in_place(memory, test)
+
+
+@pytest.mark.usefixtures("links")
+def test_the_last_link_that_goes_down_leaves_tcp_until_it_is_up_again(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(place: Place) -> None:
+        found = await place.lanes(count=1)
+        lost = when_posted(monkeypatch, 3, lambda pair: set_link("roce0", "down"))
+        async with trio.open_nursery() as nursery:
+            for number in range(4):
+                nursery.start_soon(place.there_and_back, number, 5 * MiB)
+        assert lost.is_set()
+        monkeypatch.undo()
+        counters = place.peers.counters
+        assert counters.fallbacks > 0
+        assert not found.is_usable
+        set_link("roce0", "up")
+        await until(lambda: len(found.usable) == 1)
+        before = counters.verbs_bytes
+        await place.there_and_back(100, 5 * MiB)
+        assert counters.verbs_bytes == before + 3 * 5 * MiB
+
+    in_place(memory, test, Choice(device="rxe0"))
+
+
+@pytest.mark.usefixtures("links")
+def test_a_link_that_takes_the_control_connection_along_makes_the_node_unreachable(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(place: Place) -> None:
+        await place.lanes(count=1)
+        await place.there_and_back(1, MiB)
+        lost = when_posted(monkeypatch, 2, lambda pair: set_link("roce0", "down"))
+        source = place.file("source", bytes(5 * MiB))
+        with pytest.raises(Unreachable):
+            await place.peers.device(1).write(Extent(2, 0), Target(1, 1, ()), source, 0, 5 * MiB)
+        assert lost.is_set()
+        monkeypatch.undo()
+        os.close(source)
+        set_link("roce0", "up")
+        with trio.fail_after(60):
+            while True:
+                try:
+                    await place.there_and_back(3, MiB)
+                    break
+                except Unreachable:
+                    await trio.sleep(0.1)
+        await place.lanes(count=1)
+
+    in_place(memory, test, Choice(device="rxe0"), "10.9.0.1", timeout_s=2.0)
+
+
+@pytest.mark.usefixtures("links")
+def test_a_rail_that_was_down_at_first_is_used_when_it_comes_up(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "_LOOK_S", 0.1)
+    set_link("roce1", "down")
+
+    async def test(place: Place) -> None:
+        await place.lanes(count=1)
+        set_link("roce1", "up")
+        await place.lanes(count=2)
+
+    in_place(memory, test)
+
+
+# -- queue pairs that break ----------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("links")
+def test_queue_pairs_that_break_under_load_cost_no_operation_and_are_replaced(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "RETRY_S", 0.1)
+    broken: list[QueuePair] = []
+    post = QueuePair._post
+    posted = 0
+
+    def posting(self: QueuePair, requests: list[Any]) -> Any:
+        nonlocal posted
+        posted += 1
+        batch = post(self, requests)
+        if posted % 40 == 0 and len(broken) < 6:
+            broken.append(self)
+            break_it(self)
+        return batch
+
+    monkeypatch.setattr(QueuePair, "_post", posting)
+
+    async def test(place: Place) -> None:
+        found = await place.lanes()
+        for round in range(6):
+            async with trio.open_nursery() as nursery:
+                for number in range(6):
+                    nursery.start_soon(place.there_and_back, 10 * round + number, 5 * MiB)
+        assert len(broken) == 6
+        assert place.peers.counters.reroutes + place.nodes[1].peers.counters.reroutes > 0
+        await until(lambda: len(found.usable) == 2)
+
+    in_place(memory, test)
+    for node in ("1", "2"):
+        assert not list((memory / node / "incoming").iterdir())
+
+
+@pytest.mark.usefixtures("links")
+def test_a_queue_pair_that_broke_at_the_node_is_noticed_by_who_uses_it_next(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "RETRY_S", 0.1)
+
+    async def test(place: Place) -> None:
+        found = await place.lanes()
+        (responder,) = (each for each in place.nodes[1].listener._responders if each._ends)
+        first = found._lanes[0]
+        path = first.path
+        responder._ends[first.number].pair.fail("the node's device broke it")
+        await until(lambda: first.number not in responder._ends)
+        await place.there_and_back(1, MiB)
+        counters = place.peers.counters
+        assert (counters.fallbacks, counters.reroutes) == (0, 1)
+        await until(lambda: first.path not in (None, path))
+        await place.there_and_back(2, MiB)
+        assert (counters.fallbacks, counters.reroutes) == (0, 1)
+
+    in_place(memory, test)
+
+
+@pytest.mark.usefixtures("links")
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_a_node_that_is_killed_takes_all_rails_along(
+    memory: Path, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    length = 24 * MiB
+
+    async def test(node: NodeProcess) -> None:
+        with Rdma(Choice()) as rdma:
+            async with mounted(memory, rdma) as peers:
+                source = os.open(memory / "source", os.O_RDWR | os.O_CREAT)
+                os.write(source, bytes(length))
+                device = peers.device(1)
+                await device.write(Extent(1, 0), Target(1, 1, ()), source, 0, length)
+                found = peers.link(1)._lanes
+                assert found is not None
+                await until(lambda: len(found.usable) == 2)
+                killed = when_posted(monkeypatch, 1, lambda pair: node.kill())
+                with pytest.raises(Unreachable):
+                    if operation == "read":
+                        await device.read(Extent(1, 0), 0, source, 0, length)
+                    else:
+                        await device.write(Extent(2, 0), Target(1, 1, ()), source, 0, length)
+                assert killed.is_set()
+                os.close(source)
+                for adapter in rdma.adapters:
+                    assert not any(region.users for region in adapter.regions._regions)
+                await until(lambda: not any(adapter.pairs for adapter in rdma.adapters))
+
+    with NodeProcess(
+        f"{memory}/1", 1, f"{memory}/addresses", timeout_s=TIMEOUT_S, rdma=True
+    ) as node:
+        trio.run(test, node)
+    assert not (memory / "1" / "2.0").exists()
+
+
+# -- memory that cannot be had -------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("links")
+@pytest.mark.parametrize("whose", ["caller", "node"])
+def test_memory_that_cannot_be_registered_is_moved_over_tcp_and_the_rails_stay(
+    memory: Path, whose: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(place: Place) -> None:
+        found = await place.lanes()
+        rdma = (place.peers if whose == "caller" else place.nodes[1].peers).rdma
+        assert rdma is not None
+        failing = {adapter.regions for adapter in rdma.adapters}
+        acquire = Regions.acquire
+
+        async def cannot(self: Regions, *arguments: Any) -> Any:
+            if self in failing:
+                raise OSError(12, "Cannot allocate memory")
+            return await acquire(self, *arguments)
+
+        monkeypatch.setattr(Regions, "acquire", cannot)
+        await place.there_and_back(1, MiB)
+        assert place.peers.counters.fallbacks == 3
+        assert place.peers.counters.reroutes == 0
+        assert len(found.usable) == 2
+        failing.clear()
+        await place.there_and_back(2, MiB)
+        assert place.peers.counters.fallbacks == 3
+
+    in_place(memory, test)
+
+
+@pytest.mark.usefixtures("links")
+def test_a_window_that_cannot_be_had_makes_it_tcp_and_nothing_stays_in_use(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(place: Place) -> None:
+        await place.lanes()
+        rdma = place.nodes[1].peers.rdma
+        assert rdma is not None
+        library = rdma.adapters[0].library
+
+        def none(*arguments: Any) -> Any:
+            raise OSError(12, "Cannot allocate memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(library, "MW", none)
+            await place.there_and_back(1, MiB)
+        assert place.peers.counters.fallbacks == 3
+        for adapter in rdma.adapters:
+            assert not any(region.users for region in adapter.regions._regions)
+        await place.there_and_back(2, MiB)
+        assert place.peers.counters.fallbacks == 3
+
+    in_place(memory, test)

@@ -1,0 +1,149 @@
+"""What was acknowledged stays readable, whole, and never goes back while RDMA breaks under a cluster.
+
+Programs on two mounts write and read while links go down, queue pairs break and nodes are killed.
+IRDMAFS_SEED repeats a run's faults, IRDMAFS_FAULTS says how many.
+"""
+
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import breakable
+import pytest
+import rdma
+from cluster import MIB, Cluster, Daemon, Plan
+from history import Workers, check
+
+pytestmark = pytest.mark.verbs
+
+FAULTS = 8
+LINKS = ("roce0", "roce1")
+LARGEST_BYTES = 4 * MIB
+PHASE_S = 60.0
+
+
+def set_links(state: str, *names: str) -> None:
+    for name in names:
+        subprocess.run(["ip", "link", "set", name, state], check=True)
+
+
+class Faults:
+    """Breaks what RDMA goes through, and mends it."""
+
+    def __init__(self, cluster: Cluster, seed: int) -> None:
+        self._cluster = cluster
+        self._random = random.Random(seed)
+        self.happened: Counter[str] = Counter()
+        self._kinds: dict[str, Callable[[], None]] = {
+            "link down": lambda: self._down(self._random.choice(LINKS)),
+            "all links down": lambda: self._down(*LINKS),
+            "queue pairs of a node": lambda: self._break(self._random.choice(cluster.nodes)),
+            "queue pairs of a mount": lambda: self._break(self._random.choice(cluster.mounts)),
+            "node killed": self._kill,
+        }
+
+    def run(self, count: int) -> None:
+        """Every kind comes up."""
+        order: list[str] = []
+        while len(order) < count:
+            order += self._random.sample(sorted(self._kinds), len(self._kinds))
+        for kind in order[:count]:
+            self._kinds[kind]()
+            self.happened[kind] += 1
+            self._pass_time()
+
+    def _pass_time(self) -> None:
+        time.sleep(self._random.uniform(0.2, 1.0))
+
+    def _down(self, *names: str) -> None:
+        set_links("down", *names)
+        self._pass_time()
+        set_links("up", *names)
+
+    def _break(self, part: Daemon) -> None:
+        os.kill(part.pid, breakable.SIGNAL)
+
+    def _kill(self) -> None:
+        node = self._random.choice(self._cluster.nodes)
+        node.kill9()
+        self._pass_time()
+        node.start()
+        self._cluster.wait_healthy(PHASE_S)
+
+
+class BreakableCluster(Cluster):
+    """Its processes break queue pairs when they are told to."""
+
+    def _make_node(self, *arguments: object) -> Daemon:
+        return _breakable(super()._make_node(*arguments))
+
+    def _make_mount(self, *arguments: object) -> Daemon:
+        return _breakable(super()._make_mount(*arguments))
+
+
+def _breakable(part: Daemon) -> Daemon:
+    assert part.command[:3] == [sys.executable, "-m", "irdmafs"]
+    part.command[1:3] = [breakable.__file__]
+    return part
+
+
+def told(cluster: Cluster, what: str) -> int:
+    """By all mounts together."""
+    return sum(mount.status()["cluster"][what] for mount in cluster.mounts)
+
+
+def wait_for_more(cluster: Cluster, what: str) -> None:
+    """Programs go on meanwhile."""
+    before = told(cluster, what)
+    end = time.monotonic() + PHASE_S
+    while told(cluster, what) <= before:
+        assert time.monotonic() < end, f"{what} stays {before} for {PHASE_S:g} s"
+        time.sleep(0.2)
+
+
+@pytest.mark.timeout(600)
+def test_history_is_allowed_while_rdma_breaks_and_mends() -> None:
+    if not rdma.IN_GUEST:
+        pytest.skip(f"sets links down; {rdma.REMEDY}")
+    rdma.need_ports(2)
+    seed = int(os.environ.get("IRDMAFS_SEED") or random.SystemRandom().randrange(1 << 32))
+    count = int(os.environ.get("IRDMAFS_FAULTS") or FAULTS)
+    print(f"\nIRDMAFS_SEED={seed} IRDMAFS_FAULTS={count}")
+    # A host that is busy must not look like one that is gone.
+    plan = Plan(nodes=2, mounts=2, namespaces=False, lease_ttl_s=10)
+    with BreakableCluster(plan) as cluster:
+        folders = {}
+        (cluster.mounts[0].path / "work").mkdir()
+        for mount in cluster.mounts:
+            folders[mount.host.name] = mount.path / "work"
+        logs: Path = cluster.directory / "history"
+        with Workers(folders, logs, seed=seed, largest_bytes=LARGEST_BYTES) as workers:
+            try:
+                wait_for_more(cluster, "rdma_bytes")
+                faults = Faults(cluster, seed)
+                faults.run(count)
+                # What is on its way when all links go down is moved over TCP.
+                before = told(cluster, "rdma_fallbacks")
+                while told(cluster, "rdma_fallbacks") == before:
+                    wait_for_more(cluster, "rdma_bytes")
+                    set_links("down", *LINKS)
+                    time.sleep(0.2)
+                    set_links("up", *LINKS)
+                wait_for_more(cluster, "rdma_bytes")
+            finally:
+                set_links("up", *LINKS)
+            cluster.wait_healthy(PHASE_S)
+            workers.stop()
+            workers.final_reads()
+            operations = workers.operations()
+        moved = {what: told(cluster, what) for what in ("rdma_bytes", "rdma_fallbacks")}
+        print(f"{dict(faults.happened)}; {len(operations)} operations; {moved}")
+        violations = check(operations, across_hosts=False)
+        texts = "\n\n".join(f"{each.kind}: {each.text}" for each in violations[:20])
+        assert not violations, f"{len(violations)} with seed {seed}:\n{texts}"
+        assert sum(each.outcome == "ok" for each in operations) > 10 * count
