@@ -158,7 +158,7 @@ class Link:
         try:
             adapter, gid_index = rdma.adapter(self._own_address)
             self._path = await open_path(
-                control, adapter, gid_index, peers.nursery, peers.timeout_s
+                control, adapter, gid_index, peers.nursery, peers.timeout_s, peers.stages
             )
         except NotByVerbs as error:
             self._pause(str(error))

@@ -9,6 +9,7 @@ from .devices import Route
 from .library import Library
 from .queue import QueuePair
 from .regions import Regions
+from .staging import Staging
 
 _MTUS = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}
 
@@ -41,6 +42,7 @@ class Adapter:
         kinds = library.enum("DEVICE_MEM_WINDOW_TYPE_2B")
         self.has_windows = bool(int(limits.device_cap_flags) & kinds)
         self.regions = Regions(library, self.pd, min(limit_bytes, self.bytes_max))
+        self.staging = Staging(library, self.pd, self.regions)
 
     def __enter__(self) -> Self:
         return self
@@ -51,6 +53,7 @@ class Adapter:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
+        self.staging.close()
         self.regions.close()
         with self.library.errors:
             self.pd.close()
