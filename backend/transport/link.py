@@ -130,7 +130,7 @@ class Link:
         if lanes is None or lanes.control is not control:
             lanes = self._lanes = Lanes(
                 control, rdma, self._own_address, peers.nursery, peers.timeout_s, peers.counters,
-                self._told,
+                self._told, peers.stages,
             )  # fmt: skip
             peers.nursery.start_soon(lanes.run)
         await lanes.ready()

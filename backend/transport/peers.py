@@ -92,6 +92,8 @@ class Peers:
         self.session = session
         self.timeout_s = timeout_s
         self.rdma = rdma
+        # A file of a mount is used for one version; a node's serves many, and is sent on while it comes.
+        self.stages = role == "mount"
         self.streams = streams
         self.encrypt_data = encrypt_data
         self.context = credentials.client_context() if credentials is not None else None

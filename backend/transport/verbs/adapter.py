@@ -13,6 +13,7 @@ from .devices import Route
 from .library import Library
 from .queue import QueuePair
 from .regions import Regions
+from .staging import Staging
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class Adapter:
         kinds = library.enum("DEVICE_MEM_WINDOW_TYPE_2B")
         self.has_windows = bool(int(limits.device_cap_flags) & kinds)
         self.regions = Regions(library, self.pd, min(limit_bytes, self.bytes_max))
+        self.staging = Staging(library, self.pd, self.regions)
 
     def __enter__(self) -> Self:
         return self
@@ -63,6 +65,7 @@ class Adapter:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
+        self.staging.close()
         self.regions.close()
         with self.library.errors:
             self.pd.close()

@@ -63,7 +63,7 @@ class _Lane:
 
 class Lanes:
     """Of one control connection; `run` is a task of `nursery`. `told` is what the log was told last of each
-    pair of rails, by name."""
+    pair of rails, by name; `stages` is as of open_path."""
 
     def __init__(
         self,
@@ -74,6 +74,7 @@ class Lanes:
         patience_s: float,
         counters: Counters,
         told: dict[str, str],
+        stages: bool,
     ) -> None:
         self.control = control
         self._rdma = rdma
@@ -82,6 +83,7 @@ class Lanes:
         self._patience_s = patience_s
         self._counters = counters
         self._told = told
+        self._stages = stages
         self._lanes: list[_Lane] = []
         self._first = trio.Event()
         self._broke = trio.Event()
@@ -248,7 +250,7 @@ class Lanes:
             adapter, gid_index = self._rdma.open(lane.mine.route)
             path = await open_path(
                 self.control, adapter, gid_index, lane.other, lane.number,
-                self._nursery, self._patience_s,
+                self._nursery, self._patience_s, self._stages,
             )  # fmt: skip
         except (OSError, NotByVerbs) as error:
             self._cannot(_text(error), lane)

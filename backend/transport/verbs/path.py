@@ -35,7 +35,8 @@ from .adapter import Adapter
 from .ends import Rail
 from .growth import Growth
 from .queue import Broken, NotByVerbs, Piece, QueuePair
-from .regions import Region, Regions
+from .regions import Region
+from .staging import Remote
 
 if TYPE_CHECKING:
     from ..caller import ControlClient
@@ -57,12 +58,18 @@ class Path:
     Made by `open_path`."""
 
     def __init__(
-        self, control: "ControlClient", adapter: Adapter, pair: QueuePair, number: int
+        self,
+        control: "ControlClient",
+        adapter: Adapter,
+        pair: QueuePair,
+        number: int,
+        stages: bool,
     ) -> None:
         self._control = control
         self._adapter = adapter
         self._pair = pair
         self._number = number
+        self._stages = stages
         self.node = control.node
 
     @property
@@ -76,19 +83,22 @@ class Path:
 
     async def read(self, extent: Extent, start: int, fd: int, offset: int, length: int) -> None:
         """As Device.read; the file is long enough. Raises OSError, NotByVerbs."""
-        regions = self._adapter.regions
-        async with _using(regions, fd, offset, length, writable=True) as region:
+        async with self._using(fd, offset, length, writable=True) as region:
             exposed = await self._ask(
                 lambda number: Expose(
                     number, current_request(), extent, start, length, self._number
                 )
             )
             try:
-                await self._pair.read(
-                    _pieces(
-                        region.address(offset), region.key, exposed, 0, length, piece_bytes(length)
+                if region is None:
+                    await self._adapter.staging.read(
+                        self._pair, Remote(exposed.address, exposed.key), fd, offset, length
                     )
-                )
+                else:
+                    piece = piece_bytes(length)
+                    await self._pair.read(
+                        _pieces(region.address(offset), region.key, exposed, 0, length, piece)
+                    )
             finally:
                 await self._say(Release(exposed.handle))
 
@@ -103,27 +113,27 @@ class Path:
     ) -> None:
         """As Device.write. With `growth`, the bytes are still coming into the file. Raises OSError,
         NotByVerbs."""
-        regions = self._adapter.regions
-        piece = piece_bytes(length)
-        async with _using(regions, fd, offset, length, writable=False) as region:
+        async with self._using(fd, offset, length, writable=False) as region:
+            if region is None:
+                piece = self._adapter.staging.piece_bytes(length)
+                if length > piece * PIECES_MAX:
+                    raise NotByVerbs(f"{length} bytes are too many pieces")
+            else:
+                piece = piece_bytes(length)
             exposed = await self._ask(
                 lambda number: Reserve(
                     number, current_request(), extent, target, length, piece, self._number
                 ),
                 target.group,
             )
-            done = 0 if exposed.wanted else length
             try:
-                while done < length:
-                    there = length if growth is None else await growth.more_than(done)
-                    if there < length:
-                        there -= there % piece
-                    if there > done:
-                        pieces = _pieces(
-                            region.address(offset), region.key, exposed, done, there, piece
-                        )
-                        await self._pair.write(pieces, exposed.handle)
-                        done = there
+                if exposed.wanted and region is not None:
+                    await self._write_from(region, offset, length, piece, exposed, growth)
+                elif exposed.wanted:
+                    remote = Remote(exposed.address, exposed.key)
+                    await self._adapter.staging.write(
+                        self._pair, remote, fd, offset, length, exposed.handle
+                    )
                 answer = await ask(
                     self._control,
                     lambda number: Seal(number, current_request(), exposed.handle),
@@ -134,6 +144,49 @@ class Path:
                 raise
             if not isinstance(answer, Done):
                 raise Unreachable(self.node, "its answer makes no sense")
+
+    async def _write_from(
+        self,
+        region: Region,
+        offset: int,
+        length: int,
+        piece: int,
+        exposed: Exposed,
+        growth: Growth | None,
+    ) -> None:
+        done = 0
+        while done < length:
+            there = length
+            if growth is not None:
+                # It need not come in pieces of the same size.
+                there = await growth.more_than(min(length, done + piece) - 1)
+                if there < length:
+                    there -= there % piece
+            pieces = _pieces(region.address(offset), region.key, exposed, done, there, piece)
+            await self._pair.write(pieces, exposed.handle)
+            done = there
+
+    @asynccontextmanager
+    async def _using(
+        self, fd: int, offset: int, length: int, writable: bool
+    ) -> AsyncIterator[Region | None]:
+        """None: to go through the slots of `staging`. Raises NotByVerbs: what cannot be registered can
+        still be sent over TCP."""
+        adapter, regions = self._adapter, self._adapter.regions
+        region = regions.find(fd, offset, length, writable)
+        if region is None and self._stages:
+            await adapter.staging.make()
+            yield None
+            return
+        try:
+            if region is None:
+                region = await regions.acquire(fd, offset, length, writable)
+        except OSError as error:
+            raise NotByVerbs(f"{length} bytes cannot be registered: {error.strerror}") from None
+        try:
+            yield region
+        finally:
+            regions.release(region)
 
     async def _ask(self, make: Callable[[int], AnyRequest], group: int = 0) -> Exposed:
         try:
@@ -169,8 +222,10 @@ async def open_path(
     pair_number: int,
     nursery: trio.Nursery,
     patience_s: float,
+    stages: bool,
 ) -> Path:
-    """Set a queue pair up with a rail of the node, and see that it works. Raises OSError, NotByVerbs."""
+    """Set a queue pair up with a rail of the node, and see that it works. `stages`: files are used once,
+    and are not registered. Raises OSError, NotByVerbs."""
     pair = adapter.queue_pair(gid_index)
     try:
         answer = await ask(
@@ -188,7 +243,7 @@ async def open_path(
         pair.close()
         raise
     nursery.start_soon(pair.run)
-    path = Path(control, adapter, pair, pair_number)
+    path = Path(control, adapter, pair, pair_number, stages)
     try:
         await pair.probe()
     except BaseException:
@@ -207,21 +262,6 @@ async def ask(
         if error.errno == NOT_BY_VERBS:
             raise NotByVerbs(str(error.strerror)) from None
         raise
-
-
-@asynccontextmanager
-async def _using(
-    regions: Regions, fd: int, offset: int, length: int, writable: bool
-) -> AsyncIterator[Region]:
-    """A file that cannot be registered can still be sent over TCP."""
-    try:
-        region = await regions.acquire(fd, offset, length, writable)
-    except OSError as error:
-        raise NotByVerbs(f"{length} bytes cannot be registered: {error.strerror}") from None
-    try:
-        yield region
-    finally:
-        regions.release(region)
 
 
 def _pieces(

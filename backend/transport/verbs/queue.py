@@ -64,7 +64,9 @@ class Piece(NamedTuple):
     remote_key: int
 
 
-class _Batch:
+class Batch:
+    """Work requests of which the last is signalled."""
+
     def __init__(self) -> None:
         self.done = trio.Event()
         self.succeeded = False
@@ -86,7 +88,7 @@ class QueuePair:
         self._gid_index = gid_index
         self._arrived = arrived
         self._receives = RECEIVES if receives else 0
-        self._batches: dict[int, _Batch] = {}
+        self._batches: dict[int, Batch] = {}
         self._next = 0
         self._room = trio.Semaphore(BATCHES)
         self._emptied = trio.Event()
@@ -181,29 +183,35 @@ class QueuePair:
         """Whether the peer answers: a WRITE of nothing, which takes no right. Raises Broken."""
         await self.write([Piece(0, 0, 0, 0, 0)], None)
 
+    async def begin_write(self, pieces: Sequence[Piece], number: int) -> Batch:
+        """As `write`, of at most BATCH pieces, which are posted when this returns; `finish` has to be
+        called, too. What is begun later arrives later. Raises Broken."""
+        await self._find_room()
+        return self._post([self._request(self._write, piece, number) for piece in pieces])
+
     async def bind(self, window: Any, info: Any) -> int:
         """Bind a memory window; returns its key. Raises Broken."""
-        await self._room.acquire()
+        await self._find_room()
         request = self._library.SendWR(
             wr_id=0, opcode=self._bind, send_flags=self._signalled
         )  # fmt: skip
         request.set_bind_wr(window, info)
         key = int(request.rkey)
         batch = self._post([request])
-        await self._wait([batch])
+        await self.finish([batch])
         return key
 
     async def _transfer(self, opcode: int, pieces: Sequence[Piece], number: int | None) -> None:
-        batches: list[_Batch] = []
+        batches: list[Batch] = []
         try:
             for first in range(0, len(pieces), BATCH):
-                await self._room.acquire()
+                await self._find_room()
                 requests = [
                     self._request(opcode, piece, number) for piece in pieces[first : first + BATCH]
                 ]
                 batches.append(self._post(requests))
         finally:
-            await self._wait(batches)
+            await self.finish(batches)
 
     def _request(self, opcode: int, piece: Piece, number: int | None) -> Any:
         library = self._library
@@ -217,13 +225,17 @@ class QueuePair:
         request.set_wr_rdma(piece.remote_key, piece.remote_address)
         return request
 
-    def _post(self, requests: list[Any]) -> _Batch:
-        """Raises Broken. A place in `_room` has been taken."""
+    async def _find_room(self) -> None:
+        """Raises Broken."""
+        await self._room.acquire()
         if self.failure:
             self._room.release()
             raise Broken(self.failure)
+
+    def _post(self, requests: list[Any]) -> Batch:
+        """`_find_room` has just returned."""
         self._next += 1
-        batch = self._batches[self._next] = _Batch()
+        batch = self._batches[self._next] = Batch()
         for request, after in itertools.pairwise(requests):
             request.next_wr = after
         last = requests[-1]
@@ -237,8 +249,8 @@ class QueuePair:
             self.fail(f"posting failed: {error.strerror}")
         return batch
 
-    async def _wait(self, batches: list[_Batch]) -> None:
-        """Until all are done. Raises Broken."""
+    async def finish(self, batches: Sequence[Batch]) -> None:
+        """Wait until the hardware is done with them, cancelled or not. Raises Broken."""
         try:
             for batch in batches:
                 await batch.done.wait()
@@ -272,7 +284,7 @@ class QueuePair:
         try:
             while not (self.is_closed or (self.failure and not self._batches)):
                 await trio.lowlevel.wait_readable(self._fd)
-                # Another task may have run first, and closed it.
+                # Between being woken and running: pyverbs does not check what it is asked about.
                 if not self.is_closed:
                     self._take_completions()
         except trio.ClosedResourceError:

@@ -109,7 +109,7 @@ class Regions:
     def __init__(self, library: Library, pd: Any, limit_bytes: int) -> None:
         self._library = library
         self._pd = pd
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
         self._regions: OrderedDict[Region, None] = OrderedDict()
         self._of_file: dict[tuple[int, int], list[Region]] = {}
         self.counters = RegionCounters()
@@ -159,6 +159,20 @@ class Regions:
         self._of_file.setdefault(file, []).append(region)
         region.users = 1
         return region
+
+    def find(self, fd: int, offset: int, length: int, writable: bool) -> Region | None:
+        """As `acquire`, if it need not be made."""
+        status = os.fstat(fd)
+        return self._find((status.st_dev, status.st_ino), offset, length, writable)
+
+    def hold(self, length: int) -> None:
+        """Somebody registers so many bytes of something else, until `let_go`. Raises OSError ENOMEM."""
+        self._make_room(length)
+        self.counters.registrations += 1
+        self.counters.pinned_bytes += length
+
+    def let_go(self, length: int) -> None:
+        self.counters.pinned_bytes -= length
 
     def _find(
         self, file: tuple[int, int], offset: int, length: int, writable: bool
@@ -216,7 +230,7 @@ class Regions:
 
     def _is_full(self, length: int) -> bool:
         return (
-            self.counters.pinned_bytes + length > self._limit_bytes
+            self.counters.pinned_bytes + length > self.limit_bytes
             or len(self._regions) >= REGIONS_MAX
         )
 
@@ -237,6 +251,11 @@ class Regions:
         region.close()
 
 
+def populate(address: int, length: int, writable: bool) -> None:
+    """Have all pages there, in a thread. What cannot be had shows when they are registered."""
+    _libc.madvise(address, length, _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ)
+
+
 class _Mapped:
     """A range of a file in memory, and a descriptor of the file. Python's own mmap objects would have to
     export a buffer to tell the address, and can only if they are writable."""
@@ -255,11 +274,7 @@ class _Mapped:
         self._is_closed = False
 
     def populate(self) -> None:
-        """Have all pages there, in a thread. What cannot be had shows when they are registered."""
-        _libc.madvise(
-            self.address, self._length,
-            _MADV_POPULATE_WRITE if self._writable else _MADV_POPULATE_READ,
-        )  # fmt: skip
+        populate(self.address, self._length, self._writable)
 
     def close(self) -> None:
         if not self._is_closed:

@@ -1,0 +1,284 @@
+"""Registered memory that transfers pass through, where files are used once.
+
+At a mount each version is a file of its own: pages of an earlier one may still be in somebody's pipe or
+socket. To map and register a file costs a fault and a pin for every page of it; the kernel's copy between
+the file and memory that stays registered costs less (docs/performance.md), and needs no mapping at all.
+
+The memory is cut into slots, shared by all transfers. A transfer has a few at once, for pieces that are
+being copied or are on their way, and waits for one more; what it has becomes free whether it gets that or
+not, so transfers do not wait for each other. A slot is given back only when neither a thread nor the
+hardware touches it any more, whatever became of the transfer.
+"""
+
+import ctypes
+import errno
+import mmap
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import trio
+
+from ...unwrap import first_error
+from .library import Library
+from .queue import NotByVerbs, Piece, QueuePair
+from .regions import Regions, populate
+
+BYTES_MAX = 32 << 20
+_BYTES_MIN = 1 << 20
+_SLOT_BYTES_MAX = 4 << 20
+_SLOTS_MIN = 4
+# Of one transfer.
+_SLOTS_AT_ONCE = 4
+_PIECE_BYTES_MIN = 256 << 10
+_PIECES = 8
+# Copied in the event loop: handing it to a thread takes longer.
+_AT_ONCE_BYTES = 256 << 10
+_THREADS_MAX = 8
+# After memory could not be had, it is asked for again after this long.
+_PAUSE_S = 30.0
+
+
+class Remote(NamedTuple):
+    """Memory of the peer."""
+
+    address: int
+    key: int
+
+
+class _Slot(NamedTuple):
+    address: int
+    key: int
+    view: memoryview
+
+
+class Staging:
+    """The slots of one protection domain, made when they are first used. Their memory counts among what
+    `regions` limits."""
+
+    def __init__(self, library: Library, pd: Any, regions: Regions) -> None:
+        self._library = library
+        self._pd = pd
+        self._regions = regions
+        self._memory: _Memory | None = None
+        self._making = trio.Lock()
+        self._why = ""
+        self._after = 0.0
+        self._free: list[_Slot] = []
+        self._room = trio.Semaphore(0)
+        self._threads = trio.CapacityLimiter(_THREADS_MAX)
+        self.staged_bytes = 0
+
+    async def make(self) -> None:
+        """Have slots. Raises NotByVerbs."""
+        if self._memory is None:
+            async with self._making:
+                if self._memory is None:
+                    await self._make()
+
+    async def _make(self) -> None:
+        if time.monotonic() < self._after:
+            raise NotByVerbs(self._why)
+        regions = self._regions
+        # The other half is for queue pairs, and for what has to be registered itself.
+        size = min(BYTES_MAX, regions.limit_bytes // 2)
+        why = f"no more than {regions.limit_bytes} bytes may be registered"
+        while size >= _BYTES_MIN:
+            try:
+                self._memory = await _Memory.make(self._library, self._pd, regions, size)
+                break
+            except OSError as error:
+                why = f"{size} bytes cannot be registered: {error.strerror}"
+                size //= 2
+        else:
+            self._why, self._after = why, time.monotonic() + _PAUSE_S
+            raise NotByVerbs(why)
+        for slot in self._memory.slots:
+            self._give_back(slot)
+
+    def close(self) -> None:
+        """No transfer is under way."""
+        if self._memory is not None:
+            assert len(self._free) == len(self._memory.slots)
+            self._free.clear()
+            self._memory.close()
+            self._memory = None
+
+    def piece_bytes(self, length: int) -> int:
+        """What one work request moves of a transfer of `length` bytes. `make` was called."""
+        assert self._memory is not None
+        return min(length, self._memory.slot_bytes, max(_PIECE_BYTES_MIN, length // _PIECES))
+
+    # -- moving bytes ----------------------------------------------------------------------------
+
+    async def read(
+        self, pair: QueuePair, remote: Remote, fd: int, offset: int, length: int
+    ) -> None:
+        """From the peer's memory into a part of a file. `make` was called. Raises OSError, Broken."""
+        piece = self.piece_bytes(length)
+        share = trio.Semaphore(_SLOTS_AT_ONCE)
+
+        async def take(slot: _Slot, at: int) -> None:
+            count = min(piece, length - at)
+            try:
+                await pair.read(
+                    [Piece(slot.address, count, slot.key, remote.address + at, remote.key)]
+                )
+                await self._copy(_write_file, fd, slot.view[:count], offset + at)
+            finally:
+                self._give_back(slot)
+                share.release()
+
+        try:
+            async with trio.open_nursery() as nursery:
+                for at in range(0, length, piece):
+                    await share.acquire()
+                    nursery.start_soon(take, await self._take(), at)
+        except BaseExceptionGroup as group:
+            raise _reason(group) from group
+        self.staged_bytes += length
+
+    async def write(
+        self, pair: QueuePair, remote: Remote, fd: int, offset: int, length: int, number: int
+    ) -> None:
+        """From a part of a file into the peer's memory, from the front; the peer is told `number` for each
+        piece of `piece_bytes`. `make` was called. Raises OSError, Broken."""
+        piece = self.piece_bytes(length)
+        share = trio.Semaphore(_SLOTS_AT_ONCE)
+
+        async def send(slot: _Slot, at: int, before: trio.Event, posted: trio.Event) -> None:
+            count = min(piece, length - at)
+            try:
+                await self._copy(_read_file, fd, slot.view[:count], offset + at)
+                await before.wait()
+                batch = await pair.begin_write(
+                    [Piece(slot.address, count, slot.key, remote.address + at, remote.key)], number
+                )
+                posted.set()
+                await pair.finish([batch])
+            finally:
+                self._give_back(slot)
+                share.release()
+
+        posted = trio.Event()
+        posted.set()
+        try:
+            async with trio.open_nursery() as nursery:
+                for at in range(0, length, piece):
+                    await share.acquire()
+                    slot = await self._take()
+                    before, posted = posted, trio.Event()
+                    nursery.start_soon(send, slot, at, before, posted)
+        except BaseExceptionGroup as group:
+            raise _reason(group) from group
+        self.staged_bytes += length
+
+    async def _take(self) -> _Slot:
+        await self._room.acquire()
+        return self._free.pop()
+
+    def _give_back(self, slot: _Slot) -> None:
+        self._free.append(slot)
+        self._room.release()
+
+    async def _copy(
+        self, copy: Callable[[int, memoryview, int], None], fd: int, view: memoryview, offset: int
+    ) -> None:
+        """Returns when the copy is over, cancelled or not. Raises OSError."""
+        with view:
+            if len(view) <= _AT_ONCE_BYTES:
+                copy(fd, view, offset)
+            else:
+                work = partial(copy, fd, view, offset)
+                await trio.to_thread.run_sync(work, limiter=self._threads)
+
+
+class _Memory:
+    """Anonymous memory, registered, in slots. Made by `make`."""
+
+    def __init__(self, library: Library, regions: Regions, size: int) -> None:
+        self.slot_bytes = min(_SLOT_BYTES_MAX, size // _SLOTS_MIN)
+        self.slot_bytes -= self.slot_bytes % mmap.PAGESIZE
+        self.slots: list[_Slot] = []
+        self._library = library
+        self._regions = regions
+        self._size = size
+        self._registration: Any = None
+        self._mapped = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # A kernel without huge pages refuses.
+        with suppress(OSError):
+            self._mapped.madvise(mmap.MADV_HUGEPAGE)
+        # What is shared with a child is copied when it is written: the hardware would have the old pages.
+        self._mapped.madvise(mmap.MADV_DONTFORK)
+
+    @classmethod
+    async def make(cls, library: Library, pd: Any, regions: Regions, size: int) -> "_Memory":
+        """Raises OSError."""
+        regions.hold(size)
+        try:
+            made = cls(library, regions, size)
+            try:
+                await made._register(pd)
+            except BaseException:
+                made._mapped.close()
+                raise
+        except BaseException:
+            regions.let_go(size)
+            raise
+        return made
+
+    async def _register(self, pd: Any) -> None:
+        exported = ctypes.c_char.from_buffer(self._mapped)
+        address = ctypes.addressof(exported)
+        del exported
+        await trio.to_thread.run_sync(partial(populate, address, self._size, writable=True))
+        with self._library.errors:
+            self._registration = self._library.MR(
+                pd, self._size, self._library.enum("ACCESS_LOCAL_WRITE"), address=address
+            )
+        key = int(self._registration.lkey)
+        step = self.slot_bytes
+        with memoryview(self._mapped) as view:
+            self.slots = [
+                _Slot(address + at, key, view[at : at + step])
+                for at in range(0, self._size - step + 1, step)
+            ]
+
+    def close(self) -> None:
+        with self._library.errors:
+            self._registration.close()
+        for slot in self.slots:
+            slot.view.release()
+        self._mapped.close()
+        self._regions.let_go(self._size)
+
+
+def _reason(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """An OSError, or else why it cannot be done by verbs."""
+    error = first_error(group)
+    broken = group.subgroup(NotByVerbs)
+    if error is group and broken is not None:
+        error = broken
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+    return error
+
+
+def _read_file(fd: int, view: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(view):
+        with view[done:] as rest:
+            count = os.preadv(fd, [rest], offset + done)
+        if not count:
+            raise OSError(errno.EIO, "the file shrank while it was sent")
+        done += count
+
+
+def _write_file(fd: int, view: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(view):
+        with view[done:] as rest:
+            done += os.pwrite(fd, rest, offset + done)
