@@ -60,6 +60,7 @@ def a_cluster(address: str, nodes: int = 2) -> Plan:
     )  # fmt: skip
 
 
+@pytest.mark.timeout(300)
 def test_in_a_cluster_a_file_is_made_and_registered_once_for_many_versions(address: str) -> None:
     data = bytearray(random.Random(1).randbytes(256 << 10))
     with Cluster(a_cluster(address)) as cluster:
@@ -76,6 +77,7 @@ def test_in_a_cluster_a_file_is_made_and_registered_once_for_many_versions(addre
             assert node["registrations"] == node["created_files"]
 
 
+@pytest.mark.timeout(300)
 def test_a_file_that_was_truncated_after_its_version_was_sent_is_sent_as_it_is_now(
     address: str,
 ) -> None:
