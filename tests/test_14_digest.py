@@ -1,7 +1,9 @@
 """What contents are checked by: digests of blocks, stripes and whole records."""
 
+import itertools
 import os
 from collections.abc import Iterator
+from random import Random
 
 import msgspec
 import pytest
@@ -9,7 +11,7 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from irdmafs.backend import digest
-from irdmafs.backend.digest import Digests, digest_of, digest_of_bytes, fold
+from irdmafs.backend.digest import Digests, Stripe, digest_of, digest_of_bytes, fold
 from irdmafs.backend.inode import Inode
 from irdmafs.backend.records import Layout
 from xxhash import xxh3_64
@@ -50,6 +52,29 @@ def test_bytes_have_the_same_digest_wherever_they_lie_and_however_they_are_split
         found = trio.run(digest_of, fd, len(before), len(data))
     os.close(fd)
     assert found == as_defined(data) == digest_of_bytes(data)
+
+
+@settings(deadline=None)
+@given(
+    st.binary(min_size=1, max_size=1000), st.lists(st.integers(1, 5)), st.randoms(), st.booleans()
+)
+def test_the_pieces_in_which_a_stripe_comes_and_their_order_do_not_matter(
+    data: bytes, blocks: list[int], random: Random, private: bool
+) -> None:
+    before = b"x" * random.randrange(10_000)
+    fd = in_file(before + data)
+    stripe = Stripe(fd, len(before), len(data), private=private)
+    ends = [min(64 * sum(blocks[:i]), len(data)) for i in range(len(blocks) + 1)]
+    pieces = [*itertools.pairwise([*ends, len(data)])]
+    random.shuffle(pieces)
+
+    async def add_all() -> None:
+        for start, end in pieces:
+            await stripe.add(start, end - start)
+
+    trio.run(add_all)
+    os.close(fd)
+    assert stripe.digest() == as_defined(data)
 
 
 @settings(deadline=None)

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 
 import trio
 
-from ..digest import Digests, digest_of, digest_of_bytes
+from ..digest import Digests, Stripe, digest_of_bytes
 from ..namespace import Inode, fail
 from ..records import Layout
 from ..transport import Distrusted, Extent
@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 _LOOK_AGAIN_S = 0.5
 # Errors of this host's own, which no other replica would help with.
 _OURS = (errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+# What is received before it is hashed; a multiple of digest.BLOCK_BYTES. To ask for a piece takes a round
+# trip, so they are not small.
+_PIECE_BYTES = 32 << 20
 _BATCH_EXTENTS = 256
 _BATCH_BYTES = 4 << 20
 
@@ -140,7 +143,7 @@ class Fetcher:
                 stripe = (offset + done) // step
                 start = (offset + done) - stripe * step
                 length = min(size - done, step - start)
-                await self._read(inode, content, stripe, start, buffer, done, length, set())
+                await self._read(inode, content, stripe, start, buffer, done, length)
                 done += length
             return os.pread(buffer, size, 0)
         except Gone:
@@ -253,7 +256,7 @@ class Fetcher:
 
         async def read_one(stripe: int) -> None:
             offset, length = inode.layout.span(size, stripe)
-            await self._read(inode, content, stripe, 0, fd, offset, length, set())
+            await self._read(inode, content, stripe, 0, fd, offset, length)
 
         try:
             if self._verify and digests.are_there:
@@ -283,12 +286,11 @@ class Fetcher:
             nodes, found = [], []
             for stripe, passed_over in zip(stripes, wrong, strict=True):
                 offset, length = inode.layout.span(inode.size, stripe)
-                nodes.append(
-                    await self._read(
-                        inode, inode.extent, stripe, 0, fd, offset, length, passed_over
-                    )
+                node, digest = await self._read_hashed(
+                    inode, stripe, fd, offset, length, passed_over
                 )
-                found.append(await digest_of(fd, offset, length))
+                nodes.append(node)
+                found.append(digest)
             if digests.match(part, found):
                 self.checked_bytes += sum(
                     inode.layout.span(inode.size, stripe)[1] for stripe in stripes
@@ -300,6 +302,29 @@ class Fetcher:
             for passed_over, node in zip(wrong, nodes, strict=True):
                 passed_over.add(node)
 
+    async def _read_hashed(
+        self, inode: Inode, stripe: int, fd: int, offset: int, length: int, wrong: set[int]
+    ) -> tuple[int, bytes]:
+        """Read a whole stripe, in pieces, of which one is hashed while the next is on its way. Returns the
+        node that it came from, and its digest."""
+        found = Stripe(fd, offset, length, private=True)
+
+        async def take(node: int) -> None:
+            device = self._cluster.peers.device(node)
+            extent = Extent(inode.extent, stripe)
+            try:
+                async with trio.open_nursery() as nursery:
+                    for start in range(0, length, _PIECE_BYTES):
+                        count = min(_PIECE_BYTES, length - start)
+                        await device.read(extent, start, fd, offset + start, count)
+                        nursery.start_soon(found.add, start, count)
+            except BaseExceptionGroup as group:
+                raise first_error(group) from group
+
+        group = self._cluster.group(inode.layout, stripe)
+        node = await self._from_any(group, inode.extent, inode.ino, wrong, take)
+        return node, found.digest()
+
     async def _read(
         self,
         inode: Inode,
@@ -309,16 +334,13 @@ class Fetcher:
         fd: int,
         offset: int,
         length: int,
-        wrong: set[int],
-    ) -> int:
-        """Returns the node that it came from, none of those whose bytes were `wrong` before."""
-
+    ) -> None:
         async def take(node: int) -> None:
             device = self._cluster.peers.device(node)
             await device.read(Extent(content, stripe), start, fd, offset, length)
 
         group = self._cluster.group(inode.layout, stripe)
-        return await self._from_any(group, content, inode.ino, wrong, take)
+        await self._from_any(group, content, inode.ino, set(), take)
 
     # -- small -----------------------------------------------------------------------------------
 

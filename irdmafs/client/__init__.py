@@ -7,6 +7,7 @@
 >>> store.publish_state_dict(model.state_dict(), "model.safetensors")
 >>> store["model.safetensors/encoder.layer.0.weight"]
 >>> store.state_dict("model.safetensors")           # all its tensors, in one mapping
+>>> store.state_dict("model.safetensors", device="cuda")    # torch tensors, copied to the device
 
 **Names.** A name is components joined by "/". It means the array in the file ``NAME.npy``; or, if
 a component before the last ends in ``.safetensors``, the tensor of that file whose name is the
@@ -20,6 +21,10 @@ array keeps the version it was taken from for as long as it lives, whatever happ
 **Any directory works**, not only a mount. Publishing is then writing a file of another name and
 renaming it over the old one, so that readers keep what they have; files that other programs
 overwrite in place have no such protection there, as always with mapped files.
+
+**Devices.** to_device() and state_dict(device=...) give torch tensors in the memory of a device, which
+are copies and outlive the version. For CUDA the mapped file is pinned while it is copied. They need torch
+(the extra ``irdmafs[torch]``), which nothing else here imports.
 
 **bfloat16 and 8-bit floats** are arrays of ml_dtypes where that package is installed, and
 otherwise ``uint16`` and ``uint8`` arrays of their bits. torch tensors of these types are published
