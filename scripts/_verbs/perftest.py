@@ -59,15 +59,15 @@ def need() -> None:
 def bandwidth(way: Way, program: str, size: int, total: int) -> float:
     """Bytes per second of the better one of `DEPTHS`, moving about `total` bytes with each."""
     iterations = max(ITERATIONS_MIN, total // size)
-    return max(
-        # Not its MB/sec, which are MiB.
-        _numbers(
+    # A queue that is longer than the run is as good as any other.
+    depths = [depth for depth in DEPTHS if depth < iterations] or [DEPTHS[-1]]
+    rates = []
+    for depth in depths:
+        numbers = _numbers(
             way, program, "-s", size, "-n", iterations, "-t", depth, "--report_gbits", "-N"
-        )[3]
-        * 1e9
-        / 8
-        for depth in DEPTHS
-    )  # fmt: skip
+        )
+        rates.append(numbers[3] * 1e9 / 8)
+    return max(rates)
 
 
 def read_latency_us(way: Way, size: int, count: int) -> float:
