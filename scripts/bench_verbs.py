@@ -67,7 +67,7 @@ FULL = Scale(
 )  # fmt: skip
 QUICK = Scale(
     rounds=2,
-    sizes=(MIB, 16 * MIB),
+    sizes=(MIB, 4 * MIB),
     all_sizes=(4 * KIB, MIB, 16 * MIB),
     volume=16 * MIB,
     cpu_size=16 * MIB,
