@@ -21,7 +21,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 import trio
@@ -42,6 +42,12 @@ from irdmafs.config import MountError, parse_size
 
 IN_GUEST = "IRDMAFS_GUEST"
 GUEST_TOOL = Path(__file__).resolve().parent / "rdma_guest"
+# For gRPC, which allocates every message: memory that was freed is used again, and not mapped anew.
+KEEPS_MEMORY = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+}
 PARTS = ("bandwidth", "posix", "latency", "alternatives", "cpu", "registration", "loop")
 
 FULL = Scale(
@@ -61,12 +67,12 @@ FULL = Scale(
 )  # fmt: skip
 QUICK = Scale(
     rounds=2,
-    sizes=(MIB, 16 * MIB),
-    all_sizes=(4 * KIB, 64 * KIB, MIB, 16 * MIB),
-    volume=32 * MIB,
+    sizes=(MIB, 4 * MIB),
+    all_sizes=(4 * KIB, MIB, 16 * MIB),
+    volume=16 * MIB,
     cpu_size=16 * MIB,
-    repeats_max=20,
-    asks=100,
+    repeats_max=8,
+    asks=50,
     tensors=200,
     versions=10,
     version_bytes=8 * MIB,
@@ -85,6 +91,7 @@ def _grpc_server(place: Path, way: Way, chunk: int) -> Iterator[tuple[subprocess
     server = subprocess.Popen(
         [sys.executable, __file__, "grpc-server", way.address, str(place), str(chunk)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env=os.environ | KEEPS_MEMORY,
     )  # fmt: skip
     try:
         assert server.stdout is not None and server.stdin is not None
@@ -142,7 +149,10 @@ def prepared(scale: Scale, parts: Sequence[str]) -> Iterator[Bench]:
         workers = {
             name: stack.enter_context(
                 Worker(
-                    __file__, kind, description | {"place": f"{cluster.directory}/{kind}-worker"}
+                    __file__,
+                    kind,
+                    description | {"place": f"{cluster.directory}/{kind}-worker"},
+                    KEEPS_MEMORY if kind == "grpc" else {},
                 )
             )
             for name, kind in kinds.items()
@@ -150,9 +160,9 @@ def prepared(scale: Scale, parts: Sequence[str]) -> Iterator[Bench]:
         yield Bench(scale, way, cluster, metrics_port, workers, server, __file__)
 
 
-def run_in_guest(arguments: Sequence[str], memory: str) -> int:
+def go_on_in_guest(arguments: Sequence[str], memory: str) -> NoReturn:
     command = [str(GUEST_TOOL), "run", "--memory", memory, "--", sys.executable, __file__]
-    return subprocess.run([*command, *arguments]).returncode
+    os.execv(command[0], [*command, *arguments])
 
 
 def describe_host() -> str:
@@ -200,7 +210,7 @@ def main(
     if unknown := set(only.split(",")) - set(PARTS):
         raise click.BadParameter(f"no part {unknown.pop()!r}; there are {', '.join(PARTS)}")
     if not devices.find() and IN_GUEST not in os.environ:
-        sys.exit(run_in_guest(sys.argv[1:], memory))
+        go_on_in_guest(sys.argv[1:], memory)
     scale = _scale(QUICK if quick else FULL, rounds, sizes, versions, version_size)
     gc.disable()
     try:

@@ -323,9 +323,9 @@ class Bench:
         """The steady state: nothing is registered, and no byte passes through Python."""
         scale = self.scale
         self._say(f"{scale.versions} versions of {name_of(scale.version_bytes)}", None)
-        outcome = loop.Loop(self.cluster, self.metrics_port, scale.version_bytes).run(
-            scale.versions
-        )
+        outcome = loop.Loop(
+            self.cluster, self.way.device, self.metrics_port, scale.version_bytes
+        ).run(scale.versions)
         table = _table(
             f"training loop: {scale.versions} versions of {name_of(scale.version_bytes)}, after "
             f"{loop.WARM_UP} to warm up", "", "counted", "expected", "",

@@ -1,12 +1,14 @@
 """A training loop in its steady state: what publishing and fetching the next version still asks for.
 
-Registrations and files are counted from outside, by what the kernel knows: every registration of a process
-has a number of its own (`rdma resource`), and every file an inode number that its tmpfs gives only once.
+Registrations and files are counted from outside, by what the kernel knows: every registration has a number
+of its own (`rdma resource`), and every file an inode number that its tmpfs gives only once.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 import os
 import subprocess
 import time
@@ -22,6 +24,7 @@ from _cluster.cluster import Cluster
 from _cluster.daemons import Daemon
 from _cluster.measures import MIB, Files
 from _cluster.parts import ClusterMount, StoreNode
+from irdmafs.backend.transport.verbs.library import load
 
 WARM_UP = 8
 _SCRAPE_S = 10.0
@@ -63,9 +66,10 @@ class Outcome:
 class Loop:
     """A file of `size` bytes, written on the cluster's first mount and read on its second."""
 
-    def __init__(self, cluster: Cluster, metrics_port: int, size: int) -> None:
+    def __init__(self, cluster: Cluster, device: str, metrics_port: int, size: int) -> None:
         self._writer, self._reader = cluster.mounts
         (self._node,) = cluster.nodes
+        self._device = device
         self._metrics_port = metrics_port
         self._size = size
         self._files = Files()
@@ -80,8 +84,10 @@ class Loop:
         for number in range(WARM_UP):
             self._version(number)
         seen = {name: (len(one.registrations), len(one.files)) for name, one in self._seen.items()}
-        before = self._figures()
+        before, first = self._figures(), next_registration(self._device)
         seconds = [self._version(WARM_UP + number) for number in range(versions)]
+        # The last of these two is one itself.
+        made = next_registration(self._device) - first - 1
         after = self._figures()
         changed = {
             name: value - before.get(name, 0.0)
@@ -94,6 +100,7 @@ class Loop:
             rows.append(Row(f"registrations, {name}", len(one.registrations) - registrations, 0))
             is_node = name == self._node.name
             rows.append(Row(f"files made, {name}", len(one.files) - files, 0 if is_node else None))
+        rows.append(Row("registrations, all processes, by the kernel's count", made, 0))
         for mount in (self._writer, self._reader):
             count = sum(
                 changed.get(f"{mount.name}.requests.{kind}", 0) for kind in ("READ", "WRITE")
@@ -139,6 +146,25 @@ def registrations_by_pid() -> dict[int, set[int]]:
         if "pid" in one:
             found.setdefault(int(one["pid"]), set()).add(int(one["mrn"]))
     return found
+
+
+def next_registration(device: str) -> int:
+    """The number that a registration gets now: the kernel counts them, of all processes."""
+    library = load()
+    with mmap.mmap(-1, mmap.PAGESIZE) as memory, library.open(device) as context, library.errors:
+        anchor = ctypes.c_char.from_buffer(memory)
+        domain = library.PD(context)
+        region = library.MR(
+            domain,
+            mmap.PAGESIZE,
+            library.enum("ACCESS_LOCAL_WRITE"),
+            address=ctypes.addressof(anchor),
+        )
+        (number,) = registrations_by_pid()[os.getpid()]
+        region.close()
+        domain.close()
+        del anchor
+    return number
 
 
 def files_below(directory: Path) -> set[tuple[int, int]]:

@@ -47,13 +47,16 @@ class WorkerFailed(Exception):
 class Worker:
     """Such a process, seen from the one that measures. A context manager."""
 
-    def __init__(self, script: str, kind: str, plan: dict[str, Any]) -> None:
+    def __init__(
+        self, script: str, kind: str, plan: dict[str, Any], environment: dict[str, str]
+    ) -> None:
         self.kind = kind
         self._process = subprocess.Popen(
             [sys.executable, script, "worker", kind, json.dumps(plan)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env=os.environ | environment,
         )
 
     @property

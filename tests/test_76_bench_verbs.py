@@ -1,0 +1,62 @@
+"""The bench of the verbs transport works; what it measures is for those who read it."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cluster import need_cluster
+from rdma import need_ports
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+from _verbs import registration  # noqa: E402
+from _verbs.loop import Row  # noqa: E402
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPTS / "bench_verbs.py"), *arguments]
+    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+
+
+def test_a_model_has_the_tensors_of_its_file_one_behind_the_other() -> None:
+    tensors = registration.tensors(1000)
+    assert len(tensors) == len({tensor.name for tensor in tensors}) == 1000
+    ends = [tensor.offset + tensor.size for tensor in tensors]
+    assert [tensor.offset for tensor in tensors] == [0, *ends[:-1]]
+    # Small enough for a guest, and not all of a size.
+    assert 100 << 20 < ends[-1] < 1 << 30
+    assert len({tensor.size for tensor in tensors}) > 4
+
+
+def test_a_count_that_is_not_the_expected_one_is_wrong() -> None:
+    assert Row("registrations", 1, 0).is_wrong
+    assert not Row("registrations", 0, 0).is_wrong
+    assert not Row("files", 7, None).is_wrong
+
+
+def test_a_part_that_is_none_is_wrong_usage() -> None:
+    assert bench("--only", "speed").returncode == 2
+
+
+@pytest.mark.verbs
+@pytest.mark.slow
+def test_the_bench_runs_and_tells_every_figure() -> None:
+    need_ports()
+    need_cluster()
+    parts = ["registration"]
+    if shutil.which("ib_write_bw"):
+        parts.append("bandwidth")
+    done = bench("--quick", "--rounds", "1", "--sizes", "1M", "--only", ",".join(parts), "--json")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    kinds = figures["registration"]
+    assert [one["regions"] for rounds in kinds.values() for one in rounds] == [1, 200]
+    if "bandwidth" in parts:
+        for way in ("write", "read"):
+            row = figures["device"][f"{way}-{1 << 20}"]
+            assert len(row["device"]) == len(row["perftest"]) == 1
+            assert row["ratio"] > 0
