@@ -18,6 +18,8 @@ _SIOCGIFADDR = 0x8915
 # Less is not worth it: a registration of an ordinary model would fail.
 MEMLOCK_BYTES_MIN = 64 << 20
 _GIDS_MAX = 1024
+# The kernel fills the first free entry; a table has a thousand, and each costs a few system calls.
+_EMPTY_GIDS_MAX = 32
 _GIDS_SHOWN = 8
 _ZERO_GID = bytes(16)
 _DATAGRAM_PORT = 9
@@ -360,7 +362,8 @@ def _access_obstacle(name: str) -> Obstacle:
 
 def _port(device: Path, where: Path) -> Port:
     link_layer = _text(where / "link_layer") or "InfiniBand"
-    gids = []
+    gids: list[Gid] = []
+    empty = 0
     for index in range(_GIDS_MAX):
         try:
             text = (where / "gids" / str(index)).read_text().strip()
@@ -371,7 +374,11 @@ def _port(device: Path, where: Path) -> Port:
         value = ipaddress.IPv6Address(text).packed
         # A link whose prefix was not set yet has the interface's number alone: of no use to anybody.
         if value == _ZERO_GID:
+            empty += 1
+            if empty == _EMPTY_GIDS_MAX:
+                break
             continue
+        empty = 0
         netdev = _text(where / "gid_attrs" / "ndevs" / str(index))
         gids.append(Gid(index, value, _gid_kind(where, index, link_layer), netdev))
     state = _text(where / "state").partition(": ")[2]

@@ -157,9 +157,9 @@ class Rdma:
         choice = self.choice
         if self.why_not:
             raise OSError(errno.ENODEV, self.why_not)
-        now = time.monotonic()
-        if now > self._found_at + _FRESH_S:
-            self._found, self._found_at = devices.find(), now
+        if time.monotonic() > self._found_at + _FRESH_S:
+            self._found = devices.find()
+            self._found_at = time.monotonic()
         return find_rails(self._found, local, choice.device, choice.gid_index)
 
     def rail(self, local: str, name: str, gid: bytes) -> OwnRail:
