@@ -413,12 +413,13 @@ def test_nonsense_from_a_member_costs_it_the_connection_and_nobody_else(
         messages.Status(7, ""),
         messages.Tickets(8, "", 2),
         messages.Renewed(9),
-        messages.Attach(10, "", QueueEnd(bytes(16), 0, 5, 6, 1024, 16)),
-        messages.Expose(11, "", extent, 0, 1000),
-        messages.Reserve(12, "", extent, target, 1 << 20, 1 << 18),
+        messages.Attach(10, "", QueueEnd(bytes(16), 0, 5, 6, 1024, 16), 3, "rxe0", bytes(16)),
+        messages.Expose(11, "", extent, 0, 1000, 3),
+        messages.Reserve(12, "", extent, target, 1 << 20, 1 << 18, 3),
         messages.Seal(13, "", 1),
+        messages.Rails(14, ""),
         messages.Release(1),
-        messages.Detach(),
+        messages.Detach(3),
     ]
 
     async def test(cluster: Cluster) -> None:
