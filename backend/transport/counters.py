@@ -8,14 +8,16 @@ from dataclasses import dataclass, field
 class Counters:
     """Of one end. `round_trips` are those a caller waited for, one after the other: the streams of one
     transfer count once. `verbs_bytes` are those of a caller that moved by verbs, `fallbacks` the transfers
-    that began so and were moved over TCP. `rejected` are connections of strangers, and of peers that made
-    no sense."""
+    that began so and were moved over TCP. `message_bytes` are a caller's, too: those of extents inside
+    messages, which alone are in Python objects. `rejected` are connections of strangers, and of peers that
+    made no sense."""
 
     requests: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     received_bytes: int = 0
     sent_bytes: int = 0
     verbs_bytes: int = 0
+    message_bytes: int = 0
     fallbacks: int = 0
     round_trips: int = 0
     connects: int = 0

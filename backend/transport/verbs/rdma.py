@@ -35,6 +35,16 @@ class Choice(NamedTuple):
     limit_bytes: int | None = None
 
 
+class RdmaFigures(NamedTuple):
+    """`registrations` were made, `hits` found one that was there; `staged_bytes` were copied between a file
+    and memory that stays registered."""
+
+    registrations: int
+    hits: int
+    registered_bytes: int
+    staged_bytes: int
+
+
 class Rdma:
     """The adapters of a process, shared by all its transports. Use as a context manager, around them.
 
@@ -96,6 +106,16 @@ class Rdma:
     def adapters(self) -> list[Adapter]:
         """Those that are open."""
         return list(self._adapters.values())
+
+    def figures(self) -> RdmaFigures:
+        """Of all adapters together."""
+        regions = [adapter.regions.counters for adapter in self._adapters.values()]
+        return RdmaFigures(
+            registrations=sum(each.registrations for each in regions),
+            hits=sum(each.hits for each in regions),
+            registered_bytes=sum(each.pinned_bytes for each in regions),
+            staged_bytes=sum(each.staging.staged_bytes for each in self._adapters.values()),
+        )
 
     def adapter(self, local: str) -> tuple[Adapter, int]:
         """The one on whose way this host's address `local` is, and the index of its GID. Raises OSError."""
