@@ -44,8 +44,8 @@ _TOLD = (
     "lease_valid_s",
     "created_files",
     "reused_files",
-    "registrations",
-    "registered_bytes",
+    "rdma_registrations",
+    "rdma_registered_bytes",
 )
 
 

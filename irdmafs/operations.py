@@ -934,6 +934,7 @@ class Operations(pyfuse3.Operations):
             "versions_kept": kept,
             "bytes_published": published,
             "bytes_working": working,
+            "bytes_carried": self._cache.carried_bytes,
             "nodes": len(self._nodes.by_id),
             "open_handles": len(self._nodes.handles),
             **self._beliefs.count(),

@@ -16,6 +16,7 @@ from _cluster.cluster import MIB, Plan
 from _cluster.daemons import Daemon
 from _cluster.network import CommandFailed, Network, NoNamespaces, make_network
 from _cluster.parts import ClusterMount, StoreNode, run_irdmafs
+from _cluster.training import train
 
 __all__ = [
     "MIB",
@@ -29,6 +30,7 @@ __all__ = [
     "need_cluster",
     "need_network",
     "run_irdmafs",
+    "train",
 ]
 
 

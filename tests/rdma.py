@@ -70,6 +70,20 @@ def need_ports(count: int = 1) -> list[Port]:
     return found[:count]
 
 
+def need_address() -> str:
+    """One of this host's that a usable device has. Skips the test as `need_ports` does."""
+    from irdmafs.backend.transport.verbs import devices
+
+    need_ports()
+    found = devices.find()
+    for device in found:
+        for port in device.ports if not device.obstacle else ():
+            for gid in port.gids:
+                if port.state == "ACTIVE" and gid.kind == "RoCE v2" and gid.address.version == 4:
+                    return str(gid.address)
+    pytest.skip(f"{devices.explain(found) or 'no RDMA device has an IPv4 address'}; {REMEDY}")
+
+
 def constant(name: str) -> Any:
     """A constant of verbs. Newer releases of pyverbs keep them in classes of another module."""
     enums = _enums()

@@ -23,6 +23,7 @@ from irdmafs.backend.transport.verbs.queue import Broken, Piece, QueuePair
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 from irdmafs.backend.transport.verbs.regions import Regions
 from irdmafs.backend.transport.verbs.windows import grant
+from rdma import need_address
 from transport_nodes import ExtentDirectory, Node, NodeProcess, resolver, serving
 
 pytestmark = pytest.mark.verbs
@@ -35,15 +36,7 @@ TIMEOUT_S = 5.0
 
 @pytest.fixture(scope="module")
 def address() -> str:
-    """One of this host's that a usable device has."""
-    found = devices.find()
-    for device in found:
-        for port in device.ports if not device.obstacle else ():
-            for gid in port.gids:
-                if port.state == "ACTIVE" and gid.kind == "RoCE v2" and gid.address.version == 4:
-                    return str(gid.address)
-    why = devices.explain(found) or "no RDMA device has an IPv4 address"
-    pytest.skip(f"{why}; scripts/rdma_guest test runs this in a guest that has one")
+    return need_address()
 
 
 def device_of(address: str) -> str:

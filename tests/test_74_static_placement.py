@@ -74,7 +74,7 @@ def test_in_a_cluster_a_file_is_made_and_registered_once_for_many_versions(addre
         for node in cluster.status()["nodes"]:
             assert node["created_files"] <= 3
             assert node["created_files"] + node["reused_files"] == 8
-            assert node["registrations"] == node["created_files"]
+            assert node["rdma_registrations"] == node["created_files"]
 
 
 @pytest.mark.timeout(300)
@@ -220,8 +220,8 @@ def test_in_steady_state_nodes_make_no_file_and_register_nothing(
             assert await nodes.read(number, 2) == data
             nodes.free(number - 1)
             if number == 1:
-                registrations = nodes.rdma.registrations
-        assert nodes.rdma.registrations == registrations
+                registrations = nodes.rdma.figures().registrations
+        assert nodes.rdma.figures().registrations == registrations
         assert [files.created_files for files in nodes.files] == [2, 2]
         assert nodes.reused == [18, 18]
 

@@ -626,10 +626,17 @@ class RemoteStore(Pinned):
         counters.published_bytes = self.published_bytes
         counters.barriers = self.replica.barriers
         counters.round_trips = peers.round_trips
+        counters.message_bytes = peers.message_bytes
+        counters.rdma_bytes, counters.rdma_fallbacks = peers.verbs_bytes, peers.fallbacks
+        rdma = self.rdma.figures()
+        counters.rdma_staged_bytes = rdma.staged_bytes
+        counters.rdma_registrations = rdma.registrations
+        counters.rdma_registered_bytes = rdma.registered_bytes
         counters.followed_directories = self.leases.count()
         counters.session_valid_seconds = self.session.left_s()
 
     def status(self) -> dict[str, Any]:
+        rdma = self.rdma.figures()
         return {
             "cluster": {
                 "name": self.config.cluster.name,
@@ -662,6 +669,10 @@ class RemoteStore(Pinned):
                 "rdma": self.rdma.why_not or "on",
                 "rdma_bytes": self.peers.counters.verbs_bytes,
                 "rdma_fallbacks": self.peers.counters.fallbacks,
+                "rdma_staged_bytes": rdma.staged_bytes,
+                "rdma_registrations": rdma.registrations,
+                "rdma_registered_bytes": rdma.registered_bytes,
+                "message_bytes": self.peers.counters.message_bytes,
             }
         }
 

@@ -274,20 +274,22 @@ class _Node:
         counters.extents = len(self._files)
         counters.created_files = self._files.created_files
         counters.reused_files = self._files.reused_files
-        counters.registrations = self._rdma.registrations
-        counters.registered_bytes = self._rdma.registered_bytes
+        rdma = self._rdma.figures()
+        counters.rdma_registrations = rdma.registrations
+        counters.rdma_registered_bytes = rdma.registered_bytes
         counters.pending_extents = self._catalog.pending_extents
         counters.lease_valid_seconds = self._session.left_s()
         counters.groups = self._own_groups()
 
     def _figures(self) -> dict[str, Any]:
+        rdma = self._rdma.figures()
         return {
             "version": __version__,
             "own_groups": self._own_groups(),
             "connections": self._listener.counters.connections,
             "rdma": self._rdma.why_not or "on",
-            "registrations": self._rdma.registrations,
-            "registered_bytes": self._rdma.registered_bytes,
+            "rdma_registrations": rdma.registrations,
+            "rdma_registered_bytes": rdma.registered_bytes,
             **self._agent.status(),
         }
 

@@ -9,14 +9,16 @@ class Counters:
     """Of one end. `round_trips` are those a caller waited for, one after the other: the streams of one
     transfer count once. `verbs_bytes` are those of a caller that moved by verbs, `fallbacks` the transfers
     that began so and were moved over TCP, `reroutes` those that went on over another queue pair; `rails`
-    is what moved over each pair of rails. `rejected` are connections of strangers, and of peers that made
-    no sense."""
+    is what moved over each pair of rails. `message_bytes` are a caller's, too: those of extents inside
+    messages, which alone are in Python objects. `rejected` are connections of strangers, and of peers that
+    made no sense."""
 
     requests: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
     received_bytes: int = 0
     sent_bytes: int = 0
     verbs_bytes: int = 0
+    message_bytes: int = 0
     fallbacks: int = 0
     reroutes: int = 0
     rails: Counter[str] = field(default_factory=Counter)

@@ -215,6 +215,7 @@ class RemoteDevice:
             lambda number: Put(number, current_request(), extent, target, data), target.group
         )
         self._peers.counters.sent_bytes += len(data)
+        self._peers.counters.message_bytes += len(data)
 
     async def get(self, extents: Sequence[Extent], limit: int) -> list[bytes | None]:
         found: list[bytes | None] = []
@@ -225,7 +226,9 @@ class RemoteDevice:
             if not isinstance(answer, Contents) or not 0 < len(answer.data) <= len(wanted):
                 raise OSError(errno.EPROTO, "a node's answer makes no sense")
             found += answer.data
-        self._peers.counters.received_bytes += sum(len(data) for data in found if data is not None)
+        received = sum(len(data) for data in found if data is not None)
+        self._peers.counters.received_bytes += received
+        self._peers.counters.message_bytes += received
         return found
 
     async def adopt(self, extent: Extent, target: Target, name: str) -> None:

@@ -43,6 +43,16 @@ class Choice(NamedTuple):
     queue_pairs: int = 1
 
 
+class RdmaFigures(NamedTuple):
+    """`registrations` were made, `hits` found one that was there; `staged_bytes` were copied between a file
+    and memory that stays registered."""
+
+    registrations: int
+    hits: int
+    registered_bytes: int
+    staged_bytes: int
+
+
 class Rdma:
     """The adapters of a process, shared by all its transports. Use as a context manager, around them.
 
@@ -132,15 +142,15 @@ class Rdma:
         for adapter in self.adapters:
             adapter.regions.drop_orphans()
 
-    @property
-    def registrations(self) -> int:
-        """How many were ever made."""
-        return sum(adapter.regions.counters.registrations for adapter in self.adapters)
-
-    @property
-    def registered_bytes(self) -> int:
-        """Now."""
-        return sum(adapter.regions.counters.pinned_bytes for adapter in self.adapters)
+    def figures(self) -> RdmaFigures:
+        """Of all adapters together."""
+        regions = [adapter.regions.counters for adapter in self.adapters]
+        return RdmaFigures(
+            registrations=sum(each.registrations for each in regions),
+            hits=sum(each.hits for each in regions),
+            registered_bytes=sum(each.pinned_bytes for each in regions),
+            staged_bytes=sum(each.staging.staged_bytes for each in self.adapters),
+        )
 
     # -- devices ---------------------------------------------------------------------------------
 

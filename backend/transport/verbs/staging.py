@@ -99,10 +99,17 @@ class Staging:
         for slot in self._memory.slots:
             self._give_back(slot)
 
+    @property
+    def slots(self) -> int:
+        return len(self._memory.slots) if self._memory is not None else 0
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
     def close(self) -> None:
         """No transfer is under way."""
         if self._memory is not None:
-            assert len(self._free) == len(self._memory.slots)
             self._free.clear()
             self._memory.close()
             self._memory = None

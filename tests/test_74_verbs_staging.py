@@ -1,0 +1,248 @@
+"""What a mount moves by RDMA verbs passes memory that stays registered; its files are not registered."""
+
+import errno
+import os
+import random
+import shutil
+import tempfile
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from cluster import Cluster, Plan, train
+from irdmafs.backend.transport import Extent, Target
+from irdmafs.backend.transport.peers import Peers
+from irdmafs.backend.transport.verbs import staging as staging_module
+from irdmafs.backend.transport.verbs.adapter import Adapter
+from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
+from rdma import need_address
+from transport_nodes import resolver, serving
+
+pytestmark = pytest.mark.verbs
+
+KiB = 1 << 10
+MiB = 1 << 20
+# A host that is busy must not look like one that is gone.
+TIMEOUT_S = 20.0
+NOWHERE = Target(1, 1, ())
+# Slots of 256 KiB.
+SMALL = Choice(threshold_bytes=1, limit_bytes=2 * MiB)
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    directory = Path(tempfile.mkdtemp(prefix="irdmafs-verbs-", dir="/dev/shm"))
+    (directory / "addresses").mkdir()
+    yield directory
+    shutil.rmtree(directory)
+
+
+class Worker:
+    """A mount's end of the transport, with adapters of its own, and files in memory."""
+
+    def __init__(self, memory: Path, peers: Peers, rdma: Rdma) -> None:
+        self.memory = memory
+        self.peers = peers
+        self.device = peers.device(1)
+        self._rdma = rdma
+        self._files = 0
+
+    @property
+    def adapter(self) -> Adapter:
+        (adapter,) = self._rdma.adapters
+        return adapter
+
+    def file(self, data: bytes = b"") -> int:
+        """A new one."""
+        self._files += 1
+        fd = os.open(self.memory / f"file{self._files}", os.O_RDWR | os.O_CREAT)
+        os.write(fd, data)
+        return fd
+
+    async def write(self, number: int, data: bytes) -> None:
+        fd = self.file(b"before" + data)
+        await self.device.write(Extent(number, 0), NOWHERE, fd, 6, len(data))
+        os.close(fd)
+
+    async def read(self, number: int, length: int) -> bytes:
+        fd = self.file(b"first")
+        await self.device.read(Extent(number, 0), 0, fd, 5, length)
+        data = os.pread(fd, length + 6, 0)
+        os.close(fd)
+        assert data[:5] == b"first"
+        return data[5:]
+
+
+def with_worker(
+    memory: Path, test: Callable[[Worker], Awaitable[None]], choice: Choice = SMALL
+) -> None:
+    """`choice` is the worker's."""
+    address = need_address()
+
+    async def main() -> None:
+        with Rdma(Choice()) as of_node, Rdma(choice) as rdma:
+            async with (
+                serving(
+                    f"{memory}/1", 1, f"{memory}/addresses", address,
+                    timeout_s=TIMEOUT_S, rdma=of_node,
+                ),
+                Peers(
+                    resolver(f"{memory}/addresses"),
+                    name="test", role="mount", timeout_s=TIMEOUT_S, rdma=rdma,
+                ) as peers,
+            ):  # fmt: skip
+                worker = Worker(memory, peers, rdma)
+                await test(worker)
+                for adapter in rdma.adapters:
+                    assert adapter.staging.free_slots == adapter.staging.slots
+
+    trio.run(main)
+
+
+def random_bytes(length: int) -> bytes:
+    return random.Random(length).randbytes(length)
+
+
+@pytest.mark.parametrize("length", [1, 256 * KiB + 1, 5 * MiB + 77])
+def test_bytes_arrive_as_they_were_and_no_file_is_registered(memory: Path, length: int) -> None:
+    data = random_bytes(length)
+
+    async def test(worker: Worker) -> None:
+        for number in range(1, 4):
+            await worker.write(number, data)
+            assert await worker.read(number, length) == data
+        assert worker.adapter.regions.counters.registrations == 1
+        assert worker.adapter.staging.staged_bytes == 6 * length
+        assert worker.peers.counters.verbs_bytes == 6 * length
+        assert worker.peers.counters.message_bytes == 0
+
+    with_worker(memory, test)
+
+
+def test_a_file_that_is_registered_already_is_used_as_it_is(memory: Path) -> None:
+    data = random_bytes(MiB)
+
+    async def test(worker: Worker) -> None:
+        await worker.write(1, data)
+        staged_bytes = worker.adapter.staging.staged_bytes
+        fd = worker.file(bytes(MiB))
+        async with worker.adapter.regions.using(fd, 0, MiB, writable=True):
+            await worker.device.read(Extent(1, 0), 0, fd, 0, MiB)
+            await worker.device.write(Extent(2, 0), NOWHERE, fd, 0, MiB)
+        assert os.pread(fd, MiB, 0) == data
+        assert worker.adapter.staging.staged_bytes == staged_bytes
+        assert await worker.read(2, MiB) == data
+        os.close(fd)
+
+    with_worker(memory, test, Choice(limit_bytes=4 * MiB))
+
+
+def test_transfers_share_the_slots_and_none_waits_for_another_to_end(memory: Path) -> None:
+    ended: list[int] = []
+
+    async def test(worker: Worker) -> None:
+        async def there_and_back(number: int, length: int) -> None:
+            data = random.Random(number).randbytes(length)
+            await worker.write(number, data)
+            assert await worker.read(number, length) == data
+            ended.append(number)
+
+        async with trio.open_nursery() as nursery:
+            for number in range(1, 7):
+                nursery.start_soon(there_and_back, number, 4 * MiB + number)
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.start_soon(there_and_back, 7, 100)
+        assert worker.peers.counters.fallbacks == 0
+
+    with_worker(memory, test)
+    assert ended[0] == 7
+
+
+def test_where_no_memory_may_be_registered_tcp_moves_the_bytes(memory: Path) -> None:
+    data = random_bytes(MiB)
+
+    async def test(worker: Worker) -> None:
+        await worker.write(1, data)
+        assert await worker.read(1, MiB) == data
+        assert worker.peers.counters.fallbacks == 2
+        assert worker.peers.counters.verbs_bytes == 0
+
+    with_worker(memory, test, Choice(limit_bytes=MiB))
+
+
+def test_an_error_of_the_file_is_the_callers(memory: Path) -> None:
+    async def test(worker: Worker) -> None:
+        await worker.write(1, bytes(MiB))
+        fd = worker.file(bytes(MiB))
+        read_only = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+        with pytest.raises(OSError) as caught:
+            await worker.device.read(Extent(1, 0), 0, read_only, 0, MiB)
+        assert caught.value.errno == errno.EBADF
+        with pytest.raises(OSError) as caught:
+            await worker.device.write(Extent(2, 0), NOWHERE, fd, 0, 2 * MiB)
+        assert caught.value.errno == errno.EIO
+        assert worker.peers.counters.fallbacks == 0
+        os.close(read_only)
+        os.close(fd)
+
+    with_worker(memory, test)
+
+
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_a_slot_is_used_again_only_when_its_copy_has_ended(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    """Although the transfer is cancelled meanwhile."""
+    copying, go_on = threading.Event(), threading.Event()
+    name = "_write_file" if operation == "read" else "_read_file"
+    copy: Any = getattr(staging_module, name)
+
+    def slow_copy(*arguments: Any) -> None:
+        copying.set()
+        assert go_on.wait(60)
+        copy(*arguments)
+
+    async def test(worker: Worker) -> None:
+        data = random_bytes(MiB)
+        await worker.write(1, data)
+        staging = worker.adapter.staging
+        monkeypatch.setattr(staging_module, "_AT_ONCE_BYTES", 0)
+        monkeypatch.setattr(staging_module, name, slow_copy)
+        async with trio.open_nursery() as nursery:
+            if operation == "read":
+                nursery.start_soon(worker.read, 1, MiB)
+            else:
+                nursery.start_soon(worker.write, 2, data)
+            await trio.to_thread.run_sync(copying.wait)
+            nursery.cancel_scope.cancel()
+            with trio.CancelScope(shield=True):
+                await trio.testing.wait_all_tasks_blocked()
+                assert staging.free_slots < staging.slots
+                go_on.set()
+        assert staging.free_slots == staging.slots
+        monkeypatch.undo()
+        assert await worker.read(1, MiB) == data
+
+    with_worker(memory, test)
+
+
+def test_a_training_loop_registers_nothing_and_no_parameter_byte_is_in_python() -> None:
+    size_bytes = 6 * MiB
+    plan = Plan(
+        nodes=1, mounts=0, namespaces=False, replicas=1, node_config={"listen": need_address()},
+        # A host that is busy must not look like one that is gone.
+        lease_ttl_s=20,
+    )  # fmt: skip
+    with Cluster(plan) as cluster:
+        mounts = [cluster.add_mount("--rdma", "require") for _ in range(2)]
+        first, *others = train(mounts[0], mounts[1], 12, size_bytes)
+    assert first.saved.registrations == first.loaded.registrations == 1
+    for version in others:
+        for cost in (version.saved, version.loaded):
+            assert cost.registrations == 0
+            assert cost.python_bytes == 0
+            assert cost.fallbacks == 0
+            assert size_bytes <= cost.moved_bytes == cost.rdma_bytes == cost.staged_bytes
