@@ -230,8 +230,14 @@ def test_there_are_as_many_queue_pairs_as_are_asked_for_and_a_node_bounds_them(
 
 @pytest.mark.parametrize("down", _LINKS)
 def test_a_link_that_goes_down_costs_no_operation_and_is_used_again(
-    memory: Path, links: tuple[str, ...], down: str, monkeypatch: pytest.MonkeyPatch
+    memory: Path,
+    links: tuple[str, ...],
+    down: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level("INFO")
+
     async def test(place: Place) -> None:
         found = await place.lanes()
         device = f"rxe{links.index(down)}"
@@ -252,6 +258,14 @@ def test_a_link_that_goes_down_costs_no_operation_and_is_used_again(
         place.peers.counters.rails.clear()
         await place.there_and_back(100, 24 * MiB)
         assert any(device in name for name in place.peers.counters.rails)
+        # Only the mount speaks to the first node.
+        said = [text for text in caplog.messages if text.startswith("store node 1: ")]
+        (lost_line,) = (text for text in said if "is lost" in text)
+        (back_line,) = (text for text in said if "is back" in text)
+        assert f"{device}/1" in lost_line
+        assert f"port 1 of {device} is down" in lost_line or "WR_FLUSH_ERR" in lost_line
+        assert f"over rxe{1 - links.index(down)}/1" in lost_line
+        assert f"{device}/1" in back_line
 
     in_place(memory, test)
 
