@@ -349,6 +349,26 @@ def test_a_rail_that_was_down_at_first_is_used_when_it_comes_up(
     in_place(memory, test)
 
 
+@pytest.mark.usefixtures("links")
+def test_a_device_that_is_gone_is_left_alone(memory: Path) -> None:
+    async def test(place: Place) -> None:
+        found = await place.lanes()
+        rdma = place.peers.rdma
+        assert rdma is not None
+        (adapter,) = (each for each in rdma.adapters if each.name == "rxe0")
+        # Its port is not there when the kernel tells of something next.
+        adapter.port = 200
+        set_link("roce0", "down")
+        set_link("roce0", "up")
+        await until(lambda: bool(adapter.failure))
+        await until(lambda: not adapter.pairs)
+        await place.there_and_back(1, 5 * MiB)
+        assert found.usable == ["rxe1/1 - rxe1/1 (10.9.1.1)"]
+        assert place.peers.counters.fallbacks == 0
+
+    in_place(memory, test)
+
+
 # -- queue pairs that break ----------------------------------------------------------------------
 
 

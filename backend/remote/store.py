@@ -635,6 +635,8 @@ class RemoteStore(Pinned):
                 "rdma": self.rdma.why_not or "on",
                 "rdma_bytes": self.peers.counters.verbs_bytes,
                 "rdma_fallbacks": self.peers.counters.fallbacks,
+                "rdma_reroutes": self.peers.counters.reroutes,
+                "rdma_rails": dict(self.peers.counters.rails),
             }
         }
 
