@@ -230,8 +230,14 @@ def test_there_are_as_many_queue_pairs_as_are_asked_for_and_a_node_bounds_them(
 
 @pytest.mark.parametrize("down", _LINKS)
 def test_a_link_that_goes_down_costs_no_operation_and_is_used_again(
-    memory: Path, links: tuple[str, ...], down: str, monkeypatch: pytest.MonkeyPatch
+    memory: Path,
+    links: tuple[str, ...],
+    down: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level("INFO")
+
     async def test(place: Place) -> None:
         found = await place.lanes()
         device = f"rxe{links.index(down)}"
@@ -252,6 +258,14 @@ def test_a_link_that_goes_down_costs_no_operation_and_is_used_again(
         place.peers.counters.rails.clear()
         await place.there_and_back(100, 24 * MiB)
         assert any(device in name for name in place.peers.counters.rails)
+        # Only the mount speaks to the first node.
+        said = [text for text in caplog.messages if text.startswith("store node 1: ")]
+        (lost_line,) = (text for text in said if "is lost" in text)
+        (back_line,) = (text for text in said if "is back" in text)
+        assert f"{device}/1" in lost_line
+        assert f"port 1 of {device} is down" in lost_line or "WR_FLUSH_ERR" in lost_line
+        assert f"over rxe{1 - links.index(down)}/1" in lost_line
+        assert f"{device}/1" in back_line
 
     in_place(memory, test)
 
@@ -331,6 +345,26 @@ def test_a_rail_that_was_down_at_first_is_used_when_it_comes_up(
         await place.lanes(count=1)
         set_link("roce1", "up")
         await place.lanes(count=2)
+
+    in_place(memory, test)
+
+
+@pytest.mark.usefixtures("links")
+def test_a_device_that_is_gone_is_left_alone(memory: Path) -> None:
+    async def test(place: Place) -> None:
+        found = await place.lanes()
+        rdma = place.peers.rdma
+        assert rdma is not None
+        (adapter,) = (each for each in rdma.adapters if each.name == "rxe0")
+        # Its port is not there when the kernel tells of something next.
+        adapter.port = 200
+        set_link("roce0", "down")
+        set_link("roce0", "up")
+        await until(lambda: bool(adapter.failure))
+        await until(lambda: not adapter.pairs)
+        await place.there_and_back(1, 5 * MiB)
+        assert found.usable == ["rxe1/1 - rxe1/1 (10.9.1.1)"]
+        assert place.peers.counters.fallbacks == 0
 
     in_place(memory, test)
 

@@ -673,6 +673,8 @@ class RemoteStore(Pinned):
                 "rdma_registrations": rdma.registrations,
                 "rdma_registered_bytes": rdma.registered_bytes,
                 "message_bytes": self.peers.counters.message_bytes,
+                "rdma_reroutes": self.peers.counters.reroutes,
+                "rdma_rails": dict(self.peers.counters.rails),
             }
         }
 

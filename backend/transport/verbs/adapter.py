@@ -1,7 +1,6 @@
 """An opened device: what all its queue pairs share."""
 
 import errno
-import logging
 import os
 from collections.abc import Callable
 from types import TracebackType
@@ -15,10 +14,9 @@ from .queue import QueuePair
 from .regions import Regions
 from .staging import Staging
 
-log = logging.getLogger(__name__)
-
 # Of all peers together; each takes kernel memory at both ends.
 QUEUE_PAIRS_MAX = 4096
+_SETBACK_S = 0.1
 _MTUS = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}
 
 
@@ -36,6 +34,8 @@ class Adapter:
         self._gids: dict[int, bytes] = {}
         # What may have to end when the port does.
         self.pairs: set[QueuePair] = set()
+        # Why it is of no use until this process starts again.
+        self.failure = ""
         self.context: Any
         self.context, self._events = library.open(route.device)
         try:
@@ -83,6 +83,8 @@ class Adapter:
 
     def queue_pair(self, gid_index: int, receives: bool = False, **options: Any) -> QueuePair:
         """`run` has to be started. Raises OSError."""
+        if self.failure:
+            raise OSError(errno.ENODEV, self.failure)
         if len(self.pairs) >= QUEUE_PAIRS_MAX:
             raise OSError(errno.EUSERS, f"{QUEUE_PAIRS_MAX} queue pairs are in use")
         pair = QueuePair(self, gid_index, receives, **options)
@@ -96,11 +98,20 @@ class Adapter:
             try:
                 with self.library.errors:
                     self.context.get_async_event().ack()
+            except OSError:
+                # Nothing to read after all; not to be found out again at once.
+                await trio.sleep(_SETBACK_S)
+            try:
+                with self.library.errors:
                     state = int(self.context.query_port(self.port).state)
             except OSError as error:
-                log.warning("RDMA device %s: %s", self.name, error.strerror)
+                self.failure = f"device {self.name} is gone: {error.strerror}"
+                self._fail_all(self.failure)
                 return
             if state != self._active:
-                for pair in list(self.pairs):
-                    pair.fail(f"port {self.port} of {self.name} is down")
+                self._fail_all(f"port {self.port} of {self.name} is down")
             changed()
+
+    def _fail_all(self, why: str) -> None:
+        for pair in list(self.pairs):
+            pair.fail(why)

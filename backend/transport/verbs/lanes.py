@@ -37,6 +37,8 @@ _SHARE_ALIGNMENT_BYTES = 2 << 20
 _TRIES = 4
 
 
+# Part of a name is the node's choice, who might choose again and again.
+_NAMES_MAX = 256
 _UP, _DOWN = "up", "down"
 
 
@@ -168,7 +170,7 @@ class Lanes:
                 self._counters.reroutes += 1
                 await self._lose(lane, path)
             else:
-                self._counters.rails[lane.name] += length
+                self._counters.rails[lane.mine.rail.name] += length
                 return
             finally:
                 lane.bytes_under_way -= length
@@ -232,6 +234,9 @@ class Lanes:
         if not pairs:
             self._cannot("no RDMA device here is on a network with one of the node's")
             return
+        if len(self._told) + len(self._lost) > _NAMES_MAX:
+            self._told.clear()
+            self._lost.clear()
         before = {lane.key: lane for lane in self._lanes}
         lanes = [_Lane(*ends, index) for ends in pairs for index in range(each)]
         lanes = [before.pop(lane.key, lane) for lane in lanes]
