@@ -1,6 +1,6 @@
 """What the bytes of a content are checked by, from the mount that publishes to the mount that reads.
 
-A stripe is hashed in blocks of 4 MiB counted from its beginning, by several threads and in any order; its
+A stripe is hashed in blocks of 2 MiB counted from its beginning, by several threads and in any order; its
 digest is the hash of its blocks' digests (XXH3, 64 bits: against accidents, not against an enemy). The
 version's record has eight bytes for each stripe, so that a fetch knows whose bytes were wrong. With more
 stripes than PARTS_MAX, runs of them share eight bytes, the hash of their digests: a record stays small.
@@ -32,7 +32,8 @@ __all__ = [
     "fold",
 ]
 
-BLOCK_BYTES = 4 << 20
+# A huge page, and what the streams of a transfer are aligned to.
+BLOCK_BYTES = 2 << 20
 DIGEST_BYTES = 8
 PARTS_MAX = 64
 # Half of what a core's own cache has, so that what was read is still there when it is hashed.
@@ -113,13 +114,13 @@ class Stripe:
         first = start // BLOCK_BYTES
         end = -(-(start + length) // BLOCK_BYTES)
         if length <= _INLINE_BYTES:
-            self._hash_some(first, end, 1)
+            self._hash_some(first, end)
             return
-        threads = min(_THREADS_MAX, end - first, os.cpu_count() or 1)
+        share = -(-(end - first) // min(_THREADS_MAX, os.cpu_count() or 1))
         try:
             async with trio.open_nursery() as nursery:
-                for number in range(first, first + threads):
-                    work = partial(self._hash_some, number, end, threads)
+                for block in range(first, end, share):
+                    work = partial(self._hash_some, block, min(block + share, end))
                     nursery.start_soon(trio.to_thread.run_sync, work)
         except BaseExceptionGroup as group:
             raise first_error(group) from group
@@ -128,35 +129,40 @@ class Stripe:
         """When all of it was added."""
         return xxh3_64(b"".join(self._blocks)).digest()
 
-    def _hash_some(self, first: int, end: int, step: int) -> None:
-        for block in range(first, end, step):
-            at = block * BLOCK_BYTES
-            length = min(BLOCK_BYTES, self._length - at)
-            self._blocks[block] = self._hash(self._fd, self._offset + at, length)
+    def _hash_some(self, first: int, end: int) -> None:
+        start = first * BLOCK_BYTES
+        length = min(end * BLOCK_BYTES, self._length) - start
+        self._blocks[first:end] = self._hash(self._fd, self._offset + start, length)
 
 
-def _hash_read(fd: int, offset: int, length: int) -> bytes:
+def _hash_read(fd: int, offset: int, length: int) -> list[bytes]:
     buffer = getattr(_threads, "buffer", None)
     if buffer is None:
         buffer = _threads.buffer = memoryview(bytearray(_BUFFER_BYTES))
-    state = xxh3_64()
-    end = offset + length
-    while offset < end:
-        count = os.preadv(fd, [buffer[: min(_BUFFER_BYTES, end - offset)]], offset)
-        if not count:
-            break
-        state.update(buffer[:count])
-        offset += count
-    return state.digest()
+    blocks = []
+    for start in range(offset, offset + length, BLOCK_BYTES):
+        end = min(start + BLOCK_BYTES, offset + length)
+        state = xxh3_64()
+        while start < end:
+            count = os.preadv(fd, [buffer[: min(_BUFFER_BYTES, end - start)]], start)
+            if not count:
+                break
+            state.update(buffer[:count])
+            start += count
+        blocks.append(state.digest())
+    return blocks
 
 
-def _hash_mapped(fd: int, offset: int, length: int) -> bytes:
+def _hash_mapped(fd: int, offset: int, length: int) -> list[bytes]:
     before = offset % mmap.PAGESIZE
-    state = xxh3_64()
+    blocks = []
     with (
         mmap.mmap(fd, before + length, prot=mmap.PROT_READ, offset=offset - before) as memory,
         memoryview(memory) as view,
-        view[before:] as block,
     ):
-        state.update(block)
-    return state.digest()
+        for start in range(before, before + length, BLOCK_BYTES):
+            with view[start : min(start + BLOCK_BYTES, before + length)] as block:
+                state = xxh3_64()
+                state.update(block)
+                blocks.append(state.digest())
+    return blocks

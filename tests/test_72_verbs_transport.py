@@ -547,6 +547,32 @@ def test_versions_of_a_cluster_move_by_rdma_and_over_tcp_where_it_is_off(address
         assert [each["rdma_bytes"] for each in known] == [len(data), 0, len(data)]
 
 
+@pytest.mark.timeout(300)
+def test_what_a_node_has_wrong_is_noticed_and_read_from_another(address: str) -> None:
+    written = {f"file{i}": random_bytes(300 * KiB) for i in range(10)}
+    written["in two pieces"] = random_bytes(33 * MiB)
+    plan = Plan(
+        nodes=2, mounts=1, namespaces=False, node_config={"listen": address}, lease_ttl_s=20
+    )  # fmt: skip
+    with WholeCluster(plan) as cluster:
+        (writer,) = cluster.mounts
+        reader = cluster.add_mount("--rdma", "require")
+        for name, data in written.items():
+            (writer.path / name).write_bytes(data)
+        for path in (cluster.nodes[0].store / "extents").iterdir():
+            with path.open("r+b") as file:
+                file.seek(path.stat().st_size // 2)
+                byte = file.read(1)
+                file.seek(-1, os.SEEK_CUR)
+                file.write(bytes([byte[0] ^ 1]))
+        for name, data in written.items():
+            assert (reader.path / name).read_bytes() == data
+        known = reader.status()["cluster"]
+        size = sum(map(len, written.values()))
+        assert known["checked_bytes"] == size < known["rdma_bytes"]
+        assert known["wrong_fetches"] and not known["rdma_fallbacks"]
+
+
 # -- one queue pair ------------------------------------------------------------------------------
 
 
