@@ -248,9 +248,11 @@ def _scale(
 
 def _show(results: Results, rounds: int) -> None:
     console = Console(width=max(Console().width, 160))
-    console.print(f"{describe_host()}; {rounds} rounds", markup=False)
-    for table in results.tables:
-        table.show(console) if isinstance(table, Rates) else console.print(table)
+    console.print(
+        f"{describe_host()}\nmedians of {rounds} rounds (lowest to highest)\n", markup=False
+    )
+    for shown in results.shown:
+        shown.show(console) if isinstance(shown, Rates) else console.print(shown, markup=False)
     for text in results.missed:
         console.print(f"bar missed: {text}", markup=False)
     for text in results.wrong:

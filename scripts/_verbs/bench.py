@@ -69,7 +69,7 @@ class Results:
     """What is printed in the end, and every figure of it for `--json`."""
 
     figures: dict[str, Any] = field(default_factory=dict)
-    tables: list[Table | Rates] = field(default_factory=list)
+    shown: list[Table | Rates | str] = field(default_factory=list)
     missed: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
@@ -159,7 +159,7 @@ class Bench:
             os.unlink(self.cluster.mounts[0].path / f"weights-{size}")
 
     def _keep_rates(self, name: str, rates: Rates) -> None:
-        self.results.tables.append(rates)
+        self.results.shown.append(rates)
         self.results.missed += [f"{name}: {row.title}" for row in rates.missed()]
         self.results.figures[name] = {
             row.key: {
@@ -186,14 +186,14 @@ class Bench:
                 found[job].append(median(times) * 1e6)
             found["ib_read_lat"].append(perftest.read_latency_us(self.way, SMALL, asks))
             found["bound"].append(2 * found["ib_read_lat"][-1] + found["ping"][-1])
-        table = _table("latency", "", "us", caption="median of the rounds (lowest to highest)")
+        table = _table("latency", "", "us")
         for key, title in LATENCIES.items():
             table.add_row(title, _spread(found[key]))
         ratio = median(get / bound for get, bound in zip(found["get"], found["bound"], strict=True))
         table.add_row("get / that bound (bar: 1)", f"{ratio:.2f}")
         if ratio > 1:
             self.results.missed.append("latency: get of 4 KiB")
-        self.results.tables.append(table)
+        self.results.shown.append(table)
         self.results.figures["latency"] = found | {"ratio": ratio}
 
     # -- the others ----------------------------------------------------------------------------
@@ -203,9 +203,6 @@ class Bench:
         figures: dict[str, Any] = {}
         table = _table(
             "alternatives, MiB/s", "", *CONTENDERS, "verbs / message", "verbs / streamed",
-            caption=f"median of the rounds (lowest to highest). gRPC: bytes without protobuf, chunks of "
-            f"{name_of(self.scale.chunk)}, insecure,\none channel; from a file in a tmpfs into one that is "
-            "there already. Below 64 KiB a version travels in a control\nmessage of the device.",
         )  # fmt: skip
         for size in self.scale.all_sizes:
             for way in ("write", "read"):
@@ -224,7 +221,13 @@ class Bench:
                 )
                 figures[f"{way}-{size}"] = values | {"ratios": ratios}
             self._release(size)
-        self.results.tables.append(table)
+        chunk = name_of(self.scale.chunk)
+        self.results.shown += [
+            table,
+            f"gRPC: bytes without protobuf, chunks of {chunk}, insecure, one channel, malloc keeps memory, "
+            "from a file in a tmpfs\ninto one that is there already, as on the device. Below 64 KiB the "
+            "device's versions travel in a control message.\n",
+        ]
         self.results.figures["alternatives"] = figures
 
     def _rounds_of(self, way: str, size: int) -> dict[str, list[float]]:
@@ -267,15 +270,16 @@ class Bench:
         table = _table(
             f"processor seconds per GiB, versions of {name_of(size)}",
             "", "client's process", "node's process", "kernel's threads",
-            caption="median of the rounds (lowest to highest). Software RDMA does the card's work in "
-            "kernel threads, soft interrupts and\nwhoever posts; with a card that is the card's.",
         )  # fmt: skip
         for way in ("write", "read"):
             for contender in CONTENDERS:
                 rounds = found[f"{way}, {contender}"]
                 sides = zip(*rounds, strict=True)
                 table.add_row(f"{way}, {contender}", *(_spread(list(side)) for side in sides))
-        self.results.tables.append(table)
+        self.results.shown += [
+            table,
+            "Software RDMA does a card's work in kernel threads, soft interrupts and whoever posts.\n",
+        ]
         self.results.figures["cpu"] = found
 
     def _pids(self, contender: str) -> tuple[int, int]:
@@ -304,7 +308,6 @@ class Bench:
             f"registration: {len(wanted)} tensors of Llama 3.1 405B, widths / {registration.SCALE}, "
             f"{registrar.size / MIB:.0f} MiB",
             "", "regions", "ms to register", "ms to give up",
-            caption="median of the rounds (lowest to highest)",
         )  # fmt: skip
         for kind, rounds in found.items():
             table.add_row(
@@ -312,7 +315,7 @@ class Bench:
                 _spread([one.seconds * 1e3 for one in rounds]),
                 _spread([one.closing_seconds * 1e3 for one in rounds]),
             )  # fmt: skip
-        self.results.tables.append(table)
+        self.results.shown.append(table)
         self.results.figures["registration"] = {
             kind: [one._asdict() for one in rounds] for kind, rounds in found.items()
         }
@@ -329,8 +332,6 @@ class Bench:
         table = _table(
             f"training loop: {scale.versions} versions of {name_of(scale.version_bytes)}, after "
             f"{loop.WARM_UP} to warm up", "", "counted", "expected", "",
-            caption=f"median {median(outcome.seconds) * 1e3:.0f} ms to write a version and read it on "
-            "the other mount",
         )  # fmt: skip
         for row in outcome.rows:
             expected = "" if row.expected is None else f"{row.expected:,g}"
@@ -345,7 +346,12 @@ class Bench:
         told = _table("what the processes counted meanwhile", "", "more by", "per version")
         for name, value in sorted(outcome.changed.items()):
             told.add_row(name, f"{value:,g}", f"{value / scale.versions:,.4g}")
-        self.results.tables += [table, told]
+        took_ms = median(outcome.seconds) * 1e3
+        self.results.shown += [
+            table,
+            f"{took_ms:.0f} ms to write a version on one mount and read it on the other\n",
+            told,
+        ]
         self.results.figures["loop"] = {
             "rows": {row.what: [row.counted, row.expected] for row in outcome.rows},
             "changed": outcome.changed,
@@ -375,9 +381,9 @@ def _spread(values: Sequence[float]) -> str:
     return text if len(values) < 2 else f"{text} [dim]({min(values):,.4g}-{max(values):,.4g})[/]"
 
 
-def _table(title: str, *columns: str, caption: str | None = None) -> Table:
+def _table(title: str, *columns: str) -> Table:
     table = Table(
-        title=title, title_justify="left", caption=caption, caption_justify="left",
+        title=title, title_justify="left",
         box=box.SIMPLE_HEAD, pad_edge=False,
     )  # fmt: skip
     for column in columns:
