@@ -9,9 +9,9 @@ class Counters:
     """Of one end. `round_trips` are those a caller waited for, one after the other: the streams of one
     transfer count once. `verbs_bytes` are those of a caller that moved by verbs, `fallbacks` the transfers
     that began so and were moved over TCP, `reroutes` those that went on over another queue pair; `rails`
-    is what moved over each of this end's rails. `message_bytes` are a caller's, too: those of extents inside
-    messages, which alone are in Python objects. `rejected` are connections of strangers, and of peers that
-    made no sense."""
+    is what moved over each of this end's rails. `message_bytes` are a caller's, too: those of extents
+    inside messages, which alone are in Python objects. `rejected` are connections of strangers, and of
+    peers that made no sense."""
 
     requests: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
