@@ -360,11 +360,18 @@ class Files:
         size = os.fstat(incoming.fd).st_size
         self._receiving.pop(incoming.name, None)
         self._forget_file(extent)
-        os.rename(incoming.name, _name(extent), src_dir_fd=self._incoming, dst_dir_fd=self._sealed)
         if incoming.file is None:
             self._foreign.add(extent)
         else:
+            # Before it can be opened, as `open` marks it.
             self._made[extent] = incoming.file
+        try:
+            os.rename(
+                incoming.name, _name(extent), src_dir_fd=self._incoming, dst_dir_fd=self._sealed
+            )
+        except OSError:
+            self._made.pop(extent, None)
+            raise
         # The same extent may come twice, with the same bytes: who reads the first has its file.
         self.used_bytes += size - self._sizes.get(extent, 0)
         self._sizes[extent] = size
