@@ -140,25 +140,45 @@ def test_a_file_that_is_registered_already_is_used_as_it_is(memory: Path) -> Non
     with_worker(memory, test, Choice(limit_bytes=4 * MiB))
 
 
-def test_transfers_share_the_slots_and_none_waits_for_another_to_end(memory: Path) -> None:
-    ended: list[int] = []
-
+def test_many_transfers_share_few_slots(memory: Path) -> None:
     async def test(worker: Worker) -> None:
-        async def there_and_back(number: int, length: int) -> None:
-            data = random.Random(number).randbytes(length)
+        async def there_and_back(number: int) -> None:
+            data = random.Random(number).randbytes(2 * MiB + number)
             await worker.write(number, data)
-            assert await worker.read(number, length) == data
-            ended.append(number)
+            assert await worker.read(number, len(data)) == data
 
         async with trio.open_nursery() as nursery:
             for number in range(1, 7):
-                nursery.start_soon(there_and_back, number, 4 * MiB + number)
-            await trio.testing.wait_all_tasks_blocked()
-            nursery.start_soon(there_and_back, 7, 100)
+                nursery.start_soon(there_and_back, number)
+        assert worker.adapter.staging.slots == 4
         assert worker.peers.counters.fallbacks == 0
 
     with_worker(memory, test)
-    assert ended[0] == 7
+
+
+def test_a_transfer_that_stalls_leaves_slots_to_others(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    copy = staging_module._read_file
+
+    def stalled_copy(fd: int, view: memoryview, offset: int) -> None:
+        assert len(view) < MiB or go_on.wait(60)
+        copy(fd, view, offset)
+
+    async def test(worker: Worker) -> None:
+        data = random_bytes(10 * MiB)
+        monkeypatch.setattr(staging_module, "_read_file", stalled_copy)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(worker.write, 1, data)
+            try:
+                await worker.write(2, data[: 64 * KiB])
+            finally:
+                go_on.set()
+        assert await worker.read(1, len(data)) == data
+        assert await worker.read(2, 64 * KiB) == data[: 64 * KiB]
+
+    with_worker(memory, test, Choice())
 
 
 def test_where_no_memory_may_be_registered_tcp_moves_the_bytes(memory: Path) -> None:

@@ -671,6 +671,7 @@ class RemoteStore(Pinned):
                 "rdma_fallbacks": self.peers.counters.fallbacks,
                 "rdma_staged_bytes": rdma.staged_bytes,
                 "rdma_registrations": rdma.registrations,
+                "rdma_registration_hits": rdma.hits,
                 "rdma_registered_bytes": rdma.registered_bytes,
                 "message_bytes": self.peers.counters.message_bytes,
                 "rdma_reroutes": self.peers.counters.reroutes,

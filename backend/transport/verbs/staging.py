@@ -139,13 +139,16 @@ class Staging:
                 self._give_back(slot)
                 share.release()
 
-        try:
-            async with trio.open_nursery() as nursery:
-                for at in range(0, length, piece):
-                    await share.acquire()
-                    nursery.start_soon(take, await self._take(), at)
-        except BaseExceptionGroup as group:
-            raise _reason(group) from group
+        if piece == length:
+            await take(await self._take(), 0)
+        else:
+            try:
+                async with trio.open_nursery() as nursery:
+                    for at in range(0, length, piece):
+                        await share.acquire()
+                        nursery.start_soon(take, await self._take(), at)
+            except BaseExceptionGroup as group:
+                raise _reason(group) from group
         self.staged_bytes += length
 
     async def write(
@@ -172,15 +175,18 @@ class Staging:
 
         posted = trio.Event()
         posted.set()
-        try:
-            async with trio.open_nursery() as nursery:
-                for at in range(0, length, piece):
-                    await share.acquire()
-                    slot = await self._take()
-                    before, posted = posted, trio.Event()
-                    nursery.start_soon(send, slot, at, before, posted)
-        except BaseExceptionGroup as group:
-            raise _reason(group) from group
+        if piece == length:
+            await send(await self._take(), 0, posted, posted)
+        else:
+            try:
+                async with trio.open_nursery() as nursery:
+                    for at in range(0, length, piece):
+                        await share.acquire()
+                        slot = await self._take()
+                        before, posted = posted, trio.Event()
+                        nursery.start_soon(send, slot, at, before, posted)
+            except BaseExceptionGroup as group:
+                raise _reason(group) from group
         self.staged_bytes += length
 
     async def _take(self) -> _Slot:
