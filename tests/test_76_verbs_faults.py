@@ -4,6 +4,7 @@ Programs on two mounts write and read while links go down, queue pairs break and
 IRDMAFS_SEED repeats a run's faults, IRDMAFS_FAULTS says how many.
 """
 
+import contextlib
 import os
 import random
 import subprocess
@@ -110,21 +111,35 @@ def wait_for_more(cluster: Cluster, what: str) -> None:
 
 def fall_back_and_return(cluster: Cluster) -> None:
     """What is on its way when all links go down is moved over TCP, what comes later by RDMA again."""
-    big = cluster.mounts[0].path / "big"
     before = told(cluster, "rdma_fallbacks")
     end = time.monotonic() + PHASE_S
+    tries = 0
     with ThreadPoolExecutor(1) as programs:
         while told(cluster, "rdma_fallbacks") == before:
             assert time.monotonic() < end, f"nothing fell back to TCP for {PHASE_S:g} s"
             wait_for_more(cluster, "rdma_bytes")
-            writing = programs.submit(big.write_bytes, bytes(BIG_BYTES))
-            # Somewhere within it: another try shows it if this one does not.
-            time.sleep(0.1)
+            tries += 1
+            data = bytes(BIG_BYTES + tries)
+            big = cluster.mounts[0].path / f"big{tries}"
+            writing = programs.submit(big.write_bytes, data)
+            while not (writing.done() or is_coming_in(cluster, len(data))):
+                time.sleep(0.001)
             set_links("down", *LINKS)
             writing.result(PHASE_S)
             set_links("up", *LINKS)
+            assert cluster.mounts[1].path.joinpath(big.name).read_bytes() == data
+            big.unlink()
     wait_for_more(cluster, "rdma_bytes")
-    assert big.read_bytes() == bytes(BIG_BYTES)
+
+
+def is_coming_in(cluster: Cluster, size: int) -> bool:
+    """Whether a node has a file of this size, which are made before the first byte comes."""
+    for node in cluster.nodes:
+        for entry in os.scandir(node.store / "incoming"):
+            with contextlib.suppress(FileNotFoundError):
+                if entry.stat().st_size == size:
+                    return True
+    return False
 
 
 @pytest.mark.timeout(600)
