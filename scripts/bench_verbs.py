@@ -215,8 +215,7 @@ def main(
     gc.disable()
     try:
         with signals_end_the_block(), prepared(scale, parts) as bench:
-            for part in parts:
-                getattr(bench, part)()
+            bench.run(parts)
     except (CommandFailed, PerftestFailed, WorkerFailed, OSError, WrongData) as error:
         raise click.ClickException(str(error)) from None
     results = bench.results
@@ -252,7 +251,10 @@ def _show(results: Results, rounds: int) -> None:
         f"{describe_host()}\nmedians of {rounds} rounds (lowest to highest)\n", markup=False
     )
     for shown in results.shown:
-        shown.show(console) if isinstance(shown, Rates) else console.print(shown, markup=False)
+        if isinstance(shown, Rates):
+            shown.show(console)
+        else:
+            console.print(shown, markup=not isinstance(shown, str))
     for text in results.missed:
         console.print(f"bar missed: {text}", markup=False)
     for text in results.wrong:
