@@ -118,7 +118,8 @@ def prepared(scale: Scale, parts: Sequence[str]) -> Iterator[Bench]:
         raise WorkerFailed("grpcio is not installed: scripts/install test verbs bench")
     metrics_port = _free_port()
     largest = max(*scale.sizes, *scale.all_sizes, scale.version_bytes)
-    room = 3 * largest + 256 * MIB
+    # Of each of two workers the version that it keeps, those that come, and those that are being freed.
+    room = 5 * largest + 256 * MIB
     plan = Plan(
         nodes=1, mounts=2, replicas=1, buckets=2, namespaces=False, lease_ttl_s=60,
         store_bytes=room, cache_bytes=room,
@@ -137,6 +138,8 @@ def prepared(scale: Scale, parts: Sequence[str]) -> Iterator[Bench]:
             "group": group,
             "revision": trio.run(revision_of, cluster.mounts[0].config, group),
             "address": way.address,
+            # One for all, as memory is short in a guest.
+            "place": f"{cluster.directory}/workers",
             "chunk": scale.chunk,
         }
         kinds = {VERBS: "verbs"}
@@ -151,7 +154,7 @@ def prepared(scale: Scale, parts: Sequence[str]) -> Iterator[Bench]:
                 Worker(
                     __file__,
                     kind,
-                    description | {"place": f"{cluster.directory}/{kind}-worker"},
+                    description,
                     KEEPS_MEMORY if kind == "grpc" else {},
                 )
             )
