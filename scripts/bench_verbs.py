@@ -118,7 +118,8 @@ def prepared(scale: Scale, parts: Sequence[str]) -> Iterator[Bench]:
         raise WorkerFailed("grpcio is not installed: scripts/install test verbs bench")
     metrics_port = _free_port()
     largest = max(*scale.sizes, *scale.all_sizes, scale.version_bytes)
-    room = 3 * largest + 256 * MIB
+    # Of each of two workers the version that it keeps, those that come, and those that are being freed.
+    room = 5 * largest + 256 * MIB
     plan = Plan(
         nodes=1, mounts=2, replicas=1, buckets=2, namespaces=False, lease_ttl_s=60,
         store_bytes=room, cache_bytes=room,
@@ -137,6 +138,8 @@ def prepared(scale: Scale, parts: Sequence[str]) -> Iterator[Bench]:
             "group": group,
             "revision": trio.run(revision_of, cluster.mounts[0].config, group),
             "address": way.address,
+            # One for all, as memory is short in a guest.
+            "place": f"{cluster.directory}/workers",
             "chunk": scale.chunk,
         }
         kinds = {VERBS: "verbs"}
@@ -151,7 +154,7 @@ def prepared(scale: Scale, parts: Sequence[str]) -> Iterator[Bench]:
                 Worker(
                     __file__,
                     kind,
-                    description | {"place": f"{cluster.directory}/{kind}-worker"},
+                    description,
                     KEEPS_MEMORY if kind == "grpc" else {},
                 )
             )
@@ -215,8 +218,7 @@ def main(
     gc.disable()
     try:
         with signals_end_the_block(), prepared(scale, parts) as bench:
-            for part in parts:
-                getattr(bench, part)()
+            bench.run(parts)
     except (CommandFailed, PerftestFailed, WorkerFailed, OSError, WrongData) as error:
         raise click.ClickException(str(error)) from None
     results = bench.results
@@ -252,7 +254,10 @@ def _show(results: Results, rounds: int) -> None:
         f"{describe_host()}\nmedians of {rounds} rounds (lowest to highest)\n", markup=False
     )
     for shown in results.shown:
-        shown.show(console) if isinstance(shown, Rates) else console.print(shown, markup=False)
+        if isinstance(shown, Rates):
+            shown.show(console)
+        else:
+            console.print(shown, markup=not isinstance(shown, str))
     for text in results.missed:
         console.print(f"bar missed: {text}", markup=False)
     for text in results.wrong:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -30,6 +29,8 @@ BASE = "perftest"
 DEVICE, MOUNT = "device", "mount"
 VERBS, TCP, UNARY, STREAMED = "verbs", "TCP", "gRPC, one message", "gRPC, streamed"
 CONTENDERS = (VERBS, TCP, UNARY, STREAMED)
+# Bytes per second, of "write" or "read" and a size.
+Rate = Callable[[str, int], float]
 BAR_SIZE = 1 * MIB
 SMALL = 4 * KIB
 LATENCIES = {
@@ -100,40 +101,53 @@ class Bench:
 
     # -- how fast ------------------------------------------------------------------------------
 
-    def bandwidth(self) -> None:
-        """Through the device interface, beside perftest."""
-        self._beside_perftest(DEVICE, 0.95, self._device_rate)
-
-    def posix(self) -> None:
-        """From a program that writes on one mount and reads on the other."""
-        self._beside_perftest(MOUNT, 0.90, self._mount_rate)
-
-    def _beside_perftest(self, ours: str, bar: float, rate: Callable[[str, int], float]) -> None:
-        rows = {
-            (way, size): Row(
-                f"{way}-{size}",
-                f"{way} {name_of(size)}",
-                "MiB/s",
-                bar if size >= BAR_SIZE else None,
-            )
-            for way in ("write", "read")
-            for size in self.scale.sizes
+    def run(self, parts: Sequence[str]) -> None:
+        """Those of `PARTS`."""
+        ours = {
+            "bandwidth": (DEVICE, 0.95, self._device_rate),
+            "posix": (MOUNT, 0.90, self._mount_rate),
         }
-        rates = Rates(tuple(rows.values()), ours=ours, base=BASE)
-        for size in self.scale.sizes:
-            for way in ("write", "read"):
-                measures = {
-                    BASE: partial(self._perftest_rate, way, size),
-                    ours: partial(rate, way, size),
-                }
+        if beside := [ours[part] for part in parts if part in ours]:
+            self._beside_perftest(beside)
+        for part in parts:
+            if part not in ours:
+                getattr(self, part)()
+
+    def _beside_perftest(self, ours: list[tuple[str, float, Rate]]) -> None:
+        """Through the device interface, and from programs on the two mounts."""
+        keys = [(way, size) for size in self.scale.sizes for way in ("write", "read")]
+        tables = {
+            name: Rates(
+                [
+                    Row(
+                        f"{way}-{size}",
+                        f"{way} {name_of(size)}",
+                        "MiB/s",
+                        bar if size >= BAR_SIZE else None,
+                    )
+                    for way, size in keys
+                ],
+                ours=name,
+                base=BASE,
+            )
+            for name, bar, _ in ours
+        }
+        measures: dict[str, Rate] = {BASE: self._perftest_rate}
+        measures |= {name: rate for name, _, rate in ours}
+        for way, size in keys:
+            for _, _, rate in ours:
                 rate(way, size)
-                for round_ in range(self.scale.rounds):
-                    self._say(f"{ours}: {way} {name_of(size)}", round_)
-                    for column in _turned(list(measures), round_):
-                        value = measures[column]() / MIB
-                        rates.add(column, rows[way, size].key, round_, value)
-            self._release(size)
-        self._keep_rates(ours, rates)
+            for round_ in range(self.scale.rounds):
+                self._say(f"bandwidth: {way} {name_of(size)}", round_)
+                for column in _turned(list(measures), round_):
+                    value = measures[column](way, size) / MIB
+                    for rates in tables.values():
+                        if column in (BASE, rates.ours):
+                            rates.add(column, f"{way}-{size}", round_, value)
+            if way == "read":
+                self._release(size)
+        for name, rates in tables.items():
+            self._keep_rates(name, rates)
 
     def _perftest_rate(self, way: str, size: int) -> float:
         total = size * self.scale.repeats(size)
@@ -361,6 +375,11 @@ class Bench:
     def _say(self, what: str, round_: int | None) -> None:
         of = "" if round_ is None else f"round {round_ + 1}/{self.scale.rounds}: "
         print(f"{of}{what}", file=sys.stderr, flush=True)
+
+
+def _row(way: str, size: int, bar: float) -> Row:
+    title = f"{way} {name_of(size)}"
+    return Row(f"{way}-{size}", title, "MiB/s", bar if size >= BAR_SIZE else None)
 
 
 def name_of(size: int) -> str:

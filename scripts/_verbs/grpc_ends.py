@@ -157,7 +157,7 @@ class GrpcJobs:
             fd = self._files.pop((name, size), None)
             if fd is not None:
                 os.close(fd)
-                os.unlink(self._place / f"{name}-{size}")
+                (self._place / f"{name}-{size}").unlink(missing_ok=True)
         return 0.0
 
     def _fd(self, name: str, size: int) -> int:

@@ -36,6 +36,8 @@ from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 MESSAGE_BYTES = 64 << 10
 # Numbers of contents that the mount, whose session all of us use, does not come to.
 _CONTENTS_FIRST = {"verbs": 1 << CONTENT_NUMBER_BITS - 1, "tcp": 3 << CONTENT_NUMBER_BITS - 2}
+# Tells a version from the one before it.
+_MARK_BYTES = 16
 _CODEC_ROUNDS = 200
 _END_TIMEOUT_S = 10.0
 
@@ -104,11 +106,14 @@ class DeviceJobs:
         self._place = place
         self._files: dict[tuple[str, int], int] = {}
         self._kept: dict[int, Extent] = {}
+        self._marks: dict[int, bytes] = {}
 
     async def write(self, size: int) -> float:
         self._contents += 1
         extent = Extent(self._contents, 0)
         source = self._file("source", size)
+        mark = os.urandom(_MARK_BYTES)
+        os.pwrite(source, mark, 0)
         began = time.perf_counter()
         if size < MESSAGE_BYTES:
             await self._device.put(extent, self._target, os.pread(source, size, 0))
@@ -117,7 +122,7 @@ class DeviceJobs:
         took_s = time.perf_counter() - began
         if size in self._kept:
             await self._device.abort(self._kept[size].content)
-        self._kept[size] = extent
+        self._kept[size], self._marks[size] = extent, mark
         return took_s
 
     async def read(self, size: int) -> float:
@@ -130,7 +135,7 @@ class DeviceJobs:
         else:
             await self._device.read(extent, 0, sink, 0, size)
         took_s = time.perf_counter() - began
-        if os.pread(sink, 4096, 0) != os.pread(self._file("source", size), 4096, 0):
+        if os.pread(sink, _MARK_BYTES, 0) != self._marks[size]:
             raise RuntimeError(f"wrong bytes in an extent of {size} bytes")
         return took_s
 
@@ -171,7 +176,7 @@ class DeviceJobs:
             fd = self._files.pop((name, size), None)
             if fd is not None:
                 os.close(fd)
-                os.unlink(self._place / f"{name}-{size}")
+                (self._place / f"{name}-{size}").unlink(missing_ok=True)
         return 0.0
 
     async def _extent(self, size: int) -> Extent:
@@ -187,11 +192,12 @@ class DeviceJobs:
 
 
 def make_file(path: Path, size: int) -> int:
-    """A file with its memory there, of bytes that no other has."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-    block = os.urandom(1 << 20)
-    for offset in range(0, size, len(block)):
-        os.pwrite(fd, block[: size - offset], offset)
+    """A file with its memory there, of bytes that no other has; the one that another worker made."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    if os.fstat(fd).st_size != size:
+        block = os.urandom(1 << 20)
+        for offset in range(0, size, len(block)):
+            os.pwrite(fd, block[: size - offset], offset)
     return fd
 
 
@@ -211,7 +217,7 @@ async def work(kind: str, plan: dict[str, Any]) -> None:
     """`kind` is "verbs", "tcp" or "grpc"."""
     logging.getLogger("irdmafs").setLevel(logging.WARNING)
     place = Path(plan["place"])
-    place.mkdir()
+    place.mkdir(exist_ok=True)
     if kind == "grpc":
         from .grpc_ends import GrpcJobs
 
