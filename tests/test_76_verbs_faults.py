@@ -135,9 +135,9 @@ def fall_back_and_return(cluster: Cluster) -> None:
 def is_coming_in(cluster: Cluster, size: int) -> bool:
     """Whether a node has a file of this size, which are made before the first byte comes."""
     for node in cluster.nodes:
-        for entry in os.scandir(node.store / "incoming"):
+        for file in (node.store / "incoming").iterdir():
             with contextlib.suppress(FileNotFoundError):
-                if entry.stat().st_size == size:
+                if file.stat().st_size == size:
                     return True
     return False
 
