@@ -15,13 +15,14 @@ import trio
 from cluster import Cluster, Plan
 from irdmafs.backend.server.files import Files, Held, Incoming
 from irdmafs.backend.transport import Extent, Target
-from irdmafs.backend.transport import link as link_module
 from irdmafs.backend.transport.messages import Expose, Exposed, Release, Reserve
 from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.verbs import devices
+from irdmafs.backend.transport.verbs import lanes as lanes_module
 from irdmafs.backend.transport.verbs.path import Path as VerbsPath
 from irdmafs.backend.transport.verbs.queue import Broken, Piece
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
+from rdma import need_address, ports
 from transport_nodes import Node, resolver, serving
 
 pytestmark = pytest.mark.verbs
@@ -33,15 +34,7 @@ SESSION = 7
 
 @pytest.fixture(scope="module")
 def address() -> str:
-    """One of this host's that a usable device has."""
-    found = devices.find()
-    for device in found:
-        for port in device.ports if not device.obstacle else ():
-            for gid in port.gids:
-                if port.state == "ACTIVE" and gid.kind == "RoCE v2" and gid.address.version == 4:
-                    return str(gid.address)
-    why = devices.explain(found) or "no RDMA device has an IPv4 address"
-    pytest.skip(f"{why}; scripts/rdma_guest test runs this in a guest that has one")
+    return need_address()
 
 
 @pytest.fixture
@@ -74,7 +67,7 @@ def test_in_a_cluster_a_file_is_made_and_registered_once_for_many_versions(addre
         for node in cluster.status()["nodes"]:
             assert node["created_files"] <= 3
             assert node["created_files"] + node["reused_files"] == 8
-            assert node["rdma_registrations"] == node["created_files"]
+            assert node["rdma_registrations"] <= node["created_files"] * len(ports())
 
 
 @pytest.mark.timeout(300)
@@ -181,7 +174,8 @@ class Nodes:
 def with_nodes(memory: Path, address: str, test: Any) -> None:
     async def main() -> None:
         async with AsyncExitStack() as stack:
-            rdma = stack.enter_context(Rdma(Choice()))
+            device = devices.choose(devices.find(), address).device
+            rdma = stack.enter_context(Rdma(Choice(device=device)))
             served: list[Node] = []
             for node in (1, 2):
                 service = FilesService(memory / str(node), node, rdma)
@@ -244,6 +238,19 @@ def test_what_a_node_has_sent_over_tcp_is_not_used_again(
     with_nodes(memory, address, test)
 
 
+async def path_to_first(nodes: Nodes) -> VerbsPath:
+    found = await nodes.verbs.link(1).lanes(MiB)
+    assert found is not None
+    (lane,) = found._lanes
+    assert lane.path is not None
+    return lane.path
+
+
+async def path_to_first_again(nodes: Nodes) -> None:
+    while not (found := await nodes.verbs.link(1).lanes(MiB)) or not found.is_usable:
+        await trio.sleep(0.05)
+
+
 async def read_window(nodes: Nodes, path: VerbsPath, exposed: Exposed) -> bytes:
     regions = path._adapter.regions
     async with regions.using(nodes.target, 0, MiB, True) as mine:
@@ -256,9 +263,7 @@ def test_who_has_a_window_reads_what_was_there_when_the_version_is_superseded(
 ) -> None:
     async def test(nodes: Nodes) -> None:
         data = await nodes.write(1)
-        link = nodes.verbs.link(1)
-        path = await link.path(MiB)
-        assert path is not None
+        path = await path_to_first(nodes)
         exposed = await path._ask(lambda number: Expose(number, "", Extent(1, 0), 0, MiB))
         nodes.free(1)
         await nodes.write(2)
@@ -276,12 +281,11 @@ def test_who_has_a_window_reads_what_was_there_when_the_version_is_superseded(
 def test_what_a_peer_was_given_ends_with_its_session(
     memory: Path, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_module, "RDMA_PAUSE_S", 0.0)
+    monkeypatch.setattr(lanes_module, "RETRY_S", 0.1)
 
     async def test(nodes: Nodes) -> None:
         data = await nodes.write(1)
-        path = await nodes.verbs.link(1).path(MiB)
-        assert path is not None
+        path = await path_to_first(nodes)
         exposed = await path._ask(lambda number: Expose(number, "", Extent(1, 0), 0, MiB))
         reserved = await path._ask(
             lambda number: Reserve(number, "", Extent(2, 0), Target(1, 1, ()), MiB, MiB)
@@ -300,7 +304,7 @@ def test_what_a_peer_was_given_ends_with_its_session(
         assert await nodes.read(1) == data
         assert nodes.verbs.counters.verbs_bytes == moved
         listener.is_gone = lambda peer: False
-        nodes.verbs.link(1)._path_after = 0.0
+        await path_to_first_again(nodes)
         assert await nodes.read(1) == data
         assert nodes.verbs.counters.verbs_bytes == moved + MiB
 

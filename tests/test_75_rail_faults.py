@@ -21,9 +21,10 @@ from irdmafs.backend.transport.messages import HANDLES_MAX, QUEUE_PAIRS_MAX
 from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.verbs import lanes, networks
 from irdmafs.backend.transport.verbs.lanes import Lanes
-from irdmafs.backend.transport.verbs.queue import QueuePair
+from irdmafs.backend.transport.verbs.queue import NotByVerbs, QueuePair
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 from irdmafs.backend.transport.verbs.regions import Regions
+from irdmafs.backend.transport.verbs.staging import Staging
 from transport_nodes import Node, NodeProcess, resolver, serving
 
 pytestmark = pytest.mark.verbs
@@ -478,15 +479,23 @@ def test_memory_that_cannot_be_registered_is_moved_over_tcp_and_the_rails_stay(
         found = await place.lanes()
         rdma = (place.peers if whose == "caller" else place.nodes[1].peers).rdma
         assert rdma is not None
-        failing = {adapter.regions for adapter in rdma.adapters}
-        acquire = Regions.acquire
+        failing: set[object] = set()
+        for adapter in rdma.adapters:
+            failing |= {adapter.regions, adapter.staging}
+        acquire, make = Regions.acquire, Staging.make
 
-        async def cannot(self: Regions, *arguments: Any) -> Any:
+        async def cannot_acquire(self: Regions, *arguments: Any) -> Any:
             if self in failing:
                 raise OSError(12, "Cannot allocate memory")
             return await acquire(self, *arguments)
 
-        monkeypatch.setattr(Regions, "acquire", cannot)
+        async def cannot_make(self: Staging) -> None:
+            if self in failing:
+                raise NotByVerbs("memory cannot be registered")
+            await make(self)
+
+        monkeypatch.setattr(Regions, "acquire", cannot_acquire)
+        monkeypatch.setattr(Staging, "make", cannot_make)
         await place.there_and_back(1, MiB)
         assert place.peers.counters.fallbacks == 3
         assert place.peers.counters.reroutes == 0

@@ -95,7 +95,7 @@ class Registrar:
             memory[offset] = 1
         anchor = ctypes.c_char.from_buffer(memory)
         self._address = ctypes.addressof(anchor)
-        context = library.open(self._device)
+        context, _ = library.open(self._device)
         try:
             self._domain = library.PD(context)
             yield
