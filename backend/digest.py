@@ -5,12 +5,12 @@ digest is the hash of its blocks' digests (XXH3, 64 bits: against accidents, not
 version's record has eight bytes for each stripe, so that a fetch knows whose bytes were wrong. With more
 stripes than PARTS_MAX, runs of them share eight bytes, the hash of their digests: a record stays small.
 
-A file that others may write is read into a small buffer of each thread, not mapped: whoever cuts it off
-would end the process. *Measured*, 100 MiB take 15-20 ms of a core so, 10 where huge pages are mapped.
-Reading and hashing both release Python's lock.
+A fetched block is hashed by the thread that has put it into the file, as long as it is in its processor's
+cache. Files are read into a small buffer of each thread, not mapped: whoever cuts one off would end the
+process. Reading and hashing both release Python's lock.
 """
 
-import mmap
+import itertools
 import os
 import threading
 from collections.abc import Sequence
@@ -99,15 +99,36 @@ async def digest_of(fd: int, offset: int, length: int) -> bytes:
 
 
 class Stripe:
-    """The digest of a stripe whose bytes come one after the other to `offset` of a file. `private`: nobody
-    else has the file, so that it can be mapped."""
+    """The digest of a stripe whose bytes come to `offset` of a file, in any order."""
 
-    def __init__(self, fd: int, offset: int, length: int, *, private: bool = False) -> None:
+    def __init__(self, fd: int, offset: int, length: int) -> None:
         self._fd = fd
         self._offset = offset
         self._length = length
-        self._hash = _hash_mapped if private else _hash_read
         self._blocks = [b""] * -(-length // BLOCK_BYTES)
+
+    def landed(self, start: int, length: int) -> None:
+        """These bytes of the stripe are there, maybe others than before. In the thread that has put them
+        there, as they are in its processor's cache: whole blocks are hashed at once. Raises OSError."""
+        end = start + length
+        for block in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+            whole = (
+                start <= block * BLOCK_BYTES and min((block + 1) * BLOCK_BYTES, self._length) <= end
+            )
+            if whole:
+                self._hash_some(block, block + 1)
+            else:
+                self._blocks[block] = b""
+
+    async def finish(self) -> bytes:
+        """The digest, when all of it is there. Raises OSError."""
+        start = 0
+        for has_digest, run in itertools.groupby(list(self._blocks), bool):
+            end = min(start + len(list(run)) * BLOCK_BYTES, self._length)
+            if not has_digest:
+                await self.add(start, end - start)
+            start = end
+        return self.digest()
 
     async def add(self, start: int, length: int) -> None:
         """These bytes of the stripe are there; `start` is a multiple of BLOCK_BYTES. Raises OSError."""
@@ -132,10 +153,10 @@ class Stripe:
     def _hash_some(self, first: int, end: int) -> None:
         start = first * BLOCK_BYTES
         length = min(end * BLOCK_BYTES, self._length) - start
-        self._blocks[first:end] = self._hash(self._fd, self._offset + start, length)
+        self._blocks[first:end] = _hash(self._fd, self._offset + start, length)
 
 
-def _hash_read(fd: int, offset: int, length: int) -> list[bytes]:
+def _hash(fd: int, offset: int, length: int) -> list[bytes]:
     buffer = getattr(_threads, "buffer", None)
     if buffer is None:
         buffer = _threads.buffer = memoryview(bytearray(_BUFFER_BYTES))
@@ -150,19 +171,4 @@ def _hash_read(fd: int, offset: int, length: int) -> list[bytes]:
             state.update(buffer[:count])
             start += count
         blocks.append(state.digest())
-    return blocks
-
-
-def _hash_mapped(fd: int, offset: int, length: int) -> list[bytes]:
-    before = offset % mmap.PAGESIZE
-    blocks = []
-    with (
-        mmap.mmap(fd, before + length, prot=mmap.PROT_READ, offset=offset - before) as memory,
-        memoryview(memory) as view,
-    ):
-        for start in range(before, before + length, BLOCK_BYTES):
-            with view[start : min(start + BLOCK_BYTES, before + length)] as block:
-                state = xxh3_64()
-                state.update(block)
-                blocks.append(state.digest())
     return blocks

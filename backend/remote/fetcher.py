@@ -30,9 +30,6 @@ log = logging.getLogger(__name__)
 _LOOK_AGAIN_S = 0.5
 # Errors of this host's own, which no other replica would help with.
 _OURS = (errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-# What is received before it is hashed; a multiple of digest.BLOCK_BYTES. To ask for a piece takes a round
-# trip, so they are not small.
-_PIECE_BYTES = 32 << 20
 _BATCH_EXTENTS = 256
 _BATCH_BYTES = 4 << 20
 
@@ -305,25 +302,19 @@ class Fetcher:
     async def _read_hashed(
         self, inode: Inode, stripe: int, fd: int, offset: int, length: int, wrong: set[int]
     ) -> tuple[int, bytes]:
-        """Read a whole stripe, in pieces, of which one is hashed while the next is on its way. Returns the
-        node that it came from, and its digest."""
-        found = Stripe(fd, offset, length, private=True)
+        """Read a whole stripe, whose blocks are hashed as they come. Returns the node that it came from,
+        and its digest."""
+        found = Stripe(fd, offset, length)
 
         async def take(node: int) -> None:
+            nonlocal found
+            found = Stripe(fd, offset, length)
             device = self._cluster.peers.device(node)
-            extent = Extent(inode.extent, stripe)
-            try:
-                async with trio.open_nursery() as nursery:
-                    for start in range(0, length, _PIECE_BYTES):
-                        count = min(_PIECE_BYTES, length - start)
-                        await device.read(extent, start, fd, offset + start, count)
-                        nursery.start_soon(found.add, start, count)
-            except BaseExceptionGroup as group:
-                raise first_error(group) from group
+            await device.read(Extent(inode.extent, stripe), 0, fd, offset, length, found.landed)
 
         group = self._cluster.group(inode.layout, stripe)
         node = await self._from_any(group, inode.extent, inode.ino, wrong, take)
-        return node, found.digest()
+        return node, await found.finish()
 
     async def _read(
         self,

@@ -7,12 +7,29 @@ group's configuration is another than the caller's (`Fenced`), ENOTCONN/ETIMEDOU
 """
 
 import errno
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
-__all__ = ["Device", "Distrusted", "Extent", "Fenced", "Target", "Unreachable"]
+__all__ = [
+    "Device",
+    "Distrusted",
+    "Extent",
+    "Fenced",
+    "Landed",
+    "Target",
+    "Unreachable",
+    "nothing_landed",
+]
+
+# Told, in any thread, that bytes (start, length) of what is read are in the file; told again when they
+# come once more.
+Landed: TypeAlias = Callable[[int, int], None]
+
+
+def nothing_landed(start: int, length: int) -> None:
+    """For who does not want to know."""
 
 
 class Extent(NamedTuple):
@@ -68,7 +85,15 @@ class Device(Protocol):
         returns. The bytes pass no Python object. `fd` stays the caller's."""
         ...
 
-    async def read(self, extent: Extent, start: int, fd: int, offset: int, length: int) -> None:
+    async def read(
+        self,
+        extent: Extent,
+        start: int,
+        fd: int,
+        offset: int,
+        length: int,
+        landed: Landed = nothing_landed,
+    ) -> None:
         """Receive `length` bytes of an extent, from `start`, into a file at `offset`."""
         ...
 

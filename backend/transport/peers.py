@@ -19,7 +19,7 @@ import trio
 from ..logs import current_request
 from ..records import NodeAddress, Settings
 from ..security import Credentials
-from . import Device, Extent, Target, Unreachable
+from . import Device, Extent, Landed, Target, Unreachable, nothing_landed
 from .channel import Channel, Lost, Patience
 from .counters import Counters
 from .link import Link
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 # A stream of its own is not worth it for less.
 _STREAM_BYTES_MIN = 4 << 20
 # Two threads that touch one huge page of a file at once get into each other's way.
-_STREAM_ALIGNMENT_BYTES = 2 << 20
+BLOCK_BYTES = 2 << 20
 _THREADS_MAX = 512
 _TIDY_S = 5.0
 
@@ -288,19 +288,29 @@ class RemoteDevice:
         )
         self._peers.counters.sent_bytes += length
 
-    async def read(self, extent: Extent, start: int, fd: int, offset: int, length: int) -> None:
+    async def read(
+        self,
+        extent: Extent,
+        start: int,
+        fd: int,
+        offset: int,
+        length: int,
+        landed: Landed = nothing_landed,
+    ) -> None:
         if os.fstat(fd).st_size < offset + length:
             os.ftruncate(fd, offset + length)
         async with self._link.operations:
             if not await self._by_verbs(
-                "read", length, lambda lanes: lanes.read(extent, start, fd, offset, length)
+                "read", length, lambda lanes: lanes.read(extent, start, fd, offset, length, landed)
             ):
                 await self._run(
                     "read",
                     self._headers(
                         Op.READ, extent, Target(0, 0, ()), start, length, self._peers.streams
                     ),
-                    lambda channel, header: self._receive(channel, header, fd, offset - start),
+                    lambda channel, header: self._receive(
+                        channel, header, fd, offset, start, landed
+                    ),
                     self._peers.limiter,
                 )
         self._peers.counters.received_bytes += length
@@ -338,7 +348,7 @@ class RemoteDevice:
         count = max(1, min(streams, length // _STREAM_BYTES_MIN))
         share = -(-length // count)
         if count > 1:
-            share += -share % _STREAM_ALIGNMENT_BYTES
+            share += -share % BLOCK_BYTES
         transfer = secrets.randbits(63)
         trace = current_request()
         return [
@@ -393,13 +403,19 @@ class RemoteDevice:
             channel.clean = not reply.closing
         return self._checked(reply, header)
 
-    def _receive(self, channel: Channel, header: Header, fd: int, shift: int) -> Reply:
+    def _receive(
+        self, channel: Channel, header: Header, fd: int, offset: int, start: int, landed: Landed
+    ) -> Reply:
         timeout_s = self._peers.timeout_s
         channel.clean = False
         channel.send_all(header.pack(), Patience(timeout_s))
         reply = wait_for_reply(channel, timeout_s)
         if reply.kind is ReplyKind.OK:
-            receive_range(channel, fd, header.offset + shift, header.length, timeout_s)
+            begin = header.offset - start
+            receive_range(
+                channel, fd, offset + begin, header.length, timeout_s,
+                arrived=_in_blocks(landed, begin, begin + header.length),
+            )  # fmt: skip
         channel.clean = True
         return self._checked(reply, header)
 
@@ -411,6 +427,21 @@ class RemoteDevice:
 
 def _get(extents: list[Extent], limit: int, number: int) -> Get:
     return Get(number, current_request(), extents, limit)
+
+
+def _in_blocks(landed: Landed, begin: int, end: int) -> Callable[[int, int], None]:
+    """For a stream of the bytes from `begin` to `end`, which begins at a block."""
+    at = told = begin
+
+    def arrived(_offset: int, count: int) -> None:
+        nonlocal at, told
+        at += count
+        whole = at - (at - begin) % BLOCK_BYTES if at < end else end
+        if whole > told:
+            landed(told, whole - told)
+            told = whole
+
+    return arrived
 
 
 def _check_chain(target: Target) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from .. import Extent, Target
+from .. import Extent, Landed, Target
 from ..counters import Counters
 from ..messages import QUEUE_PAIRS_MAX, BadMessage, Rails, RailsFound, check_rails
 from .ends import Rail
@@ -109,12 +109,18 @@ class Lanes:
 
     # -- moving bytes ----------------------------------------------------------------------------
 
-    async def read(self, extent: Extent, start: int, fd: int, offset: int, length: int) -> None:
+    async def read(
+        self, extent: Extent, start: int, fd: int, offset: int, length: int, landed: Landed
+    ) -> None:
         """As Device.read; the file is long enough. Raises OSError, NotByVerbs."""
 
         async def read_part(at: int, count: int) -> None:
+            def landed_there(begin: int, count: int) -> None:
+                landed(at + begin, count)
+
             await self._move(
-                count, lambda path: path.read(extent, start + at, fd, offset + at, count)
+                count,
+                lambda path: path.read(extent, start + at, fd, offset + at, count, landed_there),
             )
 
         parts = self._shares(length)

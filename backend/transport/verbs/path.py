@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from ...logs import current_request
-from .. import Extent, Target, Unreachable
+from .. import Extent, Landed, Target, Unreachable, nothing_landed
 from ..messages import (
     NO_QUEUE_PAIR,
     NOT_BY_VERBS,
@@ -81,7 +81,15 @@ class Path:
     def failed(self) -> trio.Event:
         return self._pair.failed
 
-    async def read(self, extent: Extent, start: int, fd: int, offset: int, length: int) -> None:
+    async def read(
+        self,
+        extent: Extent,
+        start: int,
+        fd: int,
+        offset: int,
+        length: int,
+        landed: Landed = nothing_landed,
+    ) -> None:
         """As Device.read; the file is long enough. Raises OSError, NotByVerbs."""
         async with self._using(fd, offset, length, writable=True) as region:
             exposed = await self._ask(
@@ -91,14 +99,14 @@ class Path:
             )
             try:
                 if region is None:
-                    await self._adapter.staging.read(
-                        self._pair, Remote(exposed.address, exposed.key), fd, offset, length
-                    )
+                    remote = Remote(exposed.address, exposed.key)
+                    await self._adapter.staging.read(self._pair, remote, fd, offset, length, landed)
                 else:
                     piece = piece_bytes(length)
                     await self._pair.read(
                         _pieces(region.address(offset), region.key, exposed, 0, length, piece)
                     )
+                    await trio.to_thread.run_sync(landed, 0, length)
             finally:
                 await self._say(Release(exposed.handle))
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import trio
 
 from ...unwrap import first_error
+from .. import Landed, nothing_landed
 from .library import Library
 from .queue import NotByVerbs, Piece, QueuePair
 from .regions import Regions, populate
@@ -35,6 +36,8 @@ _SLOTS_MIN = 4
 _SLOTS_AT_ONCE = 4
 _PIECE_BYTES_MIN = 256 << 10
 _PIECES = 8
+# Pieces are made of what digests are made of, if they are large enough.
+_BLOCK_BYTES = 2 << 20
 # Copied in the event loop: handing it to a thread takes longer.
 _AT_ONCE_BYTES = 256 << 10
 _THREADS_MAX = 8
@@ -117,12 +120,19 @@ class Staging:
     def piece_bytes(self, length: int) -> int:
         """What one work request moves of a transfer of `length` bytes. `make` was called."""
         assert self._memory is not None
-        return min(length, self._memory.slot_bytes, max(_PIECE_BYTES_MIN, length // _PIECES))
+        piece = min(length, self._memory.slot_bytes, max(_PIECE_BYTES_MIN, length // _PIECES))
+        return piece - piece % _BLOCK_BYTES if piece > _BLOCK_BYTES else piece
 
     # -- moving bytes ----------------------------------------------------------------------------
 
     async def read(
-        self, pair: QueuePair, remote: Remote, fd: int, offset: int, length: int
+        self,
+        pair: QueuePair,
+        remote: Remote,
+        fd: int,
+        offset: int,
+        length: int,
+        landed: Landed = nothing_landed,
     ) -> None:
         """From the peer's memory into a part of a file. `make` was called. Raises OSError, Broken."""
         piece = self.piece_bytes(length)
@@ -134,7 +144,7 @@ class Staging:
                 await pair.read(
                     [Piece(slot.address, count, slot.key, remote.address + at, remote.key)]
                 )
-                await self._copy(_write_file, fd, slot.view[:count], offset + at)
+                await self._copy(partial(_land, landed, at), fd, slot.view[:count], offset + at)
             finally:
                 self._give_back(slot)
                 share.release()
@@ -288,6 +298,11 @@ def _read_file(fd: int, view: memoryview, offset: int) -> None:
         if not count:
             raise OSError(errno.EIO, "the file shrank while it was sent")
         done += count
+
+
+def _land(landed: Landed, start: int, fd: int, view: memoryview, offset: int) -> None:
+    _write_file(fd, view, offset)
+    landed(start, len(view))
 
 
 def _write_file(fd: int, view: memoryview, offset: int) -> None:
