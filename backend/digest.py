@@ -106,19 +106,31 @@ class Stripe:
         self._offset = offset
         self._length = length
         self._blocks = [b""] * -(-length // BLOCK_BYTES)
+        # How far blocks are hashed.
+        self._begun: dict[int, tuple[int, xxh3_64]] = {}
 
-    def landed(self, start: int, length: int) -> None:
-        """These bytes of the stripe are there, maybe others than before. In the thread that has put them
-        there, as they are in its processor's cache: whole blocks are hashed at once. Raises OSError."""
+    def landed(self, start: int, length: int, data: memoryview | None) -> None:
+        """These bytes of the stripe are there, maybe others than before: as `transport.Landed`. What begins
+        with a block, and goes on where that ended, is hashed at once, as it is in the processor's cache."""
         end = start + length
         for block in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
-            whole = (
-                start <= block * BLOCK_BYTES and min((block + 1) * BLOCK_BYTES, self._length) <= end
-            )
-            if whole:
-                self._hash_some(block, block + 1)
+            self._blocks[block] = b""
+            first = block * BLOCK_BYTES
+            last = min(first + BLOCK_BYTES, self._length)
+            at, state = self._begun.pop(block, (0, None))
+            begin, stop = max(start, first), min(end, last)
+            if begin == first:
+                state = xxh3_64()
+            elif at != begin:
+                state = None
+            if state is None or data is None:
+                continue
+            with data[begin - start : stop - start] as part:
+                state.update(part)
+            if stop == last:
+                self._blocks[block] = state.digest()
             else:
-                self._blocks[block] = b""
+                self._begun[block] = stop, state
 
     async def finish(self) -> bytes:
         """The digest, when all of it is there. Raises OSError."""

@@ -23,12 +23,12 @@ __all__ = [
     "nothing_landed",
 ]
 
-# Told, in any thread, that bytes (start, length) of what is read are in the file; told again when they
-# come once more.
-Landed: TypeAlias = Callable[[int, int], None]
+# Told, in any thread, that bytes (start, length) of what is read are in the file, and shown them if they
+# are at hand; told again when they come once more.
+Landed: TypeAlias = Callable[[int, int, memoryview | None], None]
 
 
-def nothing_landed(start: int, length: int) -> None:
+def nothing_landed(start: int, length: int, data: memoryview | None) -> None:
     """For who does not want to know."""
 
 

@@ -14,6 +14,7 @@ from types import TracebackType
 
 import trio
 
+from . import Landed, nothing_landed
 from .messages import TEXT_MAX, BadMessage
 from .wire import HEADER_BYTES, REPLY, Reply, ReplyKind
 
@@ -168,9 +169,11 @@ class Channel:
             return os.sendfile(self.sock.fileno(), fd, offset, count)
 
     @contextmanager
-    def receiving(self, fd: int, offset: int, length: int) -> Iterator[Callable[[int, int], int]]:
+    def receiving(
+        self, fd: int, offset: int, length: int, landed: Landed = nothing_landed
+    ) -> Iterator[Callable[[int, int], int]]:
         """Gives receive(start, stop): take the bytes [start, stop) of this part of a file, which must be
-        open for reading and writing; returns how many came."""
+        open for reading and writing; returns how many came, which `landed` was shown."""
         if not length:
             yield lambda start, stop: 0
             return
@@ -182,7 +185,10 @@ class Channel:
 
             def receive(start: int, stop: int) -> int:
                 with view[skip + start : skip + stop] as piece:
-                    return self.receive(piece)
+                    count = self.receive(piece)
+                    with piece[:count] as data:
+                        landed(start, count, data)
+                    return count
 
             yield receive
 
@@ -291,7 +297,9 @@ class EncryptedChannel(Channel):
         return self.send(data) if data else 0
 
     @contextmanager
-    def receiving(self, fd: int, offset: int, length: int) -> Iterator[Callable[[int, int], int]]:
+    def receiving(
+        self, fd: int, offset: int, length: int, landed: Landed = nothing_landed
+    ) -> Iterator[Callable[[int, int], int]]:
         with memoryview(bytearray(min(length, _BOUNCE_BYTES))) as view:
 
             def receive(start: int, stop: int) -> int:
@@ -301,6 +309,8 @@ class EncryptedChannel(Channel):
                     while written < count:
                         with piece[written:count] as rest:
                             written += os.pwrite(fd, rest, offset + start + written)
+                    with piece[:count] as data:
+                        landed(start, count, data)
                     return count
 
             yield receive

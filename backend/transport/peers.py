@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 # A stream of its own is not worth it for less.
 _STREAM_BYTES_MIN = 4 << 20
 # Two threads that touch one huge page of a file at once get into each other's way.
-BLOCK_BYTES = 2 << 20
+_STREAM_ALIGNMENT_BYTES = 2 << 20
 _THREADS_MAX = 512
 _TIDY_S = 5.0
 
@@ -348,7 +348,7 @@ class RemoteDevice:
         count = max(1, min(streams, length // _STREAM_BYTES_MIN))
         share = -(-length // count)
         if count > 1:
-            share += -share % BLOCK_BYTES
+            share += -share % _STREAM_ALIGNMENT_BYTES
         transfer = secrets.randbits(63)
         trace = current_request()
         return [
@@ -414,7 +414,7 @@ class RemoteDevice:
             begin = header.offset - start
             receive_range(
                 channel, fd, offset + begin, header.length, timeout_s,
-                arrived=_in_blocks(landed, begin, begin + header.length),
+                landed=lambda at, count, data: landed(begin + at, count, data),
             )  # fmt: skip
         channel.clean = True
         return self._checked(reply, header)
@@ -427,21 +427,6 @@ class RemoteDevice:
 
 def _get(extents: list[Extent], limit: int, number: int) -> Get:
     return Get(number, current_request(), extents, limit)
-
-
-def _in_blocks(landed: Landed, begin: int, end: int) -> Callable[[int, int], None]:
-    """For a stream of the bytes from `begin` to `end`, which begins at a block."""
-    at = told = begin
-
-    def arrived(_offset: int, count: int) -> None:
-        nonlocal at, told
-        at += count
-        whole = at - (at - begin) % BLOCK_BYTES if at < end else end
-        if whole > told:
-            landed(told, whole - told)
-            told = whole
-
-    return arrived
 
 
 def _check_chain(target: Target) -> None:

@@ -24,6 +24,7 @@ for a reply now and then, a chain of two nodes takes a tenth less processor time
 import errno
 from collections.abc import Callable
 
+from . import Landed, nothing_landed
 from .channel import Channel, Lost, Patience
 from .messages import BadMessage
 from .wire import Reply, ReplyKind
@@ -104,16 +105,17 @@ def receive_range(
     timeout_s: float,
     arrived: Callable[[int, int], None] = lambda offset, count: None,
     between: Callable[[], None] = lambda: None,
+    landed: Landed = nothing_landed,
 ) -> None:
     """Receive a part of a file. `arrived(offset, count)` is called for each piece that is in the file,
-    `between` after it and in every tick.
+    `between` after it and in every tick. `landed` is told where in the part pieces are, in their order.
 
     Raises Lost when nothing comes for `timeout_s`, and OSError: ENOSPC.
     """
     patience = Patience(timeout_s)
     piece = piece_bytes(length)
     done = 0
-    with channel.receiving(fd, offset, length) as receive:
+    with channel.receiving(fd, offset, length, landed) as receive:
         while done < length:
             try:
                 count = receive(done, min(length, done + piece))

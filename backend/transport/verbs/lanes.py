@@ -115,8 +115,8 @@ class Lanes:
         """As Device.read; the file is long enough. Raises OSError, NotByVerbs."""
 
         async def read_part(at: int, count: int) -> None:
-            def landed_there(begin: int, count: int) -> None:
-                landed(at + begin, count)
+            def landed_there(begin: int, count: int, data: memoryview | None) -> None:
+                landed(at + begin, count, data)
 
             await self._move(
                 count,

@@ -302,7 +302,7 @@ def _read_file(fd: int, view: memoryview, offset: int) -> None:
 
 def _land(landed: Landed, start: int, fd: int, view: memoryview, offset: int) -> None:
     _write_file(fd, view, offset)
-    landed(start, len(view))
+    landed(start, len(view), view)
 
 
 def _write_file(fd: int, view: memoryview, offset: int) -> None:
