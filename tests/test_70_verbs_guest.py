@@ -91,7 +91,7 @@ def test_two_guests_move_bytes_by_rdma(guest_kernel: None) -> None:
     assert "[1] the bytes that host 0 has were read" in done.stdout
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_what_is_promised_of_verbs_holds_in_a_guest(guest_kernel: None) -> None:
     """Each failure is shown as pytest shows it in the guest."""
     if rdma.ports():
