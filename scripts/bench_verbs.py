@@ -48,7 +48,9 @@ KEEPS_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
 }
-PARTS = ("bandwidth", "posix", "latency", "alternatives", "cpu", "registration", "loop")
+PARTS = (
+    "bandwidth", "at_once", "posix", "latency", "alternatives", "cpu", "registration", "loop",
+)  # fmt: skip
 
 FULL = Scale(
     rounds=5,
@@ -111,7 +113,7 @@ def _grpc_server(place: Path, way: Way, chunk: int) -> Iterator[tuple[subprocess
 def prepared(scale: Scale, parts: Sequence[str]) -> Iterator[Bench]:
     """The cluster, and whoever the parts need to ask it."""
     way = perftest.find_way()
-    if {"bandwidth", "posix", "latency"} & set(parts):
+    if {"bandwidth", "at_once", "posix", "latency"} & set(parts):
         perftest.need()
     needs_grpc = bool({"alternatives", "cpu"} & set(parts))
     if needs_grpc and importlib.util.find_spec("grpc") is None:

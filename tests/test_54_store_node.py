@@ -61,10 +61,10 @@ def contents_of(files: Files, extent: Extent) -> bytes:
 def test_a_store_is_the_same_node_for_as_long_as_its_directory_lives(memory: Path) -> None:
     with Files(f"{memory}/store") as files:
         node = files.node
-        files.bind("one")
+        files.identity.bind("one")
     assert 0 < node < 1 << 63
     with Files(f"{memory}/store") as files:
-        assert (files.node, files.cluster) == (node, "one")
+        assert (files.node, files.identity.cluster) == (node, "one")
     assert int(json.loads((memory / "store/node.json").read_text())["id"], 16) == node
 
 
@@ -92,10 +92,10 @@ def test_a_store_serves_one_process_and_says_which(memory: Path) -> None:
 
 def test_a_store_stays_with_its_cluster(memory: Path) -> None:
     with Files(f"{memory}/store") as files:
-        files.bind("one")
-        files.bind("one")
+        files.identity.bind("one")
+        files.identity.bind("one")
         with pytest.raises(OSError, match="belongs to cluster one, not to two"):
-            files.bind("two")
+            files.identity.bind("two")
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"format":1,"id":"0","cluster":""}', "\xff"])

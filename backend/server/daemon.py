@@ -103,7 +103,7 @@ class _Node:
         with Files(node.store, node.size) as self._files:
             async with self._config.cluster.engine("node") as self._engine:
                 settings = await _settings(self._config, self._engine)
-                self._files.bind(settings.cluster_id)
+                self._files.identity.bind(settings.cluster_id)
                 identify("node", f"{self._files.node:016x}")
                 async with trio.open_nursery() as self._nursery:
                     await self._assemble(settings, ready)
@@ -324,10 +324,10 @@ async def _settings(config: ClusterConfig, engine: Engine) -> Settings:
 async def _admit(engine: Engine, files: Files, weight: float, labels: dict[str, str]) -> None:
     """Make the node known with this weight and these labels; a known one stays up or draining. Raises
     Removed."""
-    if not files.admitted:
+    if not files.identity.admitted:
         if await admit(engine, files.node, NodeRecord("up", weight, labels)):
             log.info("this store is new to the cluster")
-        files.mark_admitted()
+        files.identity.mark_admitted()
     key = key_of(b"N", files.node)
     while (found := await engine.get(key)) is not None:
         try:

@@ -1,7 +1,6 @@
 """A store node's directory: one file per extent, immutable once it is there.
 
-    STORE/node.json             which node this is, for ever: {"format": 1, "id": HEX, "cluster": ID,
-                                "admitted": whether it has been a member of the cluster}
+    STORE/node.json             which node this is, for ever (identity.py)
     STORE/lock                  one process at a time
     STORE/extents/CONTENT.STRIPE    sealed extents, numbers in hexadecimal; mode 0400 once it was named,
                                 with the sticky bit if the node made the file itself
@@ -18,20 +17,18 @@ renamed a freed extent: so either the mount does not find the extent any more, o
 
 import errno
 import itertools
-import json
 import logging
 import os
-import secrets
 import stat
 import time
 from collections.abc import Iterator
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from ..kv import Damaged
 from ..sole import is_only_opener
 from ..storedir import StoreInUse, in_memory, lock_directory
 from ..transport import Extent
+from .identity import Identity
 from .spares import (
     SPARE_BYTES_MIN,
     SPARES_MAX,
@@ -52,7 +49,6 @@ log = logging.getLogger(__name__)
 _REMOVED_AT_ONCE_BYTES = 1 << 20
 # With less room than this share of the store, nothing is spare.
 _ROOM_SHARE = 1 / 16
-_FORMAT = 1
 _OWN = stat.S_ISVTX
 
 
@@ -75,9 +71,7 @@ class Files:
     def __init__(self, directory: str, limit_bytes: int | None = None) -> None:
         self.directory = directory
         self._limit_bytes = limit_bytes
-        self.node = 0
-        self.cluster = ""
-        self.admitted = False
+        self.identity = Identity(directory)
         self.power_safe = False
         self.used_bytes = 0
         self.mappings: Mappings = Unmapped()
@@ -107,7 +101,9 @@ class Files:
                 self._fds.append(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
             _, self._top, self._sealed, self._incoming, self._lent = self._fds
             self.power_safe = not in_memory(self.directory)
-            self._load_identity()
+            if not self.identity.load(self._top):
+                self._forget_strays()
+                self.identity.save()
             self._scan()
         except BaseException:
             self._close()
@@ -129,74 +125,19 @@ class Files:
             os.close(fd)
         self._fds.clear()
 
-    # -- identity --------------------------------------------------------------------------------
+    @property
+    def node(self) -> int:
+        """Its number, for ever."""
+        return self.identity.node
 
-    def bind(self, cluster: str) -> None:
-        """Make this a store of the cluster with this id; raises OSError EINVAL if it is another's."""
-        if self.cluster == cluster:
-            return
-        if self.cluster:
-            raise OSError(
-                errno.EINVAL,
-                f"the store belongs to cluster {self.cluster}, not to {cluster}: "
-                "use another directory, or empty this one",
-                self.directory,
+    def _forget_strays(self) -> None:
+        names = os.listdir(self._sealed)
+        if names:
+            log.warning(
+                "%s: node.json is gone: the extents there are nobody's and go", self.directory
             )
-        self.cluster = cluster
-        self._save_identity()
-
-    def mark_admitted(self) -> None:
-        """Remember that the cluster knows this node: if one day it does not, the node was removed."""
-        if not self.admitted:
-            self.admitted = True
-            self._save_identity()
-
-    def _load_identity(self) -> None:
-        path = f"{self.directory}/node.json"
-        try:
-            with open(path, "rb") as file:
-                text = file.read(4096)
-        except FileNotFoundError:
-            if os.listdir(self._sealed):
-                log.warning("%s is gone: the extents beside it belong to nobody and go", path)
-                for name in os.listdir(self._sealed):
-                    os.unlink(name, dir_fd=self._sealed)
-            self.node = secrets.randbelow((1 << 63) - 1) + 1
-            self._save_identity()
-            return
-        try:
-            record = json.loads(text)
-            if record["format"] != _FORMAT:
-                raise ValueError(f"format {record['format']} is not known to this version")
-            self.node, self.cluster = int(record["id"], 16), str(record["cluster"])
-            self.admitted = bool(record.get("admitted", False))
-            if not 0 < self.node < 1 << 63:
-                raise ValueError("the node id is out of range")
-        except (KeyError, TypeError, ValueError) as error:
-            raise Damaged(
-                f"{path} is damaged ({error}); remove the store directory to begin as a new node"
-            ) from None
-
-    def _save_identity(self) -> None:
-        record = {
-            "format": _FORMAT,
-            "id": f"{self.node:x}",
-            "cluster": self.cluster,
-            "admitted": self.admitted,
-        }
-        fd = os.open(
-            "node.json.new",
-            os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC,
-            0o600,
-            dir_fd=self._top,
-        )
-        try:
-            os.write(fd, json.dumps(record).encode() + b"\n")
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.rename("node.json.new", "node.json", src_dir_fd=self._top, dst_dir_fd=self._top)
-        os.fsync(self._top)
+        for name in names:
+            os.unlink(name, dir_fd=self._sealed)
 
     def _scan(self) -> None:
         """Find sealed extents; what was being received or removed when the last process ended goes. None

@@ -20,13 +20,14 @@ from rich.table import Table
 from . import echo, loop, perftest, registration
 from .perftest import Way
 from .usage import measure as measure_usage
-from .worker import Worker
+from .worker import AT_ONCE, Worker
 
 KIB = 1 << 10
 GIB = 1 << 30
 
 BASE = "perftest"
 DEVICE, MOUNT = "device", "mount"
+DEVICE_MANY = f"device, {AT_ONCE} at once"
 VERBS, TCP, UNARY, STREAMED = "verbs", "TCP", "gRPC, one message", "gRPC, streamed"
 CONTENDERS = (VERBS, TCP, UNARY, STREAMED)
 # Bytes per second, of "write" or "read" and a size.
@@ -105,6 +106,7 @@ class Bench:
         """Those of `PARTS`."""
         ours = {
             "bandwidth": (DEVICE, 0.95, self._device_rate),
+            "at_once": (DEVICE_MANY, 0.95, self._many_rate),
             "posix": (MOUNT, 0.90, self._mount_rate),
         }
         if beside := [ours[part] for part in parts if part in ours]:
@@ -155,6 +157,11 @@ class Bench:
 
     def _device_rate(self, way: str, size: int) -> float:
         return size / median(self.workers[VERBS].do(way, size, self.scale.repeats(size)))
+
+    def _many_rate(self, way: str, size: int) -> float:
+        count = max(AT_ONCE, self.scale.repeats(size))
+        (took_s,) = self.workers[VERBS].do(f"{way}_many", size, count)
+        return size * count / took_s
 
     def _mount_rate(self, way: str, size: int) -> float:
         """A version that was written is read once: a second read would be the host's own."""

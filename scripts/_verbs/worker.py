@@ -39,6 +39,10 @@ _CONTENTS_FIRST = {"verbs": 1 << CONTENT_NUMBER_BITS - 1, "tcp": 3 << CONTENT_NU
 # Tells a version from the one before it.
 _MARK_BYTES = 16
 _CODEC_ROUNDS = 200
+# perftest has more than one message under way, too.
+AT_ONCE = 8
+_BYTES_AT_ONCE = 64 << 20
+MANY = {"write_many": "write", "read_many": "read"}
 _END_TIMEOUT_S = 10.0
 
 
@@ -139,6 +143,32 @@ class DeviceJobs:
             raise RuntimeError(f"wrong bytes in an extent of {size} bytes")
         return took_s
 
+    async def many(self, way: str, size: int, count: int) -> float:
+        """So many, a few of them under way at any time: seconds for all, `way` being "write" or "read"."""
+        extent = await self._extent(size)
+        at_once = max(1, min(AT_ONCE, _BYTES_AT_ONCE // size))
+        source = self._file("source", size)
+        sinks = [self._file(f"sink{number}", size) for number in range(at_once)]
+        left = count
+
+        async def go_on(sink: int) -> None:
+            nonlocal left
+            while left:
+                left -= 1
+                if way == "read":
+                    await self._device.read(extent, 0, sink, 0, size)
+                    continue
+                self._contents += 1
+                written = Extent(self._contents, 0)
+                await self._device.write(written, self._target, source, 0, size)
+                await self._device.abort(written.content)
+
+        began = time.perf_counter()
+        async with trio.open_nursery() as nursery:
+            for sink in sinks:
+                nursery.start_soon(go_on, sink)
+        return time.perf_counter() - began
+
     async def one_sided(self, size: int) -> float:
         """A read that the node's memory answers, however short."""
         extent = await self._extent(size)
@@ -172,10 +202,9 @@ class DeviceJobs:
         """Give the memory of this size back."""
         if size in self._kept:
             await self._device.abort(self._kept.pop(size).content)
-        for name in ("source", "sink"):
-            fd = self._files.pop((name, size), None)
-            if fd is not None:
-                os.close(fd)
+        for name, of_size in list(self._files):
+            if of_size == size:
+                os.close(self._files.pop((name, size)))
                 (self._place / f"{name}-{size}").unlink(missing_ok=True)
         return 0.0
 
@@ -208,8 +237,12 @@ async def serve_jobs(jobs: Any) -> None:
     """Answer line after line; `jobs` has a method for each."""
     async for line in trio.wrap_file(sys.stdin):
         name, size, count = json.loads(line)
-        job: Job = getattr(jobs, name)
-        seconds: Sequence[float] = [await job(size) for _ in range(count)]
+        seconds: Sequence[float]
+        if name in MANY:
+            seconds = [await jobs.many(MANY[name], size, count)]
+        else:
+            job: Job = getattr(jobs, name)
+            seconds = [await job(size) for _ in range(count)]
         print(json.dumps(seconds), flush=True)
 
 

@@ -78,7 +78,7 @@ class Rdma:
             self.why_not = "RDMA is switched off"
             return self
         found = devices.find()
-        self.why_not = devices.explain(found, choice.device, choice.gid_index)
+        self.why_not = str(devices.explain(found, choice.device, choice.gid_index))
         if not self.why_not:
             try:
                 load()
