@@ -25,6 +25,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "beyond_posix: promised by irdmafs, not by other filesystems"
     )
+    # A daemon that crashes in somebody's C says where, in its log.
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     config.addinivalue_line("markers", "kernel_session(reason): promised by that session only")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A run in a shell's background; what it starts would ignore Ctrl-C as well.
