@@ -151,7 +151,8 @@ def registrations_by_pid() -> dict[int, set[int]]:
 def next_registration(device: str) -> int:
     """The number that a registration gets now: the kernel counts them, of all processes."""
     library = load()
-    with mmap.mmap(-1, mmap.PAGESIZE) as memory, library.open(device) as context, library.errors:
+    context, _ = library.open(device)
+    with mmap.mmap(-1, mmap.PAGESIZE) as memory, context, library.errors:
         anchor = ctypes.c_char.from_buffer(memory)
         domain = library.PD(context)
         region = library.MR(
