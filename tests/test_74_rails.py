@@ -109,7 +109,7 @@ def device(
     name: str, *gids: tuple[str, str], state: str = "ACTIVE", layer: str = "Ethernet"
 ) -> Device:
     table = tuple(Gid(at, gid(address), kind, "eth") for at, (address, kind) in enumerate(gids))
-    return Device(name, "RoCE", (Port(1, state, layer, 0, table, 100_000),), "", -1, "")
+    return Device(name, "RoCE", (Port(1, state, layer, 0, table, "eth", 100_000),), "", -1, "")
 
 
 V2 = "RoCE v2"
