@@ -93,9 +93,7 @@ async def digest_of(fd: int, offset: int, length: int) -> bytes:
     """The digest of the stripe that lies at `offset` of a file. Raises OSError.
 
     A file that is cut off meanwhile has a digest that nothing else has."""
-    stripe = Stripe(fd, offset, length)
-    await stripe.add(0, length)
-    return stripe.digest()
+    return await Stripe(fd, offset, length).finish()
 
 
 class Stripe:
@@ -138,12 +136,12 @@ class Stripe:
         for has_digest, run in itertools.groupby(list(self._blocks), bool):
             end = min(start + len(list(run)) * BLOCK_BYTES, self._length)
             if not has_digest:
-                await self.add(start, end - start)
+                await self._add(start, end - start)
             start = end
-        return self.digest()
+        return xxh3_64(b"".join(self._blocks)).digest()
 
-    async def add(self, start: int, length: int) -> None:
-        """These bytes of the stripe are there; `start` is a multiple of BLOCK_BYTES. Raises OSError."""
+    async def _add(self, start: int, length: int) -> None:
+        """Hash these bytes out of the file; `start` is a multiple of BLOCK_BYTES. Raises OSError."""
         first = start // BLOCK_BYTES
         end = -(-(start + length) // BLOCK_BYTES)
         if length <= _INLINE_BYTES:
@@ -157,10 +155,6 @@ class Stripe:
                     nursery.start_soon(trio.to_thread.run_sync, work)
         except BaseExceptionGroup as group:
             raise first_error(group) from group
-
-    def digest(self) -> bytes:
-        """When all of it was added."""
-        return xxh3_64(b"".join(self._blocks)).digest()
 
     def _hash_some(self, first: int, end: int) -> None:
         start = first * BLOCK_BYTES

@@ -198,11 +198,8 @@ class QueuePair:
 
     async def bind(self, window: Any, info: Any) -> int:
         """Bind a memory window; returns its key. Raises Broken."""
+        # Windows are closed with their queue pair, and one that is must not be touched.
         await self._find_room()
-        if self.failure:
-            # Windows are closed with their queue pair, and one that is must not be touched.
-            self._room.release()
-            raise Broken(self.failure)
         request = self._library.SendWR(
             wr_id=0, opcode=self._bind, send_flags=self._signalled
         )  # fmt: skip
