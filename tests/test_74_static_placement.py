@@ -269,7 +269,7 @@ def test_who_has_a_window_reads_what_was_there_when_the_version_is_superseded(
         await nodes.write(2)
         assert nodes.reused == [0, 1]
         assert await read_window(nodes, path, exposed) == data
-        await path._say(Release(exposed.handle))
+        path._control.say_later(Release(exposed.handle))
         await nodes.verbs.ping(1)
         nodes.free(2)
         await nodes.write(3)
@@ -288,7 +288,7 @@ def test_what_a_peer_was_given_ends_with_its_session(
         path = await path_to_first(nodes)
         exposed = await path._ask(lambda number: Expose(number, "", Extent(1, 0), 0, MiB))
         reserved = await path._ask(
-            lambda number: Reserve(number, "", Extent(2, 0), Target(1, 1, ()), MiB, MiB)
+            lambda number: Reserve(number, "", Extent(2, 0), Target(1, 1, ()), MiB, MiB, 0)
         )
         assert reserved.wanted
         (listener, _) = nodes.listeners

@@ -3,7 +3,8 @@
 import itertools
 import logging
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import trio
@@ -23,6 +24,7 @@ from .messages import (
     decode_answer,
     error_of,
 )
+from .prompt import acquire
 
 if TYPE_CHECKING:
     from .link import Link
@@ -33,6 +35,45 @@ log = logging.getLogger(__name__)
 KEEP_ALIVE_S = 15.0
 # No answer takes longer: a node that is asked waits for others with limits of its own.
 ANSWER_LIMIT_S = 300.0
+# What may go with the next request waits no longer for one.
+_PUT_OFF_S = 0.01
+
+
+class Expected:
+    """An answer that is to come."""
+
+    def __init__(self, control: "ControlClient", number: int) -> None:
+        self._control = control
+        self._event = trio.Event()
+        self._answer: AnyAnswer | None = None
+        self.number = number
+
+    def take(self, answer: AnyAnswer) -> None:
+        self._answer = answer
+        self._event.set()
+
+    def give_up(self) -> None:
+        """The connection has ended."""
+        self._event.set()
+
+    async def answer(self, group: int = 0) -> AnyAnswer:
+        """Raises OSError: Unreachable, or what the node answers; `group` is the one that a Fenced is
+        about."""
+        with trio.move_on_after(ANSWER_LIMIT_S):
+            await self.arrived()
+            if isinstance(self._answer, Failed):
+                failed = self._answer
+                raise error_of(failed.code, failed.node, failed.text, group)
+            assert self._answer is not None
+            return self._answer
+        raise Unreachable(self._control.node, f"it did not answer for {ANSWER_LIMIT_S:g} s")
+
+    async def arrived(self) -> None:
+        """Until the node has answered. Raises Unreachable."""
+        if self._control.is_open and not self._event.is_set():
+            await self._event.wait()
+        if self._answer is None:
+            raise Unreachable(self._control.node, self._control.why)
 
 
 class ControlClient:
@@ -45,10 +86,11 @@ class ControlClient:
         self._frames = frames
         self._session = peers.session()
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, tuple[trio.Event, list[AnyAnswer]]] = {}
+        self._waiting: dict[int, Expected] = {}
         self._slots = trio.Semaphore(REQUESTS_AT_ONCE - 2)
         self._scope = trio.CancelScope()
-        self._why = ""
+        self.why = ""
+        self._put_off = trio.Event()
         self._heard_at = self._asked_at = trio.current_time()
         self._wake = trio.Event()
         self.watchers = 0
@@ -63,10 +105,10 @@ class ControlClient:
     def close(self, why: str) -> None:
         if self.is_open:
             self.is_open = False
-            self._why = why
+            self.why = why
             self._peers.counters.connections -= 1
-            for event, _ in self._waiting.values():
-                event.set()
+            for expected in self._waiting.values():
+                expected.give_up()
             for close in self.closers:
                 close(why)
             self._scope.cancel()
@@ -86,49 +128,62 @@ class ControlClient:
             self._wake.set()
 
     async def ask(self, make: Callable[[int], AnyRequest], group: int = 0) -> AnyAnswer:
-        """Raises OSError: Unreachable, or what the node answers."""
+        """Raises as `Expected.answer`."""
         counters = self._peers.counters
-        async with self._slots:
-            number = next(self._numbers)
-            request = make(number)
+        await acquire(self._slots)
+        try:
+            request = make(next(self._numbers))
             counters.requests[type(request).__name__.lower()] += 1
             counters.round_trips += 1
-            with trio.move_on_after(ANSWER_LIMIT_S):
-                answer = await self._exchange(request)
-                if isinstance(answer, Failed):
-                    raise error_of(answer.code, answer.node, answer.text, group)
-                return answer
-        raise Unreachable(self.node, f"it did not answer for {ANSWER_LIMIT_S:g} s")
+            with self._expecting(request.number) as expected:
+                await self._send(request)
+                return await expected.answer(group)
+        finally:
+            self._slots.release()
 
     async def say(self, message: Message) -> None:
         """Send what has no answer of its own. A connection that breaks is closed."""
         if self.is_open:
-            try:
-                await self._frames.send(message)
-            except trio.BrokenResourceError as error:
-                self.close(broken_text(error))
-            except trio.ClosedResourceError:
-                self.close("the connection was closed")
+            self._frames.put(message)
+            await self._flush()
 
-    async def _exchange(self, request: AnyRequest) -> AnyAnswer:
-        event, answers = trio.Event(), list[AnyAnswer]()
-        self._begin_waiting()
-        self._waiting[request.number] = event, answers
+    async def _flush(self) -> None:
         try:
             # A frame is sent whole or the connection is of no use; `_watch` ends what takes too long.
-            with trio.CancelScope(shield=True):
-                session = self._peers.session()
-                if session != self._session:
-                    self._session = session
-                    await self.say(Renewed(session))
-                await self.say(request)
-            if self.is_open:
-                await event.wait()
+            if not self._frames.flush_now():
+                with trio.CancelScope(shield=True):
+                    await self._frames.flush()
+        except trio.BrokenResourceError as error:
+            self.close(broken_text(error))
+        except trio.ClosedResourceError:
+            self.close("the connection was closed")
+
+    def say_later(self, message: Message) -> None:
+        """As `say`, with the next request or soon."""
+        if self.is_open:
+            self._frames.put(message)
+            self._put_off.set()
+
+    def expecting(self) -> AbstractContextManager[Expected]:
+        """One more answer than to a request, which is to name the number."""
+        return self._expecting(next(self._numbers))
+
+    async def _send(self, request: AnyRequest) -> None:
+        session = self._peers.session()
+        if session != self._session:
+            self._session = session
+            await self.say(Renewed(session))
+        await self.say(request)
+
+    @contextmanager
+    def _expecting(self, number: int) -> Iterator[Expected]:
+        expected = Expected(self, number)
+        self._begin_waiting()
+        self._waiting[number] = expected
+        try:
+            yield expected
         finally:
-            self._waiting.pop(request.number, None)
-        if not answers:
-            raise Unreachable(self.node, self._why)
-        return answers[0]
+            self._waiting.pop(number, None)
 
     async def _run(self) -> None:
         why = "the connection ended"
@@ -136,6 +191,7 @@ class ControlClient:
             with self._scope:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._watch)
+                    nursery.start_soon(self._say_what_was_put_off)
                     try:
                         await self._receive()
                     except trio.BrokenResourceError as error:
@@ -155,10 +211,9 @@ class ControlClient:
         while True:
             answer = decode_answer(await self._frames.receive())
             self._heard_at = trio.current_time()
-            waiting = self._waiting.get(answer.number)
-            if waiting is not None:
-                waiting[1].append(answer)
-                waiting[0].set()
+            expected = self._waiting.get(answer.number)
+            if expected is not None:
+                expected.take(answer)
 
     async def _watch(self) -> None:
         """Ask the node whether it is alive while somebody waits for it, and now and then."""
@@ -180,10 +235,17 @@ class ControlClient:
 
     async def _ping(self) -> None:
         if len(self._waiting) <= REQUESTS_AT_ONCE:
-            try:
-                await self._exchange(Ping(next(self._numbers), ""))
-            except Unreachable:
-                pass
+            with suppress(Unreachable), self.expecting() as expected:
+                await self._send(Ping(expected.number, ""))
+                await expected.arrived()
+
+    async def _say_what_was_put_off(self) -> None:
+        while True:
+            await self._put_off.wait()
+            self._put_off = trio.Event()
+            await trio.sleep(_PUT_OFF_S)
+            if self._frames.has_unsent:
+                await self._flush()
 
 
 def broken_text(error: trio.BrokenResourceError) -> str:

@@ -15,6 +15,7 @@ from .counters import Counters
 from .messages import (
     GET_BYTES_MAX,
     GET_EXTENTS_MAX,
+    HANDLES_MAX,
     NAME_MAX,
     PUT_BYTES_MAX,
     REQUESTS_AT_ONCE,
@@ -43,7 +44,6 @@ from .messages import (
     Renewed,
     Report,
     Reserve,
-    Seal,
     Status,
     Suspect,
     Tickets,
@@ -58,6 +58,7 @@ from .messages import (
     decode_request,
     failure_of,
 )
+from .prompt import acquire
 from .service import Service
 from .verbs.responder import Responder
 
@@ -118,7 +119,8 @@ class Control:
         self._respond = respond
         self._idle_s = idle_s
         self._patience_s = patience_s
-        self._slots = trio.Semaphore(REQUESTS_AT_ONCE)
+        # What is being written to is not answered for long.
+        self._slots = trio.Semaphore(REQUESTS_AT_ONCE + HANDLES_MAX)
 
     async def run(self) -> None:
         """Until the peer closes the connection or says nothing for `idle_s`; what is not answered then
@@ -136,6 +138,9 @@ class Control:
             raise error
 
     async def _take_request(self, nursery: trio.Nursery) -> None:
+        if self._frames.has_received:
+            # It has sent much at once: the others have their turn, too.
+            await trio.lowlevel.checkpoint()
         with trio.fail_after(self._idle_s):
             body = await self._frames.receive()
         request = decode_request(body)
@@ -148,7 +153,7 @@ class Control:
                 self._responder.detach("the peer gave it up", request.pair)
             case _:
                 self._check(request)
-                await self._slots.acquire()
+                await acquire(self._slots)
                 if _is_short(request):
                     await self._serve(request, nursery.cancel_scope)
                 else:
@@ -196,31 +201,45 @@ class Control:
         self._counters.requests[type(request).__name__.lower()] += 1
         try:
             with logs.request(request.trace):
-                answer = await self._answer(request)
-            with trio.move_on_after(self._patience_s) as sending:
-                await self._frames.send(answer)
-            if sending.cancelled_caught:
-                log.warning("%s does not take its answers; it is cut off", self._peer)
-                connection.cancel()
+                answer = await self._answer(request, request.number, self._do(request))
+                if isinstance(request, Reserve) and isinstance(answer, Exposed):
+                    await self._send(answer, connection)
+                    sealed = self._seal(answer.handle, request.sealed)
+                    answer = await self._answer(request, request.sealed, sealed)
+            await self._send(answer, connection)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             connection.cancel()
         finally:
             self._slots.release()
 
-    async def _answer(self, request: AnyRequest) -> AnyAnswer:
+    async def _send(self, answer: AnyAnswer, connection: trio.CancelScope) -> None:
+        self._frames.put(answer)
+        if not self._frames.flush_now():
+            with trio.move_on_after(self._patience_s) as sending:
+                await self._frames.flush()
+            if sending.cancelled_caught:
+                log.warning("%s does not take its answers; it is cut off", self._peer)
+                connection.cancel()
+
+    async def _answer(
+        self, request: AnyRequest, number: int, done: Awaitable[AnyAnswer]
+    ) -> AnyAnswer:
+        """What is done, or why it failed."""
         try:
-            return await self._do(request)
+            return await done
         except OSError as error:
             code, node, text = failure_of(error, self._service.node)
             self._counters.errors[errno.errorcode.get(code, str(code))] += 1
             if not isinstance(error, (Fenced, FileNotFoundError)):
                 log.info("%s: %s: %s", self._peer, type(request).__name__.lower(), error)
-            return Failed(request.number, code, node, text)
+            return Failed(number, code, node, text)
         except Exception:
             log.exception("%s: %s", self._peer, type(request).__name__.lower())
-            return Failed(
-                request.number, errno.EIO, self._service.node, "internal error; see its log"
-            )
+            return Failed(number, errno.EIO, self._service.node, "internal error; see its log")
+
+    async def _seal(self, handle: int, number: int) -> AnyAnswer:
+        await self._responder.seal(handle)
+        return Done(number)
 
     async def _do(self, request: AnyRequest) -> AnyAnswer:
         service, number = self._service, request.number
@@ -260,9 +279,6 @@ class Control:
                     request.extent, request.target, request.length, request.piece, request.pair
                 )
                 return Exposed(number, *reserved)
-            case Seal():
-                await self._responder.seal(request.handle)
-                return Done(number)
 
     async def _put(self, extent: Extent, target: Target, data: bytes) -> None:
         await self._service.admit(extent, target)

@@ -5,8 +5,8 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
 import trio
@@ -31,6 +31,7 @@ from .messages import (
     Tickets,
     decode_welcome,
 )
+from .prompt import PromptStream, acquire
 from .threads import in_threads
 from .verbs.lanes import Lanes
 from .wire import pack_preamble
@@ -58,7 +59,7 @@ class Link:
 
     def __init__(self, peers: "Peers", node: int) -> None:
         self.node = node
-        self.operations = trio.CapacityLimiter(OPERATIONS_AT_ONCE)
+        self._operations = trio.Semaphore(OPERATIONS_AT_ONCE)
         self._peers = peers
         self._connecting = trio.Lock()
         self._control: ControlClient | None = None
@@ -78,6 +79,15 @@ class Link:
     def refusal(self) -> str:
         """Why the node and this process do not accept each other; "": they do, or it is not known."""
         return self._why if self._distrusts else ""
+
+    @asynccontextmanager
+    async def operation(self) -> AsyncIterator[None]:
+        """A few extents at a time are on their way to a node or from it."""
+        await acquire(self._operations)
+        try:
+            yield
+        finally:
+            self._operations.release()
 
     async def ask(self, make: Callable[[int], AnyRequest], group: int = 0) -> AnyAnswer:
         """One round trip. `group` is the one that a Fenced is about. Raises OSError."""
@@ -258,17 +268,19 @@ class Link:
         self._distrusts = False
 
     async def _stream(self, address: NodeAddress) -> trio.abc.Stream:
-        stream = await trio.open_tcp_stream(address.address, address.control_port)
+        connected = await trio.open_tcp_stream(address.address, address.control_port)
+        stream = PromptStream(socket.socket(fileno=connected.socket.detach()))
         try:
-            stream.setsockopt(
+            sock = stream.socket
+            sock.setsockopt(
                 socket.IPPROTO_TCP,
                 socket.TCP_USER_TIMEOUT,
                 int(self._peers.timeout_s * _USER_TIMEOUTS * 1000),
             )
             # Data connections go to the address that was found to work.
-            self._family = stream.socket.family
-            self._peer_name = stream.socket.getpeername()
-            self._own_address = stream.socket.getsockname()[0]
+            self._family = sock.family
+            self._peer_name = sock.getpeername()
+            self._own_address = sock.getsockname()[0]
             if self._peers.context is None:
                 return stream
             secure = trio.SSLStream(stream, self._peers.context)
@@ -353,7 +365,7 @@ class Link:
         return channel
 
 
-def _check_node(connection: trio.SSLStream[trio.SocketStream] | ssl.SSLSocket) -> None:
+def _check_node(connection: trio.SSLStream[PromptStream] | ssl.SSLSocket) -> None:
     """Raises _Refusal when something else than a node listens there."""
     identity = peer_identity(connection)
     if identity is None or identity.role != "node":

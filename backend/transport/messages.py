@@ -14,10 +14,11 @@ import trio
 from msgspec.msgpack import Decoder as _Decoder
 
 from . import Extent, Fenced, Target, Unreachable
+from .prompt import PromptStream
 from .verbs.ends import RAILS_MAX, QueueEnd, Rail
 
 # Both ends must speak the same version: nodes and mounts are upgraded together.
-VERSION = 3
+VERSION = 4
 
 # What a stranger may send, and what a member may. The length of a frame comes before it.
 HELLO_BYTES_MAX = 4096
@@ -170,19 +171,15 @@ class Expose(Request, tag=19):
 
 class Reserve(Request, tag=30):
     """Asks to write an extent into the node's memory, in pieces of `piece` bytes and what is left, each
-    of which carries the handle that is given for it, by queue pair `pair`."""
+    of which carries the handle that is given for it, by queue pair `pair`. Answered a second time, with
+    the number `sealed`, when all of them have arrived and the extent is sealed here and down the chain."""
 
     extent: Extent
     target: Target
     length: int
     piece: int
+    sealed: int
     pair: int = 0
-
-
-class Seal(Request, tag=31):
-    """All pieces have been sent. Answered when the extent is sealed here and down the chain."""
-
-    handle: int
 
 
 class Rails(Request, tag=32):
@@ -228,8 +225,8 @@ class Attached(Answer, tag=26):
 
 
 class Exposed(Answer, tag=27):
-    """Where the bytes are, until Release or Seal. `wanted`: the node lacks the extent; one that has it
-    wants a Seal and no bytes."""
+    """Where the bytes are, until Release or until the extent is sealed. `wanted`: the node lacks the
+    extent; to one that has it no bytes are written."""
 
     handle: int
     address: int
@@ -255,7 +252,6 @@ AnyRequest: TypeAlias = (
     | Attach
     | Expose
     | Reserve
-    | Seal
 )
 AnyAnswer: TypeAlias = (
     Done | Failed | Contents | Report | Granted | Verdict | RailsFound | Attached | Exposed
@@ -354,21 +350,51 @@ def error_of(code: int, node: int, text: str, group: int = 0) -> OSError:
 
 
 class Frames:
-    """Messages on a trio stream. One task receives; any number may send."""
+    """Messages on a stream. One task receives; any number may send."""
 
     def __init__(self, stream: trio.abc.Stream, limit: int) -> None:
         self.stream = stream
         self.limit = limit
         self._buffer = bytearray()
+        self._outbox = bytearray()
         self._sending = trio.Lock()
 
-    async def send(self, message: Message) -> None:
-        """Raises trio.BrokenResourceError and the like."""
+    def put(self, message: Message) -> None:
+        """To be sent with the next `flush`."""
         body = _encode(message)
         if len(body) > FRAME_BYTES_MAX:
             raise ValueError(f"a message of {len(body)} bytes")
-        async with self._sending:
-            await self.stream.send_all(len(body).to_bytes(_LENGTH_BYTES, "big") + body)
+        self._outbox += len(body).to_bytes(_LENGTH_BYTES, "big")
+        self._outbox += body
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._outbox)
+
+    def flush_now(self) -> bool:
+        """Send what can be sent without waiting; whether that is all. Raises trio.BrokenResourceError
+        and the like."""
+        stream = self.stream
+        if not isinstance(stream, PromptStream) or self._sending.locked():
+            return not self._outbox and not self._sending.locked()
+        if self._outbox:
+            with memoryview(self._outbox) as unsent:
+                sent = stream.send_now(unsent)
+            del self._outbox[:sent]
+        return not self._outbox
+
+    async def flush(self) -> None:
+        """Returns when all is sent that was put before. Raises as `flush_now`."""
+        if not self.flush_now():
+            async with self._sending:
+                while self._outbox:
+                    unsent, self._outbox = self._outbox, bytearray()
+                    await self.stream.send_all(unsent)
+
+    async def send(self, message: Message) -> None:
+        """Raises as `flush_now`."""
+        self.put(message)
+        await self.flush()
 
     async def receive(self) -> bytes:
         """The body of the next frame. Raises BadMessage for one that is longer than the limit, and
@@ -383,6 +409,11 @@ class Frames:
         body = bytes(memoryview(buffer)[_LENGTH_BYTES:end])
         del buffer[:end]
         return body
+
+    @property
+    def has_received(self) -> bool:
+        """Whether there is more of what came already."""
+        return bool(self._buffer)
 
     async def _fill(self, count: int) -> None:
         while len(self._buffer) < count:

@@ -243,7 +243,7 @@ class RemoteDevice:
     async def write(
         self, extent: Extent, target: Target, fd: int, offset: int, length: int
     ) -> None:
-        async with self._link.operations:
+        async with self._link.operation():
             await self._write(extent, target, fd, offset, length, None)
 
     async def pass_on(
@@ -299,7 +299,7 @@ class RemoteDevice:
     ) -> None:
         if os.fstat(fd).st_size < offset + length:
             os.ftruncate(fd, offset + length)
-        async with self._link.operations:
+        async with self._link.operation():
             if not await self._by_verbs(
                 "read", length, lambda lanes: lanes.read(extent, start, fd, offset, length, landed)
             ):

@@ -12,7 +12,7 @@ import socket
 import ssl
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -37,6 +37,7 @@ from .messages import (
     decode_hello,
 )
 from .peers import Peers
+from .prompt import PromptStream
 from .service import Incoming, Service
 from .threads import in_threads
 from .transfers import RECEIVER_PATIENCE, Transfers
@@ -202,18 +203,26 @@ class Listener:
     # -- control ---------------------------------------------------------------------------------
 
     async def _serve_control(self, sock: trio.socket.SocketType, address: str) -> None:
-        stream: trio.abc.Stream = trio.SocketStream(sock)
+        local = sock.getsockname()[0]
+        with closing(PromptStream(socket.socket(fileno=sock.detach()))) as stream:
+            frames, peer = await self._met(stream, address)
+            await self._control(frames, peer, local)
+
+    async def _met(self, plain: PromptStream, address: str) -> tuple[Frames, Peer]:
+        """Who is there. Raises BadMessage and the like."""
         with self._stranger():
-            await self._check_tls(sock, stream)
+            await self._check_tls(plain)
+            stream: trio.abc.Stream = plain
             role = name = ""
             if self._context is not None:
-                stream, role, name = await self._tls(stream)
+                stream, role, name = await self._tls(plain)
             frames = Frames(stream, HELLO_BYTES_MAX)
-            peer = await self._meet(frames, address, role, name)
+            return frames, await self._meet(frames, address, role, name)
+
+    async def _control(self, frames: Frames, peer: Peer, local: str) -> None:
         frames.limit = FRAME_BYTES_MAX
         with self._member():
             log.debug("%s is connected", peer)
-            local = sock.getsockname()[0]
             control = Control(
                 frames, peer, self._service, self._peers, self.counters,
                 self._grant, self._give_up, partial(self._responding, local, peer),
@@ -249,17 +258,17 @@ class Listener:
             if (session and peer.session == session) or self.is_gone(peer):
                 responder.detach(SESSION_OVER)
 
-    async def _check_tls(self, sock: trio.socket.SocketType, stream: trio.abc.Stream) -> None:
+    async def _check_tls(self, stream: PromptStream) -> None:
         """One who begins with TLS where there is none, or without, is told so, as his waiting for
         better times would be in vain. Raises BadMessage."""
-        start = await sock.recv(1, socket.MSG_PEEK)
+        start = await stream.peek()
         encrypted = start == bytes([_TLS_HANDSHAKE])
         if not start or encrypted == (self._context is not None):
             return
         frames = Frames(stream, HELLO_BYTES_MAX)
         # What is not read of it would take the answer away from him.
         if encrypted:
-            await sock.recv(HELLO_BYTES_MAX)
+            await stream.receive_some(HELLO_BYTES_MAX)
             why = "it speaks TLS, and this node has no credentials (ca, cert, key in [cluster])"
         else:
             decode_hello(await frames.receive())

@@ -105,7 +105,8 @@ class Lanes:
 
     async def ready(self) -> None:
         """Until there is a queue pair, or it is known that there will be none soon."""
-        await self._first.wait()
+        if not self._first.is_set():
+            await self._first.wait()
 
     # -- moving bytes ----------------------------------------------------------------------------
 

@@ -1,12 +1,13 @@
 """The caller's end: extents are read from and written into a store node's memory.
 
-A transfer begins and ends on the control connection: the node says where the bytes are or go, and is
-told when that is over. If the queue pair breaks meanwhile, `Broken` is raised and nothing is lost: the
-node drops what it has of a write, and the caller moves the bytes in another way.
+A transfer begins on the control connection: the node says where the bytes are or go. It knows itself when
+all that is written has arrived, and is told when what is read is not needed any more. If the queue pair
+breaks meanwhile, `Broken` is raised and nothing is lost: the node drops what it has of a write, and the
+caller moves the bytes in another way.
 """
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
 
 import trio
@@ -28,7 +29,6 @@ from ..messages import (
     Exposed,
     Release,
     Reserve,
-    Seal,
     check_end,
 )
 from .adapter import Adapter
@@ -41,15 +41,19 @@ from .staging import Remote
 if TYPE_CHECKING:
     from ..caller import ControlClient
 
+_PIECE_BYTES_MAX = 16 << 20
 # A node hands a piece on while it receives the next; each costs both ends a look.
-_PIECE_BYTES_MIN = 256 << 10
-_PIECE_BYTES_MAX = 4 << 20
-_PIECES = 16
+_HANDED_ON_BYTES_MIN = 256 << 10
+_HANDED_ON_BYTES_MAX = 4 << 20
+_PIECES_HANDED_ON = 16
 
 
-def piece_bytes(length: int) -> int:
+def piece_bytes(length: int, is_handed_on: bool = False) -> int:
     """What one work request moves of a transfer of `length` bytes."""
-    usual = max(_PIECE_BYTES_MIN, min(_PIECE_BYTES_MAX, length // _PIECES))
+    usual = _PIECE_BYTES_MAX
+    if is_handed_on:
+        share = length // _PIECES_HANDED_ON
+        usual = max(_HANDED_ON_BYTES_MIN, min(_HANDED_ON_BYTES_MAX, share))
     return min(length, max(usual, -(-length // PIECES_MAX)))
 
 
@@ -108,7 +112,7 @@ class Path:
                     )
                     landed(0, length, None)
             finally:
-                await self._say(Release(exposed.handle))
+                self._control.say_later(Release(exposed.handle))
 
     async def write(
         self,
@@ -127,29 +131,28 @@ class Path:
                 if length > piece * PIECES_MAX:
                     raise NotByVerbs(f"{length} bytes are too many pieces")
             else:
-                piece = piece_bytes(length)
-            exposed = await self._ask(
-                lambda number: Reserve(
-                    number, current_request(), extent, target, length, piece, self._number
-                ),
-                target.group,
-            )
-            try:
-                if exposed.wanted and region is not None:
-                    await self._write_from(region, offset, length, piece, exposed, growth)
-                elif exposed.wanted:
-                    remote = Remote(exposed.address, exposed.key)
-                    await self._adapter.staging.write(
-                        self._pair, remote, fd, offset, length, exposed.handle
-                    )
-                answer = await ask(
-                    self._control,
-                    lambda number: Seal(number, current_request(), exposed.handle),
+                piece = piece_bytes(length, growth is not None or bool(target.chain))
+            with self._control.expecting() as sealed:
+                exposed = await self._ask(
+                    lambda number: Reserve(
+                        number, current_request(), extent, target, length, piece, sealed.number,
+                        self._number,
+                    ),
                     target.group,
-                )
-            except BaseException:
-                await self._say(Release(exposed.handle))
-                raise
+                )  # fmt: skip
+                try:
+                    if exposed.wanted and region is not None:
+                        await self._write_from(region, offset, length, piece, exposed, growth)
+                    elif exposed.wanted:
+                        remote = Remote(exposed.address, exposed.key)
+                        await self._adapter.staging.write(
+                            self._pair, remote, fd, offset, length, exposed.handle
+                        )
+                    with _told_apart():
+                        answer = await sealed.answer(target.group)
+                except BaseException:
+                    self._control.say_later(Release(exposed.handle))
+                    raise
             if not isinstance(answer, Done):
                 raise Unreachable(self.node, "its answer makes no sense")
 
@@ -208,7 +211,7 @@ class Path:
             raise Unreachable(self.node, "its answer makes no sense")
         return answer
 
-    async def _say(self, message: Release | Detach) -> None:
+    async def _say(self, message: Detach) -> None:
         with trio.CancelScope(shield=True):
             await self._control.say(message)
 
@@ -264,8 +267,15 @@ async def ask(
     control: "ControlClient", make: Callable[[int], AnyRequest], group: int = 0
 ) -> AnyAnswer:
     """Raises OSError: what the node answers; NotByVerbs."""
-    try:
+    with _told_apart():
         return await control.ask(make, group)
+
+
+@contextmanager
+def _told_apart() -> Iterator[None]:
+    """Raises NotByVerbs for what a node answers that can do it in another way."""
+    try:
+        yield
     except OSError as error:
         if error.errno == NOT_BY_VERBS:
             raise NotByVerbs(str(error.strerror)) from None

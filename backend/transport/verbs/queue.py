@@ -2,24 +2,23 @@
 
 A transfer is cut into pieces, which are posted in batches of BATCH work requests; the last of each batch
 is signalled, and its completion means that the whole batch is done, as a queue pair works in order. The
-send queue holds BATCHES of them; a transfer that finds it full waits. Nothing polls: the completion
-channel's descriptor is waited for as a socket is; only what is short is looked for before.
+send queue holds BATCHES of them; a transfer that finds it full waits.
 
 When `transfer` returns or raises, cancelled or not, the hardware touches its memory no more. After an
 error the queue pair is of no use: everything that waits for it raises `Broken` with the reason.
 """
 
-import errno
 import itertools
 import logging
 import math
-import os
 import secrets
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import trio
 
+from ..prompt import acquire
+from .completions import Completions
 from .ends import QueueEnd
 from .library import Library, immediate, status_name
 
@@ -44,10 +43,6 @@ _PATIENCE_SHARE = 0.5
 _TIMEOUT_UNIT_S = 4.096e-6
 _RNR_TIMER = 12  # 0.64 ms
 _READS_MAX = 16
-_POLL = 32
-# A transfer of so few bytes ends in about the time that a look for it takes; so does binding a window.
-_SHORT_BYTES = 64 << 10
-_LOOKS = 4
 
 
 class NotByVerbs(Exception):
@@ -95,7 +90,6 @@ class QueuePair:
         self._batches: dict[int, Batch] = {}
         self._next = 0
         self._room = trio.Semaphore(BATCHES)
-        self._emptied = trio.Event()
         self._psn = secrets.randbits(24)
         self.failure = ""
         self.failed = trio.Event()
@@ -103,28 +97,34 @@ class QueuePair:
         # What was granted to the peer: a window that is bound keeps its queue pair in being.
         self.windows: set[Window] = set()
         library, errors = self._library, self._library.errors
-        self._channel, self._fd = library.completion_channel(adapter.context)
+        self._sent = Completions(
+            # Every request may complete with an error.
+            library, adapter.context, SENDS + 1, self._take_sent, lambda: bool(self._batches),
+        )  # fmt: skip
+        self._arrivals = self._sent
         try:
-            with errors:
-                # Every request may complete with an error.
-                self._completions = library.CQ(
-                    adapter.context, SENDS + self._receives + 1, channel=self._channel
+            if receives:
+                self._arrivals = Completions(
+                    library, adapter.context, RECEIVES, self._take_arrival, lambda: True
                 )
-                self._completions.req_notify()
+                self._arrivals.arm()
+            with errors:
                 capacity = library.QPCap(
                     max_send_wr=SENDS, max_recv_wr=max(1, self._receives),
                     max_send_sge=1, max_recv_sge=1,
                 )  # fmt: skip
-                kind = library.enum("QPT_RC")
                 # Left in RESET: `connect` sets the rights of the peer on the way to INIT.
                 self._pair = library.QP(
                     adapter.pd,
                     library.QPInitAttr(
-                        qp_type=kind, scq=self._completions, rcq=self._completions, cap=capacity
+                        qp_type=library.enum("QPT_RC"),
+                        scq=self._sent.queue,
+                        rcq=self._arrivals.queue,
+                        cap=capacity,
                     ),
                 )
         except BaseException:
-            self._channel.close()
+            self._close_completions()
             raise
         # A WRITE puts nothing there; pyverbs wants an element all the same.
         self._receive = library.RecvWR(num_sge=1, sg=[library.SGE(0, 0, 0)])
@@ -133,7 +133,6 @@ class QueuePair:
         self._write = library.enum("WR_RDMA_WRITE")
         self._write_number = library.enum("WR_RDMA_WRITE_WITH_IMM")
         self._bind = library.enum("WR_BIND_MW")
-        self._received = library.enum("WC_RECV")
 
     def end(self) -> QueueEnd:
         adapter = self._adapter
@@ -191,10 +190,7 @@ class QueuePair:
         """As `write`, of at most BATCH pieces, which are posted when this returns; `finish` has to be
         called, too. What is begun later arrives later. Raises Broken."""
         await self._find_room()
-        batch = self._post([self._request(self._write, piece, number) for piece in pieces])
-        if sum(piece.length for piece in pieces) <= _SHORT_BYTES:
-            self._look_for(batch)
-        return batch
+        return self._post([self._request(self._write, piece, number) for piece in pieces])
 
     async def bind(self, window: Any, info: Any) -> int:
         """Bind a memory window; returns its key. Raises Broken."""
@@ -205,9 +201,7 @@ class QueuePair:
         )  # fmt: skip
         request.set_bind_wr(window, info)
         key = int(request.rkey)
-        batch = self._post([request])
-        self._look_for(batch)
-        await self.finish([batch])
+        await self.finish([self._post([request])])
         return key
 
     async def _transfer(self, opcode: int, pieces: Sequence[Piece], number: int | None) -> None:
@@ -219,8 +213,6 @@ class QueuePair:
                     self._request(opcode, piece, number) for piece in pieces[first : first + BATCH]
                 ]
                 batches.append(self._post(requests))
-            if batches and sum(piece.length for piece in pieces) <= _SHORT_BYTES:
-                self._look_for(batches[-1])
         finally:
             await self.finish(batches)
 
@@ -238,7 +230,9 @@ class QueuePair:
 
     async def _find_room(self) -> None:
         """Raises Broken."""
-        await self._room.acquire()
+        if not self._room.value:
+            self._sent.arm()
+        await acquire(self._room)
         if self.failure:
             self._room.release()
             raise Broken(self.failure)
@@ -260,98 +254,67 @@ class QueuePair:
             self.fail(f"posting failed: {error.strerror}")
         return batch
 
-    def _look_for(self, batch: Batch) -> None:
-        """What takes the hardware microseconds is not worth a wait: look for it before."""
-        for _ in range(_LOOKS):
-            # Soft-RoCE works in threads of the kernel.
-            os.sched_yield()
-            self._poll()
-            if batch.done.is_set() or self.is_closed:
-                return
-
     async def finish(self, batches: Sequence[Batch]) -> None:
         """Wait until the hardware is done with them, cancelled or not. Raises Broken."""
+        if batches and not batches[-1].done.is_set():
+            self._sent.look(batches[-1].done.is_set)
         try:
-            for batch in batches:
-                await batch.done.wait()
+            await self._done(batches)
         except trio.Cancelled:
             with trio.CancelScope(shield=True):
                 with trio.move_on_after(FLUSH_S):
-                    for batch in batches:
-                        await batch.done.wait()
+                    await self._done(batches)
                 if not all(batch.done.is_set() for batch in batches):
                     self.fail("a transfer that was given up did not end")
-                for batch in batches:
-                    await batch.done.wait()
+                await self._done(batches)
             raise
         if not all(batch.succeeded for batch in batches):
             raise Broken(self.failure or "the queue pair was closed")
+
+    async def _done(self, batches: Sequence[Batch]) -> None:
+        for batch in batches:
+            if not batch.done.is_set():
+                self._sent.arm()
+                await batch.done.wait()
 
     # -- completions -----------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Look after completions until the queue pair is closed, or broken and empty; closes it."""
         try:
-            with trio.CancelScope() as scope:
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._limit_flush, scope)
-                    await self._serve_completions()
-                    nursery.cancel_scope.cancel()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._sent.run)
+                if self._arrivals is not self._sent:
+                    nursery.start_soon(self._arrivals.run)
+                await self.failed.wait()
+                await self._flush()
+                nursery.cancel_scope.cancel()
         finally:
             self.close()
 
-    async def _serve_completions(self) -> None:
-        try:
-            while not (self.is_closed or (self.failure and not self._batches)):
-                await trio.lowlevel.wait_readable(self._fd)
-                # Between being woken and running: pyverbs does not check what it is asked about.
-                if not self.is_closed:
-                    self._take_completions()
-        except trio.ClosedResourceError:
-            pass  # by `close`
-
-    async def _limit_flush(self, scope: trio.CancelScope) -> None:
-        await self.failed.wait()
-        if self._batches:
-            await trio.sleep(FLUSH_S)
+    async def _flush(self) -> None:
+        """What is posted comes back."""
+        with trio.move_on_after(FLUSH_S):
+            for batch in list(self._batches.values()):
+                await batch.done.wait()
+        if self._batches and not self.is_closed:
             log.warning("RDMA device %s does not give back what is posted", self._adapter.name)
-        scope.cancel()
 
-    def _take_completions(self) -> None:
-        completions = self._completions
-        try:
-            with self._library.errors:
-                self._channel.get_cq_event(completions)
-                completions.ack_events(1)
-                completions.req_notify()
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EIO):
-                raise
-        self._poll()
-
-    def _poll(self) -> None:
-        completions = self._completions
-        while True:
-            count, found = completions.poll(_POLL)
-            for completion in found:
-                self._take(completion)
-            if count < _POLL:
-                return
-
-    def _take(self, completion: Any) -> None:
-        status = completion.status
-        batch = self._batches.pop(completion.wr_id, None) if completion.wr_id else None
-        if status:
-            self.fail(_reason(status))
-        elif batch is None:
-            if completion.opcode & self._received:
-                self._receive_next()
-                self._arrived(immediate(completion.imm_data))
-            return
+    def _take_sent(self, completion: Any) -> None:
+        if completion.status:
+            self.fail(_reason(completion.status))
+        batch = self._batches.pop(completion.wr_id, None)
         if batch is not None:
-            batch.succeeded = not status
+            batch.succeeded = not completion.status
             batch.done.set()
             self._room.release()
+
+    def _take_arrival(self, completion: Any) -> None:
+        if completion.status:
+            self.fail(_reason(completion.status))
+        elif not self.is_closed:
+            self._receive_next()
+            self._arrived(immediate(completion.imm_data))
 
     def _receive_next(self) -> None:
         try:
@@ -375,6 +338,8 @@ class QueuePair:
                 self._pair.modify(attributes, library.enum("QP_STATE"))
         except OSError:
             pass  # it is in that state already, or was never connected
+        if self._batches:
+            self._sent.arm()
 
     def close(self) -> None:
         """After it the hardware touches nothing, whatever was posted."""
@@ -384,17 +349,19 @@ class QueuePair:
         self._adapter.pairs.discard(self)
         self.failure = self.failure or "the queue pair was closed"
         self.failed.set()
-        trio.lowlevel.notify_closing(self._fd)
         for window in list(self.windows):
             window.close()
         with self._library.errors:
             self._pair.close()
-            self._completions.close()
-            self._channel.close()
+        self._close_completions()
         for batch in self._batches.values():
             batch.done.set()
             self._room.release()
         self._batches.clear()
+
+    def _close_completions(self) -> None:
+        for completions in {self._sent, self._arrivals}:
+            completions.close()
 
 
 def timeout_exponent(patience_s: float) -> int:

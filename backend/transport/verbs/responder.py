@@ -8,8 +8,7 @@ import errno
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -24,7 +23,7 @@ from .ends import QueueEnd, Rail
 from .growth import Growth
 from .queue import Broken, QueuePair
 from .rdma import Rdma
-from .regions import Region
+from .regions import Region, Regions
 from .windows import Window, grant
 
 if TYPE_CHECKING:
@@ -35,8 +34,6 @@ log = logging.getLogger(__name__)
 # A peer that takes longer over one operation loses the right to it.
 GIVEN_S = 600.0
 SESSION_OVER = "the peer's session is over"
-# All pieces were acknowledged to the sender, so their arrival is known here very soon.
-_ARRIVAL_S = 30.0
 
 
 class _End(NamedTuple):
@@ -184,11 +181,10 @@ class Responder:
         end = self._end(number)
         held = self._service.hold(extent)
         try:
-            size = os.fstat(held.fd).st_size
+            size = self._service.size(extent) or 0
             if start + length > size:
                 raise OSError(errno.EINVAL, "the extent is shorter than what is asked for")
-            with _writable(held.fd) as (best, may_write):
-                given = await self._give(end, held, best, size, start, length, may_write, False)
+            given = await self._give(end, held, size, start, length, False)
         except BaseException:
             held.close()
             raise
@@ -222,16 +218,13 @@ class Responder:
         return handle, given.window.address, given.window.key, True
 
     async def seal(self, handle: int) -> None:
-        """The extent is sealed here and down the chain when this returns. Raises what failed here, or
-        else further down; NOT_BY_VERBS when the bytes were lost with the queue pair."""
+        """All pieces have arrived, and the extent is sealed here and down the chain, when this returns.
+        Raises what failed here, or else further down; NOT_BY_VERBS when the bytes were lost with the
+        queue pair."""
         arrival = self._arrivals.get(handle)
         if arrival is None:
             raise OSError(NOT_BY_VERBS, "what was written is not here any more")
-        with trio.move_on_after(_ARRIVAL_S) as waiting:
-            await arrival.growth.complete()
-        if waiting.cancelled_caught:
-            self._drop(handle, "not all pieces arrived")
-            raise OSError(NOT_BY_VERBS, "not all pieces arrived")
+        await arrival.growth.complete()
         if self._arrivals.pop(handle, None) is None:
             raise OSError(NOT_BY_VERBS, "what was written is not here any more")
         try:
@@ -249,7 +242,7 @@ class Responder:
     async def _begin(self, end: _End, extent: Extent, target: Target, length: int) -> _Arrival:
         incoming = await self._create(end, extent, length)
         try:
-            given = await self._give(end, incoming, incoming.fd, length, 0, length, True, True)
+            given = await self._give(end, incoming, length, 0, length, True)
         except BaseException:
             self._service.drop(incoming)
             incoming.close()
@@ -323,17 +316,15 @@ class Responder:
         self,
         end: _End,
         held: Held,
-        fd: int,
         size: int,
         start: int,
         length: int,
-        writable: bool,
         writes: bool,
     ) -> _Given:
         """The whole file is registered, so that other ranges of it find it so. Raises OSError."""
         adapter, pair = end
         try:
-            region = await adapter.regions.acquire(fd, 0, size, writable)
+            region = await _registered(adapter.regions, held.fd, size)
         except OSError as error:
             log.info("%d bytes cannot be registered: %s", size, error.strerror)
             text = f"{size} bytes cannot be registered: {error.strerror}"
@@ -385,16 +376,17 @@ class Responder:
             self.detach(pair.failure, number)
 
 
-@contextmanager
-def _writable(fd: int) -> Iterator[tuple[int, bool]]:
-    """A descriptor of the same file that can be written, which windows ask for, if there may be one."""
+async def _registered(regions: Regions, fd: int, size: int) -> Region:
+    """Writable, if the file can be, which windows ask for. Raises OSError."""
+    region = regions.find(fd, 0, size, True)
+    if region is not None:
+        return region
     try:
         best = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
-        yield fd, False
-        return
+        return await regions.acquire(fd, 0, size, False)
     try:
-        yield best, True
+        return await regions.acquire(best, 0, size, True)
     finally:
         os.close(best)
 

@@ -24,6 +24,7 @@ import trio
 
 from ...unwrap import first_error
 from .. import Landed, nothing_landed
+from ..prompt import acquire
 from .library import Library
 from .queue import NotByVerbs, Piece, QueuePair
 from .regions import Regions, populate
@@ -34,12 +35,13 @@ _SLOT_BYTES_MAX = 4 << 20
 _SLOTS_MIN = 4
 # Of one transfer.
 _SLOTS_AT_ONCE = 4
-_PIECE_BYTES_MIN = 256 << 10
+_PIECE_BYTES_MIN = 1 << 20
 _PIECES = 8
 # Pieces are made of what digests are made of, if they are large enough.
 _BLOCK_BYTES = 2 << 20
-# Copied in the event loop: handing it to a thread takes longer.
+# Copied in the event loop, as handing it to a thread takes about as long: a piece, and a whole transfer.
 _AT_ONCE_BYTES = 256 << 10
+_ALL_AT_ONCE_BYTES = 1 << 20
 _THREADS_MAX = 8
 # After memory could not be had, it is asked for again after this long.
 _PAUSE_S = 30.0
@@ -136,6 +138,7 @@ class Staging:
     ) -> None:
         """From the peer's memory into a part of a file. `make` was called. Raises OSError, Broken."""
         piece = self.piece_bytes(length)
+        at_once = _copied_at_once(length, piece)
         share = trio.Semaphore(_SLOTS_AT_ONCE)
 
         async def take(slot: _Slot, at: int) -> None:
@@ -144,7 +147,8 @@ class Staging:
                 await pair.read(
                     [Piece(slot.address, count, slot.key, remote.address + at, remote.key)]
                 )
-                await self._copy(partial(_land, landed, at), fd, slot.view[:count], offset + at)
+                land = partial(_land, landed, at)
+                await self._copy(land, fd, slot.view[:count], offset + at, at_once)
             finally:
                 self._give_back(slot)
                 share.release()
@@ -155,7 +159,7 @@ class Staging:
             try:
                 async with trio.open_nursery() as nursery:
                     for at in range(0, length, piece):
-                        await share.acquire()
+                        await acquire(share)
                         nursery.start_soon(take, await self._take(), at)
             except BaseExceptionGroup as group:
                 raise _reason(group) from group
@@ -167,13 +171,15 @@ class Staging:
         """From a part of a file into the peer's memory, from the front; the peer is told `number` for each
         piece of `piece_bytes`. `make` was called. Raises OSError, Broken."""
         piece = self.piece_bytes(length)
+        at_once = _copied_at_once(length, piece)
         share = trio.Semaphore(_SLOTS_AT_ONCE)
 
         async def send(slot: _Slot, at: int, before: trio.Event, posted: trio.Event) -> None:
             count = min(piece, length - at)
             try:
-                await self._copy(_read_file, fd, slot.view[:count], offset + at)
-                await before.wait()
+                await self._copy(_read_file, fd, slot.view[:count], offset + at, at_once)
+                if not before.is_set():
+                    await before.wait()
                 batch = await pair.begin_write(
                     [Piece(slot.address, count, slot.key, remote.address + at, remote.key)], number
                 )
@@ -191,7 +197,7 @@ class Staging:
             try:
                 async with trio.open_nursery() as nursery:
                     for at in range(0, length, piece):
-                        await share.acquire()
+                        await acquire(share)
                         slot = await self._take()
                         before, posted = posted, trio.Event()
                         nursery.start_soon(send, slot, at, before, posted)
@@ -200,7 +206,7 @@ class Staging:
         self.staged_bytes += length
 
     async def _take(self) -> _Slot:
-        await self._room.acquire()
+        await acquire(self._room)
         return self._free.pop()
 
     def _give_back(self, slot: _Slot) -> None:
@@ -208,11 +214,16 @@ class Staging:
         self._room.release()
 
     async def _copy(
-        self, copy: Callable[[int, memoryview, int], None], fd: int, view: memoryview, offset: int
+        self,
+        copy: Callable[[int, memoryview, int], None],
+        fd: int,
+        view: memoryview,
+        offset: int,
+        at_once: bool,
     ) -> None:
         """Returns when the copy is over, cancelled or not. Raises OSError."""
         with view:
-            if len(view) <= _AT_ONCE_BYTES:
+            if at_once:
                 copy(fd, view, offset)
             else:
                 work = partial(copy, fd, view, offset)
@@ -277,6 +288,10 @@ class _Memory:
             slot.view.release()
         self._mapped.close()
         self._regions.let_go(self._size)
+
+
+def _copied_at_once(length: int, piece: int) -> bool:
+    return length <= _ALL_AT_ONCE_BYTES or piece <= _AT_ONCE_BYTES
 
 
 def _reason(group: BaseExceptionGroup[BaseException]) -> BaseException:

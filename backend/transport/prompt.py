@@ -1,0 +1,97 @@
+"""Control connections without waiting for nothing.
+
+trio's own calls let all other tasks have their turn even when they are done at once. A turn is a pass of
+the event loop, with system calls of its own, and a short exchange has a dozen of them: more than what it
+is about. Here nobody waits who need not; whoever serves a peer gives way in other places, so that
+no peer keeps the loop to itself.
+"""
+
+import errno
+import os
+import socket
+
+import trio
+
+_RECEIVE_BYTES = 64 << 10
+
+
+async def acquire(held: trio.Semaphore | trio.Lock | trio.CapacityLimiter) -> None:
+    """As its own `acquire`, and at once if it is free."""
+    try:
+        held.acquire_nowait()
+    except trio.WouldBlock:
+        await held.acquire()
+
+
+class PromptStream(trio.abc.Stream):
+    """A connected TCP socket, which is not the caller's any more."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
+        self.socket = sock
+        self._may_have_more = False
+
+    def send_now(self, data: memoryview) -> int:
+        """How many bytes the kernel takes without waiting. Raises trio.BrokenResourceError and
+        trio.ClosedResourceError."""
+        try:
+            return self.socket.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise self._translated(error) from error
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        with memoryview(data) as view:
+            sent = self.send_now(view)
+            while sent < len(view):
+                await self.wait_send_all_might_not_block()
+                with view[sent:] as rest:
+                    sent += self.send_now(rest)
+
+    async def wait_send_all_might_not_block(self) -> None:
+        self._check_open()
+        await trio.lowlevel.wait_writable(self.socket)
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes:
+        limit = max_bytes or _RECEIVE_BYTES
+        data = await self._receive(limit, 0)
+        # What filled the buffer may be followed by more; else there is nothing yet, most likely. For
+        # whoever never has to wait, every second turn is the others'.
+        self._may_have_more = len(data) == limit and not self._may_have_more
+        return data
+
+    async def peek(self) -> bytes:
+        """The first byte that will be received, b"" at the end. Raises as `receive_some`."""
+        return await self._receive(1, socket.MSG_PEEK)
+
+    async def _receive(self, limit: int, flags: int) -> bytes:
+        self._check_open()
+        while True:
+            if not self._may_have_more:
+                await trio.lowlevel.wait_readable(self.socket)
+            try:
+                return self.socket.recv(limit, flags)
+            except BlockingIOError:
+                self._may_have_more = False
+            except OSError as error:
+                raise self._translated(error) from error
+
+    def close(self) -> None:
+        if self.socket.fileno() >= 0:
+            trio.lowlevel.notify_closing(self.socket)
+            self.socket.close()
+
+    async def aclose(self) -> None:
+        self.close()
+        await trio.lowlevel.checkpoint()
+
+    def _check_open(self) -> None:
+        if self.socket.fileno() < 0:
+            raise trio.ClosedResourceError("the connection was closed")
+
+    def _translated(self, error: OSError) -> Exception:
+        if error.errno == errno.EBADF or self.socket.fileno() < 0:
+            return trio.ClosedResourceError("the connection was closed")
+        return trio.BrokenResourceError(error.strerror or os.strerror(error.errno or errno.EIO))

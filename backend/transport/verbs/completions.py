@@ -1,0 +1,103 @@
+"""A completion queue, and the channel on which the kernel tells that something has come into it.
+
+To be told costs a few system calls each time and a pass of the event loop. So what somebody waits for is
+looked for first, and the kernel is asked to tell (the queue is armed) only when it is not there yet.
+"""
+
+import errno
+import os
+from collections.abc import Callable
+from typing import Any
+
+import trio
+
+from .library import Library
+
+_POLL = 32
+_LOOKS = 4
+
+
+class Completions:
+    """`entries` at most; `take` is called for each, in the event loop. `is_awaited` tells whether somebody
+    waits for one. Raises OSError."""
+
+    def __init__(
+        self,
+        library: Library,
+        context: Any,
+        entries: int,
+        take: Callable[[Any], None],
+        is_awaited: Callable[[], bool],
+    ) -> None:
+        self._library = library
+        self._take = take
+        self._is_awaited = is_awaited
+        self._is_armed = False
+        self._is_closed = False
+        self._channel, self._fd = library.completion_channel(context)
+        try:
+            with library.errors:
+                self.queue = library.CQ(context, entries, channel=self._channel)
+        except BaseException:
+            self._channel.close()
+            raise
+
+    def look(self, is_over: Callable[[], bool]) -> None:
+        """What takes the hardware microseconds is not worth a wait."""
+        for _ in range(_LOOKS):
+            # Software RDMA works in threads of the kernel.
+            os.sched_yield()
+            self._poll()
+            if is_over() or self._is_closed:
+                return
+
+    def arm(self) -> None:
+        """Have `run` woken by the next one. What is there already is taken now."""
+        if self._is_armed or self._is_closed:
+            return
+        self._is_armed = True
+        with self._library.errors:
+            self.queue.req_notify()
+        self._poll()
+
+    async def run(self) -> None:
+        """Until it is closed."""
+        try:
+            while not self._is_closed:
+                await trio.lowlevel.wait_readable(self._fd)
+                # Between being woken and running: pyverbs does not check what it is asked about.
+                if not self._is_closed:
+                    self._be_told()
+        except trio.ClosedResourceError:
+            pass  # by `close`
+
+    def _be_told(self) -> None:
+        try:
+            with self._library.errors:
+                self._channel.get_cq_event(self.queue)
+                self.queue.ack_events(1)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EIO):
+                raise
+        self._is_armed = False
+        if self._is_awaited():
+            self.arm()
+        else:
+            self._poll()
+
+    def _poll(self) -> None:
+        while not self._is_closed:
+            count, found = self.queue.poll(_POLL)
+            for completion in found:
+                self._take(completion)
+            if count < _POLL:
+                return
+
+    def close(self) -> None:
+        """Its queue pair is closed."""
+        if not self._is_closed:
+            self._is_closed = True
+            trio.lowlevel.notify_closing(self._fd)
+            with self._library.errors:
+                self.queue.close()
+                self._channel.close()
