@@ -408,6 +408,8 @@ def test_a_broken_queue_pair_costs_no_operation_and_is_replaced(
     async def test(cluster: Cluster) -> None:
         source, target = cluster.file("source", data), cluster.file("target")
         device = cluster.peers.device(1)
+        # All have their queue pairs.
+        await device.write(Extent(3, 0), Target(1, 1, (2,)), source, 0, len(data))
         pairs = broken_while_posting(monkeypatch, 2)
         await device.write(Extent(1, 0), Target(1, 1, (2,)), source, 0, len(data))
         assert cluster.have(Extent(1, 0), data) == [1, 2]

@@ -233,6 +233,7 @@ def test_a_slot_is_used_again_only_when_its_copy_has_ended(
         data = random_bytes(MiB)
         await worker.write(1, data)
         staging = worker.adapter.staging
+        monkeypatch.setattr(staging_module, "_ALL_AT_ONCE_BYTES", 0)
         monkeypatch.setattr(staging_module, "_AT_ONCE_BYTES", 0)
         monkeypatch.setattr(staging_module, name, slow_copy)
         async with trio.open_nursery() as nursery:
