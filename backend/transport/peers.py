@@ -70,7 +70,8 @@ class Peers:
 
     `resolve` tells where a node is (None: it is not registered), `session` the number of this mount's
     session. A peer that is silent for `timeout_s` is given up. With `rdma`, which must stay open longer,
-    what is long enough moves by verbs where both ends can.
+    what is long enough moves by verbs where both ends can: through memory that is registered once and for
+    all if it `stages`, as a mount does, or from and to files that are registered when they are first used.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Peers:
         encrypt_data: bool = False,
         timeout_s: float = 5.0,
         rdma: Rdma | None = None,
+        stages: bool | None = None,
     ) -> None:
         self.resolve = resolve
         self.name = name
@@ -93,7 +95,7 @@ class Peers:
         self.timeout_s = timeout_s
         self.rdma = rdma
         # A file of a mount is used for one version; a node's serves many, and is sent on while it comes.
-        self.stages = role == "mount"
+        self.stages = role == "mount" if stages is None else stages
         self.streams = streams
         self.encrypt_data = encrypt_data
         self.context = credentials.client_context() if credentials is not None else None

@@ -266,7 +266,7 @@ async def work(kind: str, plan: dict[str, Any]) -> None:
             Peers(
                 lambda _node: address,
                 name="bench", role="mount", session=lambda: plan["session"], timeout_s=30.0,
-                rdma=rdma,
+                rdma=rdma, stages=False,
             )
         )  # fmt: skip
         target = Target(plan["group"], plan["revision"], ())
