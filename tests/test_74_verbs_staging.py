@@ -14,6 +14,8 @@ import pytest
 import trio
 import trio.testing
 from cluster import Cluster, Plan, train
+from irdmafs.backend import digest as digest_module
+from irdmafs.backend.digest import Stripe, digest_of_bytes
 from irdmafs.backend.transport import Extent, Target
 from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.verbs import devices
@@ -181,6 +183,28 @@ def test_a_transfer_that_stalls_leaves_slots_to_others(
                 go_on.set()
         assert await worker.read(1, len(data)) == data
         assert await worker.read(2, 64 * KiB) == data[: 64 * KiB]
+
+    with_worker(memory, test, Choice())
+
+
+@pytest.mark.parametrize("length", [256 * KiB, 9 * MiB + 77])
+def test_what_is_written_is_hashed_as_it_passes(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    data = random_bytes(length)
+
+    def read_again(*arguments: Any) -> None:
+        pytest.fail("the file is read a second time")
+
+    async def test(worker: Worker) -> None:
+        fd = worker.file(data)
+        found = Stripe(fd, 0, length)
+        await worker.device.write(Extent(1, 0), NOWHERE, fd, 0, length, found.landed)
+        with monkeypatch.context() as patch:
+            patch.setattr(digest_module, "_hash", read_again)
+            assert await found.finish() == digest_of_bytes(data)
+        assert worker.peers.shows_bytes(1)
+        os.close(fd)
 
     with_worker(memory, test, Choice())
 

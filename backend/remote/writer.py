@@ -12,11 +12,11 @@ import time
 
 import trio
 
-from ..digest import digest_of, fold
+from ..digest import Stripe, digest_of, fold
 from ..groups import has_still
 from ..kv import Compare
 from ..records import GroupConfig, Layout, group_key
-from ..transport import Distrusted, Extent, Fenced, Target, Unreachable
+from ..transport import Distrusted, Extent, Fenced, Target, Unreachable, nothing_landed
 from ..unwrap import first_error
 from .cluster import Cluster, for_each_stripe
 
@@ -57,6 +57,8 @@ class Transfer:
         self._wants_digests = verify and not (mapped and adoptable)
         self._mapped = mapped
         self._stamp: tuple[int, int] | None = None
+        # Which are hashed as their bytes pass.
+        self._passing: dict[int, Stripe] = {}
         # For the version's record, once `complete` has returned.
         self.digests = b""
 
@@ -71,7 +73,14 @@ class Transfer:
         if hashing:
             self._stamp = self._present_stamp()
         try:
-            if hashing and not self._mapped and self._size > self._cluster.small_bytes:
+            if hashing and not self._mapped and self._bytes_pass():
+                self._passing = {
+                    stripe: Stripe(self._fd, *self._layout.span(self._size, stripe))
+                    for stripe in range(self._layout.stripes(self._size))
+                }
+                await self._bring_all()
+                self.digests = fold([await each.finish() for each in self._passing.values()])
+            elif hashing and not self._mapped and self._size > self._cluster.small_bytes:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._hash)
                     nursery.start_soon(self._bring_all)
@@ -96,6 +105,18 @@ class Transfer:
     def _present_stamp(self) -> tuple[int, int]:
         status = os.fstat(self._fd)
         return status.st_size, status.st_mtime_ns
+
+    def _bytes_pass(self) -> bool:
+        """Whether they pass through memory of ours, so that they are hashed there; what does not after
+        all is read again."""
+        cluster = self._cluster
+        found = cluster.groups.get(cluster.group(self._layout, 0))
+        return (
+            self._size > cluster.small_bytes
+            and not self._adoptable
+            and found is not None
+            and all(cluster.peers.shows_bytes(node) for node in found[0].members)
+        )
 
     async def _hash(self) -> None:
         self.digests = await self._present_digests()
@@ -190,7 +211,9 @@ class Transfer:
         elif length <= cluster.small_bytes:
             await self._put(extent, Target(group, revision, ()), chain, offset, length)
         else:
-            await device.write(extent, target, self._fd, offset, length)
+            passing = self._passing.get(stripe)
+            passed = passing.landed if passing is not None else nothing_landed
+            await device.write(extent, target, self._fd, offset, length, passed)
         self._acknowledged[stripe].update(dict.fromkeys(chain, config))
 
     async def _put(

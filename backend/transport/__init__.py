@@ -79,10 +79,17 @@ class Device(Protocol):
         ...
 
     async def write(
-        self, extent: Extent, target: Target, fd: int, offset: int, length: int
+        self,
+        extent: Extent,
+        target: Target,
+        fd: int,
+        offset: int,
+        length: int,
+        passed: Landed = nothing_landed,
     ) -> None:
         """Send `length` bytes of a file, from `offset`, as an extent; sealed everywhere when it
-        returns. The bytes pass no Python object. `fd` stays the caller's."""
+        returns. The bytes pass no Python object; `passed` is shown those that pass through memory of this
+        process, in any thread. `fd` stays the caller's."""
         ...
 
     async def read(

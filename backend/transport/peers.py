@@ -185,6 +185,17 @@ class Peers:
             if link.refusal
         ]
 
+    def shows_bytes(self, node: int) -> bool:
+        """Whether what is written to a node passes through memory of this process, most likely."""
+        address = self.resolve(node)
+        return (
+            self.stages
+            and self.rdma is not None
+            and self.rdma.is_usable
+            and address is not None
+            and "verbs" in address.transports
+        )
+
     async def borrow(self, node: int, count: int) -> list[Channel]:
         """Data connections for one request each. Raises Unreachable."""
         return await self.link(node).channels(count)
@@ -243,10 +254,26 @@ class RemoteDevice:
         await self._link.ask(lambda number: Abort(number, current_request(), content))
 
     async def write(
-        self, extent: Extent, target: Target, fd: int, offset: int, length: int
+        self,
+        extent: Extent,
+        target: Target,
+        fd: int,
+        offset: int,
+        length: int,
+        passed: Landed = nothing_landed,
     ) -> None:
+        _check_chain(target)
+        peers = self._peers
         async with self._link.operation():
-            await self._write(extent, target, fd, offset, length, None)
+            if not await self._by_verbs(
+                "write",
+                length,
+                lambda lanes: lanes.write(extent, target, fd, offset, length, passed=passed),
+            ):
+                await self._send_all(
+                    extent, target, fd, offset, length, peers.streams, peers.limiter
+                )
+        peers.counters.sent_bytes += length
 
     async def pass_on(
         self,
@@ -259,36 +286,32 @@ class RemoteDevice:
     ) -> None:
         """As `write`, of a whole file whose bytes are still coming in. It waits for no other operation, as
         chains that cross would wait for each other. `lend` is called before the file is sent over TCP."""
-        await self._write(extent, target, fd, 0, length, growth, lend)
+        _check_chain(target)
+        peers = self._peers
+        if not await self._by_verbs(
+            "write", length, lambda lanes: lanes.write(extent, target, fd, 0, length, growth)
+        ):
+            lend()
+            await growth.complete()
+            await self._send_all(extent, target, fd, 0, length, 1, peers.unlimited)
+        peers.counters.sent_bytes += length
 
-    async def _write(
+    async def _send_all(
         self,
         extent: Extent,
         target: Target,
         fd: int,
         offset: int,
         length: int,
-        growth: Growth | None,
-        lend: Callable[[], None] = lambda: None,
+        streams: int,
+        limiter: trio.CapacityLimiter,
     ) -> None:
-        _check_chain(target)
-        if await self._by_verbs(
-            "write", length, lambda lanes: lanes.write(extent, target, fd, offset, length, growth)
-        ):
-            self._peers.counters.sent_bytes += length
-            return
-        lend()
-        if growth is not None:
-            await growth.complete()
-        streams = self._peers.streams if growth is None else 1
         headers = self._headers(Op.WRITE, extent, target, 0, length, streams, total=length)
-        await self._run(
-            "write",
-            headers,
-            lambda channel, header: self._send(channel, header, fd, offset),
-            self._peers.limiter if growth is None else self._peers.unlimited,
-        )
-        self._peers.counters.sent_bytes += length
+
+        def work(channel: Channel, header: Header) -> Reply:
+            return self._send(channel, header, fd, offset)
+
+        await self._run("write", headers, work, limiter)
 
     async def read(
         self,

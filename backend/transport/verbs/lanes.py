@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from .. import Extent, Landed, Target
+from .. import Extent, Landed, Target, nothing_landed
 from ..counters import Counters
 from ..messages import QUEUE_PAIRS_MAX, BadMessage, Rails, RailsFound, check_rails
 from .ends import Rail
@@ -151,11 +151,12 @@ class Lanes:
         offset: int,
         length: int,
         growth: Growth | None = None,
+        passed: Landed = nothing_landed,
     ) -> None:
         """As Device.write. With `growth`, the bytes are still coming into the file. Raises OSError,
         NotByVerbs."""
         await self._move(
-            length, lambda path: path.write(extent, target, fd, offset, length, growth)
+            length, lambda path: path.write(extent, target, fd, offset, length, growth, passed)
         )
 
     async def _move(self, length: int, move: Callable[[Path], Awaitable[None]]) -> None:

@@ -122,6 +122,7 @@ class Path:
         offset: int,
         length: int,
         growth: Growth | None = None,
+        passed: Landed = nothing_landed,
     ) -> None:
         """As Device.write. With `growth`, the bytes are still coming into the file. Raises OSError,
         NotByVerbs."""
@@ -146,7 +147,7 @@ class Path:
                     elif exposed.wanted:
                         remote = Remote(exposed.address, exposed.key)
                         await self._adapter.staging.write(
-                            self._pair, remote, fd, offset, length, exposed.handle
+                            self._pair, remote, fd, offset, length, exposed.handle, passed
                         )
                     with _told_apart():
                         answer = await sealed.answer(target.group)

@@ -35,10 +35,9 @@ _SLOT_BYTES_MAX = 4 << 20
 _SLOTS_MIN = 4
 # Of one transfer.
 _SLOTS_AT_ONCE = 4
-_PIECE_BYTES_MIN = 1 << 20
-_PIECES = 8
-# Pieces are made of what digests are made of, if they are large enough.
+# What digests are made of, so that each block is hashed as it passes.
 _BLOCK_BYTES = 2 << 20
+_PIECES = 8
 # Copied in the event loop, as handing it to a thread takes about as long: a piece, and a whole transfer.
 _AT_ONCE_BYTES = 256 << 10
 _ALL_AT_ONCE_BYTES = 1 << 20
@@ -122,7 +121,7 @@ class Staging:
     def piece_bytes(self, length: int) -> int:
         """What one work request moves of a transfer of `length` bytes. `make` was called."""
         assert self._memory is not None
-        piece = min(length, self._memory.slot_bytes, max(_PIECE_BYTES_MIN, length // _PIECES))
+        piece = min(length, self._memory.slot_bytes, max(_BLOCK_BYTES, length // _PIECES))
         return piece - piece % _BLOCK_BYTES if piece > _BLOCK_BYTES else piece
 
     # -- moving bytes ----------------------------------------------------------------------------
@@ -166,7 +165,14 @@ class Staging:
         self.staged_bytes += length
 
     async def write(
-        self, pair: QueuePair, remote: Remote, fd: int, offset: int, length: int, number: int
+        self,
+        pair: QueuePair,
+        remote: Remote,
+        fd: int,
+        offset: int,
+        length: int,
+        number: int,
+        passed: Landed = nothing_landed,
     ) -> None:
         """From a part of a file into the peer's memory, from the front; the peer is told `number` for each
         piece of `piece_bytes`. `make` was called. Raises OSError, Broken."""
@@ -177,7 +183,8 @@ class Staging:
         async def send(slot: _Slot, at: int, before: trio.Event, posted: trio.Event) -> None:
             count = min(piece, length - at)
             try:
-                await self._copy(_read_file, fd, slot.view[:count], offset + at, at_once)
+                take = partial(_take, passed, at)
+                await self._copy(take, fd, slot.view[:count], offset + at, at_once)
                 if not before.is_set():
                     await before.wait()
                 batch = await pair.begin_write(
@@ -318,6 +325,11 @@ def _read_file(fd: int, view: memoryview, offset: int) -> None:
 def _land(landed: Landed, start: int, fd: int, view: memoryview, offset: int) -> None:
     _write_file(fd, view, offset)
     landed(start, len(view), view)
+
+
+def _take(passed: Landed, start: int, fd: int, view: memoryview, offset: int) -> None:
+    _read_file(fd, view, offset)
+    passed(start, len(view), view)
 
 
 def _write_file(fd: int, view: memoryview, offset: int) -> None:
