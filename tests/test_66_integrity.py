@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import trio
 from cluster import MIB, Cluster, ClusterMount, Plan, StoreNode
-from irdmafs.backend.digest import digest_of_bytes
+from irdmafs.backend.digest import BLOCK_BYTES, digest_of_bytes
 from irdmafs.backend.records import GroupConfig, Layout
 from irdmafs.backend.remote.writer import Transfer
+from irdmafs.backend.transport import Extent, Landed, Target
 from patterns import pattern
 
 from irdmafs import mounting
@@ -156,32 +157,44 @@ def test_a_file_that_its_writer_keeps_mapped_stays_readable_elsewhere(
 
 
 class Nodes:
-    """One node, which lets the writer write while it is being sent to."""
+    """One node, which lets the writer write while it is being sent to. `shows`: the bytes pass through
+    memory, a part of them."""
 
-    def __init__(self, fd: int, change: bytes, touch: bool) -> None:
+    def __init__(self, fd: int, change: bytes, touch: bool, shows: bool) -> None:
         self._fd = fd
         self._change = change
         self._touch = touch
+        self._shows = shows
 
     def device(self, node: int) -> "Nodes":
         return self
 
-    async def write(self, *_: object) -> None:
+    def shows_bytes(self, node: int) -> bool:
+        return self._shows
+
+    async def write(
+        self, extent: Extent, target: Target, fd: int, offset: int, length: int, passed: Landed
+    ) -> None:
+        if self._shows and length > BLOCK_BYTES:
+            passed(0, BLOCK_BYTES, memoryview(os.pread(fd, BLOCK_BYTES, offset)))
         status = os.fstat(self._fd)
         os.pwrite(self._fd, self._change, 0)
         if not self._touch:
             os.utime(self._fd, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
+@pytest.mark.parametrize("shows", [False, True])
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("change", [b"", b"x"])
-def test_what_was_written_on_while_it_was_sent_is_not_checked(mapped: bool, change: bytes) -> None:
-    content = bytes(300_000)
+def test_what_was_written_on_while_it_was_sent_is_not_checked(
+    mapped: bool, change: bytes, shows: bool
+) -> None:
+    content = bytes(BLOCK_BYTES + 300_000)
     fd = os.memfd_create("content")
     os.pwrite(fd, content, 0)
     config = GroupConfig(1, (7,))
     cluster: Any = SimpleNamespace(
-        peers=Nodes(fd, change, touch=not mapped),
+        peers=Nodes(fd, change, touch=not mapped, shows=shows),
         groups=SimpleNamespace(get=lambda group: (config, 1)),
         group=lambda layout, stripe: 1,
         here=0,
