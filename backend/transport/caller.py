@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 15.0
+# In the time that a node may be silent.
+_LOOKS = 8
 # No answer takes longer: a node that is asked waits for others with limits of its own.
 ANSWER_LIMIT_S = 300.0
 # What may go with the next request waits no longer for one.
@@ -46,34 +48,30 @@ class Expected:
         self._control = control
         self._event = trio.Event()
         self._answer: AnyAnswer | None = None
+        self._why = ""
         self.number = number
+        # When it was first seen to be late, if it was.
+        self.late_since: float | None = None
 
     def take(self, answer: AnyAnswer) -> None:
         self._answer = answer
         self._event.set()
 
-    def give_up(self) -> None:
-        """The connection has ended."""
+    def give_up(self, why: str) -> None:
+        self._why = why
         self._event.set()
 
     async def answer(self, group: int = 0) -> AnyAnswer:
         """Raises OSError: Unreachable, or what the node answers; `group` is the one that a Fenced is
         about."""
-        with trio.move_on_after(ANSWER_LIMIT_S):
-            await self.arrived()
-            if isinstance(self._answer, Failed):
-                failed = self._answer
-                raise error_of(failed.code, failed.node, failed.text, group)
-            assert self._answer is not None
-            return self._answer
-        raise Unreachable(self._control.node, f"it did not answer for {ANSWER_LIMIT_S:g} s")
-
-    async def arrived(self) -> None:
-        """Until the node has answered. Raises Unreachable."""
         if self._control.is_open and not self._event.is_set():
             await self._event.wait()
         if self._answer is None:
-            raise Unreachable(self._control.node, self._control.why)
+            raise Unreachable(self._control.node, self._why or self._control.why)
+        if isinstance(self._answer, Failed):
+            failed = self._answer
+            raise error_of(failed.code, failed.node, failed.text, group)
+        return self._answer
 
 
 class ControlClient:
@@ -91,7 +89,9 @@ class ControlClient:
         self._scope = trio.CancelScope()
         self.why = ""
         self._put_off = trio.Event()
-        self._heard_at = self._asked_at = trio.current_time()
+        # How many frames came, and how often somebody began to wait for one: `_watch` looks at them now and
+        # then, as looking at the clock for each would cost more.
+        self._heard = self._began = 0
         self._wake = trio.Event()
         self.watchers = 0
         # What hangs on the connection, told why it ended.
@@ -108,7 +108,7 @@ class ControlClient:
             self.why = why
             self._peers.counters.connections -= 1
             for expected in self._waiting.values():
-                expected.give_up()
+                expected.give_up(why)
             for close in self.closers:
                 close(why)
             self._scope.cancel()
@@ -124,7 +124,7 @@ class ControlClient:
 
     def _begin_waiting(self) -> None:
         if not self._is_awaited:
-            self._asked_at = trio.current_time()
+            self._began += 1
             self._wake.set()
 
     async def ask(self, make: Callable[[int], AnyRequest], group: int = 0) -> AnyAnswer:
@@ -210,7 +210,7 @@ class ControlClient:
     async def _receive(self) -> None:
         while True:
             answer = decode_answer(await self._frames.receive())
-            self._heard_at = trio.current_time()
+            self._heard += 1
             expected = self._waiting.get(answer.number)
             if expected is not None:
                 expected.take(answer)
@@ -218,26 +218,41 @@ class ControlClient:
     async def _watch(self) -> None:
         """Ask the node whether it is alive while somebody waits for it, and now and then."""
         timeout_s = self._peers.timeout_s
+        look_s = timeout_s / _LOOKS
+        heard, began = self._heard, self._began
+        heard_at = silent_since = trio.current_time()
         while True:
             self._wake = trio.Event()
-            with trio.move_on_after(timeout_s / 4 if self._is_awaited else KEEP_ALIVE_S):
+            with trio.move_on_after(look_s if self._is_awaited else KEEP_ALIVE_S):
                 await self._wake.wait()
-                await trio.sleep(timeout_s / 4)
+                await trio.sleep(look_s)
             now = trio.current_time()
-            silent_s = now - max(self._heard_at, self._asked_at)
-            if self._is_awaited and silent_s >= timeout_s:
+            if self._heard != heard:
+                heard_at = silent_since = now
+            if self._began != began:
+                silent_since = now
+            heard, began = self._heard, self._began
+            if self._is_awaited and now - silent_since >= timeout_s:
                 why = f"it was silent for {timeout_s:g} s"
                 self._link.silent(why)
                 self.close(why)
                 return
-            if now - self._heard_at >= timeout_s / 4:
+            if now - heard_at >= timeout_s / 4:
                 self._peers.nursery.start_soon(self._ping)
+            self._give_up_late_ones(now)
+
+    def _give_up_late_ones(self, now: float) -> None:
+        for expected in self._waiting.values():
+            if expected.late_since is None:
+                expected.late_since = now
+            elif now - expected.late_since >= ANSWER_LIMIT_S:
+                expected.give_up(f"it did not answer for {ANSWER_LIMIT_S:g} s")
 
     async def _ping(self) -> None:
         if len(self._waiting) <= REQUESTS_AT_ONCE:
-            with suppress(Unreachable), self.expecting() as expected:
+            with suppress(OSError), self.expecting() as expected:
                 await self._send(Ping(expected.number, ""))
-                await expected.arrived()
+                await expected.answer()
 
     async def _say_what_was_put_off(self) -> None:
         while True:

@@ -119,14 +119,16 @@ class Control:
         self._respond = respond
         self._idle_s = idle_s
         self._patience_s = patience_s
+        self._heard = 0
         # What is being written to is not answered for long.
         self._slots = trio.Semaphore(REQUESTS_AT_ONCE + HANDLES_MAX)
 
     async def run(self) -> None:
-        """Until the peer closes the connection or says nothing for `idle_s`; what is not answered then
-        is cancelled. Raises BadMessage, trio.EndOfChannel, trio.BrokenResourceError."""
+        """Until the peer closes the connection or says nothing for `idle_s` or somewhat longer; what is not
+        answered then is cancelled. Raises BadMessage, trio.EndOfChannel, trio.BrokenResourceError."""
         error: Exception | None = None
         async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch, nursery.cancel_scope)
             try:
                 with self._respond(nursery) as self._responder:
                     while True:
@@ -137,13 +139,21 @@ class Control:
         if error is not None:
             raise error
 
+    async def _watch(self, connection: trio.CancelScope) -> None:
+        quiet = 0
+        while quiet < 2:
+            heard = self._heard
+            await trio.sleep(self._idle_s / 2)
+            # Nothing is taken while as much as allowed is being done.
+            quiet = quiet + 1 if heard == self._heard and self._slots.value else 0
+        connection.cancel()
+
     async def _take_request(self, nursery: trio.Nursery) -> None:
         if self._frames.has_received:
             # It has sent much at once: the others have their turn, too.
             await trio.lowlevel.checkpoint()
-        with trio.fail_after(self._idle_s):
-            body = await self._frames.receive()
-        request = decode_request(body)
+        request = decode_request(await self._frames.receive())
+        self._heard += 1
         match request:
             case Renewed():
                 self._peer.session = request.session

@@ -190,7 +190,7 @@ class Regions:
         the file's any more."""
         region.users -= 1
         region.is_stale |= not keep
-        if not region.users and (region.is_stale or region.is_orphan()):
+        if region.is_stale and not region.users:
             self._evict(region)
 
     def forget(self, file: tuple[int, int]) -> None:
