@@ -4,7 +4,7 @@ Read once, not watched: for commands, which come and go.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -149,13 +149,23 @@ class Cluster:
         return Moving(self._joining.total(), int(size_bytes), longest_s)
 
     def missing(self) -> Counter[int]:
-        """How many groups lack how many replicas."""
-        live = self.live
+        """How many groups of the pools in use lack how many replicas."""
+        live, in_use = self.live, self.pools_in_use()
         return Counter(
             missing
             for group, config in self.groups.items()
-            if (missing := degraded(config, live, replicas_of(group)))
+            if group >> GROUP_BUCKET_BITS in in_use
+            and (missing := degraded(config, live, replicas_of(group)))
         )
+
+    def pools_in_use(self) -> set[int]:
+        """Those in which any file keeps something, as the nodes tell; all, if none was asked."""
+        told = [
+            set(pools)
+            for report in self.reports.values()
+            if isinstance(pools := report.get("pools_in_use"), list)
+        ]
+        return set().union(*told) if told else {group >> GROUP_BUCKET_BITS for group in self.groups}
 
     def unavailable(self) -> int:
         """Groups of which no member in sync is alive."""
@@ -165,24 +175,15 @@ class Cluster:
     def health(self) -> tuple[Health, list[str]]:
         """The verdict, and a line for each thing that is wrong."""
         problems: list[tuple[Health, str]] = []
-        settings, live = self.members.settings, self.live
-        usable = {node for node in live if self.state_of(node) == "up"}
-        replicas = max(
-            {settings.replicas if settings else 0, *(replicas_of(group) for group in self.groups)}
-        )
+        live = self.live
         if not live:
             problems.append(
                 ("unavailable", "no store node is up; start one with: irdmafs serve STORE")
             )
-        elif not usable:
+        elif all(self.state_of(node) != "up" for node in live):
             problems.append(("degraded", "every store node is draining: nothing can be moved"))
-        elif len(usable) < replicas:
-            problems.append(
-                (
-                    "degraded",
-                    f"{counted(len(usable), 'node')} cannot keep {replicas} replicas; add some",
-                )
-            )
+        else:
+            problems += (("degraded", line) for line in self._nodes_to_add())
         problems += (("degraded", line) for line in map(self._node_problem, self.nodes()) if line)
         if lost := self.unavailable():
             problems.append(
@@ -197,6 +198,32 @@ class Cluster:
             )
         worst: Health = max((health for health, _ in problems), key=HEALTHS.index, default="ok")
         return worst, [line for _, line in problems]
+
+    def _nodes_to_add(self) -> Iterator[str]:
+        """Where more replicas are wanted than there are nodes that may keep one."""
+        settings = self.members.settings
+        usual = settings.replicas if settings else 0
+        wanted = {0: usual}  # by policy
+        for pool in self.pools_in_use():
+            group = pool << GROUP_BUCKET_BITS
+            policy = policy_of(group)
+            wanted[policy] = max(wanted.get(policy, 0), replicas_of(group))
+        candidates = self.candidates()
+        for policy, replicas in sorted(wanted.items()):
+            rule = self.members.policies.get(policy, "")
+            admits = parse_policy(rule).admits
+            fitting = sum(admits(candidate) for candidate in candidates if candidate.weight > 0)
+            if fitting >= replicas:
+                continue
+            fit = f" within the placement {rule!r}" if rule else ""
+            line = f"{counted(fitting, 'node')}{fit} cannot keep {replicas} replicas"
+            line += f"; add {replicas - fitting}"
+            if replicas > usual:
+                line += (
+                    ", or make the files anew that were created where user.irdmafs.replicas was "
+                    f"{replicas}"
+                )
+            yield line
 
     def _node_problem(self, node: int) -> str:
         """What is wrong with a node, and what to do; "" for nothing."""

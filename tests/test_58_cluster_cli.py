@@ -27,6 +27,7 @@ from irdmafs.backend.records import (
     encode,
     group_key,
     key_of,
+    policy_key,
 )
 from mountpoint import eventually, irdmafs
 
@@ -298,6 +299,22 @@ def test_status_of_a_dead_node_is_degraded(cluster: Cluster) -> None:
         f"{A:016x}": "up",
         f"{B:016x}": "down",
     }
+
+
+def test_status_says_how_many_nodes_to_add_for_which_replicas(cluster: Cluster) -> None:
+    """Of nodes that cannot be asked it is not known where nothing is kept."""
+    cluster.admit(A, B)
+    rule = f"host=h{A:x}|hmissing"
+    cluster.do(lambda engine: engine.transact([], [Put(policy_key(1), rule.encode())]))
+    for pool in (4, 1 << 8 | 2):
+        cluster.put((group_key(pool << 16), GroupConfig(1, (A,))))
+    assert cluster.status(1)["problems"] == [
+        "2 nodes cannot keep 4 replicas; add 2, or make the files anew that were created where "
+        "user.irdmafs.replicas was 4",
+        f"1 node within the placement {rule!r} cannot keep 2 replicas; add 1",
+        "1 group without 1 of the replicas",
+        "1 group without 3 of the replicas",
+    ]
 
 
 def test_status_of_groups_without_a_live_replica_is_unavailable(cluster: Cluster) -> None:

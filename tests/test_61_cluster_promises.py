@@ -333,6 +333,27 @@ def test_as_many_nodes_keep_a_file_as_its_directory_says(
         assert read_version(other / str(replicas) / "file") == replicas
 
 
+def test_replicas_that_there_are_no_nodes_for_are_missed_while_a_file_wants_them(
+    cluster: Cluster, two: tuple[Path, Path]
+) -> None:
+    one, other = two
+    os.setxattr(one, "user.irdmafs.replicas", b"5")
+    assert "3 store nodes are up" in cluster.mounts[0].log_tail()
+    assert cluster.status()["health"] == "ok"
+    write(one / "file", pattern(7, MIB))
+    assert read_version(other / "file") == 7
+    os.setxattr(one, "user.irdmafs.replicas", b"2")
+    status = cluster.status()
+    assert status["problems"] == [
+        "3 nodes cannot keep 5 replicas; add 2, or make the files anew that were created where "
+        "user.irdmafs.replicas was 5",
+        f"{cluster.plan.buckets} groups without 2 of the replicas",
+    ]
+    (one / "file").unlink()
+    eventually(lambda: cluster.status()["health"] == "ok", "nothing is missed", 20)
+    assert cluster.status()["groups"]["total"] == status["groups"]["total"]
+
+
 def test_a_policy_that_makes_no_sense_is_refused(two: tuple[Path, Path]) -> None:
     for name, value in (("replicas", b"many"), ("stripe_size", b"-1"), ("placement", b"moon=1")):
         with pytest.raises(OSError, match=r".") as caught:

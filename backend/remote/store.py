@@ -402,6 +402,12 @@ class RemoteStore(Pinned):
             attributes.check(name, value)
         except ValueError as error:
             raise fail(errno.EINVAL, str(error)) from None
+        if name == attributes.REPLICAS and int(value) > (up := len(self.members.candidates())):
+            log.warning(
+                "%s: %d replicas are wanted, and %d store nodes are up: what is created there has fewer "
+                "until others are added",
+                self.namespace.describe(inode.ino), int(value), up,
+            )  # fmt: skip
         if name != attributes.PLACEMENT:
             return
         rule = parse_policy(value.decode("ascii", errors="replace")).rule

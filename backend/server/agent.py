@@ -160,12 +160,15 @@ class Agent:
         live = self._members.nodes.keys()
         configs = self._groups.all()
         progress = self._resync.progress()
+        in_use = self._resync.pools_in_use()
         return {
             "groups": len(configs),
+            "pools_in_use": sorted(in_use),
             "groups_led": sum(leader(c, live) == self.node for c, _ in configs.values()),
             "groups_degraded": sum(
                 degraded(config, live, replicas_of(group)) > 0
                 for group, (config, _) in configs.items()
+                if group >> GROUP_BUCKET_BITS in in_use
             ),
             "groups_unavailable": sum(leader(c, live) is None for c, _ in configs.values()),
             "groups_moving": sum(bool(config.joining) for config, _ in configs.values()),

@@ -26,7 +26,7 @@ from ..kv import Event, KeyValue
 from ..membership import Groups
 from ..namespace import Inode
 from ..placement import group_of
-from ..records import STRIPE_GROUPS_MAX, Layout, session_of
+from ..records import GROUP_BUCKET_BITS, STRIPE_GROUPS_MAX, Layout, session_of
 from ..transport import Extent
 from .files import Files
 from .spares import SPARE_S
@@ -98,6 +98,10 @@ class Catalog:
             _, named = self._named[content]
             for stripe in _stripes_in(named, group, self._buckets):
                 yield Extent(content, stripe), named.layout.span(named.size, stripe)[1]
+
+    def pools_in_use(self) -> set[int]:
+        """The pools (see placement.pool_of) in which an extent is named."""
+        return {group >> GROUP_BUCKET_BITS for group in self._by_group}
 
     def missing(self, group: int) -> list[tuple[Extent, int]]:
         """The named extents of a group that are not here, with their sizes in bytes."""

@@ -43,6 +43,10 @@ class Catalog(Protocol):
         """The named extents of a group, here or not, with their sizes in bytes."""
         ...
 
+    def pools_in_use(self) -> set[int]:
+        """The pools (see placement.pool_of) in which an extent is named."""
+        ...
+
     def missing(self, group: int) -> list[tuple[Extent, int]]:
         """The named extents of a group that are not here, with their sizes in bytes."""
         ...

@@ -199,6 +199,10 @@ class Resync:
         """Whether an inode names an extent of the group, as far as the replica is."""
         return next(self._catalog.extents_of(group), None) is not None
 
+    def pools_in_use(self) -> set[int]:
+        """The pools in which an inode names an extent, as far as the replica is."""
+        return self._catalog.pools_in_use()
+
     def progress(self) -> Progress:
         return Progress(
             groups=len(self._active),
