@@ -9,6 +9,7 @@ import ctypes
 import errno
 import fcntl
 import json
+import logging
 import os
 import stat
 import time
@@ -36,6 +37,9 @@ XATTR_VERSIONS = b"user.irdmafs.versions"
 OWN_XATTRS = b"user.irdmafs."
 # What an array file consists of (irdmafs.client), and how a cluster is to keep what a directory gets.
 _KEPT_XATTRS = {b"user.irdmafs.dtype", b"user.irdmafs.shape", *POLICY_XATTRS}
+_SETTABLE_XATTRS = {XATTR_DISCARD, XATTR_PREFETCH, *_KEPT_XATTRS}
+
+log = logging.getLogger(__name__)
 
 _OFFSET_MAX = 2**63 - 1
 # A file that is replaced each time before its content is here.
@@ -464,12 +468,25 @@ class Operations(pyfuse3.Operations):
             return
         if name in (XATTR_STATUS, XATTR_VERSION, XATTR_VERSIONS):
             raise fail(errno.EPERM)
-        if name.startswith(OWN_XATTRS) and name not in _KEPT_XATTRS:
-            raise fail(errno.EINVAL)  # rather than to keep a slip of the pen
-        if self._shared:
+        if name.startswith(OWN_XATTRS):
+            await self._check_own_xattr(found, name, value)
+        elif self._shared:
             await detach()
-            await self._store.check_attribute(found, name, value)
         await self._namespace.set_xattr(found.ino, name, value, flags)
+
+    async def _check_own_xattr(self, inode: Inode, name: bytes, value: bytes) -> None:
+        """Raises OSError EINVAL for what means nothing, rather than to keep a slip of the pen."""
+        try:
+            if name not in _KEPT_XATTRS:
+                known = ", ".join(sorted(map(os.fsdecode, _SETTABLE_XATTRS)))
+                raise fail(errno.EINVAL, f"it means nothing; there are {known}")
+            if self._shared:
+                await detach()
+                await self._store.check_attribute(inode, name, value)
+        except OSError as error:
+            where = self._namespace.describe(inode.ino)
+            log.info("%s: %r is refused: %s", where, os.fsdecode(name), error.strerror)
+            raise
 
     async def getxattr(self, inode: int, name: bytes, ctx: Caller) -> bytes:
         found = self._inode(inode)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from cluster_mount import CLUSTER
 from conftest import SESSIONS as _SESSIONS
+from mountpoint import Mount
 from processes import Process
 
 SESSIONS = (*_SESSIONS, CLUSTER)
@@ -638,9 +639,15 @@ def test_directories_have_extended_attributes_and_links_refuse_users(folder: Pat
         os.setxattr(folder / "link", "user.a", b"b", follow_symlinks=False)
 
 
-def test_unknown_attributes_of_ours_are_refused(folder: Path) -> None:
-    with raises(errno.EINVAL):
-        os.setxattr(folder, "user.irdmafs.replica", b"3")  # it is "replicas"
+def test_unknown_attributes_of_ours_are_refused(folder: Path, mount: Mount) -> None:
+    file = folder / "file"
+    file.write_text("x")
+    for path in (folder, file):
+        with raises(errno.EINVAL):
+            os.setxattr(path, "user.irdmafs.replica", b"3")  # it is "replicas"
+        [line] = [line for line in mount.log_tail(5000).splitlines() if f"{path.name}: " in line]
+        assert "'user.irdmafs.replica' is refused" in line
+        assert all(f"user.irdmafs.{name}" in line for name in ("replicas", "shape", "discard"))
     assert os.listxattr(folder) == []
     os.setxattr(folder, "user.irdmafs.replicas", b"3")
     assert os.listxattr(folder) == ["user.irdmafs.replicas"]

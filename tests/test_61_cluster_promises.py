@@ -354,11 +354,12 @@ def test_replicas_that_there_are_no_nodes_for_are_missed_while_a_file_wants_them
     assert cluster.status()["groups"]["total"] == status["groups"]["total"]
 
 
-def test_a_policy_that_makes_no_sense_is_refused(two: tuple[Path, Path]) -> None:
+def test_a_policy_that_makes_no_sense_is_refused(cluster: Cluster, two: tuple[Path, Path]) -> None:
     for name, value in (("replicas", b"many"), ("stripe_size", b"-1"), ("placement", b"moon=1")):
         with pytest.raises(OSError, match=r".") as caught:
             os.setxattr(two[0], f"user.irdmafs.{name}", value)
         assert caught.value.errno == errno.EINVAL
+        assert f"'user.irdmafs.{name}' is refused: " in cluster.mounts[0].log_tail()
 
 
 def test_a_striped_file_is_read_whole(cluster: Cluster, two: tuple[Path, Path]) -> None:
