@@ -435,12 +435,20 @@ class Cache:
         if not self._changed(node, rdwr=_is_rdwr(handle)):
             return
         stays = node.writers > 1
-        if (stays and not node.cached) or self.store.waits:
-            await detach()
-            async with self._locked(node):
+        try:
+            if (stays and not node.cached) or self.store.waits:
+                await detach()
+                async with self._locked(node):
+                    await self._publish(node, writers_stay=stays)
+            else:
                 await self._publish(node, writers_stay=stays)
-        else:
-            await self._publish(node, writers_stay=stays)
+        except OSError as error:
+            # Whoever closes it is told, and may write it anew: that must not be overwritten by this.
+            # What is written through a mapping later has not been refused.
+            handle.aborted = not node.mapped
+            where = self.store.namespace.describe(node.ino)
+            log.error("%s: what pid %d wrote could not be published: %s", where, pid, error)
+            raise
 
     def _is_full(self) -> bool:
         room = self.store.extents.statvfs()

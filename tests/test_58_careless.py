@@ -343,6 +343,45 @@ def test_a_publish_that_waits_says_so_once() -> None:
         assert "cannot be reached" in said[0]
 
 
+@pytest.mark.parametrize("size", [10, 300_000])
+def test_what_no_node_has_is_looked_for_once(mounted: OneNodeMount, size: int) -> None:
+    """Whether it would come in a message or in a stream."""
+    (mounted.path / "lost").write_bytes(bytes(size))
+    for extent in (Path(config_of(mounted)).parent / "store" / "extents").iterdir():
+        extent.unlink()
+    mounted.unmount()
+    mounted.arguments = (*mounted.arguments, "--timeout", "1s", "--log-level", "debug")
+    mounted.mount()
+    with pytest.raises(OSError, match="Input/output error"):
+        (mounted.path / "lost").read_bytes()
+    lines = mounted.log_tail(1_000_000).splitlines()
+    [told] = [line for line in lines if "it is lost" in line]
+    assert "/lost: " in told
+
+
+def test_what_a_close_failed_to_publish_is_not_published_later() -> None:
+    """Its writer was told so, and others may have written since."""
+    with OneNodeMount(("--timeout", "4s")) as mount:
+        (mount.path / "old").write_bytes(b"first")
+        kill_node(mount)
+        for name in ("old", "new"):
+            with pytest.raises(TimeoutError):
+                (mount.path / name).write_bytes(b"second")
+            told = f"/{name}: what pid {os.getpid()} wrote could not be published: "
+            assert told in mount.log_tail(100_000)
+        mount._start_node()
+        (mount.path / "other").write_bytes(b"other")
+        mount.unmount()
+        mount.mount()
+        assert sorted(os.listdir(mount.path)) == ["new", "old", "other"]
+        assert (mount.path / "old").read_bytes() == b"first"
+        # Its name is there, as it was while it was written; no version of it is.
+        assert (mount.path / "new").read_bytes() == b""
+        assert os.getxattr(mount.path / "new", "user.irdmafs.version") == b"0"
+        (mount.path / "new").write_bytes(b"third")
+        assert (mount.path / "new").read_bytes() == b"third"
+
+
 def test_a_placement_that_no_node_fits_is_named() -> None:
     members = Members()
     node = NodeAddress("h", 1, 1, ["tcp"], "h", "/s", 1, 1, "0")

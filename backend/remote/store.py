@@ -341,9 +341,8 @@ class RemoteStore(Pinned):
                     return inode
             elif await self._pin_afar(inode):
                 return inode
-        raise fail(
-            errno.EIO, f"no store node has content {inode.extent:x} of inode {ino}: it is lost"
-        )
+        where = self.namespace.describe(ino)
+        raise fail(errno.EIO, f"{where}: no store node has content {inode.extent:x}: it is lost")
 
     async def read(self, inode: Inode, extent: int, offset: int, size: int) -> bytes:
         return await self.fetcher.read(inode, extent, offset, size)
@@ -582,8 +581,8 @@ class RemoteStore(Pinned):
         try:
             await self.bring(ino)
         except OSError as error:
-            if error.errno == errno.ETIMEDOUT:
-                raise  # it was waited for long enough
+            if error.errno in (errno.ETIMEDOUT, errno.EIO):
+                raise  # it was looked for long enough
             log.debug("inode %d: %s", ino, error)  # whoever opens it will see for itself
 
     async def follow_path(self, path: str) -> None:
