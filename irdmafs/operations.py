@@ -688,6 +688,9 @@ class Operations(pyfuse3.Operations):
                 node.lookups -= 1
                 self._nodes.drop_unused(node)
                 raise
+            if self._shared:
+                # If it stays empty it is not published: then its time is that of the name.
+                os.utime(node.fd, ns=(inode.atime_ns, inode.mtime_ns))
         info = self._opened(self._cache.open(node, flags, ctx.pid))
         entry = self._attributes(node, inode)
         if name is not None and self._shared:

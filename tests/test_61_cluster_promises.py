@@ -316,6 +316,15 @@ def test_attributes_follow_a_publish(two: tuple[Path, Path]) -> None:
             assert os.fstat(file.fileno()).st_size == i * 1000
 
 
+def test_a_new_file_that_stays_empty_has_one_time(two: tuple[Path, Path]) -> None:
+    one, other = two
+    for i in range(10):
+        with (one / f"file{i}").open("wb") as file:
+            opened = os.fstat(file.fileno()).st_mtime_ns
+        assert (one / f"file{i}").stat().st_mtime_ns == opened
+        assert (other / f"file{i}").stat().st_mtime_ns == opened
+
+
 # -- where things are kept
 
 
