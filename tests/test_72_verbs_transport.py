@@ -590,7 +590,7 @@ class Ends:
 def with_ends(address: str, memory: Path, test: Callable[[Ends], Awaitable[None]]) -> None:
     async def main() -> None:
         with Rdma(Choice()) as rdma:
-            adapter, gid_index = rdma.adapter(address)
+            adapter, gid_index = rdma.open(rdma.rails(address)[0].route)
             here, there = adapter.queue_pair(gid_index), adapter.queue_pair(gid_index, True)
             there.connect(here.end(), TIMEOUT_S)
             here.connect(there.end(), TIMEOUT_S)

@@ -161,7 +161,7 @@ def test_required_rdma_that_cannot_be_had_refuses_and_wished_for_says_why(
             assert not rdma.is_usable
             assert rdma.why_not
             with pytest.raises(OSError):
-                rdma.adapter("10.9.0.1")
+                rdma.rails("10.9.0.1")
 
 
 def test_data_that_has_to_be_encrypted_never_moves_by_rdma() -> None:

@@ -243,7 +243,7 @@ class NodeProcess:
 async def _serve(arguments: argparse.Namespace) -> None:
     credentials = Credentials(*arguments.credentials) if arguments.credentials else None
     async with AsyncExitStack() as stack:
-        options = {}
+        options: dict[str, Any] = {}
         if arguments.rdma:
             options["rdma"] = stack.enter_context(Rdma(Choice()))
         node = await stack.enter_async_context(

@@ -104,7 +104,7 @@ class Bench:
 
     def run(self, parts: Sequence[str]) -> None:
         """Those of `PARTS`."""
-        ours = {
+        ours: dict[str, tuple[str, float, Rate]] = {
             "bandwidth": (DEVICE, 0.95, self._device_rate),
             "at_once": (DEVICE_MANY, 0.95, self._many_rate),
             "posix": (MOUNT, 0.90, self._mount_rate),

@@ -12,7 +12,7 @@ import mmap
 import os
 import subprocess
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -187,7 +187,7 @@ def mount_figures(mount: ClusterMount) -> dict[str, float]:
 
 def node_figures(node: StoreNode, metrics_port: int) -> dict[str, float]:
     """Every metric of it."""
-    found: Counter[str] = Counter()
+    found: defaultdict[str, float] = defaultdict(float)
     with urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=_SCRAPE_S) as answer:
         for line in answer.read().decode().splitlines():
             if line.startswith(_PREFIX) and "_created" not in line:

@@ -154,13 +154,6 @@ class Rdma:
 
     # -- devices ---------------------------------------------------------------------------------
 
-    def adapter(self, local: str) -> tuple[Adapter, int]:
-        """The one on whose way this host's address `local` is, and the index of its GID. Raises OSError."""
-        choice = self.choice
-        if self.why_not:
-            raise OSError(errno.ENODEV, self.why_not)
-        return self.open(devices.choose(devices.find(), local, choice.device, choice.gid_index))
-
     def rails(self, local: str) -> list[OwnRail]:
         """Those of this host; `local` is its address on the way to the peer. Raises OSError: there are
         none."""
