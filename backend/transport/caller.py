@@ -257,10 +257,11 @@ class ControlClient:
     async def _say_what_was_put_off(self) -> None:
         while True:
             await self._put_off.wait()
-            self._put_off = trio.Event()
-            await trio.sleep(_PUT_OFF_S)
-            if self._frames.has_unsent:
-                await self._flush()
+            while self._put_off.is_set():
+                self._put_off = trio.Event()
+                await trio.sleep(_PUT_OFF_S)
+                if self._frames.has_unsent:
+                    await self._flush()
 
 
 def broken_text(error: trio.BrokenResourceError) -> str:

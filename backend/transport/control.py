@@ -69,6 +69,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_IN_A_ROW = 8
 # Reading more small files than this is left to a thread.
 _READ_AT_ONCE = 16
 
@@ -149,7 +150,7 @@ class Control:
         connection.cancel()
 
     async def _take_request(self, nursery: trio.Nursery) -> None:
-        if self._frames.has_received:
+        if self._frames.has_received and self._heard % _IN_A_ROW == 0:
             # It has sent much at once: the others have their turn, too.
             await trio.lowlevel.checkpoint()
         request = decode_request(await self._frames.receive())
@@ -350,7 +351,7 @@ class Control:
 def _is_short(request: AnyRequest) -> bool:
     """Whether it waits for nothing, so that a task of its own would cost more than the answer."""
     match request:
-        case Ping():
+        case Ping() | Abort():
             return True
         case Get():
             return len(request.extents) <= _READ_AT_ONCE
