@@ -198,6 +198,48 @@ def test_once_connected_a_transfer_costs_one_round_trip(memory: Path) -> None:
     in_cluster(memory, test, 1)
 
 
+class Turns(trio.abc.Instrument):
+    """How often the event loop looked for what is ready."""
+
+    count = 0
+
+    def before_io_wait(self, timeout: float) -> None:
+        self.count += 1
+
+
+def test_an_empty_request_takes_few_turns_of_the_event_loop(memory: Path) -> None:
+    """Of both ends', which are in this process."""
+    asked = 50
+
+    async def test(cluster: Cluster) -> None:
+        await cluster.peers.ping(1)
+        turns = Turns()
+        trio.lowlevel.add_instrument(turns)
+        for _ in range(asked):
+            await cluster.peers.ping(1)
+        trio.lowlevel.remove_instrument(turns)
+        # The node hears it; the mount hears the answer, and whoever asked goes on.
+        assert turns.count <= 3 * asked + 10
+
+    in_cluster(memory, test, 1)
+
+
+def test_a_peer_that_sends_much_at_once_leaves_turns_to_others(memory: Path) -> None:
+    asked = 60
+
+    async def test(cluster: Cluster) -> None:
+        await cluster.peers.ping(1)
+        turns = Turns()
+        trio.lowlevel.add_instrument(turns)
+        async with trio.open_nursery() as nursery:
+            for _ in range(asked):
+                nursery.start_soon(cluster.peers.ping, 1)
+        trio.lowlevel.remove_instrument(turns)
+        assert asked // 8 <= turns.count <= asked
+
+    in_cluster(memory, test, 1)
+
+
 def test_many_small_extents_come_in_one_round_trip(memory: Path) -> None:
     async def test(cluster: Cluster) -> None:
         device = cluster.peers.device(1)

@@ -188,6 +188,26 @@ def test_what_is_short_goes_over_tcp(memory: Path, address: str) -> None:
     in_cluster(memory, address, test, 1)
 
 
+def test_a_transfer_takes_one_round_trip_on_the_control_connection(
+    memory: Path, address: str
+) -> None:
+    """The node knows itself when all has arrived, and what is not needed any more it is told later."""
+
+    async def test(cluster: Cluster) -> None:
+        source = cluster.file("source", bytes(MiB))
+        device, counters = cluster.peers.device(1), cluster.peers.counters
+        for number in range(1, 4):
+            await device.write(Extent(number, 0), Target(1, 1, (2,)), source, 0, MiB)
+            before = counters.round_trips
+            await device.write(Extent(number + 10, 0), Target(1, 1, (2,)), source, 0, MiB)
+            assert counters.round_trips == before + 1
+            await device.read(Extent(number, 0), 0, source, 0, MiB)
+            assert counters.round_trips == before + 2
+        os.close(source)
+
+    in_cluster(memory, address, test)
+
+
 def test_many_transfers_at_once_do_not_mix(memory: Path, address: str) -> None:
     length = 3 * MiB + 77
 
