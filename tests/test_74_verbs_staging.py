@@ -112,9 +112,13 @@ def random_bytes(length: int) -> bytes:
     return random.Random(length).randbytes(length)
 
 
+@pytest.mark.parametrize("processors", [1, 2])
 @pytest.mark.parametrize("length", [1, 256 * KiB + 1, 5 * MiB + 77])
-def test_bytes_arrive_as_they_were_and_no_file_is_registered(memory: Path, length: int) -> None:
+def test_bytes_arrive_as_they_were_and_no_file_is_registered(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, length: int, processors: int
+) -> None:
     data = random_bytes(length)
+    monkeypatch.setattr(staging_module, "_processors", lambda: processors)
 
     async def test(worker: Worker) -> None:
         for number in range(1, 4):
@@ -174,6 +178,7 @@ def test_a_transfer_that_stalls_leaves_slots_to_others(
 
     async def test(worker: Worker) -> None:
         data = random_bytes(10 * MiB)
+        monkeypatch.setattr(staging_module, "_processors", lambda: 2)
         monkeypatch.setattr(staging_module, "_read_file", stalled_copy)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(worker.write, 1, data)
@@ -257,6 +262,7 @@ def test_a_slot_is_used_again_only_when_its_copy_has_ended(
         data = random_bytes(MiB)
         await worker.write(1, data)
         staging = worker.adapter.staging
+        monkeypatch.setattr(staging_module, "_processors", lambda: 2)
         monkeypatch.setattr(staging_module, "_ALL_AT_ONCE_BYTES", 0)
         monkeypatch.setattr(staging_module, "_AT_ONCE_BYTES", 0)
         monkeypatch.setattr(staging_module, name, slow_copy)

@@ -39,6 +39,7 @@ _SLOTS_AT_ONCE = 4
 _BLOCK_BYTES = 2 << 20
 _PIECES = 8
 # Copied in the event loop, as handing it to a thread takes about as long: a piece, and a whole transfer.
+# Where there is one processor only, a thread would have to wait for it.
 _AT_ONCE_BYTES = 256 << 10
 _ALL_AT_ONCE_BYTES = 1 << 20
 _THREADS_MAX = 8
@@ -298,7 +299,15 @@ class _Memory:
 
 
 def _copied_at_once(length: int, piece: int) -> bool:
-    return length <= _ALL_AT_ONCE_BYTES or piece <= _AT_ONCE_BYTES
+    return (
+        length <= _ALL_AT_ONCE_BYTES
+        or piece <= _AT_ONCE_BYTES
+        or _processors() == 1
+    )
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def _reason(group: BaseExceptionGroup[BaseException]) -> BaseException:
