@@ -171,8 +171,9 @@ class Expose(Request, tag=19):
 
 class Reserve(Request, tag=30):
     """Asks to write an extent into the node's memory, in pieces of `piece` bytes and what is left, each
-    of which carries the handle that is given for it, by queue pair `pair`. Answered a second time, with
-    the number `sealed`, when all of them have arrived and the extent is sealed here and down the chain."""
+    of which ends with a WRITE that carries the handle that is given for it, by queue pair `pair`.
+    Answered a second time, with the number `sealed`, when all of them have arrived and the extent is
+    sealed here and down the chain."""
 
     extent: Extent
     target: Target

@@ -136,18 +136,27 @@ class Path:
             with self._control.expecting() as sealed:
                 exposed = await self._ask(
                     lambda number: Reserve(
-                        number, current_request(), extent, target, length, piece, sealed.number,
-                        self._number,
+                        number, current_request(), extent, target, length,
+                        piece if target.chain else length, sealed.number, self._number,
                     ),
                     target.group,
                 )  # fmt: skip
                 try:
                     if exposed.wanted and region is not None:
-                        await self._write_from(region, offset, length, piece, exposed, growth)
+                        await self._write_from(
+                            region, offset, length, piece, exposed, growth, each=bool(target.chain)
+                        )
                     elif exposed.wanted:
                         remote = Remote(exposed.address, exposed.key)
                         await self._adapter.staging.write(
-                            self._pair, remote, fd, offset, length, exposed.handle, passed
+                            self._pair,
+                            remote,
+                            fd,
+                            offset,
+                            length,
+                            exposed.handle,
+                            bool(target.chain),
+                            passed,
                         )
                     with _told_apart():
                         answer = await sealed.answer(target.group)
@@ -165,7 +174,9 @@ class Path:
         piece: int,
         exposed: Exposed,
         growth: Growth | None,
+        each: bool,
     ) -> None:
+        """The node is told of each piece, or of the last one only."""
         done = 0
         while done < length:
             there = length
@@ -175,7 +186,8 @@ class Path:
                 if there < length:
                     there -= there % piece
             pieces = _pieces(region.address(offset), region.key, exposed, done, there, piece)
-            await self._pair.write(pieces, exposed.handle)
+            number = exposed.handle if each or there == length else None
+            await self._pair.write(pieces, number, each)
             done = there
 
     @asynccontextmanager

@@ -177,16 +177,16 @@ class QueuePair:
         """From there to here. Raises Broken."""
         await self._transfer(self._read, pieces, None)
 
-    async def write(self, pieces: Sequence[Piece], number: int | None) -> None:
-        """From here to there. With a `number`, the peer is told it for each piece when the piece is in its
-        memory. Raises Broken."""
-        await self._transfer(self._write, pieces, number)
+    async def write(self, pieces: Sequence[Piece], number: int | None, each: bool = True) -> None:
+        """From here to there. With a `number`, the peer is told it for `each` piece or for the last one,
+        when that is in its memory and all that was written before it. Raises Broken."""
+        await self._transfer(self._write, pieces, number, each)
 
     async def probe(self) -> None:
         """Whether the peer answers: a WRITE of nothing, which takes no right. Raises Broken."""
         await self.write([Piece(0, 0, 0, 0, 0)], None)
 
-    async def begin_write(self, pieces: Sequence[Piece], number: int) -> Batch:
+    async def begin_write(self, pieces: Sequence[Piece], number: int | None) -> Batch:
         """As `write`, of at most BATCH pieces, which are posted when this returns; `finish` has to be
         called, too. What is begun later arrives later. Raises Broken."""
         await self._find_room()
@@ -204,13 +204,16 @@ class QueuePair:
         await self.finish([self._post([request])])
         return key
 
-    async def _transfer(self, opcode: int, pieces: Sequence[Piece], number: int | None) -> None:
+    async def _transfer(
+        self, opcode: int, pieces: Sequence[Piece], number: int | None, each: bool = True
+    ) -> None:
         batches: list[Batch] = []
         try:
             for first in range(0, len(pieces), BATCH):
                 await self._find_room()
                 requests = [
-                    self._request(opcode, piece, number) for piece in pieces[first : first + BATCH]
+                    self._request(opcode, piece, number if each or piece is pieces[-1] else None)
+                    for piece in pieces[first : first + BATCH]
                 ]
                 batches.append(self._post(requests))
         finally:

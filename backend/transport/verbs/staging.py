@@ -173,10 +173,11 @@ class Staging:
         offset: int,
         length: int,
         number: int,
+        each: bool = True,
         passed: Landed = nothing_landed,
     ) -> None:
         """From a part of a file into the peer's memory, from the front; the peer is told `number` for each
-        piece of `piece_bytes`. `make` was called. Raises OSError, Broken."""
+        piece of `piece_bytes`, or for the last one only. `make` was called. Raises OSError, Broken."""
         piece = self.piece_bytes(length)
         at_once = _copied_at_once(length, piece)
         share = trio.Semaphore(_SLOTS_AT_ONCE)
@@ -189,7 +190,8 @@ class Staging:
                 if not before.is_set():
                     await before.wait()
                 batch = await pair.begin_write(
-                    [Piece(slot.address, count, slot.key, remote.address + at, remote.key)], number
+                    [Piece(slot.address, count, slot.key, remote.address + at, remote.key)],
+                    number if each or at + count == length else None,
                 )
                 posted.set()
                 await pair.finish([batch])
@@ -299,11 +301,7 @@ class _Memory:
 
 
 def _copied_at_once(length: int, piece: int) -> bool:
-    return (
-        length <= _ALL_AT_ONCE_BYTES
-        or piece <= _AT_ONCE_BYTES
-        or _processors() == 1
-    )
+    return length <= _ALL_AT_ONCE_BYTES or piece <= _AT_ONCE_BYTES or _processors() == 1
 
 
 def _processors() -> int:
