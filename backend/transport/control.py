@@ -422,7 +422,9 @@ def _read_one(service: Service[Any], extent: Extent, limit: int) -> bytes | None
     except FileNotFoundError:
         return None
     try:
-        size = os.fstat(fd).st_size
+        size = service.size(extent)
+        if size is None:
+            size = os.fstat(fd).st_size  # freed a moment ago
         return os.pread(fd, size, 0) if size <= limit else None
     finally:
         os.close(fd)

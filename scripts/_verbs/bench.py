@@ -38,11 +38,12 @@ LATENCIES = {
     "blocking": "a TCP round trip, blocking sockets",
     "trio": "a TCP round trip, trio at both ends",
     "codec": "encoding and decoding both messages of a get",
+    "file": "opening, reading and closing a file of 4 KiB, as the node does",
     "ping": "an empty request on the control connection",
     "get": "get of 4 KiB on the control connection",
     "one_sided": "read of 4 KiB by verbs (ask, READ, release)",
     "ib_read_lat": "ib_read_lat, 4 KiB",
-    "bound": "2 x ib_read_lat + the empty request",
+    "bound": "2 x ib_read_lat + the empty request + codec + file",
 }
 
 
@@ -202,11 +203,12 @@ class Bench:
             for kind in ("blocking", "trio"):
                 script, address = self.script, self.way.address
                 found[kind].append(echo.round_trip_us(script, kind, address, asks))
-            for job in ("codec", "ping", "get", "one_sided"):
+            for job in ("codec", "file", "ping", "get", "one_sided"):
                 times = self.workers[VERBS].do(job, SMALL, asks if job != "codec" else 5)
                 found[job].append(median(times) * 1e6)
             found["ib_read_lat"].append(perftest.read_latency_us(self.way, SMALL, asks))
-            found["bound"].append(2 * found["ib_read_lat"][-1] + found["ping"][-1])
+            parts = [found[part][-1] for part in ("ping", "codec", "file")]
+            found["bound"].append(2 * found["ib_read_lat"][-1] + sum(parts))
         table = _table("latency", "", "us")
         for key, title in LATENCIES.items():
             table.add_row(title, _spread(found[key]))

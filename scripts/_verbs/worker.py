@@ -188,6 +188,16 @@ class DeviceJobs:
         await self._peers.ping(self._node)
         return time.perf_counter() - began
 
+    async def file(self, size: int) -> float:
+        """What the node does for a get, in its store."""
+        path = self._place / f"sink-{size}"
+        self._file("sink", size)
+        began = time.perf_counter()
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        os.pread(fd, os.fstat(fd).st_size, 0)
+        os.close(fd)
+        return time.perf_counter() - began
+
     async def codec(self, size: int) -> float:
         """Both ends' encoding and decoding of a get and its answer."""
         asked = messages.Get(1, "", [Extent(self._contents, 0)], size)
