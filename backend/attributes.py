@@ -8,8 +8,7 @@ The nearest directory that has an attribute decides; a file keeps what it was cr
 """
 
 from .namespace import ROOT_INO, Namespace
-from .placement import REPLICAS_MAX
-from .policy import Policy, parse_policy
+from .policy import REPLICAS_MAX, Policy, parse_policy
 from .records import Settings
 from .sizes import parse_size
 

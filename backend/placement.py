@@ -13,11 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
-from .policy import LEVELS, Candidate, Policy, parse_policy
+from .policy import LEVELS, REPLICAS_MAX, Candidate, Policy, parse_policy
 from .records import GROUP_BUCKET_BITS, STRIPE_GROUPS_MAX, GroupConfig, Layout
-from .rendezvous import REPLICAS_MAX, Ints, settle
 
 __all__ = [
     "BUCKETS",
@@ -121,6 +119,11 @@ def place_all(
     replicas = min(pool & (1 << _REPLICA_BITS) - 1, REPLICAS_MAX, len(nodes))
     if not replicas:
         return [()] * buckets
+    # Here, as most processes place nothing: a mount starts without numpy.
+    import numpy as np
+
+    from .rendezvous import settle
+
     names = [candidate.node for candidate in nodes]
     first = pool << GROUP_BUCKET_BITS
     held = np.zeros((buckets, len(nodes)), dtype=bool)
@@ -132,7 +135,7 @@ def place_all(
         np.arange(first, first + buckets, dtype=np.uint64),
         np.array(names, dtype=np.uint64),
         np.array([candidate.weight for candidate in nodes], dtype=np.float64),
-        _domains(nodes, policy.levels),
+        [np.array(column, dtype=np.int64) for column in _domains(nodes, policy.levels)],
         replicas,
         held,
     )
@@ -216,7 +219,7 @@ def retargeted(
     return Targets(made_for, names, len(targets[0]), rows)
 
 
-def _domains(nodes: Sequence[Candidate], levels: Sequence[str]) -> list[Ints]:
+def _domains(nodes: Sequence[Candidate], levels: Sequence[str]) -> list[list[int]]:
     """Per level, the number of each node's domain. A rack is a rack of its zone, and so on."""
     result = []
     for level in levels:
@@ -228,7 +231,7 @@ def _domains(nodes: Sequence[Candidate], levels: Sequence[str]) -> list[Ints]:
             if level == "host" and not candidate.labels.get("host"):
                 name = (*name, candidate.node)
             column.append(numbers.setdefault(name, len(numbers)))
-        result.append(np.array(column, dtype=np.int64))
+        result.append(column)
     return result
 
 

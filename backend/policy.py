@@ -8,11 +8,20 @@ import errno
 from collections.abc import Mapping
 from typing import NamedTuple
 
-__all__ = ["LEVELS", "POLICIES_MAX", "Candidate", "Policy", "parse_policy", "policy_id"]
+__all__ = [
+    "LEVELS",
+    "POLICIES_MAX",
+    "REPLICAS_MAX",
+    "Candidate",
+    "Policy",
+    "parse_policy",
+    "policy_id",
+]
 
 # Failure domains, widest first.
 LEVELS = ("zone", "rack", "host")
 POLICIES_MAX = 255
+REPLICAS_MAX = 8
 
 
 class Candidate(NamedTuple):

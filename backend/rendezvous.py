@@ -14,9 +14,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["REPLICAS_MAX", "Bools", "Floats", "Ids", "Ints", "settle"]
+from .policy import REPLICAS_MAX
 
-REPLICAS_MAX = 8
+__all__ = ["Bools", "Floats", "Ids", "Ints", "settle"]
+
 # More than any crowding: a node has at most one replica of a group.
 _TAKEN = 1 << 40
 
