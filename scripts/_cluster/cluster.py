@@ -208,12 +208,12 @@ class Cluster:
     def unhealthy(self) -> str:
         """Why the cluster is not as it should be; empty if it is: every node that runs is alive, and
         every group has as many replicas as it should, in sync and on live nodes."""
-        alive = self.live_nodes()
         running = [node for node in self.nodes if node.alive and not node.stopped]
         try:
             expected = {node.node_id: node.name for node in running}
         except FileNotFoundError:
             return "a new node has no number yet"
+        alive = self.live_nodes()
         if wrong := expected.keys() ^ alive.keys():
             names = (expected.get(node, f"the former {node:016x}") for node in sorted(wrong))
             return f"alive and running are not the same for {', '.join(names)}"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import json
 import shutil
+import signal
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,11 +18,25 @@ from .network import CommandFailed, Host, run
 CLIENT_PORT = 2379
 PEER_PORT = 2380
 START_TIMEOUT_S = 30.0
-# A failed member is noticed in a second or so: tests wait for that often.
+# A failed member is noticed in a second or so: tests wait for that often. A member alone has no failures
+# to notice, but waits as long before it elects itself.
 HEARTBEAT_MS = 100
 ELECTION_MS = 700
+ALONE_HEARTBEAT_MS = 20
+ALONE_ELECTION_MS = 100
 # History is dropped all the time, so that whoever cannot stand that fails here.
 KEPT_REVISIONS = 5000
+
+
+def _listens(pid: int, host: Host, port: int) -> bool:
+    # The process sees its host's sockets, which nobody outside can connect to.
+    address = int.from_bytes(socket.inet_aton(host.address), sys.byteorder)
+    wanted = [f"{address:08X}:{port:04X}", "00000000:0000", "0A"]
+    try:
+        with open(f"/proc/{pid}/net/tcp") as sockets:
+            return any(line.split()[1:4] == wanted for line in sockets)
+    except OSError:  # it has just ended
+        return False
 
 
 class Etcd:
@@ -51,6 +67,7 @@ class Etcd:
 
     def _member(self, host: Host, ports: tuple[int, int], members: str, directory: Path) -> Daemon:
         client, peer = (f"http://{host.address}:{port}" for port in ports)
+        alone = len(self._ports) == 1
         command = [
             "etcd",
             f"--name={host.name}",
@@ -61,8 +78,8 @@ class Etcd:
             f"--initial-advertise-peer-urls={peer}",
             f"--initial-cluster={members}",
             f"--initial-cluster-token={directory.name}",
-            f"--heartbeat-interval={HEARTBEAT_MS}",
-            f"--election-timeout={ELECTION_MS}",
+            f"--heartbeat-interval={ALONE_HEARTBEAT_MS if alone else HEARTBEAT_MS}",
+            f"--election-timeout={ALONE_ELECTION_MS if alone else ELECTION_MS}",
             "--auto-compaction-mode=revision",
             f"--auto-compaction-retention={KEPT_REVISIONS}",
             "--logger=zap",
@@ -82,6 +99,9 @@ class Etcd:
     def wait_ready(self, within_s: float = START_TIMEOUT_S) -> None:
         """Until the members that run answer a linearizable read. Raises CommandFailed."""
         deadline = time.monotonic() + within_s
+        # etcdctl waits for a second when it is refused.
+        while time.monotonic() < deadline and not self._all_listen():
+            time.sleep(0.01)
         while True:
             try:
                 self.control("get", "health")
@@ -92,6 +112,15 @@ class Etcd:
                     log = (dead or self.members[0]).log_tail()
                     raise CommandFailed(f"etcd does not answer: {error}\n{log}") from None
             time.sleep(0.02)
+
+    def _all_listen(self) -> bool:
+        """Whether every member that runs accepts connections, or one has ended by itself."""
+        for member, (port, _) in zip(self.members, self._ports, strict=True):
+            if member.exit_status not in (None, -signal.SIGKILL):
+                return True
+            if member.alive and not member.stopped and not _listens(member.pid, member.host, port):
+                return False
+        return True
 
     def control(self, *arguments: str) -> str:
         """etcdctl, from the host of a member that runs. Raises CommandFailed."""
