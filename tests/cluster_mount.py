@@ -1,6 +1,7 @@
 """A mount of a cluster with one store node, to hold it to what every mount promises."""
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -42,7 +43,7 @@ class OneNodeMount(Mount):
         super().__init__("kernel", arguments=arguments, store_size=store_size)
         self._directory = Path(tempfile.mkdtemp(prefix="test-irdmafs-node-", dir="/dev/shm"))
         self._node: subprocess.Popen[bytes] | None = None
-        name = f"test{os.getpid()}-{next(_numbers)}"
+        self._name = name = f"test{os.getpid()}-{next(_numbers)}"
         run_checked(
             *(sys.executable, "-m", "irdmafs", "cluster", "init", "--no-tls"),
             *("--etcd", _shared_etcd().endpoint, "--name", name, "--out", self._directory),
@@ -64,6 +65,16 @@ class OneNodeMount(Mount):
                 [*command, "--config", self._config], stdout=output, stderr=output, cwd="/"
             )
         eventually(lambda: b"is served" in log.read_bytes(), "the store node serves", 20)
+
+    def kill_node(self) -> None:
+        """Kill the store node, and have its lease end at once instead of by itself."""
+        assert self._node is not None
+        self._node.send_signal(signal.SIGKILL)
+        self._node.wait()
+        etcd = _shared_etcd()
+        found = json.loads(etcd.ctl("get", "--prefix", f"/irdmafs/{self._name}/n", "-w", "json"))
+        for pair in found["kvs"]:
+            etcd.ctl("lease", "revoke", f"{pair['lease']:x}")
 
     def log_tail(self, characters: int = 3000) -> str:
         with contextlib.suppress(OSError):

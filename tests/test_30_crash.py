@@ -20,8 +20,8 @@ from patterns import pattern, version_of
 from processes import Process
 
 pytestmark = pytest.mark.beyond_posix
-ROUNDS = int(os.environ.get("IRDMAFS_CRASH_ROUNDS", "10"))
-MANY_ROUNDS = 200
+ROUNDS = int(os.environ.get("IRDMAFS_CRASH_ROUNDS", "6"))
+MANY_ROUNDS = max(80, ROUNDS)
 SIZES = [0, 100, 4096, 50_000, 1_000_000]
 Change = tuple[Any, ...]
 

@@ -1,7 +1,11 @@
 """The replication protocol keeps its invariants in every order of events, and needs each of its rules."""
 
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
+
 import pytest
-from explorer import Broken, explore
+from explorer import Broken, Explored, explore
 from irdmafs.backend.groups import (
     degraded,
     demoted,
@@ -51,8 +55,9 @@ BOUNDED = {
         writers=1, contents=2, epochs=2, events=2, kinds=(EXPIRY, LOSS), late_puts=True
     ),
 }
-# Minutes.
+# Minutes; the longest first, so that the processors have done at the same time.
 LARGE = {
+    "two writers, changes and any one event": Bounds(epochs=3, events=1),
     "the members in sync are given up after a change": Bounds(
         writers=1, epochs=4, events=2, kinds=(CRASH, REMOVAL)
     ),
@@ -62,7 +67,6 @@ LARGE = {
     "the members in sync are given up under two writers": Bounds(
         epochs=3, events=2, kinds=(CRASH, REMOVAL)
     ),
-    "two writers, changes and any one event": Bounds(epochs=3, events=1),
     "any two events": Bounds(writers=1, epochs=3, events=2),
     "a member leaves, comes back and leaves": Bounds(writers=1, epochs=4, events=1),
 }
@@ -93,22 +97,38 @@ NEEDED = {
 CONVENIENT = {"node_fences_older_configuration"}
 
 
-def explore_completely(bounds: Bounds, rules: Rules | None = None) -> None:
-    explored = explore(Model(bounds, rules))
+Exploring = dict[Bounds, Future[Explored]]
+
+
+@pytest.fixture(scope="module")
+def exploring(request: pytest.FixtureRequest) -> Iterator[Exploring]:
+    """What is explored for all tests of this run, as many at a time as there are processors."""
+    parameters = [
+        item.callspec.params for item in request.session.items if hasattr(item, "callspec")
+    ]
+    wanted = [given["bounds"] for given in parameters if "bounds" in given]
+    pool = ProcessPoolExecutor(mp_context=get_context("spawn"))
+    try:
+        yield {bounds: pool.submit(explore, Model(bounds)) for bounds in wanted}
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def assert_complete(explored: Explored) -> None:
     print(f"{explored.states} states, {explored.steps} steps, depth {explored.depth}")
     assert explored.complete
 
 
 @pytest.mark.parametrize("bounds", BOUNDED.values(), ids=BOUNDED.keys())
-def test_no_order_of_events_breaks_an_invariant(bounds: Bounds) -> None:
-    explore_completely(bounds)
+def test_no_order_of_events_breaks_an_invariant(exploring: Exploring, bounds: Bounds) -> None:
+    assert_complete(exploring[bounds].result())
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("bounds", LARGE.values(), ids=LARGE.keys())
-def test_no_order_of_many_events_breaks_an_invariant(bounds: Bounds) -> None:
-    explore_completely(bounds)
+def test_no_order_of_many_events_breaks_an_invariant(exploring: Exploring, bounds: Bounds) -> None:
+    assert_complete(exploring[bounds].result())
 
 
 @pytest.mark.parametrize("rule", NEEDED)
@@ -121,7 +141,8 @@ def test_without_this_rule_the_explorer_finds_a_way_to_harm(rule: str) -> None:
 
 
 def test_fencing_at_nodes_is_for_speed_and_not_for_safety() -> None:
-    explore_completely(Bounds(writers=1, events=0), Rules(node_fences_older_configuration=False))
+    rules = Rules(node_fences_older_configuration=False)
+    assert_complete(explore(Model(Bounds(writers=1, events=0), rules)))
 
 
 def test_every_rule_is_tried() -> None:

@@ -46,7 +46,7 @@ from store_nodes import Cluster, Watcher, Writer, cluster
 
 etcd, etcd_prefix = etcd_server.etcd, etcd_server.etcd_prefix  # fixtures
 
-TTL_S = 2  # the shortest that etcd grants
+TTL_S = 2  # short, and yet not lost on a busy machine
 SETTINGS = Settings(1, "test", 2, 16, 0, TTL_S)
 MOUNT_RECORD = MountRecord("worker", "/mnt", 1, "0")
 UP = NodeRecord("up", 1.0, {})

@@ -51,23 +51,24 @@ def mounted() -> Iterator[OneNodeMount]:
         yield mount
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[OneNodeMount]:
+    """For tests that leave it and its node as they are."""
+    with OneNodeMount() as mount:
+        yield mount
+
+
 def config_of(mount: OneNodeMount) -> str:
     return mount.arguments[mount.arguments.index("--cluster") + 1]
 
 
 def kill_node(mount: OneNodeMount) -> str:
-    """Kill the store node and wait until its lease is over; its id."""
+    """Kill the store node; its id."""
     config = config_of(mount)
+    mount.kill_node()
+    found = json.loads(irdmafs("cluster", "status", "--json", "--cluster", config).stdout)
+    assert [node["state"] for node in found["nodes"]] == ["down"]
     identity = Path(config).parent / "store" / "node.json"
-    assert mount._node is not None
-    mount._node.send_signal(signal.SIGKILL)
-    mount._node.wait()
-
-    def is_down() -> bool:
-        found = json.loads(irdmafs("cluster", "status", "--json", "--cluster", config).stdout)
-        return [node["state"] for node in found["nodes"]] == ["down"]
-
-    eventually(is_down, "the node's lease is over", 30)
     return f"{int(json.loads(identity.read_text())['id'], 16):016x}"
 
 
@@ -177,10 +178,10 @@ def test_a_store_is_not_used_for_another_purpose(mounted: OneNodeMount, tmp_path
     )
 
 
-def test_cache_that_does_not_fit_is_refused(mounted: OneNodeMount, tmp_path: Path) -> None:
+def test_cache_that_does_not_fit_is_refused(shared: OneNodeMount, tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     sizes = ("--size", "32M", "--cache-size", "64M")
-    line = one_line(irdmafs("mount", tmp_path / "m", "--cluster", config_of(mounted), *sizes))
+    line = one_line(irdmafs("mount", tmp_path / "m", "--cluster", config_of(shared), *sizes))
     assert "a cache of 64.0 MiB does not fit" in line
     assert line.endswith("which has 32.0 MiB: give a smaller --cache-size, or a larger --size")
     # Nothing of the attempt is left.
@@ -188,13 +189,13 @@ def test_cache_that_does_not_fit_is_refused(mounted: OneNodeMount, tmp_path: Pat
     assert irdmafs("umount", "--discard", tmp_path / "m").returncode == 0
 
 
-def test_files_are_read_whatever_room_their_writers_leave(mounted: OneNodeMount) -> None:
+def test_files_are_read_whatever_room_their_writers_leave(shared: OneNodeMount) -> None:
     """Working copies fill the cache's directory without asking."""
     first, second = bytes(24 << 20), bytes([1]) * (24 << 20)
-    (mounted.path / "first").write_bytes(first)
-    (mounted.path / "second").write_bytes(second)
+    (shared.path / "first").write_bytes(first)
+    (shared.path / "second").write_bytes(second)
     with OneNodeMount(store_size="64M") as small:
-        small.arguments = mounted.arguments
+        small.arguments = shared.arguments
         small.unmount()
         small.mount()
         with (small.path / "new").open("wb") as new:
@@ -335,7 +336,7 @@ def test_a_node_that_was_given_up_and_comes_back_has_nothing_to_say(
 
 
 def test_a_publish_that_waits_says_so_once() -> None:
-    with OneNodeMount(("--timeout", "4s", "--log-level", "info")) as mount:
+    with OneNodeMount(("--timeout", "2s", "--log-level", "info")) as mount:
         kill_node(mount)
         with pytest.raises(TimeoutError), (mount.path / "file").open("wb", 0) as file:
             file.write(b"abc")
@@ -450,8 +451,8 @@ def test_mount_with_wrong_credentials_is_told_so_and_does_not_wait(
             eventually(lambda: not os.path.exists(f"/proc/{pid}"), "the node ended", 30)
 
 
-def test_stale_mount_is_healed_as_what_it_was(mounted: OneNodeMount, tmp_path: Path) -> None:
-    config, path = config_of(mounted), tmp_path / "m"
+def test_stale_mount_is_healed_as_what_it_was(shared: OneNodeMount, tmp_path: Path) -> None:
+    config, path = config_of(shared), tmp_path / "m"
     path.mkdir()
     done = irdmafs("mount", path, "--cluster", config)
     assert done.returncode == 0, done
