@@ -18,7 +18,8 @@ from cluster import MIB, Cluster, Plan
 from faults import AT_ONCE, Faults, Stall, percentile, stalls
 from history import Operation, Workers, check
 
-FAULTS = 12
+FAULTS = 5
+FAULTS_MANY = 20
 FAULTS_LONG = 500
 RECOVERY_S = 90.0
 
@@ -97,9 +98,10 @@ def _keep(cluster: Cluster, operations: list[Operation]) -> None:
 
 
 @pytest.mark.timeout(240)
-def test_history_is_allowed_while_things_fail(record_property: Record) -> None:
+@pytest.mark.parametrize("faults", [FAULTS, pytest.param(FAULTS_MANY, marks=pytest.mark.slow)])
+def test_history_is_allowed_while_things_fail(record_property: Record, faults: int) -> None:
     plan = Plan(nodes=3, mounts=2, etcd_members=3, replicas=2, node_config={"rereplicate_after": 3})
-    _run(plan, int(os.environ.get("IRDMAFS_FAULTS") or FAULTS), _seed(), record_property)
+    _run(plan, int(os.environ.get("IRDMAFS_FAULTS") or faults), _seed(), record_property)
 
 
 @pytest.mark.slow

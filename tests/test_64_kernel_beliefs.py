@@ -554,7 +554,7 @@ def test_killing_a_daemon_ends_the_calls_of_a_directory_that_two_hosts_change(
     keep the connection to the kernel, and with it the mount, from coming to an end."""
     killed = cluster.add_mount("--follow", "/")
     here, there = two[0], killed.path / two[0].name
-    for _ in range(5):
+    for _ in range(3):
         changers = [
             subprocess.Popen([sys.executable, "-c", CHANGE, folder, name], stdout=subprocess.PIPE)
             for folder, name in ((here, "here"), (there, "there"))

@@ -14,7 +14,7 @@ import pytest
 from cluster import Cluster, Plan
 from patterns import pattern, version_of
 
-REPLACEMENTS = 400
+REPLACEMENTS = [120, pytest.param(500, marks=pytest.mark.slow)]
 SIZE = 9000
 
 
@@ -33,14 +33,14 @@ def two(cluster: Cluster, request: pytest.FixtureRequest) -> tuple[Path, Path]:
 
 
 @contextmanager
-def replaced(folder: Path) -> Iterator[Callable[[], bool]]:
-    """`folder`/file is replaced over and over; gives what says whether that still goes on."""
+def replaced(folder: Path, times: int) -> Iterator[Callable[[], bool]]:
+    """`folder`/file is replaced so many times; gives what says whether that still goes on."""
     (folder / "file").write_bytes(pattern(1, SIZE))
     failures: list[BaseException] = []
 
     def replace() -> None:
         try:
-            for n in range(REPLACEMENTS):
+            for n in range(times):
                 (folder / "new").write_bytes(pattern(n + 2, SIZE))
                 os.replace(folder / "new", folder / "file")
         except BaseException as error:
@@ -55,42 +55,47 @@ def replaced(folder: Path) -> Iterator[Callable[[], bool]]:
         assert not failures, failures
 
 
-def test_reading_it_never_fails(two: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("times", REPLACEMENTS)
+def test_reading_it_never_fails(two: tuple[Path, Path], times: int) -> None:
     here, there = two
-    with replaced(here) as goes_on:
+    with replaced(here, times) as goes_on:
         reads, last = 0, 0
         while goes_on():
             version = version_of((there / "file").read_bytes())
             assert version >= last, "an older version came after a newer one"
             reads, last = reads + 1, version
     assert reads > 10
-    assert version_of((there / "file").read_bytes()) == REPLACEMENTS + 1
+    assert version_of((there / "file").read_bytes()) == times + 1
 
 
-def test_overwriting_it_never_fails_and_leaves_nothing_empty(two: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("times", REPLACEMENTS)
+def test_overwriting_it_never_fails_and_leaves_nothing_empty(
+    two: tuple[Path, Path], times: int
+) -> None:
     """An overwriting open that is led elsewhere begins its working copy before it comes there; no
     later open of the same thread may meet that."""
     here, there = two
-    with replaced(here) as goes_on:
+    with replaced(here, times) as goes_on:
         writes = 0
         while goes_on():
             with open(there / "file", "wb") as file:
-                file.write(pattern(REPLACEMENTS + 2 + writes, SIZE))
+                file.write(pattern(times + 2 + writes, SIZE))
             writes += 1
             assert len((there / "file").read_bytes()) == SIZE
     assert writes > 10
 
 
-def test_overwriting_what_it_just_replaced_never_fails(two: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("times", REPLACEMENTS)
+def test_overwriting_what_it_just_replaced_never_fails(two: tuple[Path, Path], times: int) -> None:
     """The kernel moves a name that it believes in without asking for it again."""
     here, there = two
-    with replaced(here) as goes_on:
+    with replaced(here, times) as goes_on:
         writes = 0
         while goes_on():
             (there / "mine").write_bytes(pattern(1, SIZE))
             os.replace(there / "mine", there / "file")
             for mode in ("wb", "r+b", "wb"):
                 with open(there / "file", mode) as file:
-                    file.write(pattern(REPLACEMENTS + 2 + writes, SIZE))
+                    file.write(pattern(times + 2 + writes, SIZE))
             writes += 1
     assert writes > 10
