@@ -130,6 +130,14 @@ def test_commands_start_without_the_libraries_of_a_cluster() -> None:
     assert done.stdout == "set()\n", done
 
 
+def test_mounts_and_nodes_start_without_numpy() -> None:
+    """It takes as long to load as all that a node has of its own; only who places groups needs it."""
+    daemons = "irdmafs.daemon, irdmafs.backend.remote.store, irdmafs.backend.server.daemon"
+    program = f"import sys, {daemons}; print('numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "False\n", done
+
+
 # -- cluster init ---------------------------------------------------------------------------------
 
 
