@@ -153,15 +153,21 @@ class DeviceJobs:
 
         async def go_on(sink: int) -> None:
             nonlocal left
+            if way == "write":
+                self._contents += 1
+            content, stripe = self._contents, 0
             while left:
                 left -= 1
                 if way == "read":
                     await self._device.read(extent, 0, sink, 0, size)
                     continue
-                self._contents += 1
-                written = Extent(self._contents, 0)
-                await self._device.write(written, self._target, source, 0, size)
-                await self._device.abort(written.content)
+                # The stripes of a file, which are given up with it.
+                await self._device.write(Extent(content, stripe), self._target, source, 0, size)
+                stripe += 1
+                if stripe * size * at_once >= _BYTES_AT_ONCE or not left:
+                    await self._device.abort(content)
+                    self._contents += 1
+                    content, stripe = self._contents, 0
 
         began = time.perf_counter()
         async with trio.open_nursery() as nursery:

@@ -49,20 +49,21 @@ class Library:
         self.RecvWR, self.SendWR, self.SGE = wr.RecvWR, wr.SendWR, wr.SGE
         self.errors = _Errors(_module("pyverbs_error").PyverbsError)
         self._enums = _enums()
+        self._values: dict[str, int] = {}
         self._channels = threading.Lock()
 
     def enum(self, name: str) -> int:
         """The value of IBV_NAME."""
-        name = f"IBV_{name}"
-        found = getattr(self._enums, name, None)
-        if found is None:
-            for group in vars(self._enums).values():
-                if isinstance(group, type) and hasattr(group, name):
-                    found = getattr(group, name)
-                    break
-            else:
-                raise VerbsMissing(f"this pyverbs does not know {name}")
-        return int(found)
+        value = self._values.get(name)
+        if value is None:
+            value = self._values[name] = self._find(f"IBV_{name}")
+        return value
+
+    def _find(self, name: str) -> int:
+        for group in (self._enums, *vars(self._enums).values()):
+            if (group is self._enums or isinstance(group, type)) and hasattr(group, name):
+                return int(getattr(group, name))
+        raise VerbsMissing(f"this pyverbs does not know {name}")
 
     def open(self, device: str) -> tuple[Any, int]:
         """A Context and the descriptor of its asynchronous events, which does not block. Raises OSError."""
