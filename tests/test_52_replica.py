@@ -407,6 +407,9 @@ class NamespaceOnEtcd(NamespaceAgainstModel):
         self.turn = 0 if held else 1 - self.turn
         self.namespace = self.hosts[self.turn]
         self.engine = self.namespace._engine
+        if in_use:
+            # It has found what it has open.
+            self.settle()
 
     def settle(self) -> None:
         self.run(self.namespace.hub.barrier())
