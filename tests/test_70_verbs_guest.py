@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -91,12 +92,27 @@ def test_two_guests_move_bytes_by_rdma(guest_kernel: None) -> None:
     assert "[1] the bytes that host 0 has were read" in done.stdout
 
 
+# Those that are over soon; the others take minutes.
+SHORT = ("tests/test_71_verbs.py", "tests/test_74_static_placement.py")
+
+
 @pytest.mark.timeout(1500)
-def test_what_is_promised_of_verbs_holds_in_a_guest(guest_kernel: None) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(SHORT, id="short"),
+        pytest.param(
+            [f"--deselect={file}" for file in SHORT], id="the others", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_what_is_promised_of_verbs_holds_in_a_guest(
+    guest_kernel: None, arguments: Sequence[str]
+) -> None:
     """Each failure is shown as pytest shows it in the guest."""
     if rdma.ports():
         pytest.skip("this machine has RDMA: the tests marked verbs ran on it")
-    done = run("test", "--color=no", "-q")
+    done = run("test", "--color=no", "-q", *arguments)
     if done.returncode != 0:
         pytest.fail(f"in the guest:\n{done.stdout}{done.stderr}", pytrace=False)
     assert re.search(r"\b[1-9]\d* passed", done.stdout), done.stdout
