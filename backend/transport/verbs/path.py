@@ -149,15 +149,9 @@ class Path:
                     elif exposed.wanted:
                         remote = Remote(exposed.address, exposed.key)
                         await self._adapter.staging.write(
-                            self._pair,
-                            remote,
-                            fd,
-                            offset,
-                            length,
-                            exposed.handle,
-                            bool(target.chain),
-                            passed,
-                        )
+                            self._pair, remote, fd, offset, length,
+                            exposed.handle, bool(target.chain), passed,
+                        )  # fmt: skip
                     with _told_apart():
                         answer = await sealed.answer(target.group)
                 except BaseException:
