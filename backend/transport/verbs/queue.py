@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 BATCH = 8
 BATCHES = 16
 SENDS = BATCH * BATCHES
+# So little goes along with the work request, and the device need not fetch it. Some cannot do that.
+INLINE_BYTES = 64
 # Arrivals that this end has not looked at yet; a peer that sends more is told to wait by the hardware.
 RECEIVES = 256
 # What is posted to a queue pair in error comes back at once; a device that does not do it is broken.
@@ -96,7 +98,7 @@ class QueuePair:
         self.is_closed = False
         # What was granted to the peer: a window that is bound keeps its queue pair in being.
         self.windows: set[Window] = set()
-        library, errors = self._library, self._library.errors
+        library = self._library
         self._sent = Completions(
             # Every request may complete with an error.
             library, adapter.context, SENDS + 1, self._take_sent, lambda: bool(self._batches),
@@ -108,31 +110,39 @@ class QueuePair:
                     library, adapter.context, RECEIVES, self._take_arrival, lambda: True
                 )
                 self._arrivals.arm()
-            with errors:
-                capacity = library.QPCap(
-                    max_send_wr=SENDS, max_recv_wr=max(1, self._receives),
-                    max_send_sge=1, max_recv_sge=1,
-                )  # fmt: skip
-                # Left in RESET: `connect` sets the rights of the peer on the way to INIT.
-                self._pair = library.QP(
-                    adapter.pd,
-                    library.QPInitAttr(
-                        qp_type=library.enum("QPT_RC"),
-                        scq=self._sent.queue,
-                        rcq=self._arrivals.queue,
-                        cap=capacity,
-                    ),
-                )
+            try:
+                self._pair, self.inline_bytes = self._make(INLINE_BYTES), INLINE_BYTES
+            except OSError:
+                self._pair, self.inline_bytes = self._make(0), 0
         except BaseException:
             self._close_completions()
             raise
         # A WRITE puts nothing there; pyverbs wants an element all the same.
         self._receive = library.RecvWR(num_sge=1, sg=[library.SGE(0, 0, 0)])
         self._signalled = library.enum("SEND_SIGNALED")
+        self._inline = library.enum("SEND_INLINE")
         self._read = library.enum("WR_RDMA_READ")
         self._write = library.enum("WR_RDMA_WRITE")
         self._write_number = library.enum("WR_RDMA_WRITE_WITH_IMM")
         self._bind = library.enum("WR_BIND_MW")
+
+    def _make(self, inline_bytes: int) -> Any:
+        """Left in RESET: `connect` sets the rights of the peer on the way to INIT. Raises OSError."""
+        library = self._library
+        with library.errors:
+            capacity = library.QPCap(
+                max_send_wr=SENDS, max_recv_wr=max(1, self._receives),
+                max_send_sge=1, max_recv_sge=1, max_inline_data=inline_bytes,
+            )  # fmt: skip
+            return library.QP(
+                self._adapter.pd,
+                library.QPInitAttr(
+                    qp_type=library.enum("QPT_RC"),
+                    scq=self._sent.queue,
+                    rcq=self._arrivals.queue,
+                    cap=capacity,
+                ),
+            )
 
     def end(self) -> QueueEnd:
         adapter = self._adapter
@@ -221,12 +231,13 @@ class QueuePair:
 
     def _request(self, opcode: int, piece: Piece, number: int | None) -> Any:
         library = self._library
+        goes_along = opcode == self._write and 0 < piece.length <= self.inline_bytes
         request = library.SendWR(
             opcode=opcode if number is None else self._write_number,
             num_sge=1,
             imm_data=0 if number is None else immediate(number),
             sg=[library.SGE(piece.address, piece.length, piece.key)],
-            send_flags=0,
+            send_flags=self._inline if goes_along else 0,
         )
         request.set_wr_rdma(piece.remote_key, piece.remote_address)
         return request
@@ -248,7 +259,7 @@ class QueuePair:
             request.next_wr = after
         last = requests[-1]
         last.wr_id = self._next
-        last.send_flags = self._signalled
+        last.send_flags |= self._signalled
         try:
             with self._library.errors:
                 self._pair.post_send(requests[0])
