@@ -56,8 +56,13 @@ class Completions:
         if self._is_armed or self._is_closed:
             return
         self._is_armed = True
-        with self._library.errors:
-            self.queue.req_notify()
+        try:
+            with self._library.errors:
+                self.queue.req_notify()
+        except OSError as error:
+            # A device that is gone; its adapter hears of that and ends the queue pair.
+            if error.errno != errno.EIO:
+                raise
         self._poll()
 
     async def run(self) -> None:
