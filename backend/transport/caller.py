@@ -4,7 +4,7 @@ import itertools
 import logging
 import ssl
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import trio
@@ -132,10 +132,10 @@ class ControlClient:
         counters = self._peers.counters
         await acquire(self._slots)
         try:
-            request = make(next(self._numbers))
-            counters.requests[type(request).__name__.lower()] += 1
-            counters.round_trips += 1
-            with self._expecting(request.number) as expected:
+            with self.expecting() as expected:
+                request = make(expected.number)
+                counters.requests[type(request).__name__.lower()] += 1
+                counters.round_trips += 1
                 await self._send(request)
                 return await expected.answer(group)
         finally:
@@ -164,9 +164,16 @@ class ControlClient:
             self._frames.put(message)
             self._put_off.set()
 
-    def expecting(self) -> AbstractContextManager[Expected]:
-        """One more answer than to a request, which is to name the number."""
-        return self._expecting(next(self._numbers))
+    @contextmanager
+    def expecting(self) -> Iterator[Expected]:
+        """An answer to the request that names its number, the request's own or one more."""
+        expected = Expected(self, next(self._numbers))
+        self._begin_waiting()
+        self._waiting[expected.number] = expected
+        try:
+            yield expected
+        finally:
+            self._waiting.pop(expected.number, None)
 
     async def _send(self, request: AnyRequest) -> None:
         session = self._peers.session()
@@ -174,16 +181,6 @@ class ControlClient:
             self._session = session
             await self.say(Renewed(session))
         await self.say(request)
-
-    @contextmanager
-    def _expecting(self, number: int) -> Iterator[Expected]:
-        expected = Expected(self, number)
-        self._begin_waiting()
-        self._waiting[number] = expected
-        try:
-            yield expected
-        finally:
-            self._waiting.pop(number, None)
 
     async def _run(self) -> None:
         why = "the connection ended"

@@ -147,7 +147,7 @@ class Staging:
                 await pair.read(
                     [Piece(slot.address, count, slot.key, remote.address + at, remote.key)]
                 )
-                land = partial(_land, landed, at)
+                land = partial(_copy_and_show, _write_file, landed, at)
                 await self._copy(land, fd, slot.view[:count], offset + at, at_once)
             finally:
                 self._give_back(slot)
@@ -185,7 +185,7 @@ class Staging:
         async def send(slot: _Slot, at: int, before: trio.Event, posted: trio.Event) -> None:
             count = min(piece, length - at)
             try:
-                take = partial(_take, passed, at)
+                take = partial(_copy_and_show, _read_file, passed, at)
                 await self._copy(take, fd, slot.view[:count], offset + at, at_once)
                 if not before.is_set():
                     await before.wait()
@@ -329,14 +329,16 @@ def _read_file(fd: int, view: memoryview, offset: int) -> None:
         done += count
 
 
-def _land(landed: Landed, start: int, fd: int, view: memoryview, offset: int) -> None:
-    _write_file(fd, view, offset)
-    landed(start, len(view), view)
-
-
-def _take(passed: Landed, start: int, fd: int, view: memoryview, offset: int) -> None:
-    _read_file(fd, view, offset)
-    passed(start, len(view), view)
+def _copy_and_show(
+    copy: Callable[[int, memoryview, int], None],
+    shown: Landed,
+    start: int,
+    fd: int,
+    view: memoryview,
+    offset: int,
+) -> None:
+    copy(fd, view, offset)
+    shown(start, len(view), view)
 
 
 def _write_file(fd: int, view: memoryview, offset: int) -> None:
