@@ -103,6 +103,7 @@ class Leases:
         self._owing = trio.Event()
         self._nursery: trio.Nursery | None = None
         self.acknowledgements = 0
+        self.transactions = 0  # asked for: to follow, to give up and to acknowledge
 
     # -- following -------------------------------------------------------------------------------
 
@@ -177,15 +178,17 @@ class Leases:
         if for_good:
             self._for_good.add(directory)
         lease = self._session.lease
-        revision = await self._engine.transact(
-            (), (Put(followed_key(directory, lease), b"", lease),)
-        )
+        revision = await self._transact(Put(followed_key(directory, lease), b"", lease))
         # A change that was committed before has been applied here then, and who commits later knows.
         await self._replica.wait_applied(revision)
         if lease == self._session.lease:
             self._held[directory] = lease
             self._ways.clear()
             self._owe(self._replica.applied)  # somebody may wait already
+
+    async def _transact(self, operation: Put | Delete) -> int:
+        self.transactions += 1
+        return await self._engine.transact((), (operation,))
 
     async def unfollow(self, directory: int) -> None:
         self._ending.pop(directory, None)
@@ -194,7 +197,7 @@ class Leases:
         if lease is None:
             return
         try:
-            await self._engine.transact((), (Delete(followed_key(directory, lease)),))
+            await self._transact(Delete(followed_key(directory, lease)))
         except OSError:
             # The key may be there still, and somebody wait for us because of it.
             self._held[directory], self._ending[directory] = lease, 0.0
@@ -274,9 +277,7 @@ class Leases:
             seen = self._replica.applied
             lease = self._session.lease
             try:
-                await self._engine.transact(
-                    (), (Put(seen_key(lease), seen.to_bytes(8, "big"), lease),)
-                )
+                await self._transact(Put(seen_key(lease), seen.to_bytes(8, "big"), lease))
                 self.acknowledgements += 1
             except OSError as error:
                 log.warning("followers' promise not kept for now: %s", error)

@@ -656,6 +656,7 @@ class RemoteStore(Pinned):
                 "barriers": self.replica.barriers,
                 "transactions": self.engine.transactions,
                 "followed": self.leases.count(),
+                "lease_transactions": self.leases.transactions,
                 "acknowledgements": self.leases.acknowledgements,
                 "cache_hits": self.hits,
                 "cache_misses": self.misses,
