@@ -5,8 +5,8 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Awaitable, Sequence
-from typing import overload
+from collections.abc import Coroutine, Sequence
+from typing import Any, overload
 
 from .commit import Commit, Committer
 from .inode import ROOT_INO, Inode, fail
@@ -29,12 +29,12 @@ class LoadedTree(Committer):
         self._hidden: list[tuple[int, bytes, int]] = []
 
     @overload
-    def load(self) -> Awaitable[None]: ...
+    def load(self) -> Coroutine[Any, Any, None]: ...
     @overload
     def load(self, records: Sequence[KeyValue], revision: int) -> None: ...
     def load(
         self, records: Sequence[KeyValue] | None = None, revision: int = 0
-    ) -> Awaitable[None] | None:
+    ) -> Coroutine[Any, Any, None] | None:
         """Fill the replica: as a consumer of the replica hub from `records`, else from the engine.
 
         The latter makes the root directory of a new store. Names without an inode, inodes without a

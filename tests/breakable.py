@@ -31,7 +31,7 @@ def make_breakable() -> None:
         for pair in [pair for pair in pairs if not pair.failure][::2]:
             break_pair(pair)
 
-    QueuePair.connect = connecting  # type: ignore[method-assign]
+    QueuePair.connect = connecting  # type: ignore[assignment, method-assign]
     signal.signal(SIGNAL, break_some)
 
 

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 from _cluster import cluster as _cluster
 from _cluster.cluster import MIB, Plan
 from _cluster.daemons import Daemon
-from _cluster.network import CommandFailed, Network, NoNamespaces, make_network
+from _cluster.network import CommandFailed, Host, Network, NoNamespaces, make_network
 from _cluster.parts import ClusterMount, StoreNode, run_irdmafs
 from _cluster.training import train
 
@@ -24,6 +24,7 @@ __all__ = [
     "ClusterMount",
     "CommandFailed",
     "Daemon",
+    "Host",
     "NoNamespaces",
     "Plan",
     "StoreNode",

@@ -54,10 +54,10 @@ class OneNodeMount(Mount):
 
     def try_mount(self) -> subprocess.CompletedProcess[str]:
         if self._node is None:
-            self._start_node()
+            self.start_node()
         return super().try_mount()
 
-    def _start_node(self) -> None:
+    def start_node(self) -> None:
         log = self._directory / "log"
         command = (sys.executable, "-m", "irdmafs", "serve", self._directory / "store", "-f")
         with log.open("wb") as output:

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 COMMAND_TIMEOUT_S = 60.0
 PLAIN = "plain"
@@ -211,7 +211,7 @@ class Mount:
                 run_checked("umount", "-l", self.store)
             shutil.rmtree(self._top, ignore_errors=True)
 
-    def __enter__(self) -> "Mount":
+    def __enter__(self) -> Self:
         try:
             self.mount()
         except BaseException:

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from invariants import check
-from irdmafs.backend import node
+from irdmafs.backend import node, storedir
 from irdmafs.backend.extents import ExtentStore, copy_contents
 from irdmafs.backend.kv import Damaged, NoSpace, Put
 from irdmafs.backend.namespace import ROOT_INO, Inode
@@ -360,8 +360,8 @@ def test_only_a_store_on_a_disk_is_synced(
 def test_a_directory_on_tmpfs_is_known_to_be_in_memory() -> None:
     if not os.path.ismount("/dev/shm"):
         pytest.skip("/dev/shm is no tmpfs here")
-    assert node.in_memory("/dev/shm")
-    assert not node.in_memory("/proc")
+    assert storedir.in_memory("/dev/shm")
+    assert not storedir.in_memory("/proc")
 
 
 # -- starting ----------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ class Link:
         self.silent = False
         self._answer = bytearray()
 
-    def note(self, data: bytes) -> None:
+    def note(self, data: bytes | bytearray) -> None:
         """`answered` is set by the first HEADERS frame: etcd also sends frames that answer nothing."""
         self._answer += data
         while len(self._answer) >= 9:
@@ -656,13 +656,13 @@ class TestRefusal:
         async def main(server: EtcdServer) -> None:
             async with EtcdEngine(server.endpoints, b"/", user=USER, password=PASSWORD) as engine:
                 await engine.transact((), [Put(b"a", b"1")])
-            wrong = {"user": USER, "password": "guess"}, {"user": "nobody", "password": PASSWORD}
-            for credentials in wrong:
-                error = await self.refusal(EtcdEngine(server.endpoints, b"/", **credentials))
+            for user, password in ((USER, "guess"), ("nobody", PASSWORD)):
+                engine = EtcdEngine(server.endpoints, b"/", user=user, password=password)
+                error = await self.refusal(engine)
                 assert error.errno == errno.EACCES
                 assert "password" in str(error)
-                assert credentials["user"] in str(error)
-                assert credentials["password"] not in str(error)
+                assert user in str(error)
+                assert password not in str(error)
             error = await self.refusal(EtcdEngine(server.endpoints, b"/"))
             assert error.errno == errno.EACCES
             assert "user" in str(error)
@@ -680,14 +680,18 @@ class TestRefusal:
         stranger.cert_chain_pems[0].write_to_path(wrong_cert)
 
         async def main(server: EtcdServer) -> None:
-            ours = {"ca": server.ca_file, "cert": server.cert_file, "key": server.key_file}
+            ours: dict[str, Any] = {
+                "ca": server.ca_file,
+                "cert": server.cert_file,
+                "key": server.key_file,
+            }
             async with EtcdEngine(server.endpoints, b"/", **ours) as engine:
                 large = random.randbytes(1_000_000)
                 await engine.transact((), [Put(b"a", large)])
                 found = await engine.get(b"a")
                 assert found is not None
                 assert found.value == large
-            cases: list[tuple[dict[str, str], str]] = [
+            cases: list[tuple[dict[str, Any], str]] = [
                 ({**ours, "ca": wrong_ca}, "certificate is not accepted"),
                 ({**ours, "cert": wrong_cert, "key": wrong_key}, "TLS"),
                 ({"ca": server.ca_file}, "TLS"),

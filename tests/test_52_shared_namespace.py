@@ -6,7 +6,7 @@ import random
 import pytest
 import trio
 from etcd_server import EtcdServer, etcd, etcd_prefix
-from irdmafs.backend.kv import Conflict, Delete, Exists, Put
+from irdmafs.backend.kv import Compare, Conflict, Delete, Exists, Put
 from irdmafs.backend.namespace import RENAME_NOREPLACE, ROOT_INO, Inode, Namespace
 from irdmafs.backend.records import Layout
 from irdmafs.backend.replica import Replica
@@ -324,7 +324,7 @@ def test_a_publish_whose_guard_fails_changes_nothing_and_says_which(
             file = await here.create(ROOT_INO, b"file", FILE, 0, 0)
             engine = here._engine
             first = await engine.transact((), [Put(b"g1", b"")])
-            guards = [(b"g1", first), Exists(b"g1")]
+            guards: list[Compare] = [(b"g1", first), Exists(b"g1")]
             assert (await here.publish(file.ino, 1, 1, 8, 1, guards=guards)).version == 1
             # In the way of the inode record only: done again on top.
             await there.hub.barrier()

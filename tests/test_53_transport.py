@@ -52,7 +52,8 @@ class Cluster:
         self.nodes = nodes
 
     def service(self, node: int) -> ExtentDirectory:
-        return self.nodes[node].service
+        service: ExtentDirectory = self.nodes[node].service
+        return service
 
     def have(self, extent: Extent, data: bytes) -> list[int]:
         """The nodes that keep exactly this."""

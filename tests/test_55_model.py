@@ -1,6 +1,6 @@
 """The replication protocol keeps its invariants in every order of events, and needs each of its rules."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
 
@@ -210,7 +210,9 @@ def test_nothing_moves_without_a_target() -> None:
         lambda: emptied(GroupConfig(1, (1,))),
     ],
 )
-def test_transitions_that_would_break_an_invariant_are_refused(change) -> None:
+def test_transitions_that_would_break_an_invariant_are_refused(
+    change: Callable[[], object],
+) -> None:
     with pytest.raises(AssertionError):
         change()
 

@@ -275,7 +275,9 @@ async def _node_updates(server: EtcdServer, prefix: bytes) -> None:
             await session.update(address(7, free=free))
             await node.replica.barrier()
             assert node.members.nodes == {7: address(7, free=free)}
-            assert (await node.engine.get(session.key) or session)[2:] == (session.number,)
+            found = await node.engine.get(session.key)
+            assert found is not None
+            assert found.mod_revision == session.number
         assert session.valid()
         # Its renewal is late, as when etcd changes its leader; the lease lives on.
         session.valid_until, until = 0.0, session.valid_until

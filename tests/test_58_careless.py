@@ -163,11 +163,11 @@ def test_a_store_is_not_used_for_another_purpose(mounted: OneNodeMount, tmp_path
 
     with Mount("kernel") as embedded:
         embedded.unmount()
-        for arguments in (
+        for command in (
             ("mount", tmp_path / "m", "--store", embedded.store),
             ("serve", embedded.store),
         ):
-            line = one_line(irdmafs(*arguments, "--cluster", config))
+            line = one_line(irdmafs(*command, "--cluster", config))
             assert "is in use as the store of a mount without --cluster" in line
 
     mounted.unmount()
@@ -293,7 +293,7 @@ def test_a_cluster_goes_on_without_what_only_a_lost_node_had(
 
         def is_well() -> bool:
             found = irdmafs("cluster", "status", "--json", "--cluster", config)
-            return json.loads(found.stdout)["health"] == "ok"
+            return bool(json.loads(found.stdout)["health"] == "ok")
 
         eventually(is_well, "all groups are begun anew", 30)
         assert "there is no store node" in one_line(remove())
@@ -378,7 +378,7 @@ def test_what_a_close_failed_to_publish_is_not_published_later() -> None:
                 (mount.path / name).write_bytes(b"second")
             told = f"/{name}: what pid {os.getpid()} wrote could not be published: "
             assert told in mount.log_tail(100_000)
-        mount._start_node()
+        mount.start_node()
         (mount.path / "other").write_bytes(b"other")
         mount.unmount()
         mount.mount()

@@ -298,8 +298,9 @@ def test_the_checker_agrees_with_trying_all_orders() -> None:
             script.read(source.choice("123"), start, start + source.randrange(1, 6))
         # No two moments are the same, so that no order depends on whether "before" means "not after".
         for i, operation in enumerate(script.operations):
-            shifted = {"start": operation.start + i + 1, "end": operation.end + i + 11}
-            script.operations[i] = replace(operation, **shifted)
+            script.operations[i] = replace(
+                operation, start=operation.start + i + 1, end=operation.end + i + 11
+            )
         allowed = _has_an_order(script.operations)
         assert (not check(script.operations)) == allowed, script.operations
         verdicts[allowed] += 1

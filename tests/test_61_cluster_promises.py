@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import MIB, Cluster, ClusterMount, CommandFailed, Plan
+from cluster import MIB, Cluster, ClusterMount, CommandFailed, Plan, StoreNode
 from mountpoint import eventually
 from patterns import pattern, version_of
 from processes import Process
@@ -463,10 +463,7 @@ def test_a_followed_directory_is_there_before_it_is_opened(
     follower = cluster.add_mount("--follow", f"/{one.name}")
     for i in range(5):
         write(one / "file", pattern(i, MIB))
-        fetched = (i + 1) * MIB
-        eventually(
-            lambda fetched=fetched: counters(follower)["fetched_bytes"] >= fetched, "fetched"
-        )
+        _wait_fetched(follower, (i + 1) * MIB)
         before = counters(follower)
         assert read_version(follower.path / one.name / "file") == i
         after = counters(follower)
@@ -583,13 +580,21 @@ def test_adding_and_draining_a_node_moves_its_share_while_reading_goes_on() -> N
         assert [read_version(other / f"file{i}") for i in range(60)] == list(range(60))
 
 
+def _wait_fetched(mount: ClusterMount, count: int) -> None:
+    eventually(lambda: counters(mount)["fetched_bytes"] >= count, f"{count} bytes are fetched")
+
+
+def _wait_given_up(cluster: Cluster, node: StoreNode) -> None:
+    eventually(lambda: node.node_id not in cluster.live_nodes(), "its lease is over")
+
+
 def _wait_settled(cluster: Cluster) -> None:
     """Until all groups are where they should be, and nothing moves."""
 
     def settled() -> bool:
         with contextlib.suppress(CommandFailed):
             status = cluster.status()
-            return status["health"] == "ok" and status["moving"]["replicas"] == 0
+            return bool(status["health"] == "ok" and status["moving"]["replicas"] == 0)
         return False
 
     cluster.wait_healthy()
@@ -672,9 +677,7 @@ def test_a_paused_node_that_wakes_up_serves_nothing_old() -> None:
             node.pause()
             write(one / "file", pattern(i, MIB))
             assert read_version(other / "file") == i
-            eventually(
-                lambda node=node: node.node_id not in cluster.live_nodes(), "its lease is over"
-            )
+            _wait_given_up(cluster, node)
             node.resume()
             assert read_version(other / "file") == i
             cluster.wait_healthy()

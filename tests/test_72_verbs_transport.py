@@ -62,7 +62,8 @@ class Cluster:
         self.rdma = rdma
 
     def service(self, node: int) -> ExtentDirectory:
-        return self.nodes[node].service
+        service: ExtentDirectory = self.nodes[node].service
+        return service
 
     @property
     def regions(self) -> Regions:

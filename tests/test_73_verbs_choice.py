@@ -157,7 +157,7 @@ def test_required_rdma_that_cannot_be_had_refuses_and_wished_for_says_why(
     with pytest.raises(RdmaUnavailable, match="no RDMA device"), Rdma(Choice("require")):
         pass
     for mode in ("auto", "off"):
-        with Rdma(Choice(mode)) as rdma:  # type: ignore[arg-type]
+        with Rdma(Choice(mode)) as rdma:
             assert not rdma.is_usable
             assert rdma.why_not
             with pytest.raises(OSError):

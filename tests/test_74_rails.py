@@ -5,8 +5,8 @@ import ipaddress
 import pytest
 from irdmafs.backend.transport import messages
 from irdmafs.backend.transport.verbs import devices, networks
-from irdmafs.backend.transport.verbs.devices import Device, Gid, Port, Route
-from irdmafs.backend.transport.verbs.ends import Rail
+from irdmafs.backend.transport.verbs.devices import Device, Gid, Obstacle, Port, Route
+from irdmafs.backend.transport.verbs.ends import RAILS_MAX, Rail
 from irdmafs.backend.transport.verbs.rails import OwnRail, find_rails, pair
 
 
@@ -109,7 +109,8 @@ def device(
     name: str, *gids: tuple[str, str], state: str = "ACTIVE", layer: str = "Ethernet"
 ) -> Device:
     table = tuple(Gid(at, gid(address), kind, "eth") for at, (address, kind) in enumerate(gids))
-    return Device(name, "RoCE", (Port(1, state, layer, 0, table, "eth", 100_000),), "", -1, "")
+    port = Port(1, state, layer, 0, table, "eth", 100_000)
+    return Device(name, "RoCE", (port,), "", -1, Obstacle())
 
 
 V2 = "RoCE v2"
@@ -158,12 +159,12 @@ def test_a_device_is_near_a_process_that_may_run_beside_it() -> None:
 )
 def test_what_a_node_says_of_its_rails_is_checked(changes: dict[str, object]) -> None:
     good = rail("a/1", "10.1.0.1/24")
-    messages.check_rails([good] * messages.RAILS_MAX)
+    messages.check_rails([good] * RAILS_MAX)
     fields = {name: getattr(good, name) for name in good.__struct_fields__}
     with pytest.raises(messages.BadMessage):
         messages.check_rails([Rail(**{**fields, **changes})])
     with pytest.raises(messages.BadMessage):
-        messages.check_rails([good] * (messages.RAILS_MAX + 1))
+        messages.check_rails([good] * (RAILS_MAX + 1))
     for number in (-1, messages.QUEUE_PAIRS_MAX):
         with pytest.raises(messages.BadMessage):
             messages.check_pair(number)

@@ -14,11 +14,12 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import breakable
 import pytest
 import rdma
-from cluster import MIB, Cluster, Daemon, Plan
+from cluster import MIB, Cluster, ClusterMount, Daemon, Host, Plan, StoreNode
 from history import Workers, check
 
 pytestmark = pytest.mark.verbs
@@ -79,17 +80,20 @@ class Faults:
         self._cluster.wait_healthy(PHASE_S)
 
 
+Part = TypeVar("Part", bound=Daemon)
+
+
 class BreakableCluster(Cluster):
     """Its processes break queue pairs when they are told to."""
 
-    def _make_node(self, *arguments: object) -> Daemon:
-        return _breakable(super()._make_node(*arguments))
+    def _make_node(self, host: Host) -> StoreNode:
+        return _breakable(super()._make_node(host))
 
-    def _make_mount(self, *arguments: object) -> Daemon:
-        return _breakable(super()._make_mount(*arguments))
+    def _make_mount(self, host: Host | None, *arguments: str) -> ClusterMount:
+        return _breakable(super()._make_mount(host, *arguments))
 
 
-def _breakable(part: Daemon) -> Daemon:
+def _breakable(part: Part) -> Part:
     assert part.command[:3] == [sys.executable, "-m", "irdmafs"]
     part.command[1:3] = [breakable.__file__]
     return part
