@@ -24,11 +24,13 @@ from history import Workers, check
 
 pytestmark = pytest.mark.verbs
 
-FAULTS = 5
+FAULTS = int(os.environ.get("IRDMAFS_FAULTS") or 5)
 LINKS = ("roce0", "roce1")
 LARGEST_BYTES = 4 * MIB
 BIG_BYTES = 32 * MIB
-PHASE_S = 60.0
+# For what must come about at some time. A node that was killed is whole again after 5 s on a machine of
+# its own, and after half a minute in a guest on a busy one.
+PHASE_S = 180.0
 
 
 def set_links(state: str, *names: str) -> None:
@@ -146,14 +148,13 @@ def is_coming_in(cluster: Cluster, size: int) -> bool:
     return False
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(600 + 60 * FAULTS)
 def test_history_is_allowed_while_rdma_breaks_and_mends() -> None:
     if not rdma.IN_GUEST:
         pytest.skip(f"sets links down; {rdma.REMEDY}")
     rdma.need_ports(2)
     seed = int(os.environ.get("IRDMAFS_SEED") or random.SystemRandom().randrange(1 << 32))
-    count = int(os.environ.get("IRDMAFS_FAULTS") or FAULTS)
-    print(f"\nIRDMAFS_SEED={seed} IRDMAFS_FAULTS={count}")
+    print(f"\nIRDMAFS_SEED={seed} IRDMAFS_FAULTS={FAULTS}")
     # A host that is busy must not look like one that is gone.
     plan = Plan(nodes=2, mounts=2, namespaces=False, lease_ttl_s=10)
     with BreakableCluster(plan) as cluster:
@@ -166,7 +167,7 @@ def test_history_is_allowed_while_rdma_breaks_and_mends() -> None:
             try:
                 wait_for_more(cluster, "rdma_bytes")
                 faults = Faults(cluster, seed)
-                faults.run(count)
+                faults.run(FAULTS)
                 fall_back_and_return(cluster)
             finally:
                 set_links("up", *LINKS)
@@ -179,4 +180,4 @@ def test_history_is_allowed_while_rdma_breaks_and_mends() -> None:
         violations = check(operations, across_hosts=False)
         texts = "\n\n".join(f"{each.kind}: {each.text}" for each in violations[:20])
         assert not violations, f"{len(violations)} with seed {seed}:\n{texts}"
-        assert sum(each.outcome == "ok" for each in operations) > 10 * count
+        assert sum(each.outcome == "ok" for each in operations) > 10 * FAULTS

@@ -76,15 +76,12 @@ class Leases:
         namespace: Namespace,
         members: Members,
         session: Session,
-        *,
-        automatic: bool = True,
     ) -> None:
         self._engine = engine
         self._replica = replica
         self._namespace = namespace
         self._members = members
         self._session = session
-        self._automatic = automatic
         self._held: dict[int, int] = {}  # directory -> the lease under which it is followed
         # Directories that are given up as soon as the kernel believes nothing there any more.
         self._ending: dict[int, float] = {}
@@ -206,7 +203,7 @@ class Leases:
 
     def asked(self, directory: int) -> None:
         """Something about the directory had to be asked: is it worth following?"""
-        if not self._automatic or self._nursery is None or directory in self._asking:
+        if self._nursery is None or directory in self._asking:
             return
         if directory in self._ending:
             return
