@@ -566,6 +566,7 @@ def test_a_killed_node_comes_back_with_what_it_had(place: Place) -> None:
         (node.store / "incoming/_1").write_bytes(b"half of an extent")
         await trio.to_thread.run_sync(node.start)
         assert node.id == before
+        await writer.replica.barrier()  # where it is now
         assert await writer.read(before, content, LARGE) == data
         assert node.extents() == {Extent(content, 0), Extent(pending, 0)}
         assert Extent(deleted, 0) not in node.extents()
@@ -771,6 +772,7 @@ def test_a_store_on_a_disk_keeps_what_it_acknowledged(place: Place, tmp_path: Pa
         contents = [await writer.publish(b"large", data), await writer.publish(b"small", b"few")]
         node.kill9()
         await trio.to_thread.run_sync(node.start)
+        await writer.replica.barrier()  # where it is now
         assert node.extents() == {Extent(content, 0) for content in contents}
         assert await writer.read(node.id, contents[0], LARGE) == data
 
