@@ -30,7 +30,8 @@ from irdmafs.backend.transport import (
     wire,
 )
 from irdmafs.backend.transport.verbs.ends import QueueEnd
-from test_53_transport import Cluster, MiB, in_cluster, memory, mounted, until
+from test_53_transport import TIMEOUT_S, in_cluster
+from transport_place import MiB, Place, memory, mounted, until
 
 __all__ = ["memory"]
 
@@ -51,7 +52,7 @@ def certificates() -> Iterator[dict[str, Credentials]]:
         }
 
 
-def hello(cluster: Cluster, **changes: Any) -> bytes:
+def hello(cluster: Place, **changes: Any) -> bytes:
     fields = {
         "version": messages.VERSION,
         "role": "mount",
@@ -67,11 +68,11 @@ def frame(message: msgspec.Struct) -> bytes:
     return len(body).to_bytes(4, "big") + body
 
 
-async def connect(cluster: Cluster, port: str = "control_port") -> trio.SocketStream:
+async def connect(cluster: Place, port: str = "control_port") -> trio.SocketStream:
     return await trio.open_tcp_stream("127.0.0.1", getattr(cluster.nodes[1].listener, port))
 
 
-async def introduced(cluster: Cluster) -> trio.SocketStream:
+async def introduced(cluster: Place) -> trio.SocketStream:
     """A control connection that has been accepted."""
     stream = await connect(cluster)
     await stream.send_all(hello(cluster))
@@ -101,7 +102,7 @@ async def is_closed(stream: trio.SocketStream) -> bool:
     return False
 
 
-async def ticket_for(cluster: Cluster) -> bytes:
+async def ticket_for(cluster: Place) -> bytes:
     stream = await introduced(cluster)
     await stream.send_all(frame(messages.Tickets(1, "", 1)))
     answer = messages.decode_answer(await receive_frame(stream))
@@ -110,7 +111,7 @@ async def ticket_for(cluster: Cluster) -> bytes:
     return answer.tickets[0]
 
 
-async def data_connection(cluster: Cluster) -> trio.SocketStream:
+async def data_connection(cluster: Place) -> trio.SocketStream:
     stream = await connect(cluster, "data_port")
     await stream.send_all(wire.pack_preamble(await ticket_for(cluster)))
     return stream
@@ -134,7 +135,7 @@ class Usage:
             self.resident_bytes = int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
-async def unchanged(cluster: Cluster, before: Usage) -> None:
+async def unchanged(cluster: Place, before: Usage) -> None:
     """The node still serves, and nothing has grown."""
     await until(lambda: len(cluster.nodes[1].listener._strangers) == 0)
     await cluster.peers.device(1).put(Extent(1 << 40, 0), Target(1, 1, ()), b"works")
@@ -162,7 +163,7 @@ def test_nonsense_from_strangers_is_logged_once_each_and_does_no_harm(
     chooser = random.Random(seed)
     tries = 150
 
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         await cluster.peers.ping(1)
         before = Usage()
         for _ in range(tries):
@@ -189,7 +190,7 @@ def test_nonsense_from_strangers_is_logged_once_each_and_does_no_harm(
 def test_a_long_frame_before_the_hello_is_refused_before_it_is_read(
     memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         stream = await connect(cluster)
         await stream.send_all((messages.HELLO_BYTES_MAX + 1).to_bytes(4, "big"))
         assert await is_closed(stream)
@@ -203,7 +204,7 @@ def test_a_long_frame_before_the_hello_is_refused_before_it_is_read(
 def test_slow_strangers_do_not_keep_members_out(
     memory: Path, monkeypatch: pytest.MonkeyPatch, port: str
 ) -> None:
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         strangers = []
         for _ in range(server.STRANGERS_MAX + 50):
             stream = await connect(cluster, port)
@@ -225,7 +226,7 @@ def test_slow_strangers_do_not_keep_members_out(
 def test_who_does_not_fit_is_told_why(
     memory: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, Any]
 ) -> None:
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         stream = await connect(cluster)
         await stream.send_all(hello(cluster, **changes))
         refused = messages.decode_welcome(await receive_frame(stream))
@@ -247,8 +248,8 @@ def test_only_members_of_the_cluster_are_served(
     caplog: pytest.LogCaptureFixture,
     who: str,
 ) -> None:
-    async def test(cluster: Cluster) -> None:
-        async with mounted(memory, credentials=certificates.get(who)) as peers:
+    async def test(cluster: Place) -> None:
+        async with mounted(memory, timeout_s=TIMEOUT_S, credentials=certificates.get(who)) as peers:
             with pytest.raises(Unreachable):
                 await peers.device(1).get([Extent(1, 0)], 10)
         await until(lambda: len(lines(caplog)) == 1)
@@ -270,8 +271,8 @@ def test_those_who_will_never_be_let_in_are_told_so(
     if who == "plain node":
         theirs = certificates["mount"]
 
-    async def test(cluster: Cluster) -> None:
-        async with mounted(memory, credentials=theirs) as peers:
+    async def test(cluster: Place) -> None:
+        async with mounted(memory, timeout_s=TIMEOUT_S, credentials=theirs) as peers:
             for _ in range(2):
                 with pytest.raises(Distrusted) as refused:
                     await peers.ping(1)
@@ -303,7 +304,7 @@ def test_those_who_will_never_be_let_in_are_told_so(
 
 
 def test_a_mount_cannot_pose_as_a_node(memory: Path, certificates: dict[str, Credentials]) -> None:
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         # Its certificate is not for accepting connections.
         with pytest.raises(Unreachable, match="certificate"):
             await cluster.peers.ping(1)
@@ -318,7 +319,7 @@ def test_a_mount_cannot_pose_as_a_node(memory: Path, certificates: dict[str, Cre
 def test_a_ticket_is_good_for_one_connection(
     memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         ticket = await ticket_for(cluster)
         first = await connect(cluster, "data_port")
         await first.send_all(wire.pack_preamble(ticket))
@@ -337,7 +338,7 @@ def test_a_ticket_is_good_for_one_connection(
 def test_an_invalid_ticket_opens_nothing(
     memory: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         ticket = await ticket_for(cluster)
         if what == "guessed":
             ticket = ticket[:-1] + bytes([ticket[-1] ^ 1])
@@ -355,9 +356,9 @@ def test_an_invalid_ticket_opens_nothing(
 def test_a_node_that_encrypts_data_refuses_connections_that_do_not(
     memory: Path, certificates: dict[str, Credentials], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         source = cluster.file("source", b"secret")
-        async with mounted(memory, credentials=certificates["mount"]) as peers:
+        async with mounted(memory, timeout_s=TIMEOUT_S, credentials=certificates["mount"]) as peers:
             with pytest.raises(Unreachable):
                 await peers.device(1).write(Extent(1, 0), Target(1, 1, ()), source, 0, 6)
         assert "not encrypted" in lines(caplog)[0]
@@ -421,7 +422,7 @@ def test_nonsense_from_a_member_costs_it_the_connection_and_nobody_else(
         messages.Detach(3),
     ]
 
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         await cluster.peers.ping(1)
         before = Usage()
         for _ in range(300):
@@ -452,7 +453,7 @@ def test_nonsense_on_a_data_connection_costs_it_the_connection_and_nobody_else(
         for op in wire.Op
     ]
 
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         await cluster.peers.ping(1)
         before = Usage()
         for number in range(200):
@@ -479,7 +480,7 @@ def test_nonsense_on_a_data_connection_costs_it_the_connection_and_nobody_else(
 
 
 def test_an_extent_of_an_exabyte_is_enospc(memory: Path) -> None:
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         cluster.service(1).limit_bytes = 1 << 62
         stream = await data_connection(cluster)
         header = wire.Header(wire.Op.WRITE, Extent(3, 0), Target(1, 1, ()), 5, HUGE, 0, HUGE, "")
@@ -499,7 +500,7 @@ def test_an_extent_of_an_exabyte_is_enospc(memory: Path) -> None:
 def test_a_frame_of_gigabytes_is_refused_before_it_is_read(
     memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         stream = await introduced(cluster)
         await stream.send_all(((1 << 32) - 1).to_bytes(4, "big"))
         assert await is_closed(stream)
@@ -510,7 +511,7 @@ def test_a_frame_of_gigabytes_is_refused_before_it_is_read(
 
 
 def test_streams_that_overlap_store_nothing(memory: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         opened = []
         for _ in range(2):
             stream = await data_connection(cluster)
@@ -530,7 +531,7 @@ def test_streams_that_overlap_store_nothing(memory: Path, caplog: pytest.LogCapt
 
 
 def test_what_a_writer_had_sent_before_it_died_is_dropped_on_all_nodes(memory: Path) -> None:
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         stream = await data_connection(cluster)
         header = wire.Header(
             wire.Op.WRITE, Extent(3, 0), Target(1, 1, (2, 3)), 5, 8 * MiB, 0, 8 * MiB, ""
@@ -546,7 +547,7 @@ def test_what_a_writer_had_sent_before_it_died_is_dropped_on_all_nodes(memory: P
 
 
 def test_a_peer_that_takes_no_answers_is_cut_off(memory: Path) -> None:
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         data = bytes(MiB)
         await cluster.peers.device(1).put(Extent(1, 0), Target(1, 1, ()), data)
         stream = await introduced(cluster)

@@ -3,7 +3,6 @@
 import errno
 import os
 import random
-import shutil
 import subprocess
 import tempfile
 import threading
@@ -17,20 +16,13 @@ import trio
 from irdmafs.backend.security import Credentials, issue, make_ca
 from irdmafs.backend.transport import Extent, Fenced, Target, Unreachable
 from irdmafs.backend.transport.peers import Peers
-from transport_nodes import ExtentDirectory, Node, NodeProcess, resolver, serving
+from transport_nodes import NodeProcess, serving
+from transport_place import MiB, Place, memory, mounted, random_bytes, until
 
-MiB = 1 << 20
+__all__ = ["memory"]
+
 # Long enough for a busy machine, short enough to wait for.
 TIMEOUT_S = 2.0
-
-
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    """A directory in memory, with one for addresses in it."""
-    directory = Path(tempfile.mkdtemp(prefix="irdmafs-transport-", dir="/dev/shm"))
-    (directory / "addresses").mkdir()
-    yield directory
-    shutil.rmtree(directory)
 
 
 @pytest.fixture(scope="module")
@@ -43,36 +35,9 @@ def credentials() -> Iterator[dict[str, Credentials]]:
         }
 
 
-class Cluster:
-    """Nodes 1 to `count` in this process, and a mount that asks them."""
-
-    def __init__(self, memory: Path, peers: Peers, nodes: dict[int, Node]) -> None:
-        self.memory = memory
-        self.peers = peers
-        self.nodes = nodes
-
-    def service(self, node: int) -> ExtentDirectory:
-        service: ExtentDirectory = self.nodes[node].service
-        return service
-
-    def have(self, extent: Extent, data: bytes) -> list[int]:
-        """The nodes that keep exactly this."""
-        return [
-            node
-            for node, each in self.nodes.items()
-            if os.path.exists(each.service.path(extent))
-            and Path(each.service.path(extent)).read_bytes() == data
-        ]
-
-    def file(self, name: str, data: bytes = b"") -> int:
-        fd = os.open(self.memory / name, os.O_RDWR | os.O_CREAT)
-        os.write(fd, data)
-        return fd
-
-
 def in_cluster(
     memory: Path,
-    test: Callable[[Cluster], Awaitable[None]],
+    test: Callable[[Place], Awaitable[None]],
     count: int = 3,
     mount: Credentials | None = None,
     **options: Any,
@@ -89,29 +54,9 @@ def in_cluster(
             if mount is not None:
                 options["credentials"] = mount
             async with mounted(memory, **options) as peers:
-                await test(Cluster(memory, peers, nodes))
+                await test(Place(memory, peers, nodes))
 
     trio.run(main)
-
-
-@asynccontextmanager
-async def mounted(memory: Path, **options: Any) -> AsyncIterator[Peers]:
-    options = {"timeout_s": TIMEOUT_S, "streams": 4, **options}
-    async with Peers(
-        resolver(f"{memory}/addresses"), name="test", role="mount", **options
-    ) as peers:
-        yield peers
-
-
-def random_bytes(length: int) -> bytes:
-    return random.Random(length).randbytes(length)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """For what happens in another process or thread, which tells nobody."""
-    with trio.fail_after(60):
-        while not condition():
-            await trio.sleep(0.01)
 
 
 # -- what is moved arrives -----------------------------------------------------------------------
@@ -125,7 +70,7 @@ def test_a_written_extent_is_on_every_node_of_the_chain_and_can_be_read(
     data = random_bytes(length)
     extent = Extent(5, 7)
 
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         source = cluster.file("source", b"before" + data + b"after")
         await cluster.peers.device(1).write(extent, Target(1, 1, (2, 3)), source, 6, length)
         assert cluster.have(extent, data) == [1, 2, 3]
@@ -145,7 +90,7 @@ def test_a_written_extent_is_on_every_node_of_the_chain_and_can_be_read(
 def test_a_part_of_an_extent_is_read_into_a_part_of_a_file(memory: Path) -> None:
     data = random_bytes(20 * MiB)
 
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         source = cluster.file("source", data)
         device = cluster.peers.device(1)
         await device.write(Extent(1, 0), Target(1, 1, ()), source, 0, len(data))
@@ -162,7 +107,7 @@ def test_a_part_of_an_extent_is_read_into_a_part_of_a_file(memory: Path) -> None
 
 
 def test_reading_beyond_the_end_of_an_extent_is_an_error(memory: Path) -> None:
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         await cluster.peers.device(1).put(Extent(1, 0), Target(1, 1, ()), b"short")
         target = cluster.file("target")
         with pytest.raises(OSError) as caught:
@@ -174,7 +119,7 @@ def test_reading_beyond_the_end_of_an_extent_is_an_error(memory: Path) -> None:
 
 
 def test_a_small_extent_is_put_along_the_chain_in_one_round_trip(memory: Path) -> None:
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         await cluster.peers.ping(1)
         before = cluster.peers.counters.round_trips
         await cluster.peers.device(1).put(Extent(1, 0), Target(1, 1, (2, 3)), b"small")
@@ -185,7 +130,7 @@ def test_a_small_extent_is_put_along_the_chain_in_one_round_trip(memory: Path) -
 
 
 def test_once_connected_a_transfer_costs_one_round_trip(memory: Path) -> None:
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         source = cluster.file("source", random_bytes(17 * MiB))
         device = cluster.peers.device(1)
         await device.write(Extent(1, 0), Target(1, 1, ()), source, 0, 17 * MiB)
@@ -212,7 +157,7 @@ def test_an_empty_request_takes_few_turns_of_the_event_loop(memory: Path) -> Non
     """Of both ends', which are in this process."""
     asked = 50
 
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         await cluster.peers.ping(1)
         turns = Turns()
         trio.lowlevel.add_instrument(turns)
@@ -228,7 +173,7 @@ def test_an_empty_request_takes_few_turns_of_the_event_loop(memory: Path) -> Non
 def test_a_peer_that_sends_much_at_once_leaves_turns_to_others(memory: Path) -> None:
     asked = 60
 
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         await cluster.peers.ping(1)
         turns = Turns()
         trio.lowlevel.add_instrument(turns)
@@ -242,7 +187,7 @@ def test_a_peer_that_sends_much_at_once_leaves_turns_to_others(memory: Path) -> 
 
 
 def test_many_small_extents_come_in_one_round_trip(memory: Path) -> None:
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         device = cluster.peers.device(1)
         for number in range(40):
             await device.put(Extent(number, 0), Target(1, 1, ()), b"%d" % number * number)
@@ -257,7 +202,7 @@ def test_many_small_extents_come_in_one_round_trip(memory: Path) -> None:
 
 
 def test_more_than_a_message_holds_is_got_in_several(memory: Path) -> None:
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         device = cluster.peers.device(1)
         data = [random_bytes(MiB - number) for number in range(20)]
         for number, each in enumerate(data):
@@ -270,7 +215,7 @@ def test_more_than_a_message_holds_is_got_in_several(memory: Path) -> None:
 def test_a_working_copy_is_adopted_and_sent_down_the_chain(memory: Path) -> None:
     data = random_bytes(5 * MiB)
 
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         Path(f"{memory}/1/incoming/7").write_bytes(data)
         inode = os.stat(f"{memory}/1/incoming/7").st_ino
         for _ in "once", "and again, as if the answer had been lost":
@@ -282,7 +227,7 @@ def test_a_working_copy_is_adopted_and_sent_down_the_chain(memory: Path) -> None
 
 
 def test_the_other_messages_reach_the_service(memory: Path) -> None:
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         await cluster.peers.ping(1)
         await cluster.peers.device(1).abort(99)
         assert await cluster.peers.suspect(1, 5, 2)
@@ -296,7 +241,7 @@ def test_the_other_messages_reach_the_service(memory: Path) -> None:
 def test_an_extent_that_a_node_has_is_not_sent_to_it_again(memory: Path) -> None:
     data = random_bytes(40 * MiB)
 
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         source = cluster.file("source", data)
         device = cluster.peers.device(1)
         await device.write(Extent(1, 0), Target(1, 1, ()), source, 0, len(data))
@@ -315,7 +260,7 @@ def test_many_transfers_at_once_do_not_mix(memory: Path) -> None:
     print(f"seed {seed}")
     chooser = random.Random(seed)
 
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         async def one(number: int) -> None:
             length = chooser.randrange(12 * MiB)
             data = random.Random(number).randbytes(length)
@@ -347,7 +292,7 @@ def test_many_transfers_at_once_do_not_mix(memory: Path) -> None:
 def test_an_old_configuration_is_fenced_wherever_in_the_chain_it_is_noticed(
     memory: Path, refusing: int, length: int
 ) -> None:
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         cluster.service(refusing).newest_config = 5
         source = cluster.file("source", random_bytes(length))
         device = cluster.peers.device(1)
@@ -366,7 +311,7 @@ def test_an_old_configuration_is_fenced_wherever_in_the_chain_it_is_noticed(
 
 @pytest.mark.parametrize("full", [1, 2])
 def test_a_full_node_is_named_and_nothing_is_left_there(memory: Path, full: int) -> None:
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         cluster.service(full).limit_bytes = 50
         source = cluster.file("source", random_bytes(24 * MiB))
         for extent, length in ((Extent(1, 0), 24 * MiB), (Extent(2, 0), 100)):
@@ -381,7 +326,7 @@ def test_a_full_node_is_named_and_nothing_is_left_there(memory: Path, full: int)
 
 
 def test_what_a_node_does_not_keep_is_enoent(memory: Path) -> None:
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         target = cluster.file("target")
         with pytest.raises(FileNotFoundError):
             await cluster.peers.device(1).read(Extent(1, 0), 0, target, 0, 20 * MiB)
@@ -394,7 +339,7 @@ def test_what_a_node_does_not_keep_is_enoent(memory: Path) -> None:
 def test_a_transfer_that_was_given_up_makes_way_for_the_next_one(memory: Path) -> None:
     data = random_bytes(8 * MiB)
 
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         source = cluster.file("source", data)
         device = cluster.peers.device(1)
         cluster.service(1).may_seal = trio.Event()
@@ -536,7 +481,7 @@ def test_a_silent_node_fails_calls_and_is_then_left_alone_until_it_answers(memor
 
 def test_a_node_is_found_again_where_it_restarts(memory: Path) -> None:
     async def main() -> None:
-        async with mounted(memory) as peers:
+        async with mounted(memory, timeout_s=TIMEOUT_S) as peers:
             for number in range(3):
                 with NodeProcess(f"{memory}/1", 1, f"{memory}/addresses"):
                     await peers.device(1).put(Extent(number, 0), Target(1, 1, ()), b"data")
@@ -553,7 +498,7 @@ def test_a_node_is_found_again_where_it_restarts(memory: Path) -> None:
 
 def test_a_node_that_is_not_registered_is_unreachable(memory: Path) -> None:
     async def main() -> None:
-        async with mounted(memory) as peers:
+        async with mounted(memory, timeout_s=TIMEOUT_S) as peers:
             with pytest.raises(Unreachable, match="not registered"):
                 await peers.ping(77)
 
@@ -561,7 +506,7 @@ def test_a_node_that_is_not_registered_is_unreachable(memory: Path) -> None:
 
 
 def test_another_node_at_a_known_address_is_not_taken_for_it(memory: Path) -> None:
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         (memory / "addresses" / "8").write_text((memory / "addresses" / "1").read_text())
         with pytest.raises(Unreachable, match="this is store node 1, not 8"):
             await cluster.peers.ping(8)
@@ -570,7 +515,7 @@ def test_another_node_at_a_known_address_is_not_taken_for_it(memory: Path) -> No
 
 
 def test_a_node_that_takes_long_to_seal_is_waited_for(memory: Path) -> None:
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         cluster.service(3).may_seal = trio.Event()
         source = cluster.file("source", random_bytes(9 * MiB))
         async with trio.open_nursery() as nursery:
@@ -633,7 +578,7 @@ def test_a_cancelled_transfer_ends_at_once_and_leaves_nothing(memory: Path, kind
 
 
 def test_a_source_that_is_too_short_is_an_error_and_not_an_extent(memory: Path) -> None:
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         source = cluster.file("source", random_bytes(20 * MiB))
         with pytest.raises(OSError) as caught:
             await cluster.peers.device(1).write(
@@ -648,7 +593,7 @@ def test_a_source_that_is_too_short_is_an_error_and_not_an_extent(memory: Path) 
 
 
 def test_a_full_target_is_enospc_and_the_node_is_not_blamed(memory: Path) -> None:
-    async def test(cluster: Cluster) -> None:
+    async def test(cluster: Place) -> None:
         source = cluster.file("source", random_bytes(20 * MiB))
         await cluster.peers.device(1).write(Extent(1, 0), Target(1, 1, ()), source, 0, 20 * MiB)
         (memory / "small").mkdir()

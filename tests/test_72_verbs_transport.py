@@ -5,9 +5,8 @@ import errno
 import os
 import random
 import shutil
-import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,13 @@ from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 from irdmafs.backend.transport.verbs.regions import Regions
 from irdmafs.backend.transport.verbs.windows import grant
 from rdma import need_address
-from transport_nodes import ExtentDirectory, Node, NodeProcess, resolver, serving
+from transport_nodes import Node, NodeProcess, serving
+from transport_place import KiB, MiB, Place, memory, mounted, random_bytes, until
+
+__all__ = ["memory"]
 
 pytestmark = pytest.mark.verbs
 
-KiB = 1 << 10
-MiB = 1 << 20
 # A host that is busy must not look like one that is gone.
 TIMEOUT_S = 5.0
 
@@ -44,45 +44,17 @@ def device_of(address: str) -> str:
     return devices.choose(devices.find(), address).device
 
 
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp(prefix="irdmafs-verbs-", dir="/dev/shm"))
-    (directory / "addresses").mkdir()
-    yield directory
-    shutil.rmtree(directory)
-
-
-class Cluster:
-    """Nodes in this process and a mount that asks them, on one adapter."""
+class Cluster(Place):
+    """On one adapter."""
 
     def __init__(self, memory: Path, peers: Peers, nodes: dict[int, Node], rdma: Rdma) -> None:
-        self.memory = memory
-        self.peers = peers
-        self.nodes = nodes
+        super().__init__(memory, peers, nodes)
         self.rdma = rdma
-
-    def service(self, node: int) -> ExtentDirectory:
-        service: ExtentDirectory = self.nodes[node].service
-        return service
 
     @property
     def regions(self) -> Regions:
         (adapter,) = self.rdma.adapters
         return adapter.regions
-
-    def have(self, extent: Extent, data: bytes) -> list[int]:
-        """The nodes that keep exactly this."""
-        return [
-            node
-            for node, each in self.nodes.items()
-            if os.path.exists(each.service.path(extent))
-            and Path(each.service.path(extent)).read_bytes() == data
-        ]
-
-    def file(self, name: str, data: bytes = b"") -> int:
-        fd = os.open(self.memory / name, os.O_RDWR | os.O_CREAT)
-        os.write(fd, data)
-        return fd
 
 
 def in_cluster(
@@ -104,30 +76,10 @@ def in_cluster(
                 )
                 for node in range(1, count + 1)
             }  # fmt: skip
-            peers = await stack.enter_async_context(mounted(memory, rdma))
+            peers = await stack.enter_async_context(mounted(memory, timeout_s=TIMEOUT_S, rdma=rdma))
             await test(Cluster(memory, peers, nodes, rdma))
 
     trio.run(main)
-
-
-@asynccontextmanager
-async def mounted(memory: Path, rdma: Rdma) -> AsyncIterator[Peers]:
-    async with Peers(
-        resolver(f"{memory}/addresses"),
-        name="test", role="mount", timeout_s=TIMEOUT_S, rdma=rdma,
-    ) as peers:  # fmt: skip
-        yield peers
-
-
-def random_bytes(length: int) -> bytes:
-    return random.Random(length).randbytes(length)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """For what happens in another process, which tells nobody."""
-    with trio.fail_after(60):
-        while not condition():
-            await trio.sleep(0.01)
 
 
 # -- what is moved arrives -----------------------------------------------------------------------
@@ -403,7 +355,7 @@ def test_a_node_that_may_not_lock_memory_is_written_to_over_tcp(memory: Path, ad
 
     async def test() -> None:
         with Rdma(Choice()) as rdma:
-            async with mounted(memory, rdma) as peers:
+            async with mounted(memory, timeout_s=TIMEOUT_S, rdma=rdma) as peers:
                 source = os.open(memory / "source", os.O_RDWR | os.O_CREAT)
                 os.write(source, data)
                 await peers.device(1).write(Extent(1, 0), Target(1, 1, ()), source, 0, MiB)
@@ -491,7 +443,7 @@ def test_a_node_that_is_killed_meanwhile_is_noticed(
 
     async def test(node: NodeProcess) -> None:
         with Rdma(Choice(device=device_of(address))) as rdma:
-            async with mounted(memory, rdma) as peers:
+            async with mounted(memory, timeout_s=TIMEOUT_S, rdma=rdma) as peers:
                 source = os.open(memory / "source", os.O_RDWR | os.O_CREAT)
                 os.write(source, random_bytes(length))
                 device = peers.device(1)
@@ -533,7 +485,7 @@ def test_a_writer_that_dies_leaves_nothing_on_the_node(memory: Path, address: st
     async def test(cluster: Cluster) -> None:
         service = cluster.service(1)
         source = cluster.file("source", bytes(8 * MiB))
-        async with mounted(memory, cluster.rdma) as dying:
+        async with mounted(memory, timeout_s=TIMEOUT_S, rdma=cluster.rdma) as dying:
             each = await dying.link(1).lanes(8 * MiB)
             assert each is not None
             path = each._lanes[0].path

@@ -3,9 +3,6 @@ what is registered anew, and what must not be."""
 
 import os
 import random
-import shutil
-import tempfile
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -24,10 +21,12 @@ from irdmafs.backend.transport.verbs.queue import Broken, Piece
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 from rdma import need_address, ports
 from transport_nodes import Node, resolver, serving
+from transport_place import MiB, memory
+
+__all__ = ["memory"]
 
 pytestmark = pytest.mark.verbs
 
-MiB = 1 << 20
 TIMEOUT_S = 5.0
 SESSION = 7
 
@@ -35,14 +34,6 @@ SESSION = 7
 @pytest.fixture(scope="module")
 def address() -> str:
     return need_address()
-
-
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp(prefix="irdmafs-static-", dir="/dev/shm"))
-    (directory / "addresses").mkdir()
-    yield directory
-    shutil.rmtree(directory)
 
 
 def a_cluster(address: str, nodes: int = 2) -> Plan:

@@ -3,10 +3,8 @@
 import errno
 import os
 import random
-import shutil
-import tempfile
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +22,17 @@ from irdmafs.backend.transport.verbs.adapter import Adapter
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 from rdma import need_address, ports
 from transport_nodes import resolver, serving
+from transport_place import KiB, MiB, memory, random_bytes
+
+__all__ = ["memory"]
 
 pytestmark = pytest.mark.verbs
 
-KiB = 1 << 10
-MiB = 1 << 20
 # A host that is busy must not look like one that is gone.
 TIMEOUT_S = 20.0
 NOWHERE = Target(1, 1, ())
 # Slots of 256 KiB.
 SMALL = Choice(threshold_bytes=1, limit_bytes=2 * MiB)
-
-
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp(prefix="irdmafs-verbs-", dir="/dev/shm"))
-    (directory / "addresses").mkdir()
-    yield directory
-    shutil.rmtree(directory)
 
 
 class Worker:
@@ -106,10 +97,6 @@ def with_worker(
                     assert adapter.staging.free_slots == adapter.staging.slots
 
     trio.run(main)
-
-
-def random_bytes(length: int) -> bytes:
-    return random.Random(length).randbytes(length)
 
 
 @pytest.mark.parametrize("processors", [1, 2])

@@ -4,11 +4,9 @@ Nodes listen on an address of loopback, so that the control connection outlives 
 """
 
 import os
-import shutil
 import subprocess
-import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,31 +16,24 @@ import rdma as rdma_ports
 import trio
 from irdmafs.backend.transport import Extent, Target, Unreachable
 from irdmafs.backend.transport.messages import HANDLES_MAX, QUEUE_PAIRS_MAX
-from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.verbs import lanes, networks
 from irdmafs.backend.transport.verbs.lanes import Lanes
 from irdmafs.backend.transport.verbs.queue import NotByVerbs, QueuePair
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 from irdmafs.backend.transport.verbs.regions import Regions
 from irdmafs.backend.transport.verbs.staging import Staging
-from transport_nodes import Node, NodeProcess, resolver, serving
+from transport_nodes import NodeProcess, serving
+from transport_place import MiB, Place, memory, mounted, until
+
+__all__ = ["memory"]
 
 pytestmark = pytest.mark.verbs
 
-MiB = 1 << 20
 # A host that is busy must not look like one that is gone.
 TIMEOUT_S = 15.0
 LOOPBACK = "127.0.0.1"
 _LINKS = ("roce0", "roce1")
 FIRST_ADDRESS = "10.9.0.1"
-
-
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    directory = Path(tempfile.mkdtemp(prefix="irdmafs-rails-", dir="/dev/shm"))
-    (directory / "addresses").mkdir()
-    yield directory
-    shutil.rmtree(directory)
 
 
 def set_link(name: str, state: str) -> None:
@@ -60,13 +51,8 @@ def links() -> Iterator[tuple[str, ...]]:
         set_link(name, "up")
 
 
-class Place:
-    """Nodes 1 and 2 in this process, and a mount."""
-
-    def __init__(self, memory: Path, peers: Peers, nodes: dict[int, Node]) -> None:
-        self.memory = memory
-        self.peers = peers
-        self.nodes = nodes
+class TwoNodes(Place):
+    """Nodes 1 and 2, and a mount with adapters of its own."""
 
     async def lanes(self, node: int = 1, count: int = 2) -> Lanes:
         """Of the mount to a node, when so many pairs of rails work."""
@@ -76,11 +62,6 @@ class Place:
         assert found is not None
         await until(lambda: len(found.usable) == count)
         return found
-
-    def file(self, name: str, data: bytes = b"") -> int:
-        fd = os.open(self.memory / name, os.O_RDWR | os.O_CREAT)
-        os.write(fd, data)
-        return fd
 
     async def there_and_back(self, number: int, length: int) -> None:
         """Write an extent to both nodes, read it from both."""
@@ -101,16 +82,9 @@ class Place:
             os.unlink(each.service.path(extent))
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """For what the kernel, or another task, does in its own time."""
-    with trio.fail_after(60):
-        while not condition():
-            await trio.sleep(0.01)
-
-
 def in_place(
     memory: Path,
-    test: Callable[[Place], Awaitable[None]],
+    test: Callable[[TwoNodes], Awaitable[None]],
     choice: Choice = Choice(),  # noqa: B008
     address: str = LOOPBACK,
     timeout_s: float = TIMEOUT_S,
@@ -128,19 +102,12 @@ def in_place(
                 for node in (1, 2)
             }  # fmt: skip
             of_mount = stack.enter_context(Rdma(choice))
-            peers = await stack.enter_async_context(mounted(memory, of_mount, timeout_s))
-            await test(Place(memory, peers, nodes))
+            peers = await stack.enter_async_context(
+                mounted(memory, timeout_s=timeout_s, rdma=of_mount)
+            )
+            await test(TwoNodes(memory, peers, nodes))
 
     trio.run(main)
-
-
-@asynccontextmanager
-async def mounted(memory: Path, rdma: Rdma, timeout_s: float = TIMEOUT_S) -> AsyncIterator[Peers]:
-    async with Peers(
-        resolver(f"{memory}/addresses"),
-        name="test", role="mount", timeout_s=timeout_s, rdma=rdma,
-    ) as peers:  # fmt: skip
-        yield peers
 
 
 def when_posted(
@@ -183,7 +150,7 @@ def break_it(pair: QueuePair) -> None:
 
 @pytest.mark.usefixtures("links")
 def test_a_long_read_is_divided_between_rails_and_many_operations_too(memory: Path) -> None:
-    async def test(place: Place) -> None:
+    async def test(place: TwoNodes) -> None:
         await place.lanes()
         await place.there_and_back(1, 24 * MiB + 7)
         moved = place.peers.counters.rails
@@ -205,7 +172,7 @@ def test_a_long_read_is_divided_between_rails_and_many_operations_too(memory: Pa
 def test_there_are_as_many_queue_pairs_as_are_asked_for_and_a_node_bounds_them(
     memory: Path,
 ) -> None:
-    async def test(place: Place) -> None:
+    async def test(place: TwoNodes) -> None:
         found = await place.lanes()
         await until(lambda: all(lane.is_usable for lane in found._lanes))
         assert len(found._lanes) == 6
@@ -239,7 +206,7 @@ def test_a_link_that_goes_down_costs_no_operation_and_is_used_again(
 ) -> None:
     caplog.set_level("INFO")
 
-    async def test(place: Place) -> None:
+    async def test(place: TwoNodes) -> None:
         found = await place.lanes()
         device = f"rxe{links.index(down)}"
         lost = when_posted(
@@ -275,7 +242,7 @@ def test_a_link_that_goes_down_costs_no_operation_and_is_used_again(
 def test_the_last_link_that_goes_down_leaves_tcp_until_it_is_up_again(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test(place: Place) -> None:
+    async def test(place: TwoNodes) -> None:
         found = await place.lanes(count=1)
         lost = when_posted(monkeypatch, 3, lambda pair: set_link("roce0", "down"))
         async with trio.open_nursery() as nursery:
@@ -312,7 +279,7 @@ def change_address(what: str) -> None:
 def test_a_way_that_takes_the_control_connection_along_makes_the_node_unreachable(
     memory: Path, first_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test(place: Place) -> None:
+    async def test(place: TwoNodes) -> None:
         await place.lanes(count=1)
         await place.there_and_back(1, MiB)
         lost = when_posted(monkeypatch, 2, lambda pair: change_address("del"))
@@ -342,7 +309,7 @@ def test_a_rail_that_was_down_at_first_is_used_when_it_comes_up(
     monkeypatch.setattr(lanes, "_LOOK_S", 0.1)
     set_link("roce1", "down")
 
-    async def test(place: Place) -> None:
+    async def test(place: TwoNodes) -> None:
         await place.lanes(count=1)
         set_link("roce1", "up")
         await place.lanes(count=2)
@@ -352,7 +319,7 @@ def test_a_rail_that_was_down_at_first_is_used_when_it_comes_up(
 
 @pytest.mark.usefixtures("links")
 def test_a_device_that_is_gone_is_left_alone(memory: Path) -> None:
-    async def test(place: Place) -> None:
+    async def test(place: TwoNodes) -> None:
         found = await place.lanes()
         rdma = place.peers.rdma
         assert rdma is not None
@@ -393,7 +360,7 @@ def test_queue_pairs_that_break_under_load_cost_no_operation_and_are_replaced(
 
     monkeypatch.setattr(QueuePair, "_post", posting)
 
-    async def test(place: Place) -> None:
+    async def test(place: TwoNodes) -> None:
         found = await place.lanes()
         for round in range(6):
             async with trio.open_nursery() as nursery:
@@ -414,7 +381,7 @@ def test_a_queue_pair_that_broke_at_the_node_is_noticed_by_who_uses_it_next(
 ) -> None:
     monkeypatch.setattr(lanes, "RETRY_S", 0.1)
 
-    async def test(place: Place) -> None:
+    async def test(place: TwoNodes) -> None:
         found = await place.lanes()
         (responder,) = (each for each in place.nodes[1].listener._responders if each._ends)
         first = found._lanes[0]
@@ -440,7 +407,7 @@ def test_a_node_that_is_killed_takes_all_rails_along(
 
     async def test(node: NodeProcess) -> None:
         with Rdma(Choice()) as rdma:
-            async with mounted(memory, rdma) as peers:
+            async with mounted(memory, timeout_s=TIMEOUT_S, rdma=rdma) as peers:
                 source = os.open(memory / "source", os.O_RDWR | os.O_CREAT)
                 os.write(source, bytes(length))
                 device = peers.device(1)
@@ -475,7 +442,7 @@ def test_a_node_that_is_killed_takes_all_rails_along(
 def test_memory_that_cannot_be_registered_is_moved_over_tcp_and_the_rails_stay(
     memory: Path, whose: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test(place: Place) -> None:
+    async def test(place: TwoNodes) -> None:
         found = await place.lanes()
         rdma = (place.peers if whose == "caller" else place.nodes[1].peers).rdma
         assert rdma is not None
@@ -511,7 +478,7 @@ def test_memory_that_cannot_be_registered_is_moved_over_tcp_and_the_rails_stay(
 def test_a_window_that_cannot_be_had_makes_it_tcp_and_nothing_stays_in_use(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test(place: Place) -> None:
+    async def test(place: TwoNodes) -> None:
         await place.lanes()
         rdma = place.nodes[1].peers.rdma
         assert rdma is not None
