@@ -19,6 +19,7 @@ from irdmafs.backend.transport.messages import Reserve
 from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.verbs import devices, lanes
 from irdmafs.backend.transport.verbs.adapter import Adapter
+from irdmafs.backend.transport.verbs.growth import Growth
 from irdmafs.backend.transport.verbs.queue import INLINE_BYTES, Broken, Piece, QueuePair
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 from irdmafs.backend.transport.verbs.regions import Regions
@@ -183,6 +184,27 @@ def test_many_transfers_at_once_do_not_mix(memory: Path, address: str) -> None:
         assert cluster.peers.counters.fallbacks == 0
 
     in_cluster(memory, address, test)
+
+
+def test_what_is_handed_on_is_registered_as_what_comes_in_is(memory: Path, address: str) -> None:
+    """A version may come in by one adapter and be handed on by another, and the next one the other way."""
+
+    async def test(cluster: Cluster) -> None:
+        source = cluster.file("source", bytes(MiB))
+        readable = os.open(cluster.memory / "source", os.O_RDONLY)
+        options: dict[str, Any] = {"rdma": cluster.rdma, "stages": False}
+        async with mounted(memory, timeout_s=TIMEOUT_S, **options) as peers:
+            await peers.remote_device(1).pass_on(
+                Extent(1, 0), Target(1, 1, ()), readable, MiB, Growth(MiB, MiB), lambda: None
+            )
+            assert peers.counters.fallbacks == 0
+        region = cluster.regions.find(source, 0, MiB, writable=True)
+        assert region is not None
+        cluster.regions.release(region)
+        os.close(readable)
+        os.close(source)
+
+    in_cluster(memory, address, test, 1)
 
 
 # -- what a node refuses -------------------------------------------------------------------------

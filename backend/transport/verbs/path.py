@@ -126,7 +126,9 @@ class Path:
     ) -> None:
         """As Device.write. With `growth`, the bytes are still coming into the file. Raises OSError,
         NotByVerbs."""
-        async with self._using(fd, offset, length, writable=False) as region:
+        # What is handed on comes in here, too, by another adapter the next time.
+        is_whole = growth is not None
+        async with self._using(fd, offset, length, writable=False, is_whole=is_whole) as region:
             if region is None:
                 piece = self._adapter.staging.piece_bytes(length)
                 if length > piece * PIECES_MAX:
@@ -186,7 +188,7 @@ class Path:
 
     @asynccontextmanager
     async def _using(
-        self, fd: int, offset: int, length: int, writable: bool
+        self, fd: int, offset: int, length: int, writable: bool, is_whole: bool = False
     ) -> AsyncIterator[Region | None]:
         """None: to go through the slots of `staging`. Raises NotByVerbs: what cannot be registered can
         still be sent over TCP."""
@@ -197,7 +199,9 @@ class Path:
             yield None
             return
         try:
-            if region is None:
+            if region is None and is_whole:
+                region = await regions.acquire_file(fd, length)
+            elif region is None:
                 region = await regions.acquire(fd, offset, length, writable)
         except OSError as error:
             raise NotByVerbs(f"{length} bytes cannot be registered: {error.strerror}") from None

@@ -160,6 +160,21 @@ class Regions:
         region.users = 1
         return region
 
+    async def acquire_file(self, fd: int, size: int) -> Region:
+        """As `acquire`, all of a file: writable, which windows ask for, if the file can be, whatever
+        `fd` is open for. So what is done with it later finds it registered."""
+        region = self.find(fd, 0, size, True)
+        if region is not None:
+            return region
+        try:
+            best = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return await self.acquire(fd, 0, size, False)
+        try:
+            return await self.acquire(best, 0, size, True)
+        finally:
+            os.close(best)
+
     def find(self, fd: int, offset: int, length: int, writable: bool) -> Region | None:
         """As `acquire`, if it need not be made."""
         status = os.fstat(fd)

@@ -7,7 +7,6 @@ the operation, with the queue pair, with the connection, with its session in the
 import errno
 import itertools
 import logging
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +22,7 @@ from .ends import QueueEnd, Rail
 from .growth import Growth
 from .queue import Broken, QueuePair
 from .rdma import Rdma
-from .regions import Region, Regions
+from .regions import Region
 from .windows import Window, grant
 
 if TYPE_CHECKING:
@@ -324,7 +323,7 @@ class Responder:
         """The whole file is registered, so that other ranges of it find it so. Raises OSError."""
         adapter, pair = end
         try:
-            region = await _registered(adapter.regions, held.fd, size)
+            region = await adapter.regions.acquire_file(held.fd, size)
         except OSError as error:
             log.info("%d bytes cannot be registered: %s", size, error.strerror)
             text = f"{size} bytes cannot be registered: {error.strerror}"
@@ -374,21 +373,6 @@ class Responder:
         end = self._ends.get(number)
         if end is not None and end.pair is pair:
             self.detach(pair.failure, number)
-
-
-async def _registered(regions: Regions, fd: int, size: int) -> Region:
-    """Writable, if the file can be, which windows ask for. Raises OSError."""
-    region = regions.find(fd, 0, size, True)
-    if region is not None:
-        return region
-    try:
-        best = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return await regions.acquire(fd, 0, size, False)
-    try:
-        return await regions.acquire(best, 0, size, True)
-    finally:
-        os.close(best)
 
 
 async def _close_after(arrival: _Arrival) -> None:
