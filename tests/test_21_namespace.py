@@ -667,12 +667,15 @@ def test_statvfs_is_sane(folder: Path, process: TakeProcess) -> None:
     assert found.f_frsize > 0
     assert found.f_blocks >= found.f_bfree >= found.f_bavail > 0
     assert found.f_namemax == 255
-    before = os.statvfs(folder)
-    (folder / "large").write_bytes(bytes(64 << 20))
-    after = os.statvfs(folder)
-    used = (before.f_bfree - after.f_bfree) * before.f_frsize
-    assert used >= 60 << 20, f"writing 64 MiB made {used} bytes less free"
-    assert os.stat(folder / "large").st_blocks * 512 >= 64 << 20
+    used: list[int] = []
+    while not used or used[-1] < 60 << 20:
+        # Others may free as much of the machine's memory meanwhile, but not again and again.
+        assert len(used) < 5, f"writing 64 MiB made {used} bytes less free"
+        before = os.statvfs(folder)
+        (folder / f"large{len(used)}").write_bytes(bytes(64 << 20))
+        after = os.statvfs(folder)
+        used.append((before.f_bfree - after.f_bfree) * before.f_frsize)
+    assert os.stat(folder / "large0").st_blocks * 512 >= 64 << 20
 
 
 def test_fsync_of_a_directory_works(folder: Path) -> None:
