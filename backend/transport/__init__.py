@@ -17,6 +17,7 @@ __all__ = [
     "Distrusted",
     "Extent",
     "Fenced",
+    "FileRange",
     "Landed",
     "Target",
     "Unreachable",
@@ -30,6 +31,17 @@ Landed: TypeAlias = Callable[[int, int, memoryview | None], None]
 
 def nothing_landed(start: int, length: int, data: memoryview | None) -> None:
     """For who does not want to know."""
+
+
+class FileRange(NamedTuple):
+    """`length` bytes of an open file, from `offset`."""
+
+    fd: int
+    offset: int
+    length: int
+
+    def part(self, start: int, length: int) -> "FileRange":
+        return FileRange(self.fd, self.offset + start, length)
 
 
 class Extent(NamedTuple):

@@ -19,7 +19,7 @@ import trio
 from ..logs import current_request
 from ..records import NodeAddress, Settings
 from ..security import Credentials
-from . import Device, Extent, Landed, Target, Unreachable, nothing_landed
+from . import Device, Extent, FileRange, Landed, Target, Unreachable, nothing_landed
 from .channel import Channel, Lost, Patience
 from .counters import Counters
 from .link import Link
@@ -263,12 +263,10 @@ class RemoteDevice:
         passed: Landed = nothing_landed,
     ) -> None:
         _check_chain(target)
-        peers = self._peers
+        peers, here = self._peers, FileRange(fd, offset, length)
         async with self._link.operation():
             if not await self._by_verbs(
-                "write",
-                length,
-                lambda lanes: lanes.write(extent, target, fd, offset, length, passed=passed),
+                "write", length, lambda lanes: lanes.write(extent, target, here, passed=passed)
             ):
                 await self._send_all(
                     extent, target, fd, offset, length, peers.streams, peers.limiter
@@ -287,9 +285,9 @@ class RemoteDevice:
         """As `write`, of a whole file whose bytes are still coming in. It waits for no other operation, as
         chains that cross would wait for each other. `lend` is called before the file is sent over TCP."""
         _check_chain(target)
-        peers = self._peers
+        peers, here = self._peers, FileRange(fd, 0, length)
         if not await self._by_verbs(
-            "write", length, lambda lanes: lanes.write(extent, target, fd, 0, length, growth)
+            "write", length, lambda lanes: lanes.write(extent, target, here, growth)
         ):
             lend()
             await growth.complete()
@@ -324,9 +322,10 @@ class RemoteDevice:
     ) -> None:
         if os.fstat(fd).st_size < offset + length:
             os.ftruncate(fd, offset + length)
+        here = FileRange(fd, offset, length)
         async with self._link.operation():
             if not await self._by_verbs(
-                "read", length, lambda lanes: lanes.read(extent, start, fd, offset, length, landed)
+                "read", length, lambda lanes: lanes.read(extent, start, here, landed)
             ):
                 await self._run(
                     "read",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import trio
 
-from .. import Extent, Landed, Target, nothing_landed
+from .. import Extent, FileRange, Landed, Target, nothing_landed
 from ..counters import Counters
 from ..messages import QUEUE_PAIRS_MAX, BadMessage, Rails, RailsFound, check_rails
 from .ends import Rail
@@ -110,9 +110,7 @@ class Lanes:
 
     # -- moving bytes ----------------------------------------------------------------------------
 
-    async def read(
-        self, extent: Extent, start: int, fd: int, offset: int, length: int, landed: Landed
-    ) -> None:
+    async def read(self, extent: Extent, start: int, into: FileRange, landed: Landed) -> None:
         """As Device.read; the file is long enough. Raises OSError, NotByVerbs."""
 
         async def read_part(at: int, count: int) -> None:
@@ -121,12 +119,12 @@ class Lanes:
 
             await self._move(
                 count,
-                lambda path: path.read(extent, start + at, fd, offset + at, count, landed_there),
+                lambda path: path.read(extent, start + at, into.part(at, count), landed_there),
             )
 
-        parts = self._shares(length)
+        parts = self._shares(into.length)
         if len(parts) == 1:
-            await read_part(0, length)
+            await read_part(0, into.length)
             return
         errors: list[OSError | NotByVerbs] = []
 
@@ -147,16 +145,14 @@ class Lanes:
         self,
         extent: Extent,
         target: Target,
-        fd: int,
-        offset: int,
-        length: int,
+        source: FileRange,
         growth: Growth | None = None,
         passed: Landed = nothing_landed,
     ) -> None:
         """As Device.write. With `growth`, the bytes are still coming into the file. Raises OSError,
         NotByVerbs."""
         await self._move(
-            length, lambda path: path.write(extent, target, fd, offset, length, growth, passed)
+            source.length, lambda path: path.write(extent, target, source, growth, passed)
         )
 
     async def _move(self, length: int, move: Callable[[Path], Awaitable[None]]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from ...logs import current_request
-from .. import Extent, Landed, Target, Unreachable, nothing_landed
+from .. import Extent, FileRange, Landed, Target, Unreachable, nothing_landed
 from ..messages import (
     NO_QUEUE_PAIR,
     NOT_BY_VERBS,
@@ -89,13 +89,12 @@ class Path:
         self,
         extent: Extent,
         start: int,
-        fd: int,
-        offset: int,
-        length: int,
+        into: FileRange,
         landed: Landed = nothing_landed,
     ) -> None:
         """As Device.read; the file is long enough. Raises OSError, NotByVerbs."""
-        async with self._using(fd, offset, length, writable=True) as region:
+        length = into.length
+        async with self._using(into, writable=True) as region:
             exposed = await self._ask(
                 lambda number: Expose(
                     number, current_request(), extent, start, length, self._number
@@ -104,12 +103,11 @@ class Path:
             try:
                 if region is None:
                     remote = Remote(exposed.address, exposed.key)
-                    await self._adapter.staging.read(self._pair, remote, fd, offset, length, landed)
+                    await self._adapter.staging.read(self._pair, remote, into, landed)
                 else:
                     piece = piece_bytes(length)
-                    await self._pair.read(
-                        _pieces(region.address(offset), region.key, exposed, 0, length, piece)
-                    )
+                    address = region.address(into.offset)
+                    await self._pair.read(_pieces(address, region.key, exposed, 0, length, piece))
                     landed(0, length, None)
             finally:
                 self._control.say_later(Release(exposed.handle))
@@ -118,17 +116,16 @@ class Path:
         self,
         extent: Extent,
         target: Target,
-        fd: int,
-        offset: int,
-        length: int,
+        source: FileRange,
         growth: Growth | None = None,
         passed: Landed = nothing_landed,
     ) -> None:
         """As Device.write. With `growth`, the bytes are still coming into the file. Raises OSError,
         NotByVerbs."""
+        length = source.length
         # What is handed on comes in here, too, by another adapter the next time.
         is_whole = growth is not None
-        async with self._using(fd, offset, length, writable=False, is_whole=is_whole) as region:
+        async with self._using(source, writable=False, is_whole=is_whole) as region:
             if region is None:
                 piece = self._adapter.staging.piece_bytes(length)
                 if length > piece * PIECES_MAX:
@@ -146,14 +143,13 @@ class Path:
                 try:
                     if exposed.wanted and region is not None:
                         await self._write_from(
-                            region, offset, length, piece, exposed, growth, each=bool(target.chain)
+                            region, source, piece, exposed, growth, each=bool(target.chain)
                         )
                     elif exposed.wanted:
                         remote = Remote(exposed.address, exposed.key)
                         await self._adapter.staging.write(
-                            self._pair, remote, fd, offset, length,
-                            exposed.handle, bool(target.chain), passed,
-                        )  # fmt: skip
+                            self._pair, remote, source, exposed.handle, bool(target.chain), passed
+                        )
                     with _told_apart():
                         answer = await sealed.answer(target.group)
                 except BaseException:
@@ -165,14 +161,14 @@ class Path:
     async def _write_from(
         self,
         region: Region,
-        offset: int,
-        length: int,
+        source: FileRange,
         piece: int,
         exposed: Exposed,
         growth: Growth | None,
         each: bool,
     ) -> None:
         """The node is told of each piece, or of the last one only."""
+        address, length = region.address(source.offset), source.length
         done = 0
         while done < length:
             there = length
@@ -181,30 +177,32 @@ class Path:
                 there = await growth.more_than(min(length, done + piece) - 1)
                 if there < length:
                     there -= there % piece
-            pieces = _pieces(region.address(offset), region.key, exposed, done, there, piece)
+            pieces = _pieces(address, region.key, exposed, done, there, piece)
             number = exposed.handle if each or there == length else None
             await self._pair.write(pieces, number, each)
             done = there
 
     @asynccontextmanager
     async def _using(
-        self, fd: int, offset: int, length: int, writable: bool, is_whole: bool = False
+        self, file: FileRange, writable: bool, is_whole: bool = False
     ) -> AsyncIterator[Region | None]:
         """None: to go through the slots of `staging`. Raises NotByVerbs: what cannot be registered can
         still be sent over TCP."""
         adapter, regions = self._adapter, self._adapter.regions
-        region = regions.find(fd, offset, length, writable)
+        region = regions.find(*file, writable)
         if region is None and self._stages:
             await adapter.staging.make()
             yield None
             return
         try:
             if region is None and is_whole:
-                region = await regions.acquire_file(fd, length)
+                region = await regions.acquire_file(file.fd, file.length)
             elif region is None:
-                region = await regions.acquire(fd, offset, length, writable)
+                region = await regions.acquire(*file, writable)
         except OSError as error:
-            raise NotByVerbs(f"{length} bytes cannot be registered: {error.strerror}") from None
+            raise NotByVerbs(
+                f"{file.length} bytes cannot be registered: {error.strerror}"
+            ) from None
         try:
             yield region
         finally:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import trio
 
 from ...unwrap import first_error
-from .. import Landed, nothing_landed
+from .. import FileRange, Landed, nothing_landed
 from ..prompt import acquire
 from .library import Library
 from .queue import NotByVerbs, Piece, QueuePair
@@ -131,12 +131,11 @@ class Staging:
         self,
         pair: QueuePair,
         remote: Remote,
-        fd: int,
-        offset: int,
-        length: int,
+        into: FileRange,
         landed: Landed = nothing_landed,
     ) -> None:
         """From the peer's memory into a part of a file. `make` was called. Raises OSError, Broken."""
+        fd, offset, length = into
         piece = self.piece_bytes(length)
         at_once = _copied_at_once(length, piece)
         share = trio.Semaphore(_SLOTS_AT_ONCE)
@@ -169,15 +168,14 @@ class Staging:
         self,
         pair: QueuePair,
         remote: Remote,
-        fd: int,
-        offset: int,
-        length: int,
+        source: FileRange,
         number: int,
         each: bool = True,
         passed: Landed = nothing_landed,
     ) -> None:
         """From a part of a file into the peer's memory, from the front; the peer is told `number` for each
         piece of `piece_bytes`, or for the last one only. `make` was called. Raises OSError, Broken."""
+        fd, offset, length = source
         piece = self.piece_bytes(length)
         at_once = _copied_at_once(length, piece)
         share = trio.Semaphore(_SLOTS_AT_ONCE)
