@@ -7,11 +7,13 @@ be led to the new one, and must not fail because that is replaced, too, by then.
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, Plan
+from cluster import MIB, Cluster, Plan
+from mountpoint import eventually
 from patterns import pattern, version_of
 
 REPLACEMENTS = [120, pytest.param(500, marks=pytest.mark.slow)]
@@ -99,3 +101,40 @@ def test_overwriting_what_it_just_replaced_never_fails(two: tuple[Path, Path], t
                     file.write(pattern(times + 2 + writes, SIZE))
             writes += 1
     assert writes > 10
+
+
+def test_an_open_that_waits_for_a_content_outlives_the_file() -> None:
+    """Its last name goes, and the last descriptor of another open, while the content is on its way."""
+    plan = Plan(nodes=1, mounts=2, replicas=1, store_bytes=640 * MIB, cache_bytes=640 * MIB)
+    with Cluster(plan) as cluster, ThreadPoolExecutor(1) as programs:
+        here, there = (mount.path / "file" for mount in cluster.mounts)
+        reader, (node,) = cluster.mounts[1], cluster.nodes
+        here.write_bytes(pattern(1, SIZE))
+        held = os.open(there, os.O_RDONLY)
+        for attempt in range(10):
+            size = 200 * MIB + attempt
+            here.write_bytes(pattern(2, size))
+            opening = programs.submit(lambda: there.open("r+b").close())
+            while not (opening.done() or is_coming_in(reader.cache, size)):
+                pass
+            node.pause()
+            if not opening.done():
+                break
+            node.resume()
+        here.unlink()
+        eventually(lambda: not there.exists(), "the other host knows")
+        os.close(held)
+        node.resume()
+        with pytest.raises(FileNotFoundError):
+            opening.result()
+        assert "Traceback" not in reader.log_tail(100_000)
+
+
+def is_coming_in(cache: Path, size: int) -> bool:
+    """Whether there are bytes of each quarter of a content, which may come on streams of their own."""
+    for file in cache.rglob("*"):
+        if file.is_file() and file.stat().st_size == size:
+            with file.open("rb") as content:
+                starts = (os.pread(content.fileno(), 4096, size * n // 16) for n in (1, 5, 9, 13))
+                return all(any(start) for start in starts)
+    return False

@@ -336,7 +336,7 @@ class RemoteStore(Pinned):
             if self.contents.has(inode.extent):
                 if inode.extent in self._pinned_afar:
                     self._nursery.start_soon(self._unpin_afar, inode.extent)
-                inode = self.namespace.inodes.get(ino, inode)
+                inode = self.namespace.inode(ino)  # ESTALE: it went meanwhile, and nobody held it
                 if self.contents.has(inode.extent):
                     return inode
             elif await self._pin_afar(inode):
