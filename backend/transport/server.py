@@ -21,7 +21,7 @@ import trio
 
 from ..security import Credentials, describe_tls_error, peer_identity
 from .caller import broken_text
-from .channel import Channel, EncryptedChannel, Lost, Patience, choose_congestion_control
+from .channel import Channel, EncryptedChannel, Lost, choose_congestion_control
 from .control import Control, Peer
 from .counters import Counters
 from .data import Data
@@ -39,7 +39,6 @@ from .messages import (
 from .peers import Peers
 from .prompt import PromptStream
 from .service import Incoming, Service
-from .threads import in_threads
 from .transfers import RECEIVER_PATIENCE, Transfers
 from .verbs.rdma import Rdma
 from .verbs.responder import SESSION_OVER, Responder
@@ -104,7 +103,6 @@ class Listener:
         self._context = credentials.server_context() if credentials is not None else None
         self._encrypt_data = encrypt_data
         self._timeout_s = timeout_s
-        self._handshakes = trio.CapacityLimiter(32)
         self._strangers: OrderedDict[int, trio.CancelScope] = OrderedDict()
         self._tickets: OrderedDict[bytes, tuple[bytes, float, Peer]] = OrderedDict()
         self.counters = Counters()
@@ -368,8 +366,7 @@ class Listener:
             plain.close()
             raise
         try:
-            secure.settimeout(HANDSHAKE_S)
-            await in_threads([secure.do_handshake], channel.shutdown, self._handshakes)
+            await _shake_hands(secure)
             _identity(secure)
         except BaseException as error:
             channel.close()
@@ -379,8 +376,17 @@ class Listener:
         return channel
 
     async def _preamble(self, channel: Channel) -> bytes:
-        receive = partial(channel.receive_exactly, PREAMBLE_BYTES, Patience(HANDSHAKE_S))
-        return (await in_threads([receive], channel.shutdown, self._handshakes))[0]
+        """Not in a thread, as members would have to wait for one until strangers give theirs back."""
+        preamble = bytearray(PREAMBLE_BYTES)
+        done = 0
+        with memoryview(preamble) as view:
+            while done < len(preamble):
+                try:
+                    with view[done:] as rest:
+                        done += channel.receive(rest, wait=False)
+                except BlockingIOError:
+                    await trio.lowlevel.wait_readable(channel.sock)
+        return bytes(preamble)
 
     async def _has_request(self, channel: Channel) -> bool:
         if channel.has_input():
@@ -389,6 +395,20 @@ class Listener:
             await trio.lowlevel.wait_readable(channel.sock)
             return True
         return False
+
+
+async def _shake_hands(secure: ssl.SSLSocket) -> None:
+    """Raises ssl.SSLError and other OSErrors."""
+    secure.setblocking(False)
+    while True:
+        try:
+            secure.do_handshake()
+        except ssl.SSLWantReadError:
+            await trio.lowlevel.wait_readable(secure)
+        except ssl.SSLWantWriteError:
+            await trio.lowlevel.wait_writable(secure)
+        else:
+            return
 
 
 def _number(text: str) -> int:
