@@ -95,7 +95,8 @@ class Node:
         address = NodeAddress(
             "127.0.0.1", 1, 2, ["tcp"], f"host{self.id:x}", files.directory, 1 << 30, 1 << 30, "0"
         )
-        self.session = Session(engine, NODE, address, TTL_S, node=self.id)
+        ttl_s = cluster.settings.lease_ttl_s
+        self.session = Session(engine, NODE, address, ttl_s, node=self.id)
         self.resync = Resync(
             self.id, engine, self.replica, self.members, self.groups, self.session, self.catalog,
             files, lambda there: Link(cluster, self.id, there),
@@ -149,10 +150,11 @@ class Cluster:
         directory: str,
         nursery: trio.Nursery,
         buckets: int,
+        ttl_s: int,
     ) -> None:
         self.server = server
         self.prefix = prefix
-        self.settings = Settings(1, "test", 2, buckets, 0, TTL_S)
+        self.settings = Settings(1, "test", 2, buckets, 0, ttl_s)
         self.rereplicate_after_s = 0.3
         self.directory = directory
         self.running: dict[int, Node] = {}
@@ -201,10 +203,12 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(server: EtcdServer, prefix: bytes, buckets: int = 16) -> AsyncIterator[Cluster]:
+async def cluster(
+    server: EtcdServer, prefix: bytes, buckets: int = 16, ttl_s: int = TTL_S
+) -> AsyncIterator[Cluster]:
     with tempfile.TemporaryDirectory(prefix="irdmafs-nodes-", dir="/dev/shm") as directory:
         async with trio.open_nursery() as nursery:
-            made = Cluster(server, prefix, directory, nursery, buckets)
+            made = Cluster(server, prefix, directory, nursery, buckets, ttl_s)
             async with EtcdEngine(server.endpoints, prefix) as engine:
                 await engine.transact((), [Put(SETTINGS_KEY, encode(made.settings))])
             yield made
@@ -222,7 +226,8 @@ class Writer:
         self.groups = Groups()
         self.members = Members()
         self.replica = Replica(engine, (self.members, self.groups))
-        self.session = Session(engine, MOUNT, MountRecord("worker", "/mnt", 1, "0"), TTL_S)
+        record, ttl_s = MountRecord("worker", "/mnt", 1, "0"), nodes.settings.lease_ttl_s
+        self.session = Session(engine, MOUNT, record, ttl_s)
         self.published: dict[Extent, bytes] = {}
         self.group_of: dict[Extent, int] = {}
 

@@ -503,11 +503,11 @@ def test_groups_that_changed_meanwhile_are_left_alone(etcd: EtcdServer, etcd_pre
 
 @asynccontextmanager
 async def watched(
-    server: EtcdServer, prefix: bytes, nodes: int, buckets: int = 16
+    server: EtcdServer, prefix: bytes, nodes: int, buckets: int = 16, ttl_s: int = TTL_S
 ) -> AsyncIterator[tuple[Cluster, Watcher, Writer, trio.Nursery]]:
     """A cluster of so many nodes with a writer, and a watcher that must have found nothing wrong."""
     async with (
-        cluster(server, prefix, buckets) as made,
+        cluster(server, prefix, buckets, ttl_s) as made,
         EtcdEngine(server.endpoints, prefix) as engine,
         trio.open_nursery() as nursery,
     ):
@@ -708,7 +708,9 @@ def test_new_node_is_filled_with_its_share(etcd: EtcdServer, etcd_prefix: bytes)
 
 async def _shares_stay_even(server: EtcdServer, prefix: bytes) -> None:
     buckets, files, size = 128, 256, 500
-    async with watched(server, prefix, 8, buckets) as (made, watcher, writer, _):
+    # So long that no node is lost while the machine is busy, which would move something, too.
+    ttl_s = 30
+    async with watched(server, prefix, 8, buckets, ttl_s) as (made, watcher, writer, _):
         load = await on_target(writer, watcher)
         replicas = 2 * buckets
         assert set(load) == set(made.running)
