@@ -268,9 +268,7 @@ class RemoteDevice:
             if not await self._by_verbs(
                 "write", length, lambda lanes: lanes.write(extent, target, here, passed=passed)
             ):
-                await self._send_all(
-                    extent, target, fd, offset, length, peers.streams, peers.limiter
-                )
+                await self._send_all(extent, target, here, peers.streams, peers.limiter)
         peers.counters.sent_bytes += length
 
     async def pass_on(
@@ -291,19 +289,18 @@ class RemoteDevice:
         ):
             lend()
             await growth.complete()
-            await self._send_all(extent, target, fd, 0, length, 1, peers.unlimited)
+            await self._send_all(extent, target, here, 1, peers.unlimited)
         peers.counters.sent_bytes += length
 
     async def _send_all(
         self,
         extent: Extent,
         target: Target,
-        fd: int,
-        offset: int,
-        length: int,
+        source: FileRange,
         streams: int,
         limiter: trio.CapacityLimiter,
     ) -> None:
+        fd, offset, length = source
         headers = self._headers(Op.WRITE, extent, target, 0, length, streams, total=length)
 
         def work(channel: Channel, header: Header) -> Reply:

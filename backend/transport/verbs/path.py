@@ -124,8 +124,7 @@ class Path:
         NotByVerbs."""
         length = source.length
         # What is handed on comes in here, too, by another adapter the next time.
-        is_whole = growth is not None
-        async with self._using(source, writable=False, is_whole=is_whole) as region:
+        async with self._using(source, writable=False, is_whole=growth is not None) as region:
             if region is None:
                 piece = self._adapter.staging.piece_bytes(length)
                 if length > piece * PIECES_MAX:
