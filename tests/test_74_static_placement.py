@@ -20,8 +20,8 @@ from irdmafs.backend.transport.verbs.path import Path as VerbsPath
 from irdmafs.backend.transport.verbs.queue import Broken, Piece
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 from rdma import need_address, ports
-from transport_nodes import Node, resolver, serving
-from transport_place import MiB, memory
+from transport_nodes import Node, serving
+from transport_place import MiB, memory, mounted
 
 __all__ = ["memory"]
 
@@ -179,13 +179,10 @@ def with_nodes(memory: Path, address: str, test: Any) -> None:
                 ))  # fmt: skip
             mounts = [
                 await stack.enter_async_context(
-                    Peers(
-                        resolver(f"{memory}/addresses"), name="test", role="mount",
-                        timeout_s=TIMEOUT_S, rdma=each, session=lambda: SESSION,
-                    )
+                    mounted(memory, timeout_s=TIMEOUT_S, rdma=each, session=lambda: SESSION)
                 )
                 for each in (rdma, None)
-            ]  # fmt: skip
+            ]
             nodes = Nodes(memory, served, rdma, mounts)
             await test(nodes)
             os.close(nodes.source)

@@ -21,8 +21,8 @@ from irdmafs.backend.transport.verbs import staging as staging_module
 from irdmafs.backend.transport.verbs.adapter import Adapter
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 from rdma import need_address, ports
-from transport_nodes import resolver, serving
-from transport_place import KiB, MiB, memory, random_bytes
+from transport_nodes import serving
+from transport_place import KiB, MiB, memory, mounted, random_bytes
 
 __all__ = ["memory"]
 
@@ -86,10 +86,7 @@ def with_worker(
                     f"{memory}/1", 1, f"{memory}/addresses", address,
                     timeout_s=TIMEOUT_S, rdma=node_rdma,
                 ),
-                Peers(
-                    resolver(f"{memory}/addresses"),
-                    name="test", role="mount", timeout_s=TIMEOUT_S, rdma=rdma,
-                ) as peers,
+                mounted(memory, timeout_s=TIMEOUT_S, rdma=rdma) as peers,
             ):  # fmt: skip
                 worker = Worker(memory, peers, rdma)
                 await test(worker)
