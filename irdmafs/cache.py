@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import trio
@@ -104,6 +105,10 @@ class Cache:
         if node is None:
             node = self._live(inode) or self._sealed(inode)
         return node
+
+    def is_written_in_place(self, inode: Inode) -> bool:
+        """Whether opens for reading see what is not published."""
+        return self._live(inode) is not None
 
     def _live(self, inode: Inode) -> Node | None:
         """The node that is written in place here, which others join: unless another host has
@@ -413,6 +418,10 @@ class Cache:
         node = handle.node
         if not handle.writing or node.state is State.SEALED or not self._inodes[node.ino].nlink:
             return
+        if pid != handle.pid:
+            others = processes.may_still_write(pid, handle.pid)
+            if others and await self._is_held_by(others, node.ino):
+                return  # it is not half written that a file is published
         if node.lock is not None and node.lock.locked():
             await detach()
             async with node.lock:
@@ -426,7 +435,12 @@ class Cache:
                 where = self.store.namespace.describe(node.ino)
                 log.info("%s: pid %d died writing it; the version before stays", where, pid)
                 return
-            if node.stamp is None and not _size(node) and self._held_elsewhere(pid, node.ino):
+            if (
+                node.stamp is None
+                and not _size(node)
+                and not processes.is_in_exec(pid)
+                and processes.holds_descriptor(pid, node.ino, self.mountpoint)
+            ):
                 return
             if not node.cached and self._is_full():
                 # A write that the kernel refused for want of room did not come to us.
@@ -455,8 +469,12 @@ class Cache:
         # f_blocks is 0 on a tmpfs without a limit.
         return bool(room.f_blocks) and room.f_bavail * room.f_frsize < _FULL_BYTES
 
-    def _held_elsewhere(self, pid: int, ino: int) -> bool:
-        return processes.holds_descriptor(pid, ino, self.mountpoint)
+    async def _is_held_by(self, pids: list[int], ino: int) -> bool:
+        """Whether one of these processes has the inode open. Asked in a thread: one that begins to run
+        another program cannot be asked before it has closed its files, and may wait for us with one."""
+        await detach()
+        ask = partial(processes.holds_descriptor, ino=ino, mountpoint=self.mountpoint)
+        return await trio.to_thread.run_sync(lambda: any(map(ask, pids)))
 
     def discard(self, node: Node) -> None:
         """Whoever writes a private working copy gives it up: closing it publishes nothing.

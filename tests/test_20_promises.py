@@ -426,6 +426,114 @@ os.close(fd)
     assert process().do("open(file, 'rb').read()", file=str(file)) == b"one two three"
 
 
+# What happens in a program, often in another thread, while it writes a file.
+BYSTANDERS = {
+    "subprocess": "subprocess.run(['true'], check=True)",
+    "subprocess that keeps descriptors": "subprocess.run(['true'], check=True, close_fds=False)",
+    "system": "assert os.system('true') == 0",
+    "fork": "child = os.fork()\nif not child: os._exit(0)\nos.waitpid(child, 0)",
+    "fork that is killed": """
+child = os.fork()
+if not child:
+    os.kill(os.getpid(), signal.SIGKILL)
+os.waitpid(child, 0)
+""",
+    "fork of a thread": """
+thread = threading.Thread(target=subprocess.run, args=[['true']])
+thread.start()
+thread.join()
+""",
+    "grandchild": "subprocess.run([sys.executable, '-c', 'import os; os.system(\"true\")'], check=True)",
+}
+
+
+@pytest.mark.beyond_posix
+@pytest.mark.kernel_session("pyfuse3 does not tell who closes a file")
+@pytest.mark.parametrize("opened", ["here", "in a thread that ended"])
+@pytest.mark.parametrize("bystander", BYSTANDERS)
+def test_processes_that_are_started_meanwhile_publish_nothing_half_written(
+    folder: Path, process: TakeProcess, bystander: str, opened: str
+) -> None:
+    file = folder / "weights"
+    write(file, 1, 10_000)
+    writer, reader = process(), process()
+    writer.do("import signal, subprocess, sys, threading")
+    source = "fds = []\ntake = lambda: fds.append(os.open(file, os.O_WRONLY | os.O_TRUNC))\n"
+    if opened == "here":
+        source += "take()"
+    else:
+        source += "thread = threading.Thread(target=take); thread.start(); thread.join()"
+    writer.do(source, file=str(file))
+    writer.do("fd = fds.pop(); content = pattern(2, 100_000); os.write(fd, content[:50_000])")
+    writer.do(BYSTANDERS[bystander])
+    assert reader.do("version_of(open(file, 'rb').read())", file=str(file)) == 1
+    writer.do("os.write(fd, content[50_000:]); os.close(fd)")
+    assert reader.do("version_of(open(file, 'rb').read())") == 2
+    assert os.getxattr(file, "user.irdmafs.version") == b"2"
+
+
+@pytest.mark.parametrize("written", [0, 10_000])
+def test_running_another_program_closes_what_it_does_not_get(
+    folder: Path, process: TakeProcess, written: int
+) -> None:
+    """The kernel closes it in the middle of execve(2), when hardly anything can be asked of the process."""
+    file = folder / "weights"
+    write(file, 2, 5000)
+    writer = process()
+    writer.do(
+        """
+child = os.fork()
+if child == 0:
+    fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC)
+    os.write(fd, content)
+    os.execv('/bin/true', ['true'])
+assert os.waitpid(child, 0)[1] == 0
+""",
+        file=str(file),
+        content=pattern(1, written),
+    )
+    assert process().do("open(file, 'rb').read()", file=str(file)) == pattern(1, written)
+
+
+def test_a_program_may_be_run_with_a_file_under_another_number(
+    folder: Path, process: TakeProcess
+) -> None:
+    """It is closed under the first, while it is empty and the process has it under the second."""
+    file = folder / "log"
+    writer = process()
+    writer.do(
+        """
+child = os.fork()
+if child == 0:
+    fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC)
+    os.dup2(fd, 1)
+    os.execv('/bin/echo', ['echo', 'done'])
+assert os.waitpid(child, 0)[1] == 0
+""",
+        file=str(file),
+    )
+    assert process().do("open(file).read()", file=str(file)) == "done\n"
+
+
+@pytest.mark.parametrize("how", ["output", "pass_fds"])
+def test_what_a_program_wrote_as_its_output_is_there_when_it_has_ended(
+    folder: Path, process: TakeProcess, how: str
+) -> None:
+    """Also while the one that started it keeps the file open, to read it by its name."""
+    file = folder / "log"
+    run = {
+        "output": "subprocess.run(['echo', 'done'], stdout=fd, check=True)",
+        "pass_fds": "subprocess.run(['sh', '-c', f'echo done >&{fd}'], pass_fds=[fd], check=True)",
+    }
+    writer = process()
+    writer.do("import subprocess; fd = os.open(file, os.O_WRONLY | os.O_CREAT)", file=str(file))
+    writer.do(run[how])
+    assert process().do("open(file).read()", file=str(file)) == "done\n"
+    writer.do(run[how])
+    writer.do("os.close(fd)")
+    assert process().do("open(file).read()", file=str(file)) == "done\ndone\n"
+
+
 def test_duplicated_descriptor_goes_on_writing_after_the_first_is_closed(
     folder: Path, process: TakeProcess
 ) -> None:

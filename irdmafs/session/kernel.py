@@ -27,6 +27,7 @@ from ..locks import Lock
 from ..nodes import Node, State
 from ..operations import OWN_XATTRS, Attributes, OpenInfo, Operations
 from . import passthrough, wire
+from .interrupts import Waiting
 from .wakeups import FastWakeups
 from .wire import BODY, Init, Malformed, Opcode, Valid
 
@@ -150,7 +151,7 @@ class KernelSession(KernelCache):
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._nursery: trio.Nursery
-        self._waiting: dict[int, trio.CancelScope] = {}
+        self._waiting: dict[int, Waiting] = {}
         self._pollers: dict[int, set[int]] = {}
         self._operations: Operations
         self._finished = trio.Event()
@@ -309,8 +310,9 @@ class KernelSession(KernelCache):
         try:
             self._send(inline.run(coro))
         except inline.Detached:
-            self._waiting[unique] = trio.CancelScope()
-            self._nursery.start_soon(self._finish, unique, opcode, coro)
+            waiting = Waiting(opcode, pid, trio.CancelScope(), trio.Event())
+            self._waiting[unique] = waiting
+            self._nursery.start_soon(self._finish, unique, waiting, coro)
         except Exception as error:
             self._fail(unique, opcode, error)
 
@@ -339,14 +341,15 @@ class KernelSession(KernelCache):
         except Exception:
             log.exception("%s failed", what)
 
-    async def _finish(self, unique: int, opcode: int, coro: Answer) -> None:
-        """Run a request that waits, in a task of its own; INTERRUPT cancels it."""
-        with self._waiting[unique] as scope:
+    async def _finish(self, unique: int, waiting: Waiting, coro: Answer) -> None:
+        """Run a request that waits, in a task of its own; INTERRUPT may cancel it."""
+        with waiting.scope as scope:
             try:
                 self._send(await inline.resume(coro))
             except Exception as error:
-                self._fail(unique, opcode, error)
+                self._fail(unique, waiting.opcode, error)
             finally:
+                waiting.ended.set()
                 del self._waiting[unique]
         if scope.cancelled_caught:
             self._send(wire.error_reply(unique, errno.EINTR))
@@ -790,9 +793,9 @@ class KernelSession(KernelCache):
 
     async def _interrupt(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         (interrupted,) = wire.decode(wire.INTERRUPT_IN, self._buffer, end)
-        scope = self._waiting.get(interrupted)
-        if scope is not None:
-            scope.cancel()
+        waiting = self._waiting.get(interrupted)
+        if waiting is not None:
+            self._nursery.start_soon(waiting.interrupted)
         return b""
 
     async def _destroy(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
