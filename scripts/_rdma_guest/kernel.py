@@ -30,6 +30,7 @@ KEPT_MAX = 4
 ABOUT_FILES = 840
 _TELL_EVERY_S = 10.0
 _LOG_LINES_MAX = 30
+_COMPLAINT = re.compile(r"\berror:|\bError \d|Killed|undefined reference")
 
 
 class BuildError(Exception):
@@ -139,8 +140,10 @@ def _compile(source: Path) -> Path:
 
 
 def _make(command: list[str]) -> None:
-    """Run make and tell how far it is. Raises BuildError with the end of what it says."""
+    """Run make and tell how far it is. Raises BuildError with what it complains of, which others of its
+    processes may have said a lot after, and the end of what it says."""
     log: deque[str] = deque(maxlen=_LOG_LINES_MAX)
+    complaints: list[str] = []
     begin = told = time.monotonic()
     compiled = 0
     with subprocess.Popen(
@@ -155,6 +158,8 @@ def _make(command: list[str]) -> None:
         try:
             for line in process.stdout:
                 log.append(line)
+                if len(complaints) < _LOG_LINES_MAX and _COMPLAINT.search(line):
+                    complaints.append(line)
                 compiled += line.startswith("  CC ")
                 now = time.monotonic()
                 if now - told >= _TELL_EVERY_S:
@@ -164,7 +169,8 @@ def _make(command: list[str]) -> None:
             process.terminate()
             raise
     if process.returncode != 0:
-        raise BuildError(f"{''.join(log)}make failed: exit {process.returncode}")
+        said = "".join([*complaints, "...\n", *log])
+        raise BuildError(f"{said}make failed: exit {process.returncode}")
 
 
 def _run(*command: str | os.PathLike[str]) -> None:
