@@ -843,7 +843,11 @@ class Operations(pyfuse3.Operations):
         if not found.is_dir:
             raise fail(errno.ENOTDIR)
         if self._shared:
+            names = self._glances.take(ctx.pid)
             await self._freshen(found)
+            node, found = self._node(inode)
+            if names and not self._glances.hold(ctx.pid, names, found.ino, believed=True):
+                raise fail(errno.ESTALE)  # the kernel looks the names up again, once
         handle = self._nodes.open(node, os.O_RDONLY, ctx.pid)
         handle.is_directory = True
         return handle.fh

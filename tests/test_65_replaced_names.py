@@ -18,6 +18,7 @@ from patterns import pattern, version_of
 
 REPLACEMENTS = [120, pytest.param(500, marks=pytest.mark.slow)]
 SIZE = 9000
+LISTINGS = 30
 
 
 @pytest.fixture(scope="module")
@@ -138,3 +139,24 @@ def is_coming_in(cache: Path, size: int) -> bool:
                 starts = (os.pread(content.fileno(), 4096, size * n // 16) for n in (1, 5, 9, 13))
                 return all(any(start) for start in starts)
     return False
+
+
+def test_a_directory_that_was_made_anew_is_listed_as_it_is_now(cluster: Cluster) -> None:
+    """By a host that hears of it and is asked for it at the same time."""
+    here, there = (mount.path / "anew" for mount in cluster.mounts)
+    reader = cluster.mounts[1]
+    with ThreadPoolExecutor(1) as programs:
+        for attempt in range(LISTINGS):
+            (here / f"first{attempt}").mkdir(parents=True)
+            assert os.listdir(there) == [f"first{attempt}"]
+            reader.pause()
+            try:
+                (here / f"first{attempt}").rmdir()
+                here.rmdir()
+                (here / f"second{attempt}").mkdir(parents=True)
+                listing = programs.submit(os.listdir, there)
+            finally:
+                reader.resume()
+            assert listing.result() == [f"second{attempt}"]
+            (here / f"second{attempt}").rmdir()
+            here.rmdir()
