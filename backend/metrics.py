@@ -89,6 +89,7 @@ class MountCounters:
     cache_evictions: int = _count("Versions removed from the cache to make room")
     fetched_bytes: int = _count("Bytes fetched from store nodes")
     checked_bytes: int = _count("Bytes of them that were found to be what was published")
+    lent_bytes: int = _count("Bytes read into memory that programs lent, past the cache")
     wrong_fetches: int = _count("Fetches that were dropped: not the bytes that were published")
     published_bytes: int = _count("Bytes of published versions sent to store nodes")
     prefetched_bytes: int = _count("Bytes fetched before anybody opened the file")

@@ -114,6 +114,12 @@ class Store(Protocol):
         is. A content that `is_here` says no to afterwards is too large to be kept here: `read`."""
         ...
 
+    async def read_into(self, ino: int, memory: int, lifeline: int) -> Inode:
+        """Read the file's current version, whole, to the start of memory that a program lends, by two
+        descriptors that are the store's from now on; returns the inode as it was then. Raises OSError
+        EOPNOTSUPP, which says why, where the file had better be opened; EFBIG, EINVAL."""
+        ...
+
     def is_here(self, extent: int) -> bool: ...
 
     async def read(self, inode: Inode, extent: int, offset: int, size: int) -> bytes:

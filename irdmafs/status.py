@@ -303,14 +303,23 @@ def _cluster_rows(cluster: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"{human_bytes(cluster.get('cache_limit_bytes'))}; {opens}, "
             f"{_count(cluster.get('cache_misses'))} fetched",
         ),
+        ("fetched", human_bytes(cluster.get("fetched_bytes"))),
         (
-            "fetched",
-            f"{human_bytes(cluster.get('fetched_bytes'))}, "
-            f"{human_bytes(cluster.get('checked_bytes'))} of it checked",
+            "read into buffers",
+            f"{human_bytes(cluster.get('lent_bytes'))}; {_count(cluster.get('lent_buffers'))} are lent",
         ),
+        ("found to be as published", human_bytes(cluster.get("checked_bytes"))),
+        ("RDMA", _rdma(cluster)),
         ("published", human_bytes(cluster.get("published_bytes"))),
         ("directories followed", _count(cluster.get("followed"))),
     ]
+
+
+def _rdma(cluster: Mapping[str, Any]) -> str:
+    if cluster.get("rdma") != "on":
+        return f"not used: {cluster.get('rdma', '-')}"
+    rails = ", ".join(cluster.get("rdma_rails") or ()) or "no port yet"
+    return f"{human_bytes(cluster.get('rdma_bytes'))} moved by {rails}"
 
 
 def print_versions(path: str, data: Mapping[str, Any]) -> None:

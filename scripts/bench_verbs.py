@@ -49,7 +49,7 @@ KEEPS_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
 }
 PARTS = (
-    "bandwidth", "at_once", "posix", "latency", "alternatives", "cpu", "registration", "loop",
+    "bandwidth", "at_once", "posix", "buffer", "latency", "alternatives", "cpu", "registration", "loop",
 )  # fmt: skip
 
 FULL = Scale(
@@ -113,7 +113,7 @@ def _grpc_server(place: Path, way: Way, chunk: int) -> Iterator[tuple[subprocess
 def prepared(scale: Scale, parts: Sequence[str]) -> Iterator[Bench]:
     """The cluster, and whoever the parts need to ask it."""
     way = perftest.find_way()
-    if {"bandwidth", "at_once", "posix", "latency"} & set(parts):
+    if {"bandwidth", "at_once", "posix", "buffer", "latency"} & set(parts):
         perftest.need()
     needs_grpc = bool({"alternatives", "cpu"} & set(parts))
     if needs_grpc and importlib.util.find_spec("grpc") is None:

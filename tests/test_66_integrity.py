@@ -1,7 +1,6 @@
 """What a reader gets is what the writer published, whatever a store node or the way from it does to it."""
 
 import errno
-import itertools
 import mmap
 import os
 from collections.abc import Iterator
@@ -10,12 +9,12 @@ from typing import Any
 
 import pytest
 import trio
-from cluster import MIB, Cluster, ClusterMount, Plan, StoreNode
+from cluster import MIB, Cluster, Plan
 from irdmafs.backend.digest import BLOCK_BYTES, digest_of_bytes
 from irdmafs.backend.records import GroupConfig, Layout
 from irdmafs.backend.remote.writer import Transfer
 from irdmafs.backend.transport import Extent, Landed, Target
-from patterns import pattern
+from striped import counters, damage, folder, new_content
 
 from irdmafs import mounting
 from irdmafs.status import report
@@ -25,45 +24,13 @@ SIZES = [1000, 300_000, 2 * MIB + 500_000]
 # So many that each of two nodes is the first to be asked for some of them.
 FILES = 20
 
-_contents = itertools.count(1)
+__all__ = ["folder"]
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with Cluster(Plan(nodes=2, mounts=2)) as made:
         yield made
-
-
-@pytest.fixture
-def folder(cluster: Cluster, request: pytest.FixtureRequest) -> str:
-    """A directory of this test's own, whose files have stripes of 1 MiB."""
-    name = "".join(c if c.isalnum() else "_" for c in request.node.name)
-    (cluster.mounts[0].path / name).mkdir()
-    os.setxattr(cluster.mounts[0].path / name, "user.irdmafs.stripe_size", b"1M")
-    return name
-
-
-def new_content(size: int) -> bytes:
-    return pattern(next(_contents), size)
-
-
-def counters(mount: ClusterMount) -> dict[str, Any]:
-    found: dict[str, Any] = mount.status()["cluster"]
-    return found
-
-
-def damage(node: StoreNode, content: bytes) -> int:
-    """Flip a bit of every stripe that a node keeps of a content, behind its back; how many."""
-    damaged = 0
-    stripes = {content[at : at + MIB] for at in range(0, len(content), MIB)}
-    for path in (node.store / "extents").iterdir():
-        data = path.read_bytes()
-        if data in stripes:
-            with path.open("r+b") as file:
-                file.seek(len(data) // 2)
-                file.write(bytes([data[len(data) // 2] ^ 0x40]))
-            damaged += 1
-    return damaged
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -81,8 +48,11 @@ def test_wrong_bytes_of_one_node_are_dropped_and_another_replica_is_read(
     cluster: Cluster, folder: str, size: int
 ) -> None:
     one, other = cluster.mounts[:2]
-    written = {f"file{i}": new_content(size) for i in range(FILES)}
+    # Side by side, small ones are read ahead, all from one node; apart, each from its own.
+    names = [f"file{i}" for i in range(FILES)] + [f"apart{i}/file" for i in range(FILES)]
+    written = {name: new_content(size) for name in names}
     for name, content in written.items():
+        (one.path / folder / name).parent.mkdir(exist_ok=True)
         (one.path / folder / name).write_bytes(content)
     broken = cluster.nodes[0]
     for content in written.values():
@@ -92,7 +62,7 @@ def test_wrong_bytes_of_one_node_are_dropped_and_another_replica_is_read(
         assert (other.path / folder / name).read_bytes() == content
     assert counters(other)["wrong_fetches"] > before
     log = other.log.read_text()
-    sent = [line for line in log.splitlines() if f"/{folder}/file" in line and "sent" in line]
+    sent = [line for line in log.splitlines() if f"/{folder}/" in line and "sent" in line]
     assert sent and all(f"store node {broken.node_id:x} sent other bytes" in line for line in sent)
     mount = mounting.find_mount(str(other.path))
     assert mount is not None

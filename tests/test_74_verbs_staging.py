@@ -14,9 +14,10 @@ import trio.testing
 from cluster import Cluster, Plan, train
 from irdmafs.backend import digest as digest_module
 from irdmafs.backend.digest import Stripe, digest_of_bytes
-from irdmafs.backend.transport import Extent, Target
+from irdmafs.backend.transport import Extent, Memory, Target
 from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.verbs import devices
+from irdmafs.backend.transport.verbs import regions as regions_module
 from irdmafs.backend.transport.verbs import staging as staging_module
 from irdmafs.backend.transport.verbs.adapter import Adapter
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
@@ -112,6 +113,90 @@ def test_bytes_arrive_as_they_were_and_no_file_is_registered(
         assert worker.adapter.staging.staged_bytes == 6 * length
         assert worker.peers.counters.verbs_bytes == 6 * length
         assert worker.peers.counters.message_bytes == 0
+
+    with_worker(memory, test)
+
+
+async def read_lent(worker: Worker, fd: int, length: int, memory: Memory = Memory.LENT) -> bytes:
+    """Extent 1, into memory."""
+    await worker.device.read(Extent(1, 0), 0, fd, 0, length, memory=memory)
+    return os.pread(fd, length, 0)
+
+
+def lent(size: int) -> int:
+    fd = os.memfd_create("lent")
+    os.posix_fallocate(fd, 0, size)
+    return fd
+
+
+@pytest.mark.parametrize("block_bytes", [64 * MiB, 256 * KiB])
+def test_memory_that_is_lent_is_registered_once(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    data = random_bytes(MiB)
+    monkeypatch.setattr(regions_module, "LENT_BLOCK_BYTES", block_bytes)
+    blocks = -(-MiB // block_bytes)
+
+    async def test(worker: Worker) -> None:
+        await worker.write(1, data)
+        regions, staging = worker.adapter.regions, worker.adapter.staging
+        before, staged_bytes = regions.counters.registrations, staging.staged_bytes
+        fd = lent(3 * MiB)
+        for length in (MiB, 10, 500 * KiB):
+            os.pwrite(fd, bytes(MiB), 0)
+            assert await read_lent(worker, fd, length) == data[:length]
+        assert regions.counters.registrations == before + blocks
+        at = 2 * MiB + 77  # across two small blocks
+        await worker.device.read(Extent(1, 0), 7, fd, at, 256 * KiB, memory=Memory.LENT)
+        assert os.pread(fd, 256 * KiB + 2, at - 1) == b"\0" + data[7 : 256 * KiB + 7] + b"\0"
+        registrations = regions.counters.registrations
+        assert registrations == before + (1 if block_bytes > 3 * MiB else blocks + 2)
+        assert staging.staged_bytes == staged_bytes
+        regions.drop_orphans()  # it has no name, but a lender
+        assert await read_lent(worker, fd, 10) == data[:10]
+        assert regions.counters.registrations == registrations
+        pinned = regions.counters.pinned_bytes
+        status = os.fstat(fd)
+        regions.forget((status.st_dev, status.st_ino))
+        assert regions.counters.pinned_bytes == pinned - min(
+            3 * MiB, (registrations - before) * block_bytes
+        )
+        assert await read_lent(worker, fd, MiB) == data
+        os.close(fd)
+
+    with_worker(memory, test, SMALL._replace(limit_bytes=8 * MiB))
+
+
+def test_memory_that_cannot_be_registered_is_filled_through_memory_that_is(memory: Path) -> None:
+    data = random_bytes(MiB)
+
+    async def test(worker: Worker) -> None:
+        await worker.write(1, data)
+        staged_bytes = worker.adapter.staging.staged_bytes
+        fd = lent(3 * MiB)  # more than may be registered
+        assert await read_lent(worker, fd, MiB) == data
+        assert worker.adapter.staging.staged_bytes == staged_bytes + MiB
+        assert worker.peers.counters.fallbacks == 0
+        os.close(fd)
+
+    with_worker(memory, test)
+
+
+def test_a_device_is_never_reached_over_tcp(memory: Path) -> None:
+    """Whatever is in the way: its memory is no file, where bytes could be put."""
+    data = random_bytes(MiB)
+
+    async def test(worker: Worker) -> None:
+        await worker.write(1, data)
+        fd = lent(MiB)
+        for rdma in worker.peers.rdma, None:
+            worker.peers.rdma = rdma
+            with pytest.raises(OSError) as caught:
+                await read_lent(worker, fd, MiB, Memory.DEVICE)
+            assert caught.value.errno == errno.EOPNOTSUPP
+        assert os.pread(fd, MiB, 0) == bytes(MiB)
+        assert not worker.peers.counters.fallbacks
+        os.close(fd)
 
     with_worker(memory, test)
 

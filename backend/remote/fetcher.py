@@ -4,6 +4,8 @@ A large content is streamed into a file, stripe by stripe, from a member of each
 ones come inside control messages: what is asked for while an answer is on its way goes out together
 with the next question, and a directory whose files are opened one after the other is read ahead.
 
+What is read into memory that a program lends never gets a file here.
+
 Before a content may be opened its bytes are compared with the digests that its version's record has;
 replicas that do not have them are passed over. Ranges of files that are too large to be kept here are
 not checked: a stripe's digest is that of the whole stripe.
@@ -20,16 +22,17 @@ import trio
 from ..digest import Digests, Stripe, digest_of_bytes
 from ..namespace import Inode, fail
 from ..records import Layout
-from ..transport import Distrusted, Extent
+from ..transport import Distrusted, Extent, FileRange, Memory
 from ..unwrap import first_error
 from .cluster import Cluster, for_each_stripe
 from .contents import Contents
+from .lent import Declined, Lent
 
 log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 0.5
 # Errors of this host's own, which no other replica would help with.
-_OURS = (errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_OURS = (errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EOPNOTSUPP)
 _BATCH_EXTENTS = 256
 _BATCH_BYTES = 4 << 20
 
@@ -93,6 +96,8 @@ class Fetcher:
         self.fetched_files = 0
         self.fetched_bytes = 0
         self.checked_bytes = 0
+        self.lent_files = 0
+        self.lent_bytes = 0
         self.wrong = 0
         self.borrowed = 0
 
@@ -128,6 +133,31 @@ class Fetcher:
             del self._running[content]
             done.set()
 
+    async def read_into(self, inode: Inode, lent: Lent) -> None:
+        """Read the inode's current content to the start of memory that a program lends.
+
+        Raises Gone, Wrong, Declined, or OSError (EFBIG, ETIMEDOUT)."""
+        content, size = inode.extent, inode.size
+        if size > lent.size:
+            raise OSError(errno.EFBIG, f"{size} bytes do not fit into {lent.size} that are lent")
+        if self._contents.has(content) or content in self._running:
+            raise Declined("it is on this host")
+        if self._borrow(content, inode.layout, size):
+            raise Declined("a store node on this host has it")
+        if size <= self._cluster.small_bytes:
+            raise Declined("it is small")
+        is_checked = self._verify and bool(inode.digests)
+        if is_checked and lent.memory is Memory.DEVICE:
+            raise Declined("it is to be checked (see --no-verify)")
+        try:
+            await self._read_all(inode, FileRange(lent.fd, 0, size, lent.memory))
+        except OSError as error:
+            if error.errno == errno.EOPNOTSUPP:
+                raise Declined(str(error.strerror)) from None
+            raise
+        self.lent_files += 1
+        self.lent_bytes += size
+
     async def read(self, inode: Inode, content: int, offset: int, size: int) -> bytes:
         """Bytes of a content that is not kept here (`inode` gives its layout)."""
         buffer = os.memfd_create("irdmafs-range", os.MFD_CLOEXEC)
@@ -140,7 +170,7 @@ class Fetcher:
                 stripe = (offset + done) // step
                 start = (offset + done) - stripe * step
                 length = min(size - done, step - start)
-                await self._read(inode, content, stripe, start, buffer, done, length)
+                await self._read(inode, content, stripe, start, FileRange(buffer, done, length))
                 done += length
             return os.pread(buffer, size, 0)
         except Gone:
@@ -243,28 +273,10 @@ class Fetcher:
 
     async def _fetch_large(self, inode: Inode) -> None:
         content, size = inode.extent, inode.size
-        stripes = inode.layout.stripes(size)
-        digests = Digests(inode.digests, stripes)
         # Not at once: room for a large file is not found in an instant where pages are small.
         fd = await trio.to_thread.run_sync(self._contents.make, content, size)
-
-        async def read_part(part: int) -> None:
-            await self._read_checked(inode, digests, part, fd)
-
-        async def read_one(stripe: int) -> None:
-            offset, length = inode.layout.span(size, stripe)
-            await self._read(inode, content, stripe, 0, fd, offset, length)
-
         try:
-            if self._verify and digests.are_there:
-                await for_each_stripe(digests.parts, read_part)
-            else:
-                await for_each_stripe(stripes, read_one)
-        except BaseExceptionGroup as group:
-            self._contents.give_up(content)
-            if group.subgroup(Gone) is not None:
-                raise Gone from group
-            raise first_error(group) from group
+            await self._read_all(inode, FileRange(fd, 0, size))
         except BaseException:
             self._contents.give_up(content)
             raise
@@ -273,7 +285,31 @@ class Fetcher:
         self._contents.admit(content)
         self._contents.keep(content, size)
 
-    async def _read_checked(self, inode: Inode, digests: Digests, part: int, fd: int) -> None:
+    async def _read_all(self, inode: Inode, into: FileRange) -> None:
+        """All stripes at once. Raises Gone, Wrong, OSError."""
+        stripes = inode.layout.stripes(inode.size)
+        digests = Digests(inode.digests, stripes)
+
+        async def read_part(part: int) -> None:
+            await self._read_checked(inode, digests, part, into)
+
+        async def read_one(stripe: int) -> None:
+            there = into.part(*inode.layout.span(inode.size, stripe))
+            await self._read(inode, inode.extent, stripe, 0, there)
+
+        try:
+            if self._verify and digests.are_there:
+                await for_each_stripe(digests.parts, read_part)
+            else:
+                await for_each_stripe(stripes, read_one)
+        except BaseExceptionGroup as group:
+            if group.subgroup(Gone) is not None:
+                raise Gone from group
+            raise first_error(group) from group
+
+    async def _read_checked(
+        self, inode: Inode, digests: Digests, part: int, into: FileRange
+    ) -> None:
         """Read the stripes of a part until they are what was published. Raises Wrong.
 
         Where a part has several, it cannot be told whose bytes are wrong: all are taken elsewhere."""
@@ -282,10 +318,8 @@ class Fetcher:
         while True:
             nodes, found = [], []
             for stripe, passed_over in zip(stripes, wrong, strict=True):
-                offset, length = inode.layout.span(inode.size, stripe)
-                node, digest = await self._read_hashed(
-                    inode, stripe, fd, offset, length, passed_over
-                )
+                there = into.part(*inode.layout.span(inode.size, stripe))
+                node, digest = await self._read_hashed(inode, stripe, there, passed_over)
                 nodes.append(node)
                 found.append(digest)
             if digests.match(part, found):
@@ -300,35 +334,33 @@ class Fetcher:
                 passed_over.add(node)
 
     async def _read_hashed(
-        self, inode: Inode, stripe: int, fd: int, offset: int, length: int, wrong: set[int]
+        self, inode: Inode, stripe: int, into: FileRange, wrong: set[int]
     ) -> tuple[int, bytes]:
         """Read a whole stripe, whose blocks are hashed as they come. Returns the node that it came from,
         and its digest."""
+        fd, offset, length, memory = into
         found = Stripe(fd, offset, length)
 
         async def take(node: int) -> None:
             nonlocal found
             found = Stripe(fd, offset, length)
             device = self._cluster.peers.device(node)
-            await device.read(Extent(inode.extent, stripe), 0, fd, offset, length, found.landed)
+            extent = Extent(inode.extent, stripe)
+            await device.read(extent, 0, fd, offset, length, found.landed, memory)
 
         group = self._cluster.group(inode.layout, stripe)
         node = await self._from_any(group, inode.extent, inode.ino, wrong, take)
         return node, await found.finish()
 
     async def _read(
-        self,
-        inode: Inode,
-        content: int,
-        stripe: int,
-        start: int,
-        fd: int,
-        offset: int,
-        length: int,
+        self, inode: Inode, content: int, stripe: int, start: int, into: FileRange
     ) -> None:
+        fd, offset, length, memory = into
+
         async def take(node: int) -> None:
             device = self._cluster.peers.device(node)
-            await device.read(Extent(content, stripe), start, fd, offset, length)
+            extent = Extent(content, stripe)
+            await device.read(extent, start, fd, offset, length, memory=memory)
 
         group = self._cluster.group(inode.layout, stripe)
         await self._from_any(group, content, inode.ino, set(), take)

@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from functools import partial
 from typing import Any
@@ -42,6 +42,7 @@ from .cluster import Cluster
 from .contents import Contents
 from .fetcher import Fetcher, Gone, Wrong
 from .leases import Leases, Transactions
+from .lent import Declined, Lender
 from .prefetch import Prefetcher
 from .readahead import ReadAhead
 from .writer import Transfer
@@ -212,6 +213,7 @@ class RemoteStore(Pinned):
             self.contents, self._pins, self.cluster, salt=self.session.number,
             verify=self.config.mount.verify, describe=self.namespace.describe,
         )  # fmt: skip
+        self._lender = Lender(self._nursery, self.rdma.forget)
         self.ahead = ReadAhead(self.namespace)
         self.prefetcher = Prefetcher(self.namespace, self._nursery, self.bring)
         self.members.node_changed.append(self._node_changed)
@@ -306,6 +308,40 @@ class RemoteStore(Pinned):
         return here
 
     async def bring(self, ino: int) -> Inode:
+        async def fetch(inode: Inode) -> Inode | None:
+            self.misses += 1
+            await self.fetcher.fetch(inode, partial(self.ahead.after, inode))
+            if not self.contents.has(inode.extent):
+                return inode if await self._pin_afar(inode) else None
+            if inode.extent in self._pinned_afar:
+                self._nursery.start_soon(self._unpin_afar, inode.extent)
+            current = self.namespace.inode(ino)  # ESTALE: it went meanwhile, and nobody held it
+            return current if self.contents.has(current.extent) else None
+
+        return await self._with_current(ino, fetch)
+
+    async def read_into(self, ino: int, memory: int, lifeline: int) -> Inode:
+        was_read = False
+
+        async def read(inode: Inode) -> Inode:
+            nonlocal was_read
+            await self.fetcher.read_into(inode, lent)
+            was_read = True
+            if inode.extent in self._pinned_afar and inode.extent not in self._pins:
+                self._nursery.start_soon(self._unpin_afar, inode.extent)
+            return inode
+
+        async with self._lender.using(memory, lifeline) as lent:
+            inode = await self._with_current(ino, read)
+        if not was_read:
+            raise Declined("it is on this host")
+        return inode
+
+    async def _with_current(
+        self, ino: int, get: Callable[[Inode], Awaitable[Inode | None]]
+    ) -> Inode:
+        """Have `get` get the file's current version, again and again while that is replaced under it (or it
+        returns None), unless it is on this host. Raises OSError: ESTALE when the file is gone."""
         deadline = time.monotonic() + self.timeout_s
         attempt = 0
         while time.monotonic() < deadline:
@@ -315,11 +351,10 @@ class RemoteStore(Pinned):
                 return inode
             if not inode.nlink:
                 raise fail(errno.ESTALE)  # gone with its last name, from all nodes
-            self.misses += 1
             if attempt >= _GONE_BEFORE_PIN and not await self._pin_afar(inode):
                 continue
             try:
-                await self.fetcher.fetch(inode, partial(self.ahead.after, inode))
+                got = await get(inode)
             except Gone:
                 await self.replica.barrier()
                 current = self.namespace.inodes.get(ino)
@@ -333,14 +368,8 @@ class RemoteStore(Pinned):
                 if current is None or current.extent == inode.extent:
                     raise
                 continue
-            if self.contents.has(inode.extent):
-                if inode.extent in self._pinned_afar:
-                    self._nursery.start_soon(self._unpin_afar, inode.extent)
-                inode = self.namespace.inode(ino)  # ESTALE: it went meanwhile, and nobody held it
-                if self.contents.has(inode.extent):
-                    return inode
-            elif await self._pin_afar(inode):
-                return inode
+            if got is not None:
+                return got
         where = self.namespace.describe(ino)
         raise fail(errno.EIO, f"{where}: no store node has content {inode.extent:x}: it is lost")
 
@@ -626,6 +655,7 @@ class RemoteStore(Pinned):
         counters.cache_limit_bytes = contents.limit_bytes
         counters.fetched_bytes = self.fetcher.fetched_bytes
         counters.checked_bytes = self.fetcher.checked_bytes
+        counters.lent_bytes = self.fetcher.lent_bytes
         counters.wrong_fetches = self.fetcher.wrong
         counters.prefetched_bytes = self.prefetcher.fetched_bytes
         counters.published_bytes = self.published_bytes
@@ -667,6 +697,9 @@ class RemoteStore(Pinned):
                 "fetched_bytes": self.fetcher.fetched_bytes,
                 "verify": self.config.mount.verify,
                 "checked_bytes": self.fetcher.checked_bytes,
+                "lent_buffers": len(self._lender),
+                "lent_files": self.fetcher.lent_files,
+                "lent_bytes": self.fetcher.lent_bytes,
                 "wrong_fetches": self.fetcher.wrong,
                 "borrowed": self.fetcher.borrowed,
                 "publishes": self.publishes,

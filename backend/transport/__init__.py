@@ -8,6 +8,7 @@ group's configuration is another than the caller's (`Fenced`), ENOTCONN/ETIMEDOU
 
 import errno
 from collections.abc import Callable, Sequence
+from enum import Enum, auto
 from typing import NamedTuple, Protocol, TypeAlias
 
 import msgspec
@@ -19,6 +20,7 @@ __all__ = [
     "Fenced",
     "FileRange",
     "Landed",
+    "Memory",
     "Target",
     "Unreachable",
     "nothing_landed",
@@ -33,15 +35,27 @@ def nothing_landed(start: int, length: int, data: memoryview | None) -> None:
     """For who does not want to know."""
 
 
+class Memory(Enum):
+    """What bytes are read into."""
+
+    FILE = auto()
+    """A file, which is filled once."""
+    LENT = auto()
+    """A program's own, which is filled again and again: worth being registered."""
+    DEVICE = auto()
+    """A device's own, as a dma-buf: only a network card reaches it."""
+
+
 class FileRange(NamedTuple):
     """`length` bytes of an open file, from `offset`."""
 
     fd: int
     offset: int
     length: int
+    memory: Memory = Memory.FILE
 
     def part(self, start: int, length: int) -> "FileRange":
-        return FileRange(self.fd, self.offset + start, length)
+        return self._replace(offset=self.offset + start, length=length)
 
 
 class Extent(NamedTuple):
@@ -112,8 +126,10 @@ class Device(Protocol):
         offset: int,
         length: int,
         landed: Landed = nothing_landed,
+        memory: Memory = Memory.FILE,
     ) -> None:
-        """Receive `length` bytes of an extent, from `start`, into a file at `offset`."""
+        """Receive `length` bytes of an extent, from `start`, into a file at `offset`. Raises OSError
+        EOPNOTSUPP for a device's memory that cannot be reached."""
         ...
 
     async def get(self, extents: Sequence[Extent], limit: int) -> list[bytes | None]:

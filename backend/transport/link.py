@@ -126,11 +126,14 @@ class Link:
             else:
                 channel.close()
 
-    async def lanes(self, length: int) -> Lanes | None:
-        """Queue pairs for so many bytes; None: they go over TCP. Raises Unreachable."""
+    async def lanes(self, length: int, few_too: bool = False) -> Lanes | None:
+        """Queue pairs for so many bytes; None: they go over TCP, as a few do unless `few_too`. Raises
+        Unreachable."""
         peers = self._peers
         rdma = peers.rdma
-        if rdma is None or not rdma.is_usable or length < rdma.choice.threshold_bytes:
+        if rdma is None or not rdma.is_usable:
+            return None
+        if length < rdma.choice.threshold_bytes and not few_too:
             return None
         address = peers.resolve(self.node)
         if address is not None and "verbs" not in address.transports:

@@ -19,7 +19,7 @@ import trio
 from ..logs import current_request
 from ..records import NodeAddress, Settings
 from ..security import Credentials
-from . import Device, Extent, FileRange, Landed, Target, Unreachable, nothing_landed
+from . import Device, Extent, FileRange, Landed, Memory, Target, Unreachable, nothing_landed
 from .channel import Channel, Lost, Patience
 from .counters import Counters
 from .link import Link
@@ -300,7 +300,7 @@ class RemoteDevice:
         streams: int,
         limiter: trio.CapacityLimiter,
     ) -> None:
-        fd, offset, length = source
+        fd, offset, length, _ = source
         headers = self._headers(Op.WRITE, extent, target, 0, length, streams, total=length)
 
         def work(channel: Channel, header: Header) -> Reply:
@@ -316,14 +316,16 @@ class RemoteDevice:
         offset: int,
         length: int,
         landed: Landed = nothing_landed,
+        memory: Memory = Memory.FILE,
     ) -> None:
         if os.fstat(fd).st_size < offset + length:
             os.ftruncate(fd, offset + length)
-        here = FileRange(fd, offset, length)
+        here = FileRange(fd, offset, length, memory)
         async with self._link.operation():
             if not await self._by_verbs(
-                "read", length, lambda lanes: lanes.read(extent, start, here, landed)
-            ):
+                "read", length, lambda lanes: lanes.read(extent, start, here, landed),
+                only=memory is Memory.DEVICE,
+            ):  # fmt: skip
                 await self._run(
                     "read",
                     self._headers(
@@ -337,18 +339,23 @@ class RemoteDevice:
         self._peers.counters.received_bytes += length
 
     async def _by_verbs(
-        self, kind: str, length: int, move: Callable[[Lanes], Awaitable[None]]
+        self, kind: str, length: int, move: Callable[[Lanes], Awaitable[None]], only: bool = False
     ) -> bool:
-        """Whether it was moved so; if not, TCP has to. Raises OSError: what the node answers."""
+        """Whether it was moved so; if not, TCP has to. Raises OSError: what the node answers; EOPNOTSUPP
+        when it is the `only` way."""
         link, counters = self._link, self._peers.counters
-        lanes = await link.lanes(length)
+        lanes = await link.lanes(length, only)
         if lanes is None:
+            if only:
+                raise OSError(errno.EOPNOTSUPP, f"RDMA does not lead to store node {link.node:x}")
             return False
         counters.requests[kind] += 1
         try:
             with link.watched():
                 await move(lanes)
         except NotByVerbs as error:
+            if only:
+                raise OSError(errno.EOPNOTSUPP, str(error)) from None
             counters.fallbacks += 1
             log.info("store node %x: over TCP: %s", link.node, error)
             return False

@@ -26,6 +26,15 @@ overwrite in place have no such protection there, as always with mapped files.
 are copies and outlive the version. For CUDA the mapped file is pinned while it is copied. They need torch
 (the extra ``irdmafs[torch]``), which nothing else here imports.
 
+**Buffers.** A Buffer is memory that files are read into one after the other, a device's if you like:
+
+>>> buffer = client.Buffer(2 << 30)                         # or Buffer(2 << 30, device="cuda")
+>>> weights = store.state_dict("model.safetensors", into=buffer)    # shows the buffer's memory
+
+The mount of a cluster reads into it straight from the store nodes, past the host's cache, unless the file
+is on this host anyway; where that cannot be done, the file is opened and copied. It is for the only reader
+of a file on its host; what several processes read is better read from the cache.
+
 **bfloat16 and 8-bit floats** are arrays of ml_dtypes where that package is installed, and
 otherwise ``uint16`` and ``uint8`` arrays of their bits. torch tensors of these types are published
 as what they are; ``torch.from_numpy(bits).view(torch.bfloat16)`` makes a tensor of the bits.
@@ -35,10 +44,11 @@ from __future__ import annotations
 
 import os
 
+from ._buffer import Buffer
 from ._errors import FormatError
 from ._store import Store
 
-__all__ = ["FormatError", "Store", "open"]
+__all__ = ["Buffer", "FormatError", "Store", "open"]
 
 
 def open(path: str | os.PathLike[str]) -> Store:

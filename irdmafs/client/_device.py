@@ -1,9 +1,11 @@
-"""Tensors in a device's memory, copied straight out of mapped files.
+"""Tensors in a device's memory, copied straight out of mapped files, and memory of a device that is lent.
 
 For CUDA the pages of the mapping are pinned while they are copied, so that the device fetches them itself;
 where they cannot be, the driver copies them through memory of its own. Small tensors that lie side by
 side in a file are copied at once, and are views of one piece of the device's memory. What is mapped is
 one version of the file, which the mapping keeps for as long as the copy takes.
+
+CUDA memory is lent as a dma-buf, which the driver makes (CUDA 11.7, and a kernel module that can).
 
 torch is imported when a tensor is asked for, not before.
 """
@@ -15,13 +17,15 @@ import ctypes
 import importlib
 import logging
 import mmap
+import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._dtypes import Array, Value
+from ._dtypes import Array, DType, Layout, Value, size_bytes
+from ._errors import FormatError
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +38,11 @@ _SMALL_BYTES = 1 << 20
 _RUN_BYTES_MAX = 32 << 20
 # A run begins at a multiple of this, as the device's memory does, so that what is aligned stays so.
 _ALIGN = 16
+
+# CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+_DMA_BUF = 1
+# CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX, ..._TO_OWNER
+_FLUSH_CONTEXT, _FLUSH_TO_OWNER = 0, 100
 
 # Pages can be pinned once: whoever lets go of them must be sure that nobody else is copying them.
 _pinning = threading.Lock()
@@ -68,7 +77,7 @@ def to_device(values: Mapping[str, Value], device: object) -> dict[str, Any]:
     items = []
     for name, value in values.items():
         array, turned = _in_memory_order(value.array)
-        dtype = _dtype(torch, name, array, value.extension)
+        dtype = _dtype(torch, name, array.dtype, value.extension)
         if array.nbytes == 0:
             tensors[name] = torch.empty(value.array.shape, dtype=dtype, device=target)
         elif not array.dtype.isnative or not array.flags.c_contiguous:
@@ -108,15 +117,15 @@ def _turned(tensor: Any, turned: bool) -> Any:
     return tensor.permute(*reversed(range(tensor.dim()))) if turned else tensor
 
 
-def _dtype(torch: Any, name: str, array: Array, extension: str | None) -> Any:
+def _dtype(torch: Any, name: str, dtype: DType, extension: str | None) -> Any:
     found = None
     if extension is not None:
         found = getattr(torch, extension, None)
     else:
         with contextlib.suppress(TypeError):
-            found = torch.from_numpy(np.empty(0, array.dtype.newbyteorder("="))).dtype
+            found = torch.from_numpy(np.empty(0, dtype.newbyteorder("="))).dtype
     if found is None:
-        raise TypeError(f"{name!r}: torch has no type for elements of {extension or array.dtype}")
+        raise TypeError(f"{name!r}: torch has no type for elements of {extension or dtype}")
     return found
 
 
@@ -188,3 +197,99 @@ def _clear_error(torch: Any, target: Any) -> None:
     """The runtime remembers a refusal, and the next kernel that is launched would be blamed for it."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=target)
+
+
+# -- memory that is lent -------------------------------------------------------------------------
+
+
+def is_host(device: object) -> bool:
+    """Raises ImportError without torch, RuntimeError for what is no device."""
+    return bool(_torch().device(device).type == "cpu")
+
+
+def wrapped(array: Array) -> Any:
+    """Host memory as a tensor."""
+    return _torch().from_numpy(array)
+
+
+def lendable(size: int, device: object) -> tuple[Any, int]:
+    """A tensor of ``size`` bytes on a device, and the descriptor of a dma-buf that begins with it; -1
+    where there can be none."""
+    torch = _torch()
+    target = torch.device(device)
+    if target.type != "cuda":
+        return torch.empty(size, dtype=torch.uint8, device=target), -1
+    # What is exported begins and ends with a page of the host's size.
+    whole = size + -size % mmap.PAGESIZE
+    room = torch.empty(whole + mmap.PAGESIZE, dtype=torch.uint8, device=target)
+    start = -room.data_ptr() % mmap.PAGESIZE
+    tensor = room[start : start + size]
+    fd, why_not = _export(torch, target, tensor.data_ptr(), whole)
+    if why_not:
+        log.info("%d bytes of %s are filled by copying: %s", size, target, why_not)
+    return tensor, fd
+
+
+def _export(torch: Any, target: Any, address: int, size: int) -> tuple[int, str]:
+    """A dma-buf, or -1 and why there is none."""
+    try:
+        export = _driver().cuMemGetHandleForAddressRange
+    except (OSError, AttributeError):
+        return -1, "the driver cannot export memory (CUDA 11.7 and newer can)"
+    export.argtypes = (
+        ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_int, ctypes.c_ulonglong,
+    )  # fmt: skip
+    fd = ctypes.c_int(-1)
+    with torch.cuda.device(target):
+        error = export(ctypes.byref(fd), address, size, _DMA_BUF, 0)
+    if error or fd.value < 0:
+        return -1, f"the driver exports no dma-buf of it (CUDA error {error})"
+    os.set_inheritable(fd.value, False)
+    return fd.value, ""
+
+
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def settle(tensor: Any) -> None:
+    """Wait for what was begun with the memory: a network card would not."""
+    if tensor.device.type == "cuda":
+        _torch().cuda.current_stream(tensor.device).synchronize()
+
+
+def see_writes(tensor: Any) -> None:
+    """Kernels that are launched from now on see what a network card has written."""
+    if tensor.device.type != "cuda":
+        return
+    with _torch().cuda.device(tensor.device):
+        # Where writes are in order by themselves there may be nothing to flush, which is an error.
+        _driver().cuFlushGPUDirectRDMAWrites(_FLUSH_CONTEXT, _FLUSH_TO_OWNER)
+
+
+def copy_bytes(source: Array, tensor: Any) -> None:
+    """Copy mapped bytes to a tensor of as many; returns when they are there."""
+    torch = _torch()
+    run = _Run(source.ctypes.data, source.nbytes, [])
+    with _pinned(torch, tensor.device, [run]) as is_pinned:
+        tensor.copy_(_bytes_at(torch, run.address, run.size), non_blocking=is_pinned)
+
+
+def view(path: str, memory: Any, layout: Layout) -> Any:
+    """The tensor that lies so in a tensor of bytes: a view of it, but for elements that torch could not
+    look at where they lie, which are copied. Raises FormatError, and TypeError for unknown ones."""
+    torch = _torch()
+    dtype, extension, shape, offset, order = layout
+    kind = _dtype(torch, path, dtype, extension)
+    size = size_bytes(dtype, shape)
+    flat = memory[offset : offset + size]
+    if len(flat) != size:
+        raise FormatError(path, "its data are cut off")
+    if not dtype.isnative and dtype.itemsize > 1:
+        native = flat.cpu().numpy().view(dtype).astype(dtype.newbyteorder("="))
+        flat = torch.from_numpy(native).to(memory.device)
+    elif flat.storage_offset() % dtype.itemsize:
+        flat = flat.clone()
+    turned = order == "F"
+    lying = tuple(reversed(shape)) if turned else shape
+    return _turned(flat.view(kind).view(lying), turned)

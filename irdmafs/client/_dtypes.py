@@ -15,7 +15,7 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -53,6 +53,17 @@ _EXTENSION_CODES = {
 _DTYPE_OF_CODE = {code: np.dtype(text) for code, text in _CODES.items()}
 _CODE_OF_DTYPE = {dtype: code for code, dtype in _DTYPE_OF_CODE.items()}
 _CODE_OF_EXTENSION = {name: code for code, name in _EXTENSION_CODES.items()}
+
+
+class Layout(NamedTuple):
+    """How an array lies in a file; ``offset`` in bytes from the file's beginning. ``extension`` is the
+    type whose bits ``dtype`` holds, if that is no type of numpy's."""
+
+    dtype: DType
+    extension: str | None
+    shape: tuple[int, ...]
+    offset: int = 0
+    order: Literal["C", "F"] = "C"
 
 
 @dataclass(frozen=True, slots=True)

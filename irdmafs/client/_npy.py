@@ -11,12 +11,12 @@ from __future__ import annotations
 import ast
 import functools
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.lib import format as npy_format
 
-from ._dtypes import Array, DType, Value, bits_of, buffers, size_bytes
+from ._dtypes import Array, DType, Layout, Value, bits_of, buffers, size_bytes
 from ._errors import FormatError
 from ._files import Mapping, open_to_read, read_at, view
 
@@ -65,6 +65,24 @@ def _encode_header(descr: object, fortran_order: bool, shape: tuple[int, ...]) -
     return _MAGIC + bytes((version, 0)) + struct.pack(length_format, len(data)) + data
 
 
+def layout(path: str, read: Callable[[int], bytes], size: int) -> Layout:
+    """Of a file of ``size`` bytes; ``read`` gives so many of the first. Raises FormatError."""
+    head = read(_FIRST_READ_BYTES)
+    data_start, encoding = _measure(path, head, size)
+    if data_start > len(head):
+        head = read(data_start)
+    try:
+        dtype, fortran_order, shape = _decode_header(head[:data_start], encoding)
+    except ValueError as error:
+        raise FormatError(path, str(error)) from None
+    data_bytes = size_bytes(dtype, shape)
+    if data_start + data_bytes > size:
+        defect = f"{data_bytes} bytes of data are announced, {size - data_start} are there"
+        raise FormatError(path, defect)
+    bits, extension = _extension_of(dtype)
+    return Layout(bits, extension, shape, data_start, "F" if fortran_order else "C")
+
+
 def load(path: str) -> Value | None:
     """Map the array in a file; None for an empty file, which nothing was published to yet.
 
@@ -74,21 +92,10 @@ def load(path: str) -> Value | None:
         size = status.st_size
         if size == 0:
             return None
-        head = read_at(fd, _FIRST_READ_BYTES, 0)
-        data_start, encoding = _measure(path, head, size)
-        if data_start > len(head):
-            head += read_at(fd, data_start - len(head), len(head))
-        try:
-            dtype, fortran_order, shape = _decode_header(head[:data_start], encoding)
-        except ValueError as error:
-            raise FormatError(path, str(error)) from None
-        data_bytes = size_bytes(dtype, shape)
-        if data_start + data_bytes > size:
-            defect = f"{data_bytes} bytes of data are announced, {size - data_start} are there"
-            raise FormatError(path, defect)
-        data = Mapping(path, fd, size).bytes if data_bytes else None
-    array = view(path, data, dtype, shape, data_start, "F" if fortran_order else "C")
-    return _value(array)
+        found = layout(path, lambda count: read_at(fd, count, 0), size)
+        data = Mapping(path, fd, size).bytes if size_bytes(found.dtype, found.shape) else None
+    array = view(path, data, found.dtype, found.shape, found.offset, found.order)
+    return Value(array, found.extension)
 
 
 def _measure(path: str, head: bytes, size: int) -> tuple[int, str]:
@@ -146,11 +153,10 @@ def _shown(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _value(array: Array) -> Value:
-    names = array.dtype.names
-    if names is None or len(names) != 1:
-        return Value(array)
-    bits = bits_of(names[0])
-    if bits is None or array.dtype[0] != bits:
-        return Value(array)
-    return Value(array.view(bits), names[0])
+def _extension_of(dtype: DType) -> tuple[DType, str | None]:
+    """The type of the bits, and the name of the extension type."""
+    names = dtype.names
+    bits = bits_of(names[0]) if names is not None and len(names) == 1 else None
+    if names is None or bits is None or dtype[0] != bits:
+        return dtype, None
+    return bits, names[0]

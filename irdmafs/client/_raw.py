@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ._dtypes import Value, dtype_of_name, size_bytes
+from ._dtypes import Layout, Value, dtype_of_name, size_bytes
 from ._errors import FormatError
 from ._files import Mapping, open_to_read, read_xattr, view
 from ._names import DTYPE_XATTR, NPY, SAFETENSORS, SHAPE_XATTR
@@ -18,23 +18,31 @@ def load(path: str) -> Value | None:
     """
     with open_to_read(path) as (fd, status):
         size = status.st_size
-        dtype_text = read_xattr(fd, DTYPE_XATTR)
-        if dtype_text is None or path.endswith((NPY, SAFETENSORS)):
+        found = layout(path, fd, size)
+        if found is None:
             return None
-        shape_text = read_xattr(fd, SHAPE_XATTR)
-        try:
-            dtype, extension = dtype_of_name(dtype_text.decode("ascii"))
-        except Exception:
-            # numpy raises almost anything for text that only looks like a type.
-            raise FormatError(path, f"{DTYPE_XATTR} names no type: {dtype_text!r}") from None
-        if dtype.hasobject:
-            raise FormatError(path, f"{DTYPE_XATTR} names Python objects: {dtype_text!r}")
-        shape = _parse_shape(path, shape_text)
-        if size_bytes(dtype, shape) != size:
-            defect = f"its attributes announce {size_bytes(dtype, shape)} bytes, {size} are there"
-            raise FormatError(path, defect)
         data = Mapping(path, fd, size).bytes if size else None
-    return Value(view(path, data, dtype, shape, 0), extension)
+    return Value(view(path, data, found.dtype, found.shape, 0), found.extension)
+
+
+def layout(path: str, file: str | int, size: int) -> Layout | None:
+    """Of a file of ``size`` bytes; None as of load(). Raises OSError, FormatError."""
+    dtype_text = read_xattr(file, DTYPE_XATTR)
+    if dtype_text is None or path.endswith((NPY, SAFETENSORS)):
+        return None
+    shape_text = read_xattr(file, SHAPE_XATTR)
+    try:
+        dtype, extension = dtype_of_name(dtype_text.decode("ascii"))
+    except Exception:
+        # numpy raises almost anything for text that only looks like a type.
+        raise FormatError(path, f"{DTYPE_XATTR} names no type: {dtype_text!r}") from None
+    if dtype.hasobject:
+        raise FormatError(path, f"{DTYPE_XATTR} names Python objects: {dtype_text!r}")
+    shape = _parse_shape(path, shape_text)
+    if size_bytes(dtype, shape) != size:
+        defect = f"its attributes announce {size_bytes(dtype, shape)} bytes, {size} are there"
+        raise FormatError(path, defect)
+    return Layout(dtype, extension, shape)
 
 
 def _parse_shape(path: str, text: bytes | None) -> tuple[int, ...]:

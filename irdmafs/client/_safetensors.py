@@ -11,11 +11,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import msgspec
 
-from ._dtypes import Array, DType, Value, buffers, dtype_of_code, size_bytes
+from ._dtypes import Array, DType, Layout, Value, buffers, dtype_of_code, size_bytes
 from ._errors import FormatError
 from ._files import view
 
@@ -39,21 +38,11 @@ _decode_entry = msgspec.json.Decoder(_Entry).decode
 _decode_metadata = msgspec.json.Decoder(dict[str, str] | None).decode
 
 
-class Tensor(NamedTuple):
-    """Where a tensor lies; ``offset`` in bytes from the beginning of the file. ``extension`` is the
-    type whose bits ``dtype`` holds, if that is no type of numpy's."""
-
-    dtype: DType
-    extension: str | None
-    shape: tuple[int, ...]
-    offset: int
-
-
 @dataclass(frozen=True, slots=True)
 class Header:
     """What a file says it holds, checked against the file's size."""
 
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Layout]
     metadata: dict[str, str]
     has_data: bool
 
@@ -90,7 +79,7 @@ def parse_header(path: str, text: bytes, size: int) -> Header:
     ranges = []
     for name, raw in fields.items():
         dtype, extension, shape, first, end = _parse_entry(path, name, raw)
-        tensors[name] = Tensor(dtype, extension, shape, data_start + first)
+        tensors[name] = Layout(dtype, extension, shape, data_start + first)
         ranges.append((first, end, name))
     # As the reference implementation does: every byte of data belongs to exactly one tensor.
     position = 0

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple, Self, overload
 
 from . import _device, _files, _npy, _raw, _safetensors
+from ._buffer import Buffer
 from ._dtypes import Array, Value, value_of
 from ._errors import FormatError
 from ._names import (
@@ -36,6 +37,10 @@ class _Parsed(NamedTuple):
     text: bytes
     header: _safetensors.Header
     mapping: weakref.ref[_files.Mapping] | None
+
+
+def _unpublished(path: str) -> FileNotFoundError:
+    return FileNotFoundError(errno.ENOENT, "The file is empty: nothing was published yet", path)
 
 
 class Store(MutableMapping[str, Array]):
@@ -94,17 +99,53 @@ class Store(MutableMapping[str, Array]):
         that torch has no type for."""
         return _device.to_device({name: self._load(name)}, device)[name]
 
+    def read_into(self, name: str, buffer: Buffer) -> Any:
+        """Read the file of the array ``name``, whole, into ``buffer``, and show the array there: a numpy
+        array, or a torch tensor if the buffer is a device's. What it showed before is overwritten.
+
+        Raises ValueError for a file that does not fit.
+        """
+        file, tensor = split_name(name)
+        found: Any = None
+        try:
+            if tensor is not None:
+                found = self._read_tensors_into(buffer, file, [tensor]).get(tensor)
+            else:
+                found = self._read_array_into(buffer, file)
+        except FileNotFoundError:
+            pass
+        if found is None:
+            raise KeyError(name)
+        return found
+
     @overload
-    def state_dict(self, name: str = "", *, device: None = None) -> dict[str, Array]: ...
+    def state_dict(
+        self, name: str = "", *, device: None = None, into: None = None
+    ) -> dict[str, Array]: ...
     @overload
-    def state_dict(self, name: str = "", *, device: object) -> dict[str, Any]: ...
-    def state_dict(self, name: str = "", *, device: object = None) -> dict[str, Any]:
+    def state_dict(
+        self, name: str = "", *, device: object = None, into: Buffer | None = None
+    ) -> dict[str, Any]: ...
+    def state_dict(
+        self, name: str = "", *, device: object = None, into: Buffer | None = None
+    ) -> dict[str, Any]:
         """The tensors of a .safetensors file by their own names, or every array under a directory
         ("" is the whole store) by its name from there. Arrays of one file are of one version.
         With ``device``, torch tensors as of to_device(); small ones of a file share their memory.
+        With ``into``, one .safetensors file is read into that buffer, as by read_into().
 
-        Raises KeyError where there is neither.
+        Raises KeyError where there is neither, ValueError for a buffer that it does not fit into.
         """
+        if into is not None:
+            if device is not None:
+                raise ValueError("a buffer is a device's by itself: give device or into")
+            if not name:
+                raise ValueError("a buffer takes one .safetensors file: name it")
+            self._check_file(name)
+            try:
+                return self._read_tensors_into(into, name, None)
+            except FileNotFoundError:
+                raise KeyError(name) from None
         found: dict[str, Any] = {}
         for values in self._files_of(name):
             if device is not None:
@@ -319,6 +360,31 @@ class Store(MutableMapping[str, Array]):
         except FileNotFoundError:
             return _raw.load(self._path(file))
 
+    def _read_array_into(self, buffer: Buffer, file: str) -> Any:
+        path = self._path(file + NPY)
+        try:
+            size = buffer.fill(path)
+        except FileNotFoundError:
+            path = self._path(file)
+            size = buffer.fill(path)
+            bare = _raw.layout(path, path, size)
+            return None if bare is None else buffer.show(path, bare)
+        return buffer.show(path, _npy.layout(path, buffer.head, size)) if size else None
+
+    def _read_tensors_into(
+        self, buffer: Buffer, file: str, names: Iterable[str] | None
+    ) -> dict[str, Any]:
+        """Those of ``names`` (None: all) that a .safetensors file has, in the buffer."""
+        path = self._path(file)
+        size = buffer.fill(path)
+        if size == 0:
+            raise _unpublished(path)
+        start = _safetensors.LENGTH_BYTES
+        length = _safetensors.header_size(path, buffer.head(start), size)
+        header = _safetensors.parse_header(path, buffer.head(start + length)[start:], size)
+        wanted = header.tensors.keys() if names is None else header.tensors.keys() & names
+        return {name: buffer.show(path, header.tensors[name]) for name in wanted}
+
     def _load_tree(self, prefix: str) -> Iterator[dict[str, Value]]:
         for file, kind in sorted(walk(self._path(""), prefix), key=lambda item: item[0]):
             name = file.removeprefix(f"{prefix}/") if prefix else file
@@ -358,9 +424,7 @@ class Store(MutableMapping[str, Array]):
         """
         size = status.st_size
         if size == 0:
-            raise FileNotFoundError(
-                errno.ENOENT, "The file is empty: nothing was published yet", path
-            )
+            raise _unpublished(path)
         start = _safetensors.LENGTH_BYTES
         length = _safetensors.header_size(path, _files.read_at(fd, start, 0), size)
         text = _files.read_at(fd, length, start)

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from irdmafs import client
+
 MIB = 1 << 20
 CHUNK = 4 * MIB
 SMALL_FILE = 64 << 10
@@ -44,6 +46,12 @@ def make_real(size: int) -> None:
         memory.madvise(mmap.MADV_HUGEPAGE)
         for offset in range(0, size, PAGE):
             memory[offset] = 1
+
+
+def _check(path: Path, view: memoryview, position: int, number: int) -> None:
+    for offset in range(-position % MIB, len(view) - _MARK.size + 1, MIB):
+        if _MARK.unpack_from(view, offset)[0] != number << 32 | position + offset:
+            raise WrongData(f"wrong bytes at {position + offset} of {path}")
 
 
 class Files:
@@ -87,9 +95,7 @@ class Files:
         try:
             position = 0
             while count := os.readv(fd, [view]):
-                for offset in range(-position % MIB, count - _MARK.size + 1, MIB):
-                    if _MARK.unpack_from(view, offset)[0] != number << 32 | position + offset:
-                        raise WrongData(f"wrong bytes at {position + offset} of {path}")
+                _check(path, view[:count], position, number)
                 position += count
         finally:
             os.close(fd)
@@ -97,6 +103,16 @@ class Files:
         if position != size:
             raise WrongData(f"{path} has {position} bytes, not {size}")
         return opened - start, end - start
+
+    def fill(self, path: Path, buffer: client.Buffer, size: int, number: int) -> float:
+        """Read that file into a buffer. Seconds for all but looking at it. Raises WrongData."""
+        watch = Stopwatch()
+        with watch.running():
+            count = buffer.fill(os.fspath(path))
+        if (count, buffer.filled_by) != (size, "mount"):
+            raise WrongData(f"{path} has {count} bytes, not {size}, by {buffer.filled_by!r}")
+        _check(path, buffer.memory[:size].data, 0, number)
+        return watch.seconds
 
     def write_small(self, folder: Path, count: int, number: int) -> float:
         """Write files of 64 KiB. Seconds for all."""

@@ -9,13 +9,15 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from _cluster.cluster import Cluster
 from _cluster.measures import MIB, Files
 from _cluster.table import Rates, Row
 from rich import box
 from rich.table import Table
+
+from irdmafs import client
 
 from . import echo, loop, perftest, registration
 from .perftest import Way
@@ -26,12 +28,13 @@ KIB = 1 << 10
 GIB = 1 << 30
 
 BASE = "perftest"
-DEVICE, MOUNT = "device", "mount"
+DEVICE, MOUNT, BUFFER = "device", "mount", "buffer"
 DEVICE_MANY = f"device, {AT_ONCE} at once"
 VERBS, TCP, UNARY, STREAMED = "verbs", "TCP", "gRPC, one message", "gRPC, streamed"
 CONTENDERS = (VERBS, TCP, UNARY, STREAMED)
 # Bytes per second, of "write" or "read" and a size.
 Rate = Callable[[str, int], float]
+WAYS = ("write", "read")
 BAR_SIZE = 1 * MIB
 SMALL = 4 * KIB
 LATENCIES = {
@@ -77,6 +80,15 @@ class Results:
     wrong: list[str] = field(default_factory=list)
 
 
+class Ours(NamedTuple):
+    """What is measured beside perftest. `bar`: of perftest's rate, from BAR_SIZE on."""
+
+    name: str
+    bar: float
+    rate: Rate
+    ways: Sequence[str] = WAYS
+
+
 class Bench:
     """One cluster and the processes that ask it."""
 
@@ -100,15 +112,17 @@ class Bench:
         self.results = Results()
         self._files = Files()
         self._number = 0
+        self._buffers: dict[int, client.Buffer] = {}
 
     # -- how fast ------------------------------------------------------------------------------
 
     def run(self, parts: Sequence[str]) -> None:
         """Those of `PARTS`."""
-        ours: dict[str, tuple[str, float, Rate]] = {
-            "bandwidth": (DEVICE, 0.95, self._device_rate),
-            "at_once": (DEVICE_MANY, 0.95, self._many_rate),
-            "posix": (MOUNT, 0.90, self._mount_rate),
+        ours: dict[str, Ours] = {
+            "bandwidth": Ours(DEVICE, 0.95, self._device_rate),
+            "at_once": Ours(DEVICE_MANY, 0.95, self._many_rate),
+            "posix": Ours(MOUNT, 0.90, self._mount_rate),
+            "buffer": Ours(BUFFER, 0.90, self._buffer_rate, ("read",)),
         }
         if beside := [ours[part] for part in parts if part in ours]:
             self._beside_perftest(beside)
@@ -116,36 +130,38 @@ class Bench:
             if part not in ours:
                 getattr(self, part)()
 
-    def _beside_perftest(self, ours: list[tuple[str, float, Rate]]) -> None:
+    def _beside_perftest(self, ours: list[Ours]) -> None:
         """Through the device interface, and from programs on the two mounts."""
-        keys = [(way, size) for size in self.scale.sizes for way in ("write", "read")]
+        keys = [(way, size) for size in self.scale.sizes for way in WAYS]
         tables = {
-            name: Rates(
+            one.name: Rates(
                 [
                     Row(
                         f"{way}-{size}",
                         f"{way} {name_of(size)}",
                         "MiB/s",
-                        bar if size >= BAR_SIZE else None,
+                        one.bar if size >= BAR_SIZE else None,
                     )
                     for way, size in keys
+                    if way in one.ways
                 ],
-                ours=name,
+                ours=one.name,
                 base=BASE,
             )
-            for name, bar, _ in ours
+            for one in ours
         }
-        measures: dict[str, Rate] = {BASE: self._perftest_rate}
-        measures |= {name: rate for name, _, rate in ours}
         for way, size in keys:
-            for _, _, rate in ours:
+            measures: dict[str, Rate] = {one.name: one.rate for one in ours if way in one.ways}
+            for rate in measures.values():
                 rate(way, size)
+            measures[BASE] = self._perftest_rate
             for round_ in range(self.scale.rounds):
                 self._say(f"bandwidth: {way} {name_of(size)}", round_)
                 for column in _turned(list(measures), round_):
                     value = measures[column](way, size) / MIB
-                    for rates in tables.values():
-                        if column in (BASE, rates.ours):
+                    for one in ours:
+                        rates = tables[one.name]
+                        if column in (BASE, one.name) and way in one.ways:
                             rates.add(column, f"{way}-{size}", round_, value)
             if way == "read":
                 self._release(size)
@@ -174,7 +190,23 @@ class Bench:
             times["read"].append(self._files.read(reader, size, self._number))
         return size / median(times[way])
 
+    def _buffer_rate(self, way: str, size: int) -> float:
+        """Read what the other mount wrote into memory that the last version was read into."""
+        assert way == "read"
+        writer, reader = (mount.path / f"weights-{size}" for mount in self.cluster.mounts)
+        buffer = self._buffers.get(size)
+        if buffer is None:
+            buffer = self._buffers[size] = client.Buffer(size)
+        times = []
+        for _ in range(max(2, self.scale.repeats(size) // 4)):
+            self._number += 1
+            self._files.write(writer, size, self._number)
+            times.append(self._files.fill(reader, buffer, size, self._number))
+        return size / median(times)
+
     def _release(self, size: int) -> None:
+        if size in self._buffers:
+            self._buffers.pop(size).close()
         for worker in self.workers.values():
             worker.do("release", size)
         with contextlib.suppress(FileNotFoundError):

@@ -42,7 +42,8 @@ class Library:
         self.AHAttr, self.GID, self.GlobalRoute = addr.AHAttr, addr.GID, addr.GlobalRoute
         self.CQ, self.CompChannel = cq.CQ, cq.CompChannel
         self.Context = device.Context
-        self.MR, self.MW, self.MWBindInfo = mr.MR, mr.MW, mr.MWBindInfo
+        self.MR, self.DmaBufMR = mr.MR, mr.DmaBufMR
+        self.MW, self.MWBindInfo = mr.MW, mr.MWBindInfo
         self.PD = _module("pd").PD
         self.QP, self.QPAttr = qp.QP, qp.QPAttr
         self.QPCap, self.QPInitAttr = qp.QPCap, qp.QPInitAttr

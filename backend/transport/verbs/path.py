@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import trio
 
 from ...logs import current_request
-from .. import Extent, FileRange, Landed, Target, Unreachable, nothing_landed
+from .. import Extent, FileRange, Landed, Memory, Target, Unreachable, nothing_landed
 from ..messages import (
     NO_QUEUE_PAIR,
     NOT_BY_VERBS,
@@ -94,20 +94,18 @@ class Path:
     ) -> None:
         """As Device.read; the file is long enough. Raises OSError, NotByVerbs."""
         length = into.length
-        async with self._using(into, writable=True) as region:
+        async with self._using(into, writable=True) as regions:
             exposed = await self._ask(
                 lambda number: Expose(
                     number, current_request(), extent, start, length, self._number
                 )
             )
             try:
-                if region is None:
+                if not regions:
                     remote = Remote(exposed.address, exposed.key)
                     await self._adapter.staging.read(self._pair, remote, into, landed)
                 else:
-                    piece = piece_bytes(length)
-                    address = region.address(into.offset)
-                    await self._pair.read(_pieces(address, region.key, exposed, 0, length, piece))
+                    await self._pair.read(_pieces_into(regions, into, exposed))
                     landed(0, length, None)
             finally:
                 self._control.say_later(Release(exposed.handle))
@@ -124,7 +122,8 @@ class Path:
         NotByVerbs."""
         length = source.length
         # What is handed on comes in here, too, by another adapter the next time.
-        async with self._using(source, writable=False, is_whole=growth is not None) as region:
+        async with self._using(source, writable=False, is_whole=growth is not None) as regions:
+            region = regions[0] if regions else None
             if region is None:
                 piece = self._adapter.staging.piece_bytes(length)
                 if length > piece * PIECES_MAX:
@@ -184,28 +183,38 @@ class Path:
     @asynccontextmanager
     async def _using(
         self, file: FileRange, writable: bool, is_whole: bool = False
-    ) -> AsyncIterator[Region | None]:
-        """None: to go through the slots of `staging`. Raises NotByVerbs: what cannot be registered can
-        still be sent over TCP."""
-        adapter, regions = self._adapter, self._adapter.regions
-        region = regions.find(*file, writable)
-        if region is None and self._stages:
-            await adapter.staging.make()
-            yield None
-            return
+    ) -> AsyncIterator[list[Region]]:
+        """What covers the range: one region, or several of memory that is lent. None at all: to go through
+        the slots of `staging`. Raises NotByVerbs: what cannot be registered can still be sent over TCP."""
+        regions = await self._acquire(file, writable, is_whole)
+        if not regions:
+            await self._adapter.staging.make()
         try:
+            yield regions
+        finally:
+            for region in regions:
+                self._adapter.regions.release(region)
+
+    async def _acquire(self, file: FileRange, writable: bool, is_whole: bool) -> list[Region]:
+        """Raises NotByVerbs."""
+        regions = self._adapter.regions
+        try:
+            if file.memory is not Memory.FILE:
+                return await regions.acquire_lent(file.fd, file.offset, file.length, file.memory)
+            region = regions.find(file.fd, file.offset, file.length, writable)
+            if region is None and self._stages:
+                return []
             if region is None and is_whole:
                 region = await regions.acquire_file(file.fd, file.length)
             elif region is None:
-                region = await regions.acquire(*file, writable)
+                region = await regions.acquire(file.fd, file.offset, file.length, writable)
+            return [region]
         except OSError as error:
+            if file.memory is Memory.LENT:
+                return []
             raise NotByVerbs(
                 f"{file.length} bytes cannot be registered: {error.strerror}"
             ) from None
-        try:
-            yield region
-        finally:
-            regions.release(region)
 
     async def _ask(self, make: Callable[[int], AnyRequest], group: int = 0) -> Exposed:
         try:
@@ -288,6 +297,20 @@ def _told_apart() -> Iterator[None]:
         if error.errno == NOT_BY_VERBS:
             raise NotByVerbs(str(error.strerror)) from None
         raise
+
+
+def _pieces_into(regions: list[Region], into: FileRange, exposed: Exposed) -> list[Piece]:
+    """Of all that is exposed; none lies in two regions."""
+    piece = piece_bytes(into.length)
+    end = into.offset + into.length
+    pieces: list[Piece] = []
+    for region in regions:
+        first, last = max(into.offset, region.offset), min(end, region.offset + region.length)
+        for at in range(first, last, piece):
+            there = exposed.address + at - into.offset
+            count = min(piece, last - at)
+            pieces.append(Piece(region.address(at), count, region.key, there, exposed.key))
+    return pieces
 
 
 def _pieces(

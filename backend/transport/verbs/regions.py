@@ -5,6 +5,9 @@ per MiB), so it is kept when an operation ends: the next one on the same file fi
 moves and whichever version the file holds then. A mapping keeps its file alive, so a file is known by
 its inode number, which no other can get meanwhile. What lost its last name is let go; else the ranges
 that were not used for longest go first when there is no room.
+
+Memory that a program lends is a file without a name, or a dma-buf, which stands for memory of a device
+and is registered without being mapped. It stays registered until its lender takes it back.
 """
 
 import ctypes
@@ -19,9 +22,12 @@ from typing import Any
 
 import trio
 
+from .. import Memory
 from .library import Library
 
 REGIONS_MAX = 1024
+# To register is to hold up the event loop, which a lent memory of many GiB must not do at once.
+LENT_BLOCK_BYTES = 64 << 20
 # Registered in the event loop whether its pages are there or not.
 _AT_ONCE_BYTES = 1 << 20
 
@@ -54,11 +60,12 @@ class Region:
         self,
         library: Library,
         pd: Any,
-        mapped: "_Mapped",
+        mapped: "_Mapped | _DmaBuf",
         file: tuple[int, int],
         offset: int,
         length: int,
         writable: bool,
+        is_lent: bool,
     ) -> None:
         self.file = file
         self.offset = offset
@@ -66,13 +73,16 @@ class Region:
         self.writable = writable
         self.users = 0
         self.is_stale = False
+        self._is_lent = is_lent
         self._library = library
         self._mapped = mapped
         access = 0
         if writable:
-            access = library.enum("ACCESS_LOCAL_WRITE") | library.enum("ACCESS_MW_BIND")
+            access = library.enum("ACCESS_LOCAL_WRITE")
+        if writable and not is_lent:
+            access |= library.enum("ACCESS_MW_BIND")
         with library.errors:
-            self.registration = library.MR(pd, length, access, address=mapped.address)
+            self.registration = mapped.register(library, pd, length, access)
         self.key: int = self.registration.lkey
 
     @property
@@ -94,8 +104,8 @@ class Region:
         )
 
     def is_orphan(self) -> bool:
-        """Whether the file has no name any more."""
-        return not os.fstat(self._mapped.fd).st_nlink
+        """Whether the file has no name any more, and its memory is nobody's."""
+        return not self._is_lent and not os.fstat(self._mapped.fd).st_nlink
 
     def close(self) -> None:
         with self._library.errors:
@@ -139,17 +149,54 @@ class Regions:
         end = offset + length
         end += -end % mmap.PAGESIZE
         mapped = _Mapped(fd, start, end - start, writable)
+        return await self._register(mapped, file, start, end - start, writable)
+
+    async def acquire_lent(self, fd: int, offset: int, length: int, memory: Memory) -> list[Region]:
+        """As `acquire`, of memory that a program lends: regions that lie one behind the other and cover the
+        range. They are of the same blocks whatever is asked for, so that they will be found again. A
+        device's memory is one. Raises OSError EOPNOTSUPP for one that the network card's driver cannot
+        reach."""
+        status = os.fstat(fd)
+        file, size = (status.st_dev, status.st_ino), status.st_size
+        block = LENT_BLOCK_BYTES if memory is Memory.LENT else size
+        acquired: list[Region] = []
         try:
-            if end - start > _AT_ONCE_BYTES:
+            for start in range(offset - offset % block, offset + length, block):
+                count = min(block, size - start)
+                region = self._find(file, start, count, True)
+                if region is None:
+                    mapped = (
+                        _DmaBuf(fd) if memory is Memory.DEVICE else _Mapped(fd, start, count, True)
+                    )
+                    region = await self._register(mapped, file, start, count, True, is_lent=True)
+                acquired.append(region)
+        except BaseException:
+            for region in acquired:
+                self.release(region)
+            raise
+        return acquired
+
+    async def _register(
+        self,
+        mapped: "_Mapped | _DmaBuf",
+        file: tuple[int, int],
+        start: int,
+        length: int,
+        writable: bool,
+        is_lent: bool = False,
+    ) -> Region:
+        try:
+            self._make_room(length)
+            if length > _AT_ONCE_BYTES:
                 # Touched beforehand, pages are pinned soon: that has to be done in the event loop, as
                 # pyverbs keeps Python's lock.
                 await trio.to_thread.run_sync(mapped.populate)
-                region = self._find(file, offset, length, writable)
+                region = self._find(file, start, length, writable)
                 if region is not None:
                     mapped.close()
                     return region
-            self._make_room(end - start)
-            region = Region(self._library, self._pd, mapped, file, start, end - start, writable)
+                self._make_room(length)
+            region = Region(self._library, self._pd, mapped, file, start, length, writable, is_lent)
         except BaseException:
             mapped.close()
             raise
@@ -291,8 +338,30 @@ class _Mapped:
     def populate(self) -> None:
         populate(self.address, self._length, self._writable)
 
+    def register(self, library: Library, pd: Any, length: int, access: int) -> Any:
+        return library.MR(pd, length, access, address=self.address)
+
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
             _libc.munmap(self.address, self._length)
             os.close(self.fd)
+
+
+class _DmaBuf:
+    """A device's memory, to be used as `_Mapped`. The network card alone knows its addresses, which begin
+    with 0 here."""
+
+    address = 0
+
+    def __init__(self, fd: int) -> None:
+        self.fd = os.dup(fd)
+
+    def populate(self) -> None:
+        pass
+
+    def register(self, library: Library, pd: Any, length: int, access: int) -> Any:
+        return library.DmaBufMR(pd, length, access, dmabuf=self.fd, offset=0)
+
+    def close(self) -> None:
+        os.close(self.fd)

@@ -135,7 +135,7 @@ class Staging:
         landed: Landed = nothing_landed,
     ) -> None:
         """From the peer's memory into a part of a file. `make` was called. Raises OSError, Broken."""
-        fd, offset, length = into
+        fd, offset, length, _ = into
         piece = self.piece_bytes(length)
         at_once = _copied_at_once(length, piece)
         share = trio.Semaphore(_SLOTS_AT_ONCE)
@@ -175,7 +175,7 @@ class Staging:
     ) -> None:
         """From a part of a file into the peer's memory, from the front; the peer is told `number` for each
         piece of `piece_bytes`, or for the last one only. `make` was called. Raises OSError, Broken."""
-        fd, offset, length = source
+        fd, offset, length, _ = source
         piece = self.piece_bytes(length)
         at_once = _copied_at_once(length, piece)
         share = trio.Semaphore(_SLOTS_AT_ONCE)

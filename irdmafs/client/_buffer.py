@@ -1,0 +1,241 @@
+"""Memory that files are read into, again and again.
+
+A mount of a cluster reads into it straight from the store nodes, by RDMA where there is a way, and past the
+host's cache: once the first version was read, nothing is mapped, copied or registered any more. Host memory
+is a memfd, sealed so that it cannot shrink under the mount; CUDA memory is exported as a dma-buf, which
+network cards reach by themselves. The mount gets hold of either by its descriptor, and lets go of it when
+the buffer's pipe is closed, at the latest when the process ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import mmap
+import os
+import threading
+import weakref
+from typing import Any, Literal
+
+import numpy as np
+
+from . import _device
+from ._dtypes import Array, Layout, Value
+from ._files import Mapping, naming, open_to_read, read_version, view
+
+log = logging.getLogger(__name__)
+
+_READ_INTO_XATTR = "user.irdmafs.read_into"
+# Of filesystems and mounts that have no such thing, for callers that the mount may not trace, and for
+# files that went between two looks at their name: they are opened. So they are when signals come so often
+# that the mount never ends what it has to begin again after each.
+_OPEN_INSTEAD = (
+    errno.ENODATA, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.ESTALE, errno.EINTR,
+)  # fmt: skip
+_TRIES = 3
+
+
+class Buffer:
+    """``size`` bytes of memory that a Store reads files into, each over what was there before.
+
+    It is host memory, which numpy arrays show; or, with ``device`` ("cpu", "cuda", "cuda:1", a
+    torch.device), memory of that device, which torch tensors show. They show whatever it holds at any
+    time, and keep the memory when the buffer is closed.
+
+    ``filled`` is how many bytes of a file it holds, ``version`` of which version (None: of a file that is
+    on no irdmafs mount). ``filled_by`` is "mount" if the mount read them in, past the cache; "copy" if they
+    were copied out of the opened file; else "".
+
+    Raises MemoryError, OSError (ENOSPC, EMFILE), ImportError without torch, and what torch raises.
+    """
+
+    def __init__(self, size: int, device: object = None) -> None:
+        if size <= 0:
+            raise ValueError(f"a buffer of {size} bytes holds nothing")
+        self.size = size
+        self.filled = 0
+        self.version: int | None = None
+        self.filled_by: Literal["mount", "copy", ""] = ""
+        self._lock = threading.Lock()
+        memory = _HostMemory(size) if device is None else _DeviceMemory(size, device)
+        self._memory: _HostMemory | _DeviceMemory = memory
+        try:
+            self._lifeline, other_end = os.pipe2(os.O_CLOEXEC)
+        except OSError:
+            _close([memory.fd])
+            raise
+        self._end = weakref.finalize(self, _close, [other_end, self._lifeline, memory.fd])
+
+    def __enter__(self) -> Buffer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Have mounts let go of the memory, when what is being read into it is there. Nothing can be read
+        into it after that."""
+        with self._lock:
+            self._end()
+
+    @property
+    def memory(self) -> Any:
+        """All of it, as an array or a tensor of bytes."""
+        return self._memory.bytes
+
+    def fill(self, path: str | os.PathLike[str]) -> int:
+        """Read a file's current version, whole, and return its size in bytes. When this fails, what the
+        buffer holds is of no use.
+
+        Raises ValueError for a file that does not fit, FileNotFoundError and other OSErrors."""
+        with self._lock:
+            if not self._end.alive:
+                raise ValueError("the buffer is closed")
+            self.filled, self.version, self.filled_by = 0, None, ""
+            self._memory.settle()
+            if not self._filled_by_mount(os.fspath(path)):
+                self._copy(os.fspath(path))
+            return self.filled
+
+    def _filled_by_mount(self, path: str) -> bool:
+        fd = self._memory.fd
+        if fd < 0:
+            return False
+        try:
+            with naming(path):
+                text = _get_xattr(path, f"{_READ_INTO_XATTR}.{fd}.{self._lifeline}")
+        except OSError as error:
+            if error.errno == errno.EFBIG:
+                raise self._too_small(path, os.stat(path).st_size) from None
+            if error.errno not in _OPEN_INSTEAD:
+                raise
+            log.debug("%s is copied: %s", path, error.strerror)
+            return False
+        answer = json.loads(text)
+        if "why_not" in answer:
+            log.debug("%s is copied: %s", path, answer["why_not"])
+            return False
+        self._memory.see()
+        self.filled, self.version, self.filled_by = answer["size"], answer["version"], "mount"
+        return True
+
+    def _copy(self, path: str) -> None:
+        with open_to_read(path) as (fd, status):
+            size = status.st_size
+            if size > self.size:
+                raise self._too_small(path, size)
+            version = read_version(fd)
+            if size:
+                self._memory.copy(path, fd, size)
+            self.filled, self.version, self.filled_by = size, version, "copy"
+
+    def _too_small(self, path: str, size: int) -> ValueError:
+        return ValueError(f"{path!r} has {size} bytes, too many for a buffer of {self.size}")
+
+    # -- what it holds ---------------------------------------------------------------------------
+
+    def head(self, size: int) -> bytes:
+        """The first bytes of the file, ``size`` if there are so many."""
+        return self._memory.head(min(size, self.filled))
+
+    def show(self, path: str, layout: Layout) -> Any:
+        """What lies so in it as an array or a tensor. Raises FormatError, TypeError."""
+        return self._memory.show(path, layout)
+
+
+def _get_xattr(path: str, name: str) -> bytes:
+    """Python itself does not repeat this call after a signal. Raises OSError."""
+    for _ in range(_TRIES - 1):
+        with contextlib.suppress(InterruptedError):
+            return os.getxattr(path, name)
+    return os.getxattr(path, name)
+
+
+def _close(descriptors: list[int]) -> None:
+    for fd in descriptors:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _available_bytes() -> int:
+    """What the kernel thinks can be had without swapping, /proc/meminfo."""
+    with open("/proc/meminfo") as lines:
+        found = next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return int(found) << 10
+
+
+class _HostMemory:
+    def __init__(self, size: int) -> None:
+        available = _available_bytes()
+        if size > available:
+            # The kernel would find out page by page, and end somebody.
+            raise MemoryError(f"a buffer of {size} bytes: {available} are available")
+        self.fd = os.memfd_create("irdmafs-buffer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            # Allocated by this process, which is to be told if there is no more.
+            os.posix_fallocate(self.fd, 0, size)
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
+            self.bytes: Array = np.frombuffer(mmap.mmap(self.fd, size), np.uint8)
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def settle(self) -> None:
+        pass
+
+    def see(self) -> None:
+        pass
+
+    def head(self, size: int) -> bytes:
+        return self.bytes[:size].tobytes()
+
+    def copy(self, path: str, fd: int, size: int) -> None:
+        done = 0
+        with naming(path):
+            while done < size:
+                count = os.preadv(fd, [self.bytes[done:size].data], done)
+                if not count:
+                    raise OSError(errno.EIO, "The file shrank while it was read")
+                done += count
+
+    def show(self, path: str, layout: Layout) -> Array:
+        return Value(
+            view(path, self.bytes, layout.dtype, layout.shape, layout.offset, layout.order),
+            layout.extension,
+        ).shown
+
+
+class _DeviceMemory:
+    """torch's. `fd` is -1 for what cannot be lent."""
+
+    def __init__(self, size: int, device: object) -> None:
+        self._host: _HostMemory | None = None
+        if _device.is_host(device):
+            self._host = _HostMemory(size)
+            self.bytes, self.fd = _device.wrapped(self._host.bytes), self._host.fd
+        else:
+            self.bytes, self.fd = _device.lendable(size, device)
+
+    def settle(self) -> None:
+        """Nothing that uses the memory is under way any more."""
+        _device.settle(self.bytes)
+
+    def see(self) -> None:
+        """What a network card wrote is seen from now on."""
+        _device.see_writes(self.bytes)
+
+    def head(self, size: int) -> bytes:
+        return bytes(self.bytes[:size].cpu().numpy())
+
+    def copy(self, path: str, fd: int, size: int) -> None:
+        if self._host is not None:
+            self._host.copy(path, fd, size)
+        else:
+            _device.copy_bytes(Mapping(path, fd, size).bytes, self.bytes[:size])
+
+    def show(self, path: str, layout: Layout) -> Any:
+        return _device.view(path, self.bytes, layout)

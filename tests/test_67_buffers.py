@@ -1,0 +1,376 @@
+"""Files that are read into memory of the reader's own, past the cache of its host."""
+
+import errno
+import fcntl
+import itertools
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cluster import MIB, Cluster, ClusterMount, Plan, run_irdmafs
+from mountpoint import eventually
+from patterns import pattern, version_of
+from processes import Process
+from striped import counters, damage, folder, new_content
+
+from irdmafs import client
+
+SIZES = [100_000, MIB, 3 * MIB + 4097]
+XATTR = "user.irdmafs.read_into"
+ROUNDS = 60
+
+__all__ = ["folder"]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(Plan(nodes=2, mounts=2)) as made:
+        yield made
+
+
+def held(buffer: client.Buffer) -> bytes:
+    found: bytes = buffer.memory[: buffer.filled].tobytes()
+    return found
+
+
+def descriptors(mount: ClusterMount) -> int:
+    return len(os.listdir(f"/proc/{mount.pid}/fd"))
+
+
+# -- what a buffer holds
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_file_of_another_host_is_read_past_the_cache(
+    cluster: Cluster, folder: str, size: int
+) -> None:
+    one, other = cluster.mounts[:2]
+    before = counters(other)
+    with client.Buffer(4 * MIB) as buffer:
+        for version in (1, 2, 3):
+            content = new_content(size)
+            (one.path / folder / "file").write_bytes(content)
+            assert buffer.fill(f"{other.path}/{folder}/file") == size
+            assert (buffer.filled_by, buffer.version) == ("mount", version)
+            assert held(buffer) == content
+    after = counters(other)
+    assert after["lent_files"] == before["lent_files"] + 3
+    assert after["lent_bytes"] == before["lent_bytes"] + 3 * size
+    assert after["checked_bytes"] == before["checked_bytes"] + 3 * size
+    for name in ("cache_bytes", "cache_misses", "fetched_files"):
+        assert after[name] == before[name]
+
+
+def test_arrays_show_the_buffer(cluster: Cluster, folder: str) -> None:
+    one, other = (client.open(mount.path / folder) for mount in cluster.mounts[:2])
+    state = {f"layer{i}": np.full((300, 100 + i), i, np.float32) for i in range(10)}
+    with client.Buffer(2 * MIB) as buffer:
+        one.publish_state_dict(state)
+        found = other.state_dict("model.safetensors", into=buffer)
+        assert buffer.filled_by == "mount"
+        assert found.keys() == state.keys()
+        for name, array in state.items():
+            assert np.array_equal(found[name], array)
+            assert np.shares_memory(found[name], buffer.memory)
+        one.publish_state_dict({name: array + 1 for name, array in state.items()})
+        other.read_into("model.safetensors/layer3", buffer)
+        assert np.array_equal(found["layer7"], state["layer7"] + 1)
+        one["weight"] = np.arange(100_000)
+        assert np.array_equal(other.read_into("weight", buffer), np.arange(100_000))
+
+
+def test_what_is_on_this_host_or_small_is_copied(cluster: Cluster, folder: str) -> None:
+    one, other = cluster.mounts[:2]
+    contents = {name: new_content(300_000) for name in ("own", "opened")}
+    contents["small"] = new_content(1000)
+    for name, content in contents.items():
+        (one.path / folder / name).write_bytes(content)
+    (other.path / folder / "opened").read_bytes()
+    with client.Buffer(MIB) as buffer:
+        for mount, name in ((one, "own"), (other, "opened"), (other, "small")):
+            buffer.fill(f"{mount.path}/{folder}/{name}")
+            assert (buffer.filled_by, buffer.version) == ("copy", 1)
+            assert held(buffer) == contents[name]
+
+
+def test_beside_a_store_node_the_file_there_is_read(cluster: Cluster, folder: str) -> None:
+    beside = cluster.add_mount(beside=cluster.nodes[0])
+    content = new_content(300_000)
+    os.setxattr(cluster.mounts[0].path / folder, "user.irdmafs.replicas", b"2")
+    (cluster.mounts[0].path / folder / "file").write_bytes(content)
+    with client.Buffer(MIB) as buffer:
+        buffer.fill(f"{beside.path}/{folder}/file")
+        assert buffer.filled_by == "copy" and held(buffer) == content
+
+
+def test_what_is_written_in_place_here_is_seen_as_an_open_sees_it(
+    cluster: Cluster, folder: str
+) -> None:
+    one, other = cluster.mounts[:2]
+    (one.path / folder / "file").write_bytes(bytes(300_000))
+    with client.Buffer(MIB) as buffer, (other.path / folder / "file").open("r+b") as file:
+        file.write(b"new")
+        file.flush()
+        buffer.fill(f"{other.path}/{folder}/file")
+        assert held(buffer) == b"new" + bytes(299_997)
+
+
+def test_it_holds_what_was_last_acknowledged(cluster: Cluster, folder: str) -> None:
+    """Overwritten, replaced and moved, the reader's call right behind the publisher's return."""
+    one, other = cluster.mounts[:2]
+    path, new = (one.path / folder / name for name in ("file", "new"))
+    path.write_bytes(new_content(100_000))
+    with client.Buffer(MIB) as buffer:
+        for number in range(ROUNDS):
+            content = new_content(100_000 + number)
+            if number % 3 == 0:
+                path.write_bytes(content)
+            else:
+                new.write_bytes(content)
+                os.replace(new, path)
+            if number % 3 == 2:
+                os.replace(path.parent, path.parent.with_name(f"{folder}_moved"))
+                os.replace(path.parent.with_name(f"{folder}_moved"), path.parent)
+            buffer.fill(f"{other.path}/{folder}/file")
+            assert held(buffer) == content
+
+
+def test_each_version_is_whole_while_they_are_replaced(cluster: Cluster, folder: str) -> None:
+    one, other = cluster.mounts[:2]
+    path = one.path / folder / "file"
+    path.write_bytes(pattern(1, 2 * MIB))
+    over = threading.Event()
+
+    def publish() -> None:
+        for number in itertools.count(2):
+            path.write_bytes(pattern(number, 2 * MIB))
+            if over.is_set():
+                return
+
+    writer = threading.Thread(target=publish)
+    writer.start()
+    seen = []
+    try:
+        with client.Buffer(2 * MIB) as buffer:
+            for _ in range(ROUNDS):
+                buffer.fill(f"{other.path}/{folder}/file")
+                seen.append(version_of(held(buffer)))
+                assert buffer.version == seen[-1]
+    finally:
+        over.set()
+        writer.join()
+    assert seen == sorted(seen) and len(set(seen)) > 1
+
+
+def test_several_buffers_are_read_into_at_once(cluster: Cluster, folder: str) -> None:
+    one, other = cluster.mounts[:2]
+    contents = [new_content(MIB + number) for number in range(8)]
+    for number, content in enumerate(contents):
+        (one.path / folder / f"file{number}").write_bytes(content)
+    buffers = [client.Buffer(2 * MIB) for _ in contents]
+    threads = [
+        threading.Thread(target=buffer.fill, args=[f"{other.path}/{folder}/file{number}"])
+        for number, buffer in enumerate(buffers)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for buffer, content in zip(buffers, contents, strict=True):
+        assert buffer.filled_by == "mount" and held(buffer) == content
+        buffer.close()
+
+
+def test_without_privilege_it_is_read_so_too(cluster: Cluster, folder: str) -> None:
+    other = cluster.add_mount("--session", "pyfuse3")
+    with client.Buffer(MIB) as buffer:
+        for version in (1, 2):
+            content = new_content(300_000)
+            (cluster.mounts[0].path / folder / "file").write_bytes(content)
+            buffer.fill(other.path / folder / "file")
+            assert (buffer.filled_by, buffer.version) == ("mount", version)
+            assert held(buffer) == content
+
+
+# -- what goes wrong
+
+
+@pytest.mark.parametrize("period_s", [0.02, 0.0005])
+def test_signals_only_delay_it(cluster: Cluster, folder: str, period_s: float) -> None:
+    one, other = cluster.mounts[:2]
+    contents = {f"file{number}": new_content(2 * MIB) for number in range(10)}
+    for name, content in contents.items():
+        (one.path / folder / name).write_bytes(content)
+    came = []
+    before = signal.signal(signal.SIGALRM, lambda *_: came.append(1))
+    signal.setitimer(signal.ITIMER_REAL, period_s, period_s)
+    try:
+        with client.Buffer(2 * MIB) as buffer:
+            for name, content in contents.items():
+                buffer.fill(other.path / folder / name)
+                assert held(buffer) == content
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert came
+
+
+def test_wrong_bytes_of_a_replica_are_not_left_in_it(cluster: Cluster, folder: str) -> None:
+    one, other = cluster.mounts[:2]
+    contents = [new_content(MIB + 100_000) for _ in range(10)]
+    for number, content in enumerate(contents):
+        (one.path / folder / f"file{number}").write_bytes(content)
+        assert damage(cluster.nodes[0], content)
+    before = counters(other)["wrong_fetches"]
+    with client.Buffer(2 * MIB) as buffer:
+        for number, content in enumerate(contents):
+            buffer.fill(f"{other.path}/{folder}/file{number}")
+            assert buffer.filled_by == "mount" and held(buffer) == content
+        assert counters(other)["wrong_fetches"] > before
+        damage(cluster.nodes[1], contents[0])
+        with pytest.raises(OSError) as caught:
+            buffer.fill(f"{other.path}/{folder}/file0")
+        assert caught.value.errno == errno.EIO
+        assert caught.value.filename == f"{other.path}/{folder}/file0"
+        assert (buffer.filled, buffer.filled_by) == (0, "")
+
+
+def test_what_does_not_fit_or_is_not_there_is_said(cluster: Cluster, folder: str) -> None:
+    one, other = cluster.mounts[:2]
+    (one.path / folder / "file").write_bytes(bytes(200_000))
+    store = client.open(other.path / folder)
+    with client.Buffer(199_999) as buffer:
+        with pytest.raises(ValueError, match="has 200000 bytes, too many for a buffer of 199999"):
+            buffer.fill(f"{other.path}/{folder}/file")
+        for name in ("nothing", "nothing.safetensors/tensor", "file"):
+            with pytest.raises(KeyError if name != "file" else ValueError):
+                store.read_into(name, buffer)
+        with pytest.raises(FileNotFoundError):
+            buffer.fill(f"{other.path}/{folder}")
+
+
+def test_a_mount_lets_go_when_the_buffer_is_closed_or_its_process_ends(
+    cluster: Cluster, folder: str
+) -> None:
+    one, other = cluster.mounts[:2]
+    content = new_content(300_000)
+    (one.path / folder / "file").write_bytes(content)
+    eventually(lambda: counters(other)["lent_buffers"] == 0, "earlier buffers are given back")
+    before = descriptors(other)
+    with Process() as process:
+        process.do(
+            "from irdmafs import client\n"
+            "buffers = [client.Buffer(1 << 20) for _ in range(5)]\n"
+            "for buffer in buffers:\n"
+            "    buffer.fill(path)\n"
+            "assert all(buffer.filled_by == 'mount' for buffer in buffers)",
+            path=f"{other.path}/{folder}/file",
+        )
+        assert counters(other)["lent_buffers"] == 5
+        process.do("buffers.pop().close(); del buffers[0], buffer")
+        eventually(lambda: counters(other)["lent_buffers"] == 3, "two are given back")
+        process.kill()
+    eventually(lambda: counters(other)["lent_buffers"] == 0, "the others are given back")
+    eventually(lambda: descriptors(other) <= before, "no descriptor is left")
+
+
+def test_a_reader_that_is_killed_while_nodes_are_silent_leaves_nothing(
+    cluster: Cluster, folder: str
+) -> None:
+    one, other = cluster.mounts[:2]
+    (one.path / folder / "file").write_bytes(new_content(3 * MIB))
+    with Process() as process:
+        process.do("from irdmafs import client\nbuffer = client.Buffer(4 << 20)")
+        for node in cluster.nodes:
+            os.kill(node.pid, signal.SIGSTOP)
+        try:
+            process.start("buffer.fill(path)", path=f"{other.path}/{folder}/file")
+            eventually(lambda: counters(other)["lent_buffers"] == 1, "the mount has the buffer")
+            process.kill()
+            eventually(lambda: counters(other)["lent_buffers"] == 0, "it is given back")
+        finally:
+            for node in cluster.nodes:
+                os.kill(node.pid, signal.SIGCONT)
+
+
+def memfd(size: int = MIB, seals: int = 0x2, allocate: bool = True) -> int:
+    """F_SEAL_SHRINK is 2."""
+    fd = os.memfd_create("lent", os.MFD_ALLOW_SEALING)
+    os.truncate(fd, size)
+    if allocate:
+        os.posix_fallocate(fd, 0, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def test_only_memory_that_stays_is_taken(cluster: Cluster, folder: str, tmp_path: Path) -> None:
+    one, other = cluster.mounts[:2]
+    (one.path / folder / "file").write_bytes(new_content(300_000))
+    path = f"{other.path}/{folder}/file"
+    pipe, other_end = os.pipe()
+    plain = os.open(tmp_path / "plain", os.O_RDWR | os.O_CREAT)
+    os.posix_fallocate(plain, 0, MIB)
+    good = memfd()
+    read_only = os.open(f"/proc/self/fd/{good}", os.O_RDONLY)
+    bad = [memfd(seals=seals) for seals in (0, 0x2 | 0x8, 0x2 | 0x10)]
+    bad += [memfd(allocate=False), plain, pipe, read_only]
+    before = descriptors(other)
+    names = [f"{XATTR}.{fd}.{pipe}" for fd in bad]
+    names += [f"{XATTR}.{good}.{plain}", f"{XATTR}.{good}", XATTR, f"{XATTR}.x.y", f"{XATTR}.-1.2"]
+    for name in names:
+        with pytest.raises(OSError) as caught:
+            os.getxattr(path, name)
+        assert caught.value.errno == errno.EINVAL, name
+    with pytest.raises(OSError) as caught:
+        os.getxattr(path, f"{XATTR}.{good}.999999")
+    assert caught.value.errno == errno.EBADF
+    assert descriptors(other) == before
+    assert b'"version": 1' in os.getxattr(path, f"{XATTR}.{good}.{pipe}")
+    # Whoever may only look at memory that somebody else has lent cannot have it written.
+    with pytest.raises(OSError) as caught:
+        os.getxattr(path, f"{XATTR}.{read_only}.{pipe}")
+    assert caught.value.errno == errno.EINVAL
+    # Written to, it has no meaning: the mount gives the memory back, and takes it again.
+    os.write(other_end, b"x")
+    eventually(lambda: counters(other)["lent_buffers"] == 0, "it is given back")
+    assert b'"version": 1' in os.getxattr(path, f"{XATTR}.{good}.{pipe}")
+    for fd in (*bad, good, other_end):
+        os.close(fd)
+    eventually(lambda: counters(other)["lent_buffers"] == 0, "it is given back")
+
+
+def test_who_may_not_read_a_file_cannot_have_it_read(cluster: Cluster, folder: str) -> None:
+    one = cluster.mounts[0]
+    other = cluster.add_mount("-o", "allow_other")
+    (one.path / folder / "file").write_bytes(new_content(300_000))
+    (one.path / folder / "file").chmod(0o600)
+    other.path.parent.parent.chmod(0o755)
+    launcher = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+    with Process(launcher) as process:
+        source = (
+            "from irdmafs import client\n"
+            "with client.Buffer(1 << 20) as buffer:\n"
+            "    buffer.fill(path)\n"
+            "    filled_by = buffer.filled_by\n"
+            "filled_by"
+        )
+        with pytest.raises(PermissionError):
+            process.do(source, path=f"{other.path}/{folder}/file")
+        (one.path / folder / "file").chmod(0o644)
+        assert process.do(source, path=f"{other.path}/{folder}/file") == "mount"
+
+
+def test_status_tells_what_was_read_into_buffers(cluster: Cluster, folder: str) -> None:
+    one, other = cluster.mounts[:2]
+    (one.path / folder / "file").write_bytes(new_content(300_000))
+    with client.Buffer(MIB) as buffer:
+        buffer.fill(other.path / folder / "file")
+        done = run_irdmafs(cluster.admin, "status", other.path)
+    assert done.returncode == 0, done.stderr
+    (row,) = (line for line in done.stdout.splitlines() if "read into buffers" in line)
+    assert "1 are lent" in row
+    assert "not used: this host has no RDMA device" in done.stdout or "moved by" in done.stdout

@@ -1,0 +1,237 @@
+"""Buffers that files of any directory are read into."""
+
+import gc
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from irdmafs import client
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[client.Store]:
+    with client.open(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def buffer() -> Iterator[client.Buffer]:
+    with client.Buffer(MIB) as made:
+        yield made
+
+
+def descriptors() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+ARRAYS = {
+    "matrix": np.arange(12, dtype=np.float32).reshape(3, 4),
+    "fortran": np.asfortranarray(np.arange(12.0).reshape(3, 4)),
+    "big": np.arange(5, dtype=">i4"),
+    "scalar": np.array(7),
+    "empty": np.zeros((0, 3), np.int16),
+    "records": np.array([(1, 2.0)], [("a", "i4"), ("b", "f8")]),
+}
+
+
+@pytest.mark.parametrize("name", sorted(ARRAYS))
+def test_an_array_is_shown_as_it_is_mapped(
+    store: client.Store, buffer: client.Buffer, name: str
+) -> None:
+    store[name] = ARRAYS[name]
+    found = store.read_into(name, buffer)
+    assert np.array_equal(found, ARRAYS[name])
+    assert (found.dtype, found.flags.f_contiguous) == (
+        store[name].dtype,
+        store[name].flags.f_contiguous,
+    )
+    assert not found.size or np.shares_memory(found, buffer.memory)
+    assert (buffer.filled_by, buffer.version) == ("copy", None)
+    assert buffer.filled == os.stat(f"{store.path}/{name}.npy").st_size
+
+
+def test_files_of_bare_bytes_are_shown_by_their_attributes(
+    store: client.Store, buffer: client.Buffer
+) -> None:
+    path = Path(store.path) / "bare"
+    path.write_bytes(np.arange(6, dtype=np.uint16).tobytes())
+    with pytest.raises(KeyError):
+        store.read_into("bare", buffer)
+    try:
+        os.setxattr(path, "user.irdmafs.dtype", b"bfloat16")
+        os.setxattr(path, "user.irdmafs.shape", b"[2, 3]")
+    except OSError as error:
+        pytest.skip(f"no extended attributes here: {error.strerror}")
+    assert np.array_equal(store.read_into("bare", buffer), store["bare"])
+
+
+def test_a_state_dict_is_views_of_the_buffer(store: client.Store, buffer: client.Buffer) -> None:
+    state = {f"tensor{i}": np.full((i, 7), i, np.int64) for i in range(9)}
+    store.publish_state_dict(state)
+    found = store.state_dict("model.safetensors", into=buffer)
+    assert found.keys() == state.keys()
+    for name, array in state.items():
+        assert np.array_equal(found[name], array)
+    one = store.read_into("model.safetensors/tensor3", buffer)
+    assert np.shares_memory(one, found["tensor3"])
+    with pytest.raises(KeyError):
+        store.read_into("model.safetensors/other", buffer)
+    with pytest.raises(KeyError):
+        store.state_dict("other.safetensors", into=buffer)
+    for name, why in ("", "name it"), ("model", "does not name a file that ends in .safetensors"):
+        with pytest.raises(ValueError, match=why):
+            store.state_dict(name, into=buffer)
+    with pytest.raises(ValueError, match="device or into"):
+        store.state_dict("model.safetensors", device="cpu", into=buffer)
+
+
+def test_what_was_never_published_is_missing(store: client.Store, buffer: client.Buffer) -> None:
+    for name in ("array.npy", "model.safetensors"):
+        (Path(store.path) / name).touch()
+    for name in ("array", "model.safetensors/tensor"):
+        with pytest.raises(KeyError):
+            store.read_into(name, buffer)
+
+
+def test_damaged_files_are_told_from_missing_ones(
+    store: client.Store, buffer: client.Buffer
+) -> None:
+    store["array"] = np.arange(1000)
+    store.publish_state_dict({"tensor": np.arange(1000)})
+    for name in ("array.npy", "model.safetensors"):
+        os.truncate(f"{store.path}/{name}", 200)
+    for name in ("array", "model.safetensors/tensor"):
+        with pytest.raises(client.FormatError):
+            store.read_into(name, buffer)
+
+
+def test_a_shorter_file_shows_nothing_of_the_one_before(
+    store: client.Store, buffer: client.Buffer
+) -> None:
+    store.publish_state_dict({"tensor": np.arange(1000)})
+    store.state_dict("model.safetensors", into=buffer)
+    Path(f"{store.path}/model.safetensors").write_bytes(b"\x40")
+    with pytest.raises(client.FormatError, match="only 1 bytes"):
+        store.state_dict("model.safetensors", into=buffer)
+
+
+def test_a_file_that_does_not_fit_is_refused_and_nothing_is_said_to_be_held(
+    store: client.Store, buffer: client.Buffer
+) -> None:
+    store["small"] = np.zeros(10)
+    store["large"] = np.zeros(MIB, np.uint8)
+    store.read_into("small", buffer)
+    with pytest.raises(ValueError, match=f"too many for a buffer of {MIB}"):
+        store.read_into("large", buffer)
+    assert (buffer.filled, buffer.version, buffer.filled_by) == (0, None, "")
+
+
+def test_arrays_outlive_a_closed_buffer(store: client.Store) -> None:
+    store["array"] = np.arange(100)
+    before = descriptors()
+    buffer = client.Buffer(MIB)
+    array = store.read_into("array", buffer)
+    buffer.close()
+    buffer.close()
+    with pytest.raises(ValueError, match="closed"):
+        store.read_into("array", buffer)
+    del buffer
+    assert np.array_equal(array, np.arange(100))
+    del array
+    assert descriptors() == before
+
+
+def test_a_buffer_that_is_forgotten_is_closed() -> None:
+    before = descriptors()
+    for _ in range(10):
+        client.Buffer(MIB)
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_buffer_of_nothing_is_refused(size: int) -> None:
+    with pytest.raises(ValueError, match="holds nothing"):
+        client.Buffer(size)
+
+
+def test_memory_that_cannot_be_had_leaves_nothing_behind() -> None:
+    before = descriptors()
+    with pytest.raises(MemoryError, match="are available"):
+        client.Buffer(1 << 60)
+    assert descriptors() == before
+
+
+def test_threads_fill_a_buffer_one_after_the_other(store: client.Store) -> None:
+    for number in range(4):
+        store[f"array{number}"] = np.full(MIB, number, np.uint8)
+    with client.Buffer(2 * MIB) as buffer:
+        threads = [
+            threading.Thread(target=buffer.fill, args=[f"{store.path}/array{number % 4}.npy"])
+            for number in range(32)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(set(buffer.memory[128 : 128 + MIB].tolist())) == 1
+
+
+# -- torch
+
+
+def torch() -> Any:
+    return pytest.importorskip("torch", reason="torch is not installed: pip install irdmafs[torch]")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_device_shows_tensors(store: client.Store, device: str) -> None:
+    if device == "cuda" and not torch().cuda.is_available():
+        pytest.skip("no CUDA device")
+    state = {name: array for name, array in ARRAYS.items() if name != "records"}
+    weights = {"half": torch().arange(9).to(torch().bfloat16), "w": torch().ones(2, 3)}
+    store.publish_state_dict(weights)
+    with client.Buffer(MIB, device=device) as buffer:
+        for name, array in state.items():
+            store[name] = array
+            tensor = store.read_into(name, buffer)
+            assert tensor.device.type == device
+            native = array.astype(array.dtype.newbyteorder("="))
+            assert torch().equal(tensor.cpu(), torch().from_numpy(native))
+            assert tensor.stride() == torch().from_numpy(native).stride() or not array.size
+        found = store.state_dict("model.safetensors", into=buffer)
+        for name, expected in weights.items():
+            assert torch().equal(found[name].cpu(), expected)
+        assert found["w"].untyped_storage().data_ptr() == buffer.memory.untyped_storage().data_ptr()
+        store["records"] = ARRAYS["records"]
+        with pytest.raises(TypeError, match="no type"):
+            store.read_into("records", buffer)
+
+
+def test_a_tensor_that_lies_at_an_odd_place_is_copied(store: client.Store) -> None:
+    torch()
+    header = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},'
+    header += b'"b":{"dtype":"F32","shape":[2],"data_offsets":[1,9]}}'
+    data = b"\x05" + np.array([1.5, -2], np.float32).tobytes()
+    Path(f"{store.path}/odd.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + data
+    )
+    with client.Buffer(MIB, device="cpu") as buffer:
+        found = store.state_dict("odd.safetensors", into=buffer)
+        assert found["b"].tolist() == [1.5, -2] and found["a"].tolist() == [5]
+
+
+def test_a_device_that_is_not_there_leaves_nothing_behind() -> None:
+    if torch().cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    before = descriptors()
+    with pytest.raises((RuntimeError, AssertionError)):
+        client.Buffer(MIB, device="cuda")
+    assert descriptors() == before
