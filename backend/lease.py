@@ -226,20 +226,7 @@ class Session:
             sent_s = now_s()
             lease = await self._engine.grant(self.ttl_s)
             self.lease = lease
-            try:
-                known = await self._revision_to_replace()
-                compares: list[Compare] = [(self.key, known)]
-                if self._kind == NODE:
-                    compares.append(Exists(key_of(b"N", self._node)))
-                self.number = await self._engine.transact(
-                    compares, [Put(self.key, encode(self.record), lease)]
-                )
-            except Conflict as conflict:
-                if conflict.key != self.key:
-                    raise Removed(self._node) from None
-                raise OSError(
-                    errno.EADDRINUSE, f"another process registers {conflict.key!r}"
-                ) from None
+            self.number = await self._put_key(lease)
         if self.released:  # meanwhile
             await self._engine.revoke(lease)
             return
@@ -247,6 +234,21 @@ class Session:
         self._extend(sent_s, self.ttl_s)
         if self.on_registered is not None:
             self.on_registered(self.number)
+
+    async def _put_key(self, lease: int) -> int:
+        """Returns the key's revision. Raises Removed, OSError."""
+        while True:
+            compares: list[Compare] = [(self.key, await self._revision_to_replace())]
+            if self._kind == NODE:
+                compares.append(Exists(key_of(b"N", self._node)))
+            try:
+                return await self._engine.transact(
+                    compares, [Put(self.key, encode(self.record), lease)]
+                )
+            except Conflict as conflict:
+                if conflict.key != self.key:
+                    raise Removed(self._node) from None
+                # Between our looking and our writing an earlier process's key went, with its lease.
 
     async def _revision_to_replace(self) -> int:
         """0, or the revision of the key that an earlier process of this very store left behind."""

@@ -265,6 +265,42 @@ def test_second_store_with_the_same_node_id_is_refused(
     trio.run(_node_id_is_taken, etcd, etcd_prefix)
 
 
+class GoneOnceSeen(EtcdEngine):
+    """What is read is gone before anything else is done, as its lease ends."""
+
+    lease = 0
+
+    async def get(self, key: bytes) -> KeyValue | None:
+        found = await super().get(key)
+        await self.revoke(self.lease)
+        return found
+
+
+async def _former_lease_ends_meanwhile(server: EtcdServer, prefix: bytes) -> None:
+    async with process(server, prefix) as node, trio.open_nursery() as nursery:
+        await admit(node.engine, 7, UP)
+        first = Session(node.engine, NODE, address(7), TTL_S, node=7)
+        async with trio.open_nursery() as killed:
+            await killed.start(first.run)
+            killed.cancel_scope.cancel()
+        async with GoneOnceSeen(server.endpoints, prefix) as engine:
+            engine.lease = first.lease
+            second = Session(engine, NODE, address(7), TTL_S, node=7)
+            await nursery.start(second.run)
+            assert second.number > first.number
+            found = await node.engine.get(second.key)
+            assert found is not None
+            assert found.mod_revision == second.number
+            nursery.cancel_scope.cancel()
+
+
+def test_node_starts_while_the_lease_of_its_former_process_ends(
+    etcd: EtcdServer,
+    etcd_prefix: bytes,
+) -> None:
+    trio.run(_former_lease_ends_meanwhile, etcd, etcd_prefix)
+
+
 async def _node_updates(server: EtcdServer, prefix: bytes) -> None:
     async with process(server, prefix) as node, trio.open_nursery() as nursery:
         await admit(node.engine, 7, UP)
