@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from types import TracebackType
 from typing import Any, cast
 
 import mountpoint
@@ -98,6 +99,17 @@ class Cluster(_cluster.Cluster):
         mount = super().add_mount(*arguments, **options)
         self._add(mount)
         return mount
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None and not isinstance(error, pytest.skip.Exception):
+            # conftest comes too late for those of a cluster that is the test's own.
+            print(self.logs())
+        super().__exit__(kind, error, traceback)
 
     def close(self) -> None:
         mountpoint.living.difference_update(self._known)

@@ -674,6 +674,8 @@ def test_a_paused_node_that_wakes_up_serves_nothing_old() -> None:
     with Cluster(Plan(node_config={"rereplicate_after": 1})) as cluster:
         one, other = (mount.path for mount in cluster.mounts)
         write(one / "file", pattern(0, MIB))
+        # Who is the only one in sync is waited for, as long as that takes.
+        cluster.wait_healthy()
         for i, node in enumerate(cluster.nodes, 1):
             node.pause()
             write(one / "file", pattern(i, MIB))

@@ -3,6 +3,7 @@
 import array
 import errno
 import fcntl
+import itertools
 import json
 import mmap
 import os
@@ -80,9 +81,22 @@ def why_not(mount: ClusterMount, name: str, lent: int) -> str:
     return str(json.loads(text)["why_not"])
 
 
+def wait_for_rdma(writer: ClusterMount, reader: ClusterMount) -> None:
+    """What is read before there is a queue pair, or while none works, comes over TCP."""
+
+    def is_used() -> bool:
+        moved = figures(reader)["rdma_bytes"]
+        (writer.path / "first").write_bytes(pattern(1, MIB))
+        with client.Buffer(MIB) as buffer:
+            buffer.fill(reader.path / "first")
+        return bool(figures(reader)["rdma_bytes"] > moved)
+
+    eventually(is_used, "RDMA is used", 60)
+
+
 def test_versions_are_read_into_memory_that_was_registered_once(cluster: Cluster) -> None:
     writer, reader = cluster.mounts[:2]
-    registrations = []
+    wait_for_rdma(writer, reader)
     with client.Buffer(4 * MIB) as buffer:
         before = figures(reader)
         for version in range(1, VERSIONS + 1):
@@ -91,11 +105,9 @@ def test_versions_are_read_into_memory_that_was_registered_once(cluster: Cluster
             buffer.fill(f"{reader.path}/weights")
             assert (buffer.filled_by, buffer.version) == ("mount", version)
             assert buffer.memory[: buffer.filled].tobytes() == data
-            after = figures(reader)
-            registrations.append(after["rdma_registrations"])
-        # A port that came up late has the memory registered, too.
-        assert registrations[-1] <= before["rdma_registrations"] + len(ports())
-        assert len(set(registrations[-3:])) == 1
+        after = figures(reader)
+        # Once by each port, whenever that is first used.
+        assert after["rdma_registrations"] <= before["rdma_registrations"] + len(ports())
         moved = sum(SIZE + version for version in range(1, VERSIONS + 1))
         assert after["rdma_bytes"] == before["rdma_bytes"] + moved
         assert after["rdma_staged_bytes"] == before["rdma_staged_bytes"]
@@ -142,25 +154,22 @@ def test_a_buffer_is_filled_whole_while_links_fail(cluster: Cluster) -> None:
     print(f"\nIRDMAFS_SEED={seed}")
     writer, reader = cluster.mounts[:2]
     before = figures(reader)
+
+    def broken() -> dict[str, int]:
+        now = figures(reader)
+        return {name: now[name] - before[name] for name in ("rdma_fallbacks", "rdma_reroutes")}
+
     with client.Buffer(16 * MIB) as buffer, links_failing(seed):
-        for version in range(1, FILLS + 1):
+        # On a busy machine few links fail just while something is on its way.
+        for version in itertools.count(1):
             (writer.path / "failing").write_bytes(pattern(version, 8 * MIB + version))
             buffer.fill(reader.path / "failing")
             assert (buffer.filled_by, buffer.version) == ("mount", version)
             assert version_of(buffer.memory[: buffer.filled].tobytes()) == version
-    after = figures(reader)
-    broken = {name: after[name] - before[name] for name in ("rdma_fallbacks", "rdma_reroutes")}
-    print(broken)
-    assert sum(broken.values()), "no link failed under a transfer"
-
-    def is_back() -> bool:
-        moved = figures(reader)["rdma_bytes"]
-        (writer.path / "failing").write_bytes(pattern(1, MIB))
-        with client.Buffer(MIB) as another:
-            another.fill(reader.path / "failing")
-        return bool(figures(reader)["rdma_bytes"] > moved)
-
-    eventually(is_back, "RDMA is used again", 60)
+            if version >= FILLS and any(broken().values()):
+                break
+    print(broken())
+    wait_for_rdma(writer, reader)
 
 
 def test_a_device_whose_memory_the_card_cannot_reach_is_said_to_be_so(cluster: Cluster) -> None:
