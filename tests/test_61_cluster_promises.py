@@ -2,11 +2,14 @@
 
 import contextlib
 import errno
+import itertools
 import json
 import mmap
 import os
+import random
 import re
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +23,7 @@ from patterns import pattern, version_of
 from processes import Process
 
 ITERATIONS = 200
+READERS_KILLED = 5
 
 
 def write(path: Path, content: bytes) -> None:
@@ -431,6 +435,45 @@ def test_a_file_larger_than_the_cache_is_readable(cluster: Cluster, two: tuple[P
     assert read_version(folder / "file") == 6
     assert counters(small)["cache_bytes"] <= 16 * MIB
     assert read_version(other / "file") == 6
+
+
+def test_nothing_stays_pinned_for_readers_that_were_killed_while_they_waited() -> None:
+    """What changes faster than it comes is pinned on its nodes after some tries."""
+    seed = int(os.environ.get("IRDMAFS_SEED") or random.SystemRandom().randrange(1 << 32))
+    print(f"\nIRDMAFS_SEED={seed}")
+    rng = random.Random(seed)
+    over = threading.Event()
+    pinned: set[bytes] = set()
+    with Cluster(Plan(nodes=2, replicas=1), links=True) as cluster:
+        one, other = (mount.path for mount in cluster.mounts)
+        write(one / "file", pattern(0, 4 * MIB))
+        cluster.slow_down(cluster.mounts[1], 100e6)
+
+        def replace() -> None:
+            for i in itertools.count(1):
+                write(one / "file", pattern(i % 100, 4 * MIB))
+                if over.wait(0.02):
+                    return
+
+        writer = threading.Thread(target=replace)
+        writer.start()
+        try:
+            deadline = time.monotonic() + 60
+            while len(pinned) < READERS_KILLED:
+                assert time.monotonic() < deadline, f"pinned only {len(pinned)} times"
+                with subprocess.Popen(["cat", other / "file"], stdout=subprocess.DEVNULL) as reader:
+                    while reader.poll() is None and not (found := cluster.pins() - pinned):
+                        pass
+                    if reader.poll() is None:
+                        pinned |= found
+                        time.sleep(rng.uniform(0, 0.3))
+                        reader.kill()
+        finally:
+            over.set()
+            writer.join()
+        eventually(lambda: not cluster.pins(), "nothing is pinned any more")
+        cluster.slow_down(cluster.mounts[1], None)
+        assert (other / "file").read_bytes() == (one / "file").read_bytes()
 
 
 def test_the_cache_stays_within_its_limit(cluster: Cluster, two: tuple[Path, Path]) -> None:

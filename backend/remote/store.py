@@ -293,8 +293,7 @@ class RemoteStore(Pinned):
         super().unpin(extent)
         if extent and extent not in self._pins:
             self.contents.let_go(extent)
-            if extent in self._pinned_afar:
-                self._nursery.start_soon(self._unpin_afar, extent)
+            self._let_go_afar(extent)
 
     def _free(self, extent: int) -> None:
         self._used.discard(extent)
@@ -327,8 +326,7 @@ class RemoteStore(Pinned):
             nonlocal was_read
             await self.fetcher.read_into(inode, lent)
             was_read = True
-            if inode.extent in self._pinned_afar and inode.extent not in self._pins:
-                self._nursery.start_soon(self._unpin_afar, inode.extent)
+            self._let_go_afar(inode.extent)
             return inode
 
         async with self._lender.using(memory, lifeline) as lent:
@@ -351,9 +349,10 @@ class RemoteStore(Pinned):
                 return inode
             if not inode.nlink:
                 raise fail(errno.ESTALE)  # gone with its last name, from all nodes
-            if attempt >= _GONE_BEFORE_PIN and not await self._pin_afar(inode):
-                continue
+            got = None
             try:
+                if attempt >= _GONE_BEFORE_PIN and not await self._pin_afar(inode):
+                    continue
                 got = await get(inode)
             except Gone:
                 await self.replica.barrier()
@@ -368,6 +367,9 @@ class RemoteStore(Pinned):
                 if current is None or current.extent == inode.extent:
                     raise
                 continue
+            finally:
+                if got is None:
+                    self._let_go_afar(inode.extent)
             if got is not None:
                 return got
         where = self.namespace.describe(ino)
@@ -379,16 +381,21 @@ class RemoteStore(Pinned):
     async def _pin_afar(self, inode: Inode) -> bool:
         """Keep a content on its nodes while this mount reads it; False: it is not current any more."""
         lease, content = self.session.lease, inode.extent
+        self._pinned_afar.add(content)
         revision = await self.engine.transact(
             (self.session.compare(),), (Put(key_of(b"p", content, lease), b"", lease),)
         )
-        self._pinned_afar.add(content)
         await self.replica.wait_applied(revision)
         current = self.namespace.inodes.get(inode.ino)
         if current is not None and current.extent == content:
             return True
         await self._unpin_afar(content)
         return False
+
+    def _let_go_afar(self, content: int) -> None:
+        """Nobody reads it now, unless it was opened."""
+        if content in self._pinned_afar and content not in self._pins:
+            self._nursery.start_soon(self._unpin_afar, content)
 
     async def _unpin_afar(self, content: int) -> None:
         self._pinned_afar.discard(content)

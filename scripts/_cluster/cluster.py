@@ -201,6 +201,10 @@ class Cluster:
         found = self.etcd.get(self._prefix("g"))
         return {int.from_bytes(k, "big"): decode(v, GroupConfig) for k, v in found.items()}
 
+    def pins(self) -> set[bytes]:
+        """Keys of contents that mounts keep on their nodes while they are read from there."""
+        return set(self.etcd.get(self._prefix("p")))
+
     def key_count(self) -> int:
         """All keys that the cluster has in etcd."""
         return self.etcd.count(self._prefix(""))
