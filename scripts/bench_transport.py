@@ -31,7 +31,7 @@ from rich.table import Table
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 
-from irdmafs.backend.transport import Extent, Target
+from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.peers import Peers
 from transport_nodes import NodeProcess, resolver
 
@@ -193,7 +193,7 @@ async def _work(directory: str, size_bytes: int, prefaulted: bool) -> None:
             # Connections are made before the clock runs, as they live longer than one transfer.
             warm_up = Extent(content, 1)
             await device.write(
-                warm_up, Target(1, 1, chain), source, 0, min(WARM_UP_BYTES, size_bytes)
+                warm_up, Target(1, 1, chain), FileRange(source, 0, min(WARM_UP_BYTES, size_bytes))
             )
             extent = Extent(content, 0)
             if prefaulted:
@@ -209,14 +209,14 @@ async def _work(directory: str, size_bytes: int, prefaulted: bool) -> None:
                 target = os.open(f"{directory}/target", os.O_RDWR | os.O_CREAT)
                 began = time.perf_counter()
                 os.posix_fallocate(target, 0, size_bytes)
-                await device.read(extent, 0, target, 0, size_bytes)
+                await device.read(extent, 0, FileRange(target, 0, size_bytes))
                 took_s = time.perf_counter() - began
                 _check_same(source, target, size_bytes)
                 os.close(target)
                 os.unlink(f"{directory}/target")
             else:
                 began = time.perf_counter()
-                await device.write(extent, Target(1, 1, chain), source, 0, size_bytes)
+                await device.write(extent, Target(1, 1, chain), FileRange(source, 0, size_bytes))
                 took_s = time.perf_counter() - began
             for node in (1, *chain):
                 for stripe in (0, 1):

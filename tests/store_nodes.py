@@ -38,7 +38,7 @@ from irdmafs.backend.server.catalog import Catalog
 from irdmafs.backend.server.files import Files
 from irdmafs.backend.server.resync import Resync
 from irdmafs.backend.server.service import NodeService
-from irdmafs.backend.transport import Extent, Unreachable
+from irdmafs.backend.transport import Extent, FileRange, Unreachable
 
 TTL_S = 2
 
@@ -57,12 +57,12 @@ class Link:
             raise Unreachable(self._there, "the link is cut")
         return node.service
 
-    async def read(self, extent: Extent, start: int, fd: int, offset: int, length: int) -> None:
+    async def read(self, extent: Extent, start: int, into: FileRange) -> None:
         source = self._service().open(extent)
         try:
             await trio.sleep(0)
             self._service()
-            os.pwrite(fd, os.pread(source, length, start), offset)
+            os.pwrite(into.fd, os.pread(source, into.length, start), into.offset)
         finally:
             os.close(source)
 

@@ -23,6 +23,7 @@ from irdmafs.backend.security import Credentials, issue, make_ca
 from irdmafs.backend.transport import (
     Distrusted,
     Extent,
+    FileRange,
     Target,
     Unreachable,
     messages,
@@ -211,7 +212,9 @@ def test_slow_strangers_do_not_keep_members_out(
             await stream.send_all(b"\0")
             strangers.append(stream)
         source = cluster.file("source", bytes(20 * MiB))
-        await cluster.peers.device(1).write(Extent(1, 0), Target(1, 1, ()), source, 0, 20 * MiB)
+        await cluster.peers.device(1).write(
+            Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, 20 * MiB)
+        )
         os.close(source)
         assert 0 < len(cluster.nodes[1].listener._strangers) <= server.STRANGERS_MAX
         # The first ones had to go for those who came later.
@@ -381,9 +384,9 @@ def test_a_node_that_encrypts_data_refuses_connections_that_do_not(
         source = cluster.file("source", b"secret")
         async with mounted(memory, timeout_s=TIMEOUT_S, credentials=certificates["mount"]) as peers:
             with pytest.raises(Unreachable):
-                await peers.device(1).write(Extent(1, 0), Target(1, 1, ()), source, 0, 6)
+                await peers.device(1).write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, 6))
         assert "not encrypted" in lines(caplog)[0]
-        await cluster.peers.device(1).write(Extent(1, 0), Target(1, 1, ()), source, 0, 6)
+        await cluster.peers.device(1).write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, 6))
         os.close(source)
 
     in_cluster(

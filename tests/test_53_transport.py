@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import trio
 from irdmafs.backend.security import Credentials, issue, make_ca
-from irdmafs.backend.transport import Extent, Fenced, Target, Unreachable
+from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable
 from irdmafs.backend.transport.peers import Peers
 from transport_nodes import NodeProcess, serving
 from transport_place import MiB, Place, memory, mounted, random_bytes, until
@@ -72,11 +72,13 @@ def test_a_written_extent_is_on_every_node_of_the_chain_and_can_be_read(
 
     async def test(cluster: Place) -> None:
         source = cluster.file("source", b"before" + data + b"after")
-        await cluster.peers.device(1).write(extent, Target(1, 1, (2, 3)), source, 6, length)
+        await cluster.peers.device(1).write(
+            extent, Target(1, 1, (2, 3)), FileRange(source, 6, length)
+        )
         assert cluster.have(extent, data) == [1, 2, 3]
         for node in cluster.nodes:
             target = cluster.file(f"target{node}", b"first")
-            await cluster.peers.device(node).read(extent, 0, target, 5, length)
+            await cluster.peers.device(node).read(extent, 0, FileRange(target, 5, length))
             assert os.pread(target, 5 + length + 1, 0) == b"first" + data
             os.close(target)
         os.close(source)
@@ -93,9 +95,9 @@ def test_a_part_of_an_extent_is_read_into_a_part_of_a_file(memory: Path) -> None
     async def test(cluster: Place) -> None:
         source = cluster.file("source", data)
         device = cluster.peers.device(1)
-        await device.write(Extent(1, 0), Target(1, 1, ()), source, 0, len(data))
+        await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, len(data)))
         target = cluster.file("target", bytes(15 * MiB))
-        await device.read(Extent(1, 0), 4097, target, 9001, 12 * MiB)
+        await device.read(Extent(1, 0), 4097, FileRange(target, 9001, 12 * MiB))
         got = os.pread(target, 15 * MiB, 0)
         assert got[:9001] == bytes(9001)
         assert got[9001 : 9001 + 12 * MiB] == data[4097 : 4097 + 12 * MiB]
@@ -111,7 +113,7 @@ def test_reading_beyond_the_end_of_an_extent_is_an_error(memory: Path) -> None:
         await cluster.peers.device(1).put(Extent(1, 0), Target(1, 1, ()), b"short")
         target = cluster.file("target")
         with pytest.raises(OSError) as caught:
-            await cluster.peers.device(1).read(Extent(1, 0), 1, target, 0, 5)
+            await cluster.peers.device(1).read(Extent(1, 0), 1, FileRange(target, 0, 5))
         assert caught.value.errno == errno.EINVAL
         os.close(target)
 
@@ -133,11 +135,11 @@ def test_once_connected_a_transfer_costs_one_round_trip(memory: Path) -> None:
     async def test(cluster: Place) -> None:
         source = cluster.file("source", random_bytes(17 * MiB))
         device = cluster.peers.device(1)
-        await device.write(Extent(1, 0), Target(1, 1, ()), source, 0, 17 * MiB)
+        await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, 17 * MiB))
         before = cluster.peers.counters.round_trips
-        await device.write(Extent(2, 0), Target(1, 1, ()), source, 0, 17 * MiB)
+        await device.write(Extent(2, 0), Target(1, 1, ()), FileRange(source, 0, 17 * MiB))
         assert cluster.peers.counters.round_trips == before + 1
-        await device.read(Extent(2, 0), 0, source, 0, 17 * MiB)
+        await device.read(Extent(2, 0), 0, FileRange(source, 0, 17 * MiB))
         assert cluster.peers.counters.round_trips == before + 2
         os.close(source)
 
@@ -244,10 +246,10 @@ def test_an_extent_that_a_node_has_is_not_sent_to_it_again(memory: Path) -> None
     async def test(cluster: Place) -> None:
         source = cluster.file("source", data)
         device = cluster.peers.device(1)
-        await device.write(Extent(1, 0), Target(1, 1, ()), source, 0, len(data))
+        await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, len(data)))
         for _ in range(3):
             # The node sends what it has to the one that lacks it.
-            await device.write(Extent(1, 0), Target(1, 1, (2,)), source, 0, len(data))
+            await device.write(Extent(1, 0), Target(1, 1, (2,)), FileRange(source, 0, len(data)))
             assert cluster.have(Extent(1, 0), data) == [1, 2]
         assert (cluster.service(1).created, cluster.service(2).created) == (1, 1)
         os.close(source)
@@ -268,11 +270,11 @@ def test_many_transfers_at_once_do_not_mix(memory: Path) -> None:
             extent = Extent(number, number)
             source = cluster.file(f"source{number}", data)
             await cluster.peers.device(first).write(
-                extent, Target(1, 1, (*rest,)), source, 0, length
+                extent, Target(1, 1, (*rest,)), FileRange(source, 0, length)
             )
             assert cluster.have(extent, data) == [1, 2, 3]
             target = cluster.file(f"target{number}")
-            await cluster.peers.device(rest[0]).read(extent, 0, target, 0, length)
+            await cluster.peers.device(rest[0]).read(extent, 0, FileRange(target, 0, length))
             assert os.pread(target, length + 1, 0) == data
             for fd in (source, target):
                 os.close(fd)
@@ -298,7 +300,7 @@ def test_an_old_configuration_is_fenced_wherever_in_the_chain_it_is_noticed(
         device = cluster.peers.device(1)
         target = Target(0x30007, 4, (2, 3))
         with pytest.raises(Fenced) as caught:
-            await device.write(Extent(1, 0), target, source, 0, length)
+            await device.write(Extent(1, 0), target, FileRange(source, 0, length))
         assert caught.value.group == 0x30007
         with pytest.raises(Fenced):
             await device.put(Extent(2, 0), target, b"small")
@@ -316,7 +318,9 @@ def test_a_full_node_is_named_and_nothing_is_left_there(memory: Path, full: int)
         source = cluster.file("source", random_bytes(24 * MiB))
         for extent, length in ((Extent(1, 0), 24 * MiB), (Extent(2, 0), 100)):
             with pytest.raises(OSError, match=f"store node {full}: ") as caught:
-                await cluster.peers.device(1).write(extent, Target(1, 1, (2, 3)), source, 0, length)
+                await cluster.peers.device(1).write(
+                    extent, Target(1, 1, (2, 3)), FileRange(source, 0, length)
+                )
             assert caught.value.errno == errno.ENOSPC
         os.close(source)
         await until(lambda: not cluster.service(full).leftovers)
@@ -329,7 +333,7 @@ def test_what_a_node_does_not_keep_is_enoent(memory: Path) -> None:
     async def test(cluster: Place) -> None:
         target = cluster.file("target")
         with pytest.raises(FileNotFoundError):
-            await cluster.peers.device(1).read(Extent(1, 0), 0, target, 0, 20 * MiB)
+            await cluster.peers.device(1).read(Extent(1, 0), 0, FileRange(target, 0, 20 * MiB))
         assert await cluster.peers.device(1).get([Extent(1, 0)], 100) == [None]
         os.close(target)
 
@@ -344,11 +348,13 @@ def test_a_transfer_that_was_given_up_makes_way_for_the_next_one(memory: Path) -
         device = cluster.peers.device(1)
         cluster.service(1).may_seal = trio.Event()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(device.write, Extent(1, 0), Target(1, 1, ()), source, 0, len(data))
+            nursery.start_soon(
+                device.write, Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, len(data))
+            )
             await until(lambda: cluster.service(1).created == 1)
             nursery.cancel_scope.cancel()
         cluster.service(1).may_seal.set()
-        await device.write(Extent(1, 0), Target(1, 1, ()), source, 0, len(data))
+        await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, len(data)))
         assert cluster.have(Extent(1, 0), data) == [1]
         os.close(source)
 
@@ -401,7 +407,7 @@ def test_a_node_that_fails_during_a_write_is_named_and_the_rest_is_sent_around_i
             async def write() -> None:
                 try:
                     await peers.device(1).write(
-                        Extent(1, 0), Target(1, 1, (2, 3)), source, 0, length
+                        Extent(1, 0), Target(1, 1, (2, 3)), FileRange(source, 0, length)
                     )
                 except OSError as error:
                     failed.append(error)
@@ -416,7 +422,7 @@ def test_a_node_that_fails_during_a_write_is_named_and_the_rest_is_sent_around_i
             assert failed[0].node == failing
             others = [node for node in nodes if node != failing]
             await peers.device(others[0]).write(
-                Extent(1, 0), Target(1, 2, (*others[1:],)), source, 0, length
+                Extent(1, 0), Target(1, 2, (*others[1:],)), FileRange(source, 0, length)
             )
             for node in others:
                 assert (memory / str(node) / "1.0").stat().st_size == length
@@ -437,7 +443,7 @@ def test_a_node_that_fails_during_a_read_is_unreachable(memory: Path, how: str) 
 
             async def read() -> None:
                 try:
-                    await peers.device(1).read(Extent(1, 0), 0, target, 0, length)
+                    await peers.device(1).read(Extent(1, 0), 0, FileRange(target, 0, length))
                 except OSError as error:
                     failed.append(error)
 
@@ -487,7 +493,7 @@ def test_a_node_is_found_again_where_it_restarts(memory: Path) -> None:
                     await peers.device(1).put(Extent(number, 0), Target(1, 1, ()), b"data")
                     source = sparse_file(memory / "source", 20 * MiB)
                     await peers.device(1).write(
-                        Extent(number, 1), Target(1, 1, ()), source, 0, 20 * MiB
+                        Extent(number, 1), Target(1, 1, ()), FileRange(source, 0, 20 * MiB)
                     )
                     os.close(source)
                 with pytest.raises(Unreachable):
@@ -521,7 +527,7 @@ def test_a_node_that_takes_long_to_seal_is_waited_for(memory: Path) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(
                 cluster.peers.device(1).write,
-                Extent(1, 0), Target(1, 1, (2, 3)), source, 0, 9 * MiB,
+                Extent(1, 0), Target(1, 1, (2, 3)), FileRange(source, 0, 9 * MiB),
             )  # fmt: skip
             nursery.start_soon(
                 cluster.peers.device(1).put, Extent(2, 0), Target(1, 1, (2, 3)), b"x"
@@ -552,12 +558,12 @@ def test_a_cancelled_transfer_ends_at_once_and_leaves_nothing(memory: Path, kind
             async with trio.open_nursery() as nursery:
                 if kind == "write":
                     nursery.start_soon(
-                        device.write, Extent(1, 0), Target(1, 1, (2,)), fd, 0, length
+                        device.write, Extent(1, 0), Target(1, 1, (2,)), FileRange(fd, 0, length)
                     )
                     incoming = memory / "1" / "incoming"
                     await until(lambda: any(incoming.iterdir()))
                 else:
-                    nursery.start_soon(device.read, Extent(9, 0), 0, fd, 0, length)
+                    nursery.start_soon(device.read, Extent(9, 0), 0, FileRange(fd, 0, length))
                     await until(lambda: os.fstat(fd).st_blocks > 0)
                 nodes[1].pause()
                 # It would wait for half a minute if it were not cancelled.
@@ -582,7 +588,7 @@ def test_a_source_that_is_too_short_is_an_error_and_not_an_extent(memory: Path) 
         source = cluster.file("source", random_bytes(20 * MiB))
         with pytest.raises(OSError) as caught:
             await cluster.peers.device(1).write(
-                Extent(1, 0), Target(1, 1, (2,)), source, 0, 21 * MiB
+                Extent(1, 0), Target(1, 1, (2,)), FileRange(source, 0, 21 * MiB)
             )
         assert caught.value.errno == errno.EIO
         os.close(source)
@@ -595,7 +601,9 @@ def test_a_source_that_is_too_short_is_an_error_and_not_an_extent(memory: Path) 
 def test_a_full_target_is_enospc_and_the_node_is_not_blamed(memory: Path) -> None:
     async def test(cluster: Place) -> None:
         source = cluster.file("source", random_bytes(20 * MiB))
-        await cluster.peers.device(1).write(Extent(1, 0), Target(1, 1, ()), source, 0, 20 * MiB)
+        await cluster.peers.device(1).write(
+            Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, 20 * MiB)
+        )
         (memory / "small").mkdir()
         subprocess.run(
             ["mount", "-t", "tmpfs", "-o", "size=4m", "none", memory / "small"], check=True
@@ -603,7 +611,7 @@ def test_a_full_target_is_enospc_and_the_node_is_not_blamed(memory: Path) -> Non
         try:
             target = os.open(memory / "small" / "target", os.O_RDWR | os.O_CREAT)
             with pytest.raises(OSError) as caught:
-                await cluster.peers.device(1).read(Extent(1, 0), 0, target, 0, 20 * MiB)
+                await cluster.peers.device(1).read(Extent(1, 0), 0, FileRange(target, 0, 20 * MiB))
             assert caught.value.errno == errno.ENOSPC
             os.close(target)
         finally:

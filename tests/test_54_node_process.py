@@ -40,7 +40,7 @@ from irdmafs.backend.records import (
     key_of,
 )
 from irdmafs.backend.replica import Replica
-from irdmafs.backend.transport import Extent, Fenced, Target, Unreachable
+from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable
 from irdmafs.backend.transport.peers import Peers
 
 __all__ = ["etcd"]
@@ -225,7 +225,9 @@ class Writer:
         fd = os.memfd_create("data", os.MFD_CLOEXEC)
         try:
             os.write(fd, data)
-            await self.peers.device(node).write(Extent(content, 0), target, fd, 0, len(data))
+            await self.peers.device(node).write(
+                Extent(content, 0), target, FileRange(fd, 0, len(data))
+            )
         finally:
             os.close(fd)
 
@@ -261,7 +263,7 @@ class Writer:
         fd = os.memfd_create("data", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, size)
-            await self.peers.device(node).read(Extent(content, 0), 0, fd, 0, size)
+            await self.peers.device(node).read(Extent(content, 0), 0, FileRange(fd, 0, size))
             return os.pread(fd, size, 0)
         finally:
             os.close(fd)

@@ -14,7 +14,7 @@ import pytest
 import trio
 from cluster import Cluster as WholeCluster
 from cluster import Plan
-from irdmafs.backend.transport import Extent, Fenced, Target, Unreachable
+from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable
 from irdmafs.backend.transport.messages import Reserve
 from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.verbs import devices, lanes
@@ -95,11 +95,13 @@ def test_a_written_extent_is_on_every_node_of_the_chain_and_can_be_read(
 
     async def test(cluster: Cluster) -> None:
         source = cluster.file("source", b"before" + data + b"after")
-        await cluster.peers.device(1).write(extent, Target(1, 1, (2,)), source, 6, length)
+        await cluster.peers.device(1).write(
+            extent, Target(1, 1, (2,)), FileRange(source, 6, length)
+        )
         assert cluster.have(extent, data) == [1, 2]
         for node in cluster.nodes:
             target = cluster.file(f"target{node}", b"first")
-            await cluster.peers.device(node).read(extent, 0, target, 5, length)
+            await cluster.peers.device(node).read(extent, 0, FileRange(target, 5, length))
             assert os.pread(target, 5 + length + 1, 0) == b"first" + data
             os.close(target)
         os.close(source)
@@ -117,9 +119,9 @@ def test_a_part_of_an_extent_is_read_into_a_part_of_a_file(memory: Path, address
     async def test(cluster: Cluster) -> None:
         source = cluster.file("source", data)
         device = cluster.peers.device(1)
-        await device.write(Extent(1, 0), Target(1, 1, ()), source, 0, len(data))
+        await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, len(data)))
         target = cluster.file("target", bytes(15 * MiB))
-        await device.read(Extent(1, 0), 4097, target, 9001, 12 * MiB)
+        await device.read(Extent(1, 0), 4097, FileRange(target, 9001, 12 * MiB))
         got = os.pread(target, 15 * MiB, 0)
         assert got[:9001] == bytes(9001)
         assert got[9001 : 9001 + 12 * MiB] == data[4097 : 4097 + 12 * MiB]
@@ -134,9 +136,9 @@ def test_what_is_short_goes_over_tcp(memory: Path, address: str) -> None:
     async def test(cluster: Cluster) -> None:
         source = cluster.file("source", bytes(64 * KiB))
         device = cluster.peers.device(1)
-        await device.write(Extent(1, 0), Target(1, 1, ()), source, 0, 64 * KiB - 1)
+        await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, 64 * KiB - 1))
         assert cluster.peers.counters.verbs_bytes == 0
-        await device.write(Extent(2, 0), Target(1, 1, ()), source, 0, 64 * KiB)
+        await device.write(Extent(2, 0), Target(1, 1, ()), FileRange(source, 0, 64 * KiB))
         assert cluster.peers.counters.verbs_bytes == 64 * KiB
         os.close(source)
 
@@ -152,11 +154,13 @@ def test_a_transfer_takes_one_round_trip_on_the_control_connection(
         source = cluster.file("source", bytes(MiB))
         device, counters = cluster.peers.device(1), cluster.peers.counters
         for number in range(1, 4):
-            await device.write(Extent(number, 0), Target(1, 1, (2,)), source, 0, MiB)
+            await device.write(Extent(number, 0), Target(1, 1, (2,)), FileRange(source, 0, MiB))
             before = counters.round_trips
-            await device.write(Extent(number + 10, 0), Target(1, 1, (2,)), source, 0, MiB)
+            await device.write(
+                Extent(number + 10, 0), Target(1, 1, (2,)), FileRange(source, 0, MiB)
+            )
             assert counters.round_trips == before + 1
-            await device.read(Extent(number, 0), 0, source, 0, MiB)
+            await device.read(Extent(number, 0), 0, FileRange(source, 0, MiB))
             assert counters.round_trips == before + 2
         os.close(source)
 
@@ -171,8 +175,8 @@ def test_many_transfers_at_once_do_not_mix(memory: Path, address: str) -> None:
             data = random.Random(number).randbytes(length)
             source, target = cluster.file(f"s{number}", data), cluster.file(f"t{number}")
             device = cluster.peers.device(1)
-            await device.write(Extent(number, 0), Target(1, 1, (2,)), source, 0, length)
-            await device.read(Extent(number, 0), 0, target, 0, length)
+            await device.write(Extent(number, 0), Target(1, 1, (2,)), FileRange(source, 0, length))
+            await device.read(Extent(number, 0), 0, FileRange(target, 0, length))
             assert os.pread(target, length + 1, 0) == data
             assert cluster.have(Extent(number, 0), data) == [1, 2]
             os.close(source)
@@ -215,18 +219,18 @@ def test_errors_of_a_node_are_told_as_over_tcp(memory: Path, address: str) -> No
         device = cluster.peers.device(1)
         source = cluster.file("source", bytes(MiB))
         with pytest.raises(FileNotFoundError):
-            await device.read(Extent(1, 0), 0, source, 0, MiB)
-        await device.write(Extent(1, 0), Target(1, 1, ()), source, 0, MiB)
+            await device.read(Extent(1, 0), 0, FileRange(source, 0, MiB))
+        await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, MiB))
         with pytest.raises(OSError) as caught:
-            await device.read(Extent(1, 0), 1, source, 0, MiB)
+            await device.read(Extent(1, 0), 1, FileRange(source, 0, MiB))
         assert caught.value.errno == errno.EINVAL
         cluster.service(1).newest_config = 5
         with pytest.raises(Fenced) as fenced:
-            await device.write(Extent(2, 0), Target(9, 4, ()), source, 0, MiB)
+            await device.write(Extent(2, 0), Target(9, 4, ()), FileRange(source, 0, MiB))
         assert fenced.value.group == 9
         cluster.service(1).limit_bytes = MiB - 1
         with pytest.raises(OSError) as caught:
-            await device.write(Extent(2, 0), Target(1, 5, ()), source, 0, MiB)
+            await device.write(Extent(2, 0), Target(1, 5, ()), FileRange(source, 0, MiB))
         assert caught.value.errno == errno.ENOSPC
         assert not cluster.service(1).leftovers
         assert cluster.peers.counters.fallbacks == 0
@@ -245,13 +249,13 @@ def test_an_error_further_down_names_that_node_and_the_first_keeps_the_extent(
         source = cluster.file("source", data)
         device = cluster.peers.device(1)
         with pytest.raises(OSError) as caught:
-            await device.write(Extent(1, 0), Target(1, 1, (2,)), source, 0, len(data))
+            await device.write(Extent(1, 0), Target(1, 1, (2,)), FileRange(source, 0, len(data)))
         assert caught.value.errno == errno.ENOSPC
         assert "store node 2" in str(caught.value)
         assert cluster.have(Extent(1, 0), data) == [1]
         cluster.service(2).limit_bytes = 1 << 40
         before = cluster.nodes[1].listener.counters.received_bytes
-        await device.write(Extent(1, 0), Target(1, 1, (2,)), source, 0, len(data))
+        await device.write(Extent(1, 0), Target(1, 1, (2,)), FileRange(source, 0, len(data)))
         assert cluster.have(Extent(1, 0), data) == [1, 2]
         assert cluster.nodes[1].listener.counters.received_bytes == before
         os.close(source)
@@ -269,7 +273,7 @@ def test_a_content_that_is_given_up_meanwhile_leaves_nothing(memory: Path, addre
             @nursery.start_soon
             async def write() -> None:
                 await cluster.peers.device(1).write(
-                    Extent(1, 0), Target(1, 1, ()), source, 0, 2 * MiB
+                    Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, 2 * MiB)
                 )
 
             with trio.fail_after(30):
@@ -300,8 +304,8 @@ def test_versions_of_the_same_size_register_nothing_after_the_first_ones(
         registrations = 0
         for version in range(1, 204):
             os.pwrite(source, version.to_bytes(8, "big"), 12345)
-            await device.write(Extent(version, 0), Target(1, 1, (2,)), source, 0, length)
-            await device.read(Extent(version, 0), 0, target, 0, length)
+            await device.write(Extent(version, 0), Target(1, 1, (2,)), FileRange(source, 0, length))
+            await device.read(Extent(version, 0), 0, FileRange(target, 0, length))
             assert os.pread(target, 8, 12345) == version.to_bytes(8, "big")
             # The file of the version before serves the next one.
             for node in (1, 2):
@@ -324,7 +328,7 @@ def test_a_file_without_a_name_does_not_stay_registered(memory: Path, address: s
     async def test(cluster: Cluster) -> None:
         source = cluster.file("source", bytes(MiB))
         device = cluster.peers.device(1)
-        await device.write(Extent(1, 0), Target(1, 1, ()), source, 0, MiB)
+        await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, MiB))
         pinned_bytes = cluster.regions.counters.pinned_bytes
         os.unlink(cluster.service(1).path(Extent(1, 0)))
         cluster.regions.drop_orphans()
@@ -339,7 +343,7 @@ def test_what_was_not_used_for_longest_makes_room(memory: Path, address: str) ->
         device = cluster.peers.device(1)
         for number in range(6):
             source = cluster.file(f"source{number}", bytes(MiB))
-            await device.write(Extent(number, 0), Target(1, 1, ()), source, 0, MiB)
+            await device.write(Extent(number, 0), Target(1, 1, ()), FileRange(source, 0, MiB))
             os.close(source)
         assert cluster.regions.counters.pinned_bytes <= 4 * MiB
         assert cluster.regions.counters.evictions >= 4
@@ -354,9 +358,9 @@ def test_what_cannot_be_registered_goes_over_tcp(memory: Path, address: str) -> 
     async def test(cluster: Cluster) -> None:
         source = cluster.file("source", data)
         device = cluster.peers.device(1)
-        await device.write(Extent(1, 0), Target(1, 1, (2,)), source, 0, len(data))
+        await device.write(Extent(1, 0), Target(1, 1, (2,)), FileRange(source, 0, len(data)))
         target = cluster.file("target")
-        await device.read(Extent(1, 0), 0, target, 0, len(data))
+        await device.read(Extent(1, 0), 0, FileRange(target, 0, len(data)))
         assert os.pread(target, len(data) + 1, 0) == data
         assert cluster.have(Extent(1, 0), data) == [1, 2]
         assert cluster.peers.counters.fallbacks == 2
@@ -380,7 +384,9 @@ def test_a_node_that_may_not_lock_memory_is_written_to_over_tcp(memory: Path, ad
             async with mounted(memory, timeout_s=TIMEOUT_S, rdma=rdma) as peers:
                 source = os.open(memory / "source", os.O_RDWR | os.O_CREAT)
                 os.write(source, data)
-                await peers.device(1).write(Extent(1, 0), Target(1, 1, ()), source, 0, MiB)
+                await peers.device(1).write(
+                    Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, MiB)
+                )
                 os.close(source)
                 assert peers.counters.verbs_bytes == 0
         assert (memory / "1" / "1.0").read_bytes() == data
@@ -405,21 +411,21 @@ def test_a_broken_queue_pair_costs_no_operation_and_is_replaced(
         source, target = cluster.file("source", data), cluster.file("target")
         device = cluster.peers.device(1)
         # All have their queue pairs.
-        await device.write(Extent(3, 0), Target(1, 1, (2,)), source, 0, len(data))
+        await device.write(Extent(3, 0), Target(1, 1, (2,)), FileRange(source, 0, len(data)))
         pairs = broken_while_posting(monkeypatch, 2)
-        await device.write(Extent(1, 0), Target(1, 1, (2,)), source, 0, len(data))
+        await device.write(Extent(1, 0), Target(1, 1, (2,)), FileRange(source, 0, len(data)))
         assert cluster.have(Extent(1, 0), data) == [1, 2]
         assert pairs
         await usable_again(cluster.nodes[1].peers, 2)
         await usable_again(cluster.peers, 1)
         pairs = broken_while_posting(monkeypatch, 2)
-        await device.read(Extent(1, 0), 0, target, 0, len(data))
+        await device.read(Extent(1, 0), 0, FileRange(target, 0, len(data)))
         assert os.pread(target, len(data) + 1, 0) == data
         assert pairs
         assert cluster.peers.counters.fallbacks + cluster.nodes[1].peers.counters.fallbacks == 2
         await usable_again(cluster.peers, 1)
         before = cluster.peers.counters.verbs_bytes
-        await device.write(Extent(2, 0), Target(1, 1, (2,)), source, 0, len(data))
+        await device.write(Extent(2, 0), Target(1, 1, (2,)), FileRange(source, 0, len(data)))
         assert cluster.peers.counters.verbs_bytes == before + len(data)
         os.close(source)
         os.close(target)
@@ -469,14 +475,16 @@ def test_a_node_that_is_killed_meanwhile_is_noticed(
                 source = os.open(memory / "source", os.O_RDWR | os.O_CREAT)
                 os.write(source, random_bytes(length))
                 device = peers.device(1)
-                await device.write(Extent(1, 0), Target(1, 1, ()), source, 0, length)
+                await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, length))
                 assert peers.counters.verbs_bytes == length
                 killed_while_posting(monkeypatch, node)
                 with pytest.raises(Unreachable):
                     if operation == "read":
-                        await device.read(Extent(1, 0), 0, source, 0, length)
+                        await device.read(Extent(1, 0), 0, FileRange(source, 0, length))
                     else:
-                        await device.write(Extent(2, 0), Target(1, 1, ()), source, 0, length)
+                        await device.write(
+                            Extent(2, 0), Target(1, 1, ()), FileRange(source, 0, length)
+                        )
                 os.close(source)
                 (adapter,) = rdma.adapters
                 assert not any(region.users for region in adapter.regions._regions)

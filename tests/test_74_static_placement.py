@@ -11,7 +11,7 @@ import pytest
 import trio
 from cluster import Cluster, Plan
 from irdmafs.backend.server.files import Files, Held, Incoming
-from irdmafs.backend.transport import Extent, Target
+from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.messages import Expose, Exposed, Release, Reserve
 from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.verbs import devices
@@ -142,12 +142,16 @@ class Nodes:
         await (
             (mount or self.verbs)
             .device(1)
-            .write(Extent(number, 0), Target(1, 1, (2,)), self.source, 0, length)
+            .write(Extent(number, 0), Target(1, 1, (2,)), FileRange(self.source, 0, length))
         )
         return data
 
     async def read(self, number: int, node: int = 1, mount: Peers | None = None) -> bytes:
-        await (mount or self.verbs).device(node).read(Extent(number, 0), 0, self.target, 0, MiB)
+        await (
+            (mount or self.verbs)
+            .device(node)
+            .read(Extent(number, 0), 0, FileRange(self.target, 0, MiB))
+        )
         return os.pread(self.target, MiB, 0)
 
     def free(self, number: int) -> None:

@@ -14,7 +14,7 @@ import trio.testing
 from cluster import Cluster, Plan, train
 from irdmafs.backend import digest as digest_module
 from irdmafs.backend.digest import Stripe, digest_of_bytes
-from irdmafs.backend.transport import Extent, Memory, Target
+from irdmafs.backend.transport import Extent, FileRange, Memory, Target
 from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.verbs import devices
 from irdmafs.backend.transport.verbs import regions as regions_module
@@ -60,12 +60,12 @@ class Worker:
 
     async def write(self, number: int, data: bytes) -> None:
         fd = self.file(b"before" + data)
-        await self.device.write(Extent(number, 0), NOWHERE, fd, 6, len(data))
+        await self.device.write(Extent(number, 0), NOWHERE, FileRange(fd, 6, len(data)))
         os.close(fd)
 
     async def read(self, number: int, length: int) -> bytes:
         fd = self.file(b"first")
-        await self.device.read(Extent(number, 0), 0, fd, 5, length)
+        await self.device.read(Extent(number, 0), 0, FileRange(fd, 5, length))
         data = os.pread(fd, length + 6, 0)
         os.close(fd)
         assert data[:5] == b"first"
@@ -119,7 +119,7 @@ def test_bytes_arrive_as_they_were_and_no_file_is_registered(
 
 async def read_lent(worker: Worker, fd: int, length: int, memory: Memory = Memory.LENT) -> bytes:
     """Extent 1, into memory."""
-    await worker.device.read(Extent(1, 0), 0, fd, 0, length, memory=memory)
+    await worker.device.read(Extent(1, 0), 0, FileRange(fd, 0, length, memory))
     return os.pread(fd, length, 0)
 
 
@@ -147,7 +147,7 @@ def test_memory_that_is_lent_is_registered_once(
             assert await read_lent(worker, fd, length) == data[:length]
         assert regions.counters.registrations == before + blocks
         at = 2 * MiB + 77  # across two small blocks
-        await worker.device.read(Extent(1, 0), 7, fd, at, 256 * KiB, memory=Memory.LENT)
+        await worker.device.read(Extent(1, 0), 7, FileRange(fd, at, 256 * KiB, Memory.LENT))
         assert os.pread(fd, 256 * KiB + 2, at - 1) == b"\0" + data[7 : 256 * KiB + 7] + b"\0"
         registrations = regions.counters.registrations
         assert registrations == before + (1 if block_bytes > 3 * MiB else blocks + 2)
@@ -209,8 +209,8 @@ def test_a_file_that_is_registered_already_is_used_as_it_is(memory: Path) -> Non
         staged_bytes = worker.adapter.staging.staged_bytes
         fd = worker.file(bytes(MiB))
         async with worker.adapter.regions.using(fd, 0, MiB, writable=True):
-            await worker.device.read(Extent(1, 0), 0, fd, 0, MiB)
-            await worker.device.write(Extent(2, 0), NOWHERE, fd, 0, MiB)
+            await worker.device.read(Extent(1, 0), 0, FileRange(fd, 0, MiB))
+            await worker.device.write(Extent(2, 0), NOWHERE, FileRange(fd, 0, MiB))
         assert os.pread(fd, MiB, 0) == data
         assert worker.adapter.staging.staged_bytes == staged_bytes
         assert await worker.read(2, MiB) == data
@@ -273,7 +273,7 @@ def test_what_is_written_is_hashed_as_it_passes(
     async def test(worker: Worker) -> None:
         fd = worker.file(data)
         found = Stripe(fd, 0, length)
-        await worker.device.write(Extent(1, 0), NOWHERE, fd, 0, length, found.landed)
+        await worker.device.write(Extent(1, 0), NOWHERE, FileRange(fd, 0, length), found.landed)
         with monkeypatch.context() as patch:
             patch.setattr(digest_module, "_hash", read_again)
             assert await found.finish() == digest_of_bytes(data)
@@ -301,10 +301,10 @@ def test_an_error_of_the_file_is_the_callers(memory: Path) -> None:
         fd = worker.file(bytes(MiB))
         read_only = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
         with pytest.raises(OSError) as caught:
-            await worker.device.read(Extent(1, 0), 0, read_only, 0, MiB)
+            await worker.device.read(Extent(1, 0), 0, FileRange(read_only, 0, MiB))
         assert caught.value.errno == errno.EBADF
         with pytest.raises(OSError) as caught:
-            await worker.device.write(Extent(2, 0), NOWHERE, fd, 0, 2 * MiB)
+            await worker.device.write(Extent(2, 0), NOWHERE, FileRange(fd, 0, 2 * MiB))
         assert caught.value.errno == errno.EIO
         assert worker.peers.counters.fallbacks == 0
         os.close(read_only)

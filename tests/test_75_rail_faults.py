@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import rdma as rdma_ports
 import trio
-from irdmafs.backend.transport import Extent, Target, Unreachable
+from irdmafs.backend.transport import Extent, FileRange, Target, Unreachable
 from irdmafs.backend.transport.messages import HANDLES_MAX, QUEUE_PAIRS_MAX
 from irdmafs.backend.transport.verbs import lanes, networks
 from irdmafs.backend.transport.verbs.lanes import Lanes
@@ -68,11 +68,11 @@ class TwoNodes(Place):
         data = Random(number).randbytes(4096) * (length // 4096) + bytes(length % 4096)
         source = self.file(f"s{number}", data)
         extent = Extent(number, 0)
-        await self.peers.device(1).write(extent, Target(1, 1, (2,)), source, 0, length)
+        await self.peers.device(1).write(extent, Target(1, 1, (2,)), FileRange(source, 0, length))
         for node, each in self.nodes.items():
             assert Path(each.service.path(extent)).read_bytes() == data
             target = self.file(f"t{number}")
-            await self.peers.device(node).read(extent, 0, target, 0, length)
+            await self.peers.device(node).read(extent, 0, FileRange(target, 0, length))
             assert os.pread(target, length + 1, 0) == data
             os.close(target)
             os.unlink(self.memory / f"t{number}")
@@ -285,7 +285,9 @@ def test_a_way_that_takes_the_control_connection_along_makes_the_node_unreachabl
         lost = when_posted(monkeypatch, 2, lambda pair: change_address("del"))
         source = place.file("source", bytes(5 * MiB))
         with pytest.raises(Unreachable):
-            await place.peers.device(1).write(Extent(2, 0), Target(1, 1, ()), source, 0, 5 * MiB)
+            await place.peers.device(1).write(
+                Extent(2, 0), Target(1, 1, ()), FileRange(source, 0, 5 * MiB)
+            )
         assert lost.is_set()
         monkeypatch.undo()
         os.close(source)
@@ -411,16 +413,18 @@ def test_a_node_that_is_killed_takes_all_rails_along(
                 source = os.open(memory / "source", os.O_RDWR | os.O_CREAT)
                 os.write(source, bytes(length))
                 device = peers.device(1)
-                await device.write(Extent(1, 0), Target(1, 1, ()), source, 0, length)
+                await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, length))
                 found = peers.link(1)._lanes
                 assert found is not None
                 await until(lambda: len(found.usable) == 2)
                 killed = when_posted(monkeypatch, 1, lambda pair: node.kill())
                 with pytest.raises(Unreachable):
                     if operation == "read":
-                        await device.read(Extent(1, 0), 0, source, 0, length)
+                        await device.read(Extent(1, 0), 0, FileRange(source, 0, length))
                     else:
-                        await device.write(Extent(2, 0), Target(1, 1, ()), source, 0, length)
+                        await device.write(
+                            Extent(2, 0), Target(1, 1, ()), FileRange(source, 0, length)
+                        )
                 assert killed.is_set()
                 os.close(source)
                 for adapter in rdma.adapters:

@@ -338,15 +338,14 @@ class Fetcher:
     ) -> tuple[int, bytes]:
         """Read a whole stripe, whose blocks are hashed as they come. Returns the node that it came from,
         and its digest."""
-        fd, offset, length, memory = into
-        found = Stripe(fd, offset, length)
+        found = Stripe(into.fd, into.offset, into.length)
 
         async def take(node: int) -> None:
             nonlocal found
-            found = Stripe(fd, offset, length)
+            found = Stripe(into.fd, into.offset, into.length)
             device = self._cluster.peers.device(node)
             extent = Extent(inode.extent, stripe)
-            await device.read(extent, 0, fd, offset, length, found.landed, memory)
+            await device.read(extent, 0, into, found.landed)
 
         group = self._cluster.group(inode.layout, stripe)
         node = await self._from_any(group, inode.extent, inode.ino, wrong, take)
@@ -355,12 +354,10 @@ class Fetcher:
     async def _read(
         self, inode: Inode, content: int, stripe: int, start: int, into: FileRange
     ) -> None:
-        fd, offset, length, memory = into
-
         async def take(node: int) -> None:
             device = self._cluster.peers.device(node)
             extent = Extent(content, stripe)
-            await device.read(extent, start, fd, offset, length, memory=memory)
+            await device.read(extent, start, into)
 
         group = self._cluster.group(inode.layout, stripe)
         await self._from_any(group, content, inode.ino, set(), take)

@@ -16,7 +16,7 @@ from ..digest import Stripe, digest_of, fold
 from ..groups import has_still
 from ..kv import Compare
 from ..records import GroupConfig, Layout, group_key
-from ..transport import Distrusted, Extent, Fenced, Target, Unreachable, nothing_landed
+from ..transport import Distrusted, Extent, Fenced, FileRange, Target, Unreachable, nothing_landed
 from ..unwrap import first_error
 from .cluster import Cluster, for_each_stripe
 
@@ -213,7 +213,7 @@ class Transfer:
         else:
             passing = self._passing.get(stripe)
             passed = passing.landed if passing is not None else nothing_landed
-            await device.write(extent, target, self._fd, offset, length, passed)
+            await device.write(extent, target, FileRange(self._fd, offset, length), passed)
         self._acknowledged[stripe].update(dict.fromkeys(chain, config))
 
     async def _put(

@@ -12,7 +12,7 @@ import trio
 
 from ..membership import Members
 from ..records import GroupConfig
-from ..transport import Extent
+from ..transport import Extent, FileRange
 from .files import Files, Incoming
 
 __all__ = ["Catalog", "Copier", "Source", "Throttle"]
@@ -31,7 +31,7 @@ RATE_WINDOW_S = 10.0
 class Source(Protocol):
     """The part of a transport.Device that is needed here."""
 
-    async def read(self, extent: Extent, start: int, fd: int, offset: int, length: int) -> None: ...
+    async def read(self, extent: Extent, start: int, into: FileRange) -> None: ...
 
     async def get(self, extents: Sequence[Extent], limit: int) -> list[bytes | None]: ...
 
@@ -186,7 +186,7 @@ class Copier:
         for offset in range(0, size, piece):
             length = min(piece, size - offset)
             await self._throttle.take(length)
-            await device.read(extent, offset, fd, offset, length)
+            await device.read(extent, offset, FileRange(fd, offset, length))
             self._count(length)
 
     async def _bring_small(

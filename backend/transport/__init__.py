@@ -108,28 +108,23 @@ class Device(Protocol):
         self,
         extent: Extent,
         target: Target,
-        fd: int,
-        offset: int,
-        length: int,
+        source: FileRange,
         passed: Landed = nothing_landed,
     ) -> None:
-        """Send `length` bytes of a file, from `offset`, as an extent; sealed everywhere when it
-        returns. The bytes pass no Python object; `passed` is shown those that pass through memory of this
-        process, in any thread. `fd` stays the caller's."""
+        """Send a part of a file as an extent; sealed everywhere when it returns. The bytes pass no Python
+        object; `passed` is shown those that pass through memory of this process, in any thread. The
+        descriptor stays the caller's."""
         ...
 
     async def read(
         self,
         extent: Extent,
         start: int,
-        fd: int,
-        offset: int,
-        length: int,
+        into: FileRange,
         landed: Landed = nothing_landed,
-        memory: Memory = Memory.FILE,
     ) -> None:
-        """Receive `length` bytes of an extent, from `start`, into a file at `offset`. Raises OSError
-        EOPNOTSUPP for a device's memory that cannot be reached."""
+        """Receive as much of an extent, from `start`, as the part of a file takes, which may lie behind
+        its end. Raises OSError EOPNOTSUPP for a device's memory that cannot be reached."""
         ...
 
     async def get(self, extents: Sequence[Extent], limit: int) -> list[bytes | None]:

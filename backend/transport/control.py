@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import trio
 
 from .. import logs
-from . import Extent, Fenced, Target
+from . import Extent, Fenced, FileRange, Target
 from .counters import Counters
 from .messages import (
     GET_BYTES_MAX,
@@ -331,7 +331,7 @@ class Control:
 
         async def forward(node: int, rest: Target) -> None:
             size = os.fstat(fd).st_size
-            await self._peers.device(node).write(extent, rest, fd, 0, size)
+            await self._peers.device(node).write(extent, rest, FileRange(fd, 0, size))
             self._counters.sent_bytes += size
 
         try:

@@ -257,19 +257,19 @@ class RemoteDevice:
         self,
         extent: Extent,
         target: Target,
-        fd: int,
-        offset: int,
-        length: int,
+        source: FileRange,
         passed: Landed = nothing_landed,
     ) -> None:
         _check_chain(target)
-        peers, here = self._peers, FileRange(fd, offset, length)
+        peers = self._peers
         async with self._link.operation():
             if not await self._by_verbs(
-                "write", length, lambda lanes: lanes.write(extent, target, here, passed=passed)
+                "write",
+                source.length,
+                lambda lanes: lanes.write(extent, target, source, passed=passed),
             ):
-                await self._send_all(extent, target, here, peers.streams, peers.limiter)
-        peers.counters.sent_bytes += length
+                await self._send_all(extent, target, source, peers.streams, peers.limiter)
+        peers.counters.sent_bytes += source.length
 
     async def pass_on(
         self,
@@ -312,18 +312,15 @@ class RemoteDevice:
         self,
         extent: Extent,
         start: int,
-        fd: int,
-        offset: int,
-        length: int,
+        into: FileRange,
         landed: Landed = nothing_landed,
-        memory: Memory = Memory.FILE,
     ) -> None:
+        fd, offset, length, memory = into
         if os.fstat(fd).st_size < offset + length:
             os.ftruncate(fd, offset + length)
-        here = FileRange(fd, offset, length, memory)
         async with self._link.operation():
             if not await self._by_verbs(
-                "read", length, lambda lanes: lanes.read(extent, start, here, landed),
+                "read", length, lambda lanes: lanes.read(extent, start, into, landed),
                 only=memory is Memory.DEVICE,
             ):  # fmt: skip
                 await self._run(

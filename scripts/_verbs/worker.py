@@ -28,7 +28,7 @@ from irdmafs.backend.records import (
     encode,
     group_key,
 )
-from irdmafs.backend.transport import Extent, Target, messages
+from irdmafs.backend.transport import Extent, FileRange, Target, messages
 from irdmafs.backend.transport.peers import Peers, RemoteDevice
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 
@@ -122,7 +122,7 @@ class DeviceJobs:
         if size < MESSAGE_BYTES:
             await self._device.put(extent, self._target, os.pread(source, size, 0))
         else:
-            await self._device.write(extent, self._target, source, 0, size)
+            await self._device.write(extent, self._target, FileRange(source, 0, size))
         took_s = time.perf_counter() - began
         if size in self._kept:
             await self._device.abort(self._kept[size].content)
@@ -137,7 +137,7 @@ class DeviceJobs:
             (data,) = await self._device.get([extent], size)
             os.pwrite(sink, data or b"", 0)
         else:
-            await self._device.read(extent, 0, sink, 0, size)
+            await self._device.read(extent, 0, FileRange(sink, 0, size))
         took_s = time.perf_counter() - began
         if os.pread(sink, _MARK_BYTES, 0) != self._marks[size]:
             raise RuntimeError(f"wrong bytes in an extent of {size} bytes")
@@ -159,10 +159,12 @@ class DeviceJobs:
             while left:
                 left -= 1
                 if way == "read":
-                    await self._device.read(extent, 0, sink, 0, size)
+                    await self._device.read(extent, 0, FileRange(sink, 0, size))
                     continue
                 # The stripes of a file, which are given up with it.
-                await self._device.write(Extent(content, stripe), self._target, source, 0, size)
+                await self._device.write(
+                    Extent(content, stripe), self._target, FileRange(source, 0, size)
+                )
                 stripe += 1
                 if stripe * size * at_once >= _BYTES_AT_ONCE or not left:
                     await self._device.abort(content)
@@ -180,7 +182,7 @@ class DeviceJobs:
         extent = await self._extent(size)
         sink = self._file("sink", size)
         began = time.perf_counter()
-        await self._device.read(extent, 0, sink, 0, size)
+        await self._device.read(extent, 0, FileRange(sink, 0, size))
         return time.perf_counter() - began
 
     async def get(self, size: int) -> float:
