@@ -11,7 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import trio
+import trio.testing
 from cluster import MIB, Cluster, ClusterMount, Plan, run_irdmafs
+from irdmafs.backend.remote.lent import Lender
 from mountpoint import eventually
 from patterns import pattern, version_of
 from processes import Process
@@ -341,6 +344,33 @@ def test_only_memory_that_stays_is_taken(cluster: Cluster, folder: str, tmp_path
     for fd in (*bad, good, other_end):
         os.close(fd)
     eventually(lambda: counters(other)["lent_buffers"] == 0, "it is given back")
+
+
+def test_memory_that_is_lent_again_while_it_is_given_back_stays_open() -> None:
+    """A closed descriptor's number may be another file's the next moment."""
+    memory = os.memfd_create("lent", os.MFD_ALLOW_SEALING)
+    os.posix_fallocate(memory, 0, MIB)
+    fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    forgotten: list[int] = []
+
+    async def lend() -> None:
+        async with trio.open_nursery() as nursery:
+            lender = Lender(nursery, forgotten.append)
+            lifeline, end = os.pipe()
+            again, other_end = os.pipe()
+            async with lender.using(os.dup(memory), lifeline):
+                os.close(end)
+                await trio.testing.wait_all_tasks_blocked()
+            async with lender.using(os.dup(memory), again) as lent:
+                await trio.testing.wait_all_tasks_blocked()
+                assert os.path.sameopenfile(lent.fd, memory)
+                assert not forgotten
+            os.close(other_end)
+        assert len(forgotten) == 1
+        assert not len(lender)
+
+    trio.run(lend)
+    os.close(memory)
 
 
 def test_who_may_not_read_a_file_cannot_have_it_read(cluster: Cluster, folder: str) -> None:

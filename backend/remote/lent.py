@@ -107,7 +107,8 @@ class Lender:
     async def _keep(self, key: tuple[int, int], loan: _Loan) -> None:
         try:
             await trio.lowlevel.wait_readable(loan.lifeline)
-            await loan.idle.wait()
+            while loan.users:  # somebody may come before we have heard that the last one went
+                await loan.idle.wait()
             self._forget(loan.lent.fd)
         finally:
             del self._loans[key]
