@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pickle
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -160,6 +161,11 @@ def test_a_buffer_that_is_forgotten_is_closed() -> None:
 def test_a_buffer_of_nothing_is_refused(size: int) -> None:
     with pytest.raises(ValueError, match="holds nothing"):
         client.Buffer(size)
+
+
+def test_a_buffer_cannot_be_sent_to_another_process(buffer: client.Buffer) -> None:
+    with pytest.raises(TypeError, match="make one where it is to be used"):
+        pickle.dumps(buffer)
 
 
 def test_memory_that_cannot_be_had_leaves_nothing_behind() -> None:

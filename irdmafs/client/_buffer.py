@@ -18,7 +18,7 @@ import mmap
 import os
 import threading
 import weakref
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 
@@ -74,6 +74,9 @@ class Buffer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a buffer is this process's memory: make one where it is to be used")
 
     def close(self) -> None:
         """Have mounts let go of the memory, when what is being read into it is there. Nothing can be read
