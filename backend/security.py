@@ -159,7 +159,8 @@ def describe_tls_error(error: ssl.SSLError) -> str:
         return "no certificate was shown; set ca, cert and key in [cluster]"
     if reason in _NO_TLS:
         return "the peer speaks no TLS; one of the two sides has no credentials configured"
-    if reason == "UNEXPECTED_EOF_WHILE_READING":
+    # Which of the two depends on what has come when we look.
+    if isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError)):
         return (
             "the peer broke off: it may not trust our certificate, as its CA is another cluster's"
         )

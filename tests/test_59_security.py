@@ -149,6 +149,22 @@ def test_a_plain_connection_is_told_apart(directory: str) -> None:
     assert "speaks no TLS" in describe_tls_error(caught.value)
 
 
+# What TLS calls close_notify: a peer's last words, if it says any.
+@pytest.mark.parametrize("last_words", [b"", b"\x15\x03\x03\x00\x02\x01\x00"])
+def test_a_peer_that_breaks_off_may_not_trust_us(directory: str, last_words: bytes) -> None:
+    context = issue(directory, "n1", "node").server_context()
+    hello = ssl.MemoryBIO()
+    with pytest.raises(ssl.SSLWantReadError):
+        lenient_context().wrap_bio(ssl.MemoryBIO(), hello).do_handshake()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(hello.read() + last_words)
+        theirs.shutdown(socket.SHUT_WR)
+        with pytest.raises(ssl.SSLError) as caught:
+            context.wrap_socket(ours, server_side=True)
+    assert "it may not trust our certificate" in describe_tls_error(caught.value)
+
+
 # -- files ----------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from cluster import MIB, Cluster, Plan
 from irdmafs.backend.digest import BLOCK_BYTES, digest_of_bytes
 from irdmafs.backend.records import GroupConfig, Layout
 from irdmafs.backend.remote.writer import Transfer
-from irdmafs.backend.transport import Extent, Landed, Target
+from irdmafs.backend.transport import Extent, FileRange, Landed, Target
 from striped import counters, damage, folder, new_content
 
 from irdmafs import mounting
@@ -143,10 +143,10 @@ class Nodes:
         return self._shows
 
     async def write(
-        self, extent: Extent, target: Target, fd: int, offset: int, length: int, passed: Landed
+        self, extent: Extent, target: Target, source: FileRange, passed: Landed
     ) -> None:
-        if self._shows and length > BLOCK_BYTES:
-            passed(0, BLOCK_BYTES, memoryview(os.pread(fd, BLOCK_BYTES, offset)))
+        if self._shows and source.length > BLOCK_BYTES:
+            passed(0, BLOCK_BYTES, memoryview(os.pread(source.fd, BLOCK_BYTES, source.offset)))
         status = os.fstat(self._fd)
         os.pwrite(self._fd, self._change, 0)
         if not self._touch:
