@@ -15,11 +15,14 @@ import gc
 import importlib.util
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,8 +34,8 @@ from _cluster.measures import MIB, WrongData
 from _cluster.network import CommandFailed
 from _cluster.table import Rates
 from _verbs import echo, perftest
-from _verbs.bench import KIB, TCP, VERBS, Bench, Results, Scale
-from _verbs.perftest import PerftestFailed, Way
+from _verbs.bench import KIB, TCP, VERBS, Bench, GrpcEnds, Results, Scale
+from _verbs.perftest import PerftestFailed
 from _verbs.worker import Worker, WorkerFailed, packed, revision_of, work
 from irdmafs.backend.placement import replicas_of
 from irdmafs.backend.transport.verbs import devices
@@ -89,9 +92,23 @@ def _free_port() -> int:
 
 
 @contextlib.contextmanager
-def _grpc_server(place: Path, way: Way, chunk: int) -> Iterator[tuple[subprocess.Popen[str], int]]:
+def _grpc(description: dict[str, Any]) -> Iterator[GrpcEnds]:
+    with contextlib.ExitStack() as stack:
+        server, port = stack.enter_context(
+            _grpc_server(description["address"], description["place"], description["chunk"])
+        )
+        plan = description | {"grpc_port": port}
+        client = stack.enter_context(Worker(__file__, "grpc", plan, KEEPS_MEMORY))
+        yield GrpcEnds(client, server.pid)
+
+
+@contextlib.contextmanager
+def _grpc_server(
+    address: str, parent: str, chunk: int
+) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    place = tempfile.mkdtemp(prefix="grpc-", dir=parent)
     server = subprocess.Popen(
-        [sys.executable, __file__, "grpc-server", way.address, str(place), str(chunk)],
+        [sys.executable, __file__, "grpc-server", address, place, str(chunk)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env=os.environ | KEEPS_MEMORY,
     )  # fmt: skip
@@ -107,6 +124,7 @@ def _grpc_server(place: Path, way: Way, chunk: int) -> Iterator[tuple[subprocess
             pipe.close()
         server.kill()
         server.wait()
+        shutil.rmtree(place)
 
 
 @contextlib.contextmanager
@@ -133,6 +151,9 @@ def prepared(scale: Scale, parts: Sequence[str]) -> Iterator[Bench]:
         # The cluster makes a group when something is first written to it.
         (cluster.mounts[0].path / "first").write_bytes(bytes(MIB))
         group = min(group for group in cluster.groups() if replicas_of(group) == 1)
+        # One for all, as memory is short in a guest.
+        place = cluster.directory / "workers"
+        place.mkdir()
         description: dict[str, Any] = {
             "node": node.node_id,
             "node_address": packed(cluster.live_nodes()[node.node_id]),
@@ -140,29 +161,16 @@ def prepared(scale: Scale, parts: Sequence[str]) -> Iterator[Bench]:
             "group": group,
             "revision": trio.run(revision_of, cluster.mounts[0].config, group),
             "address": way.address,
-            # One for all, as memory is short in a guest.
-            "place": f"{cluster.directory}/workers",
+            "place": str(place),
             "chunk": scale.chunk,
         }
-        kinds = {VERBS: "verbs"}
-        server = None
-        if needs_grpc:
-            kinds |= {TCP: "tcp", "gRPC": "grpc"}
-            server, description["grpc_port"] = stack.enter_context(
-                _grpc_server(cluster.directory / "grpc", way, scale.chunk)
-            )
+        kinds = {VERBS: "verbs"} | ({TCP: "tcp"} if needs_grpc else {})
         workers = {
-            name: stack.enter_context(
-                Worker(
-                    __file__,
-                    kind,
-                    description,
-                    KEEPS_MEMORY if kind == "grpc" else {},
-                )
-            )
+            name: stack.enter_context(Worker(__file__, kind, description))
             for name, kind in kinds.items()
         }
-        yield Bench(scale, way, cluster, metrics_port, workers, server, __file__)
+        start_grpc = partial(_grpc, description)
+        yield Bench(scale, way, cluster, metrics_port, workers, start_grpc, __file__)
 
 
 def go_on_in_guest(arguments: Sequence[str], memory: str) -> NoReturn:
@@ -218,17 +226,21 @@ def main(
         go_on_in_guest(sys.argv[1:], memory)
     scale = _scale(QUICK if quick else FULL, rounds, sizes, versions, version_size)
     gc.disable()
+    results = Results()
+    failure = ""
     try:
         with signals_end_the_block(), prepared(scale, parts) as bench:
+            results = bench.results
             bench.run(parts)
     except (CommandFailed, PerftestFailed, WorkerFailed, OSError, WrongData) as error:
-        raise click.ClickException(str(error)) from None
-    results = bench.results
+        failure = str(error)
     if as_json:
         print(json.dumps({"host": describe_host(), "missed": results.missed,
                           "wrong": results.wrong, **results.figures}))  # fmt: skip
-    else:
+    elif results.shown:
         _show(results, rounds=scale.rounds)
+    if failure:
+        raise click.ClickException(failure)
     sys.exit(1 if results.wrong or (assert_ and results.missed) else 0)
 
 

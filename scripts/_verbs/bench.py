@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from irdmafs import client
 from . import echo, loop, perftest, registration
 from .perftest import Way
 from .usage import measure as measure_usage
-from .worker import AT_ONCE, Worker
+from .worker import AT_ONCE, Worker, WorkerFailed
 
 KIB = 1 << 10
 GIB = 1 << 30
@@ -89,8 +89,14 @@ class Ours(NamedTuple):
     ways: Sequence[str] = WAYS
 
 
+class GrpcEnds(NamedTuple):
+    client: Worker
+    server_pid: int
+
+
 class Bench:
-    """One cluster and the processes that ask it."""
+    """One cluster and the processes that ask it. `start_grpc` has the alternative's, as long as they are
+    wanted."""
 
     def __init__(
         self,
@@ -99,7 +105,7 @@ class Bench:
         cluster: Cluster,
         metrics_port: int,
         workers: dict[str, Worker],
-        grpc_server: subprocess.Popen[str] | None,
+        start_grpc: Callable[[], AbstractContextManager[GrpcEnds]],
         script: str,
     ) -> None:
         self.scale = scale
@@ -107,7 +113,8 @@ class Bench:
         self.cluster = cluster
         self.metrics_port = metrics_port
         self.workers = workers
-        self.grpc_server = grpc_server
+        self._start_grpc = start_grpc
+        self._grpc: GrpcEnds | None = None
         self.script = script
         self.results = Results()
         self._files = Files()
@@ -259,31 +266,55 @@ class Bench:
         table = _table(
             "alternatives, MiB/s", "", *CONTENDERS, "verbs / message", "verbs / streamed",
         )  # fmt: skip
-        for size in self.scale.all_sizes:
-            for way in ("write", "read"):
-                values = self._rounds_of(way, size)
-                ratios = {
-                    other: median(
-                        ours / theirs
-                        for ours, theirs in zip(values[VERBS], values[other], strict=True)
-                    )
-                    for other in (UNARY, STREAMED)
-                }
-                table.add_row(
-                    f"{way} {name_of(size)}",
-                    *(_spread(values[one]) for one in CONTENDERS),
-                    *(f"x{ratio:.2f}" for ratio in ratios.values()),
+        measured, without = self._beside_grpc()
+        for way, size in ((way, size) for size in self.scale.all_sizes for way in WAYS):
+            if (values := measured.get((way, size))) is None:
+                continue
+            ratios = {
+                other: median(
+                    ours / theirs for ours, theirs in zip(values[VERBS], values[other], strict=True)
                 )
-                figures[f"{way}-{size}"] = values | {"ratios": ratios}
-            self._release(size)
+                for other in (UNARY, STREAMED)
+            }
+            table.add_row(
+                f"{way} {name_of(size)}",
+                *(_spread(values[one]) for one in CONTENDERS),
+                *(f"x{ratio:.2f}" for ratio in ratios.values()),
+            )
+            figures[f"{way}-{size}"] = values | {"ratios": ratios}
         chunk = name_of(self.scale.chunk)
         self.results.shown += [
             table,
             f"gRPC: bytes without protobuf, chunks of {chunk}, insecure, one channel, malloc keeps memory, "
             "from a file in a tmpfs\ninto one that is there already, as on the device. Below 64 KiB the "
             "device's versions travel in a control message.\n",
+            *without,
         ]
         self.results.figures["alternatives"] = figures
+
+    def _beside_grpc(self) -> tuple[dict[tuple[str, int], dict[str, list[float]]], list[str]]:
+        """By way and size, and why some are missing."""
+        measured = {}
+        without = []
+        # Processes of a guest can have few pieces of its memory (the machine's vm.max_map_count), and what
+        # others have used is in pieces: the largest first, and each by processes of its own.
+        for size in sorted(self.scale.all_sizes, reverse=True):
+            try:
+                with self._grpc_running():
+                    for way in WAYS:
+                        measured[way, size] = self._rounds_of(way, size)
+            except WorkerFailed as error:
+                if not all(worker.is_alive for worker in self.workers.values()):
+                    raise
+                without.append(f"not measured: {error}\n")
+            self._release(size)
+        return measured, without
+
+    @contextlib.contextmanager
+    def _grpc_running(self) -> Iterator[None]:
+        with self._start_grpc() as self._grpc:
+            yield
+        self._grpc = None
 
     def _rounds_of(self, way: str, size: int) -> dict[str, list[float]]:
         """MiB/s of each round."""
@@ -301,7 +332,8 @@ class Bench:
         if contender in (VERBS, TCP):
             return self.workers[contender].do(way, size, count)
         suffix = "_stream" if contender == STREAMED else ""
-        return self.workers["gRPC"].do(f"{way}{suffix}", size, count)
+        assert self._grpc is not None
+        return self._grpc.client.do(f"{way}{suffix}", size, count)
 
     # -- at what cost --------------------------------------------------------------------------
 
@@ -310,23 +342,24 @@ class Bench:
         size = self.scale.cpu_size
         count = max(4, 2 * self.scale.volume // size)
         found: dict[str, list[tuple[float, ...]]] = {}
-        for round_ in range(self.scale.rounds):
-            self._say(f"processor time, {name_of(size)}", round_)
-            for contender in _turned(CONTENDERS, round_):
-                client, node = self._pids(contender)
-                for way in ("write", "read"):
-                    self._ask(contender, way, size, 2)
-                    before = measure_usage(client, node)
-                    self._ask(contender, way, size, count)
-                    used = measure_usage(client, node).since(before)
-                    per_gib = tuple(seconds * GIB / (size * count) for seconds in used)
-                    found.setdefault(f"{way}, {contender}", []).append(per_gib)
+        with self._grpc_running():
+            for round_ in range(self.scale.rounds):
+                self._say(f"processor time, {name_of(size)}", round_)
+                for contender in _turned(CONTENDERS, round_):
+                    client, node = self._pids(contender)
+                    for way in WAYS:
+                        self._ask(contender, way, size, 2)
+                        before = measure_usage(client, node)
+                        self._ask(contender, way, size, count)
+                        used = measure_usage(client, node).since(before)
+                        per_gib = tuple(seconds * GIB / (size * count) for seconds in used)
+                        found.setdefault(f"{way}, {contender}", []).append(per_gib)
         self._release(size)
         table = _table(
             f"processor seconds per GiB, versions of {name_of(size)}",
             "", "client's process", "node's process", "kernel's threads",
         )  # fmt: skip
-        for way in ("write", "read"):
+        for way in WAYS:
             for contender in CONTENDERS:
                 rounds = found[f"{way}, {contender}"]
                 sides = zip(*rounds, strict=True)
@@ -340,8 +373,8 @@ class Bench:
     def _pids(self, contender: str) -> tuple[int, int]:
         if contender in (VERBS, TCP):
             return self.workers[contender].pid, self.cluster.nodes[0].pid
-        assert self.grpc_server is not None
-        return self.workers["gRPC"].pid, self.grpc_server.pid
+        assert self._grpc is not None
+        return self._grpc.client.pid, self._grpc.server_pid
 
     # -- registration --------------------------------------------------------------------------
 

@@ -88,7 +88,6 @@ class _Server(grpc.GenericRpcHandler):
 
 def serve(address: str, place: Path, chunk: int) -> None:
     """Until standard input ends. Prints the port."""
-    place.mkdir()
     server = grpc.server(ThreadPoolExecutor(_THREADS), options=_OPTIONS)
     server.add_generic_rpc_handlers((_Server(place, chunk),))
     port = server.add_insecure_port(f"{address}:0")

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -54,7 +55,11 @@ class Worker:
     """Such a process, seen from the one that measures. A context manager."""
 
     def __init__(
-        self, script: str, kind: str, plan: dict[str, Any], environment: dict[str, str]
+        self,
+        script: str,
+        kind: str,
+        plan: dict[str, Any],
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.kind = kind
         self._process = subprocess.Popen(
@@ -68,6 +73,10 @@ class Worker:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
     def __enter__(self) -> Self:
         return self
@@ -94,7 +103,9 @@ class Worker:
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            raise WorkerFailed(f"the {self.kind} worker ended at {job} of {size} bytes")
+            status = self._process.wait()
+            how = f"by {signal.Signals(-status).name}" if status < 0 else f"with {status}"
+            raise WorkerFailed(f"the {self.kind} worker ended {how} at {job} of {size} bytes")
         return [float(word) for word in json.loads(answer)]
 
 
@@ -268,7 +279,6 @@ async def work(kind: str, plan: dict[str, Any]) -> None:
     """`kind` is "verbs", "tcp" or "grpc"."""
     logging.getLogger("irdmafs").setLevel(logging.WARNING)
     place = Path(plan["place"])
-    place.mkdir(exist_ok=True)
     if kind == "grpc":
         from .grpc_ends import GrpcJobs
 
