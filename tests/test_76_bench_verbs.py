@@ -1,5 +1,6 @@
 """The bench of the verbs transport works; what it measures is for those who read it."""
 
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -48,15 +49,26 @@ def test_the_bench_runs_and_tells_every_figure() -> None:
     need_ports()
     need_cluster()
     parts = ["registration"]
-    if shutil.which("ib_write_bw"):
-        parts.append("bandwidth")
-    done = bench("--quick", "--rounds", "1", "--sizes", "1M", "--only", ",".join(parts), "--json")
+    beside_perftest = shutil.which("ib_write_bw") is not None
+    beside_grpc = importlib.util.find_spec("grpc") is not None
+    if beside_perftest:
+        parts += ["bandwidth", "at_once", "posix", "buffer"]
+    if beside_grpc:
+        parts += ["alternatives"]
+    done = bench(
+        "--quick", "--rounds", "1", "--sizes", "64K,1M", "--only", ",".join(parts), "--json"
+    )
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
     kinds = figures["registration"]
     assert [one["regions"] for rounds in kinds.values() for one in rounds] == [1, 200]
-    if "bandwidth" in parts:
-        for way in ("write", "read"):
-            row = figures["device"][f"{way}-{1 << 20}"]
-            assert len(row["device"]) == len(row["perftest"]) == 1
-            assert row["ratio"] > 0
+    all_rows = {f"{way}-{size}" for way in ("write", "read") for size in (64 << 10, 1 << 20)}
+    if beside_perftest:
+        assert figures["device"].keys() == figures["mount"].keys() == all_rows
+        # A buffer takes no part in what is small.
+        assert figures["buffer"].keys() == {f"read-{1 << 20}"}
+        row = figures["device"][f"write-{1 << 20}"]
+        assert len(row["device"]) == len(row["perftest"]) == 1
+        assert row["ratio"] > 0
+    if beside_grpc:
+        assert figures["alternatives"].keys() == all_rows

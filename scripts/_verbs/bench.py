@@ -22,7 +22,7 @@ from irdmafs import client
 from . import echo, loop, perftest, registration
 from .perftest import Way
 from .usage import measure as measure_usage
-from .worker import AT_ONCE, Worker, WorkerFailed
+from .worker import AT_ONCE, MESSAGE_BYTES, Worker, WorkerFailed
 
 KIB = 1 << 10
 GIB = 1 << 30
@@ -81,12 +81,17 @@ class Results:
 
 
 class Ours(NamedTuple):
-    """What is measured beside perftest. `bar`: of perftest's rate, from BAR_SIZE on."""
+    """What is measured beside perftest, of versions of `least` bytes and more. `bar`: of perftest's rate,
+    from BAR_SIZE on."""
 
     name: str
     bar: float
     rate: Rate
     ways: Sequence[str] = WAYS
+    least: int = 0
+
+    def covers(self, way: str, size: int) -> bool:
+        return way in self.ways and size >= self.least
 
 
 class GrpcEnds(NamedTuple):
@@ -129,7 +134,8 @@ class Bench:
             "bandwidth": Ours(DEVICE, 0.95, self._device_rate),
             "at_once": Ours(DEVICE_MANY, 0.95, self._many_rate),
             "posix": Ours(MOUNT, 0.90, self._mount_rate),
-            "buffer": Ours(BUFFER, 0.90, self._buffer_rate, ("read",)),
+            # What is smaller is copied out of the cache.
+            "buffer": Ours(BUFFER, 0.90, self._buffer_rate, ("read",), least=MESSAGE_BYTES + 1),
         }
         if beside := [ours[part] for part in parts if part in ours]:
             self._beside_perftest(beside)
@@ -150,7 +156,7 @@ class Bench:
                         one.bar if size >= BAR_SIZE else None,
                     )
                     for way, size in keys
-                    if way in one.ways
+                    if one.covers(way, size)
                 ],
                 ours=one.name,
                 base=BASE,
@@ -158,7 +164,9 @@ class Bench:
             for one in ours
         }
         for way, size in keys:
-            measures: dict[str, Rate] = {one.name: one.rate for one in ours if way in one.ways}
+            measures: dict[str, Rate] = {
+                one.name: one.rate for one in ours if one.covers(way, size)
+            }
             for rate in measures.values():
                 rate(way, size)
             measures[BASE] = self._perftest_rate
@@ -168,7 +176,7 @@ class Bench:
                     value = measures[column](way, size) / MIB
                     for one in ours:
                         rates = tables[one.name]
-                        if column in (BASE, one.name) and way in one.ways:
+                        if column in (BASE, one.name) and one.covers(way, size):
                             rates.add(column, f"{way}-{size}", round_, value)
             if way == "read":
                 self._release(size)
