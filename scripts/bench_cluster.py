@@ -12,6 +12,7 @@ import contextlib
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -218,6 +219,8 @@ def main(rounds: int, size: str, only: str, json_file: Path | None, assert_: boo
         raise click.BadParameter(str(error)) from None
     if bytes_ % MIB:
         raise click.BadParameter("--size must be a multiple of 1 MiB")
+    if {"link", "shaped"} & set(parts) and shutil.which("iperf3") is None:
+        raise click.ClickException("iperf3 is missing: apt install iperf3")
     keys = tuple(row for row in ROWS if part_of(row) in parts)
     rates = Rates(keys, ours=OURS, base=BASE)
     bench = Bench(bytes_, rates)

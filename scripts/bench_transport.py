@@ -14,6 +14,7 @@ import contextlib
 import json
 import mmap
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -317,6 +318,8 @@ def main(
         return
     if os.geteuid() != 0:
         raise click.ClickException("network namespaces need root")
+    if shutil.which("iperf3") is None:
+        raise click.ClickException("iperf3 is missing: apt install iperf3")
     counts = [int(count) for count in streams.split(",")]
     size_bytes = size_mib << 20
     console = Console()
