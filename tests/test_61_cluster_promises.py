@@ -713,11 +713,22 @@ def _can_write(path: Path) -> bool:
     return True
 
 
+def test_groups_wait_for_nodes_that_are_about_to_start() -> None:
+    with Cluster(Plan(nodes=1, mounts=0, replicas=2)) as cluster:
+        mount = cluster.add_mount()
+        for _ in range(2):
+            cluster.add_node()
+        cluster.wait_healthy()
+        write(mount.path / "file", pattern(0, MIB))
+        groups = cluster.groups().values()
+        assert {(group.epoch, len(group.in_sync)) for group in groups} == {(1, 2)}
+
+
 def test_a_paused_node_that_wakes_up_serves_nothing_old() -> None:
     with Cluster(Plan(node_config={"rereplicate_after": 1})) as cluster:
         one, other = (mount.path for mount in cluster.mounts)
         write(one / "file", pattern(0, MIB))
-        # Who is the only one in sync is waited for, as long as that takes.
+        # Whoever is the only one in sync is waited for.
         cluster.wait_healthy()
         for i, node in enumerate(cluster.nodes, 1):
             node.pause()

@@ -177,8 +177,8 @@ class RemoteStore(Pinned):
 
     async def _prepare(self) -> None:
         """Have the usual groups made before they are needed: where a working copy is best begun
-        depends on them."""
-        if self.members.nodes:
+        depends on them. Not on fewer nodes than are to have them: others may be about to start."""
+        if len(self.members.candidates()) >= self.settings.replicas:
             layout = Layout(self.settings.replicas, self.settings.stripe_bytes)
             try:
                 await self._ensure_pool(layout)
