@@ -5,8 +5,9 @@ and commits them in one transaction (commit); so one that fails leaves no trace.
 
 On a shared engine a transaction compares as little as is needed, so that hosts that work in one
 directory are not in each other's way: a name that is made or removed, the inode whose link count
-changes, that a directory in which a name is made exists, that one which is removed is empty. Moving a
-directory compares all above its new place: two moves at once could otherwise make a circle.
+changes, that a directory in which a name is made exists (and, for a new inode, has the attributes that
+it hands down), that one which is removed is empty. Moving a directory compares all above its new
+place: two moves at once could otherwise make a circle.
 """
 
 import errno
@@ -95,7 +96,7 @@ class Namespace(LoadedTree):
             commit.new = inode
             commit.names = ((parent, name, inode.ino),)
             commit.times = ((parent, now),)
-            commit.within = (parent,)
+            commit.fixed = (directory,)  # its group may be handed down
             commit.durable = durable
             return commit
 

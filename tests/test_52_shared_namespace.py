@@ -99,6 +99,24 @@ def test_an_error_is_given_only_when_it_holds_after_all_that_happened_before(
     run(test)
 
 
+def test_a_new_inode_has_the_group_that_its_directory_hands_down_by_then(
+    etcd: EtcdServer, etcd_prefix: bytes
+) -> None:
+    """Whether or not the watch has told of that here."""
+
+    async def test() -> None:
+        async with hosts(etcd, etcd_prefix, 2, Lagging) as (here, there):
+            await there.hub.barrier()
+            await here.set_attributes(ROOT_INO, mode=DIRECTORY | 0o2755, gid=5)
+            file = await there.create(ROOT_INO, b"file", FILE | 0o644, 7, 8)
+            assert file.gid == 5
+            await here.set_attributes(ROOT_INO, gid=6)
+            place = await there.create(ROOT_INO, b"place", DIRECTORY | 0o755, 7, 8)
+            assert (place.gid, place.mode) == (6, DIRECTORY | 0o2755)
+
+    run(test)
+
+
 def test_times_of_a_directory_follow_its_names_and_utimes_in_the_order_they_happened(
     etcd: EtcdServer, etcd_prefix: bytes
 ) -> None:
