@@ -72,10 +72,6 @@ def _name_of(node: Node | None, names: Sequence[Glance]) -> Glance | None:
     return Glance(*node.name, node.ino) if node.name is not None else None
 
 
-def _declined(error: OSError) -> dict[str, Any]:
-    return {"why_not": str(error.strerror)[:_WHY_MAX]}
-
-
 class Caller(Protocol):
     """Who made a request; pyfuse3's RequestContext is one."""
 
@@ -511,12 +507,19 @@ class Operations(pyfuse3.Operations):
         if name == XATTR_STATUS and found.ino == ROOT_INO:
             return json.dumps(self._status()).encode()
         if name.startswith(XATTR_READ_INTO) and found.is_file and self._shared:
-            return json.dumps(await self._read_into(inode, name, ctx)).encode()
+            try:
+                answer = await self._read_into(inode, name, ctx)
+            except OSError as error:
+                if error.errno != errno.EOPNOTSUPP:
+                    raise
+                answer = {"why_not": str(error.strerror)[:_WHY_MAX]}
+            return json.dumps(answer).encode()
         raise fail(errno.ENODATA)
 
     async def _read_into(self, node_id: int, name: bytes, ctx: Caller) -> dict[str, Any]:
         """Read a file's current version, as an open would find it, into memory that the caller lends. An
-        answer is short enough for what getxattr(2) is first called with."""
+        answer is short enough for what getxattr(2) is first called with. Raises OSError EOPNOTSUPP, which
+        says why, where the file had better be opened."""
         _, *numbers = name.removeprefix(XATTR_READ_INTO).split(b".")
         if len(numbers) != 2 or not all(map(bytes.isdigit, numbers)):
             raise fail(errno.EINVAL)
@@ -530,18 +533,11 @@ class Operations(pyfuse3.Operations):
             if self._cache.is_written_in_place(found):
                 raise fail(errno.EOPNOTSUPP, "it is being written on this host")
             await detach()
-        except BaseException as error:
+        except BaseException:
             os.close(memory)
             os.close(lifeline)
-            if isinstance(error, OSError) and error.errno == errno.EOPNOTSUPP:
-                return _declined(error)
             raise
-        try:
-            found = await self._store.read_into(found.ino, memory, lifeline)
-        except OSError as error:
-            if error.errno == errno.EOPNOTSUPP:
-                return _declined(error)
-            raise
+        found = await self._store.read_into(found.ino, memory, lifeline)
         return {"version": found.version, "size": found.size}
 
     def has_xattrs(self, node_id: int) -> bool:

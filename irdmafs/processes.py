@@ -173,16 +173,22 @@ class _Ids(NamedTuple):
 
 def _ids(pid: int) -> _Ids:
     """Of a process or thread. Raises ProcessLookupError."""
+    found = _status(pid, b"Tgid", b"PPid")
+    return _Ids(int(found[b"Tgid"]), int(found[b"PPid"]))
+
+
+def _status(pid: int, *names: bytes) -> dict[bytes, bytes]:
+    """Lines of these names of a process's or thread's status. Raises ProcessLookupError."""
     found = {}
     try:
         with open(f"/proc/{pid}/status", "rb") as status:
             for line in status:
                 name, _, value = line.partition(b":")
-                if name in (b"Tgid", b"PPid"):
-                    found[name] = int(value)
+                if name in names:
+                    found[name] = value
     except FileNotFoundError:
         raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH)) from None
-    return _Ids(found[b"Tgid"], found[b"PPid"])
+    return found
 
 
 class PendingSignals(NamedTuple):
@@ -197,15 +203,11 @@ def pending_signals(pid: int) -> PendingSignals:
     known but that something does."""
     if not pid:
         return PendingSignals(fatal=False, keyboard=True)
-    masks = dict.fromkeys((b"SigPnd", b"ShdPnd", b"SigBlk", b"SigIgn", b"SigCgt"), 0)
     try:
-        with open(f"/proc/{pid}/status", "rb") as status:
-            for line in status:
-                name, _, value = line.partition(b":")
-                if name in masks:
-                    masks[name] = int(value, 16)
-    except (FileNotFoundError, ProcessLookupError):
+        found = _status(pid, b"SigPnd", b"ShdPnd", b"SigBlk", b"SigIgn", b"SigCgt")
+    except ProcessLookupError:
         return PendingSignals(fatal=True, keyboard=False)
+    masks = {name: int(value, 16) for name, value in found.items()}
     pending = (masks[b"SigPnd"] | masks[b"ShdPnd"]) & ~masks[b"SigBlk"]
     caught = pending & masks[b"SigCgt"]
     deadly = pending & ~caught & ~masks[b"SigIgn"] & ~_mask(*_HARMLESS)

@@ -29,11 +29,18 @@ __all__ = [
     "NoNamespaces",
     "Plan",
     "StoreNode",
+    "counters",
     "need_cluster",
     "need_network",
     "run_irdmafs",
     "train",
 ]
+
+
+def counters(mount: ClusterMount) -> dict[str, Any]:
+    """What `irdmafs status` tells of a mount and its cluster."""
+    found: dict[str, Any] = mount.status()["cluster"]
+    return found
 
 
 def need_cluster() -> None:

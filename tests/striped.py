@@ -2,10 +2,9 @@
 
 import itertools
 import os
-from typing import Any
 
 import pytest
-from cluster import MIB, Cluster, ClusterMount, StoreNode
+from cluster import MIB, Cluster, StoreNode
 from patterns import pattern
 
 _contents = itertools.count(1)
@@ -22,11 +21,6 @@ def folder(cluster: Cluster, request: pytest.FixtureRequest) -> str:
 
 def new_content(size: int) -> bytes:
     return pattern(next(_contents), size)
-
-
-def counters(mount: ClusterMount) -> dict[str, Any]:
-    found: dict[str, Any] = mount.status()["cluster"]
-    return found
 
 
 def damage(node: StoreNode, content: bytes) -> int:

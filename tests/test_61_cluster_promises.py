@@ -14,10 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from cluster import MIB, Cluster, ClusterMount, CommandFailed, Plan, StoreNode
+from cluster import MIB, Cluster, ClusterMount, CommandFailed, Plan, StoreNode, counters
 from mountpoint import eventually
 from patterns import pattern, version_of
 from processes import Process
@@ -32,11 +31,6 @@ def write(path: Path, content: bytes) -> None:
 
 def read_version(path: Path) -> int:
     return version_of(path.read_bytes())
-
-
-def counters(mount: ClusterMount) -> dict[str, Any]:
-    found: dict[str, Any] = mount.status()["cluster"]
-    return found
 
 
 def copies(cluster: Cluster) -> int:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import trio
-from cluster import MIB, Cluster, Plan
+from cluster import MIB, Cluster, Plan, counters
 from irdmafs.backend.digest import BLOCK_BYTES, digest_of_bytes
 from irdmafs.backend.records import GroupConfig, Layout
 from irdmafs.backend.remote.writer import Transfer
 from irdmafs.backend.transport import Extent, FileRange, Landed, Target
-from striped import counters, damage, folder, new_content
+from striped import damage, folder, new_content
 
 from irdmafs import mounting
 from irdmafs.status import report

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import trio
 import trio.testing
-from cluster import MIB, Cluster, ClusterMount, Plan, run_irdmafs
+from cluster import MIB, Cluster, ClusterMount, Plan, counters, run_irdmafs
 from irdmafs.backend.remote.lent import Lender
 from mountpoint import eventually
 from patterns import pattern, version_of
 from processes import Process
-from striped import counters, damage, folder, new_content
+from striped import damage, folder, new_content
 
 from irdmafs import client
 

@@ -13,10 +13,9 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
-from cluster import MIB, Cluster, ClusterMount, Plan
+from cluster import MIB, Cluster, ClusterMount, Plan, counters
 from mountpoint import eventually
 from patterns import pattern, version_of
 from rdma import IN_GUEST, REMEDY, need_address, need_ports, ports
@@ -42,11 +41,6 @@ def cluster() -> Iterator[Cluster]:
     )  # fmt: skip
     with Cluster(plan) as made:
         yield made
-
-
-def figures(mount: ClusterMount) -> dict[str, Any]:
-    found: dict[str, Any] = mount.status()["cluster"]
-    return found
 
 
 @contextmanager
@@ -85,11 +79,11 @@ def wait_for_rdma(writer: ClusterMount, reader: ClusterMount) -> None:
     """What is read before there is a queue pair, or while none works, comes over TCP."""
 
     def is_used() -> bool:
-        moved = figures(reader)["rdma_bytes"]
+        moved = counters(reader)["rdma_bytes"]
         (writer.path / "first").write_bytes(pattern(1, MIB))
         with client.Buffer(MIB) as buffer:
             buffer.fill(reader.path / "first")
-        return bool(figures(reader)["rdma_bytes"] > moved)
+        return bool(counters(reader)["rdma_bytes"] > moved)
 
     eventually(is_used, "RDMA is used", 60)
 
@@ -98,14 +92,14 @@ def test_versions_are_read_into_memory_that_was_registered_once(cluster: Cluster
     writer, reader = cluster.mounts[:2]
     wait_for_rdma(writer, reader)
     with client.Buffer(4 * MIB) as buffer:
-        before = figures(reader)
+        before = counters(reader)
         for version in range(1, VERSIONS + 1):
             data = random.Random(version).randbytes(SIZE + version)
             (writer.path / "weights").write_bytes(data)
             buffer.fill(f"{reader.path}/weights")
             assert (buffer.filled_by, buffer.version) == ("mount", version)
             assert buffer.memory[: buffer.filled].tobytes() == data
-        after = figures(reader)
+        after = counters(reader)
         # Once by each port, whenever that is first used.
         assert after["rdma_registrations"] <= before["rdma_registrations"] + len(ports())
         moved = sum(SIZE + version for version in range(1, VERSIONS + 1))
@@ -114,7 +108,7 @@ def test_versions_are_read_into_memory_that_was_registered_once(cluster: Cluster
         assert after["checked_bytes"] == before["checked_bytes"] + moved
         held = after["rdma_registered_bytes"]
     eventually(
-        lambda: figures(reader)["rdma_registered_bytes"] <= held - 4 * MIB,
+        lambda: counters(reader)["rdma_registered_bytes"] <= held - 4 * MIB,
         "the memory is not registered any more",
     )
 
@@ -153,10 +147,10 @@ def test_a_buffer_is_filled_whole_while_links_fail(cluster: Cluster) -> None:
     seed = int(os.environ.get("IRDMAFS_SEED") or random.SystemRandom().randrange(1 << 32))
     print(f"\nIRDMAFS_SEED={seed}")
     writer, reader = cluster.mounts[:2]
-    before = figures(reader)
+    before = counters(reader)
 
     def broken() -> dict[str, int]:
-        now = figures(reader)
+        now = counters(reader)
         return {name: now[name] - before[name] for name in ("rdma_fallbacks", "rdma_reroutes")}
 
     with client.Buffer(16 * MIB) as buffer, links_failing(seed):
@@ -180,10 +174,10 @@ def test_a_device_whose_memory_the_card_cannot_reach_is_said_to_be_so(cluster: C
     with dma_buf(SIZE + -SIZE % mmap.PAGESIZE) as lent:
         assert "to be checked" in why_not(reader, "for a device", lent)
         assert "cannot be registered" in why_not(careless, "for a device", lent)
-        assert figures(careless)["rdma_fallbacks"] == 0
+        assert counters(careless)["rdma_fallbacks"] == 0
         (writer.path / "for a device").write_bytes(bytes(SIZE + mmap.PAGESIZE))
         with pytest.raises(OSError) as caught:
             why_not(careless, "for a device", lent)
         assert caught.value.errno == errno.EFBIG
-    eventually(lambda: figures(careless)["lent_buffers"] == 0, "it is given back")
+    eventually(lambda: counters(careless)["lent_buffers"] == 0, "it is given back")
     assert (careless.path / "for a device").read_bytes() == bytes(SIZE + mmap.PAGESIZE)

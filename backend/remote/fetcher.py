@@ -136,7 +136,8 @@ class Fetcher:
     async def read_into(self, inode: Inode, lent: Lent) -> None:
         """Read the inode's current content to the start of memory that a program lends.
 
-        Raises Gone, Wrong, Declined, or OSError (EFBIG, ETIMEDOUT)."""
+        Raises Gone, Wrong, or OSError: EOPNOTSUPP where it had better be opened (Declined, or a device
+        that cannot be reached), EFBIG, ETIMEDOUT."""
         content, size = inode.extent, inode.size
         if size > lent.size:
             raise OSError(errno.EFBIG, f"{size} bytes do not fit into {lent.size} that are lent")
@@ -149,12 +150,7 @@ class Fetcher:
         is_checked = self._verify and bool(inode.digests)
         if is_checked and lent.memory is Memory.DEVICE:
             raise Declined("it is to be checked (see --no-verify)")
-        try:
-            await self._read_all(inode, FileRange(lent.fd, 0, size, lent.memory))
-        except OSError as error:
-            if error.errno == errno.EOPNOTSUPP:
-                raise Declined(str(error.strerror)) from None
-            raise
+        await self._read_all(inode, FileRange(lent.fd, 0, size, lent.memory))
         self.lent_files += 1
         self.lent_bytes += size
 
@@ -344,8 +340,7 @@ class Fetcher:
             nonlocal found
             found = Stripe(into.fd, into.offset, into.length)
             device = self._cluster.peers.device(node)
-            extent = Extent(inode.extent, stripe)
-            await device.read(extent, 0, into, found.landed)
+            await device.read(Extent(inode.extent, stripe), 0, into, found.landed)
 
         group = self._cluster.group(inode.layout, stripe)
         node = await self._from_any(group, inode.extent, inode.ino, wrong, take)
@@ -356,8 +351,7 @@ class Fetcher:
     ) -> None:
         async def take(node: int) -> None:
             device = self._cluster.peers.device(node)
-            extent = Extent(content, stripe)
-            await device.read(extent, start, into)
+            await device.read(Extent(content, stripe), start, into)
 
         group = self._cluster.group(inode.layout, stripe)
         await self._from_any(group, content, inode.ino, set(), take)
