@@ -156,6 +156,14 @@ class ClusterSection(_Section, frozen=True, kw_only=True):
             )
         return credentials
 
+    def identity(self, role: "Role") -> tuple[str, str]:
+        """Name and role in the certificate of a process of this role, "" without. Raises ConfigError."""
+        credentials = self.credentials(role)
+        if credentials is None:
+            return "", ""
+        found = credentials.check()
+        return found.name, found.role
+
     def rdma_choice(self, encrypt_data: bool) -> "Choice":
         """What is asked for. Raises ConfigError for what cannot be had together."""
         from .transport.verbs.rdma import Choice

@@ -91,10 +91,14 @@ class NodeAddress(msgspec.Struct, array_like=True, frozen=True):
 
 
 class MountRecord(msgspec.Struct, array_like=True, frozen=True):
+    """`name` and `role` are those of the certificate that the mount shows to store nodes, "" without."""
+
     host: str
     mountpoint: str
     pid: int
     version: str
+    name: str = ""
+    role: str = ""
 
 
 class GroupConfig(msgspec.Struct, array_like=True, frozen=True):

@@ -1,10 +1,11 @@
 """Who may take part in a cluster: mutual TLS with the cluster's own certificate authority.
 
 A certificate names its owner in CN and what the owner may be, the role, in OU. Whoever holds one that the
-cluster's CA signed is a member; there is no other list. Addresses do not count: nodes and mounts come
-and go with changing ones, so the peer's role is checked and not its DNS name. Extended key usage keeps a
-mount from posing as a node: only nodes (and etcd) may accept connections. Certificates of the role
-"etcd" are for etcd itself, whose clients do check names, and carry them.
+cluster's CA signed is a member; there is no other list. A "reader" is a mount that changes nothing.
+Addresses do not count: nodes and mounts come and go with changing ones, so the peer's role is checked
+and not its DNS name. Extended key usage keeps a mount from posing as a node: only nodes (and etcd) may
+accept connections. Certificates of the role "etcd" are for etcd itself, whose clients do check names,
+and carry them.
 """
 
 import contextlib
@@ -36,7 +37,7 @@ __all__ = [
     "peer_identity",
 ]
 
-Role = Literal["node", "mount", "admin", "etcd"]
+Role = Literal["node", "mount", "reader", "admin", "etcd"]
 ROLES: tuple[Role, ...] = get_args(Role)
 _LISTENING_ROLES = ("node", "etcd")
 

@@ -244,7 +244,9 @@ def _parse_size(flag: str, text: str) -> int:
 
 @cluster.command()
 @click.argument("name")
-@click.option("--role", type=click.Choice(["node", "mount", "admin", "etcd"]), required=True)
+@click.option(
+    "--role", type=click.Choice(["node", "mount", "reader", "admin", "etcd"]), required=True
+)
 @click.option("--host", "hosts", multiple=True, metavar="NAME",
               help="A name or address that the certificate carries (etcd's needs them).")  # fmt: skip
 @click.option("--days", type=click.IntRange(1, 3650), default=825, show_default=True)

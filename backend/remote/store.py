@@ -70,7 +70,9 @@ async def remote_store(
     Raises StoreInUse when another process has it, ConfigError when there is no such cluster, OSError
     when etcd cannot be reached.
     """
-    record = MountRecord(config.mount.host, mountpoint, os.getpid(), version)
+    record = MountRecord(
+        config.mount.host, mountpoint, os.getpid(), version, *config.cluster.identity("mount")
+    )
     os.makedirs(directory, mode=0o700, exist_ok=True)
     try:
         with (
