@@ -3,9 +3,10 @@
 The kernel asks us instead of its own lists, so these are the rules of fcntl(2) and flock(2), for
 one host. The two kinds do not see each other: a mount has one LockTable and one FlockTable.
 
-Waiters are all woken whenever a lock of their inode shrinks, and each tries again. A waiter parks
-in the same step in which it found itself blocked, so no wakeup is lost, and one that is cancelled
-gets no lock.
+Whether a lock is free takes the logarithm of the number of locks, however many owners have: the spans in
+its way are counted for all owners and for the one who asks, and compared. So nobody who holds many locks
+slows others down. Waiters come in the order in which they began to wait, as far as they can all have
+what they want.
 """
 
 import errno
@@ -14,12 +15,17 @@ from collections.abc import Iterator
 from fcntl import F_RDLCK, F_UNLCK, F_WRLCK
 from typing import NamedTuple
 
-from trio.lowlevel import ParkingLot
+import trio
+
+from .ranges import Overlaps, Ranges
+
+__all__ = ["LAST_BYTE", "LOCKS_OF_USER_MAX", "FlockTable", "Lock", "LockTable"]
 
 # The last byte a lock can cover; a lock up to here covers what is appended later, too.
 LAST_BYTE = 2**63 - 1
-# Of one owner on one inode. Every operation walks through them.
-MAX_LOCKS = 65536
+# One user may hold so many on a mount.
+LOCKS_OF_USER_MAX = 65536
+_REMEMBERED_MAX = 65536
 
 
 class Lock(NamedTuple):
@@ -29,14 +35,91 @@ class Lock(NamedTuple):
     start: int
     end: int
     pid: int
+    uid: int = 0
+
+
+class _Owner:
+    """What one owner holds on an inode: no byte is in both sets."""
+
+    __slots__ = ("pid", "reads", "uid", "writes")
+
+    def __init__(self, uid: int) -> None:
+        self.uid = uid
+        self.pid = 0
+        self.reads = Ranges()
+        self.writes = Ranges()
+
+    def __len__(self) -> int:
+        return len(self.reads) + len(self.writes)
+
+    def first(self, lock: Lock) -> Lock | None:
+        """Return the first lock that is in the way of another owner's request."""
+        found = self.writes.first(lock.start, lock.end)
+        kind = F_WRLCK
+        if lock.type == F_WRLCK:
+            read = self.reads.first(lock.start, lock.end)
+            if read is not None and (found is None or read < found):
+                found, kind = read, F_RDLCK
+        return Lock(kind, *found, self.pid, self.uid) if found is not None else None
+
+
+class _Waiter:
+    """A request that waits. `woken`: it may try, and nobody behind it who would be in its way."""
+
+    __slots__ = ("event", "lock", "owner", "woken")
+
+    def __init__(self, owner: int, lock: Lock) -> None:
+        self.owner = owner
+        self.lock = lock
+        self.event = trio.Event()
+        self.woken = False
+
+    def wake(self) -> None:
+        self.woken = True
+        self.event.set()
+
+    def is_in_the_way_of(self, other: "_Waiter") -> bool:
+        one, two = self.lock, other.lock
+        return (
+            self.owner != other.owner
+            and F_WRLCK in (one.type, two.type)
+            and one.start <= two.end
+            and two.start <= one.end
+        )
 
 
 class _Inode:
-    """The locks of one inode: by owner, sorted, without overlap, neighbours of one type merged."""
+    """The locks of one inode: by owner, and of all owners together."""
+
+    __slots__ = ("owners", "reads", "waiters", "writes")
 
     def __init__(self) -> None:
-        self.held: dict[int, list[Lock]] = {}
-        self.waiters = ParkingLot()
+        self.owners: dict[int, _Owner] = {}
+        self.reads = Overlaps()
+        self.writes = Overlaps()
+        self.waiters: dict[_Waiter, None] = {}
+
+    def conflicts(self, owner: int, lock: Lock) -> bool:
+        """Return whether others hold what is in the way of a request."""
+        mine = self.owners.get(owner)
+        span = lock.start, lock.end
+        if self.writes.count(*span) > (mine.writes.count(*span) if mine is not None else 0):
+            return True
+        return lock.type == F_WRLCK and self.reads.count(*span) > (
+            mine.reads.count(*span) if mine is not None else 0
+        )
+
+    def wake(self) -> None:
+        """Wake the waiters that nothing is in the way of, but none that another one, woken earlier, is."""
+        woken = [waiter for waiter in self.waiters if waiter.woken]
+        for waiter in self.waiters:
+            if not (
+                waiter.woken
+                or self.conflicts(waiter.owner, waiter.lock)
+                or any(earlier.is_in_the_way_of(waiter) for earlier in woken)
+            ):
+                waiter.wake()
+                woken.append(waiter)
 
 
 class LockTable:
@@ -50,17 +133,28 @@ class LockTable:
         self._inodes: dict[int, _Inode] = {}
         # Requests that wait, by owner: several threads of one owner may.
         self._requests: dict[int, list[tuple[int, Lock]]] = {}
+        self._of_user: dict[int, int] = {}
+        # Inodes that had a lock of late, oldest first.
+        self._remembered: dict[int, None] = {}
 
     def __len__(self) -> int:
-        """Number of inodes with locks."""
+        """Return the number of inodes with locks or waiters."""
         return len(self._inodes)
 
     def __contains__(self, ino: int) -> bool:
-        """Whether anybody holds a lock on the inode."""
+        """Return whether anybody holds a lock on the inode, or waits for one."""
         return ino in self._inodes
 
+    def is_used(self, ino: int) -> bool:
+        """Return whether the inode is one of those that get locked."""
+        return ino in self._remembered or ino in self._inodes
+
+    def count(self) -> int:
+        """Return the number of locks that are held."""
+        return sum(self._of_user.values())
+
     def test(self, ino: int, owner: int, lock: Lock) -> Lock | None:
-        """A lock of somebody else that `lock` would have to wait for."""
+        """Return a lock of somebody else that `lock` would have to wait for."""
         _validate(lock)
         return next((other for _, other in self._conflicts(ino, owner, lock)), None)
 
@@ -74,67 +168,114 @@ class LockTable:
 
         Raises OSError (EDEADLK) if that could only happen after this owner released something.
         """
-        if self._try_acquire(ino, owner, lock):
+        while not self._try_acquire(ino, owner, lock):
+            await self.wait_free(ino, owner, lock)
+
+    async def wait_free(self, ino: int, owner: int, lock: Lock) -> None:
+        """Wait for a moment at which the range is free. Raises OSError EDEADLK, as `acquire_wait`.
+
+        Who comes back and does not take the lock at once lets others have it.
+        """
+        inode = self._inodes.get(ino)
+        if inode is None or not inode.conflicts(owner, lock):
             return
         request = (ino, lock)
+        waiter = _Waiter(owner, lock)
         self._requests.setdefault(owner, []).append(request)
+        inode.waiters[waiter] = None
         try:
-            while not self._try_acquire(ino, owner, lock):
-                if self._waits_for_itself(owner, request):
-                    raise OSError(errno.EDEADLK, os.strerror(errno.EDEADLK))
-                await self._inodes[ino].waiters.park()
+            if self._waits_for_itself(owner, request):
+                raise OSError(errno.EDEADLK, os.strerror(errno.EDEADLK))
+            await waiter.event.wait()
         finally:
             self._requests[owner].remove(request)
             if not self._requests[owner]:
                 del self._requests[owner]
+            del inode.waiters[waiter]
+            self._tidy(ino, inode)
+            if waiter.woken:
+                # The next in line may have been passed over for it.
+                trio.lowlevel.current_trio_token().run_sync_soon(self._wake, ino)
+
+    def _wake(self, ino: int) -> None:
+        inode = self._inodes.get(ino)
+        if inode is not None:
+            inode.wake()
 
     def release_owner(self, ino: int, owner: int) -> None:
         """Remove every lock that `owner` has on the inode, as the last close does."""
-        self._set(ino, owner, Lock(F_UNLCK, 0, LAST_BYTE, 0))
+        inode = self._inodes.get(ino)
+        if inode is not None and owner in inode.owners:
+            self._set(ino, owner, Lock(F_UNLCK, 0, LAST_BYTE, 0))
 
     def _try_acquire(self, ino: int, owner: int, lock: Lock) -> bool:
         _validate(lock)
-        if any(self._conflicts(ino, owner, lock)):
+        inode = self._inodes.get(ino)
+        if inode is not None and lock.type != F_UNLCK and inode.conflicts(owner, lock):
             return False
         self._set(ino, owner, lock)
         return True
 
     def _conflicts(self, ino: int, owner: int, lock: Lock) -> Iterator[tuple[int, Lock]]:
-        """Locks that block this request, with their owners."""
+        """Yield the owners that block this request, each with the first lock that does."""
         inode = self._inodes.get(ino)
-        if inode is None or lock.type == F_UNLCK:
+        if inode is None or lock.type == F_UNLCK or not inode.conflicts(owner, lock):
             return
-        for other_owner, locks in inode.held.items():
-            if other_owner == owner:
-                continue
-            for other in locks:
-                if other.start > lock.end:
-                    break
-                if other.end >= lock.start and F_WRLCK in (lock.type, other.type):
-                    yield other_owner, other
+        for other, held in inode.owners.items():
+            if other != owner and (found := held.first(lock)) is not None:
+                yield other, found
 
     def _set(self, ino: int, owner: int, lock: Lock) -> None:
         inode = self._inodes.get(ino)
-        before = inode.held.get(owner, []) if inode else []
-        if lock.type == F_UNLCK and not before:
-            return
+        held = inode.owners.get(owner) if inode is not None else None
+        span = lock.start, lock.end
+        if held is None:
+            if lock.type == F_UNLCK:
+                return
+            held = _Owner(lock.uid)
+        if lock.type == F_RDLCK:
+            reads, writes = held.reads.adding(*span), held.writes.removing(*span)
+        elif lock.type == F_WRLCK:
+            reads, writes = held.reads.removing(*span), held.writes.adding(*span)
+        else:
+            reads, writes = held.reads.removing(*span), held.writes.removing(*span)
+        growth = reads.growth + writes.growth
+        count = self._of_user.get(held.uid, 0) + growth
+        if growth > 0 and count > LOCKS_OF_USER_MAX:
+            raise OSError(errno.ENOLCK, f"user {held.uid} holds {LOCKS_OF_USER_MAX} locks here")
         if inode is None:
             inode = self._inodes[ino] = _Inode()
-        after = _combined(before, lock)
-        if len(after) > MAX_LOCKS:
-            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-        if after:
-            inode.held[owner] = after
+            self._remember(ino)
+        inode.owners[owner] = held
+        inode.reads.replace(held.reads.apply(reads), reads.after)
+        inode.writes.replace(held.writes.apply(writes), writes.after)
+        self._count(held.uid, count)
+        if lock.type != F_UNLCK:
+            held.pid = lock.pid
+        if not held:
+            del inode.owners[owner]
+        if lock.type != F_WRLCK and inode.waiters:
+            inode.wake()
+        self._tidy(ino, inode)
+
+    def _count(self, uid: int, count: int) -> None:
+        if count:
+            self._of_user[uid] = count
         else:
-            del inode.held[owner]
-            if not inode.held:
-                # Whoever waits here finds nothing in the way, and makes a new entry.
-                del self._inodes[ino]
-        if lock.type != F_WRLCK and before:
-            inode.waiters.unpark_all()
+            self._of_user.pop(uid, None)
+
+    def _remember(self, ino: int) -> None:
+        self._remembered.pop(ino, None)
+        self._remembered[ino] = None
+        if len(self._remembered) > _REMEMBERED_MAX:
+            del self._remembered[next(iter(self._remembered))]
+
+    def _tidy(self, ino: int, inode: _Inode) -> None:
+        if not inode.owners and not inode.waiters:
+            del self._inodes[ino]
 
     def _waits_for_itself(self, owner: int, request: tuple[int, Lock]) -> bool:
-        """Whether the owners that block `request` wait, in the end, for `owner`."""
+        """Return whether the owners that block `request` wait, in the end, for `owner`."""
         reached: set[int] = set()
         unexplored = [(owner, request)]
         while unexplored:
@@ -159,12 +300,16 @@ class FlockTable(LockTable):
     def test(self, ino: int, owner: int, lock: Lock) -> Lock | None:
         return super().test(ino, owner, _whole_file(lock))
 
+    async def wait_free(self, ino: int, owner: int, lock: Lock) -> None:
+        await super().wait_free(ino, owner, _whole_file(lock))
+
     def _try_acquire(self, ino: int, owner: int, lock: Lock) -> bool:
+        lock = _whole_file(lock)
         inode = self._inodes.get(ino)
-        held = inode.held.get(owner) if inode else None
-        if held and held[0].type != lock.type:
+        held = inode.owners.get(owner) if inode is not None else None
+        if held is not None and bool(held.writes) != (lock.type == F_WRLCK):
             self.release_owner(ino, owner)
-        return super()._try_acquire(ino, owner, _whole_file(lock))
+        return super()._try_acquire(ino, owner, lock)
 
     def _waits_for_itself(self, owner: int, request: tuple[int, Lock]) -> bool:
         return False
@@ -177,22 +322,3 @@ def _whole_file(lock: Lock) -> Lock:
 def _validate(lock: Lock) -> None:
     if not 0 <= lock.start <= lock.end <= LAST_BYTE or lock.type not in (F_RDLCK, F_WRLCK, F_UNLCK):
         raise OSError(errno.EINVAL, f"not a lock: {lock}")
-
-
-def _combined(locks: list[Lock], new: Lock) -> list[Lock]:
-    """What one owner holds after `new`: it replaces, splits, or joins what was there."""
-    result = []
-    joined = new
-    for lock in locks:
-        if lock.type == new.type and lock.start <= new.end + 1 and new.start <= lock.end + 1:
-            start, end = min(joined.start, lock.start), max(joined.end, lock.end)
-            joined = joined._replace(start=start, end=end)
-            continue
-        if lock.start < new.start:
-            result.append(lock._replace(end=min(lock.end, new.start - 1)))
-        if lock.end > new.end:
-            result.append(lock._replace(start=max(lock.start, new.end + 1)))
-    if new.type != F_UNLCK:
-        result.append(joined)
-    result.sort(key=lambda lock: lock.start)
-    return result

@@ -146,7 +146,8 @@ class Operations(pyfuse3.Operations):
         self._umask = options.umask or 0
         self.posix_locks = LockTable()
         self.flocks = FlockTable()
-        self._lockers: dict[int, set[tuple[int, int]]] = {}
+        # Owners of POSIX locks, by the handle through which they took some.
+        self._lockers: dict[int, set[int]] = {}
         self.readdir_reply: Callable[[Any, bytes, Attributes, int], bool] = pyfuse3.readdir_reply
 
     # -- helpers ---------------------------------------------------------------------------------
@@ -764,7 +765,7 @@ class Operations(pyfuse3.Operations):
         info.node = node
         info.passthrough = not node.cached
         # Closing any descriptor of a file drops its process's POSIX locks: then we must hear of it.
-        info.noflush = not handle.writing and node.ino not in self.posix_locks
+        info.noflush = not handle.writing and not self.posix_locks.is_used(node.ino)
         return info
 
     async def read(self, fh: int, off: int, size: int) -> bytes:
@@ -850,7 +851,7 @@ class Operations(pyfuse3.Operations):
         ino = self._file_handle(fh).node.ino
         table = self.flocks if flock else self.posix_locks
         if not flock:
-            self._lockers.setdefault(fh, set()).add((ino, owner))
+            self._lockers.setdefault(fh, set()).add(owner)
         try:
             table.acquire(ino, owner, lock)
             return
@@ -860,17 +861,33 @@ class Operations(pyfuse3.Operations):
         await detach()
         await table.acquire_wait(ino, owner, lock)
 
-    def release_posix_locks(self, node_id: int, owner: int) -> None:
+    def release_posix_locks(self, fh: int, owner: int) -> None:
         """A descriptor was closed: its process loses its locks on the file, as POSIX wants."""
-        self.posix_locks.release_owner(self._inode(node_id).ino, owner)
+        self.posix_locks.release_owner(self._file_handle(fh).node.ino, owner)
+        self._forget_locker(fh, owner)
 
-    def release_handle_locks(self, fh: int) -> None:
-        """What was locked through a descriptor whose close we were not told of (read-only ones)."""
-        for ino, owner in self._lockers.pop(fh, ()):
+    def _forget_locker(self, fh: int, owner: int) -> None:
+        owners = self._lockers.get(fh)
+        if owners is not None:
+            owners.discard(owner)
+            if not owners:
+                del self._lockers[fh]
+
+    def has_locked(self, fh: int) -> bool:
+        """Whether POSIX locks were taken through this handle, and not all given back by a close."""
+        return fh in self._lockers
+
+    def locked_through(self, fh: int) -> tuple[int, set[int]]:
+        """The inode of a handle that is to be released, and the owners of POSIX locks who took some
+        through it: those of whose closes we were not told (read-only ones), and open descriptions."""
+        return self._file_handle(fh).node.ino, self._lockers.pop(fh, set())
+
+    def release_locks(self, ino: int, owners: set[int], flock_owner: int | None) -> None:
+        """The last descriptor of a handle is closed, and what was written through it is published."""
+        for owner in owners:
             self.posix_locks.release_owner(ino, owner)
-
-    def release_flock(self, node_id: int, owner: int) -> None:
-        self.flocks.release_owner(self._inode(node_id).ino, owner)
+        if flock_owner is not None:
+            self.flocks.release_owner(ino, flock_owner)
 
     # -- directories -----------------------------------------------------------------------------
 

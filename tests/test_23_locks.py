@@ -103,6 +103,38 @@ def test_closing_any_descriptor_of_a_file_frees_the_ranges_of_the_process(
     assert two.do("try_lock(fd, fcntl.LOCK_EX, 0, 0)")
 
 
+def test_closing_a_reader_that_was_opened_before_frees_the_ranges_of_a_file_that_gets_locked(
+    folder: Path, process: TakeProcess
+) -> None:
+    one, two = openers(folder / "file", process)
+    one.do("fcntl.lockf(fd, fcntl.LOCK_EX); fcntl.lockf(fd, fcntl.LOCK_UN)")
+    one.do("reader = os.open(file, os.O_RDONLY); fcntl.lockf(fd, fcntl.LOCK_EX)")
+    assert not two.do("try_lock(fd, fcntl.LOCK_EX, 0, 0)")
+    one.do("os.close(reader)")
+    assert two.do("try_lock(fd, fcntl.LOCK_EX, 0, 0)")
+
+
+def test_locks_of_a_process_outlive_the_child_that_inherited_its_descriptors(
+    folder: Path, process: TakeProcess
+) -> None:
+    one, two = openers(folder / "file", process)
+    one.do("""
+fcntl.lockf(fd, fcntl.LOCK_EX)
+until, end = os.pipe()
+child = os.fork()
+if not child:
+    os.close(end)
+    os.read(until, 1)
+    os._exit(0)
+os.close(fd)
+fd = os.open(file, os.O_RDWR)
+fcntl.lockf(fd, fcntl.LOCK_EX)
+os.close(end)
+os.waitpid(child, 0)
+""")
+    assert not two.do("try_lock(fd, fcntl.LOCK_EX, 0, 0)")
+
+
 @pytest.mark.parametrize("lock", ["lockf", "flock"])
 def test_shared_lock_of_a_read_only_descriptor_ends_with_it(
     folder: Path, process: TakeProcess, lock: str

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from irdmafs.locks import LAST_BYTE, MAX_LOCKS, FlockTable, Lock, LockTable
+from irdmafs.locks import LAST_BYTE, LOCKS_OF_USER_MAX, FlockTable, Lock, LockTable
 
 INO = 7
 
@@ -155,18 +155,75 @@ def test_a_flock_covers_the_whole_file_whatever_range_is_given() -> None:
     assert len(table) == 0
 
 
-def test_an_owner_has_a_limited_number_of_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert MAX_LOCKS > 1000
-    monkeypatch.setattr("irdmafs.locks.MAX_LOCKS", 3)
+def test_a_user_has_a_limited_number_of_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert LOCKS_OF_USER_MAX > 1000
+    monkeypatch.setattr("irdmafs.locks.LOCKS_OF_USER_MAX", 3)
     table = LockTable()
-    for byte in (0, 2, 4):
-        table.acquire(INO, 1, write(byte, byte))
+    for byte, ino, owner in ((0, INO, 1), (2, INO, 2), (4, INO + 1, 1)):
+        table.acquire(ino, owner, write(byte, byte))
+    assert table.count() == 3
     with pytest.raises(OSError) as refused:
         table.acquire(INO, 1, write(6, 6))
     assert refused.value.errno == errno.ENOLCK
     assert table.test(INO, 2, read(6, 6)) is None
-    table.acquire(INO, 1, write(0, 6))
-    table.acquire(INO, 2, write(9, 9))
+    table.acquire(INO, 1, write(0, 1))
+    table.acquire(INO, 3, write(9, 9)._replace(uid=1))
+    table.release_owner(INO, 2)
+    table.acquire(INO, 1, write(6, 6))
+
+
+def test_many_locks_of_others_are_not_walked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted by what is compared: the spans that a request makes the table look at."""
+    table = LockTable()
+    for number in range(3000):
+        table.acquire(
+            INO, number % 50, Lock((F_RDLCK, F_WRLCK)[number % 2], 2 * number, 2 * number, 1)
+        )
+    looked_at = 0
+
+    class Counting(int):
+        def __lt__(self, other: int) -> bool:
+            nonlocal looked_at
+            looked_at += 1
+            return int(self) < int(other)
+
+        def __gt__(self, other: int) -> bool:
+            nonlocal looked_at
+            looked_at += 1
+            return int(self) > int(other)
+
+    for byte in range(1, 1001, 2):
+        table.acquire(INO, 99, Lock(F_WRLCK, Counting(byte), Counting(byte), 1))
+        table.acquire(INO, 99, Lock(F_UNLCK, Counting(byte), Counting(byte), 1))
+    assert looked_at / 1000 < 150
+    with pytest.raises(BlockingIOError):
+        table.acquire(INO, 99, write())
+
+
+def test_waiters_that_cannot_have_it_stay_asleep() -> None:
+    async def main() -> None:
+        table = LockTable()
+        table.acquire(INO, 1, write())
+        order: list[int] = []
+
+        async def take(owner: int, lock: Lock) -> None:
+            await table.acquire_wait(INO, owner, lock)
+            order.append(owner)
+
+        async with trio.open_nursery() as nursery:
+            for owner, lock in ((2, read()), (3, write()), (4, read())):
+                nursery.start_soon(take, owner, lock)
+                await trio.testing.wait_all_tasks_blocked()
+            table.release_owner(INO, 1)
+            await trio.testing.wait_all_tasks_blocked()
+            assert order == [2, 4], "readers share it"
+            table.release_owner(INO, 2)
+            await trio.testing.wait_all_tasks_blocked()
+            assert order == [2, 4]
+            table.release_owner(INO, 4)
+        assert order == [2, 4, 3]
+
+    trio.run(main)
 
 
 @pytest.mark.parametrize("kind", [LockTable, FlockTable])

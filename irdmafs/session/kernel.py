@@ -674,9 +674,11 @@ class KernelSession(KernelCache):
     async def _flush(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         fh, _, _, owner = wire.decode(wire.FLUSH_IN, self._buffer, end)
         operations = self._operations
-        if len(operations.posix_locks):
-            operations.release_posix_locks(nodeid, owner)
-        await operations.flush(fh, caller.pid)
+        try:
+            await operations.flush(fh, caller.pid)
+        finally:
+            # Whoever has the lock next is to see what was written under it.
+            operations.release_posix_locks(fh, owner)
         return wire.reply(unique)
 
     async def _release(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
@@ -684,14 +686,14 @@ class KernelSession(KernelCache):
         operations = self._operations
         if fh in self._released:
             raise fail(errno.EBADF)
-        if not flags and not len(operations.posix_locks) and operations.release_can_wait(fh):
+        if not flags and not operations.has_locked(fh) and operations.release_can_wait(fh):
             self._released.append(fh)
             return wire.reply(unique)
-        if flags & wire.RELEASE_FLOCK_UNLOCK:
-            operations.release_flock(nodeid, owner)
-        if len(operations.posix_locks):
-            operations.release_handle_locks(fh)
-        await operations.release(fh)
+        locked = operations.locked_through(fh)
+        try:
+            await operations.release(fh)
+        finally:
+            operations.release_locks(*locked, owner if flags & wire.RELEASE_FLOCK_UNLOCK else None)
         return wire.reply(unique)
 
     async def _fsync(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
@@ -770,24 +772,24 @@ class KernelSession(KernelCache):
 
     # -- locks -----------------------------------------------------------------------------------
 
-    def _decode_lock(self, end: int) -> tuple[int, int, Lock, bool]:
+    def _decode_lock(self, uid: int, end: int) -> tuple[int, int, Lock, bool]:
         fh, owner, start, last, kind, pid, flags, _ = wire.decode(wire.LOCK_IN, self._buffer, end)
         if start > last or last > wire.EMPTY_LOCK_END:
             raise Malformed(f"a lock of bytes {start} to {last}")
-        return fh, owner, Lock(kind, start, last, pid), bool(flags & wire.LOCK_FLOCK)
+        return fh, owner, Lock(kind, start, last, pid, uid), bool(flags & wire.LOCK_FLOCK)
 
     async def _getlk(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
-        _, owner, lock, _ = self._decode_lock(end)
+        _, owner, lock, _ = self._decode_lock(caller.uid, end)
         found = self._operations.test_lock(nodeid, owner, lock)
         return wire.reply(unique, wire.LOCK_OUT.pack(found.start, found.end, found.type, found.pid))
 
     async def _setlk(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
-        fh, owner, lock, flock = self._decode_lock(end)
+        fh, owner, lock, flock = self._decode_lock(caller.uid, end)
         await self._operations.lock(fh, owner, lock, flock=flock, wait=False)
         return wire.reply(unique)
 
     async def _setlkw(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
-        fh, owner, lock, flock = self._decode_lock(end)
+        fh, owner, lock, flock = self._decode_lock(caller.uid, end)
         await self._operations.lock(fh, owner, lock, flock=flock, wait=True)
         return wire.reply(unique)
 

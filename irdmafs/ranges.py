@@ -1,0 +1,105 @@
+"""Sets of byte ranges, kept sorted so that looking one up takes the logarithm of their number."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+__all__ = ["Change", "Overlaps", "Ranges", "Span"]
+
+Span = tuple[int, int]  # first and last byte, inclusive
+
+
+class Change(NamedTuple):
+    """Replace the spans `first` to before `last` of a set by `after`."""
+
+    first: int
+    last: int
+    after: Sequence[Span]
+
+    @property
+    def growth(self) -> int:
+        """By how many spans the set grows."""
+        return len(self.after) - (self.last - self.first)
+
+
+class Ranges:
+    """Spans that neither overlap nor touch, in order."""
+
+    __slots__ = ("_ends", "_starts")
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __iter__(self) -> Iterator[Span]:
+        return zip(self._starts, self._ends, strict=True)
+
+    def count(self, start: int, end: int) -> int:
+        """Return how many spans overlap a range."""
+        return bisect_right(self._starts, end) - bisect_left(self._ends, start)
+
+    def first(self, start: int, end: int) -> Span | None:
+        """Return the first span that overlaps a range."""
+        at = bisect_left(self._ends, start)
+        if at == len(self._starts) or self._starts[at] > end:
+            return None
+        return self._starts[at], self._ends[at]
+
+    def covers(self, start: int, end: int) -> bool:
+        """Return whether one span holds the whole range."""
+        found = self.first(start, end)
+        return found is not None and found[0] <= start and end <= found[1]
+
+    def adding(self, start: int, end: int) -> Change:
+        """Return the change that adds a range, joined with what it overlaps or touches."""
+        first = bisect_left(self._ends, start - 1)
+        last = bisect_right(self._starts, end + 1)
+        if first < last:
+            start, end = min(start, self._starts[first]), max(end, self._ends[last - 1])
+        return Change(first, last, ((start, end),))
+
+    def removing(self, start: int, end: int) -> Change:
+        """Return the change that removes a range, and may cut a span in two."""
+        first = bisect_left(self._ends, start)
+        last = bisect_right(self._starts, end)
+        after: list[Span] = []
+        if first < last:
+            if self._starts[first] < start:
+                after.append((self._starts[first], start - 1))
+            if self._ends[last - 1] > end:
+                after.append((end + 1, self._ends[last - 1]))
+        return Change(first, last, after)
+
+    def apply(self, change: Change) -> list[Span]:
+        """Make a change; return the spans that it replaced."""
+        part = slice(change.first, change.last)
+        before = list(zip(self._starts[part], self._ends[part], strict=True))
+        self._starts[part] = [start for start, _ in change.after]
+        self._ends[part] = [end for _, end in change.after]
+        return before
+
+
+class Overlaps:
+    """Counts the spans of many owners, which may overlap each other."""
+
+    __slots__ = ("_ends", "_starts")
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    def count(self, start: int, end: int) -> int:
+        """Return how many spans overlap a range: those that begin before its end, less those that
+        end before its beginning."""
+        return bisect_right(self._starts, end) - bisect_left(self._ends, start)
+
+    def replace(self, before: Sequence[Span], after: Sequence[Span]) -> None:
+        for start, end in before:
+            del self._starts[bisect_left(self._starts, start)]
+            del self._ends[bisect_left(self._ends, end)]
+        for start, end in after:
+            self._starts.insert(bisect_left(self._starts, start), start)
+            self._ends.insert(bisect_left(self._ends, end), end)
