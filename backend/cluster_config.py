@@ -224,7 +224,9 @@ class NodeSection(_Section, frozen=True, kw_only=True):
     """`listen` is ADDR or ADDR:PORT, empty: see `Listen`. `zone`, `rack` and `host` are failure domains;
     processes of equal `host` share memory. `size` limits a tmpfs store (None: what the directory has).
     `rebalance_rate` is in bytes per second. A node that is gone for `rereplicate_after` is given up:
-    its groups get other members. `encrypt_data`: TLS for the data streams too, not only for control."""
+    its groups get other members. Extents that nothing names are kept for `quarantine` (None: a week on a
+    disk, an hour in memory), or until room is wanted. `encrypt_data`: TLS for the data streams too, not
+    only for control."""
 
     store: str | None = None
     listen: str = ""
@@ -237,6 +239,7 @@ class NodeSection(_Section, frozen=True, kw_only=True):
     metrics_address: str = "127.0.0.1"
     rebalance_rate: Size = Size(256 << 20)
     rereplicate_after: Seconds = Seconds(60)
+    quarantine: Seconds | None = None
     streams: int = 4
     encrypt_data: bool = False
 

@@ -46,6 +46,8 @@ _TOLD = (
     "reused_files",
     "rdma_registrations",
     "rdma_registered_bytes",
+    "quarantined_extents",
+    "quarantined_bytes",
 )
 
 
@@ -259,6 +261,17 @@ class Cluster:
             if candidates and not any(map(parse_policy(rule).admits, candidates))
         ]
 
+    def _quarantined(self) -> list[str]:
+        """What nodes keep though nothing names it."""
+        return [
+            f"node {node:016x} keeps {counted(extents, 'extent')} ({size >> 20} MiB) in quarantine that "
+            "nothing names: they go in time, or when room is wanted"
+            for node, report in sorted(self.reports.items())
+            if isinstance(extents := report.get("quarantined_extents"), int)
+            and isinstance(size := report.get("quarantined_bytes"), int)
+            and extents
+        ]
+
     def to_json(self) -> dict[str, Any]:
         health, problems = self.health()
         settings = self.members.settings
@@ -266,7 +279,7 @@ class Cluster:
         return {
             "health": health,
             "problems": problems,
-            "notes": [*self.notes, *self._unfit_rules()],
+            "notes": [*self.notes, *self._unfit_rules(), *self._quarantined()],
             "settings": None if settings is None else msgspec.structs.asdict(settings),
             "nodes": [self._node_json(node) for node in self.nodes()],
             "groups": {

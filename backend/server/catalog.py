@@ -10,8 +10,12 @@ superseded is not named again. An extent on this node is
     pending   sealed, not named yet: it stays as long as the session that writes it
     retired   no longer named, but pinned: it stays until the last pin goes
 
-and freed otherwise. One that was published, and superseded while the node was down, is told from a pending
-one by its mark (Files.mark_named); if the node died before it could set it, it stays with its session.
+and goes otherwise: it is freed if the change that left it without a name was seen here, in its order. One
+that is merely found to have no name, at the start or after a gap in the watch, is put into quarantine
+(quarantine.py), and taken back should it be named again.
+
+One that was published, and superseded while the node was down, is told from a pending one by its mark
+(Files.mark_named); if the node died before it could set it, it stays with its session.
 """
 
 import logging
@@ -70,11 +74,13 @@ class Catalog:
         self._by_group: dict[int, set[int]] = {}  # group -> contents
         self._pins: dict[int, set[int]] = {}  # content -> leases
         self._unnamed: dict[int, set[int]] = {}  # content -> stripes that are here
+        # Contents that were found to have no name, and not seen to lose it.
+        self._found_unnamed: set[int] = set()
         self._gone: dict[int, None] = {}  # contents, the oldest first
         self._mine: set[int] = set()  # groups we are a member of
-        self._left: dict[
-            int, float
-        ] = {}  # groups of which there may be extents all the same, since
+        # Groups of which there may be extents all the same: since when, and whether they were seen to be
+        # left.
+        self._left: dict[int, tuple[float, bool]] = {}
         self._busy = trio.Event()
         groups.group_changed.append(self._group_changed)
 
@@ -199,8 +205,31 @@ class Catalog:
             for group, length in _groups_of(named, self._buckets).items():
                 self._by_group.setdefault(group, set()).add(named.content)
                 self.bytes_by_group[group] = self.bytes_by_group.get(group, 0) + length
+        self._found_unnamed.discard(named.content)
+        if self._begun:
+            self._bring_back(named.content)
         for stripe in self._unnamed.pop(named.content, ()):
             self._settle(Extent(named.content, stripe), named)
+
+    def _bring_back(self, content: int) -> int:
+        """Take what is in quarantine, named (again), and to be here. Returns how many extents."""
+        found, count = self._named.get(content), 0
+        if found is None:
+            return 0
+        named = found[1]
+        for stripe, size in self._files.quarantine.stripes_of(content):
+            extent = Extent(content, stripe)
+            group = group_of(named.layout, stripe, self._buckets)
+            if extent in self._files or size != _length(named, stripe) or not self.is_member(group):
+                continue
+            try:
+                self._files.bring_back(extent)
+            except OSError as error:
+                log.error("extent %x.%x stays in quarantine: %s", *extent, error)
+                continue
+            self._settle(extent, named)
+            count += 1
+        return count
 
     def _unname(self, ino: int, named: _Named) -> bool:
         found = self._named.get(named.content)
@@ -248,9 +277,12 @@ class Catalog:
         if self.is_member(group):
             self._mine.add(group)
             self._left.pop(group, None)
+            if self._begun and len(self._files.quarantine):
+                for content in self._by_group.get(group, ()):
+                    self._bring_back(content)
         elif group in self._mine:
             self._mine.remove(group)
-            self._leave(group)
+            self._leave(group, seen=True)
 
     # -- what is here ----------------------------------------------------------------------------
 
@@ -273,15 +305,17 @@ class Catalog:
         """Its writer will not publish it."""
         if content not in self._named:
             self._remember_gone(content)
+            self._found_unnamed.discard(content)
             self._reconsider(content)
 
-    def make_room(self) -> bool:
-        """The store is full: free at once what is kept just in case. Returns whether something was
-        freed, whose memory the next `Files.reap` gives back."""
+    def make_room(self, wanted_bytes: int = 0) -> bool:
+        """The store is full: free at once what is kept just in case, of what is in quarantine only so
+        much. Returns whether something was freed, whose memory the next `Files.reap` gives back."""
         before = self.freed_extents
         for group in list(self._left):
-            self._free_left(group)
+            self._free_left(group, seen=True)
         self._files.give_up_spares()
+        self.freed_extents += self._files.tidy_quarantine(wanted_bytes)
         return self.freed_extents > before or self._files.has_condemned
 
     async def run(self) -> None:
@@ -298,9 +332,10 @@ class Catalog:
     def tidy(self, now: float) -> None:
         """Free extents of groups that were left long ago (`now` is time.monotonic()) or for good, and
         working copies whose mount is gone."""
-        for group, since in list(self._left.items()):
+        for group, (since, seen) in list(self._left.items()):
             if now - since > _LEFT_KEPT_S or not self.wanted(group):
-                self._free_left(group)
+                self._free_left(group, seen)
+        self.freed_extents += self._files.tidy_quarantine()
         for name, content in self._files.working_copies().items():
             session = session_of(content)
             # One that is newer than what we know of is open.
@@ -310,52 +345,66 @@ class Catalog:
     def _look_over(self) -> None:
         """Decide on every extent that is here."""
         self._unnamed.clear()
+        self._found_unnamed.clear()
+        if count := sum(map(self._bring_back, self._files.quarantine.contents())):
+            log.warning("%d extents are named again and taken out of quarantine", count)
         for extent in list(self._files):
             found = self._named.get(extent.content)
             if found is None:
+                self._found_unnamed.add(extent.content)
                 self._unnamed.setdefault(extent.content, set()).add(extent.stripe)
                 if self._files.was_named(extent):
                     self._remember_gone(extent.content)
             else:
                 self._settle(extent, found[1])
+        before = len(self._files.quarantine)
         for content in list(self._unnamed):
             self._reconsider(content)
+        if (count := len(self._files.quarantine) - before) > 0:
+            log.warning(
+                "%d extents here have no name in etcd: they are kept in %s/quarantine for %g h, or until "
+                "room is wanted",
+                count, self._files.directory, self._files.quarantine.kept_s / 3600,
+            )  # fmt: skip
 
     def _settle(self, extent: Extent, named: _Named) -> None:
         """A named extent is here: is it what it should be, and where it should be?"""
         size = self._files.size(extent)
         if size is None:
             return
-        expected = 0
-        if extent.stripe < named.layout.stripes(named.size):
-            expected = named.layout.span(named.size, extent.stripe)[1]
+        expected = _length(named, extent.stripe)
         if size != expected:
             log.error(
-                "extent %x.%x has %d bytes and should have %d: it is dropped",
+                "extent %x.%x has %d bytes and should have %d: it is put into quarantine",
                 extent.content, extent.stripe, size, expected,
             )  # fmt: skip
-            self._free(extent)
+            self._files.set_aside(extent)
             return
         self._files.mark_named(extent)
         group = group_of(named.layout, extent.stripe, self._buckets)
         if not self.is_member(group):
-            self._leave(group)
+            self._leave(group, seen=False)
 
     def _reconsider(self, content: int) -> None:
         if not self._begun or content not in self._unnamed or content in self._pins:
             return
         if not self.may_store(content):
+            let_go = self._free
+            if content in self._found_unnamed:
+                self._found_unnamed.remove(content)
+                let_go = self._files.set_aside
             for stripe in self._unnamed.pop(content):
-                self._free(Extent(content, stripe))
+                let_go(Extent(content, stripe))
 
-    def _leave(self, group: int) -> None:
-        self._left.setdefault(group, time.monotonic())
+    def _leave(self, group: int, seen: bool) -> None:
+        self._left.setdefault(group, (time.monotonic(), seen))
 
-    def _free_left(self, group: int) -> None:
+    def _free_left(self, group: int, seen: bool) -> None:
         del self._left[group]
         if not self.is_member(group):
+            let_go = self._free if seen else self._files.set_aside
             for extent, _ in self.extents_of(group):
-                self._free(extent)
+                let_go(extent)
 
     def _free(self, extent: Extent) -> None:
         if extent in self._files:
@@ -369,6 +418,13 @@ class Catalog:
         self._gone[content] = None
         if len(self._gone) > _REMEMBERED_GONE:
             del self._gone[next(iter(self._gone))]
+
+
+def _length(named: _Named, stripe: int) -> int:
+    """Bytes that a stripe of it should have; 0 for one that it has not."""
+    if stripe < named.layout.stripes(named.size):
+        return named.layout.span(named.size, stripe)[1]
+    return 0
 
 
 def _stripes_in(named: _Named, group: int, buckets: int) -> Iterator[int]:

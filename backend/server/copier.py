@@ -63,7 +63,7 @@ class Catalog(Protocol):
         """An extent has just been sealed."""
         ...
 
-    def make_room(self) -> bool:
+    def make_room(self, wanted_bytes: int = 0) -> bool:
         """The store is full: condemn what is kept just in case, for `Files.reap`."""
         ...
 
@@ -245,7 +245,7 @@ class Copier:
         try:
             return await trio.to_thread.run_sync(self._files.create, size)
         except OSError as error:
-            if error.errno != errno.ENOSPC or not self._catalog.make_room():
+            if error.errno != errno.ENOSPC or not self._catalog.make_room(size):
                 raise
         await trio.to_thread.run_sync(self._files.reap)
         self._files.let_go()

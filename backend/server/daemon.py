@@ -100,7 +100,7 @@ class _Node:
     async def run(self, ready: Callable[[str], None]) -> None:
         node = self._config.node
         assert node.store is not None
-        with Files(node.store, node.size) as self._files:
+        with Files(node.store, node.size, node.quarantine) as self._files:
             async with self._config.cluster.engine("node") as self._engine:
                 settings = await _settings(self._config, self._engine)
                 self._files.identity.bind(settings.cluster_id)

@@ -7,6 +7,7 @@
     STORE/incoming/_N           being received, on its way out, or spare
     STORE/incoming/CONTENT      a working copy of a mount on this host, to be adopted
     STORE/lent/CONTENT.STRIPE   another name of an extent that a mount on this host has opened
+    STORE/quarantine/CONTENT.STRIPE     an extent that nothing names, kept for a while (quarantine.py)
 
 An extent comes into being by a rename into extents/, so what lies there is whole. Its file may be used
 again for another one after it (spares.py says when).
@@ -29,6 +30,13 @@ from ..sole import is_only_opener
 from ..storedir import StoreInUse, in_memory, lock_directory
 from ..transport import Extent
 from .identity import Identity
+from .quarantine import (
+    KEPT_IN_MEMORY_S,
+    KEPT_ON_DISK_S,
+    Quarantine,
+    extent_name,
+    parsed_name,
+)
 from .spares import (
     SPARE_BYTES_MIN,
     SPARES_MAX,
@@ -49,12 +57,14 @@ log = logging.getLogger(__name__)
 _REMOVED_AT_ONCE_BYTES = 1 << 20
 # With less room than this share of the store, nothing is spare.
 _ROOM_SHARE = 1 / 16
+# With less, the oldest in quarantine go: working copies of mounts on this host need room at once.
+_QUARANTINE_ROOM_SHARE = 1 / 8
 _OWN = stat.S_ISVTX
 
 
 class Space(NamedTuple):
     """Bytes. `used` is what extents take, `total` and `free` are the filesystem's or the limit's; what is
-    spare is free."""
+    spare or in quarantine is free."""
 
     used: int
     total: int
@@ -62,15 +72,23 @@ class Space(NamedTuple):
 
 
 class Files:
-    """An open store directory, at most `limit_bytes` of extents in it. Use as a context manager.
+    """An open store directory, at most `limit_bytes` of extents in it. What nothing names is kept for
+    `quarantine_s` (None: as is fit for a disk, or for memory). Use as a context manager.
 
     Methods are for the event loop except where they say otherwise. Raises StoreInUse when another
     process has it open and kv.Damaged when node.json makes no sense.
     """
 
-    def __init__(self, directory: str, limit_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        directory: str,
+        limit_bytes: int | None = None,
+        quarantine_s: float | None = None,
+    ) -> None:
         self.directory = directory
         self._limit_bytes = limit_bytes
+        self._quarantine_s = quarantine_s
+        self.quarantine: Quarantine
         self.identity = Identity(directory)
         self.power_safe = False
         self.used_bytes = 0
@@ -94,13 +112,16 @@ class Files:
         os.makedirs(self.directory, mode=0o700, exist_ok=True)
         try:
             self._fds.append(lock_directory(self.directory, "store is in use by another process"))
-            for name in ("", "extents", "incoming", "lent"):
+            for name in ("", "extents", "incoming", "lent", "quarantine"):
                 path = f"{self.directory}/{name}"
                 os.makedirs(path, mode=0o700, exist_ok=True)
                 os.chmod(path, 0o700)
                 self._fds.append(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-            _, self._top, self._sealed, self._incoming, self._lent = self._fds
+            _, self._top, self._sealed, self._incoming, self._lent, aside = self._fds
             self.power_safe = not in_memory(self.directory)
+            usual_s = KEPT_ON_DISK_S if self.power_safe else KEPT_IN_MEMORY_S
+            kept_s = usual_s if self._quarantine_s is None else self._quarantine_s
+            self.quarantine = Quarantine(aside, kept_s)
             if not self.identity.load(self._top):
                 self._forget_strays()
                 self.identity.save()
@@ -134,10 +155,14 @@ class Files:
         names = os.listdir(self._sealed)
         if names:
             log.warning(
-                "%s: node.json is gone: the extents there are nobody's and go", self.directory
+                "%s: node.json is gone, so this is a new node; the extents of the former one are put into "
+                "quarantine",
+                self.directory,
             )
-        for name in names:
-            os.unlink(name, dir_fd=self._sealed)
+        for entry in os.scandir(self._sealed):
+            extent = parsed_name(entry.name)
+            if extent is not None:
+                self.quarantine.take_in(extent, entry.stat().st_size, self._sealed)
 
     def _scan(self) -> None:
         """Find sealed extents; what was being received or removed when the last process ended goes. None
@@ -148,7 +173,7 @@ class Files:
         for name in os.listdir(self._lent):
             os.unlink(name, dir_fd=self._lent)
         for entry in os.scandir(self._sealed):
-            extent = _parsed(entry.name)
+            extent = parsed_name(entry.name)
             if extent is None or not entry.is_file(follow_symlinks=False):
                 log.warning("%s is not an extent and is passed over", entry.path)
                 continue
@@ -190,16 +215,17 @@ class Files:
 
     def _open(self, extent: Extent) -> int:
         if extent not in self._sizes:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), _name(extent))
-        return os.open(_name(extent), os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._sealed)
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), extent_name(extent))
+        return os.open(extent_name(extent), os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._sealed)
 
     def space(self) -> Space:
         status = os.fstatvfs(self._sealed)
         total = status.f_blocks * status.f_frsize
-        free = min(total, status.f_bavail * status.f_frsize + self._spares.bytes)
+        spare = self._spares.bytes + self.quarantine.bytes
+        free = min(total, status.f_bavail * status.f_frsize + spare)
         if self._limit_bytes is not None:
             total = min(total, self._limit_bytes)
-            free = min(free, max(0, self._limit_bytes - self._taken() + self._spares.bytes))
+            free = min(free, max(0, self._limit_bytes - self._taken() + spare))
         return Space(self.used_bytes, total, free)
 
     def working_copies(self) -> dict[str, int]:
@@ -308,7 +334,10 @@ class Files:
             self._made[extent] = incoming.file
         try:
             os.rename(
-                incoming.name, _name(extent), src_dir_fd=self._incoming, dst_dir_fd=self._sealed
+                incoming.name,
+                extent_name(extent),
+                src_dir_fd=self._incoming,
+                dst_dir_fd=self._sealed,
             )
         except OSError:
             self._made.pop(extent, None)
@@ -325,9 +354,9 @@ class Files:
             self._named.add(extent)
             try:
                 own = 0 if extent in self._foreign else _OWN
-                os.chmod(_name(extent), 0o400 | own, dir_fd=self._sealed)
+                os.chmod(extent_name(extent), 0o400 | own, dir_fd=self._sealed)
             except FileNotFoundError:
-                log.error("extent %s vanished from the store", _name(extent))
+                log.error("extent %s vanished from the store", extent_name(extent))
                 self.free(extent)
 
     def was_named(self, extent: Extent) -> bool:
@@ -368,13 +397,13 @@ class Files:
             file = None
         try:
             if file is None and size <= _REMOVED_AT_ONCE_BYTES:
-                os.unlink(_name(extent), dir_fd=self._sealed)
+                os.unlink(extent_name(extent), dir_fd=self._sealed)
                 self._forget_file(extent)
                 return
             name = self._new_name()
-            os.rename(_name(extent), name, src_dir_fd=self._sealed, dst_dir_fd=self._incoming)
+            os.rename(extent_name(extent), name, src_dir_fd=self._sealed, dst_dir_fd=self._incoming)
         except FileNotFoundError:
-            log.warning("extent %s vanished from the store", _name(extent))
+            log.warning("extent %s vanished from the store", extent_name(extent))
             self._forget_file(extent)
             return
         self._freed += 1
@@ -386,13 +415,54 @@ class Files:
             file.name, file.freed = name, self._freed
             self._spares.add(file)
 
+    def set_aside(self, extent: Extent) -> None:
+        """Put an extent into quarantine. One that is not here is no error."""
+        size = self._sizes.pop(extent, None)
+        if size is None:
+            return
+        self._named.discard(extent)
+        self.used_bytes -= size
+        try:
+            self.quarantine.take_in(extent, size, self._sealed)
+        except FileNotFoundError:
+            log.warning("extent %s vanished from the store", extent_name(extent))
+        self._forget_file(extent)
+
+    def bring_back(self, extent: Extent) -> None:
+        """Take an extent out of quarantine. Raises FileNotFoundError."""
+        self.quarantine.give_back(extent, self._sealed)
+        status = os.stat(extent_name(extent), dir_fd=self._sealed)
+        self._sizes[extent] = status.st_size
+        self.used_bytes += status.st_size
+        if not status.st_mode & _OWN:
+            self._foreign.add(extent)
+
+    def tidy_quarantine(self, wanted_bytes: int = 0) -> int:
+        """Give up what has been in quarantine for long enough, and the oldest where the store has little
+        room, or where `wanted_bytes` are wanted at once. Their memory goes with the next `reap`. Returns
+        how many went."""
+        if not len(self.quarantine):
+            return 0
+        space = self.space()
+        really_free = space.free - self._spares.bytes - self.quarantine.bytes
+        short = int(space.total * _QUARANTINE_ROOM_SHARE) - really_free
+        due = self.quarantine.due(max(wanted_bytes, short))
+        for extent in due:
+            name = self._new_name()
+            try:
+                self.quarantine.move_out(extent, name, self._incoming)
+            except FileNotFoundError:
+                continue
+            self._condemned.append(name)
+        return len(due)
+
     def _forget_file(self, extent: Extent) -> bool:
         """An extent has lost its file, or is about to. Returns whether a mount on this host ever had it
         open."""
         self._made.pop(extent, None)
         self._foreign.discard(extent)
         try:
-            os.unlink(_name(extent), dir_fd=self._lent)
+            os.unlink(extent_name(extent), dir_fd=self._lent)
         except FileNotFoundError:
             return False
         return True
@@ -439,23 +509,11 @@ class Files:
             done += 1
 
     def _taken(self) -> int:
-        return self.used_bytes + self._spares.bytes + sum(list(self._receiving.values()))
+        kept = self.used_bytes + self._spares.bytes + self.quarantine.bytes
+        return kept + sum(list(self._receiving.values()))
 
     def _new_name(self) -> str:
         return f"_{next(self._numbers):x}"
-
-
-def _name(extent: Extent) -> str:
-    return f"{extent.content:x}.{extent.stripe:x}"
-
-
-def _parsed(name: str) -> Extent | None:
-    content, dot, stripe = name.partition(".")
-    try:
-        extent = Extent(int(content, 16), int(stripe, 16))
-    except ValueError:
-        return None
-    return extent if dot and _name(extent) == name else None
 
 
 def working_copy(name: str) -> int | None:

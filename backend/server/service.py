@@ -101,7 +101,7 @@ class NodeService:
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            await self._make_room()
+            await self._make_room(length)
             incoming = await self._create(length)
         self._begin()
         return incoming
@@ -203,6 +203,8 @@ class NodeService:
             "free_bytes": space.free,
             "pending_extents": self._catalog.pending_extents,
             "freed_extents": self._catalog.freed_extents,
+            "quarantined_extents": len(self._files.quarantine),
+            "quarantined_bytes": self._files.quarantine.bytes,
             "named_contents": self._catalog.named_contents,
             "receiving": self._receiving,
             "created_files": self._files.created_files,
@@ -240,14 +242,14 @@ class NodeService:
         if self._replica.applied < revision:
             raise Unreachable(self._files.node, "it does not hear from etcd")
 
-    async def _make_room(self) -> None:
+    async def _make_room(self, wanted_bytes: int) -> None:
         """What was superseded a moment ago, or is kept just in case, goes now."""
         with trio.move_on_after(_CATCH_UP_S):
             try:
                 await self._replica.barrier()
             except OSError as error:
                 log.info("the store is full, and what can go is not known: %s", error)
-        self._catalog.make_room()
+        self._catalog.make_room(wanted_bytes)
         await trio.to_thread.run_sync(self._files.reap)
         self._files.let_go()
 

@@ -1,0 +1,121 @@
+"""Extents that a store node keeps although nothing names them, in case that they are missed.
+
+STORE/quarantine/CONTENT.STRIPE     since its time of modification
+
+What a node saw to be removed or superseded it frees. An extent that it merely finds to have no name, when
+it starts or after a gap in the watch, goes here instead: etcd may have been restored from a backup that is
+older than the extent. One that is named again goes back. The oldest go when they have been here for
+`kept_s`, and sooner where room is wanted: they count as free.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+
+from ..transport import Extent
+
+__all__ = ["KEPT_IN_MEMORY_S", "KEPT_ON_DISK_S", "Quarantine", "extent_name", "parsed_name"]
+
+log = logging.getLogger(__name__)
+
+KEPT_ON_DISK_S = 7 * 86400.0
+# Memory is dearer, and a store in memory does not outlive its machine.
+KEPT_IN_MEMORY_S = 3600.0
+
+
+class Quarantine:
+    """What lies in the directory `fd`, which stays the caller's. `kept_s` is in seconds."""
+
+    def __init__(self, fd: int, kept_s: float) -> None:
+        self.kept_s = kept_s
+        self.bytes = 0
+        self._fd = fd
+        self._kept: dict[Extent, tuple[int, float]] = {}  # size, since; the oldest first
+        self._stripes: dict[int, set[int]] = {}  # by content
+        found = []
+        for entry in os.scandir(fd):
+            extent = parsed_name(entry.name)
+            if extent is not None and entry.is_file(follow_symlinks=False):
+                status = entry.stat(follow_symlinks=False)
+                found.append((status.st_mtime, extent, status.st_size))
+        for since, extent, size in sorted(found):
+            self._add(extent, size, since)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __iter__(self) -> Iterator[Extent]:
+        return iter(self._kept)
+
+    def contents(self) -> list[int]:
+        return list(self._stripes)
+
+    def stripes_of(self, content: int) -> list[tuple[int, int]]:
+        """The stripes of a content that are here, and their sizes in bytes."""
+        return [
+            (stripe, self._kept[Extent(content, stripe)][0])
+            for stripe in self._stripes.get(content, ())
+        ]
+
+    def take_in(self, extent: Extent, size: int, sealed_fd: int) -> None:
+        """Move an extent here from the directory of sealed ones. Raises FileNotFoundError."""
+        self._forget(extent)
+        name = extent_name(extent)
+        os.rename(name, name, src_dir_fd=sealed_fd, dst_dir_fd=self._fd)
+        now = time.time()
+        os.utime(name, (now, now), dir_fd=self._fd)
+        self._add(extent, size, now)
+
+    def give_back(self, extent: Extent, sealed_fd: int) -> None:
+        """Move an extent back to the sealed ones. Raises FileNotFoundError."""
+        self._forget(extent)
+        name = extent_name(extent)
+        os.rename(name, name, src_dir_fd=self._fd, dst_dir_fd=sealed_fd)
+
+    def move_out(self, extent: Extent, name: str, to_fd: int) -> None:
+        """It is given up: what is left of it is the file `name` in another directory. Raises
+        FileNotFoundError."""
+        self._forget(extent)
+        os.rename(extent_name(extent), name, src_dir_fd=self._fd, dst_dir_fd=to_fd)
+
+    def due(self, wanted_bytes: int) -> list[Extent]:
+        """Those that have been here for long enough, and as many of the oldest besides as it takes to
+        free so many bytes."""
+        until = time.time() - self.kept_s
+        found = []
+        for extent, (size, since) in self._kept.items():
+            if since > until and wanted_bytes <= 0:
+                break
+            wanted_bytes -= size
+            found.append(extent)
+        return found
+
+    def _add(self, extent: Extent, size: int, since: float) -> None:
+        self._kept[extent] = size, since
+        self._stripes.setdefault(extent.content, set()).add(extent.stripe)
+        self.bytes += size
+
+    def _forget(self, extent: Extent) -> None:
+        known = self._kept.pop(extent, None)
+        if known is not None:
+            self.bytes -= known[0]
+            stripes = self._stripes[extent.content]
+            stripes.discard(extent.stripe)
+            if not stripes:
+                del self._stripes[extent.content]
+
+
+def extent_name(extent: Extent) -> str:
+    """The name of an extent's file."""
+    return f"{extent.content:x}.{extent.stripe:x}"
+
+
+def parsed_name(name: str) -> Extent | None:
+    """The extent whose file has this name; None: no extent's has."""
+    content, dot, stripe = name.partition(".")
+    try:
+        extent = Extent(int(content, 16), int(stripe, 16))
+    except ValueError:
+        return None
+    return extent if dot and extent_name(extent) == name else None
