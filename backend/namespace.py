@@ -35,6 +35,7 @@ __all__ = [
     "Inode",
     "Namespace",
     "fail",
+    "handed_down",
 ]
 
 XATTR_SIZE_MAX = 64 * 1024
@@ -82,11 +83,7 @@ class Namespace(LoadedTree):
             directory = self.inodes[parent]
             if directory.nlink == 0:
                 raise fail(errno.ENOENT)  # removed while somebody stands in it
-            kind, group = mode, gid
-            if directory.mode & stat.S_ISGID:
-                group = directory.gid
-                if stat.S_ISDIR(mode):
-                    kind |= stat.S_ISGID
+            kind, group = handed_down(directory, mode, gid)
             now = time.time_ns()
             inode = Inode(self._new_ino(), kind, uid, group, now)
             inode.rdev, inode.target, inode.version, inode.layout = rdev, target, version, layout
@@ -412,6 +409,13 @@ class Namespace(LoadedTree):
 
     async def idle(self) -> None:
         await self._engine.idle()
+
+
+def handed_down(directory: Inode, mode: int, gid: int) -> tuple[int, int]:
+    """Return mode and group of what is made in a directory."""
+    if directory.mode & stat.S_ISGID:
+        return mode | (stat.S_ISGID if stat.S_ISDIR(mode) else 0), directory.gid
+    return mode, gid
 
 
 def _without_name(parent: int, name: bytes, found: Inode, keep: bool) -> Commit:

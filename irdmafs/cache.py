@@ -49,7 +49,7 @@ class KernelCache(Protocol):
         """Run something in a task of the session. False: it has ended, and so has the mount."""
 
     def invalidate_attributes(self, node: Node) -> None:
-        """Done soon, not at once."""
+        """Have the node's attributes asked for before they are shown again."""
 
     async def expire_names(self, names: list[Name]) -> None:
         """Have names looked up again before their next use. Done when it returns."""

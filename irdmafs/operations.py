@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import pyfuse3
 
 from .backend.attributes import NAMES as POLICY_XATTRS
-from .backend.namespace import RENAME_EXCHANGE, ROOT_INO, Inode, Namespace, fail
+from .backend.namespace import RENAME_EXCHANGE, ROOT_INO, Inode, Namespace, fail, handed_down
 from .backend.store import Store
 from .beliefs import Beliefs
 from .cache import Cache, Name, truncates
@@ -28,6 +28,7 @@ from .freshness import Glance, Glances
 from .inline import detach
 from .locks import FlockTable, Lock, LockTable
 from .nodes import Handle, Node, State
+from .privileges import CAPABILITY, SET_IDS, may_keep_set_ids, mode_left
 from .processes import take_descriptors
 
 XATTR_DISCARD = b"user.irdmafs.discard"
@@ -259,6 +260,12 @@ class Operations(pyfuse3.Operations):
             if other is not node:
                 self._cache.kernel.invalidate_attributes(other)
 
+    def _refresh_several(self, ino: int) -> None:
+        """Something changed that the kernel notes by itself for one node, and cannot for others."""
+        nodes = list(self._nodes.of(ino))
+        for node in nodes if len(nodes) > 1 else ():
+            self._cache.kernel.invalidate_attributes(node)
+
     # -- names -----------------------------------------------------------------------------------
 
     async def lookup(self, parent_inode: int, name: bytes, ctx: Caller) -> Attributes:
@@ -330,7 +337,7 @@ class Operations(pyfuse3.Operations):
             await detach()
         await self._cache.publish_now(node.ino)
         linked = await self._namespace.link(node.ino, directory.ino, new_name)
-        self._refresh_other_nodes(node, node.ino)
+        self._refresh_other_nodes(None, node.ino)  # the name may lead to a further one
         return self._entry(directory.ino, new_name, linked, ctx.pid, made=True)
 
     async def unlink(self, parent_inode: int, name: bytes, ctx: Caller) -> None:
@@ -358,7 +365,9 @@ class Operations(pyfuse3.Operations):
         """An inode lost a name."""
         if inode.nlink:
             self._refresh_other_nodes(None, inode.ino)
-        elif not in_use:
+        elif in_use:
+            self._refresh_several(inode.ino)
+        else:
             self._store.retire(inode.extent)
 
     async def rename(
@@ -395,8 +404,12 @@ class Operations(pyfuse3.Operations):
                 self._renamed(moved, (old, name_old), (new, name_new))
             if replaced is not None and flags & RENAME_EXCHANGE:
                 self._renamed(replaced, (new, name_new), (old, name_old))
+        if moved is not None:
+            self._refresh_several(moved.ino)
         if unnamed is not None:
             await self._unnamed(unnamed, in_use)
+        elif replaced is not None:
+            self._refresh_several(replaced.ino)
 
     def _renamed(self, inode: Inode, old: Name, new: Name) -> None:
         for node in self._nodes.of(inode.ino):
@@ -422,13 +435,19 @@ class Operations(pyfuse3.Operations):
         fields: Fields,
         fh: int | None,
         ctx: Caller,
+        *,
+        lose_set_ids: bool = False,
     ) -> Attributes:
+        """`lose_set_ids`: the caller is about to change the content, or does it by this truncation, and
+        may not keep set-user-id and set-group-id."""
         node, found = self._node(inode)
         if self._shared:
             await detach()
         if fields.update_size:
             await self._truncate(node, found, attr.st_size, fh, ctx)
         changes: dict[str, int] = {}
+        if lose_set_ids or fields.update_uid or fields.update_gid:
+            changes["mode"] = mode_left(self._inodes[node.ino], ctx)
         if fields.update_mode:
             changes["mode"] = attr.st_mode
         if fields.update_uid:
@@ -478,6 +497,7 @@ class Operations(pyfuse3.Operations):
         elif self._shared:
             await detach()
         await self._namespace.set_xattr(found.ino, name, value, flags)
+        self._refresh_several(found.ino)
 
     async def _check_own_xattr(self, inode: Inode, name: bytes, value: bytes) -> None:
         """Raises OSError EINVAL for what means nothing, rather than to keep a slip of the pen."""
@@ -541,6 +561,9 @@ class Operations(pyfuse3.Operations):
         found = await self._store.read_into(found.ino, memory, lifeline)
         return {"version": found.version, "size": found.size}
 
+    def has_set_ids(self, node_id: int) -> bool:
+        return bool(self._inode(node_id).mode & SET_IDS)
+
     def has_xattrs(self, node_id: int) -> bool:
         return bool(self._inode(node_id).xattrs)
 
@@ -552,6 +575,7 @@ class Operations(pyfuse3.Operations):
         if self._shared:
             await detach()
         await self._namespace.remove_xattr(found.ino, name)
+        self._refresh_several(found.ino)
 
     def _versions(self, inode: Inode) -> dict[str, Any]:
         """Every content of a file that is kept, newest first, and who keeps it."""
@@ -705,8 +729,9 @@ class Operations(pyfuse3.Operations):
         self, parent_inode: int, mode: int, flags: int, ctx: Caller
     ) -> tuple[OpenInfo, Attributes]:
         """O_TMPFILE: a file without a name, that linkat(2) may give one."""
-        self._inode(parent_inode)
-        inode = self._namespace.orphan(mode & 0o7777 | stat.S_IFREG, ctx.uid, ctx.gid)
+        directory = self._inode(parent_inode)
+        mode, gid = handed_down(directory, mode & 0o7777 | stat.S_IFREG, ctx.gid)
+        inode = self._namespace.orphan(mode, ctx.uid, gid)
         return self._created(inode, flags, ctx)
 
     def _created(
@@ -736,7 +761,25 @@ class Operations(pyfuse3.Operations):
             self._let_believe(entry, *name, inode, valid_s, made=True)
         return info, entry
 
-    async def open(self, inode: int, flags: int, ctx: Caller) -> OpenInfo:
+    async def _lose_privileges(self, ino: int, ctx: Caller, *, lose_set_ids: bool | None) -> None:
+        """An open is about to truncate a file. None: the session does not say what the caller may keep."""
+        found = self._inodes[ino]
+        if not found.xattrs and not found.mode & SET_IDS:
+            return
+        if self._shared:
+            await detach()
+        if CAPABILITY in found.xattrs:
+            await self._namespace.remove_xattr(ino, CAPABILITY)
+        if found.mode & SET_IDS:
+            lose = not may_keep_set_ids(ctx) if lose_set_ids is None else lose_set_ids
+            mode = mode_left(found, ctx) if lose else found.mode
+            if mode != found.mode:
+                await self._namespace.set_attributes(ino, mode=mode)
+                self._refresh_other_nodes(None, ino)
+
+    async def open(
+        self, inode: int, flags: int, ctx: Caller, *, lose_set_ids: bool | None = None
+    ) -> OpenInfo:
         names: Sequence[Glance] = ()
         if self._shared:
             names = self._glances.take(ctx.pid)
@@ -744,6 +787,9 @@ class Operations(pyfuse3.Operations):
         else:
             node, found = self._node(inode)
         _refuse_other_than_file(found)
+        if flags & os.O_TRUNC:
+            await self._lose_privileges(found.ino, ctx, lose_set_ids=lose_set_ids)
+            found = self._inodes[found.ino]
         if flags & os.O_TRUNC and flags & os.O_ACCMODE == os.O_RDONLY:
             # POSIX leaves it open; Linux truncates.
             await self._cache.truncate_sealed(found, node, 0, ctx.pid)

@@ -12,7 +12,6 @@ import errno
 import logging
 import os
 import select
-import stat
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
@@ -76,6 +75,9 @@ _WANTED = (
 
 _NS = 1_000_000_000
 _CAPABILITY = b"security.capability"
+
+# Fields of a SETATTR that say by which descriptor and for whom, not what is set.
+_VALID_HANDLES = Valid.FH | Valid.LOCKOWNER
 
 Answer = Coroutine[Any, Any, bytes]
 
@@ -391,7 +393,7 @@ class KernelSession(KernelCache):
 
     def invalidate_attributes(self, node: Node) -> None:
         if node.lookups > 0:
-            self._nursery.start_soon(self._notify, wire.inval_inode(node.id, -1, 0))
+            self._tell(wire.inval_inode(node.id, -1, 0))  # takes no lock
 
     async def expire_names(self, names: list[Name]) -> None:
         if self.can_forget:
@@ -546,13 +548,13 @@ class KernelSession(KernelCache):
             wanted.st_size = size
         wanted.st_atime_ns = now if valid & Valid.ATIME_NOW else atime * _NS + atime_ns
         wanted.st_mtime_ns = now if valid & Valid.MTIME_NOW else mtime * _NS + mtime_ns
-        fields = SetattrFields(valid)
-        if valid & Valid.KILL_SUIDGID and not valid & Valid.MODE:
-            kept = await self._operations.getattr(nodeid, caller)
-            wanted.st_mode = _without_suid(kept.st_mode)
-            fields.update_mode = wanted.st_mode != kept.st_mode
+        # Before a change that is not a request of its own kind, the kernel sets nothing.
+        lose_set_ids = bool(valid & Valid.KILL_SUIDGID) or not valid & ~_VALID_HANDLES
         handle = fh if valid & Valid.FH else None
-        entry = await self._operations.setattr(nodeid, wanted, fields, handle, caller)
+        fields = SetattrFields(valid)
+        entry = await self._operations.setattr(
+            nodeid, wanted, fields, handle, caller, lose_set_ids=lose_set_ids
+        )
         return wire.reply(unique, _pack_attributes(entry))
 
     async def _setxattr(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
@@ -603,10 +605,11 @@ class KernelSession(KernelCache):
     # -- files -----------------------------------------------------------------------------------
 
     async def _open(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
-        flags, _ = wire.decode(wire.OPEN_IN, self._buffer, end)
+        flags, more = wire.decode(wire.OPEN_IN, self._buffer, end)
         if self._released and flags & os.O_ACCMODE != os.O_RDONLY:
             self.settle()  # it may then take a node that nobody has open
-        info = await self._operations.open(nodeid, flags, caller)
+        lose_set_ids = bool(more & wire.OPEN_KILL_SUIDGID)
+        info = await self._operations.open(nodeid, flags, caller, lose_set_ids=lose_set_ids)
         return wire.reply(unique, await self._pack_open(info))
 
     async def _create(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
@@ -661,15 +664,11 @@ class KernelSession(KernelCache):
         if start + size > end:
             raise Malformed("the data of a WRITE is cut short")
         written = await self._operations.write(fh, offset, self._view[start : start + size])
-        if flags & wire.WRITE_KILL_SUIDGID:
-            await self._kill_suid(nodeid, caller)
+        if flags & wire.WRITE_KILL_SUIDGID and self._operations.has_set_ids(nodeid):
+            await self._operations.setattr(
+                nodeid, Attributes(), SetattrFields(0), None, caller, lose_set_ids=True
+            )
         return wire.reply(unique, wire.WRITE_OUT.pack(written, 0))
-
-    async def _kill_suid(self, nodeid: int, caller: Caller) -> None:
-        entry = await self._operations.getattr(nodeid, caller)
-        if _without_suid(entry.st_mode) != entry.st_mode:
-            entry.st_mode = _without_suid(entry.st_mode)
-            await self._operations.setattr(nodeid, entry, SetattrFields(Valid.MODE), None, caller)
 
     async def _flush(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         fh, _, _, owner = wire.decode(wire.FLUSH_IN, self._buffer, end)
@@ -815,12 +814,6 @@ def _name(opcode: int) -> str:
         return Opcode(opcode).name
     except ValueError:
         return f"request {opcode}"
-
-
-def _without_suid(mode: int) -> int:
-    """As a write by somebody without CAP_FSETID leaves a mode."""
-    mode &= ~stat.S_ISUID
-    return mode & ~stat.S_ISGID if mode & stat.S_IXGRP else mode
 
 
 def _sized(unique: int, value: bytes, room: int) -> bytes:

@@ -21,6 +21,9 @@ from ..operations import Attributes, Operations
 
 log = logging.getLogger(__name__)
 
+# The kernel has nothing to forget, or is gone itself.
+_GONE = frozenset({errno.ENOENT, errno.ENODEV, errno.ENOTDIR})
+
 _REQUESTS = (
     "lookup", "getattr", "setattr", "readlink", "mknod", "mkdir", "unlink", "rmdir", "symlink",
     "rename", "link", "open", "read", "write", "flush", "release", "fsync", "opendir", "readdir",
@@ -60,7 +63,11 @@ class PortableSession(KernelCache):
 
     def invalidate_attributes(self, node: Node) -> None:
         if node.lookups > 0 and self._nursery is not None:
-            self._nursery.start_soon(self._in_thread, pyfuse3.invalidate_inode, node.id, False)
+            try:
+                pyfuse3.invalidate_inode(node.id, attr_only=True)  # takes no lock
+            except OSError as error:
+                if error.errno not in _GONE:
+                    log.warning("notifying the kernel failed: %s", error)
 
     async def expire_names(self, names: list[Name]) -> None:
         for parent, name in names:
@@ -77,7 +84,7 @@ class PortableSession(KernelCache):
         try:
             await trio.to_thread.run_sync(notify, *args)
         except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENODEV, errno.ENOTDIR):
+            if error.errno not in _GONE:
                 log.warning("notifying the kernel failed: %s", error)
 
     def start_soon(self, telling: Callable[..., Awaitable[None]], *args: Any) -> bool:

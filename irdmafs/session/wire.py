@@ -114,6 +114,7 @@ class Valid(IntFlag):
     FH = 1 << 6
     ATIME_NOW = 1 << 7
     MTIME_NOW = 1 << 8
+    LOCKOWNER = 1 << 9
     CTIME = 1 << 10
     KILL_SUIDGID = 1 << 11
 
@@ -131,6 +132,7 @@ RELEASE_FLOCK_UNLOCK: Final = 1 << 1
 EXPIRE_ONLY: Final = 1 << 0
 POLL_SCHEDULE_NOTIFY: Final = 1 << 0
 WRITE_KILL_SUIDGID: Final = 1 << 2
+OPEN_KILL_SUIDGID: Final = 1 << 0
 
 IN_HEADER: Final = struct.Struct("<IIQQIII4x")
 OUT_HEADER: Final = struct.Struct("<IiQ")

@@ -1,0 +1,44 @@
+"""What a change by somebody else takes from a file: set-user-id, set-group-id and file capabilities.
+
+Linux takes them before the change, in file_remove_privs(). For a FUSE file whose server handles this (the
+kernel session agrees to HANDLE_KILLPRIV_V2) the kernel asks for capabilities and removes them itself, and
+tells of the two bits: by a flag in OPEN (O_TRUNC), WRITE and SETATTR (truncation), and before any other
+change, a write that passes through included, by a SETATTR that sets nothing.
+"""
+
+import stat
+from typing import Final, Protocol
+
+from .backend.namespace import Inode
+from .credentials import CAP_FSETID, groups_of, has_capability
+
+CAPABILITY: Final = b"security.capability"
+SET_IDS: Final = stat.S_ISUID | stat.S_ISGID
+
+
+class Caller(Protocol):
+    @property
+    def gid(self) -> int: ...
+    @property
+    def pid(self) -> int: ...
+
+
+def mode_left(inode: Inode, caller: Caller) -> int:
+    """Return the mode that is left when a caller who may not keep set-ids writes a file, or when anybody
+    gives it to another owner. Directories keep theirs."""
+    mode = inode.mode
+    if inode.is_dir or not mode & SET_IDS:
+        return mode
+    mode &= ~stat.S_ISUID
+    if mode & stat.S_ISGID and (mode & stat.S_IXGRP or not _is_in_group(caller, inode.gid)):
+        mode &= ~stat.S_ISGID
+    return mode
+
+
+def may_keep_set_ids(caller: Caller) -> bool:
+    """Return whether a write by this caller leaves set-user-id and set-group-id as they are."""
+    return has_capability(caller.pid, CAP_FSETID)
+
+
+def _is_in_group(caller: Caller, gid: int) -> bool:
+    return caller.gid == gid or gid in groups_of(caller.pid) or may_keep_set_ids(caller)

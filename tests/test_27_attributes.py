@@ -1,0 +1,225 @@
+"""Attributes as tmpfs has them: each scenario runs on the mount and on tmpfs, and must end alike."""
+
+import ctypes
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_mount import CLUSTER
+from conftest import SESSIONS as _SESSIONS
+from mountpoint import Mount
+from processes import Process
+
+SESSIONS = (*_SESSIONS, CLUSTER)
+
+NOBODY = 65534
+# struct vfs_cap_data of revision 2, with CAP_NET_BIND_SERVICE permitted.
+A_CAPABILITY = bytes.fromhex("0100000200040000000000000000000000000000")
+TakeProcess = Callable[[], Process]
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+@pytest.fixture
+def tmpfs() -> Iterator[Path]:
+    """A directory that everybody may write to on an ordinary tmpfs."""
+    path = Path(tempfile.mkdtemp(prefix="test-irdmafs-tmpfs-", dir="/dev/shm"))
+    path.chmod(0o777)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def nobody() -> Iterator[Process]:
+    """A process of an unprivileged user."""
+    with Process() as one:
+        one.do(f"os.setgroups([]); os.setresgid(*[{NOBODY}] * 3); os.setresuid(*[{NOBODY}] * 3)")
+        yield one
+
+
+# -- set-user-id and set-group-id ----------------------------------------------------------------
+
+CHANGES = {
+    "write": "fd = os.open(f, os.O_WRONLY); os.write(fd, b'x')",
+    "append": "fd = os.open(f, os.O_WRONLY | os.O_APPEND); os.write(fd, b'x')",
+    "truncating open": "fd = os.open(f, os.O_WRONLY | os.O_TRUNC)",
+    "truncating open and write": "fd = os.open(f, os.O_RDWR | os.O_TRUNC); os.write(fd, b'x')",
+    "ftruncate": "fd = os.open(f, os.O_WRONLY); os.ftruncate(fd, 1)",
+    "truncate": "fd = os.open(f, os.O_RDONLY); os.truncate(f, 1)",
+    "fallocate": "fd = os.open(f, os.O_WRONLY); os.posix_fallocate(fd, 0, 4096)",
+    "copy_file_range": "fd = os.open(f, os.O_RDWR); os.copy_file_range(fd, fd, 1, 0, 8192)",
+    "only looking": "fd = os.open(f, os.O_RDWR); os.read(fd, 1)",
+}  # fmt: skip
+
+
+def modes_after(folder: Path, change: str, by: Process, mode: int, content: bytes) -> list[int]:
+    """The mode of a file as seen before and after the descriptor of a change is closed."""
+    file = folder / "file"
+    file.write_bytes(content)
+    os.chown(file, 0, 4321)
+    file.chmod(mode)
+    by.do(change, f=str(file))
+    seen = [stat.S_IMODE(file.stat().st_mode), stat.S_IMODE(by.do("os.fstat(fd).st_mode"))]
+    by.do("os.close(fd)")
+    seen.append(stat.S_IMODE(file.stat().st_mode))
+    file.unlink()
+    return seen
+
+
+@needs_root
+@pytest.mark.parametrize("content", [b"", b"content"], ids=["empty", "filled"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_set_ids_are_lost_when_somebody_else_changes_the_content(
+    mount: Mount, folder: Path, tmpfs: Path, nobody: Process, change: str, content: bytes
+) -> None:
+    folder.chmod(0o777)
+    # Without HANDLE_KILLPRIV_V2 the kernel leaves set-group-id where the group may not execute.
+    modes = [0o6777, 0o4777, 0o2777, 0o777, *([0o2767] if mount.session != "pyfuse3" else [])]
+    for mode in modes:
+        expected = modes_after(tmpfs, CHANGES[change], nobody, mode, content)
+        assert modes_after(folder, CHANGES[change], nobody, mode, content) == expected, f"{mode:o}"
+
+
+@needs_root
+@pytest.mark.parametrize("change", ["write", "truncating open and write", "ftruncate"])
+def test_set_ids_stay_when_root_changes_the_content(
+    folder: Path, tmpfs: Path, process: TakeProcess, change: str
+) -> None:
+    expected = modes_after(tmpfs, CHANGES[change], process(), 0o6777, b"content")
+    assert modes_after(folder, CHANGES[change], process(), 0o6777, b"content") == expected
+    assert expected == [0o6777] * 3
+
+
+@needs_root
+def test_set_group_id_stays_for_a_member_when_nobody_may_execute(folder: Path, tmpfs: Path) -> None:
+    """Such a file does not run as its group."""
+    seen = []
+    for place in (tmpfs, folder):
+        with Process() as member:
+            place.chmod(0o777)
+            member.do(f"os.setgroups([4321]); os.setresgid(*[{NOBODY}] * 3)")
+            member.do(f"os.setresuid(*[{NOBODY}] * 3)")
+            seen.append(modes_after(place, CHANGES["write"], member, 0o2767 & ~0o111, b"content"))
+    assert seen[1] == seen[0] == [0o2666] * 3
+
+
+@needs_root
+def test_set_ids_given_while_a_file_is_open_are_lost_by_the_next_write(
+    folder: Path, tmpfs: Path, nobody: Process
+) -> None:
+    def lost(place: Path) -> list[int]:
+        place.chmod(0o777)
+        file = place / "file"
+        nobody.do("fd = os.open(f, os.O_WRONLY | os.O_CREAT); os.write(fd, b'x')", f=str(file))
+        nobody.do("os.fchmod(fd, 0o6755)")
+        seen = [stat.S_IMODE(file.stat().st_mode)]
+        nobody.do("os.write(fd, b'x')")
+        seen.append(stat.S_IMODE(file.stat().st_mode))
+        nobody.do("os.close(fd)")
+        return [*seen, stat.S_IMODE(file.stat().st_mode)]
+
+    assert lost(folder) == lost(tmpfs) == [0o6755, 0o755, 0o755]
+
+
+@needs_root
+@pytest.mark.parametrize(
+    "owners", [(1, 1), (-1, 1), (1, -1), (-1, -1)], ids=["both", "group", "user", "none"]
+)
+def test_set_ids_and_capabilities_are_lost_with_the_owner(
+    folder: Path, tmpfs: Path, owners: tuple[int, int]
+) -> None:
+    def left(place: Path, mode: int) -> tuple[int, list[str]]:
+        file = place / "file"
+        file.write_bytes(b"")
+        file.chmod(mode)
+        os.setxattr(file, "security.capability", A_CAPABILITY)
+        os.chown(file, *owners)
+        left = stat.S_IMODE(file.stat().st_mode), os.listxattr(file)
+        file.unlink()
+        return left
+
+    for mode in (0o6755, 0o6745, 0o2644, 0o755):
+        assert left(folder, mode) == left(tmpfs, mode), f"{mode:o}"
+    for place in (folder, tmpfs):
+        (place / "sub").mkdir()
+        (place / "sub").chmod(0o6755)
+        os.chown(place / "sub", *owners)
+    assert stat.S_IMODE((folder / "sub").stat().st_mode) == 0o6755
+
+
+@needs_root
+@pytest.mark.parametrize("change", ["write", "truncating open", "truncate", "only looking"])
+def test_capabilities_are_lost_when_anybody_changes_the_content(
+    folder: Path, tmpfs: Path, process: TakeProcess, change: str
+) -> None:
+    def left(place: Path) -> list[str]:
+        file = place / "file"
+        file.write_bytes(b"content")
+        os.setxattr(file, "security.capability", A_CAPABILITY)
+        process().do(CHANGES[change] + "; os.close(fd)", f=str(file))
+        return os.listxattr(file)
+
+    assert left(folder) == left(tmpfs)
+
+
+@needs_root
+@pytest.mark.kernel_session("pyfuse3 does not carry it")
+def test_files_without_a_name_take_the_group_of_their_directory(folder: Path, tmpfs: Path) -> None:
+    def made(place: Path) -> tuple[int, int]:
+        os.chown(place, 0, 1234)
+        place.chmod(0o2777)
+        fd = os.open(place, os.O_TMPFILE | os.O_WRONLY, 0o644)
+        try:
+            return os.fstat(fd).st_gid, os.fstat(fd).st_mode
+        finally:
+            os.close(fd)
+
+    assert made(folder) == made(tmpfs)
+
+
+# -- what descriptors show -----------------------------------------------------------------------
+
+RENAMES: dict[str, str] = {
+    "link": "os.link(f, f + '2')",
+    "unlink of another name": "os.link(f, f + '2'); os.unlink(f)",
+    "unlink": "os.unlink(f)",
+    "rename": "os.rename(f, f + '2')",
+    "replaced": "open(f + '2', 'w').close(); os.rename(f + '2', f)",
+    "chmod": "os.chmod(f, 0o611)",
+    "setxattr": "os.setxattr(f, 'user.a', b'x')",
+    "removexattr": "os.setxattr(f, 'user.a', b'x'); os.removexattr(f, 'user.a')",
+}
+
+
+OPENS = {
+    "reading": os.O_RDONLY,
+    "in place": os.O_RDWR,
+    "replacing": os.O_WRONLY | os.O_TRUNC,
+    "new": os.O_WRONLY | os.O_CREAT | os.O_EXCL,
+}
+
+
+@pytest.mark.parametrize("flags", OPENS.values(), ids=OPENS)
+@pytest.mark.parametrize("change", RENAMES)
+def test_descriptors_show_what_happens_to_their_file(
+    folder: Path, tmpfs: Path, process: TakeProcess, change: str, flags: int
+) -> None:
+    def seen(place: Path) -> Any:
+        file = place / "file"
+        if not flags & os.O_CREAT:
+            file.write_bytes(b"content")
+        holder, other = process(), process()
+        holder.do("fd = os.open(f, flags); s = os.fstat(fd)", f=str(file), flags=flags)
+        before = holder.do("s.st_ctime_ns")
+        other.do("import time; time.sleep(0.02)\n" + RENAMES[change], f=str(file))
+        holder.do("s = os.fstat(fd)")
+        links, mode, ctime = holder.do("(s.st_nlink, s.st_mode, s.st_ctime_ns)")
+        holder.do("os.close(fd)")
+        return links, mode, ctime > before
+
+    assert seen(folder) == seen(tmpfs)
