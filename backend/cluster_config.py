@@ -226,7 +226,8 @@ class NodeSection(_Section, frozen=True, kw_only=True):
     `rebalance_rate` is in bytes per second. A node that is gone for `rereplicate_after` is given up:
     its groups get other members. Extents that nothing names are kept for `quarantine` (None: a week on a
     disk, an hour in memory), or until room is wanted. `encrypt_data`: TLS for the data streams too, not
-    only for control."""
+    only for control. Everything that is kept is read and compared with its digests once in
+    `scrub_period` (0: only when told to), `scrub_rate` bytes per second at most."""
 
     store: str | None = None
     listen: str = ""
@@ -240,6 +241,8 @@ class NodeSection(_Section, frozen=True, kw_only=True):
     rebalance_rate: Size = Size(256 << 20)
     rereplicate_after: Seconds = Seconds(60)
     quarantine: Seconds | None = None
+    scrub_rate: Size = Size(32 << 20)
+    scrub_period: Seconds = Seconds(7 * 86400)
     streams: int = 4
     encrypt_data: bool = False
 

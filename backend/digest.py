@@ -11,9 +11,10 @@ process. Reading and hashing both release Python's lock.
 """
 
 import itertools
+import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 import trio
@@ -27,6 +28,7 @@ __all__ = [
     "PARTS_MAX",
     "Digests",
     "Stripe",
+    "digest_at_rest",
     "digest_of",
     "digest_of_bytes",
     "fold",
@@ -38,6 +40,10 @@ DIGEST_BYTES = 8
 PARTS_MAX = 64
 # Half of what a core's own cache has, so that what was read is still there when it is hashed.
 _BUFFER_BYTES = 256 << 10
+# What is hashed gently is hashed in pieces of this size.
+_PIECE_BLOCKS = 2
+# What O_DIRECT is aligned to, on any disk.
+_DIRECT_BYTES = 4096
 # Less is hashed at once: to hand it to a thread takes longer.
 _INLINE_BYTES = 256 << 10
 _THREADS_MAX = 4
@@ -58,6 +64,9 @@ class Digests:
     def are_there(self) -> bool:
         """Whether the content can be checked: older versions have none."""
         return len(self._record) == self.parts * DIGEST_BYTES
+
+    def part_of(self, stripe: int) -> int:
+        return stripe // self._run
 
     def stripes_of(self, part: int) -> range:
         return range(part * self._run, min((part + 1) * self._run, self._stripes))
@@ -94,6 +103,18 @@ async def digest_of(fd: int, offset: int, length: int) -> bytes:
 
     A file that is cut off meanwhile has a digest that nothing else has."""
     return await Stripe(fd, offset, length).finish()
+
+
+async def digest_at_rest(fd: int, length: int, take: Callable[[int], Awaitable[None]]) -> bytes:
+    """The digest of a stripe that is a whole file, read piece by piece; before each, `take` is given its
+    length in bytes and may wait. A descriptor with O_DIRECT reads what is on the disk. Raises OSError."""
+    blocks: list[bytes] = []
+    step = _PIECE_BLOCKS * BLOCK_BYTES
+    for start in range(0, length, step):
+        count = min(step, length - start)
+        await take(count)
+        blocks += await trio.to_thread.run_sync(_hash, fd, start, count)
+    return xxh3_64(b"".join(blocks)).digest()
 
 
 class Stripe:
@@ -165,13 +186,16 @@ class Stripe:
 def _hash(fd: int, offset: int, length: int) -> list[bytes]:
     buffer = getattr(_threads, "buffer", None)
     if buffer is None:
-        buffer = _threads.buffer = memoryview(bytearray(_BUFFER_BYTES))
+        # Pages, as O_DIRECT wants them.
+        buffer = _threads.buffer = memoryview(mmap.mmap(-1, _BUFFER_BYTES))
     blocks = []
     for start in range(offset, offset + length, BLOCK_BYTES):
         end = min(start + BLOCK_BYTES, offset + length)
         state = xxh3_64()
         while start < end:
-            count = os.preadv(fd, [buffer[: min(_BUFFER_BYTES, end - start)]], start)
+            wanted = min(_BUFFER_BYTES, end - start)
+            aligned = -(-wanted // _DIRECT_BYTES) * _DIRECT_BYTES
+            count = min(wanted, os.preadv(fd, [buffer[:aligned]], start))
             if not count:
                 break
             state.update(buffer[:count])

@@ -74,6 +74,14 @@ class NodeCounters:
     groups: dict[str, int] = _gauges("Placement groups, by this node's state in them", "state")
     resync_groups_left: int = _gauge("Groups still to be filled")
     resync_bytes_left: int = _gauge("Bytes still to be copied to fill them")
+    scrubbed_bytes: int = _count("Bytes kept here that were read again and compared")
+    scrub_finished_seconds: float = _gauge(
+        "When all extents had last been read again, in seconds since 1970; 0: never"
+    )
+    wrong_found: int = _count("Extents found not to be what was published any more")
+    wrong_mended: int = _count("Of them, replaced by a right copy")
+    wrong_extents: int = _gauge("Extents here that are not what was published")
+    broken_extents: int = _gauge("Of them, those that no node has right")
     lease_valid_seconds: float = _gauge("How long this node may still serve without etcd")
     connections: int = _gauge("Connections of peers")
 

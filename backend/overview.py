@@ -3,6 +3,7 @@
 Read once, not watched: for commands, which come and go.
 """
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -25,7 +26,9 @@ __all__ = [
     "Health",
     "NodeNotFound",
     "ask_nodes",
+    "begin_scrub",
     "counted",
+    "name_files",
     "read_cluster",
     "read_group_bytes",
 ]
@@ -36,6 +39,8 @@ HEALTHS: tuple[Health, ...] = ("ok", "degraded", "unavailable")
 _SCAN_KEYS = 1000
 _ASK_S = 3.0
 _FULL_SHARE = 0.05
+_FILES_SHOWN = 5
+_DEPTH_MAX = 1000
 # What is shown of what a node tells.
 _TOLD = (
     "bytes",
@@ -48,6 +53,14 @@ _TOLD = (
     "rdma_registered_bytes",
     "quarantined_extents",
     "quarantined_bytes",
+    "scrub_age_s",
+    "scrub_running_s",
+    "scrub_share",
+    "scrubbed_bytes",
+    "wrong_found",
+    "wrong_mended",
+    "wrong_extents",
+    "broken_extents",
 )
 
 
@@ -80,6 +93,8 @@ class Cluster:
         }
         # What nodes tell of themselves, by node, and why others were not asked or did not answer.
         self.reports: dict[int, dict[str, object]] = {}
+        # Paths of files that nodes found damaged, by inode.
+        self.paths: dict[int, str] = {}
         self.notes: list[str] = []
         self._rate = rebalance_rate
         self._in_sync = Counter(node for c in self.groups.values() for node in c.in_sync)
@@ -198,8 +213,42 @@ class Cluster:
             problems.append(
                 ("degraded", f"{counted(count, 'group')} without {missing} of the replicas")
             )
+        problems += self._damaged_files()
         worst: Health = max((health for health, _ in problems), key=HEALTHS.index, default="ok")
         return worst, [line for _, line in problems]
+
+    def damaged(self) -> dict[int, bool]:
+        """The inodes of which some live node has other bytes than were published, and whether another has
+        a right copy, or may have one."""
+        found: dict[int, bool] = {}
+        for report in self.reports.values():
+            told = report.get("wrong_files")
+            for ino, may_be_mended in told if isinstance(told, list) else ():
+                found[ino] = found.get(ino, True) and bool(may_be_mended)
+        return found
+
+    def _damaged_files(self) -> Iterator[tuple[Health, str]]:
+        damaged = self.damaged()
+        hopeless = [ino for ino, may_be_mended in damaged.items() if not may_be_mended]
+        waiting = [ino for ino, may_be_mended in damaged.items() if may_be_mended]
+        if hopeless:
+            yield (
+                "unavailable",
+                f"{counted(len(hopeless), 'file')} of which no node has what was published: "
+                f"{self._named(hopeless)}; publish them again, start the node that has a sound copy, "
+                "or read what there is with: irdmafs mount --no-verify",
+            )
+        if waiting:
+            yield (
+                "degraded",
+                f"{counted(len(waiting), 'file')} with fewer sound replicas than they should have: "
+                f"{self._named(waiting)}; a right copy is being fetched as soon as a node can give it",
+            )
+
+    def _named(self, inos: Sequence[int]) -> str:
+        names = [self.paths.get(ino, f"inode {ino}") for ino in inos[:_FILES_SHOWN]]
+        more = len(inos) - len(names)
+        return ", ".join(names) + (f" and {more} more" if more else "")
 
     def _nodes_to_add(self) -> Iterator[str]:
         """Where more replicas are wanted than there are nodes that may keep one."""
@@ -293,6 +342,10 @@ class Cluster:
                 "bytes_about": moving.bytes,
                 "seconds_about": round(moving.seconds, 1),
             },
+            "damaged_files": [
+                {"ino": ino, "path": self.paths.get(ino), "may_be_mended": may_be_mended}
+                for ino, may_be_mended in self.damaged().items()
+            ],
             "mounts": [
                 {"session": session, **msgspec.structs.asdict(record)}
                 for session, record in sorted(self.members.sessions.items())
@@ -416,6 +469,50 @@ async def ask_nodes(found: Cluster, config: ClusterConfig) -> None:
     async with peers, trio.open_nursery() as nursery:
         for node in found.live:
             nursery.start_soon(ask, node, peers)
+
+
+async def begin_scrub(
+    found: Cluster, config: ClusterConfig, nodes: Iterable[int]
+) -> dict[int, str]:
+    """Have these nodes look over everything they keep. Returns why some do not. Raises ConfigError."""
+    refused: dict[int, str] = {}
+    credentials = config.cluster.credentials("admin")
+    peers = Peers(found.members.address, credentials=credentials, name="scrub", role="admin")
+    async with peers:
+        for node in nodes:
+            try:
+                with trio.fail_after(_ASK_S):
+                    await peers.scrub(node)
+            except trio.TooSlowError:
+                refused[node] = f"it does not answer within {_ASK_S:g} s"
+            except OSError as error:
+                refused[node] = error.strerror or str(error)
+    return refused
+
+
+async def name_files(found: Cluster, engine: Engine) -> None:
+    """Find the paths of damaged files, by reading every name if there are any. Raises OSError."""
+    damaged = found.damaged()
+    if not damaged:
+        return
+    names: dict[int, tuple[int, bytes]] = {}
+    start = b"d"
+    while True:
+        page = await engine.range(start, b"e", _SCAN_KEYS)
+        for record in page:
+            ino = int.from_bytes(record.value, "big")
+            names[ino] = int.from_bytes(record.key[1:9], "big"), record.key[9:]
+        if len(page) < _SCAN_KEYS:
+            break
+        start = page[-1].key + b"\0"
+    for ino in damaged:
+        parts: list[bytes] = []
+        at = ino
+        while at in names and len(parts) < _DEPTH_MAX:
+            at, name = names[at]
+            parts.append(name)
+        if parts:
+            found.paths[ino] = os.fsdecode(b"/" + b"/".join(reversed(parts)))
 
 
 def _after(prefix: bytes) -> bytes:

@@ -283,13 +283,14 @@ def status_command(ctx: click.Context, watch: bool, as_json: bool, config_path: 
     """Show nodes, groups and mounts, what is wrong and what is being moved."""
     import trio
 
-    from .backend.overview import ask_nodes
+    from .backend.overview import ask_nodes, name_files
     from .cluster_status import print_cluster
 
     async def show(engine: EtcdEngine) -> str:
         while True:
             found = await read_state(config, engine)
             await ask_nodes(found, config)
+            await name_files(found, engine)
             data = {
                 "cluster": config.cluster.name,
                 "etcd": list(config.cluster.etcd),
@@ -372,6 +373,38 @@ def drain(
         say("the draining goes on; stop it with: irdmafs cluster drain --cancel " + node, err=True)
         ctx.exit(128 + signal.SIGINT)
     say(f"node {number:016x} is empty; stop it, then: irdmafs cluster remove {number:016x}")
+
+
+@cluster.command()
+@click.argument("node", required=False)
+@config_option
+@click.pass_context
+def scrub(ctx: click.Context, node: str | None, config_path: str | None) -> None:
+    """Have a store node, or all, compare everything it keeps with what was published, beginning now.
+
+    NODE is its id, as many digits as make it clear, or HOST:PORT. What is wrong is mended from other
+    nodes; `irdmafs cluster status` says how far it is. How fast it reads, and how often without being
+    told, say scrub_rate and scrub_period in [node] of the cluster's file.
+    """
+    from .backend.overview import begin_scrub
+
+    config = load(config_path)
+
+    async def begin(engine: EtcdEngine) -> dict[int, str]:
+        found = await read_state(config, engine)
+        if node is not None and (number := find_node(found, node)) not in found.live:
+            raise MountError(f"node {number:016x} is down")
+        nodes = found.live if node is None else {number}
+        if not nodes:
+            raise MountError("no store node is up")
+        return await begin_scrub(found, config, nodes)
+
+    refused = with_etcd(config, begin)
+    for number, why in refused.items():
+        say(f"node {number:016x}: {why}", err=True)
+    if refused:
+        ctx.exit(1)
+    say("begun; see how far it is with: irdmafs cluster status")
 
 
 @cluster.command()

@@ -58,10 +58,11 @@ def print_cluster(data: Mapping[str, Any]) -> None:
                 "joining",
                 "used",
                 "free",
+                "scrubbed",
             ),
             [_node_row(node) for node in nodes],
             styles=_STYLES,
-            right=frozenset({4, 5, 6, 7, 8, 9}),
+            right=frozenset({4, 5, 6, 7, 8, 9, 10}),
         )
     else:
         print("no store nodes")
@@ -112,7 +113,18 @@ def _node_row(node: Mapping[str, Any]) -> tuple[str, ...]:
         *(str(node.get(f"groups_{kind}", "-")) for kind in ("primary", "in_sync", "joining")),
         human_bytes(node.get("bytes")),
         human_bytes(node.get("free_bytes")),
+        _scrubbed(node),
     )
+
+
+def _scrubbed(node: Mapping[str, Any]) -> str:
+    """When everything there was last compared with what was published, or how far that is."""
+    share, age_s = node.get("scrub_share"), node.get("scrub_age_s")
+    if share is not None:
+        return f"{share:.0%} done"
+    if age_s is None:
+        return "never" if "wrong_extents" in node and node["wrong_extents"] is not None else "-"
+    return f"{human_duration(age_s)} ago"
 
 
 def print_moves(plan: Mapping[str, Any]) -> None:

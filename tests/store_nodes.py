@@ -38,7 +38,7 @@ from irdmafs.backend.server.catalog import Catalog
 from irdmafs.backend.server.files import Files
 from irdmafs.backend.server.resync import Resync
 from irdmafs.backend.server.service import NodeService
-from irdmafs.backend.transport import Extent, FileRange, Unreachable
+from irdmafs.backend.transport import Extent, FileRange, Landed, Unreachable
 
 TTL_S = 2
 
@@ -57,7 +57,7 @@ class Link:
             raise Unreachable(self._there, "the link is cut")
         return node.service
 
-    async def read(self, extent: Extent, start: int, into: FileRange) -> None:
+    async def read(self, extent: Extent, start: int, into: FileRange, landed: Landed) -> None:
         source = self._service().open(extent)
         try:
             await trio.sleep(0)
@@ -65,6 +65,12 @@ class Link:
             os.pwrite(into.fd, os.pread(source, into.length, start), into.offset)
         finally:
             os.close(source)
+
+    async def digest(self, extent: Extent) -> bytes:
+        return await self._service().digest(extent)
+
+    async def doubt(self, extent: Extent) -> None:
+        self._service().doubt(extent)
 
     async def get(self, extents: Sequence[Extent], limit: int) -> list[bytes | None]:
         await trio.sleep(0)

@@ -119,6 +119,15 @@ class FilesService:
     async def suspect(self, group: int, node: int) -> bool:
         return False
 
+    def doubt(self, extent: Extent) -> None:
+        pass
+
+    async def digest(self, extent: Extent) -> bytes:
+        return b""
+
+    def scrub(self) -> None:
+        pass
+
     def status(self) -> dict[str, Any]:
         return {}
 

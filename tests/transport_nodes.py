@@ -125,6 +125,15 @@ class ExtentDirectory:
         self.suspected.append((group, node))
         return True
 
+    def doubt(self, extent: Extent) -> None:
+        pass
+
+    async def digest(self, extent: Extent) -> bytes:
+        return b""
+
+    def scrub(self) -> None:
+        pass
+
     def status(self) -> dict[str, Any]:
         return {"node": f"{self.node:x}", "extents": len(self.sealed)}
 

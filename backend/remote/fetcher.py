@@ -15,7 +15,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
 import trio
 
@@ -255,8 +255,14 @@ class Fetcher:
             f"nodes {', '.join(f'{node:x}' for node in sorted(nodes))} have others; publish it again"
         )
 
-    def _report_wrong(self, inode: Inode, nodes: Iterable[int], where: str = "") -> None:
+    def _report_wrong(
+        self, inode: Inode, copies: Sequence[tuple[int, int]], where: str = ""
+    ) -> None:
+        """`copies` are nodes and stripes. The nodes are told, and look for themselves."""
         self.wrong += 1
+        nodes = {node for node, _ in copies}
+        for node, stripe in copies:
+            self._cluster.peers.nursery.start_soon(self._doubt, node, Extent(inode.extent, stripe))
         log.warning(
             "%s: store node %s sent other bytes%s than were published as version %d: they are dropped",
             self._describe(inode.ino),
@@ -264,6 +270,12 @@ class Fetcher:
             where,
             inode.version,
         )
+
+    async def _doubt(self, node: int, extent: Extent) -> None:
+        try:
+            await self._cluster.peers.doubt(node, extent)
+        except OSError as error:
+            log.info("content %x: %s", extent.content, error)
 
     # -- large -----------------------------------------------------------------------------------
 
@@ -325,7 +337,8 @@ class Fetcher:
                 return
             first, _ = inode.layout.span(inode.size, stripes[0])
             offset, length = inode.layout.span(inode.size, stripes[-1])
-            self._report_wrong(inode, set(nodes), f" at {first} to {offset + length}")
+            copies = list(zip(nodes, stripes, strict=True))
+            self._report_wrong(inode, copies, f" at {first} to {offset + length}")
             for passed_over, node in zip(wrong, nodes, strict=True):
                 passed_over.add(node)
 
@@ -422,7 +435,7 @@ class Fetcher:
                 self._store_small(extent.content, data)
             else:
                 batch.wrong.add(extent)
-                self._report_wrong(batch.wanted[extent], [node])
+                self._report_wrong(batch.wanted[extent], [(node, 0)])
 
     def _is_right(self, inode: Inode, data: bytes) -> bool:
         digests = Digests(inode.digests, 1)

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import msgspec
 import trio
 
+from ..digest import Digests
 from ..kv import Event, KeyValue
 from ..membership import Groups
 from ..namespace import Inode
@@ -35,7 +36,7 @@ from ..transport import Extent
 from .files import Files
 from .spares import SPARE_S
 
-__all__ = ["Catalog"]
+__all__ = ["Catalog", "Check"]
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,17 @@ class _Named(NamedTuple):
     content: int
     size: int
     layout: Layout
+    digests: bytes
+
+
+class Check(NamedTuple):
+    """What an extent is checked by, together with the others of its part of the content (see Digests):
+    the stripe `stripes[i]` belongs to the group `groups[i]`."""
+
+    digests: Digests
+    part: int
+    stripes: range
+    groups: tuple[int, ...]
 
 
 class Catalog:
@@ -127,6 +139,34 @@ class Catalog:
             group_of(named.layout, extent.stripe, self._buckets)
         )
 
+    def check_of(self, extent: Extent) -> Check | None:
+        """None: nothing is known that it could be checked by."""
+        found = self._named.get(extent.content)
+        if found is None or not found[1].digests:
+            return None
+        _, size, layout, record = found[1]
+        stripes = layout.stripes(size)
+        digests = Digests(record, stripes)
+        if not digests.are_there or not 0 <= extent.stripe < stripes:
+            return None
+        part = digests.part_of(extent.stripe)
+        run = digests.stripes_of(part)
+        return Check(
+            digests, part, run, tuple(group_of(layout, stripe, self._buckets) for stripe in run)
+        )  # fmt: skip
+
+    def ino_of(self, content: int) -> int:
+        """The inode whose content it is; 0: none's."""
+        found = self._named.get(content)
+        return found[0] if found is not None else 0
+
+    def home_of(self, extent: Extent) -> int | None:
+        """Where a named extent belongs."""
+        found = self._named.get(extent.content)
+        if found is None:
+            return None
+        return group_of(found[1].layout, extent.stripe, self._buckets)
+
     def is_member(self, group: int) -> bool:
         found = self._groups.get(group)
         return found is not None and self._files.node in found[0].members
@@ -185,7 +225,7 @@ class Catalog:
                 log.error("the record of inode %d in etcd is damaged: %s", ino, error)
                 return ()
             if inode.extent and inode.layout.replicas:
-                named = _Named(inode.extent, inode.size, inode.layout)
+                named = _Named(inode.extent, inode.size, inode.layout, inode.digests)
         before = self._by_ino.get(ino)
         if before is not None and named is not None and before.content == named.content:
             return ()

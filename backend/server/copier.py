@@ -1,4 +1,9 @@
-"""Copying extents from other members of a group into this node's store."""
+"""Copying extents from other members of a group into this node's store.
+
+What comes is compared with the record of its version: a copy that is wrong is never taken while there
+may be a right one, and whoever sent it is told. Where every member in sync has been asked and none has
+it right, it is kept as it is, and said to be wrong: it may be all that is left of a file.
+"""
 
 import errno
 import logging
@@ -6,16 +11,19 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 import trio
 
+from ..digest import Stripe, digest_of_bytes
 from ..membership import Members
 from ..records import GroupConfig
-from ..transport import Extent, FileRange
+from ..transport import Extent, FileRange, Landed
+from .checks import Verdict
 from .files import Files, Incoming
 
-__all__ = ["Catalog", "Copier", "Source", "Throttle"]
+__all__ = ["Catalog", "Copier", "Judge", "Source", "Throttle"]
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +39,21 @@ RATE_WINDOW_S = 10.0
 class Source(Protocol):
     """The part of a transport.Device that is needed here."""
 
-    async def read(self, extent: Extent, start: int, into: FileRange) -> None: ...
+    async def read(self, extent: Extent, start: int, into: FileRange, landed: Landed) -> None: ...
 
     async def get(self, extents: Sequence[Extent], limit: int) -> list[bytes | None]: ...
+
+    async def digest(self, extent: Extent) -> bytes: ...
+
+    async def doubt(self, extent: Extent) -> None: ...
+
+
+class Judge(Protocol):
+    """Tells right bytes from wrong ones (checks.py)."""
+
+    async def verdict(self, extent: Extent, digest: bytes) -> Verdict: ...
+
+    def forget(self, extent: Extent) -> None: ...
 
 
 class Catalog(Protocol):
@@ -85,7 +105,8 @@ class Throttle:
 
 
 class Copier:
-    """`device` gives the transport to a node. `copied_bytes` grows with what arrives."""
+    """`device` gives the transport to a node. `copied_bytes` grows with what arrives. `kept_wrong` is told
+    of an extent that was kept although it is wrong, as nobody in sync has it right."""
 
     def __init__(
         self,
@@ -94,8 +115,11 @@ class Copier:
         files: Files,
         device: Callable[[int], Source],
         throttle: Throttle,
+        judge: Judge,
     ) -> None:
         self.copied_bytes = 0
+        self.kept_wrong: Callable[[Extent], None] = lambda extent: None
+        self._judge = judge
         self._node = files.node
         self._members = members
         self._catalog = catalog
@@ -156,44 +180,117 @@ class Copier:
     ) -> list[Extent]:
         size = left[extent]
         refused = []
+        wrong = []
         incoming = await self._create(size)
         sealed = False
         try:
             for node in self._sources(config, extent.content + extent.stripe):
                 if not self._catalog.is_missing(extent):
                     left.pop(extent, None)  # superseded meanwhile, or a writer brought it
-                    break
+                    return []
                 try:
-                    await self._read(node, extent, incoming.fd, size)
+                    verdict = await self._read(node, extent, incoming.fd, size)
                 except FileNotFoundError:
                     refused.append(node)
                     continue
                 except OSError as error:
                     log.info("extent %x.%x from node %x: %s", *extent, node, error)
                     continue
+                if verdict is Verdict.WRONG:
+                    wrong.append(node)
+                    await self._doubt(node, extent)
+                    continue
                 await trio.to_thread.run_sync(self._files.harden, incoming)
-                sealed = self._seal(incoming, extent, size, left)
+                sealed = self._seal(incoming, extent, left)
+                if sealed and verdict is Verdict.HOPELESS:
+                    self.kept_wrong(extent)
+                return []
+            if not self._denied_by_all(config, refused + wrong):
+                return []
+            if wrong:
+                # Once more, as somebody else may have sent a part of it since.
+                await self._read(wrong[-1], extent, incoming.fd, size)
+                await trio.to_thread.run_sync(self._files.harden, incoming)
+                sealed = self._seal(incoming, extent, left)
+                if sealed:
+                    self.kept_wrong(extent)
                 return []
         finally:
             if not sealed:
                 self._files.discard(incoming)
             incoming.close()
-        return [extent] if self._denied_by_all(config, refused) else []
+        return [extent]
 
-    async def _read(self, node: int, extent: Extent, fd: int, size: int) -> None:
+    async def mend(self, config: GroupConfig, extent: Extent, size: int) -> bool | None:
+        """Replace an extent that is wrong here with a right copy of another node. Returns whether it
+        was replaced (or is not needed any more); None: somebody in sync could not be asked. Raises OSError
+        ENOSPC."""
+        unasked = set(config.in_sync) - {self._node}
+        incoming = await self._create(size)
+        sealed = False
+        try:
+            for node in self._everybody(config):
+                if extent not in self._files or not self._catalog.is_named(extent.content):
+                    return True
+                try:
+                    verdict = await self._read(node, extent, incoming.fd, size)
+                except FileNotFoundError:
+                    unasked.discard(node)
+                    continue
+                except OSError as error:
+                    log.info("extent %x.%x from node %x: %s", *extent, node, error)
+                    continue
+                if verdict is Verdict.WRONG and node in unasked:
+                    await self._doubt(node, extent)
+                if verdict is Verdict.RIGHT:
+                    await trio.to_thread.run_sync(self._files.harden, incoming)
+                    sealed = extent in self._files and self._catalog.is_named(extent.content)
+                    if sealed:
+                        self._put_in_place(incoming, extent)
+                        await trio.to_thread.run_sync(self._files.settle)
+                        self._files.let_go()
+                    return True
+                if verdict is not Verdict.UNKNOWN:
+                    unasked.discard(node)
+        finally:
+            if not sealed:
+                self._files.discard(incoming)
+            incoming.close()
+        return None if unasked else False
+
+    def _everybody(self, config: GroupConfig) -> Iterator[int]:
+        """Members first; then who may have kept it from the time when it was one."""
+        members = list(self._sources(config, 0))
+        yield from members
+        yield from self._members.nodes.keys() - {self._node, *members}
+
+    async def _doubt(self, node: int, extent: Extent) -> None:
+        """Tell a node that its copy is wrong: it looks for itself."""
+        log.warning("node %x sent other bytes of extent %x.%x than were published", node, *extent)
+        try:
+            await self._device(node).doubt(extent)
+        except OSError as error:
+            log.info("node %x: %s", node, error)
+
+    async def _read(self, node: int, extent: Extent, fd: int, size: int) -> Verdict:
+        """Read a whole extent, whose blocks are hashed as they come."""
         device = self._device(node)
+        found = Stripe(fd, 0, size)
         piece = THROTTLED_READ_BYTES if self._throttle.bytes_per_s else size
         for offset in range(0, size, piece):
             length = min(piece, size - offset)
             await self._throttle.take(length)
-            await device.read(extent, offset, FileRange(fd, offset, length))
+            landed = partial(_landed_at, found, offset)
+            await device.read(extent, offset, FileRange(fd, offset, length), landed)
             self._count(length)
+        return await self._judge.verdict(extent, await found.finish())
 
     async def _bring_small(
         self, config: GroupConfig, batch: Sequence[Extent], left: dict[Extent, int]
     ) -> list[Extent]:
         wanted = list(batch)
         refused: dict[Extent, list[int]] = {extent: [] for extent in batch}
+        wrong: dict[Extent, bytes] = {}
         for node in self._sources(config, batch[0].content):
             for extent in [extent for extent in wanted if not self._catalog.is_missing(extent)]:
                 left.pop(extent, None)
@@ -209,14 +306,24 @@ class Copier:
             others = []
             for extent, data in zip(wanted, found, strict=True):
                 if data is not None and len(data) == left[extent]:
-                    await self._keep(extent, data, left)
-                else:
-                    refused[extent].append(node)
-                    others.append(extent)
+                    verdict = await self._judge.verdict(extent, digest_of_bytes(data))
+                    if verdict is not Verdict.WRONG:
+                        await self._keep(extent, data, left, verdict)
+                        continue
+                    wrong[extent] = data
+                    await self._doubt(node, extent)
+                refused[extent].append(node)
+                others.append(extent)
             wanted = others
-        return [extent for extent in wanted if self._denied_by_all(config, refused[extent])]
+        denied = [extent for extent in wanted if self._denied_by_all(config, refused[extent])]
+        for extent in denied:
+            if extent in wrong:
+                await self._keep(extent, wrong[extent], left, Verdict.WRONG)
+        return [extent for extent in denied if extent not in wrong]
 
-    async def _keep(self, extent: Extent, data: bytes, left: dict[Extent, int]) -> None:
+    async def _keep(
+        self, extent: Extent, data: bytes, left: dict[Extent, int], verdict: Verdict
+    ) -> None:
         incoming = await self._create(len(data))
         sealed = False
         try:
@@ -224,20 +331,26 @@ class Copier:
             if self._files.power_safe:
                 await trio.to_thread.run_sync(self._files.harden, incoming)
             self._count(len(data))
-            sealed = self._seal(incoming, extent, len(data), left)
+            sealed = self._seal(incoming, extent, left)
+            if sealed and verdict in (Verdict.WRONG, Verdict.HOPELESS):
+                self.kept_wrong(extent)
         finally:
             if not sealed:
                 self._files.discard(incoming)
             incoming.close()
 
-    def _seal(self, incoming: Incoming, extent: Extent, size: int, left: dict[Extent, int]) -> bool:
+    def _seal(self, incoming: Incoming, extent: Extent, left: dict[Extent, int]) -> bool:
         """False if it is not needed any more: it would be nobody's to free."""
         left.pop(extent, None)
         if not self._catalog.is_missing(extent):
             return False
-        self._files.seal(incoming, extent)
-        self._catalog.sealed(extent)
+        self._put_in_place(incoming, extent)
         return True
+
+    def _put_in_place(self, incoming: Incoming, extent: Extent) -> None:
+        self._files.seal(incoming, extent)
+        self._judge.forget(extent)
+        self._catalog.sealed(extent)
 
     async def _create(self, size: int) -> Incoming:
         if (spare := self._files.reuse(size)) is not None:
@@ -260,6 +373,12 @@ class Copier:
     def _forget_before(self, oldest: float) -> None:
         while self._recent and self._recent[0][0] < oldest:
             self._recent.popleft()
+
+
+def _landed_at(
+    found: Stripe, offset: int, start: int, length: int, data: memoryview | None
+) -> None:
+    found.landed(offset + start, length, data)
 
 
 def _batches(left: dict[Extent, int]) -> Iterator[list[Extent]]:

@@ -42,6 +42,7 @@ from .agent import Agent
 from .catalog import Catalog
 from .files import Files
 from .resync import Resync
+from .scrub import Scrub
 from .service import NodeService
 
 __all__ = ["serve_node"]
@@ -145,9 +146,14 @@ class _Node:
                 rereplicate_after_s=config.node.rereplicate_after,
             )  # fmt: skip
             self._catalog.wanted = self._agent.wants
+            self._scrub = Scrub(
+                files, self._catalog, self._members, self._groups, self._resync.checks,
+                self._resync.copier, bytes_per_s=config.node.scrub_rate,
+                period_s=config.node.scrub_period,
+            )  # fmt: skip
             self._service = NodeService(
                 files, self._catalog, self._replica, self._groups, self._session,
-                self._agent.evict, self._figures, self._resync.report_damage,
+                self._agent.evict, self._figures, self._resync.report_damage, scrub=self._scrub,
             )  # fmt: skip
             await self._serve(peers, ready)
 
@@ -165,7 +171,10 @@ class _Node:
         self._members.node_changed.append(lambda node: self._listener.end_rights())
         async with self._listener as listener, self._metrics():
             await self._register(where.advertised, listener.control_port, listener.data_port)
-            for task in (self._resync.run, self._agent.run, self._catalog.run, self._tell_space):
+            for task in (
+                self._resync.run, self._agent.run, self._catalog.run, self._scrub.run,
+                self._tell_space,
+            ):  # fmt: skip
                 self._nursery.start_soon(task)
             text = f"node {self._files.node:016x} at {where.advertised}:{listener.control_port}"
             log.info("serving %s as %s", self._files.directory, text)
@@ -280,6 +289,11 @@ class _Node:
         counters.pending_extents = self._catalog.pending_extents
         counters.lease_valid_seconds = self._session.left_s()
         counters.groups = self._own_groups()
+        scrub = self._scrub.progress()
+        counters.scrubbed_bytes = scrub.checked_bytes
+        counters.scrub_finished_seconds = scrub.finished_at
+        counters.wrong_found, counters.wrong_mended = scrub.found, scrub.mended
+        counters.wrong_extents, counters.broken_extents = scrub.wrong, scrub.broken
 
     def _figures(self) -> dict[str, Any]:
         rdma = self._rdma.figures()

@@ -21,7 +21,9 @@ from ..membership import Groups, Members, Session
 from ..records import GroupConfig
 from ..replica import Replica
 from ..transport import Extent
-from .copier import Catalog, Copier, Source, Throttle
+from .catalog import Catalog
+from .checks import Checks
+from .copier import Copier, Source, Throttle
 from .files import Files
 
 __all__ = ["Progress", "Resync"]
@@ -80,7 +82,8 @@ class Resync:
         self._session = session
         self._catalog = catalog
         self._files = files
-        self._copier = Copier(members, catalog, files, device, self.throttle)
+        self.checks = Checks(files, catalog, members, groups, device)
+        self.copier = Copier(members, catalog, files, device, self.throttle, self.checks)
         self._slots = trio.CapacityLimiter(GROUPS_AT_ONCE)
         self._active: set[int] = set()
         self._touched: set[int] = set()
@@ -208,8 +211,8 @@ class Resync:
             groups=len(self._active),
             extents_left=sum(len(left) for left in self._left.values()),
             bytes_left=sum(sum(left.values()) for left in self._left.values()),
-            bytes_per_s=self._copier.bytes_per_s(),
-            copied_bytes=self._copier.copied_bytes,
+            bytes_per_s=self.copier.bytes_per_s(),
+            copied_bytes=self.copier.copied_bytes,
             lost_extents=self._lost_count,
             damaged_groups=len(self._damaged),
         )
@@ -272,7 +275,7 @@ class Resync:
             return True
         count = len(left)
         try:
-            denied = await self._copier.copy(config, left)
+            denied = await self.copier.copy(config, left)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise

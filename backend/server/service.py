@@ -18,6 +18,7 @@ from ..replica import Replica
 from ..transport import Extent, Fenced, Target, Unreachable
 from .catalog import Catalog
 from .files import Files, Held, Incoming
+from .scrub import Scrub
 
 __all__ = ["NodeService"]
 
@@ -35,7 +36,8 @@ _DAMAGE = (errno.ENOENT, errno.EIO, errno.EUCLEAN, errno.EBADMSG)
 
 class NodeService:
     """`evict(group, node)` takes a node that cannot be reached out of a group, if that is right; `figures`
-    are more to tell in `status`; `damaged` is told, in any thread, of an extent that should be readable.
+    are more to tell in `status`; `damaged` is told, in any thread, of an extent that should be readable;
+    `scrub` looks into what others say is wrong here.
 
     After `close` nothing is taken in any more; what is here can still be read.
     """
@@ -50,6 +52,8 @@ class NodeService:
         evict: Callable[[int, int], Awaitable[bool]],
         figures: Callable[[], dict[str, Any]] = dict,
         damaged: Callable[[Extent], None] = lambda extent: None,
+        *,
+        scrub: Scrub | None = None,
     ) -> None:
         self._files = files
         self._catalog = catalog
@@ -59,6 +63,7 @@ class NodeService:
         self._evict = evict
         self._figures = figures
         self._damaged = damaged
+        self._scrub = scrub
         self._started = time.monotonic()
         self._closed = False
         self._receiving = 0
@@ -187,6 +192,22 @@ class NodeService:
         self._check_serving()
         return await self._evict(group, node)
 
+    def doubt(self, extent: Extent) -> None:
+        """The caller got other bytes of it than were published, as it says."""
+        if self._scrub is not None:
+            self._scrub.doubt(extent)
+
+    async def digest(self, extent: Extent) -> bytes:
+        """Of the bytes that are here. Raises OSError: ENOENT."""
+        if self._scrub is None:
+            raise OSError(errno.EOPNOTSUPP, "this node computes no digests")
+        return await self._scrub.checks.tell(extent)
+
+    def scrub(self) -> None:
+        """Look over everything that is kept here."""
+        if self._scrub is not None:
+            self._scrub.begin()
+
     def status(self) -> dict[str, Any]:
         space = self._files.space()
         return {
@@ -210,6 +231,7 @@ class NodeService:
             "created_files": self._files.created_files,
             "reused_files": self._files.reused_files,
             "closing": self._closed,
+            **(self._scrub.status() if self._scrub is not None else {}),
             **self._figures(),
         }
 

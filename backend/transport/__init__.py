@@ -137,6 +137,14 @@ class Device(Protocol):
         extent (no copy), and send it down the chain."""
         ...
 
+    async def digest(self, extent: Extent) -> bytes:
+        """The digest (backend/digest.py) of what the node has."""
+        ...
+
+    async def doubt(self, extent: Extent) -> None:
+        """Tell the node that it sent other bytes than were published. It looks for itself."""
+        ...
+
     async def abort(self, content: int) -> None:
         """Drop what was stored of a content that will not be published."""
         ...

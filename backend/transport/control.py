@@ -29,7 +29,10 @@ from .messages import (
     BadMessage,
     Contents,
     Detach,
+    Digest,
+    Digested,
     Done,
+    Doubt,
     Expose,
     Exposed,
     Failed,
@@ -44,6 +47,7 @@ from .messages import (
     Renewed,
     Report,
     Reserve,
+    Scrub,
     Status,
     Suspect,
     Tickets,
@@ -202,6 +206,8 @@ class Control:
                 check_pair(request.pair)
                 check_extent(request.extent)
                 check_range(request.start, request.length)
+            case Doubt() | Digest():
+                check_extent(request.extent)
             case Reserve():
                 check_pair(request.pair)
                 check_target(request.target)
@@ -271,6 +277,16 @@ class Control:
                 return Done(number)
             case Suspect():
                 return Verdict(number, await service.suspect(request.group, request.node))
+            case Doubt():
+                service.doubt(request.extent)
+                return Done(number)
+            case Digest():
+                self._admit("node")
+                return Digested(number, await service.digest(request.extent))
+            case Scrub():
+                self._admit("admin")
+                service.scrub()
+                return Done(number)
             case Status():
                 return Report(number, service.status())
             case Tickets():
@@ -290,6 +306,11 @@ class Control:
                     request.extent, request.target, request.length, request.piece, request.pair
                 )
                 return Exposed(number, *reserved)
+
+    def _admit(self, role: str) -> None:
+        """Raises OSError EPERM for others: it makes the node read much for little."""
+        if self._peer.role != role:
+            raise OSError(errno.EPERM, f"a {role} may ask that, not a {self._peer.role}")
 
     async def _put(self, extent: Extent, target: Target, data: bytes) -> None:
         await self._service.admit(extent, target)
@@ -351,7 +372,7 @@ class Control:
 def _is_short(request: AnyRequest) -> bool:
     """Whether it waits for nothing, so that a task of its own would cost more than the answer."""
     match request:
-        case Ping() | Abort():
+        case Ping() | Abort() | Doubt():
             return True
         case Get():
             return len(request.extents) <= _READ_AT_ONCE

@@ -187,6 +187,23 @@ class Rails(Request, tag=32):
     """Asks on which rails the node can be reached by verbs."""
 
 
+class Doubt(Request, tag=33):
+    """The caller got other bytes of an extent than were published. The node believes only itself: it
+    reads its copy again."""
+
+    extent: Extent
+
+
+class Digest(Request, tag=34):
+    """Asks for the digest of the bytes that the node has of an extent."""
+
+    extent: Extent
+
+
+class Scrub(Request, tag=35):
+    """Asks the node to look over everything it keeps, now."""
+
+
 class Answer(Message):
     number: int
 
@@ -239,6 +256,10 @@ class RailsFound(Answer, tag=28):
     rails: list[Rail]
 
 
+class Digested(Answer, tag=29):
+    digest: bytes
+
+
 OneWay: TypeAlias = Renewed | Release | Detach
 AnyRequest: TypeAlias = (
     Ping
@@ -253,9 +274,21 @@ AnyRequest: TypeAlias = (
     | Attach
     | Expose
     | Reserve
+    | Doubt
+    | Digest
+    | Scrub
 )
 AnyAnswer: TypeAlias = (
-    Done | Failed | Contents | Report | Granted | Verdict | RailsFound | Attached | Exposed
+    Done
+    | Failed
+    | Contents
+    | Report
+    | Granted
+    | Verdict
+    | RailsFound
+    | Attached
+    | Exposed
+    | Digested
 )
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -30,10 +30,14 @@ from .messages import (
     Abort,
     Adopt,
     Contents,
+    Digest,
+    Digested,
+    Doubt,
     Get,
     Ping,
     Put,
     Report,
+    Scrub,
     Status,
     Suspect,
     Verdict,
@@ -146,6 +150,14 @@ class Peers:
         )
         return isinstance(answer, Verdict) and answer.yes
 
+    async def doubt(self, node: int, extent: Extent) -> None:
+        """Tell a node that it sent other bytes than were published. Raises OSError."""
+        await self.link(node).ask(lambda number: Doubt(number, current_request(), extent))
+
+    async def scrub(self, node: int) -> None:
+        """Have a node look over everything it keeps, beginning now. Raises OSError."""
+        await self.link(node).ask(lambda number: Scrub(number, current_request()))
+
     async def status(self, node: int) -> dict[str, object]:
         """What a node tells of itself. Raises OSError."""
         answer = await self.link(node).ask(lambda number: Status(number, current_request()))
@@ -249,6 +261,15 @@ class RemoteDevice:
         await self._link.ask(
             lambda number: Adopt(number, current_request(), extent, target, name), target.group
         )
+
+    async def digest(self, extent: Extent) -> bytes:
+        """Of the bytes that the node has. Raises OSError: ENOENT."""
+        answer = await self._link.ask(lambda number: Digest(number, current_request(), extent))
+        return answer.digest if isinstance(answer, Digested) else b""
+
+    async def doubt(self, extent: Extent) -> None:
+        """Tell the node that it sent other bytes than were published. Raises OSError."""
+        await self._peers.doubt(self._link.node, extent)
 
     async def abort(self, content: int) -> None:
         await self._link.ask(lambda number: Abort(number, current_request(), content))

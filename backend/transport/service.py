@@ -86,6 +86,18 @@ class Service(Protocol[I]):
         """The caller cannot reach that member of the group. Returns whether it is a member no more."""
         ...
 
+    def doubt(self, extent: Extent) -> None:
+        """The caller got other bytes of it than were published, as it says."""
+        ...
+
+    async def digest(self, extent: Extent) -> bytes:
+        """Of the bytes that are here (see backend/digest.py). Raises OSError: ENOENT."""
+        ...
+
+    def scrub(self) -> None:
+        """Look over everything that is kept here."""
+        ...
+
     def status(self) -> dict[str, Any]:
         """What can be told in MessagePack."""
         ...

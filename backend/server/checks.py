@@ -1,0 +1,148 @@
+"""Telling right bytes from wrong ones: an extent's digest against the record of its version.
+
+A record has a digest for each stripe, or, of contents with many stripes, for runs of them (see
+backend/digest.py). An extent of such a run is checked together with what other nodes say of theirs: some
+combination of the copies that there are must give the digest of the run.
+"""
+
+import itertools
+import logging
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from enum import Enum, auto
+from typing import Protocol
+
+from ..digest import digest_at_rest
+from ..membership import Groups, Members
+from ..transport import Extent
+from .catalog import Check
+from .files import Files
+
+__all__ = ["Checks", "Verdict"]
+
+log = logging.getLogger(__name__)
+
+# Of copies of the stripes of a run. There is one as long as all are right.
+_COMBINATIONS_MAX = 4096
+_REMEMBERED = 1 << 16
+
+
+class Verdict(Enum):
+    RIGHT = auto()
+    WRONG = auto()
+    UNKNOWN = auto()
+    """Nothing is known to check it by, or not everybody could be asked who has a part of that."""
+    HOPELESS = auto()
+    """It cannot be told which of several extents is wrong, and no combination of their copies is right."""
+
+
+class Source(Protocol):
+    """The part of a transport.Device that is needed here."""
+
+    async def digest(self, extent: Extent) -> bytes: ...
+
+
+class Catalog(Protocol):
+    """What should be on this node (backend/server/catalog.py)."""
+
+    def check_of(self, extent: Extent) -> Check | None: ...
+
+
+async def _at_once(count: int) -> None:
+    pass
+
+
+class Checks:
+    """Of one store node."""
+
+    def __init__(
+        self,
+        files: Files,
+        catalog: Catalog,
+        members: Members,
+        groups: Groups,
+        device: Callable[[int], Source],
+    ) -> None:
+        self._files = files
+        self._catalog = catalog
+        self._members = members
+        self._groups = groups
+        self._device = device
+        # Digests of extents here that others asked for: a run of n stripes is asked for n times.
+        self._told: OrderedDict[Extent, bytes] = OrderedDict()
+
+    async def tell(self, extent: Extent) -> bytes:
+        """The digest of what is here, maybe as it was some time ago. Raises OSError: ENOENT."""
+        found = self._told.get(extent)
+        if found is None or extent not in self._files:
+            held = self._files.hold(extent)
+            try:
+                size = self._files.size(extent) or 0
+                found = await digest_at_rest(held.fd, size, _at_once)
+            finally:
+                held.close()
+            self._told[extent] = found
+            if len(self._told) > _REMEMBERED:
+                self._told.popitem(last=False)
+        return found
+
+    def forget(self, extent: Extent) -> None:
+        """Its file is another one, or has turned out to be damaged."""
+        self._told.pop(extent, None)
+
+    async def verdict(self, extent: Extent, digest: bytes) -> Verdict:
+        """Whether a copy of an extent with this digest is what was published."""
+        check = self._catalog.check_of(extent)
+        if check is None:
+            return Verdict.UNKNOWN
+        if len(check.stripes) == 1:
+            return Verdict.RIGHT if check.digests.match(check.part, [digest]) else Verdict.WRONG
+        # Most copies are right: ask no more than it takes to see that.
+        found: list[dict[bytes, None]] = []
+        for stripe, group in zip(check.stripes, check.groups, strict=True):
+            one = Extent(extent.content, stripe)
+            first = {digest: None} if one == extent else await self._asked(one, group, enough=1)
+            if not first:
+                return Verdict.UNKNOWN
+            found.append(first)
+        if check.digests.match(check.part, [next(iter(each)) for each in found]):
+            return Verdict.RIGHT
+        for stripe, group, each in zip(check.stripes, check.groups, found, strict=True):
+            each.update(await self._asked(Extent(extent.content, stripe), group, enough=0))
+        if math.prod(map(len, found)) > _COMBINATIONS_MAX:
+            return Verdict.UNKNOWN
+        for digests in itertools.product(*found):
+            if check.digests.match(check.part, digests):
+                is_right = digests[extent.stripe - check.stripes.start] == digest
+                return Verdict.RIGHT if is_right else Verdict.WRONG
+        return Verdict.HOPELESS if self._all_live(check) else Verdict.UNKNOWN
+
+    async def _asked(self, extent: Extent, group: int, enough: int) -> dict[bytes, None]:
+        """The digests that members of its group tell; `enough` is how many of them to ask, 0: all."""
+        found: dict[bytes, None] = {}
+        for node in self._holders(group):
+            try:
+                if node == self._files.node:
+                    digest = await self.tell(extent)
+                else:
+                    digest = await self._device(node).digest(extent)
+            except OSError as error:
+                log.debug("extent %x.%x of node %x: %s", *extent, node, error)
+                continue
+            found[digest] = None
+            if len(found) == enough:
+                break
+        return found
+
+    def _holders(self, group: int) -> Iterator[int]:
+        found = self._groups.get(group)
+        if found is not None:
+            yield from (node for node in found[0].in_sync if node in self._members.nodes)
+
+    def _all_live(self, check: Check) -> bool:
+        """Whether everybody who may have a right copy could be asked."""
+        configs = (self._groups.get(group) for group in check.groups)
+        return all(
+            found and self._members.nodes.keys() >= set(found[0].in_sync) for found in configs
+        )

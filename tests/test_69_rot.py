@@ -1,0 +1,178 @@
+"""Bytes that change on a store node's disk or in its memory are found, and mended as long as any node has
+them right; a copy that is wrong never takes the place of a sound one."""
+
+import errno
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from cluster import MIB, Cluster, Plan, StoreNode
+from irdmafs.backend.cluster_config import ClusterConfig
+from irdmafs.backend.transport import Extent
+from irdmafs.backend.transport.peers import Peers
+from striped import damage, folder, new_content
+
+# In a message, in a stream, in three stripes, in stripes two of which share a digest.
+SIZES = [1000, 300_000, 2 * MIB + 500_000, 66 * MIB + 1000]
+
+__all__ = ["folder"]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(Plan(nodes=2, mounts=2, buckets=16, store_bytes=1024 * MIB)) as made:
+        yield made
+
+
+def wait_until(holds: Callable[[], object], within_s: float = 60.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.05)
+
+
+def sound(node: StoreNode, contents: list[bytes]) -> int:
+    """How many of these contents' stripes a node keeps as they were published."""
+    stripes = {c[at : at + MIB] for c in contents for at in range(0, len(c), MIB)}
+    return sum(path.read_bytes() in stripes for path in (node.store / "extents").iterdir())
+
+
+def stripes_of(contents: list[bytes]) -> int:
+    return sum(-(-len(content) // MIB) for content in contents)
+
+
+def publish(cluster: Cluster, folder: str, sizes: list[int]) -> dict[str, bytes]:
+    written = {f"{folder}/file{number}": new_content(size) for number, size in enumerate(sizes)}
+    for name, content in written.items():
+        (cluster.mounts[0].path / name).write_bytes(content)
+    return written
+
+
+def read_all(path: Path, written: dict[str, bytes]) -> None:
+    for name, content in written.items():
+        assert (path / name).read_bytes() == content, name
+
+
+def node_status(cluster: Cluster, node: StoreNode) -> dict[str, Any]:
+    (found,) = (one for one in cluster.status()["nodes"] if int(one["id"], 16) == node.node_id)
+    return dict(found)
+
+
+def test_a_node_mends_what_a_reader_got_wrong_bytes_of(cluster: Cluster, folder: str) -> None:
+    written = publish(cluster, folder, 4 * SIZES[:3])
+    contents = list(written.values())
+    bad = cluster.nodes[0]
+    assert sum(damage(bad, content) for content in contents) == stripes_of(contents)
+    read_all(cluster.mounts[1].path, written)
+    told = node_status(cluster, bad)
+    wait_until(lambda: node_status(cluster, bad)["wrong_mended"] > 0)
+    # What this reader got from the other node, others get from this one.
+    while sound(bad, contents) < stripes_of(contents):
+        cluster.mounts[1].restart()
+        read_all(cluster.mounts[1].path, written)
+    assert told["wrong_extents"] + told["wrong_mended"] > 0
+    assert cluster.status()["health"] == "ok"
+
+
+def test_a_round_finds_and_mends_what_nobody_reads(cluster: Cluster, folder: str) -> None:
+    written = publish(cluster, folder, SIZES)
+    contents = list(written.values())
+    bad = cluster.nodes[1]
+    before = node_status(cluster, bad)
+    assert sum(damage(bad, content) for content in contents) == stripes_of(contents)
+    cluster.irdmafs("cluster", "scrub", f"{bad.node_id:x}", "--cluster", cluster.config)
+    wait_until(lambda: sound(bad, contents) == stripes_of(contents))
+    wait_until(lambda: node_status(cluster, bad)["scrub_running_s"] is None)
+    after = node_status(cluster, bad)
+    assert after["scrub_age_s"] < before["scrub_age_s"] + 60
+    assert after["wrong_mended"] - before["wrong_mended"] == stripes_of(contents)
+    assert cluster.status()["health"] == "ok"
+
+
+def test_a_file_that_nobody_has_right_is_named_until_it_is_published_again(
+    cluster: Cluster, folder: str
+) -> None:
+    os.setxattr(cluster.mounts[0].path / folder, "user.irdmafs.replicas", b"1")
+    written = publish(cluster, folder, [300_000])
+    ((name, content),) = written.items()
+    assert sum(damage(node, content) for node in cluster.nodes) == 1
+    cluster.irdmafs("cluster", "scrub", "--cluster", cluster.config)
+    wait_until(lambda: cluster.status()["health"] == "unavailable")
+    found = cluster.status()
+    assert [one["path"] for one in found["damaged_files"]] == [f"/{name}"]
+    assert any(f"/{name}" in problem for problem in found["problems"])
+    with pytest.raises(OSError) as caught:
+        (cluster.mounts[1].path / name).read_bytes()
+    assert caught.value.errno == errno.EIO
+    # It was not dropped: it may be all that is left.
+    salvage = cluster.add_mount("--no-verify")
+    assert len((salvage.path / name).read_bytes()) == len(content)
+    (cluster.mounts[0].path / name).write_bytes(content)
+    wait_until(lambda: cluster.status()["health"] == "ok")
+    assert (cluster.mounts[1].path / name).read_bytes() == content
+
+
+def test_a_drain_of_the_sound_node_keeps_what_is_sound() -> None:
+    with Cluster(Plan(nodes=3, mounts=1, buckets=16)) as made:
+        made.wait_healthy()
+        (made.mounts[0].path / "d").mkdir()
+        os.setxattr(made.mounts[0].path / "d", "user.irdmafs.stripe_size", b"1M")
+        written = publish(made, "d", 6 * SIZES[:3] + SIZES[3:])
+        bad, good, _ = made.nodes
+        assert sum(damage(bad, content) for content in written.values())
+        made.irdmafs("cluster", "drain", f"{good.node_id:x}", "--cluster", made.config)
+        good.terminate()
+        read_all(made.add_mount().path, written)
+        wait_until(lambda: not made.status()["damaged_files"])
+
+
+def test_a_node_that_comes_back_gives_the_right_copies_that_only_it_has() -> None:
+    plan = Plan(nodes=2, mounts=1, buckets=16, node_config={"rereplicate_after": "1s"})
+    with Cluster(plan) as made:
+        (made.mounts[0].path / "d").mkdir()
+        written = publish(made, "d", 4 * [1000, 300_000])
+        bad, good = made.nodes
+        assert sum(damage(bad, content) for content in written.values())
+        good.kill9()
+        third = made.add_node()
+        made.irdmafs("cluster", "scrub", f"{bad.node_id:x}", "--cluster", made.config)
+        wait_until(lambda: len(made.status()["damaged_files"]) == len(written))
+        wait_until(lambda: sum(1 for _ in (third.store / "extents").iterdir()) == len(written))
+        good.start()
+        wait_until(lambda: not made.status()["damaged_files"])
+        read_all(made.add_mount().path, written)
+        assert sound(bad, list(written.values())) + sound(third, list(written.values())) > 0
+
+
+def test_what_somebody_says_of_a_sound_copy_changes_nothing() -> None:
+    """A member that lies: all it brings about is that the node reads its copy again."""
+    with Cluster(Plan(nodes=2, mounts=2, buckets=16, namespaces=False)) as made:
+        (made.mounts[0].path / "d").mkdir()
+        written = publish(made, "d", [1000, 300_000])
+        trio.run(slander, made)
+        read_all(made.mounts[1].path, written)
+        for node in made.nodes:
+            assert sound(node, list(written.values())) == len(written)
+            assert node_status(made, node)["wrong_found"] == 0
+
+
+async def slander(cluster: Cluster) -> None:
+    config = ClusterConfig.load(str(cluster.config))
+    async with Peers(
+        cluster.live_nodes().get,
+        credentials=config.cluster.credentials("mount"),
+        name="liar",
+        role="mount",
+    ) as peers:
+        for node in cluster.nodes:
+            for path in (node.store / "extents").iterdir():
+                content, stripe = (int(part, 16) for part in path.name.split("."))
+                await peers.doubt(node.node_id, Extent(content, stripe))
+            await peers.doubt(node.node_id, Extent(1 << 40, 7))
+            with pytest.raises(OSError) as caught:
+                await peers.scrub(node.node_id)
+            assert caught.value.errno == errno.EPERM
