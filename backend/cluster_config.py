@@ -79,7 +79,7 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class ClusterSection(_Section, frozen=True, kw_only=True):
     """`etcd` are endpoints HOST:PORT. `ca`, `cert` and `key` are this process's credentials towards
     nodes and mounts; towards etcd they are `etcd_*`. In the paths of certificates and keys, "{role}"
-    stands for node, mount or admin, so that one file serves all. `insecure`: without credentials,
+    stands for node, mount, reader or admin, so that one file serves all. `insecure`: without credentials,
     talk over the network all the same. `rdma`: move parameters by RDMA verbs where this host and a peer
     can ("auto"), never ("off"), or not start without ("require"); through `rdma_device` and `gid_index`
     (names, with commas between) instead of what is on the way to the peer, from `rdma_threshold` bytes on;
@@ -156,6 +156,21 @@ class ClusterSection(_Section, frozen=True, kw_only=True):
             )
         return credentials
 
+    @property
+    def mount_role(self) -> "Role":
+        """What a mount of this host is: "reader" where that is the certificate that is here."""
+        from .security import identity_in
+
+        if self.cert is None:
+            return "mount"
+        wanted: tuple[Role, ...] = ("mount", "reader")
+        for role in wanted:
+            path = self.cert.replace(_ROLE, role)
+            if os.path.exists(path):
+                found = identity_in(path)
+                return "reader" if found is not None and found.role == "reader" else "mount"
+        return "mount"
+
     def identity(self, role: "Role") -> tuple[str, str]:
         """Name and role in the certificate of a process of this role, "" without. Raises ConfigError."""
         credentials = self.credentials(role)
@@ -184,7 +199,10 @@ class ClusterSection(_Section, frozen=True, kw_only=True):
     def engine(self, role: "Role", timeout_s: float = 60.0) -> "EtcdEngine":
         """The cluster's part of etcd, not opened yet. Raises ConfigError."""
         from .kv.etcd import EtcdEngine
+        from .security import identity_in
 
+        etcd_cert = self.etcd_cert and self.etcd_cert.replace(_ROLE, role)
+        shown = identity_in(etcd_cert) if etcd_cert and os.path.exists(etcd_cert) else None
         try:
             return EtcdEngine(
                 self.etcd,
@@ -192,9 +210,11 @@ class ClusterSection(_Section, frozen=True, kw_only=True):
                 user=self.etcd_user,
                 password=self.etcd_password(),
                 ca=self.etcd_ca,
-                cert=self.etcd_cert and self.etcd_cert.replace(_ROLE, role),
+                cert=etcd_cert,
                 key=self.etcd_key and self.etcd_key.replace(_ROLE, role),
                 timeout_s=timeout_s,
+                owner=shown.owner if shown is not None and self.etcd_user is None else 0,
+                reader=role == "reader",
             )
         except OSError as error:
             raise ConfigError(

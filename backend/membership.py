@@ -31,6 +31,7 @@ from .records import (
     encode,
     group_key,
     key_of,
+    pool_key,
     targets_key,
 )
 
@@ -55,6 +56,7 @@ log = logging.getLogger(__name__)
 CREATED_AT_ONCE = 100
 # Fewer, as one that is not as it was stops the others.
 CHANGED_AT_ONCE = 60
+_LOOK_AGAIN_S = 1.0
 
 _NO_TARGETS = Targets("", (), 0, b"")
 
@@ -63,7 +65,7 @@ T = TypeVar("T")
 
 def followed_key(directory: int, lease: int) -> bytes:
     """Present: the mount with this lease follows the directory."""
-    return key_of(b"f", directory, lease)
+    return key_of(b"f", lease, directory)
 
 
 def seen_key(lease: int) -> bytes:
@@ -280,7 +282,7 @@ class Members:
         elif kind == b"T":
             self._take_targets(key, value, number, revision)
         elif kind == b"f" and len(key) == 17:
-            self._take_follower(number, int.from_bytes(key[9:], "big"), value is not None)
+            self._take_follower(int.from_bytes(key[9:], "big"), number, value is not None)
         elif kind == b"a":
             if value is None:
                 self._seen.pop(number, None)
@@ -347,15 +349,19 @@ class Members:
 
 
 class Groups:
-    """The configuration of every placement group, with the revision that put it."""
+    """The configuration of every placement group, with the revision that put it. Nodes make the groups of
+    the pools that mounts want."""
 
-    prefixes = (b"g",)
+    prefixes = (b"g", b"w")
 
     def __init__(self) -> None:
         self._configs: dict[int, tuple[GroupConfig, int]] = {}
+        self.wanted: set[int] = set()
         self._moved = trio.Event()
         # Called with a group's id after its configuration changed.
         self.group_changed: list[Callable[[int], None]] = []
+        # Called with a pool's number when somebody wants its groups.
+        self.pool_wanted: list[Callable[[int], None]] = []
 
     def get(self, group: int) -> tuple[GroupConfig, int] | None:
         """A group's configuration and its mod_revision; None: it has not been created."""
@@ -373,6 +379,38 @@ class Groups:
         """Wait for the next change of any group."""
         await self._moved.wait()
 
+    def missing(self, pool: int, settings: Settings) -> list[int]:
+        """The groups of a pool that have not been created."""
+        wanted = (pool << GROUP_BUCKET_BITS | bucket for bucket in range(settings.buckets))
+        return [group for group in wanted if group not in self._configs]
+
+    async def want(
+        self,
+        engine: Engine,
+        pool: int,
+        settings: Settings,
+        place: Callable[[int], Sequence[int]],
+        timeout_s: float,
+    ) -> None:
+        """Have the nodes create the groups of a pool, if this is the first use of it; returns when all are
+        known here. `place` is as for `ensure`.
+
+        Raises OSError: EHOSTUNREACH if there is no node to keep them, ETIMEDOUT.
+        """
+        with trio.move_on_after(timeout_s):
+            while missing := self.missing(pool, settings):
+                if not place(missing[0]):
+                    raise OSError(errno.EHOSTUNREACH, "no store node is up to keep data")
+                if pool not in self.wanted:
+                    await engine.transact((), [Put(pool_key(pool), b"")])
+                # Nodes that come and go are no change of a group.
+                with trio.move_on_after(_LOOK_AGAIN_S):
+                    await self.changed()
+            return
+        raise OSError(
+            errno.ETIMEDOUT, f"the store nodes have made no placement groups for {timeout_s:g} s"
+        )
+
     async def ensure(
         self,
         engine: Engine,
@@ -386,11 +424,10 @@ class Groups:
         primary first. When others create the same groups, whoever is first decides. Returns when all
         are known here. Raises EHOSTUNREACH if `place` finds no node, or says so itself.
         """
-        wanted = [pool << GROUP_BUCKET_BITS | bucket for bucket in range(settings.buckets)]
-        missing = [group for group in wanted if group not in self._configs]
+        missing = self.missing(pool, settings)
         for at in range(0, len(missing), CREATED_AT_ONCE):
             await self._create(engine, missing[at : at + CREATED_AT_ONCE], place)
-        while any(group not in self._configs for group in wanted):
+        while self.missing(pool, settings):
             await self.changed()
 
     async def change(
@@ -448,6 +485,7 @@ class Groups:
 
     def load(self, records: Sequence[KeyValue], revision: int) -> None:
         present = {record.key for record in records}
+        self.wanted.clear()
         for group in [group for group in self._configs if group_key(group) not in present]:
             self._take(group_key(group), None, revision)
         for record in records:
@@ -461,6 +499,11 @@ class Groups:
 
     def _take(self, key: bytes, value: bytes | None, revision: int) -> None:
         group = int.from_bytes(key[1:], "big")
+        if key[:1] == b"w":
+            if value is not None:
+                self.wanted.add(group)
+                _call(self.pool_wanted, group)
+            return
         if value is None:
             if self._configs.pop(group, None) is None:
                 return

@@ -4,21 +4,25 @@
     "c"                              Settings
     "s"                              id of the newest transaction (kept by the engine)
     "u"                              next free inode number (8 bytes BE; taken in blocks)
-    "x" + 8 random bytes             ""                 the engine of a process: its fence
+    "x" + owner (3) + 8 random bytes ""                 the engine of a process: its fence
     "N" + node (8 bytes BE)          NodeRecord         (stays: every node ever admitted and not removed)
     "n" + node (8 bytes BE)          NodeAddress        the node: it is alive
     "m" + lease (8 bytes BE)         MountRecord        the mount: its session
     "g" + group (4 bytes BE)         GroupConfig
+    "K" + serial number (hex)        CertificateRecord  (stays: every certificate ever issued)
     "P" + policy (8 bytes BE)        placement rule (text, stays; see policy)
     "T" + pool (8 bytes BE)          placement.Targets: where the pool's groups should be
-    "p" + content (8) + lease (8)    b""                the mount that pins this content
-    "f" + directory ino (8) + lease (8)   b""           the mount that follows the directory
+    "w" + pool (8 BE)                b""                (stays: a mount wants the groups of this pool)
+    "p" + lease (8) + content (8)    b""                the mount that pins this content
+    "f" + lease (8) + directory ino (8)   b""           the mount that follows the directory
     "a" + lease (8)                  revision (8 BE)    the follower: what it has seen and told its kernel
 
 The namespace's own keys are "d", "i" and "t" (see namespace).
 
 A *session* is the revision at which a mount's "m" key was put: unique, growing, and gone for ever when
-the key is. A *content* is the bytes of one version: session << 24 | number. Its extents on store nodes
+the key is. What a session has of its own begins with its lease, and a lease with the number of the
+certificate that etcd was shown, its *owner*: so etcd lets nobody change what is another's (see rights).
+A *content* is the bytes of one version: session << 24 | number. Its extents on store nodes
 are its stripes, (content, stripe index).
 """
 
@@ -42,6 +46,19 @@ def key_of(kind: bytes, *numbers: int) -> bytes:
 
 def group_key(group: int) -> bytes:
     return b"g" + group.to_bytes(4, "big")
+
+
+def pool_key(pool: int) -> bytes:
+    return key_of(b"w", pool)
+
+
+def pin_key(content: int, lease: int) -> bytes:
+    """Present: the mount with this lease pins the content."""
+    return key_of(b"p", lease, content)
+
+
+def certificate_key(serial: str) -> bytes:
+    return b"K" + serial.encode()
 
 
 def policy_key(policy: int) -> bytes:
@@ -77,7 +94,8 @@ class NodeRecord(msgspec.Struct, array_like=True, frozen=True):
 
 class NodeAddress(msgspec.Struct, array_like=True, frozen=True):
     """How to reach a live node. `host` is equal for processes that can share memory; `store` is the
-    node's store directory there. Space is in bytes, as of the last registration."""
+    node's store directory there, `name` the one in its certificate. Space is in bytes, as of the last
+    registration."""
 
     address: str
     control_port: int
@@ -88,6 +106,7 @@ class NodeAddress(msgspec.Struct, array_like=True, frozen=True):
     total_bytes: int
     free_bytes: int
     version: str
+    name: str = ""
 
 
 class MountRecord(msgspec.Struct, array_like=True, frozen=True):
@@ -99,6 +118,17 @@ class MountRecord(msgspec.Struct, array_like=True, frozen=True):
     version: str
     name: str = ""
     role: str = ""
+
+
+class CertificateRecord(msgspec.Struct, array_like=True, frozen=True):
+    """`owner` is its number in etcd. Times are in seconds since 1970; `revoked_s` 0: it is not revoked."""
+
+    name: str
+    role: str
+    owner: int
+    issued_s: int
+    expires_s: int
+    revoked_s: int = 0
 
 
 class GroupConfig(msgspec.Struct, array_like=True, frozen=True):

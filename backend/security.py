@@ -1,6 +1,7 @@
 """Who may take part in a cluster: mutual TLS with the cluster's own certificate authority.
 
-A certificate names its owner in CN and what the owner may be, the role, in OU. Whoever holds one that the
+A certificate names its owner in CN, with a number that no other certificate has, and what the owner may
+be, the role, in OU. Whoever holds one that the
 cluster's CA signed is a member; there is no other list. A "reader" is a mount that changes nothing.
 Addresses do not count: nodes and mounts come and go with changing ones, so the peer's role is checked
 and not its DNS name. Extended key usage keeps a mount from posing as a node: only nodes (and etcd) may
@@ -13,6 +14,7 @@ import datetime
 import ipaddress
 import os
 import re
+import secrets
 import ssl
 import stat
 from collections.abc import Iterable
@@ -31,6 +33,8 @@ __all__ = [
     "Identity",
     "Role",
     "describe_tls_error",
+    "expiry_of",
+    "identity_in",
     "is_final",
     "issue",
     "make_ca",
@@ -49,7 +53,11 @@ _TIME_CODES = (9, 10)
 _NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST")
 # Clocks of different hosts are not equal: what was just issued is valid elsewhere, too.
 _CLOCK_SKEW = datetime.timedelta(hours=1)
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
+# With the number of the certificate, at most the 64 characters that a CN may have.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,55}", re.ASCII)
+_OWNER_MARK = "#"
+_OWNER_BITS = 24
+_OWNER = re.compile(r"[0-9a-f]{6}", re.ASCII)
 
 
 class CredentialsError(ConfigError):
@@ -57,8 +65,17 @@ class CredentialsError(ConfigError):
 
 
 class Identity(NamedTuple):
+    """`owner` is the number of the certificate in etcd, 0 if it has none; `serial` is in hexadecimal."""
+
     role: Role
     name: str
+    owner: int = 0
+    serial: str = ""
+
+    @property
+    def user(self) -> str:
+        """Who this is to etcd: the certificate's CN."""
+        return f"{self.name}{_OWNER_MARK}{self.owner:06x}" if self.owner else self.name
 
 
 class _Peer(Protocol):
@@ -141,7 +158,18 @@ def peer_identity(connection: _Peer) -> Identity | None:
     for part in certificate.get("subject", ()):
         for key, value in part:
             names.setdefault(key, []).append(value)
-    return _identity(names.get("organizationalUnitName", []), names.get("commonName", []))
+    serial = str(certificate.get("serialNumber", "")).lower().lstrip("0")
+    return _identity(names.get("organizationalUnitName", []), names.get("commonName", []), serial)
+
+
+def identity_in(path: str) -> Identity | None:
+    """Who a certificate in a file is of; None: it has no role. Raises CredentialsError."""
+    return _identity_of(_load_certificate(path))
+
+
+def expiry_of(path: str) -> int:
+    """When a certificate in a file expires, in seconds since 1970. Raises CredentialsError."""
+    return int(_load_certificate(path).not_valid_after_utc.timestamp())
 
 
 def describe_tls_error(error: ssl.SSLError) -> str:
@@ -243,7 +271,10 @@ def issue(
     uses = [ExtendedKeyUsageOID.CLIENT_AUTH]
     if role in _LISTENING_ROLES:
         uses.append(ExtendedKeyUsageOID.SERVER_AUTH)
-    builder = _builder(_subject(name, role, cluster), ca.subject, key, days)
+    # etcd knows its clients by CN: a certificate that follows another one of its name is somebody else.
+    owner = 0 if role == "etcd" else secrets.randbelow((1 << _OWNER_BITS) - 1) + 1
+    user = Identity(role, name, owner).user
+    builder = _builder(_subject(user, role, cluster), ca.subject, key, days)
     builder = (
         builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_key_usage(digital_signature=True), critical=True)
@@ -416,10 +447,13 @@ def _identity_of(certificate: "x509.Certificate") -> Identity | None:
     def values(oid: "x509.ObjectIdentifier") -> list[str]:
         return [str(found.value) for found in certificate.subject.get_attributes_for_oid(oid)]
 
-    return _identity(values(NameOID.ORGANIZATIONAL_UNIT_NAME), values(NameOID.COMMON_NAME))
+    units, names = values(NameOID.ORGANIZATIONAL_UNIT_NAME), values(NameOID.COMMON_NAME)
+    return _identity(units, names, f"{certificate.serial_number:x}")
 
 
-def _identity(units: list[str], names: list[str]) -> Identity | None:
+def _identity(units: list[str], names: list[str], serial: str) -> Identity | None:
     if len(units) != 1 or len(names) != 1 or units[0] not in ROLES:
         return None
-    return Identity(units[0], names[0])
+    name, _, number = names[0].partition(_OWNER_MARK)
+    owner = int(number, 16) if _OWNER.fullmatch(number) else 0
+    return Identity(units[0], name, owner, serial)

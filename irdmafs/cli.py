@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from . import __version__, background, mounting, status, stores
-from .cluster_cli import cluster, config_option, rdma_options, rdma_wanted
+from .cluster_cli import config_option, rdma_options, rdma_wanted
 from .config import (
     MountConfig,
     MountError,
@@ -25,6 +25,7 @@ from .config import (
     parse_mount_options,
     parse_size,
 )
+from .members_cli import cluster
 from .mount_users import users_of
 from .serve_cli import serve
 from .transfer_cli import prefetch, rebalance

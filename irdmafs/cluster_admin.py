@@ -5,21 +5,31 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .backend.cluster_config import ClusterConfig, ConfigError
+from .backend.cluster_config import ETCD_PORT, ClusterConfig, ConfigError, split_host_port
 from .backend.kv import Conflict, Delete, Put
 from .backend.records import SETTINGS_KEY, NodeRecord, Settings, decode, encode, key_of
-from .backend.security import issue, make_ca
+from .backend.security import Role, issue, make_ca
 
 if TYPE_CHECKING:
     from .backend.kv.etcd import EtcdEngine
 
-__all__ = ["Plan", "admit_again", "forget_node", "made_files", "register", "set_node_state"]
+__all__ = [
+    "Plan",
+    "admit_again",
+    "etcd_arguments",
+    "forget_node",
+    "hosts_of",
+    "made_files",
+    "refuse_existing",
+    "register",
+    "set_node_state",
+]
 
 _FORMAT = 1
 _CHANGE_RETRIES = 10
@@ -71,7 +81,8 @@ def _write_files(directory: str, plan: Plan, text: str) -> None:
     try:
         if plan.tls:
             make_ca(directory, plan.name)
-            for role in ("node", "mount", "admin"):
+            roles: tuple[Role, ...] = ("node", "mount", "reader", "admin")
+            for role in roles:
                 issue(directory, role, role)
             if plan.etcd_hosts:
                 issue(directory, "etcd", "etcd", plan.etcd_hosts)
@@ -99,6 +110,45 @@ def _config_text(plan: Plan, directory: str) -> str:
     return "\n".join(["[cluster]", *lines, "", "[node]", "", "[mount]", ""])
 
 
+def hosts_of(endpoints: Iterable[str]) -> tuple[str, ...]:
+    """The hosts of HOST:PORT. Raises ConfigError."""
+    try:
+        found = (split_host_port(endpoint, ETCD_PORT)[0] for endpoint in endpoints)
+        return tuple(dict.fromkeys(found))
+    except ValueError as error:
+        raise ConfigError(f"--etcd: {error}") from None
+
+
+def etcd_arguments(directory: str) -> list[str]:
+    """With which etcd shows its certificate, and lets only members of the cluster in."""
+    ca, cert, key = (os.path.join(directory, name) for name in ("ca.pem", "etcd.pem", "etcd.key"))
+    return [
+        f"--cert-file={cert}",
+        f"--key-file={key}",
+        f"--trusted-ca-file={ca}",
+        "--client-cert-auth",
+        "--enable-grpc-gateway=false",
+        f"--peer-cert-file={cert}",
+        f"--peer-key-file={key}",
+        f"--peer-trusted-ca-file={ca}",
+        "--peer-client-cert-auth",
+        "--peer-cert-allowed-cn=etcd",
+    ]
+
+
+async def refuse_existing(engine: EtcdEngine, config: ClusterConfig) -> None:
+    """Raises ConfigError if there is a cluster of this name."""
+    if await engine.get(SETTINGS_KEY) is not None:
+        raise _exists(config)
+
+
+def _exists(config: ClusterConfig) -> ConfigError:
+    return ConfigError(
+        f"etcd at {', '.join(config.cluster.etcd)} has a cluster named {config.cluster.name!r} "
+        "already; choose another --name"
+    )
+
+
 async def register(
     engine: EtcdEngine,
     config: ClusterConfig,
@@ -112,10 +162,7 @@ async def register(
     try:
         await engine.transact([(SETTINGS_KEY, 0)], [Put(SETTINGS_KEY, encode(settings))])
     except Conflict:
-        raise ConfigError(
-            f"etcd at {', '.join(config.cluster.etcd)} has a cluster named {config.cluster.name!r} "
-            "already; choose another --name"
-        ) from None
+        raise _exists(config) from None
     return settings
 
 

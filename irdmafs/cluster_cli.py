@@ -111,6 +111,8 @@ def with_etcd(config: ClusterConfig, task: Callable[[EtcdEngine], Awaitable[T]])
     """Run a task with the cluster's engine. Raises MountError where etcd cannot be used."""
     import trio
 
+    from .backend.etcd.frames import RpcError
+
     async def run() -> T:
         async with config.cluster.engine("admin", _ETCD_TIMEOUT_S) as engine:
             return await task(engine)
@@ -118,6 +120,10 @@ def with_etcd(config: ClusterConfig, task: Callable[[EtcdEngine], Awaitable[T]])
     with one_line_errors():
         try:
             return trio.run(run)
+        except RpcError as error:
+            raise MountError(
+                f"etcd at {', '.join(config.cluster.etcd)} refuses: {error.text}"
+            ) from error
         except OSError as error:
             raise MountError(
                 f"etcd at {', '.join(config.cluster.etcd)}: {error.strerror or error}"
@@ -163,8 +169,12 @@ def cluster() -> None:
 @click.option("--out", "directory", default="/etc/irdmafs", show_default=True, metavar="DIR",
               help="Where cluster.toml and the certificates go.")  # fmt: skip
 @click.option("--no-tls", is_flag=True, help="Make no certificates: nodes listen on loopback only.")
-@click.option("--etcd-host", "etcd_hosts", multiple=True, metavar="NAME", help="Make a certificate for "
-              "etcd on this host, too, and talk TLS to it; may be repeated.")  # fmt: skip
+@click.option("--prepare", is_flag=True, help="Make the files and end: etcd can then be started with "
+              "its certificate.")  # fmt: skip
+@click.option("--etcd-host", "etcd_hosts", multiple=True, metavar="NAME", help="Name or address in etcd's "
+              "certificate; may be repeated  [default: the hosts of --etcd]")  # fmt: skip
+@click.option("--etcd-plain", is_flag=True, help="Talk to etcd in clear: whoever reaches it may change "
+              "everything.")  # fmt: skip
 @click.option("--etcd-user", metavar="USER")
 @click.option("--etcd-password-file", metavar="FILE")
 @click.option("--etcd-ca", metavar="FILE", help="CA of etcd's certificate: talk TLS to it.")
@@ -179,23 +189,32 @@ def init(
     lease_ttl: int,
     directory: str,
     no_tls: bool,
+    prepare: bool,
     etcd_hosts: tuple[str, ...],
+    etcd_plain: bool,
     **etcd_options: str | None,
 ) -> None:
     """Make a new cluster: its entry in etcd, a file for nodes and mounts, and certificates.
 
     Nothing that exists is overwritten. Files that an earlier run made are used if it came no further.
+    Without --no-tls, --etcd-plain or certificates of etcd's own, etcd has to run with the certificate that
+    is made for it: --prepare makes the files first, and says how.
     """
     from .backend.placement import BUCKETS
-    from .cluster_admin import Plan, made_files, register
+    from .cluster_admin import Plan, etcd_arguments, hosts_of, made_files, refuse_existing, register
+    from .cluster_members import certificates_in, protect, register_all
 
-    if no_tls and etcd_hosts:
-        raise click.UsageError("--etcd-host cannot be used with --no-tls")
+    if etcd_hosts and (no_tls or etcd_plain):
+        other = "--no-tls" if no_tls else "--etcd-plain"
+        raise click.UsageError(f"--etcd-host cannot be used with {other}")
     if etcd_hosts and (etcd_options["etcd_ca"] or etcd_options["etcd_cert"]):
         raise click.UsageError("--etcd-host makes what --etcd-ca and --etcd-cert would give")
     endpoints = tuple(part.strip() for part in etcd.split(",") if part.strip())
     if not endpoints:
         raise click.UsageError("--etcd names no HOST:PORT")
+    if not (no_tls or etcd_plain or any(etcd_options.values())):
+        with one_line_errors():
+            etcd_hosts = etcd_hosts or hosts_of(endpoints)
     plan = Plan(
         name=name,
         etcd=endpoints,
@@ -208,28 +227,45 @@ def init(
     refused: MountError | None = None
     with one_line_errors(), made_files(directory, plan) as path:
         config = load(path)
+
+        async def make(engine: EtcdEngine) -> list[str]:
+            await refuse_existing(engine, config)
+            if plan.tls:
+                await register_all(engine, certificates_in(directory))
+            if etcd_hosts:
+                await protect(engine)
+            await register(engine, config, replicas, buckets or BUCKETS, stripe_bytes, lease_ttl)
+            return await engine.weaknesses()
+
         try:
-            with_etcd(
-                config,
-                lambda engine: register(
-                    engine, config, replicas, buckets or BUCKETS, stripe_bytes, lease_ttl
-                ),
-            )
+            weaknesses = [] if prepare else with_etcd(config, make)
         except MountError as error:
-            if not etcd_hosts:
+            if not etcd_hosts or not isinstance(error.__cause__, OSError):
                 raise
             refused = error  # the files stay: etcd needs them
     if refused is not None:
         raise MountError(
-            f"{refused} (etcd can be started now with {directory}/etcd.pem, etcd.key and ca.pem; "
-            "then give the same command again)"
+            f"{refused}; the files in {directory} stay: irdmafs cluster init --prepare says how etcd is "
+            "started with its certificate, then give the same command again (or, for an etcd in clear, "
+            "--etcd-plain)"
         ) from refused
+    if prepare:
+        if etcd_hosts:
+            say(
+                f"start etcd on {', '.join(etcd_hosts)} with ca.pem, etcd.pem and etcd.key of {directory}; "
+                f"besides its usual arguments:\n  {' '.join(etcd_arguments(directory))}"
+            )
+        say("then give the same command again, without --prepare")
+        return
     say(f"cluster {name!r} is made; {path} describes it")
     if plan.tls:
         say(
             f"copy {path}, ca.pem and node.pem, node.key to the store nodes, and with mount.pem, "
-            "mount.key to the workers; ca.key signs new ones: keep it safe"
+            "mount.key (or reader.pem, reader.key: they can change nothing) to the workers; better, make "
+            "one for each: irdmafs cluster cert NAME --role mount; ca.key signs new ones: keep it safe"
         )
+    for weakness in weaknesses:
+        say(f"WARNING: {weakness}", err=True)
     say(f"next, on each store node: irdmafs serve STORE --cluster {path}")
 
 
@@ -240,38 +276,6 @@ def _parse_size(flag: str, text: str) -> int:
         return parse_size(text)
     except ValueError as error:
         raise MountError(f"{flag}: {error}") from error
-
-
-@cluster.command()
-@click.argument("name")
-@click.option(
-    "--role", type=click.Choice(["node", "mount", "reader", "admin", "etcd"]), required=True
-)
-@click.option("--host", "hosts", multiple=True, metavar="NAME",
-              help="A name or address that the certificate carries (etcd's needs them).")  # fmt: skip
-@click.option("--days", type=click.IntRange(1, 3650), default=825, show_default=True)
-@click.option("--out", "directory", metavar="DIR", help="[default: where ca.pem is]")
-@config_option
-def cert(
-    name: str,
-    role: Any,
-    hosts: tuple[str, ...],
-    days: int,
-    directory: str | None,
-    config_path: str | None,
-) -> None:
-    """Make one more certificate, signed by the cluster's CA, whose key must be beside it."""
-    from .backend.security import issue
-
-    config = load(config_path)
-    if config.cluster.ca is None:
-        raise MountError(
-            f"the cluster {config.cluster.name!r} has no CA; it was made with --no-tls"
-        )
-    with one_line_errors():
-        authority = os.path.dirname(config.cluster.ca)
-        made = issue(directory or authority, name, role, hosts, days, authority)
-    say(f"made {made.cert} and {made.key}")
 
 
 @cluster.command("status")
@@ -295,6 +299,7 @@ def status_command(ctx: click.Context, watch: bool, as_json: bool, config_path: 
                 "cluster": config.cluster.name,
                 "etcd": list(config.cluster.etcd),
                 **found.to_json(),
+                "warnings": await engine.weaknesses(),
             }
             if watch and sys.stdout.isatty():
                 click.clear()

@@ -78,8 +78,11 @@ def print_cluster(data: Mapping[str, Any]) -> None:
             ],
         )
     problems, notes = data.get("problems") or (), data.get("notes") or ()
-    if problems or notes:
+    warnings = data.get("warnings") or ()
+    if problems or notes or warnings:
         print()
+    for warning in warnings:
+        print(printable(f"WARNING: {warning}"))
     for problem in problems:
         print(printable(f"! {problem}"))
     for note in notes:

@@ -12,7 +12,15 @@ from irdmafs.backend.kv import Event, KeyValue
 from irdmafs.backend.membership import Groups
 from irdmafs.backend.namespace import Inode
 from irdmafs.backend.placement import group_of
-from irdmafs.backend.records import GroupConfig, Layout, MountRecord, encode, group_key, key_of
+from irdmafs.backend.records import (
+    GroupConfig,
+    Layout,
+    MountRecord,
+    encode,
+    group_key,
+    key_of,
+    pin_key,
+)
 from irdmafs.backend.server import catalog as catalog_module
 from irdmafs.backend.server.catalog import Catalog
 from irdmafs.backend.server.files import Files
@@ -95,10 +103,10 @@ class World:
         self.change((key_of(b"i", ino), None))
 
     def pin(self, content: int, lease: int) -> None:
-        self.change((key_of(b"p", content, lease), b""))
+        self.change((pin_key(content, lease), b""))
 
     def unpin(self, content: int, lease: int) -> None:
-        self.change((key_of(b"p", content, lease), None))
+        self.change((pin_key(content, lease), None))
 
     # -- extents
 

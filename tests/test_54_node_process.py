@@ -38,6 +38,7 @@ from irdmafs.backend.records import (
     encode,
     group_key,
     key_of,
+    pin_key,
 )
 from irdmafs.backend.replica import Replica
 from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable
@@ -435,7 +436,7 @@ def test_superseded_deleted_and_abandoned_contents_go_on_every_node(place: Place
         second = await writer.publish(b"overwritten", b"second")
         await writer.publish(b"deleted", b"gone")
         pinned = await writer.publish(b"pinned", b"still read")
-        pin = key_of(b"p", pinned, writer.session.lease)
+        pin = pin_key(pinned, writer.session.lease)
         await writer.engine.transact((), [Put(pin, b"", writer.session.lease)])
         for name in (b"deleted", b"pinned"):
             await writer.namespace.unlink(ROOT_INO, name, in_use=False)

@@ -342,6 +342,7 @@ def test_a_node_that_was_given_up_and_comes_back_has_nothing_to_say(
 
 def test_a_publish_that_waits_says_so_once() -> None:
     with OneNodeMount(("--timeout", "2s", "--log-level", "info")) as mount:
+        (mount.path / "first").write_bytes(b"has the placement groups made")
         kill_node(mount)
         with pytest.raises(TimeoutError), (mount.path / "file").open("wb", 0) as file:
             file.write(b"abc")
@@ -415,7 +416,16 @@ def test_mount_with_wrong_credentials_is_told_so_and_does_not_wait(
     ours, theirs, store, path = (tmp_path / name for name in ("ours", "theirs", "store", "m"))
     path.mkdir()
     with EtcdServer() as etcd:
-        made = ("cluster", "init", "--etcd", etcd.endpoint, "--buckets", "4", "--out")
+        made = (
+            "cluster",
+            "init",
+            "--etcd",
+            etcd.endpoint,
+            "--etcd-plain",
+            "--buckets",
+            "4",
+            "--out",
+        )
         assert irdmafs(*made, ours).returncode == 0
         assert irdmafs(*made, theirs, "--name", "other").returncode == 0
         cluster = (theirs / "cluster.toml").read_text().replace('"other"', '"default"')

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from irdmafs.backend.records import (
     policy_key,
 )
 from mountpoint import eventually, irdmafs
+from secure_cluster import SecureEtcd
 
 GIB = 1 << 30
 REPLICAS = 2
@@ -143,8 +143,12 @@ def test_mounts_and_nodes_start_without_numpy() -> None:
 
 def test_init_makes_a_cluster_that_status_finds(etcd: EtcdServer, tmp_path: Path) -> None:
     made = Cluster(etcd, tmp_path / "deep" / "made", "first")
-    done = made.init("--replicas", "3", "--stripe", "8M", "--lease-ttl", "7", "--buckets", "99")
+    shape = ("--replicas", "3", "--stripe", "8M", "--lease-ttl", "7", "--buckets", "99")
+    done = made.init("--etcd-plain", *shape)
     assert done.returncode == 0, done
+    assert "WARNING: etcd (" in done.stderr
+    assert "is spoken to in clear" in done.stderr
+    assert "is spoken to in clear" in made.status(2)["warnings"][0]
     settings = made.status(2)["settings"]
     assert settings.pop("cluster_id")
     assert settings == {
@@ -155,12 +159,12 @@ def test_init_makes_a_cluster_that_status_finds(etcd: EtcdServer, tmp_path: Path
         "buckets": 99,
     }
     config = ClusterConfig.load(str(made.file)).cluster
-    for role in ("node", "mount", "admin"):
+    for role in ("node", "mount", "reader", "admin"):
         credentials = config.credentials(role)
         assert credentials is not None
         assert credentials.check().role == role
     keys = list(made.directory.glob("*.key"))
-    assert len(keys) == 4
+    assert len(keys) == 5
     assert {path.stat().st_mode & 0o777 for path in keys} == {0o600}
 
 
@@ -170,7 +174,7 @@ def test_init_refuses_a_cluster_that_exists_and_leaves_it_as_it_is(cluster: Clus
     line = one_line(cluster.init("--no-tls", "--replicas", "3"))
     assert f"has a cluster named '{cluster.name}' already; choose another --name" in line
     elsewhere = Cluster(cluster.etcd, cluster.directory / "other", cluster.name)
-    assert "already; choose another --name" in one_line(elsewhere.init())
+    assert "already; choose another --name" in one_line(elsewhere.init("--etcd-plain"))
     assert list(elsewhere.directory.iterdir()) == []
     assert cluster.status(2)["settings"] == before
     assert {p.name: p.read_bytes() for p in cluster.directory.iterdir() if p.is_file()} == files
@@ -179,22 +183,27 @@ def test_init_refuses_a_cluster_that_exists_and_leaves_it_as_it_is(cluster: Clus
 def test_init_does_not_overwrite_the_files_of_another_cluster(cluster: Cluster) -> None:
     other = Cluster(cluster.etcd, cluster.directory, cluster.name + "-other")
     text = cluster.file.read_text()
-    assert "describes a cluster already; choose another directory" in one_line(other.init())
+    assert "describes a cluster already; choose another directory" in one_line(
+        other.init("--etcd-plain")
+    )
     assert cluster.file.read_text() == text
 
 
 def test_init_leaves_nothing_when_etcd_cannot_be_reached(tmp_path: Path) -> None:
-    done = irdmafs("cluster", "init", "--etcd", "127.0.0.1:1", "--out", tmp_path / "made")
-    assert "127.0.0.1:1" in one_line(done)
+    arguments = ("--etcd", "127.0.0.1:1", "--out", tmp_path / "made", "--etcd-plain")
+    assert "127.0.0.1:1" in one_line(irdmafs("cluster", "init", *arguments))
     assert list((tmp_path / "made").iterdir()) == []
 
 
 def test_init_makes_certificates_with_which_etcd_itself_runs(tmp_path: Path) -> None:
     made = tmp_path / "made"
     port_of_nobody = "127.0.0.1:1"
-    arguments = ("cluster", "init", "--out", made, "--etcd-host", "127.0.0.1")
+    arguments = ("cluster", "init", "--out", made)
     line = one_line(irdmafs(*arguments, "--etcd", port_of_nobody))
-    assert f"etcd can be started now with {made}/etcd.pem" in line
+    assert "--prepare says how etcd is started with its certificate" in line
+    done = irdmafs(*arguments, "--etcd", port_of_nobody, "--prepare")
+    assert done.returncode == 0, done
+    assert f"--cert-file={made}/etcd.pem" in done.stdout
     # Only etcd's port is not known before it starts.
     with SecureEtcd(made) as server:
         file = made / "cluster.toml"
@@ -203,19 +212,9 @@ def test_init_makes_certificates_with_which_etcd_itself_runs(tmp_path: Path) -> 
         assert done.returncode == 0, done
         done = irdmafs("cluster", "status", "--json", "--cluster", file)
         assert done.returncode == 2, done
-        assert json.loads(done.stdout)["settings"]["replicas"] == 2
-
-
-class SecureEtcd(EtcdServer):
-    """etcd with certificates that the command made."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__()
-        self.ca_file = str(directory / "ca.pem")
-        self.cert_file = str(directory / "admin.pem")
-        self.key_file = str(directory / "admin.key")
-        for kind in ("pem", "key"):
-            shutil.copy(directory / f"etcd.{kind}", self.directory / f"server.{kind}")
+        found = json.loads(done.stdout)
+        assert found["settings"]["replicas"] == 2
+        assert found["warnings"] == []
 
 
 def test_init_refuses_what_makes_no_sense(etcd: EtcdServer, tmp_path: Path) -> None:
@@ -235,7 +234,7 @@ def test_init_refuses_what_makes_no_sense(etcd: EtcdServer, tmp_path: Path) -> N
 
 def test_cert_makes_one_more_certificate(etcd: EtcdServer, tmp_path: Path) -> None:
     made = Cluster(etcd, tmp_path, "certificates")
-    assert made.init().returncode == 0
+    assert made.init("--etcd-plain").returncode == 0
     assert made.run("cluster", "cert", "w7", "--role", "mount").returncode == 0
     assert (tmp_path / "mount-w7.pem").exists()
     assert "mount-w7.key exists" in one_line(made.run("cluster", "cert", "w7", "--role", "mount"))

@@ -96,9 +96,23 @@ def lenient_context(credentials: Credentials | None = None) -> ssl.SSLContext:
 def test_members_know_each_other_by_role_and_name(directory: str) -> None:
     node, mount = issue(directory, "n1", "node"), issue(directory, "w.1", "mount")
     seen = shake_hands(node.server_context(), mount.client_context())
-    assert seen == (Identity("mount", "w.1"), Identity("node", "n1"))
+    assert seen == (mount.check(), node.check())
+    assert [one[:2] for one in seen if isinstance(one, Identity)] == [
+        ("mount", "w.1"),
+        ("node", "n1"),
+    ]
     seen = shake_hands(node.server_context(), node.client_context())
-    assert seen == (Identity("node", "n1"), Identity("node", "n1"))
+    assert seen == (node.check(), node.check())
+
+
+def test_a_second_certificate_of_a_name_is_another_one_to_etcd(directory: str) -> None:
+    first = issue(directory, "w1", "mount").check()
+    os.unlink(os.path.join(directory, "mount-w1.pem"))
+    os.unlink(os.path.join(directory, "mount-w1.key"))
+    second = issue(directory, "w1", "mount").check()
+    assert first.name == second.name == "w1"
+    assert first.user != second.user
+    assert first.serial != second.serial
 
 
 def test_members_of_another_cluster_stay_out(directory: str, stranger: Credentials) -> None:
@@ -205,7 +219,7 @@ def test_a_key_handed_to_a_service_through_a_group_is_fine(directory: str) -> No
         pytest.skip("only root's keys may be read by a group")
     node = issue(directory, "n1", "node")
     os.chmod(node.key, 0o640)
-    assert node.check() == Identity("node", "n1")
+    assert node.check()[:2] == ("node", "n1")
 
 
 def test_nothing_is_issued_over_what_exists_or_without_the_right_ca(
@@ -337,7 +351,7 @@ def test_one_file_serves_every_role(load: Callable[..., ClusterConfig], director
     config = load(text).cluster
     credentials = config.credentials("node")
     assert credentials is not None
-    assert credentials.check() == Identity("node", "node")
+    assert credentials.check()[:2] == ("node", "node")
     with pytest.raises(ConfigError, match=r"cannot read .*/mount.key"):
         config.credentials("mount")
     config = load(text.replace("{role}", "node")).cluster

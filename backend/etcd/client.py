@@ -36,6 +36,7 @@ __all__ = [
     "RpcError",
     "Uncertain",
     "Unsent",
+    "auth_method",
 ]
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ _PAUSE_S = (0.02, 0.5)  # between tries: the first, the longest
 _CANCELLED, _UNKNOWN, _INVALID_ARGUMENT, _DEADLINE_EXCEEDED = 1, 2, 3, 4
 _PERMISSION_DENIED, _RESOURCE_EXHAUSTED, _FAILED_PRECONDITION = 7, 8, 9
 _ABORTED, _INTERNAL, _UNAVAILABLE, _UNAUTHENTICATED = 10, 13, 14, 16
+_OLD_STORE = "auth store is old"
 _TRANSIENT = {_CANCELLED, _UNKNOWN, _DEADLINE_EXCEEDED, _ABORTED, _INTERNAL, _UNAVAILABLE}
 
 
@@ -66,6 +68,11 @@ class Method(NamedTuple, Generic[Response]):
 
 def _method(path: str, response: type[Response]) -> Method[Response]:
     return Method("/etcdserverpb." + path, response.FromString)  # type: ignore[attr-defined]
+
+
+def auth_method(name: str, response: type[Response]) -> Method[Response]:
+    """A method of etcd's service of users and roles."""
+    return _method(f"Auth/{name}", response)
 
 
 RANGE: Method[pb.RangeResponse] = _method("KV/Range", pb.RangeResponse)
@@ -131,6 +138,11 @@ class Client:
         self._failures: dict[str, str] = {}
         self._worked = False
         self._closed = False
+
+    @property
+    def secure(self) -> bool:
+        """Whether it is spoken to over TLS only."""
+        return all(endpoint.secure for endpoint in self.endpoints)
 
     @property
     def user(self) -> str | None:
@@ -200,6 +212,9 @@ class Client:
                         self._leave(connection, error.text)
                         raise Uncertain(error.text) from None
                     if error.code == _RESOURCE_EXHAUSTED and "too many requests" in error.text:
+                        raise Unsent(error.text) from None
+                    if error.code == _INVALID_ARGUMENT and _OLD_STORE in error.text:
+                        # Users or roles have changed since etcd took it in; it did nothing.
                         raise Unsent(error.text) from None
                     raise
                 return method.parse(answer)
@@ -338,7 +353,7 @@ class Client:
     def _renew_token(self, error: RpcError, token: str | None) -> bool:
         """Whether the call was refused for its token, and another one can be had."""
         stale = error.code == _UNAUTHENTICATED or (
-            error.code == _INVALID_ARGUMENT and "auth store is old" in error.text
+            error.code == _INVALID_ARGUMENT and _OLD_STORE in error.text
         )
         if not stale or self._user is None:
             return False

@@ -10,20 +10,23 @@ arrive much later (a member that was stopped and goes on). Therefore every trans
 mod_revision of a key that this process alone writes, its *fence*. When the outcome of a try is not
 known, the process puts its fence anew, at some revision F. From then on the try cannot be applied any
 more; whether it was before F is found in the history of "s" up to F. If not, it is tried again, with
-the new fence. Keys: "s", and "x" + 8 random bytes (leased) for each process's fence.
+the new fence. Keys: "s", and "x" + owner + 8 random bytes (leased) for each process's fence.
+
+Who may change nothing that others see ("reader") may not write "s" either: what it does for itself, its
+session for example, nobody has to wait for. Its transactions put a key beside its fence instead.
 """
 
 import errno
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from itertools import count
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple, Protocol, Self, TypeVar
 from weakref import WeakSet
 
 import trio
 
 from ..etcd import etcd_pb2 as pb
+from ..etcd.auth import Auth
 from ..etcd.client import (
     COMPACT,
     GRANT,
@@ -50,6 +53,9 @@ __all__ = ["EtcdEngine", "LeaseEnded"]
 Answer = TypeVar("Answer", bound="Answered")
 
 LAST_KEY = b"s"
+# A lease, 63 bits, begins with its owner: the number of a certificate.
+OWNER_BYTES = 3
+LEASE_BITS = 63 - 8 * OWNER_BYTES
 FENCE_KIND = b"x"
 # etcd's default --max-txn-ops is 128; one of each is ours.
 TRANSACTION_OPERATIONS = 127
@@ -105,6 +111,8 @@ class EtcdEngine:
         cert: str | None = None,
         key: str | None = None,
         timeout_s: float = 60.0,
+        owner: int = 0,
+        reader: bool = False,
     ) -> None:
         self._client = Client(endpoints, user=user, password=password, ca=ca, cert=cert, key=key)
         self._prefix = prefix
@@ -114,9 +122,11 @@ class EtcdEngine:
         self.on_answer: Callable[[int, Sequence[Event]], None] | None = None
         self._closed = False
         process = self._process = secrets.token_bytes(8)
-        self._ids: Iterator[bytes] = (process + number.to_bytes(8, "big") for number in count(1))
-        self._last_key = prefix + LAST_KEY
-        self._fence_key = prefix + FENCE_KIND + process
+        self.owner = owner
+        fence = FENCE_KIND + owner.to_bytes(OWNER_BYTES, "big") + process
+        self._fence_key = prefix + fence
+        # Where this process's transactions leave their identity, within the prefix.
+        self._mark = fence + LAST_KEY if reader else LAST_KEY
         self._fence: _Fence | None = None
         self._fence_lease = 0
         self._fencing = trio.Lock()
@@ -124,7 +134,7 @@ class EtcdEngine:
 
     async def open(self) -> None:
         """Find out whether etcd can be used. Raises OSError whose text says what to do."""
-        request = pb.RangeRequest(key=self._last_key)
+        request = pb.RangeRequest(key=self._prefix + LAST_KEY)
         await self._call(RANGE, request, timeout_s=min(self._timeout_s, _OPEN_S))
 
     async def __aenter__(self) -> Self:
@@ -137,6 +147,49 @@ class EtcdEngine:
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
+
+    @property
+    def auth(self) -> Auth:
+        """Users and roles of this etcd."""
+        return Auth(self._client, self._timeout_s)
+
+    @property
+    def prefix(self) -> bytes:
+        return self._prefix
+
+    @property
+    def secure(self) -> bool:
+        """Whether etcd is spoken to over TLS, and so can know who asks."""
+        return self._client.secure and self._client.user is None
+
+    async def has_others(self) -> bool:
+        """Whether there are keys of others in this etcd."""
+        after = self._prefix[:-1] + bytes([self._prefix[-1] + 1])
+        for start, end in ((b"\0", self._prefix), (after, b"\0")):
+            request = pb.RangeRequest(key=start, range_end=end, limit=1, keys_only=True)
+            if (await self._call(RANGE, request)).kvs:
+                return True
+        return False
+
+    async def weaknesses(self) -> list[str]:
+        """Why others than the cluster's members, or all of these alike, may change its keys."""
+        where = ", ".join(map(str, self._client.endpoints))
+        if not self._client.secure:
+            return [
+                f"etcd ({where}) is spoken to in clear: whoever reaches it can read and change everything;"
+                " irdmafs cluster init makes certificates for it"
+            ]
+        if self._client.user:
+            return [
+                f"all processes are the one user {self._client.user!r} of etcd: any of them can change"
+                " everything; certificates made by irdmafs cluster init tell them apart"
+            ]
+        if not await self.auth.is_enabled():
+            return [
+                f"etcd ({where}) does not check what a certificate may do: any member of the cluster can"
+                " change everything; irdmafs cluster protect has it checked"
+            ]
+        return []
 
     def is_ours(self, last_id: bytes) -> bool:
         """Whether a value of the key "s" says that this process made the transaction."""
@@ -163,7 +216,7 @@ class EtcdEngine:
         return await self._pages(start, end, 0)
 
     async def barrier(self) -> int:
-        answer = await self._call(RANGE, pb.RangeRequest(key=self._last_key))
+        answer = await self._call(RANGE, pb.RangeRequest(key=self._prefix + LAST_KEY))
         revision = 0
         for last in answer.kvs:
             revision = last.mod_revision
@@ -197,9 +250,10 @@ class EtcdEngine:
                 raise Conflict(differing(compares, answer) or b"")
             return answer.header.revision
         self.transactions += 1
-        identity = next(self._ids)
+        # Nobody can claim to have made a transaction of ours before it is applied.
+        identity = self._process + secrets.token_bytes(8)
         request.success.add().request_put.CopyFrom(
-            pb.PutRequest(key=self._last_key, value=identity)
+            pb.PutRequest(key=self._prefix + self._mark, value=identity)
         )
         request.compare.add().CopyFrom(
             pb.Compare(key=self._fence_key, target=pb.Compare.MOD, mod_revision=0)
@@ -210,7 +264,7 @@ class EtcdEngine:
                 Event(revision, op.key, op.value if isinstance(op, Put) else None)
                 for op in operations
             ]
-            self.on_answer(revision, [*events, Event(revision, LAST_KEY, identity)])
+            self.on_answer(revision, [*events, Event(revision, self._mark, identity)])
         return revision
 
     async def idle(self) -> None:
@@ -228,7 +282,7 @@ class EtcdEngine:
     async def grant(self, ttl_s: int) -> int:
         """A lease that ends `ttl_s` seconds after it was last kept alive, or a little later."""
         # The number is ours: a repeated request grants nothing twice.
-        lease = secrets.randbits(62) + 1
+        lease = self.owner << LEASE_BITS | (secrets.randbits(LEASE_BITS) or 1)
         try:
             await self._ask(GRANT, pb.LeaseGrantRequest(TTL=ttl_s, ID=lease))
         except RpcError as error:
@@ -335,6 +389,8 @@ class EtcdEngine:
             self._check_open()
             fence = self._fence or await self._put_fence(None, deadline)
             request.compare[-1].mod_revision = fence.revision
+            if self._mark != LAST_KEY:
+                request.success[-1].request_put.lease = self._fence_lease
             try:
                 answer = await self._client.attempt(
                     TXN, request, min(TRY_S, deadline - trio.current_time())
@@ -379,7 +435,7 @@ class EtcdEngine:
             request = pb.TxnRequest(
                 success=[
                     pb.RequestOp(request_put=pb.PutRequest(key=self._fence_key)),
-                    pb.RequestOp(request_range=pb.RangeRequest(key=self._last_key)),
+                    pb.RequestOp(request_range=pb.RangeRequest(key=self._prefix + self._mark)),
                 ]
             )
             while True:
@@ -409,7 +465,7 @@ class EtcdEngine:
             return fence.last_revision
         if fence.last_revision <= since:
             return None
-        history = self.watch(LAST_KEY, LAST_KEY + b"\0", since)
+        history = self.watch(self._mark, self._mark + b"\0", since)
         try:
             with trio.move_on_at(deadline):
                 async for change in history:

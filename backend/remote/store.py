@@ -27,7 +27,7 @@ from ..records import (
     Layout,
     MountRecord,
     Settings,
-    key_of,
+    pin_key,
     policy_key,
     session_of,
 )
@@ -385,7 +385,7 @@ class RemoteStore(Pinned):
         lease, content = self.session.lease, inode.extent
         self._pinned_afar.add(content)
         revision = await self.engine.transact(
-            (self.session.compare(),), (Put(key_of(b"p", content, lease), b"", lease),)
+            (self.session.compare(),), (Put(pin_key(content, lease), b"", lease),)
         )
         await self.replica.wait_applied(revision)
         current = self.namespace.inodes.get(inode.ino)
@@ -402,7 +402,7 @@ class RemoteStore(Pinned):
     async def _unpin_afar(self, content: int) -> None:
         self._pinned_afar.discard(content)
         try:
-            await self.engine.transact((), (Delete(key_of(b"p", content, self.session.lease)),))
+            await self.engine.transact((), (Delete(pin_key(content, self.session.lease)),))
         except OSError as error:
             log.info("content %x stays pinned until this session ends: %s", content, error)
 
@@ -561,7 +561,7 @@ class RemoteStore(Pinned):
             return
         pool = pool_of(layout.replicas, layout.policy)
         target = self.members.placement().target
-        await self.groups.ensure(self.engine, pool, self.settings, target)
+        await self.groups.want(self.engine, pool, self.settings, target, self.timeout_s)
 
     async def forget(self, inode: Inode) -> None:
         if inode.ino in self.namespace.inodes:

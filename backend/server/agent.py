@@ -80,6 +80,7 @@ class Agent:
         members.node_changed.append(self._node_changed)
         members.targets_changed.append(self._targets_changed)
         groups.group_changed.append(self._group_changed)
+        groups.pool_wanted.append(self._targets_changed)
 
     async def run(self) -> None:
         """Lead, until the session is released."""
@@ -94,7 +95,8 @@ class Agent:
             self._wake = trio.Event()
             try:
                 if (
-                    await self.housekeeping.retarget()
+                    await self.housekeeping.make_groups()
+                    or await self.housekeeping.retarget()
                     or await self._lead()
                     or await self._begin_anew()
                 ):

@@ -210,7 +210,7 @@ class Catalog:
         if kind == b"i":
             return self._take_inode(number, value, revision)
         if kind == b"p" and len(key) == 17:
-            return self._take_pin(number, int.from_bytes(key[9:], "big"), value is not None)
+            return self._take_pin(int.from_bytes(key[9:], "big"), number, value is not None)
         if kind == b"m":
             return self._take_mount(number, None if value is None else revision)
         return ()

@@ -1,10 +1,11 @@
-"""What one node does for all: saying where groups should be, and letting etcd forget its history.
+"""What one node does for all: making groups, saying where they belong, and letting etcd forget its history.
 
 Every node runs this; the elected one (Members.elected) acts. It is not an election to rely on: two
 nodes may act for a moment, so the targets are put by compare-and-swap, and forgetting twice does no
 harm.
 """
 
+import errno
 import logging
 import time
 from collections import deque
@@ -125,6 +126,28 @@ class Housekeeping:
         log.info("the groups of pool %#x are to be on %d nodes", pool, len(targets.nodes))
         await self._replica.wait_applied(put)
         return True
+
+    # --- groups
+
+    async def make_groups(self) -> bool:
+        """Create the groups of the pools that mounts want. Returns whether there were any to make."""
+        settings = self._members.settings
+        if settings is None or not self.acts():
+            return False
+        made = False
+        for pool in sorted(self._groups.wanted):
+            if not self._groups.missing(pool, settings):
+                continue
+            try:
+                await self._groups.ensure(
+                    self._engine, pool, settings, self._members.placement().target
+                )
+                made = True
+            except OSError as error:
+                if error.errno != errno.EHOSTUNREACH:
+                    raise
+                log.info("the groups of pool %#x are not made yet: %s", pool, error)
+        return made
 
     # --- history
 

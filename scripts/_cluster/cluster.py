@@ -78,7 +78,7 @@ class Cluster:
             )
             data = self.directory / "etcd"
             data.mkdir()
-            self.etcd = Etcd(members, data)
+            self.etcd = Etcd(members, data, self.config_directory if plan.tls else None)
         except BaseException:
             self.close()
             raise
@@ -87,6 +87,8 @@ class Cluster:
 
     def __enter__(self) -> Self:
         try:
+            if self.plan.tls:
+                self._timed("prepare", lambda: self._init("--prepare"))
             self._timed("etcd", self.etcd.start)
             self._timed("init", self._init)
             hosts = self.network.add_hosts([f"node{i}" for i in range(self.plan.nodes)])
@@ -109,7 +111,7 @@ class Cluster:
         step()
         self.timings_s[what] = time.monotonic() - start
 
-    def _init(self) -> None:
+    def _init(self, *more: str) -> None:
         plan = self.plan
         done = run_irdmafs(
             self.admin,
@@ -117,6 +119,7 @@ class Cluster:
             *("--out", self.config_directory, "--lease-ttl", str(plan.lease_ttl_s)),
             *("--replicas", str(plan.replicas), "--buckets", str(plan.buckets)),
             *(() if plan.tls else ("--no-tls",)),
+            *more,
         )
         if done.returncode != 0:
             raise CommandFailed(f"irdmafs cluster init: {done.stdout}{done.stderr}")
@@ -128,7 +131,7 @@ class Cluster:
     def _write_config(self, path: Path, section: str, values: Mapping[str, object]) -> None:
         base = tomllib.loads(self.config.read_text())
         # Paths in the file are relative to its own directory.
-        for key in ("ca", "cert", "key"):
+        for key in ("ca", "cert", "key", "etcd_ca", "etcd_cert", "etcd_key"):
             if key in base["cluster"]:
                 base["cluster"][key] = str(self.config_directory / base["cluster"][key])
         base["cluster"]["insecure"] = not self.plan.tls

@@ -12,6 +12,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from irdmafs.cluster_admin import etcd_arguments
+
 from .daemons import Daemon
 from .network import CommandFailed, Host, run
 
@@ -40,16 +42,22 @@ def _listens(pid: int, host: Host, port: int) -> bool:
 
 
 class Etcd:
-    """A cluster of etcd members, one on each of `hosts`, with its data below `directory`."""
+    """A cluster of etcd members, one on each of `hosts`, with its data below `directory`. With
+    `credentials`, the directory that `irdmafs cluster init --prepare` fills before they start, they speak
+    TLS to members of the cluster only."""
 
-    def __init__(self, hosts: Sequence[Host], directory: Path) -> None:
+    def __init__(
+        self, hosts: Sequence[Host], directory: Path, credentials: Path | None = None
+    ) -> None:
+        self._credentials = credentials
+        self._scheme = "http" if credentials is None else "https"
         self._private = bool(hosts[0].launcher)
         self._ports = [self._choose_ports(host) for host in hosts]
         self.endpoints = [
             f"{host.address}:{client}" for host, (client, _) in zip(hosts, self._ports, strict=True)
         ]
         members = ",".join(
-            f"{host.name}=http://{host.address}:{peer}"
+            f"{host.name}={self._scheme}://{host.address}:{peer}"
             for host, (_, peer) in zip(hosts, self._ports, strict=True)
         )
         self.members = [
@@ -66,7 +74,7 @@ class Etcd:
             return first.getsockname()[1], second.getsockname()[1]
 
     def _member(self, host: Host, ports: tuple[int, int], members: str, directory: Path) -> Daemon:
-        client, peer = (f"http://{host.address}:{port}" for port in ports)
+        client, peer = (f"{self._scheme}://{host.address}:{port}" for port in ports)
         alone = len(self._ports) == 1
         command = [
             "etcd",
@@ -84,6 +92,7 @@ class Etcd:
             f"--auto-compaction-retention={KEPT_REVISIONS}",
             "--logger=zap",
             "--log-level=warn",
+            *(etcd_arguments(str(self._credentials)) if self._credentials else ()),
         ]
         return Daemon(host.name, host, command, directory / f"{host.name}.log")
 
@@ -131,10 +140,16 @@ class Etcd:
         ]
         if not running:
             raise CommandFailed("no etcd member runs")
-        endpoints = ",".join(endpoint for _, endpoint in running)
+        endpoints = ",".join(f"{self._scheme}://{endpoint}" for _, endpoint in running)
+        shown: tuple[str, ...] = ()
+        if self._credentials is not None:
+            ca, cert, key = (
+                self._credentials / name for name in ("ca.pem", "admin.pem", "admin.key")
+            )
+            shown = (f"--cacert={ca}", f"--cert={cert}", f"--key={key}")
         return run(
             *running[0][0].host.launcher,
-            *("env", "ETCDCTL_API=3", "etcdctl", f"--endpoints={endpoints}"),
+            *("env", "ETCDCTL_API=3", "etcdctl", f"--endpoints={endpoints}", *shown),
             *("--command-timeout=3s", "--dial-timeout=1s", *arguments),
         )
 
@@ -167,7 +182,8 @@ class Etcd:
             for answer in answers:
                 status = answer["Status"]
                 if status.get("leader", 0) == status["header"]["member_id"]:
-                    return self.members[self.endpoints.index(answer["Endpoint"])]
+                    endpoint = answer["Endpoint"].removeprefix(f"{self._scheme}://")
+                    return self.members[self.endpoints.index(endpoint)]
             if time.monotonic() > deadline:
                 raise CommandFailed("etcd has no leader")
             time.sleep(0.05)

@@ -1,0 +1,103 @@
+"""Users and roles of an etcd. A user is the CN of the certificate that etcd is shown."""
+
+from collections.abc import Collection
+from typing import TypeVar
+
+from . import etcd_pb2 as pb
+from .client import AUTHENTICATE, Client, Message, Method, RpcError, auth_method
+
+__all__ = ["Auth"]
+
+_ENABLE = auth_method("AuthEnable", pb.AuthResponse)
+_USER_ADD = auth_method("UserAdd", pb.AuthResponse)
+_USER_DELETE = auth_method("UserDelete", pb.AuthResponse)
+_USER_LIST = auth_method("UserList", pb.AuthUserListResponse)
+_USER_GRANT = auth_method("UserGrantRole", pb.AuthResponse)
+_ROLE_ADD = auth_method("RoleAdd", pb.AuthResponse)
+_ROLE_DELETE = auth_method("RoleDelete", pb.AuthResponse)
+_ROLE_GET = auth_method("RoleGet", pb.AuthRoleGetResponse)
+_ROLE_GRANT = auth_method("RoleGrantPermission", pb.AuthResponse)
+_ROLE_REVOKE = auth_method("RoleRevokePermission", pb.AuthResponse)
+
+# etcd's own role that may do everything; somebody must have it before users are checked.
+ROOT = "root"
+_NOBODY = "irdmafs nobody"
+
+KeyRange = tuple[bytes, bytes]
+_Response = TypeVar("_Response")
+
+
+class Auth:
+    """Every method may be repeated: what is there already stays. They raise RpcError and OSError."""
+
+    def __init__(self, client: Client, timeout_s: float) -> None:
+        self._client = client
+        self._timeout_s = timeout_s
+
+    async def is_enabled(self) -> bool:
+        """Whether etcd checks who asks. Anybody may ask this."""
+        request = pb.AuthenticateRequest(name=_NOBODY, password="-")
+        try:
+            await self._call(AUTHENTICATE, request)
+        except RpcError as error:
+            return "not enabled" not in error.text
+        return True
+
+    async def enable(self) -> None:
+        """From now on etcd checks who asks. The caller's own user must have the role ROOT."""
+        await self.add_user(ROOT, [ROOT])
+        await self._call(_ENABLE, pb.AuthEnableRequest())
+
+    async def users(self) -> set[str]:
+        answer = await self._call(_USER_LIST, pb.AuthUserListRequest())
+        return set(answer.users)
+
+    async def add_user(self, name: str, roles: Collection[str]) -> None:
+        """With a certificate instead of a password."""
+        options = pb.UserAddOptions(no_password=True)
+        await self._add(_USER_ADD, pb.AuthUserAddRequest(name=name, options=options))
+        for role in roles:
+            if role == ROOT:
+                await self._add(_ROLE_ADD, pb.AuthRoleAddRequest(name=ROOT))
+            await self._call(_USER_GRANT, pb.AuthUserGrantRoleRequest(user=name, role=role))
+
+    async def delete_user(self, name: str) -> None:
+        await self._delete(_USER_DELETE, pb.AuthUserDeleteRequest(name=name))
+
+    async def set_role(
+        self, role: str, read: Collection[KeyRange], write: Collection[KeyRange]
+    ) -> None:
+        """Make a role that may read and write these ranges of keys (start, end), and no others."""
+        await self._add(_ROLE_ADD, pb.AuthRoleAddRequest(name=role))
+        answer = await self._call(_ROLE_GET, pb.AuthRoleGetRequest(role=role))
+        present = {(one.permType, one.key, one.range_end) for one in answer.perm}
+        wanted = {(pb.Permission.READ, *one) for one in read}
+        wanted |= {(pb.Permission.READWRITE, *one) for one in write}
+        for _, start, end in present - wanted:
+            request = pb.AuthRoleRevokePermissionRequest(role=role, key=start, range_end=end)
+            await self._call(_ROLE_REVOKE, request)
+        for kind, start, end in sorted(wanted - present):
+            permission = pb.Permission(permType=kind, key=start, range_end=end)
+            await self._call(
+                _ROLE_GRANT, pb.AuthRoleGrantPermissionRequest(name=role, perm=permission)
+            )
+
+    async def delete_role(self, role: str) -> None:
+        await self._delete(_ROLE_DELETE, pb.AuthRoleDeleteRequest(role=role))
+
+    async def _call(self, method: Method[_Response], request: Message) -> _Response:
+        return await self._client.call(method, request, timeout_s=self._timeout_s)
+
+    async def _add(self, method: Method[pb.AuthResponse], request: Message) -> None:
+        try:
+            await self._call(method, request)
+        except RpcError as error:
+            if "already exists" not in error.text:
+                raise
+
+    async def _delete(self, method: Method[pb.AuthResponse], request: Message) -> None:
+        try:
+            await self._call(method, request)
+        except RpcError as error:
+            if "not found" not in error.text:
+                raise

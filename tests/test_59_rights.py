@@ -1,0 +1,187 @@
+"""etcd itself refuses what a member of the cluster may not change, whatever program he writes for it."""
+
+import errno
+import itertools
+from collections.abc import Awaitable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import trio
+from irdmafs.backend.etcd.frames import RpcError
+from irdmafs.backend.kv import Delete, Put
+from irdmafs.backend.kv.etcd import EtcdEngine
+from irdmafs.backend.lease import MOUNT, Session
+from irdmafs.backend.membership import followed_key, seen_key
+from irdmafs.backend.records import (
+    NEXT_INO_KEY,
+    SETTINGS_KEY,
+    MountRecord,
+    certificate_key,
+    group_key,
+    key_of,
+    pin_key,
+    policy_key,
+    pool_key,
+    targets_key,
+)
+from irdmafs.backend.rights import own_ranges, shared_ranges
+from irdmafs.backend.security import Role, issue, make_ca
+from secure_cluster import SecureCluster, in_trio
+
+NODE_RECORDS = {"a node's address": key_of(b"n", 7), "a node's record": key_of(b"N", 7)}
+PLACEMENT = {"a group's configuration": group_key(1), "a pool's targets": targets_key(1)}
+CLUSTER = {"the settings": SETTINGS_KEY, "a certificate's record": certificate_key("12ab")}
+NAMESPACE = {
+    "a name": b"d" + bytes(8) + b"file",
+    "an inode": key_of(b"i", 9),
+    "a directory's times": key_of(b"t", 9),
+    "the next inode number": NEXT_INO_KEY,
+    "a placement rule": policy_key(3),
+    "the last transaction": b"s",
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureCluster]:
+    """With the certificates of two mounts and of two readers."""
+    with SecureCluster(tmp_path_factory.mktemp("secure")) as cluster:
+        cluster.cert("other", "mount")
+        cluster.cert("bystander", "reader")
+        yield cluster
+
+
+def session(engine: EtcdEngine) -> Session:
+    return Session(engine, MOUNT, MountRecord("host", "/m", 1, "0"), 5)
+
+
+async def refused(doing: Awaitable[object]) -> bool:
+    try:
+        await doing
+    except RpcError as error:
+        return "permission denied" in error.text
+    except OSError as error:
+        return error.errno == errno.EACCES
+    return False
+
+
+async def allowed_writes(engine: EtcdEngine, keys: dict[str, bytes]) -> list[str]:
+    """What etcd lets this member put or delete."""
+    return [
+        f"{operation.__class__.__name__} {what}"
+        for what, key in keys.items()
+        for operation in (Put(key, b"forged"), Delete(key))
+        if not await refused(engine.transact((), [operation]))
+    ]
+
+
+def test_ranges_of_different_certificates_do_not_meet() -> None:
+    roles: Sequence[Role] = ("mount", "node", "reader")
+    last = (1 << 24) - 1
+    for role in roles:
+        ranges = [one for owner in (1, 2, 3, last - 1, last) for one in own_ranges(role, owner)]
+        ranges += shared_ranges(role)
+        ranges.sort()
+        assert all(one.start < one.end for one in ranges)
+        assert all(one.end <= after.start for one, after in itertools.pairwise(ranges))
+
+
+@in_trio
+async def test_a_mount_changes_neither_members_nor_groups_nor_settings(made: SecureCluster) -> None:
+    async with made.engine("mount", "mount") as engine:
+        assert await allowed_writes(engine, NODE_RECORDS | PLACEMENT | CLUSTER) == []
+        writes = await allowed_writes(engine, NAMESPACE | {"a wanted pool": pool_key(1)})
+        # The engine itself puts this key in each transaction, so it cannot be asked for again.
+        assert {what for what in NAMESPACE if f"Put {what}" not in writes} <= {
+            "the last transaction"
+        }
+
+
+@in_trio
+async def test_a_mount_has_its_own_session_and_no_other_s(made: SecureCluster) -> None:
+    async with (
+        made.engine("other", "mount") as victim,
+        made.engine("mount", "mount") as engine,
+        trio.open_nursery() as nursery,
+    ):
+        theirs, ours = session(victim), session(engine)
+        await nursery.start(theirs.run)
+        await nursery.start(ours.run)
+
+        def of(lease: int) -> dict[str, bytes]:
+            return {
+                "the session": key_of(MOUNT, lease),
+                "a pin": pin_key(5, lease),
+                "a followed directory": followed_key(1, lease),
+                "what was seen": seen_key(lease),
+            }
+
+        await victim.transact((), [Put(pin_key(5, theirs.lease), b"", theirs.lease)])
+        assert await allowed_writes(engine, of(theirs.lease)) == []
+        assert await refused(engine.revoke(theirs.lease))
+        fences = await engine.range(b"x", b"y")
+        ours_begin = engine.owner.to_bytes(3, "big")
+        foreign = {f"fence {one.key!r}": one.key for one in fences if one.key[1:4] != ours_begin}
+        assert foreign
+        assert await allowed_writes(engine, foreign) == []
+        own = {what: key for what, key in of(ours.lease).items() if what != "the session"}
+        assert len(await allowed_writes(engine, own)) == 2 * len(own)
+        assert theirs.valid()
+        nursery.cancel_scope.cancel()
+
+
+@in_trio
+async def test_a_reader_changes_nothing_but_its_own_session(made: SecureCluster) -> None:
+    async with (
+        made.engine("bystander", "reader") as victim,
+        made.engine("reader", "reader") as engine,
+        trio.open_nursery() as nursery,
+    ):
+        everything = NODE_RECORDS | PLACEMENT | CLUSTER | NAMESPACE | {"a pool": pool_key(1)}
+        assert await allowed_writes(engine, everything) == []
+        theirs, ours = session(victim), session(engine)
+        await nursery.start(theirs.run)
+        await nursery.start(ours.run)
+        assert await refused(engine.revoke(theirs.lease))
+        await engine.transact((), [Put(pin_key(5, ours.lease), b"", ours.lease)])
+        assert await engine.get(SETTINGS_KEY) is not None
+        nursery.cancel_scope.cancel()
+
+
+@in_trio
+async def test_a_node_changes_neither_names_nor_sessions(made: SecureCluster) -> None:
+    async with made.engine("node", "node") as engine, made.engine("mount", "mount") as mount:
+        names = {what: key for what, key in NAMESPACE.items() if what != "the last transaction"}
+        lease = await mount.grant(5)
+        of_mount = {"a session": key_of(MOUNT, lease), "a pin": pin_key(5, lease)}
+        assert await allowed_writes(engine, names | of_mount | CLUSTER) == []
+        assert len(await allowed_writes(engine, NODE_RECORDS | PLACEMENT)) == 8
+
+
+@pytest.mark.parametrize("role", ["mount", "node", "reader"])
+@in_trio
+async def test_nobody_gives_himself_rights(made: SecureCluster, role: Role) -> None:
+    async with made.engine(role, role) as engine:
+        assert await refused(engine.auth.add_user("thief", ["root"]))
+        assert await refused(engine.auth.set_role("thief", [], [(b"\0", b"\xff")]))
+        assert await refused(engine.auth.delete_user("mount"))
+
+
+@in_trio
+async def test_the_keys_of_others_in_the_same_etcd_are_not_read(made: SecureCluster) -> None:
+    async with made.engine("mount", "mount") as engine:
+        assert await refused(engine.has_others())
+
+
+@in_trio
+async def test_who_has_no_certificate_or_another_cluster_s_stays_out(
+    made: SecureCluster, tmp_path: Path
+) -> None:
+    make_ca(str(tmp_path), "default")
+    stranger = issue(str(tmp_path), "mount", "mount")
+    prefix = b"/irdmafs/default/"
+    ca = str(made.directory / "ca.pem")
+    for cert, key in ((None, None), (stranger.cert, stranger.key)):
+        engine = EtcdEngine([made.etcd.endpoint], prefix, ca=ca, cert=cert, key=key, timeout_s=1)
+        with pytest.raises(OSError):
+            await engine.open()
+        await engine.close()
