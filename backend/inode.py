@@ -21,6 +21,7 @@ from .records import Layout
 __all__ = [
     "NAME_MAX",
     "NO_LAYOUT",
+    "NO_XATTRS",
     "ROOT_INO",
     "Dentry",
     "Inode",
@@ -36,7 +37,7 @@ NAME_MAX = 255
 
 NO_LAYOUT = Layout()
 # Shared by all inodes without xattrs; replaced, never changed in place.
-_NO_XATTRS: dict[bytes, bytes] = {}
+NO_XATTRS: dict[bytes, bytes] = {}
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -57,7 +58,10 @@ class _Record(NamedTuple):
     target: bytes
     xattrs: dict[bytes, bytes]
     layout: Layout
-    digests: bytes = b""  # left out where there are none
+    # Left out where nothing of this is known.
+    digests: bytes = b""
+    birth_ns: int = 0
+    flags: int = 0
 
 
 _decode = msgspec.msgpack.Decoder(_Record).decode
@@ -70,14 +74,16 @@ class Inode:
 
     `extent` is 0 for an empty content, in a cluster the number of the content that `layout` tells
     the place of, and `digests`, if it has any, what its bytes are checked by (see digest); `blocks`
-    counts 512-byte units as stat does; `target` is a symlink's. Derived, not stored: `parent`, the
+    counts 512-byte units as stat does; `target` is a symlink's; `birth_ns` is when it was made, 0 where
+    that is not known; `flags` are chattr's (see protection). Derived, not stored: `parent`, the
     directory that holds the inode, 0 when none or several do; `nlink` of a directory. `revision` is the
     record's in the engine, 0 while there is none.
     """
 
     __slots__ = (
-        "atime_ns", "blocks", "ctime_ns", "digests", "extent", "gid", "ino", "layout", "mode",
-        "mtime_ns", "nlink", "parent", "rdev", "revision", "size", "target", "uid", "version", "xattrs",
+        "atime_ns", "birth_ns", "blocks", "ctime_ns", "digests", "extent", "flags", "gid", "ino",
+        "layout", "mode", "mtime_ns", "nlink", "parent", "rdev", "revision", "size", "target", "uid",
+        "version", "xattrs",
     )  # fmt: skip
 
     def __init__(self, ino: int, mode: int, uid: int, gid: int, now_ns: int) -> None:
@@ -89,12 +95,13 @@ class Inode:
         self.rdev = 0
         self.size = 0
         self.blocks = 0
-        self.atime_ns = self.mtime_ns = self.ctime_ns = now_ns
+        self.atime_ns = self.mtime_ns = self.ctime_ns = self.birth_ns = now_ns
+        self.flags = 0
         self.version = 0
         self.extent = 0
         self.parent = 0
         self.target = b""
-        self.xattrs = _NO_XATTRS
+        self.xattrs = NO_XATTRS
         self.layout = NO_LAYOUT
         self.digests = b""
         self.revision = 0
@@ -105,6 +112,8 @@ class Inode:
             self.atime_ns, self.mtime_ns, self.ctime_ns, self.version, self.extent,
             self.target, self.xattrs, self.layout,
         )  # fmt: skip
+        if self.birth_ns or self.flags:
+            return _encode((*record, self.digests, self.birth_ns, self.flags))
         return _encode((*record, self.digests) if self.digests else record)
 
     @classmethod
@@ -115,10 +124,10 @@ class Inode:
         (
             inode.mode, inode.uid, inode.gid, inode.nlink, inode.rdev, inode.size, inode.blocks,
             inode.atime_ns, inode.mtime_ns, inode.ctime_ns, inode.version, inode.extent,
-            inode.target, inode.xattrs, inode.layout, inode.digests,
+            inode.target, inode.xattrs, inode.layout, inode.digests, inode.birth_ns, inode.flags,
         ) = _decode(value)  # fmt: skip
         if not inode.xattrs:
-            inode.xattrs = _NO_XATTRS
+            inode.xattrs = NO_XATTRS
         if inode.layout == NO_LAYOUT:
             inode.layout = NO_LAYOUT
         inode.parent = 0
@@ -134,6 +143,7 @@ class Inode:
         new.version, new.extent, new.parent = self.version, self.extent, self.parent
         new.target, new.xattrs, new.layout = self.target, self.xattrs, self.layout
         new.digests, new.revision = self.digests, self.revision
+        new.birth_ns, new.flags = self.birth_ns, self.flags
         return new
 
     @property

@@ -18,10 +18,13 @@ from collections.abc import Callable, Sequence
 
 import trio
 
+from . import acl
 from .commit import Commit, Hub
+from .inheritance import Inherited, inherited_from
 from .inode import NAME_MAX, NO_LAYOUT, ROOT_INO, Dentry, Inode, fail, nearest_time
 from .kv import Compare, Engine
 from .loading import LoadedTree
+from .protection import refuse_change, refuse_lost_name, refuse_new_name
 from .records import Layout
 
 __all__ = [
@@ -35,7 +38,6 @@ __all__ = [
     "Inode",
     "Namespace",
     "fail",
-    "handed_down",
 ]
 
 XATTR_SIZE_MAX = 64 * 1024
@@ -71,6 +73,7 @@ class Namespace(LoadedTree):
         version: int = 0,
         durable: bool = True,
         layout: Layout = NO_LAYOUT,
+        umask: int = 0,
     ) -> Inode:
         """Make an inode of any type under a new name.
 
@@ -83,9 +86,9 @@ class Namespace(LoadedTree):
             directory = self.inodes[parent]
             if directory.nlink == 0:
                 raise fail(errno.ENOENT)  # removed while somebody stands in it
-            kind, group = handed_down(directory, mode, gid)
+            refuse_new_name(directory)
             now = time.time_ns()
-            inode = Inode(self._new_ino(), kind, uid, group, now)
+            inode = self._new(inherited_from(directory, mode, gid, umask), uid, now)
             inode.rdev, inode.target, inode.version, inode.layout = rdev, target, version, layout
             inode.size = len(target)
             commit = Commit()
@@ -93,7 +96,7 @@ class Namespace(LoadedTree):
             commit.new = inode
             commit.names = ((parent, name, inode.ino),)
             commit.times = ((parent, now),)
-            commit.fixed = (directory,)  # its group may be handed down
+            commit.fixed = (directory,)  # its group, ACL and flags may be handed down
             commit.durable = durable
             return commit
 
@@ -101,11 +104,20 @@ class Namespace(LoadedTree):
         assert made is not None
         return made
 
-    def orphan(self, mode: int, uid: int, gid: int) -> Inode:
-        """A file without a name (O_TMPFILE). It lives in the replica until link() names it."""
-        inode = Inode(self._new_ino(), mode, uid, gid, time.time_ns())
+    def orphan(
+        self, mode: int, uid: int, gid: int, *, directory: int = ROOT_INO, umask: int = 0
+    ) -> Inode:
+        """A file without a name (O_TMPFILE), with what a directory hands down. It lives in the replica
+        until link() names it."""
+        inherited = inherited_from(self.inode(directory), mode, gid, umask)
+        inode = self._new(inherited, uid, time.time_ns())
         inode.nlink = 0
         self.inodes[inode.ino] = inode
+        return inode
+
+    def _new(self, inherited: Inherited, uid: int, now_ns: int) -> Inode:
+        inode = Inode(self._new_ino(), inherited.mode, uid, inherited.gid, now_ns)
+        inode.xattrs, inode.flags = inherited.xattrs, inherited.flags
         return inode
 
     async def link(self, ino: int, parent: int, name: bytes) -> Inode:
@@ -117,6 +129,8 @@ class Namespace(LoadedTree):
                 raise fail(errno.EPERM)
             if self.inodes[parent].nlink == 0:
                 raise fail(errno.ENOENT)
+            refuse_new_name(self.inodes[parent])
+            refuse_change(inode)
             now = time.time_ns()
             inode.nlink += 1
             inode.ctime_ns = now
@@ -148,6 +162,7 @@ class Namespace(LoadedTree):
 
         def plan() -> Commit:
             found = self._existing(parent, name)
+            refuse_lost_name(self.inodes[parent], found)
             if found.is_dir:
                 raise fail(errno.EISDIR)
             return _without_name(parent, name, found, found.ino == expected)
@@ -176,6 +191,7 @@ class Namespace(LoadedTree):
 
         def plan() -> Commit:
             found = self._existing(parent, name)
+            refuse_lost_name(self.inodes[parent], found)
             if not found.is_dir:
                 raise fail(errno.ENOTDIR)
             if self._children[found.ino]:
@@ -217,6 +233,11 @@ class Namespace(LoadedTree):
                 return None  # two names of one inode: POSIX says nothing happens
             if self.inodes[new_parent].nlink == 0:
                 raise fail(errno.ENOENT)
+            refuse_lost_name(self.inodes[parent], moved)
+            if replaced is None:
+                refuse_new_name(self.inodes[new_parent])
+            else:
+                refuse_lost_name(self.inodes[new_parent], replaced)
             commit, now = Commit(), time.time_ns()
             changed = moved.copy()
             changed.ctime_ns = now
@@ -325,10 +346,20 @@ class Namespace(LoadedTree):
         gid: int | None = None,
         atime_ns: int | None = None,
         mtime_ns: int | None = None,
+        flags: int | None = None,
+        asked_for: bool = True,
     ) -> Inode:
+        """`asked_for`: by chmod(2) and the like, not what follows from another call; chattr(1) may forbid
+        it."""
+
         def change(inode: Inode) -> None:
+            if asked_for and flags is None:
+                refuse_change(inode)
+            if flags is not None:
+                inode.flags = flags
             if mode is not None:
                 inode.mode = stat.S_IFMT(inode.mode) | stat.S_IMODE(mode)
+                acl.follow_chmod(inode)
             if uid is not None:
                 inode.uid = uid
             if gid is not None:
@@ -340,10 +371,14 @@ class Namespace(LoadedTree):
 
         return await self._change(ino, change, sets_mtime=mtime_ns is not None)
 
-    async def set_xattr(self, ino: int, name: bytes, value: bytes, flags: int = 0) -> Inode:
-        """`flags` are setxattr(2)'s XATTR_CREATE and XATTR_REPLACE."""
+    async def set_xattr(
+        self, ino: int, name: bytes, value: bytes, flags: int = 0, *, drop_set_gid: bool = False
+    ) -> Inode:
+        """`flags` are setxattr(2)'s XATTR_CREATE and XATTR_REPLACE; `drop_set_gid`: who sets an ACL may not
+        keep set-group-id."""
 
         def change(inode: Inode) -> None:
+            refuse_change(inode)
             if flags & os.XATTR_CREATE and name in inode.xattrs:
                 raise fail(errno.EEXIST)
             if flags & os.XATTR_REPLACE and name not in inode.xattrs:
@@ -352,7 +387,10 @@ class Namespace(LoadedTree):
                 raise fail(errno.ERANGE)
             if len(value) > XATTR_SIZE_MAX:
                 raise fail(errno.E2BIG)
-            inode.xattrs = {**inode.xattrs, name: value}
+            if name in acl.NAMES:
+                acl.put(inode, name, value, drop_set_gid=drop_set_gid)
+            else:
+                inode.xattrs = {**inode.xattrs, name: value}
             if sum(len(key) + len(data) for key, data in inode.xattrs.items()) > _XATTRS_TOTAL_MAX:
                 raise fail(errno.ENOSPC)
 
@@ -360,7 +398,8 @@ class Namespace(LoadedTree):
 
     async def remove_xattr(self, ino: int, name: bytes) -> Inode:
         def change(inode: Inode) -> None:
-            if name not in inode.xattrs:
+            refuse_change(inode)
+            if name not in inode.xattrs and name not in acl.NAMES:
                 raise fail(errno.ENODATA)
             inode.xattrs = {key: data for key, data in inode.xattrs.items() if key != name}
 
@@ -409,13 +448,6 @@ class Namespace(LoadedTree):
 
     async def idle(self) -> None:
         await self._engine.idle()
-
-
-def handed_down(directory: Inode, mode: int, gid: int) -> tuple[int, int]:
-    """Return mode and group of what is made in a directory."""
-    if directory.mode & stat.S_ISGID:
-        return mode | (stat.S_ISGID if stat.S_ISDIR(mode) else 0), directory.gid
-    return mode, gid
 
 
 def _without_name(parent: int, name: bytes, found: Inode, keep: bool) -> Commit:

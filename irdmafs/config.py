@@ -29,6 +29,7 @@ class MountOptions:
     read_only: bool = False
     allow_other: bool = False
     default_permissions: bool = True
+    acl: bool = True
     uid: int | None = None
     gid: int | None = None
     umask: int | None = None
@@ -68,6 +69,8 @@ _FLAGS: dict[str, dict[str, bool]] = {
     "rw": {"read_only": False},
     "allow_other": {"allow_other": True},
     "default_permissions": {"default_permissions": True},
+    "acl": {"acl": True},
+    "noacl": {"acl": False},
     "dev": {"dev": True},
     "nodev": {"dev": False},
     "suid": {"suid": True},

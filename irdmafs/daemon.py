@@ -145,10 +145,13 @@ class _Daemon:
             raise MountError(f"no fast wake-ups: {error.filename}: {error.strerror}") from error
         session = KernelSession(fd, wakeups)
         try:
-            mounting.mount_fuse(fd, self._config.mountpoint, self._kernel_options())
+            options = self._kernel_options()
+            mounting.mount_fuse(fd, self._config.mountpoint, options)
             try:
                 # INIT is the first message, and the kernel has sent it when mount(2) returns.
-                session.handshake(self._stack_depth())
+                session.handshake(
+                    self._stack_depth(), acls=options.default_permissions and options.acl
+                )
             except BaseException:
                 mounting.unmount(self._config.mountpoint, lazy=True)
                 raise

@@ -18,12 +18,15 @@ from typing import Any, Protocol
 
 import pyfuse3
 
+from .backend import acl
 from .backend.attributes import NAMES as POLICY_XATTRS
-from .backend.namespace import RENAME_EXCHANGE, ROOT_INO, Inode, Namespace, fail, handed_down
+from .backend.namespace import RENAME_EXCHANGE, ROOT_INO, Inode, Namespace, fail
+from .backend.protection import APPEND, IMMUTABLE, refuse_open
 from .backend.store import Store
 from .beliefs import Beliefs
 from .cache import Cache, Name, truncates
 from .config import MountOptions
+from .credentials import CAP_SYS_ADMIN, groups_of, has_capability
 from .freshness import Glance, Glances
 from .inline import detach
 from .locks import FlockTable, Lock, LockTable
@@ -49,7 +52,9 @@ _OFFSET_MAX = 2**63 - 1
 # A file that is replaced each time before its content is here.
 _LEADS_MAX = 20
 _WHY_MAX = 96
-_XATTR_NAMESPACES = (b"user.", b"trusted.", b"security.")
+_FALLOC_FL_KEEP_SIZE = 1
+_TRUSTED = b"trusted."
+_XATTR_NAMESPACES = (b"user.", _TRUSTED, b"security.")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
@@ -82,6 +87,8 @@ class Caller(Protocol):
     def gid(self) -> int: ...
     @property
     def pid(self) -> int: ...
+    @property
+    def umask(self) -> int: ...
 
 
 class Fields(Protocol):
@@ -120,6 +127,8 @@ class Operations(pyfuse3.Operations):
 
     supports_dot_lookup = True
     enable_writeback_cache = False
+    # Whether the session has the kernel check ACLs; else there are none.
+    enforces_acls = False
 
     def __init__(
         self,
@@ -309,7 +318,9 @@ class Operations(pyfuse3.Operations):
         directory = self._inode(parent)
         if self._shared:
             await detach()
-        inode = await self._namespace.create(directory.ino, name, mode, ctx.uid, ctx.gid, **what)
+        inode = await self._namespace.create(
+            directory.ino, name, mode, ctx.uid, ctx.gid, umask=ctx.umask, **what
+        )
         return self._entry(directory.ino, name, inode, ctx.pid, made=True)
 
     async def mknod(
@@ -437,15 +448,20 @@ class Operations(pyfuse3.Operations):
         ctx: Caller,
         *,
         lose_set_ids: bool = False,
+        touch: bool = False,
     ) -> Attributes:
         """`lose_set_ids`: the caller is about to change the content, or does it by this truncation, and
-        may not keep set-user-id and set-group-id."""
+        may not keep set-user-id and set-group-id. `touch`: both times are to be now."""
         node, found = self._node(inode)
         if self._shared:
             await detach()
         if fields.update_size:
             await self._truncate(node, found, attr.st_size, fh, ctx)
         changes: dict[str, int] = {}
+        if touch and found.flags & IMMUTABLE:
+            raise fail(errno.EPERM)
+        sets_times = (fields.update_atime or fields.update_mtime) and not touch
+        asked_for = fields.update_mode or fields.update_uid or fields.update_gid or sets_times
         if lose_set_ids or fields.update_uid or fields.update_gid:
             changes["mode"] = mode_left(self._inodes[node.ino], ctx)
         if fields.update_mode:
@@ -460,7 +476,7 @@ class Operations(pyfuse3.Operations):
             changes["mtime_ns"] = attr.st_mtime_ns
             self._cache.set_mtime(node, attr.st_mtime_ns)
         if changes:
-            await self._namespace.set_attributes(node.ino, **changes)
+            await self._namespace.set_attributes(node.ino, **changes, asked_for=asked_for)
             self._refresh_other_nodes(node, node.ino)
         return self._attributes(node, self._inodes[node.ino])
 
@@ -468,6 +484,8 @@ class Operations(pyfuse3.Operations):
         self, node: Node, inode: Inode, size: int, fh: int | None, ctx: Caller
     ) -> None:
         _refuse_other_than_file(inode)
+        if inode.flags & APPEND or (inode.flags & IMMUTABLE and fh is None):
+            raise fail(errno.EPERM)
         if not 0 <= size <= _OFFSET_MAX:
             raise fail(errno.EINVAL)
         handle = self._nodes.handles.get(fh) if fh is not None else None
@@ -479,11 +497,17 @@ class Operations(pyfuse3.Operations):
             await self._cache.truncate_sealed(inode, node, size, ctx.pid)
 
     async def setxattr(
-        self, inode: int, name: bytes, value: bytes, ctx: Caller, flags: int = 0
+        self,
+        inode: int,
+        name: bytes,
+        value: bytes,
+        ctx: Caller,
+        flags: int = 0,
+        *,
+        drop_set_gid: bool = False,
     ) -> None:
         found = self._inode(inode)
-        if not name.startswith(_XATTR_NAMESPACES):
-            raise fail(errno.EOPNOTSUPP)
+        self._refuse_unknown_xattr(name)
         if name == XATTR_DISCARD:
             self._cache.discard(self._node(inode)[0])
             return
@@ -496,8 +520,17 @@ class Operations(pyfuse3.Operations):
             await self._check_own_xattr(found, name, value)
         elif self._shared:
             await detach()
-        await self._namespace.set_xattr(found.ino, name, value, flags)
+        await self._namespace.set_xattr(found.ino, name, value, flags, drop_set_gid=drop_set_gid)
         self._refresh_several(found.ino)
+
+    def _refuse_unknown_xattr(self, name: bytes) -> None:
+        """Raises OSError EINVAL for a namespace without a name, EOPNOTSUPP for another one, so that no
+        program takes an ACL for checked that nobody checks."""
+        if name in _XATTR_NAMESPACES:
+            raise fail(errno.EINVAL)
+        if name.startswith(_XATTR_NAMESPACES) or (name in acl.NAMES and self.enforces_acls):
+            return
+        raise fail(errno.EOPNOTSUPP)
 
     async def _check_own_xattr(self, inode: Inode, name: bytes, value: bytes) -> None:
         """Raises OSError EINVAL for what means nothing, rather than to keep a slip of the pen."""
@@ -515,6 +548,7 @@ class Operations(pyfuse3.Operations):
 
     async def getxattr(self, inode: int, name: bytes, ctx: Caller) -> bytes:
         found = self._inode(inode)
+        self._refuse_unknown_xattr(name)
         value = found.xattrs.get(name)
         if value is not None:
             return value
@@ -568,10 +602,15 @@ class Operations(pyfuse3.Operations):
         return bool(self._inode(node_id).xattrs)
 
     async def listxattr(self, inode: int, ctx: Caller) -> list[bytes]:
-        return list(self._inode(inode).xattrs)
+        names = list(self._inode(inode).xattrs)
+        trusted = any(name.startswith(_TRUSTED) for name in names)
+        if trusted and not has_capability(ctx.pid, CAP_SYS_ADMIN):
+            names = [name for name in names if not name.startswith(_TRUSTED)]
+        return names if self.enforces_acls else [name for name in names if name not in acl.NAMES]
 
     async def removexattr(self, inode: int, name: bytes, ctx: Caller) -> None:
         found = self._inode(inode)
+        self._refuse_unknown_xattr(name)
         if self._shared:
             await detach()
         await self._namespace.remove_xattr(found.ino, name)
@@ -611,6 +650,21 @@ class Operations(pyfuse3.Operations):
         old.sort(key=lambda row: row["version"] or 0, reverse=True)
         return {"ino": inode.ino, "versions": [*working, current, *old]}
 
+    def birth_ns(self, node_id: int) -> int:
+        """When an inode was made, 0: before that was kept."""
+        return self._inode(node_id).birth_ns
+
+    def flags(self, node_id: int) -> int:
+        """chattr(1)'s flags of an inode."""
+        return self._inode(node_id).flags
+
+    async def set_flags(self, node_id: int, flags: int) -> None:
+        node, _ = self._node(node_id)
+        if self._shared:
+            await detach()
+        await self._namespace.set_attributes(node.ino, flags=flags)
+        self._refresh_other_nodes(None, node.ino)
+
     async def statfs(self, ctx: Caller) -> pyfuse3.StatvfsData:
         below = self._store.statvfs()
         data = pyfuse3.StatvfsData()
@@ -627,7 +681,8 @@ class Operations(pyfuse3.Operations):
         bits = stat.S_IMODE(found.mode & ~self._umask)
         if ctx.uid == 0:
             return not mode & os.X_OK or found.is_dir or bool(bits & 0o111)
-        shift = 6 if ctx.uid == found.uid else 3 if ctx.gid == found.gid else 0
+        member = ctx.gid == found.gid or found.gid in groups_of(ctx.pid)
+        shift = 6 if ctx.uid == found.uid else 3 if member else 0
         return mode & ~(bits >> shift) & 0o7 == 0
 
     # -- files -----------------------------------------------------------------------------------
@@ -645,7 +700,7 @@ class Operations(pyfuse3.Operations):
             try:
                 inode = await self._namespace.create(
                     directory.ino, name, mode & 0o7777 | stat.S_IFREG, ctx.uid, ctx.gid,
-                    version=0 if writing else 1, durable=not writing,
+                    version=0 if writing else 1, durable=not writing, umask=ctx.umask,
                     layout=self._store.layout(directory.ino, name),
                 )  # fmt: skip
             except FileExistsError:
@@ -730,8 +785,10 @@ class Operations(pyfuse3.Operations):
     ) -> tuple[OpenInfo, Attributes]:
         """O_TMPFILE: a file without a name, that linkat(2) may give one."""
         directory = self._inode(parent_inode)
-        mode, gid = handed_down(directory, mode & 0o7777 | stat.S_IFREG, ctx.gid)
-        inode = self._namespace.orphan(mode, ctx.uid, gid)
+        mode = mode & 0o7777 | stat.S_IFREG
+        inode = self._namespace.orphan(
+            mode, ctx.uid, ctx.gid, directory=directory.ino, umask=ctx.umask
+        )
         return self._created(inode, flags, ctx)
 
     def _created(
@@ -781,12 +838,20 @@ class Operations(pyfuse3.Operations):
         self, inode: int, flags: int, ctx: Caller, *, lose_set_ids: bool | None = None
     ) -> OpenInfo:
         names: Sequence[Glance] = ()
+        if not flags:
+            # The kernel's own open, for an ioctl on what a program has open: whoever opens by a name has
+            # O_LARGEFILE among the flags (or is a 32-bit program without it). It would not come again.
+            node, found = self._node(inode)
+            _refuse_other_than_file(found)
+            return self._opened(self._cache.open(node, flags, ctx.pid))
         if self._shared:
             names = self._glances.take(ctx.pid)
             node, found = await self._settled(inode, names, flags, ctx.pid)
         else:
             node, found = self._node(inode)
         _refuse_other_than_file(found)
+        if found.flags:
+            refuse_open(found, flags)
         if flags & os.O_TRUNC:
             await self._lose_privileges(found.ino, ctx, lose_set_ids=lose_set_ids)
             found = self._inodes[found.ino]
@@ -848,6 +913,9 @@ class Operations(pyfuse3.Operations):
 
     async def fallocate(self, fh: int, mode: int, offset: int, length: int) -> None:
         node = self._file_handle(fh, writing=True).node
+        protected = self._inodes[node.ino].flags
+        if protected & IMMUTABLE or (protected & APPEND and mode & ~_FALLOC_FL_KEEP_SIZE):
+            raise fail(errno.EPERM)
         if node.cached:
             await self._cache.make_writable(node)
         if _libc.fallocate(node.fd, mode, offset, length):
@@ -872,6 +940,8 @@ class Operations(pyfuse3.Operations):
             raise fail(errno.EOVERFLOW)
         source = self._file_handle(fh_in).node
         target = self._file_handle(fh_out, writing=True).node
+        if self._inodes[target.ino].flags & (IMMUTABLE | APPEND):
+            raise fail(errno.EPERM)
         if not source.extent:
             return 0
         if target.cached:

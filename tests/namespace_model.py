@@ -461,7 +461,9 @@ class NamespaceAgainstModel(RuleBasedStateMachine):
             thing.mode = stat.S_IFMT(thing.mode) | changes.get("mode", stat.S_IMODE(thing.mode))
 
         inode = self.both(
-            lambda: self.namespace.set_attributes(thing.ino, **changes), expected, full=full
+            lambda: self.namespace.set_attributes(thing.ino, asked_for=True, **changes),
+            expected,
+            full=full,
         )
         assert inode is not None
         assert {key: getattr(inode, key) for key in times} == times

@@ -49,7 +49,8 @@ def test_every_layout_has_the_size_that_the_kernel_gives_it() -> None:
         "IN_HEADER": 40, "OUT_HEADER": 16,
         "OPEN_IN": 8, "CREATE_IN": 16, "MKNOD_IN": 16, "MKDIR_IN": 8, "RENAME_IN": 8,
         "RENAME2_IN": 16, "LINK_IN": 8, "SETATTR_IN": 88, "READ_IN": 40, "WRITE_IN": 40,
-        "FLUSH_IN": 24, "RELEASE_IN": 24, "FSYNC_IN": 16, "SETXATTR_IN": 8, "GETXATTR_IN": 8,
+        "FLUSH_IN": 24, "RELEASE_IN": 24, "FSYNC_IN": 16, "SETXATTR_IN": 16, "GETXATTR_IN": 8,
+        "IOCTL_IN": 32, "IOCTL_OUT": 16, "STATX_OUT": 32, "STATX": 256,
         "LOCK_IN": 48, "ACCESS_IN": 8, "INTERRUPT_IN": 8, "INIT_IN": 16, "INIT_IN_FLAGS2": 4,
         "FORGET_IN": 8, "BATCH_FORGET_IN": 8, "FORGET_ONE": 16, "FALLOCATE_IN": 32,
         "LSEEK_IN": 24, "COPY_FILE_RANGE_IN": 56, "POLL_IN": 24,
@@ -463,7 +464,7 @@ BODIES: dict[Opcode, st.SearchStrategy[bytes]] = {
     Opcode.RELEASE: release_body,
     Opcode.FSYNC: body(wire.FSYNC_IN, handles, u32, u32),
     Opcode.SETXATTR: st.tuples(names, st.binary(max_size=64), st.integers(0, 3)).map(
-        lambda drawn: wire.SETXATTR_IN.pack(len(drawn[1]), drawn[2]) + drawn[0] + drawn[1]
+        lambda drawn: wire.SETXATTR_IN.pack(len(drawn[1]), drawn[2], 0) + drawn[0] + drawn[1]
     ),
     Opcode.GETXATTR: joined(body(wire.GETXATTR_IN, u32, u32), names),
     Opcode.LISTXATTR: body(wire.GETXATTR_IN, u32, u32),

@@ -1,11 +1,14 @@
 """Attributes as tmpfs has them: each scenario runs on the mount and on tmpfs, and must end alike."""
 
 import ctypes
+import errno
+import fcntl
 import os
 import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -221,5 +224,174 @@ def test_descriptors_show_what_happens_to_their_file(
         links, mode, ctime = holder.do("(s.st_nlink, s.st_mode, s.st_ctime_ns)")
         holder.do("os.close(fd)")
         return links, mode, ctime > before
+
+    assert seen(folder) == seen(tmpfs)
+
+
+# -- extended attributes -------------------------------------------------------------------------
+
+
+def outcome(step: Callable[[], Any]) -> Any:
+    try:
+        return step()
+    except OSError as error:
+        return errno.errorcode[error.errno or 0]
+
+
+@needs_root
+def test_extended_attributes_of_every_namespace_are_those_of_tmpfs(
+    folder: Path, tmpfs: Path, nobody: Process
+) -> None:
+    names = [
+        "user.a",
+        "trusted.a",
+        "security.a",
+        "system.a",
+        "other.a",
+        "user.",
+        "plain",
+        "user." + "n" * 251,
+    ]
+    list_ = "os.listxattr(f)"
+
+    def seen(place: Path) -> Any:
+        place.chmod(0o755)
+        (place / "file").touch()
+        (place / "dir").mkdir()
+        os.symlink("file", place / "link")
+        os.mkfifo(place / "fifo")
+        found: list[Any] = []
+        for kind in ("file", "dir", "link", "fifo"):
+            path = place / kind
+            for name in names:
+                set_ = partial(os.setxattr, path, name, b"v", follow_symlinks=False)
+                get = partial(os.getxattr, path, name, follow_symlinks=False)
+                found += [(kind, name, outcome(set_), outcome(get))]
+            found.append(sorted(os.listxattr(path, follow_symlinks=False)))
+        found.append(sorted(nobody.do(list_, f=str(place / "file"))))
+        for name in names:
+            ask = partial(nobody.do, "os.getxattr(f, name)", f=str(place / "file"), name=name)
+            found.append(outcome(ask))
+            remove = partial(os.removexattr, place / "file", name)
+            found += [outcome(remove), outcome(remove)]
+        return found
+
+    # tmpfs takes no user attributes in kernels before 6.6.
+    assert seen(folder) == seen(tmpfs)
+
+
+# -- access and times ----------------------------------------------------------------------------
+
+
+@needs_root
+def test_supplementary_groups_count(folder: Path, tmpfs: Path) -> None:
+    def seen(place: Path) -> Any:
+        place.chmod(0o755)
+        file = place / "file"
+        file.touch()
+        os.chown(file, 0, 4321)
+        file.chmod(0o064)
+        with Process() as one:
+            one.do(f"os.setgroups([77, 4321]); os.setresgid(*[{NOBODY}] * 3)")
+            one.do(f"os.setresuid(*[{NOBODY}] * 3)")
+            return one.do("[os.access(f, mode) for mode in range(8)]", f=str(file))
+
+    assert seen(folder) == seen(tmpfs)
+
+
+@needs_root
+def test_who_may_set_which_times(folder: Path, tmpfs: Path, nobody: Process) -> None:
+    now, omit = (1 << 30) - 1, (1 << 30) - 2
+    call = """
+import ctypes, struct
+libc = ctypes.CDLL(None, use_errno=True)
+times = struct.pack('<qqqq', *wanted)
+left = libc.utimensat(-100, f.encode(), times, 0)
+error = ctypes.get_errno() if left else 0
+s = os.stat(f)
+(left, error, [int(t) in (5, 6) for t in (s.st_atime, s.st_mtime)])
+"""
+
+    def seen(place: Path) -> Any:
+        place.chmod(0o777)
+        found = []
+        for mode, owner in ((0o666, 0), (0o644, 0), (0o444, NOBODY)):
+            for times in (
+                (5, 0, 6, 0),
+                (0, now, 0, now),
+                (5, 0, 0, omit),
+                (0, omit, 0, omit),
+                (0, now, 0, omit),
+                (0, now, 6, 0),
+                (5, 0, 6, 10**9),
+            ):
+                file = place / "file"
+                file.touch()
+                os.chown(file, owner, owner)
+                file.chmod(mode)
+                found.append(nobody.do(call, f=str(file), wanted=times))
+                file.unlink()
+        return found
+
+    assert seen(folder) == seen(tmpfs)
+
+
+FICLONE, FIDEDUPERANGE, FIONREAD = 0x40049409, 0xC0189436, 0x541B
+FS_IOC_FIEMAP, TCGETS = 0xC020660B, 0x5401
+
+# -- preallocation -------------------------------------------------------------------------------
+
+KEEP_SIZE, PUNCH_HOLE, COLLAPSE, ZERO, INSERT, UNSHARE = 1, 2, 8, 16, 32, 64
+
+
+@pytest.mark.kernel_session("pyfuse3 does not carry it")
+@pytest.mark.parametrize(
+    "opening", [os.O_RDWR | os.O_CREAT | os.O_EXCL, os.O_RDWR], ids=["new", "old"]
+)
+def test_fallocate_knows_the_modes_that_tmpfs_knows(
+    folder: Path, tmpfs: Path, opening: int
+) -> None:
+    def seen(place: Path) -> Any:
+        found: list[Any] = []
+        for mode in (
+            0,
+            KEEP_SIZE,
+            PUNCH_HOLE,
+            PUNCH_HOLE | KEEP_SIZE,
+            ZERO,
+            COLLAPSE,
+            INSERT,
+            UNSHARE,
+        ):
+            file = place / f"file{mode}"
+            if not opening & os.O_CREAT:
+                file.write_bytes(b"x" * 20_000)
+            fd = os.open(file, opening)
+            os.pwrite(fd, b"x" * 20_000, 0)
+            ctypes.set_errno(0)
+            done = libc.fallocate(fd, mode, ctypes.c_int64(4096), ctypes.c_int64(32_768))
+            found.append(
+                (mode, done, ctypes.get_errno(), os.fstat(fd).st_size, os.pread(fd, 40_000, 0))
+            )
+            os.close(fd)
+            found.append(file.read_bytes())
+        return found
+
+    assert seen(folder) == seen(tmpfs)
+
+
+@pytest.mark.kernel_session("pyfuse3 does not carry it")
+def test_clones_and_other_ioctls_are_refused_as_on_tmpfs(folder: Path, tmpfs: Path) -> None:
+    def seen(place: Path) -> Any:
+        (place / "file").write_bytes(b"content")
+        with open(place / "file", "rb") as source, open(place / "copy", "wb") as copy:
+            return [
+                outcome(lambda: fcntl.ioctl(copy, FICLONE, source.fileno())),
+                outcome(lambda: fcntl.ioctl(source, FIONREAD, bytes(4))),
+                *(
+                    outcome(partial(fcntl.ioctl, copy, c, bytes(64)))
+                    for c in (FS_IOC_FIEMAP, TCGETS, FIDEDUPERANGE)
+                ),
+            ]
 
     assert seen(folder) == seen(tmpfs)

@@ -83,14 +83,17 @@ class Init(IntFlag):
     ATOMIC_O_TRUNC = 1 << 3
     EXPORT_SUPPORT = 1 << 4
     BIG_WRITES = 1 << 5
+    DONT_MASK = 1 << 6
     FLOCK_LOCKS = 1 << 10
     DO_READDIRPLUS = 1 << 13
     READDIRPLUS_AUTO = 1 << 14
     PARALLEL_DIROPS = 1 << 18
+    POSIX_ACL = 1 << 20
     MAX_PAGES = 1 << 22
     CACHE_SYMLINKS = 1 << 23
     EXPLICIT_INVAL_DATA = 1 << 25
     HANDLE_KILLPRIV_V2 = 1 << 28
+    SETXATTR_EXT = 1 << 29
     INIT_EXT = 1 << 30
     PASSTHROUGH = 1 << 37
 
@@ -133,6 +136,9 @@ EXPIRE_ONLY: Final = 1 << 0
 POLL_SCHEDULE_NOTIFY: Final = 1 << 0
 WRITE_KILL_SUIDGID: Final = 1 << 2
 OPEN_KILL_SUIDGID: Final = 1 << 0
+SETXATTR_ACL_KILL_SGID: Final = 1 << 0
+STATX_BASIC_STATS: Final = 0x7FF
+STATX_BTIME: Final = 0x800
 
 IN_HEADER: Final = struct.Struct("<IIQQIII4x")
 OUT_HEADER: Final = struct.Struct("<IiQ")
@@ -151,7 +157,7 @@ WRITE_IN: Final = struct.Struct("<QQIIQII")
 FLUSH_IN: Final = struct.Struct("<QIIQ")
 RELEASE_IN: Final = struct.Struct("<QIIQ")
 FSYNC_IN: Final = struct.Struct("<QII")
-SETXATTR_IN: Final = struct.Struct("<II")
+SETXATTR_IN: Final = struct.Struct("<III4x")  # as agreed by SETXATTR_EXT
 GETXATTR_IN: Final = struct.Struct("<II")
 LOCK_IN: Final = struct.Struct("<QQQQIIII")
 ACCESS_IN: Final = struct.Struct("<II")
@@ -164,6 +170,7 @@ FORGET_ONE: Final = struct.Struct("<QQ")
 FALLOCATE_IN: Final = struct.Struct("<QQQII")
 LSEEK_IN: Final = struct.Struct("<QqII")
 COPY_FILE_RANGE_IN: Final = struct.Struct("<QQQQQQQ")
+IOCTL_IN: Final = struct.Struct("<QIIQII")
 POLL_IN: Final = struct.Struct("<QQII")
 
 INIT_OUT: Final = struct.Struct("<IIIIHHIIHHIIH22x")
@@ -175,6 +182,11 @@ STATFS_OUT: Final = struct.Struct("<QQQQQIIII24x")
 XATTR_SIZE_OUT: Final = struct.Struct("<II")
 LOCK_OUT: Final = struct.Struct("<QQII")
 LSEEK_OUT: Final = struct.Struct("<Q")
+IOCTL_OUT: Final = struct.Struct("<iIII")
+STATX_OUT: Final = struct.Struct("<QII16x")
+# As struct statx begins: mask, block size, attributes, links, owners, mode, number, size, blocks, what
+# attributes mean; four times; device numbers of a node and of the filesystem.
+STATX: Final = struct.Struct("<IIQIIIHxxQQQQ" + "qI4x" * 4 + "IIII112x")
 POLL_OUT: Final = struct.Struct("<II")
 DIRENT: Final = struct.Struct("<QQII")
 NOTIFY_POLL: Final = struct.Struct("<Q")

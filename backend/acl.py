@@ -1,0 +1,136 @@
+"""POSIX access control lists, in the form that Linux gives them in extended attributes (posix_acl_xattr).
+
+The kernel checks them. What is here is what a filesystem has to do itself: keep the mode in step with an
+access ACL, and hand down the default ACL of a directory (POSIX 1003.1e draft 17, 23.1.5 and 23.3; acl(5)).
+Permissions are three bits, as in one digit of a mode.
+"""
+
+import errno
+import stat
+import struct
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from .inode import Inode, fail
+
+__all__ = [
+    "ACCESS",
+    "DEFAULT",
+    "NAMES",
+    "access_mode",
+    "after_chmod",
+    "check",
+    "follow_chmod",
+    "inherited",
+    "put",
+    "remove",
+]
+
+ACCESS: Final = b"system.posix_acl_access"
+DEFAULT: Final = b"system.posix_acl_default"
+NAMES: Final = frozenset({ACCESS, DEFAULT})
+
+_VERSION: Final = struct.pack("<I", 2)
+_ENTRY: Final = struct.Struct("<HHI")
+_USER_OBJ, _USER, _GROUP_OBJ, _GROUP, _MASK, _OTHER = 0x01, 0x02, 0x04, 0x08, 0x10, 0x20
+_ONCE: Final = (_USER_OBJ, _GROUP_OBJ, _OTHER)
+
+
+class _Entry(NamedTuple):
+    tag: int
+    permissions: int
+    id: int
+
+
+def check(value: bytes) -> None:
+    """Raise OSError EINVAL for what is no valid ACL."""
+    acl = _decode(value)
+    tags = [entry.tag for entry in acl]
+    named = _USER in tags or _GROUP in tags
+    ids = [entry[::2] for entry in acl if entry.tag in (_USER, _GROUP)]
+    if (
+        tags != sorted(tags)
+        or any(tags.count(tag) != 1 for tag in _ONCE)
+        or tags.count(_MASK) > 1
+        or (named and _MASK not in tags)
+        or len(ids) != len(set(ids))
+        or any(entry.permissions > 0o7 for entry in acl)
+        or not set(tags) <= {_USER_OBJ, _USER, _GROUP_OBJ, _GROUP, _MASK, _OTHER}
+    ):
+        raise fail(errno.EINVAL)
+
+
+def access_mode(value: bytes, mode: int) -> tuple[int, bytes]:
+    """Return the mode of a file that gets an access ACL, and what is to be kept of the ACL: nothing when
+    the mode says it all."""
+    acl = _decode(value)
+    permissions = {entry.tag: entry.permissions for entry in acl}
+    group = permissions.get(_MASK, permissions[_GROUP_OBJ])
+    bits = permissions[_USER_OBJ] << 6 | group << 3 | permissions[_OTHER]
+    return mode & ~0o777 | bits, b"" if _is_minimal(acl) else value
+
+
+def put(inode: Inode, name: bytes, value: bytes, *, drop_set_gid: bool) -> None:
+    """Give an inode, which may be changed, an ACL, and the mode that goes with it. Raises OSError EINVAL.
+
+    `drop_set_gid`: who does it may not keep set-group-id."""
+    check(value)
+    if name == ACCESS:
+        inode.mode, value = access_mode(value, inode.mode)
+        if drop_set_gid:
+            inode.mode &= ~stat.S_ISGID
+    remove(inode, name)
+    if value:
+        inode.xattrs = {**inode.xattrs, name: value}
+
+
+def remove(inode: Inode, name: bytes) -> None:
+    """Take an ACL from an inode, which may be changed and need not have it."""
+    inode.xattrs = {key: data for key, data in inode.xattrs.items() if key != name}
+
+
+def follow_chmod(inode: Inode) -> None:
+    """Bring the ACL of an inode, which may be changed, in step with its new mode."""
+    if ACCESS in inode.xattrs:
+        inode.xattrs = {**inode.xattrs, ACCESS: after_chmod(inode.xattrs[ACCESS], inode.mode)}
+
+
+def after_chmod(value: bytes, mode: int) -> bytes:
+    """Return an access ACL as it is after chmod(2): the group's bits of a mode are the mask's."""
+    acl = _decode(value)
+    group = _MASK if any(entry.tag == _MASK for entry in acl) else _GROUP_OBJ
+    bits = {_USER_OBJ: mode >> 6 & 0o7, group: mode >> 3 & 0o7, _OTHER: mode & 0o7}
+    return _encode([entry._replace(permissions=bits.get(entry.tag, entry[1])) for entry in acl])
+
+
+def inherited(default: bytes, mode: int) -> tuple[int, dict[bytes, bytes]]:
+    """Return mode and ACLs of what is made in a directory with this default ACL; no umask counts there."""
+    acl = _decode(default)
+    group = _MASK if any(entry.tag == _MASK for entry in acl) else _GROUP_OBJ
+    asked = {_USER_OBJ: mode >> 6 & 0o7, group: mode >> 3 & 0o7, _OTHER: mode & 0o7}
+    access = [
+        entry._replace(permissions=entry.permissions & asked.get(entry.tag, 0o7)) for entry in acl
+    ]
+    mode, kept = access_mode(_encode(access), mode)
+    acls = {ACCESS: kept} if kept else {}
+    if stat.S_ISDIR(mode):
+        acls[DEFAULT] = default
+    return mode, acls
+
+
+def _is_minimal(acl: Sequence[_Entry]) -> bool:
+    return len(acl) == len(_ONCE)
+
+
+def _decode(value: bytes) -> list[_Entry]:
+    """Raises OSError EINVAL; EOPNOTSUPP for another version."""
+    body = value[len(_VERSION) :]
+    if len(value) < len(_VERSION) or len(body) % _ENTRY.size:
+        raise fail(errno.EINVAL)
+    if not value.startswith(_VERSION):
+        raise fail(errno.EOPNOTSUPP)
+    return [_Entry(*entry) for entry in _ENTRY.iter_unpack(body)]
+
+
+def _encode(acl: Sequence[_Entry]) -> bytes:
+    return _VERSION + b"".join(_ENTRY.pack(*entry) for entry in acl)

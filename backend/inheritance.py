@@ -1,0 +1,34 @@
+"""What a new inode gets from the directory that it is made in: group, default ACL and flags."""
+
+import stat
+from typing import NamedTuple
+
+from . import acl
+from .inode import NO_XATTRS, Inode
+from .protection import HANDED_DOWN
+
+__all__ = ["Inherited", "inherited_from"]
+
+
+class Inherited(NamedTuple):
+    """What an inode begins with."""
+
+    mode: int
+    gid: int
+    xattrs: dict[bytes, bytes]
+    flags: int
+
+
+def inherited_from(directory: Inode, mode: int, gid: int, umask: int) -> Inherited:
+    """Return what an inode begins with that somebody of group `gid` makes in a directory."""
+    xattrs = NO_XATTRS
+    if not stat.S_ISLNK(mode):
+        default = directory.xattrs.get(acl.DEFAULT)
+        if default is None:
+            mode &= ~umask
+        else:
+            mode, xattrs = acl.inherited(default, mode)
+    if directory.mode & stat.S_ISGID:
+        gid = directory.gid
+        mode |= stat.S_ISGID if stat.S_ISDIR(mode) else 0
+    return Inherited(mode, gid, xattrs or NO_XATTRS, directory.flags & HANDED_DOWN)
