@@ -27,6 +27,7 @@ from .config import (
 )
 from .members_cli import cluster
 from .mount_users import users_of
+from .recover_cli import recover
 from .serve_cli import serve
 from .transfer_cli import prefetch, rebalance
 
@@ -403,5 +404,5 @@ def _print_json(value: object) -> None:
     click.echo(status.printable(json.dumps(value, indent=2, ensure_ascii=True)))
 
 
-for _command in (cluster, prefetch, rebalance, serve):
+for _command in (cluster, prefetch, rebalance, recover, serve):
     main.add_command(_command)

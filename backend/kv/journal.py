@@ -1,17 +1,136 @@
 """A file of records that are appended whole, so that making one durable is a single write(2).
 
-    record: length of the payload (u32 LE), its CRC-32 (u32 LE), payload
+    record: 0xA7, length of the payload (u32 LE), CRC-32 (u32 LE), payload, 0x7A
 
-A record that a crash cut short is the last one; loading drops it. It was never acknowledged. One
-that is broken before the last was damaged later.
+The CRC is over the record's place in the file, the length and the payload. Journals differ from other
+data in that their last record may be cut short: by the death of the process in the middle of its write, or,
+on a disk, by a power loss before its sync. It was never acknowledged then, and is dropped. All else that
+is not a record is damage, and is told apart so:
+
+- A process that dies leaves a first part of what it wrote: fewer bytes than the length says. If the CRC is
+  right for all the bytes there are, only the length was changed later.
+- A power loss leaves sectors out, which read as zeros: the bytes at both ends of a record are not zero, so
+  that each sector which it begins or ends in shows whether it was written.
+- Nothing was appended behind a record that was cut short: if a record follows, it is damage.
 """
 
 import errno
 import os
 import struct
 import zlib
+from typing import NamedTuple
 
-_HEADER = struct.Struct("<II")
+__all__ = ["Broken", "Damage", "Journal", "Survey", "survey"]
+
+_HEADER = struct.Struct("<BII")
+_PLACE = struct.Struct("<QI")
+_BEGIN, _END = 0xA7, 0x7A
+_BEGIN_BYTE = bytes([_BEGIN])
+_AROUND = _HEADER.size + 1
+# The unit in which a disk writes.
+_SECTOR_BYTES = 512
+
+
+class Broken(NamedTuple):
+    """A range of the file that is not what was written: bytes from `start` to `end`."""
+
+    start: int
+    end: int
+
+
+class Survey(NamedTuple):
+    """What a journal holds: payloads of sound records in their order, `after` of them behind the first
+    damage; ranges that are damaged; where a last record begins that was cut short (the file's length, if
+    none was)."""
+
+    payloads: list[bytes]
+    broken: list[Broken]
+    end: int
+    after: int
+
+
+class Damage(ValueError):
+    """A record is broken that had been acknowledged."""
+
+    def __init__(self, path: str, found: Survey) -> None:
+        first = found.broken[0]
+        super().__init__(
+            f"{path} is damaged from byte {first.start} to {first.end}, where at least one acknowledged "
+            f"change was; {len(found.payloads) - found.after} records before it and {found.after} behind "
+            "it are sound"
+        )
+        self.survey = found
+
+
+def survey(data: bytes, *, power_safe: bool) -> Survey:
+    """Find the records of a journal. `power_safe`: it lies on a disk, where a power loss may leave any
+    sector of the last record out."""
+    payloads: list[bytes] = []
+    broken: list[Broken] = []
+    offset = after = 0
+    while offset < len(data):
+        payload = _record_at(data, offset)
+        if payload is not None:
+            payloads.append(payload)
+            after += bool(broken)
+            offset += _AROUND + len(payload)
+            continue
+        following = _next_record(data, offset + 1)
+        if following is None and _was_cut_short(data, offset, power_safe):
+            break
+        end = len(data) if following is None else following
+        broken.append(Broken(offset, end))
+        offset = end
+    return Survey(payloads, broken, offset, after)
+
+
+def _checksum(offset: int, payload: bytes) -> int:
+    return zlib.crc32(payload, zlib.crc32(_PLACE.pack(offset, len(payload))))
+
+
+def _record_at(data: bytes, offset: int) -> bytes | None:
+    """The payload of a sound record."""
+    if offset + _AROUND > len(data):
+        return None
+    _, length, checksum = _HEADER.unpack_from(data, offset)
+    start = offset + _HEADER.size
+    if not length or start + length + 1 > len(data):
+        return None
+    payload = data[start : start + length]
+    return payload if _checksum(offset, payload) == checksum else None
+
+
+def _next_record(data: bytes, offset: int) -> int | None:
+    while (offset := data.find(_BEGIN_BYTE, offset)) >= 0:
+        if _record_at(data, offset) is not None:
+            return offset
+        offset += 1
+    return None
+
+
+def _was_cut_short(data: bytes, offset: int, power_safe: bool) -> bool:
+    """Whether what begins here, behind which there is no record, was never written whole."""
+    rest = data[offset:]
+    if power_safe and _lacks_sector(data, offset):
+        return True
+    if len(rest) < _HEADER.size:
+        return _BEGIN_BYTE.startswith(rest[:1])
+    begin, length, checksum = _HEADER.unpack_from(rest)
+    if begin != _BEGIN or len(rest) >= _AROUND + length:
+        return False
+    # All but the last byte may be there, too.
+    whole = (rest[_HEADER.size : len(rest) - cut] for cut in (0, 1))
+    return all(_checksum(offset, each) != checksum for each in whole if len(each) != length)
+
+
+def _lacks_sector(data: bytes, offset: int) -> bool:
+    start = offset
+    while start < len(data):
+        end = min((start // _SECTOR_BYTES + 1) * _SECTOR_BYTES, len(data))
+        if not any(data[start:end]):
+            return True
+        start = end
+    return False
 
 
 class Journal:
@@ -27,30 +146,20 @@ class Journal:
         os.close(self._fd)
 
     def load(self) -> list[bytes]:
-        """The payloads of all records, without a last one that is cut short.
-
-        Raises ValueError when a record is broken that others follow.
-        """
+        """The payloads of all records, without a last one that is cut short. Raises Damage; the file is
+        as it was then."""
         data = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
-        payloads = []
-        offset = 0
-        while offset + _HEADER.size <= len(data):
-            length, checksum = _HEADER.unpack_from(data, offset)
-            payload = data[offset + _HEADER.size : offset + _HEADER.size + length]
-            end = offset + _HEADER.size + length
-            if zlib.crc32(payload) != checksum or not length:
-                if length and end < len(data):
-                    raise ValueError(f"the record at byte {offset} is broken")
-                break
-            payloads.append(payload)
-            offset = end
-        self.size = offset
-        os.ftruncate(self._fd, offset)
-        return payloads
+        found = survey(data, power_safe=self._power_safe)
+        if found.broken:
+            raise Damage(self._path, found)
+        self.size = found.end
+        os.ftruncate(self._fd, found.end)
+        return found.payloads
 
     def append(self, payload: bytes) -> None:
         """Raises OSError (ENOSPC); the journal is then as it was."""
-        record = _HEADER.pack(len(payload), zlib.crc32(payload)) + payload
+        checksum = _checksum(self.size, payload)
+        record = b"%b%b%c" % (_HEADER.pack(_BEGIN, len(payload), checksum), payload, _END)
         try:
             if os.pwrite(self._fd, record, self.size) != len(record):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._path)

@@ -39,7 +39,7 @@ from . import (
     Put,
 )
 from .ballast import Ballast
-from .journal import Journal
+from .journal import Damage, Journal
 from .wal import is_log_header
 
 log = logging.getLogger(__name__)
@@ -357,6 +357,12 @@ class SQLiteEngine:
                 for revision, key, value in _decode(payload):
                     if revision > self._revision:
                         self._pending[key] = (revision, value)
+        except Damage as error:
+            raise Damaged(
+                f"{error}. Nothing was changed. To go on with all that is sound: irdmafs recover "
+                f"{os.path.dirname(os.path.abspath(self._path))} (it keeps a copy of the damaged file, and "
+                "puts what has lost its name into lost+found)"
+            ) from error
         except (msgspec.DecodeError, ValueError) as error:
             raise self._damaged(f"{self._path}-redo cannot be read ({error})") from error
         if self._pending:

@@ -246,7 +246,8 @@ class Copier:
                     await trio.to_thread.run_sync(self._files.harden, incoming)
                     sealed = extent in self._files and self._catalog.is_named(extent.content)
                     if sealed:
-                        self._put_in_place(incoming, extent)
+                        self._files.replace(incoming, extent)
+                        self._put_down(extent)
                         await trio.to_thread.run_sync(self._files.settle)
                         self._files.let_go()
                     return True
@@ -344,11 +345,11 @@ class Copier:
         left.pop(extent, None)
         if not self._catalog.is_missing(extent):
             return False
-        self._put_in_place(incoming, extent)
+        self._files.seal(incoming, extent)
+        self._put_down(extent)
         return True
 
-    def _put_in_place(self, incoming: Incoming, extent: Extent) -> None:
-        self._files.seal(incoming, extent)
+    def _put_down(self, extent: Extent) -> None:
         self._judge.forget(extent)
         self._catalog.sealed(extent)
 

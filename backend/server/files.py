@@ -324,6 +324,9 @@ class Files:
     def seal(self, incoming: Incoming, extent: Extent) -> None:
         """Its bytes are complete and hardened: from now on it is an extent. On a disk, `settle` before
         anybody relies on it."""
+        self._put_in_place(incoming, extent)
+
+    def _put_in_place(self, incoming: Incoming, extent: Extent) -> None:
         size = os.fstat(incoming.fd).st_size
         self._receiving.pop(incoming.name, None)
         self._forget_file(extent)
@@ -346,6 +349,10 @@ class Files:
         self.used_bytes += size - self._sizes.get(extent, 0)
         self._sizes[extent] = size
         self._named.discard(extent)
+
+    def replace(self, incoming: Incoming, extent: Extent) -> None:
+        """As `seal`, in the place of an extent that is here and has turned out to be damaged."""
+        self._put_in_place(incoming, extent)
 
     def mark_named(self, extent: Extent) -> None:
         """Remember, over a restart, that an inode named this extent: if none does any more, it has been
