@@ -10,17 +10,16 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import trio
 
-from . import processes
 from .backend.extents import copy_contents
 from .backend.namespace import Inode, fail
 from .backend.store import Store
 from .inline import detach
 from .nodes import Handle, Node, NodeTable, State
+from .processes import Processes
 
 log = logging.getLogger(__name__)
 
@@ -76,14 +75,14 @@ class Cache:
         self.kernel: KernelCache
         self._inodes = store.namespace.inodes
         self.nodes = NodeTable(self._inodes[1], self._dropped)
-        self._processes = processes.DyingProcesses()
+        self.processes = Processes(mountpoint)
         self._nameless: list[Inode] = []
         self._redirect_times: dict[tuple[int, int], float] = {}
         # Of READ and WRITE requests: what passed through us in cached mode.
         self.carried_bytes = 0
 
     def close(self) -> None:
-        self._processes.close()
+        self.processes.close()
 
     # -- what stat shows -------------------------------------------------------------------------
 
@@ -419,9 +418,10 @@ class Cache:
         if not handle.writing or node.state is State.SEALED or not self._inodes[node.ino].nlink:
             return
         if pid != handle.pid:
-            others = processes.may_still_write(pid, handle.pid)
-            if others and await self._is_held_by(others, node.ino):
+            others = await self.processes.may_still_write(pid, handle.pid)
+            if others and await self.processes.hold(others, node.ino):
                 return  # it is not half written that a file is published
+        process = await self.processes.of(pid)
         if node.lock is not None and node.lock.locked():
             await detach()
             async with node.lock:
@@ -430,7 +430,7 @@ class Cache:
         if handle.aborted:
             return
         if node.state is State.PRIVATE:
-            if self._processes.killed_by_signal(pid):
+            if process.killed_by_signal():
                 handle.aborted = True
                 where = self.store.namespace.describe(node.ino)
                 log.info("%s: pid %d died writing it; the version before stays", where, pid)
@@ -438,8 +438,8 @@ class Cache:
             if (
                 node.stamp is None
                 and not _size(node)
-                and not processes.is_in_exec(pid)
-                and processes.holds_descriptor(pid, node.ino, self.mountpoint)
+                and not process.is_in_exec()
+                and await self.processes.holds_low(pid, node.ino)
             ):
                 return
             if not node.cached and self._is_full():
@@ -468,13 +468,6 @@ class Cache:
         room = self.store.extents.statvfs()
         # f_blocks is 0 on a tmpfs without a limit.
         return bool(room.f_blocks) and room.f_bavail * room.f_frsize < _FULL_BYTES
-
-    async def _is_held_by(self, pids: list[int], ino: int) -> bool:
-        """Whether one of these processes has the inode open. Asked in a thread: one that begins to run
-        another program cannot be asked before it has closed its files, and may wait for us with one."""
-        await detach()
-        ask = partial(processes.holds_descriptor, ino=ino, mountpoint=self.mountpoint)
-        return await trio.to_thread.run_sync(lambda: any(map(ask, pids)))
 
     def discard(self, node: Node) -> None:
         """Whoever writes a private working copy gives it up: closing it publishes nothing.

@@ -32,7 +32,7 @@ from .inline import detach
 from .locks import FlockTable, Lock, LockTable
 from .nodes import Handle, Node, State
 from .privileges import CAPABILITY, SET_IDS, may_keep_set_ids, mode_left
-from .processes import take_descriptors
+from .processes import ids_of, open_thread
 
 XATTR_DISCARD = b"user.irdmafs.discard"
 XATTR_PREFETCH = b"user.irdmafs.prefetch"
@@ -49,6 +49,7 @@ _SETTABLE_XATTRS = {XATTR_DISCARD, XATTR_PREFETCH, *_KEPT_XATTRS}
 log = logging.getLogger(__name__)
 
 _OFFSET_MAX = 2**63 - 1
+_DESCRIPTOR_MAX = 2**31 - 1
 # A file that is replaced each time before its content is here.
 _LEADS_MAX = 20
 _WHY_MAX = 96
@@ -141,6 +142,7 @@ class Operations(pyfuse3.Operations):
         self._store = store
         self._namespace: Namespace = store.namespace
         self._cache = cache
+        self.processes = cache.processes
         self._nodes = cache.nodes
         self._inodes = store.namespace.inodes
         self._status = status
@@ -578,25 +580,31 @@ class Operations(pyfuse3.Operations):
         _, *numbers = name.removeprefix(XATTR_READ_INTO).split(b".")
         if len(numbers) != 2 or not all(map(bytes.isdigit, numbers)):
             raise fail(errno.EINVAL)
-        memory, lifeline = take_descriptors(ctx.pid, [*map(int, numbers)])
-        try:
-            names = self._glances.take(ctx.pid)
-            believed = await self._freshen(self._inode(node_id))
-            found = self._inode(node_id)
-            if not self._glances.hold(ctx.pid, names, found.ino, believed=believed):
-                raise fail(errno.ESTALE)  # the kernel looks the name up again, once
-            if self._cache.is_written_in_place(found):
-                raise fail(errno.EOPNOTSUPP, "it is being written on this host")
-            await detach()
-        except BaseException:
-            os.close(memory)
-            os.close(lifeline)
-            raise
+        lent = [*map(int, numbers)]
+        if max(lent) > _DESCRIPTOR_MAX:
+            raise fail(errno.EBADF)
+        names = self._glances.take(ctx.pid)
+        believed = await self._freshen(self._inode(node_id))
+        found = self._inode(node_id)
+        if not self._glances.hold(ctx.pid, names, found.ino, believed=believed):
+            raise fail(errno.ESTALE)  # the kernel looks the name up again, once
+        if self._cache.is_written_in_place(found):
+            raise fail(errno.EOPNOTSUPP, "it is being written on this host")
+        await detach()
+        memory, lifeline = await self._take(ctx.pid, *lent)
         found = await self._store.read_into(found.ino, memory, lifeline)
         return {"version": found.version, "size": found.size}
 
     def has_set_ids(self, node_id: int) -> bool:
         return bool(self._inode(node_id).mode & SET_IDS)
+
+    async def _take(self, thread: int, memory: int, lifeline: int) -> tuple[int, int]:
+        process = open_thread(thread)
+        try:
+            uid = ids_of(thread).uid
+            return await self.processes.onlookers.lend(uid, process, thread, memory, lifeline)
+        finally:
+            os.close(process)
 
     def has_xattrs(self, node_id: int) -> bool:
         return bool(self._inode(node_id).xattrs)

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+import trio
 from cluster import MIB, Cluster, ClusterMount, Plan
 from mountpoint import eventually
 from patterns import pattern, version_of
 from processes import Process
 
-from irdmafs.processes import PendingSignals, pending_signals
+from irdmafs.processes import PendingSignals, Processes
 
 TICK_S = 0.002
 # How long an impatient user would wait.
@@ -162,6 +163,14 @@ def test_a_close_goes_on_when_its_program_is_asked_to_end(
             assert not writer.finished(within_s=0.5)
         assert writer.result() == [1]
     assert version_of((cluster.mounts[1].path / path.name).read_bytes()) == 1
+
+
+def pending_signals(pid: int) -> PendingSignals:
+    processes = Processes("/nowhere")
+    try:
+        return trio.run(processes.pending_signals, pid)
+    finally:
+        processes.close()
 
 
 def test_a_blocked_signal_is_not_pending_and_a_process_that_is_gone_is_dead() -> None:

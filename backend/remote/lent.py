@@ -1,9 +1,13 @@
 """Memory that programs lend: files are read into it straight from store nodes, past this host's cache.
 
-It comes as a descriptor of the program's: of a memfd that cannot shrink, or of a dma-buf, which stands for
-memory of a device. With it comes its *lifeline*, a pipe that nobody writes to: when nobody holds its other
-end any more, the program has ended or wants its memory back. Until then the memory stays registered for
-RDMA, so that reading into it again moves bytes and does nothing else.
+It comes as a descriptor: of a memfd that cannot shrink, or of a dma-buf, which stands for memory of a
+device. With it comes its *lifeline*, a pipe that nobody writes to: when nobody holds its other end any
+more, the program has ended or wants its memory back. Until then the memory stays registered for RDMA, so
+that reading into it again moves bytes and does nothing else.
+
+Both are known to be of these kinds, and nobody can keep the pipe locked. Memory is only ever mapped here: a
+program can make whoever writes to its memfd wait for ever (by a write of its own, from a page that never
+comes), but nobody who stores into a mapping.
 """
 
 import errno
@@ -132,5 +136,4 @@ def _kind_of(fd: int, status: os.stat_result) -> Memory:
         raise OSError(errno.EINVAL, "its memory is not allocated")
     if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
         raise OSError(errno.EINVAL, "it is not open for reading and writing")
-    os.pwrite(fd, b"", 0)  # EINVAL for explicit huge pages, which can only be mapped
     return Memory.LENT

@@ -254,7 +254,7 @@ class Channel:
 
 
 class EncryptedChannel(Channel):
-    """The same over TLS: bytes pass a buffer of OpenSSL's and one of ours."""
+    """The same over TLS: bytes pass a buffer of OpenSSL's and, on their way out, one of ours."""
 
     sock: ssl.SSLSocket
 
@@ -295,25 +295,6 @@ class EncryptedChannel(Channel):
         # From a buffer: a mapping would end the process if somebody truncated the file.
         data = os.pread(fd, min(count, _BOUNCE_BYTES), offset)
         return self.send(data) if data else 0
-
-    @contextmanager
-    def receiving(
-        self, fd: int, offset: int, length: int, landed: Landed = nothing_landed
-    ) -> Iterator[Callable[[int, int], int]]:
-        with memoryview(bytearray(min(length, _BOUNCE_BYTES))) as view:
-
-            def receive(start: int, stop: int) -> int:
-                with view[: stop - start] as piece:
-                    count = self.receive(piece)
-                    written = 0
-                    while written < count:
-                        with piece[written:count] as rest:
-                            written += os.pwrite(fd, rest, offset + start + written)
-                    with piece[:count] as data:
-                        landed(start, count, data)
-                    return count
-
-            yield receive
 
 
 def choose_congestion_control(sock: trio.socket.SocketType) -> None:

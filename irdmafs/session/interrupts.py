@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 import trio
 
-from ..processes import pending_signals
+from ..processes import Processes
 from .wire import Opcode
 
 # The kernel says nothing of signals that come after the first.
@@ -33,17 +33,17 @@ class Waiting(NamedTuple):
     scope: trio.CancelScope
     ended: trio.Event
 
-    async def interrupted(self) -> None:
+    async def interrupted(self, processes: Processes) -> None:
         """Its caller got a signal: cancel it if it is not to go on, now or after a further signal."""
         while not self.ended.is_set():
-            if self._should_end():
+            if await self._should_end(processes):
                 self.scope.cancel()
                 return
             with trio.move_on_after(_LOOK_AGAIN_S):
                 await self.ended.wait()
 
-    def _should_end(self) -> bool:
+    async def _should_end(self, processes: Processes) -> bool:
         if self.opcode == Opcode.SETLKW:
             return True
-        pending = pending_signals(self.pid)
+        pending = await processes.pending_signals(self.pid)
         return pending.fatal or (pending.keyboard and self.opcode in _READING)

@@ -828,7 +828,7 @@ class KernelSession(KernelCache):
         (interrupted,) = wire.decode(wire.INTERRUPT_IN, self._buffer, end)
         waiting = self._waiting.get(interrupted)
         if waiting is not None:
-            self._nursery.start_soon(waiting.interrupted)
+            self._nursery.start_soon(waiting.interrupted, self._operations.processes)
         return b""
 
     async def _destroy(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:

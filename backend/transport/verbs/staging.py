@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import trio
 
 from ...unwrap import first_error
-from .. import FileRange, Landed, nothing_landed
+from .. import FileRange, Landed, Memory, nothing_landed
 from ..prompt import acquire
 from .library import Library
 from .queue import NotByVerbs, Piece, QueuePair
@@ -135,7 +135,8 @@ class Staging:
         landed: Landed = nothing_landed,
     ) -> None:
         """From the peer's memory into a part of a file. `make` was called. Raises OSError, Broken."""
-        fd, offset, length, _ = into
+        fd, offset, length, memory = into
+        store = _write_file if memory is Memory.FILE else _write_mapped
         piece = self.piece_bytes(length)
         at_once = _copied_at_once(length, piece)
         share = trio.Semaphore(_SLOTS_AT_ONCE)
@@ -146,7 +147,7 @@ class Staging:
                 await pair.read(
                     [Piece(slot.address, count, slot.key, remote.address + at, remote.key)]
                 )
-                land = partial(_copy_and_show, _write_file, landed, at)
+                land = partial(_copy_and_show, store, landed, at)
                 await self._copy(land, fd, slot.view[:count], offset + at, at_once)
             finally:
                 self._give_back(slot)
@@ -344,3 +345,10 @@ def _write_file(fd: int, view: memoryview, offset: int) -> None:
     while done < len(view):
         with view[done:] as rest:
             done += os.pwrite(fd, rest, offset + done)
+
+
+def _write_mapped(fd: int, view: memoryview, offset: int) -> None:
+    """Into memory that a program lends, whose writes could keep ours waiting."""
+    skip = offset % mmap.ALLOCATIONGRANULARITY
+    with mmap.mmap(fd, len(view) + skip, offset=offset - skip) as mapped:
+        mapped[skip:] = view

@@ -1,0 +1,232 @@
+"""The process that looks at other processes for a mount. Run by onlookers.py, as a script.
+
+Whoever looks at a process or at what it has open may have to wait for it, beyond the reach of signals: for
+a lock that it holds in the middle of a system call, which copies from a page that never comes; for the
+owner of a filesystem whose file is closed. And what is behind a number can be replaced between a look and a
+use. So all that is done here, where only the one user waits for it. The mount gets answers, open files of
+/proc, which keep nobody waiting, and what it can hold and close without having to wait for anybody: memory
+that is lent, and a pipe of this process's own in the place of the lifeline.
+"""
+
+import ctypes
+import errno
+import os
+import select
+import socket
+import struct
+import sys
+
+__all__ = [
+    "HOLDS", "LEND", "REPLY", "REPLY_MAX_BYTES", "REQUEST", "REQUEST_MAX_BYTES", "STATUS", "WATCH", "main",
+]  # fmt: skip
+
+# The number of the request and its kind; a process or thread, and what is asked of it. Bytes may follow.
+REQUEST = struct.Struct("<QBiQQ")
+REQUEST_MAX_BYTES = REQUEST.size + 4096
+# The number of the request, an error code (0: none) and how much is lent; after it bytes, which are a text
+# where there is an error. Descriptors may come with it.
+REPLY = struct.Struct("<QiI")
+REPLY_MAX_BYTES = REPLY.size + 8192
+# Kinds. LEND: the memory and the lifeline, by their numbers; a pidfd comes with it. WATCH: statm and stat
+# of a process, open. STATUS: the text of its status. HOLDS: whether it has an inode open (its number, and
+# below which number of a descriptor) of the mount whose path follows.
+LEND, WATCH, STATUS, HOLDS = range(4)
+# By one user to one mount. Each takes two descriptors here and two there.
+_LENT_MAX = 128
+_NAME_MAX = 100
+_SYS_PIDFD_GETFD = 438
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Kinds:
+    """Tells what a descriptor is of without asking it: what cannot be made to wait is on mounts of the
+    kernel's own, which have their numbers for good and nobody else's files."""
+
+    def __init__(self) -> None:
+        memory = os.memfd_create("irdmafs", os.MFD_CLOEXEC)
+        self._memory = _info(memory)[b"mnt_id"]
+        os.close(memory)
+        ends = os.pipe()
+        self._pipe = _info(ends[0])[b"mnt_id"]
+        for end in ends:
+            os.close(end)
+
+    def check_memory(self, fd: int) -> None:
+        """Raise OSError EINVAL unless it is a memfd of ordinary pages or a dma-buf."""
+        info = _info(fd)
+        # The second line only the kernel's own dma-bufs show.
+        if info[b"mnt_id"] != self._memory and b"exp_name" not in info:
+            raise OSError(errno.EINVAL, "neither a memfd of ordinary pages nor a dma-buf")
+
+    def check_pipe(self, fd: int) -> None:
+        """Raise OSError EINVAL unless it is a pipe without a name."""
+        if _info(fd)[b"mnt_id"] != self._pipe:
+            raise OSError(errno.EINVAL, "the lifeline is no pipe")
+
+
+def _info(fd: int) -> dict[bytes, bytes]:
+    with open(f"/proc/self/fdinfo/{fd}", "rb") as file:
+        lines = (line.partition(b":") for line in file)
+        return {name: value.strip() for name, _, value in lines}
+
+
+def _check_name(thread: int, number: int, *beginnings: str) -> None:
+    """Raise OSError EINVAL for a slip of the pen, so that it need not be taken to find out."""
+    try:
+        name = os.readlink(f"/proc/{thread}/fd/{number}")
+    except OSError as error:
+        code = errno.EBADF if error.errno == errno.ENOENT else error.errno
+        raise OSError(code, f"descriptor {number}: {os.strerror(code or 0)}") from None
+    if not name.startswith(beginnings):
+        raise OSError(errno.EINVAL, f"descriptor {number} is {name[:_NAME_MAX]!r}")
+
+
+def _take(process: int, number: int) -> int:
+    """pidfd_getfd(2). Raises OSError: EBADF, EPERM without the right to trace the process."""
+    fd: int = _libc.syscall(_SYS_PIDFD_GETFD, process, number, 0)
+    if fd < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return fd
+
+
+def _open_all(*paths: str) -> list[int]:
+    opened: list[int] = []
+    try:
+        opened.extend(os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in paths)
+    except BaseException:
+        _close_all(opened)
+        raise
+    return opened
+
+
+def _close_all(descriptors: list[int]) -> None:
+    for fd in descriptors:
+        os.close(fd)
+
+
+def _status(pid: int) -> bytes:
+    with open(f"/proc/{pid}/status", "rb") as file:
+        return file.read(REPLY_MAX_BYTES - REPLY.size)
+
+
+def _is_in_exec(pid: int) -> bool:
+    """As Process.is_in_exec."""
+    with open(f"/proc/{pid}/statm", "rb") as file:
+        pages, _, _, code, *_ = file.read().split()
+    return pages != b"0" and code == b"0"
+
+
+def _holds(pid: int, ino: int, below: int, mountpoint: str) -> bool:
+    """Whether the process has a descriptor, with a number below this (0: any), open on the inode of the
+    filesystem that is mounted there. Raises OSError EAGAIN while it begins to run another program: it may
+    be waiting for the mount with a file that it closes."""
+    if _is_in_exec(pid):
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    wanted = b"ino:\t%d\n" % ino
+    prefix = mountpoint.rstrip("/") + "/"
+    names = list(map(str, range(below))) if below else os.listdir(f"/proc/{pid}/fd")
+    for name in names:
+        try:
+            if not os.readlink(f"/proc/{pid}/fd/{name}").startswith(prefix):
+                continue
+            with open(f"/proc/{pid}/fdinfo/{name}", "rb") as file:
+                if wanted in file.read(1024):
+                    return True
+        except OSError:
+            continue
+    return False
+
+
+class _Onlooker:
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._kinds = _Kinds()
+        self._poller = select.poll()
+        self._poller.register(channel, select.POLLIN)
+        # A program's lifeline and our end of the one that the mount has, each by the other.
+        self._other_end: dict[int, int] = {}
+        self._lifelines: set[int] = set()
+
+    def run(self) -> None:
+        """Return when the mount is gone."""
+        while True:
+            for fd, _ in self._poller.poll():
+                if fd != self._channel.fileno():
+                    self._end(fd)
+                elif not self._answer():
+                    return
+
+    def _answer(self) -> bool:
+        """Answer one request; False when there will be none."""
+        request, came, _, _ = socket.recv_fds(self._channel, REQUEST_MAX_BYTES, 1)
+        if not request:
+            return False
+        number, kind, pid, one, other = REQUEST.unpack_from(request)
+        code, data = 0, b""
+        given: list[int] = []
+        try:
+            if kind == LEND:
+                given = self._lend(came[0], pid, one, other)
+            elif kind == WATCH:
+                given = _open_all(f"/proc/{pid}/statm", f"/proc/{pid}/stat")
+            elif kind == STATUS:
+                data = _status(pid)
+            else:
+                path = os.fsdecode(request[REQUEST.size :])
+                data = b"1" if _holds(pid, one, other, path) else b""
+        except OSError as error:
+            code = error.errno or errno.EINVAL
+            data = str(error.strerror).encode(errors="replace")
+        _close_all(came)
+        reply = REPLY.pack(number, code, len(self._lifelines)) + data
+        socket.send_fds(self._channel, [reply], given)
+        _close_all(given)
+        return True
+
+    def _lend(self, process: int, thread: int, memory: int, lifeline: int) -> list[int]:
+        """The memory, and the end of a pipe that loses its other one when the lifeline does."""
+        if len(self._lifelines) >= _LENT_MAX:
+            raise OSError(errno.EOPNOTSUPP, f"{_LENT_MAX} buffers are lent by this user already")
+        _check_name(thread, memory, "/memfd:", "/dmabuf:")
+        _check_name(thread, lifeline, "pipe:")
+        taken: list[int] = []
+        try:
+            taken.append(_take(process, memory))
+            self._kinds.check_memory(taken[0])
+            taken.append(_take(process, lifeline))
+            self._kinds.check_pipe(taken[1])
+            end, ours = os.pipe()
+        except BaseException:
+            _close_all(taken)
+            raise
+        self._other_end[ours], self._other_end[taken[1]] = taken[1], ours
+        self._lifelines.add(taken[1])
+        self._poller.register(taken[1], select.POLLIN)
+        self._poller.register(ours, 0)
+        return [taken[0], end]
+
+    def _end(self, fd: int) -> None:
+        """A lifeline was let go of, at one end or the other."""
+        other = self._other_end.pop(fd, None)
+        if other is None:
+            return  # the other one was told of in the same turn
+        del self._other_end[other]
+        lifeline, ours = (fd, other) if fd in self._lifelines else (other, fd)
+        self._lifelines.remove(lifeline)
+        for one in (lifeline, ours):
+            self._poller.unregister(one)
+        # In this order: closing the second one may take long.
+        _close_all([ours, lifeline])
+
+
+def main(channel: int) -> None:
+    """Serve the mount at the other end of a socket until it is closed."""
+    _Onlooker(socket.socket(fileno=channel)).run()
+    # Without tidying up, which would close one after the other.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,223 @@
+"""Looks at processes and at what they lend through a process apart for each user (onlooker.py says why)."""
+
+import errno
+import logging
+import os
+import socket
+import subprocess
+import sys
+from typing import NamedTuple
+
+import trio
+
+from . import onlooker
+
+log = logging.getLogger(__name__)
+
+# Far longer than an answer takes on a busy machine: then somebody keeps the process waiting.
+_PATIENCE_S = 10.0
+# Two for a user at most.
+_ONLOOKERS_MAX = 32
+_LOOK_AGAIN_S = 0.01
+
+# A user, and whether others than the process that waits for the answer are looked at. They may wait for an
+# answer themselves.
+_Key = tuple[int, bool]
+
+
+class _Gone(Exception):
+    """The process has ended."""
+
+
+class _Answer(NamedTuple):
+    data: bytes
+    descriptors: list[int]
+
+
+class _Onlooker:
+    """The process for one user."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", onlooker.__file__, str(theirs.fileno())],
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    cwd="/",
+                    start_new_session=True,
+                )
+        except BaseException:
+            ours.close()
+            raise
+        ours.setblocking(False)
+        self._channel = ours
+        self._turn = trio.Lock()
+        self._requests = 0
+        self._lent = 0
+        self.is_stuck = False
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._lent or self.is_stuck or self._turn.locked())
+
+    def close(self) -> None:
+        """Have it end, when it can."""
+        self._channel.close()
+        self._process.kill()
+        if self._process.poll() is None:
+            self._process.returncode = -9  # not worth a wait
+
+    async def ask(
+        self, kind: int, pid: int, one: int, other: int, more: bytes, fds: list[int]
+    ) -> _Answer:
+        """Raises what it says, OSError; TimeoutError when it says nothing; _Gone."""
+        async with self._turn:
+            # Not to be given up in between: the answer would come to the next request.
+            with trio.move_on_after(_PATIENCE_S, shield=True):
+                self._requests += 1
+                request = onlooker.REQUEST.pack(self._requests, kind, pid, one, other) + more
+                return await self._exchange(request, fds)
+            self.is_stuck = True
+            self._process.kill()
+            raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
+    async def _exchange(self, request: bytes, fds: list[int]) -> _Answer:
+        try:
+            await trio.lowlevel.wait_writable(self._channel)
+            socket.send_fds(self._channel, [request], fds)
+            await trio.lowlevel.wait_readable(self._channel)
+            reply, came, _, _ = socket.recv_fds(self._channel, onlooker.REPLY_MAX_BYTES, 2)
+        except OSError as error:
+            raise _Gone from error
+        if not reply:
+            raise _Gone
+        _, code, self._lent = onlooker.REPLY.unpack_from(reply)
+        data = reply[onlooker.REPLY.size :]
+        if code:
+            raise OSError(code, data.decode(errors="replace"))
+        return _Answer(data, came)
+
+
+class Onlookers:
+    """Asks about processes, each of which belongs to a user, whose other questions may have to wait for it.
+
+    All raise OSError: EOPNOTSUPP where there is no answer to be had, which is the doing of that user.
+    """
+
+    def __init__(self) -> None:
+        self._onlookers: dict[_Key, _Onlooker] = {}
+
+    def __len__(self) -> int:
+        return len(self._onlookers)
+
+    async def lend(
+        self, uid: int, process: int, thread: int, memory: int, lifeline: int
+    ) -> tuple[int, int]:
+        """Descriptors of memory that a thread (and its pidfd) lends, and of a pipe that is readable when
+        the lifeline is: both of the kernel's own kinds, which keep nobody waiting who holds or closes them.
+
+        Raises OSError: EINVAL for other kinds, EBADF, EPERM without the right to trace the process.
+        """
+        answer = await self._ask(uid, onlooker.LEND, thread, memory, lifeline, fds=[process])
+        fd, end = answer.descriptors
+        return fd, end
+
+    async def watch(self, uid: int, pid: int) -> tuple[int, int]:
+        """Open files: statm and stat of a process or thread. Raises OSError ENOENT."""
+        answer = await self._ask(uid, onlooker.WATCH, pid)
+        memory, stat = answer.descriptors
+        return memory, stat
+
+    async def status(self, uid: int, pid: int) -> bytes:
+        """The text of /proc/PID/status. Raises OSError ENOENT."""
+        return (await self._ask(uid, onlooker.STATUS, pid)).data
+
+    async def holds(
+        self, uid: int, pid: int, ino: int, mountpoint: str, below: int = 0, *, other: bool = False
+    ) -> bool:
+        """Whether the process has a descriptor open on inode `ino` of the filesystem at `mountpoint`, with
+        a number `below` this one if given. `other`: it is not the one that waits for the answer. One that
+        begins to run another program is waited for. Raises OSError ENOENT."""
+        with trio.move_on_after(_PATIENCE_S):
+            while True:
+                try:
+                    answer = await self._ask(
+                        uid,
+                        onlooker.HOLDS,
+                        pid,
+                        ino,
+                        below,
+                        os.fsencode(mountpoint),
+                        about_other=other,
+                    )
+                    return bool(answer.data)
+                except BlockingIOError:
+                    await trio.sleep(_LOOK_AGAIN_S)
+        return False
+
+    async def _ask(
+        self,
+        uid: int,
+        kind: int,
+        pid: int,
+        one: int = 0,
+        other: int = 0,
+        more: bytes = b"",
+        fds: list[int] | None = None,
+        about_other: bool = False,
+    ) -> _Answer:
+        key = uid, about_other
+        found = self._found(key)
+        try:
+            return await found.ask(kind, pid, one, other, more, fds or [])
+        except TimeoutError:
+            log.warning(
+                "process %d of user %d keeps whoever looks at it waiting: the user's closes are not looked "
+                "into, nor is anything read into memory of his, until process %d has ended",
+                pid, uid, found.pid,
+            )  # fmt: skip
+            raise OSError(errno.EOPNOTSUPP, "what is looked at does not answer") from None
+        except _Gone:
+            self._drop(key, found)
+            raise OSError(errno.EOPNOTSUPP, "the process that looks at others ended") from None
+
+    def _found(self, key: _Key) -> _Onlooker:
+        found = self._onlookers.get(key)
+        if found is not None and found.has_ended:
+            self._drop(key, found)
+            found = None
+        if found is None:
+            if len(self._onlookers) >= _ONLOOKERS_MAX:
+                self._make_room()
+            found = self._onlookers[key] = _Onlooker()
+        elif found.is_stuck:
+            raise OSError(errno.EOPNOTSUPP, "what was looked at before does not answer")
+        return found
+
+    def _make_room(self) -> None:
+        for key, found in self._onlookers.items():
+            if found.is_idle or found.has_ended:
+                self._drop(key, found)
+                return
+        raise OSError(errno.EOPNOTSUPP, "too many users are looked at already")
+
+    def _drop(self, key: _Key, found: _Onlooker) -> None:
+        if self._onlookers.get(key) is found:
+            del self._onlookers[key]
+            found.close()
+
+    def close(self) -> None:
+        """Let go of all that is lent."""
+        for key, found in list(self._onlookers.items()):
+            self._drop(key, found)

@@ -1,0 +1,258 @@
+"""A local user who wants the mount to wait for him, or for ever: nobody else notices.
+
+A process can have a system call of its own wait half-way, with what that holds locked: it lets it copy from
+a page that its own filesystem never delivers. So nothing that a user names, lends or has open is asked,
+locked or closed where others wait for it.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from cluster_mount import CLUSTER
+from conftest import make_mount
+from mountpoint import Mount, eventually
+from mute_fuse import MuteFuse
+from processes import Process
+
+NOBODY, NOBODY_ELSE = 65534, 65533
+XATTR = "user.irdmafs.read_into"
+ANSWERS_WITHIN_S = 30.0
+
+pytestmark = [
+    pytest.mark.skipif(os.geteuid() != 0, reason="becoming other users needs root"),
+    pytest.mark.skipif("IRDMAFS_TEST_DIR" in os.environ, reason="not about a plain directory"),
+]
+
+
+def _launcher(user: int) -> tuple[str, ...]:
+    # May read every file, as the interpreter may be installed below a private home directory.
+    return (
+        *("setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"),
+        *("--inh-caps=-all,+dac_read_search", "--ambient-caps=-all,+dac_read_search"),
+    )
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Mount]:
+    """A mount of a cluster, which everybody may enter."""
+    with make_mount(CLUSTER, "-o", "allow_other") as mount:
+        yield mount
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Mount]:
+    with make_mount("kernel", "-o", "allow_other") as mount:
+        yield mount
+
+
+@pytest.fixture
+def mute() -> Iterator[MuteFuse]:
+    with MuteFuse() as filesystem:
+        yield filesystem
+
+
+@pytest.fixture
+def attacker(mute: MuteFuse) -> Iterator[Process]:
+    with Process(_launcher(NOBODY)) as one:
+        yield one
+        mute.kill()  # or it could not end
+
+
+def public(mount: Mount) -> str:
+    """A directory in which everybody may write."""
+    path = mount.path / "public"
+    path.mkdir(exist_ok=True)
+    path.chmod(0o777)
+    return str(path)
+
+
+def victim(mount: Mount) -> str:
+    path = mount.path / "victim"
+    path.write_bytes(bytes(100_000))
+    path.chmod(0o644)
+    return str(path)
+
+
+def assert_it_answers(mount: Mount) -> None:
+    """The mount opens, writes and says how it is, for others than the attacker."""
+    program = (
+        "import os, sys; path = sys.argv[1]\n"
+        "with open(path + '/asked', 'wb') as file: file.write(b'x')\n"
+        "assert open(path + '/asked', 'rb').read() == b'x'\n"
+        "os.getxattr(path, 'user.irdmafs.status')"
+    )
+    command = [sys.executable, "-c", program, str(mount.path)]
+    with subprocess.Popen(command, cwd="/") as other:
+        try:
+            assert other.wait(ANSWERS_WITHIN_S) == 0
+        except subprocess.TimeoutExpired:
+            other.kill()
+            pytest.fail("the mount does not answer")
+
+
+LEND = """
+import os, fcntl, threading, time
+def attempt(memory, lifeline):
+    try:
+        return os.getxattr(victim, f"user.irdmafs.read_into.{memory}.{lifeline}")
+    except OSError as error:
+        return error.errno
+def memory(size=1 << 20):
+    fd = os.memfd_create("lent", os.MFD_ALLOW_SEALING)
+    os.posix_fallocate(fd, 0, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    return fd
+def never():
+    "Memory that nobody can read."
+    import mmap
+    fd = os.open(mute + "/page", os.O_RDONLY)
+    return mmap.mmap(fd, 4096, prot=mmap.PROT_READ)
+def stuck(step):
+    "In a thread that stays in the middle of it."
+    threading.Thread(target=step, daemon=True).start()
+    time.sleep(0.2)
+good, (pipe, other_end) = memory(), os.pipe()
+"""
+
+
+def lends(process: Process, mount: Mount, mute: MuteFuse) -> str:
+    """A file to ask about; `process` knows what it needs to lend."""
+    path = victim(mount)
+    process.do(LEND, victim=path, mute=str(mute.path), public=public(mount))
+    return path
+
+
+def lending_works(mount: Mount, path: str, user: int = 0) -> bool:
+    with Process(_launcher(user)) as other:
+        other.do(LEND, victim=path, mute="", public="")
+        answer = other.do("attempt(good, pipe)")
+    return isinstance(answer, bytes) and answer.startswith(b"{")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "os.open(public + '/mine', os.O_RDWR | os.O_CREAT, 0o600)",
+        "os.open(victim, os.O_RDONLY)",
+        "os.open(victim, os.O_PATH)",
+        "os.open(public, os.O_RDONLY)",
+        "os.open(mute + '/file', os.O_RDWR)",
+        "os.open(mute + '/file', os.O_PATH)",
+        "os.open(mute, os.O_RDONLY)",
+        "os.open('/dev/null', os.O_RDWR)",
+        "os.open('/proc/self/mem', os.O_RDWR)",
+        "__import__('socket').socketpair()[0].detach()",
+        "__import__('select').epoll().__enter__().fileno()",
+        "os.pidfd_open(os.getpid())",
+        "10_000",
+    ],
+)
+def test_what_is_no_memory_is_refused_without_being_asked(
+    shared: Mount, mute: MuteFuse, attacker: Process, source: str
+) -> None:
+    path = lends(attacker, shared, mute)
+    attacker.do(f"fd = {source}")
+    refused = {22, 9}  # EINVAL, EBADF
+    assert attacker.do("attempt(fd, pipe)") in refused
+    assert attacker.do("attempt(good, fd)") in refused
+    assert attacker.do("attempt(fd, fd)") in refused
+    assert attacker.do("attempt(good, pipe)")[:1] == b"{", "a slip costs nothing"
+    assert_it_answers(shared)
+    assert lending_works(shared, path)
+
+
+def test_descriptors_that_are_swapped_while_they_are_looked_at_keep_only_their_owner_waiting(
+    shared: Mount, mute: MuteFuse, attacker: Process
+) -> None:
+    path = lends(attacker, shared, mute)
+    attacker.do(
+        "bad = os.open(mute + '/file', os.O_RDWR)\n"
+        "mine = os.open(public + '/swapped', os.O_RDWR | os.O_CREAT, 0o600)\n"
+        "swapped = os.dup(good)\n"
+        "def swap():\n"
+        "    while True:\n"
+        "        for fd in (mine, good, bad, good): os.dup2(fd, swapped)\n"
+        "stuck(swap)"
+    )
+    # Each dup2() away from `bad` waits as well, so let the mount meet it by chance only.
+    attacker.start("[attempt(swapped, pipe) for _ in range(300)]")
+    attacker.finished(5)
+    assert_it_answers(shared)
+    assert lending_works(shared, path, NOBODY_ELSE)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        "os.write(other_end, page)",  # with the pipe locked
+        "os.write(good, page)",  # with the memory's inode locked
+    ],
+)
+def test_what_a_write_keeps_locked_keeps_nobody_else_waiting(
+    shared: Mount, mute: MuteFuse, attacker: Process, step: str
+) -> None:
+    path = lends(attacker, shared, mute)
+    attacker.do("page = never()")
+    assert attacker.do("attempt(good, pipe)")[:1] == b"{"
+    attacker.do(f"stuck(lambda: {step})")
+    # What was lent before is taken, and given back, once more.
+    attacker.start("[attempt(good, pipe), attempt(memory(), pipe), os.close(pipe)]")
+    attacker.finished(5)
+    assert_it_answers(shared)
+    assert lending_works(shared, path, NOBODY_ELSE)
+
+
+def test_a_lender_that_is_killed_while_it_is_stuck_frees_what_it_lent_later(
+    shared: Mount, mute: MuteFuse, attacker: Process
+) -> None:
+    lends(attacker, shared, mute)
+    attacker.do("page = never()")
+    assert attacker.do("attempt(good, pipe)")[:1] == b"{"
+    attacker.do("stuck(lambda: os.write(other_end, page))")
+    mute.kill()
+    attacker.kill()
+    eventually(lambda: shared.status()["cluster"]["lent_buffers"] == 0, "it is given back")
+    assert_it_answers(shared)
+
+
+# Calls that never return, with something locked that /proc shows of the process.
+LOCKED = {
+    "a queue of events": (
+        "queue = select.epoll(); r, w = os.pipe(); os.write(w, b'x'); queue.register(r)\n"
+        "stuck(lambda: libc.epoll_wait(queue.fileno(), nowhere, 1, -1))"
+    ),
+    "the directory of descriptors": (
+        "directory = os.open('/proc/self/fd', os.O_RDONLY)\n"
+        "stuck(lambda: libc.syscall(217, directory, nowhere, 4096))\n"  # getdents64(2)
+        "stuck(lambda: os.chmod('/proc/self/fd', 0o500))"
+    ),
+    "the directory of the process": (
+        "directory = os.open('/proc/self', os.O_RDONLY)\n"
+        "stuck(lambda: libc.syscall(217, directory, nowhere, 4096))\n"
+        "stuck(lambda: os.chmod('/proc/self', 0o500))"
+    ),
+}
+
+
+@pytest.mark.parametrize("locked", LOCKED)
+def test_closing_a_file_asks_nothing_of_a_process_that_has_locked_what_tells_of_it(
+    alone: Mount, mute: MuteFuse, attacker: Process, locked: str
+) -> None:
+    lends(attacker, alone, mute)
+    attacker.do(
+        "import ctypes, select, mmap\n"
+        "libc = ctypes.CDLL(None); libc.mmap.restype = ctypes.c_void_p\n"
+        "fd = os.open(mute + '/page', os.O_RDWR)\n"
+        "nowhere = ctypes.c_void_p(libc.mmap(None, 4096, 3, 2, fd, 0))\n"
+        f"{LOCKED[locked]}"
+    )
+    attacker.start(
+        "fd = os.open(public + '/new', os.O_WRONLY | os.O_CREAT); again = os.dup(fd)\n"
+        "os.close(again); os.write(fd, b'x'); os.close(fd)\n"
+        "if not os.fork(): os._exit(0)"
+    )
+    attacker.finished(2)
+    assert_it_answers(alone)
