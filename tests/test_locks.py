@@ -216,12 +216,12 @@ def test_waiters_that_cannot_have_it_stay_asleep() -> None:
                 await trio.testing.wait_all_tasks_blocked()
             table.release_owner(INO, 1)
             await trio.testing.wait_all_tasks_blocked()
-            assert order == [2, 4], "readers share it"
+            assert sorted(order) == [2, 4], "readers share it"
             table.release_owner(INO, 2)
             await trio.testing.wait_all_tasks_blocked()
-            assert order == [2, 4]
+            assert len(order) == 2
             table.release_owner(INO, 4)
-        assert order == [2, 4, 3]
+        assert order[2:] == [3]
 
     trio.run(main)
 
