@@ -1,0 +1,541 @@
+"""The processes of a differential test: each carries out steps by system calls, and says what came of them.
+
+Run as a program, this is the parent of all actors on one side. An actor keeps descriptors and mappings in
+numbered slots, so that a step means the same on both sides, whatever numbers the kernel gives. A step never
+raises: its result is a value, or the name of an errno.
+"""
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import json
+import marshal
+import os
+import shutil
+import signal
+import socket
+import stat
+import struct
+import sys
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+SLOTS = 6
+MAPS = 2
+MESSAGE_MAX_BYTES = 1 << 18
+_READ_ALL_BYTES = 1 << 20
+_AT_EMPTY_PATH = 0x1000
+_AT_FDCWD = -100
+_FLOCK = struct.Struct("hhqqixxxx")
+_LOCK_KINDS = {"read": fcntl.F_RDLCK, "write": fcntl.F_WRLCK, "none": fcntl.F_UNLCK}
+_OFD_GETLK, _OFD_SETLK = 36, 37
+_PR_SET_CHILD_SUBREAPER = 36
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.msync.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+for _name in ("read", "write"):
+    getattr(_libc, _name).restype = ctypes.c_ssize_t
+    getattr(_libc, _name).argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_libc.renameat2.argtypes = (
+    ctypes.c_int,
+    ctypes.c_char_p,
+    ctypes.c_int,
+    ctypes.c_char_p,
+    ctypes.c_uint,
+)
+_libc.linkat.argtypes = (
+    ctypes.c_int,
+    ctypes.c_char_p,
+    ctypes.c_int,
+    ctypes.c_char_p,
+    ctypes.c_int,
+)
+
+Value = Any  # what marshal can carry: None, int, str, bytes, tuple, list
+
+
+class EmptySlot(Exception):
+    """The step names a slot in which nothing is open."""
+
+
+def _checked(result: int) -> int:
+    if result == -1:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return result
+
+
+def _status(found: os.stat_result) -> Value:
+    """A stat, marked so that the comparison knows numbers that mean something from those that do not."""
+    size = 0 if stat.S_ISDIR(found.st_mode) else found.st_size
+    owner = (found.st_nlink, found.st_uid, found.st_gid)
+    times = (found.st_atime_ns, found.st_mtime_ns, found.st_ctime_ns)
+    return ("stat", found.st_ino, found.st_mode, *owner, size, *times)
+
+
+def _content(data: bytes) -> Value:
+    return ("bytes", len(data), zlib.crc32(data), data[:12], data[-8:])
+
+
+def _payload(mark: int, length: int) -> bytes:
+    """Bytes that are those of one step only."""
+    return (mark.to_bytes(4, "big") * (length // 4 + 1))[:length]
+
+
+class Map:
+    """One mapping; the address stays valid in a forked child."""
+
+    def __init__(self, address: int, length: int, ino: int) -> None:
+        self.address = address
+        self.length = length
+        self.ino = ino
+
+
+class Actor:
+    """One process of the test."""
+
+    def __init__(self, number: int, sockets: list[socket.socket]) -> None:
+        self.number = number
+        self.sockets = sockets
+        self.fds: list[int | None] = [None] * SLOTS
+        self.maps: list[Map | None] = [None] * MAPS
+        self.user = 0
+        self._pipe = os.pipe()
+
+    # -- the loop --------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Carry out steps until told to exit."""
+        while True:
+            channel = self.sockets[self.number]
+            message = channel.recv(MESSAGE_MAX_BYTES)
+            if not message:
+                os._exit(0)
+            number = self.number
+            steps, observed = marshal.loads(message)
+            answers = []
+            for op, arguments in steps:
+                result = self._attempt(op, arguments)
+                answers.append((result, self._observe(arguments) if observed else None))
+            if self.number == number:  # a child is not to answer for its parent
+                channel.send(marshal.dumps(answers))
+
+    def _attempt(self, op: str, arguments: dict[str, Any]) -> Value:
+        arguments = dict(arguments)
+        user = arguments.pop("user", 0)
+        method: Callable[..., Value] = getattr(self, f"do_{op}")
+        try:
+            if user:
+                os.setegid(user)
+                os.seteuid(user)
+            return method(**arguments)
+        except OSError as error:
+            assert error.errno is not None
+            return errno.errorcode.get(error.errno, str(error.errno))
+        except EmptySlot:
+            return "nothing there"
+        finally:
+            if user:
+                os.seteuid(0)
+                os.setegid(0)
+
+    def _observe(self, arguments: dict[str, Any]) -> Value:
+        """Look at whatever the step named, without changing anything."""
+        seen = []
+        for key in ("slot", "source", "target"):
+            fd = self.fds[arguments[key]] if key in arguments else None
+            if fd is not None:
+                seen.append(self._attempt("fstat", {"slot": arguments[key]}))
+                seen.append(
+                    self._attempt("lseek", {"slot": arguments[key], "offset": 0, "whence": 1})
+                )
+        names = [arguments[key] for key in ("path", "new") if key in arguments]
+        return (*seen, *(self._attempt("lstat", {"path": name}) for name in names))
+
+    def _fd(self, slot: int) -> int:
+        fd = self.fds[slot]
+        if fd is None:
+            raise EmptySlot
+        return fd
+
+    def _put(self, slot: int, fd: int) -> None:
+        old = self.fds[slot]
+        self.fds[slot] = fd
+        if old is not None:
+            with contextlib.suppress(OSError):
+                os.close(old)
+
+    # -- opening and closing ---------------------------------------------------------------------
+
+    def do_open(self, slot: int, path: str, flags: int, mode: int = 0o644) -> Value:
+        fd = os.open(path, flags, mode)
+        os.set_inheritable(fd, not flags & os.O_CLOEXEC)
+        self._put(slot, fd)
+        return ("opened", ("ino", os.fstat(fd).st_ino))
+
+    def do_reopen(self, slot: int, source: int, flags: int) -> Value:
+        return self.do_open(slot, f"/proc/self/fd/{self._fd(source)}", flags)
+
+    def do_close(self, slot: int) -> Value:
+        fd = self._fd(slot)
+        self.fds[slot] = None
+        os.close(fd)
+        return None
+
+    def do_dup(self, slot: int, source: int) -> Value:
+        fd = os.dup(self._fd(source))
+        os.set_inheritable(fd, True)
+        self._put(slot, fd)
+        return None
+
+    def do_status_flags(self, slot: int, flags: int) -> Value:
+        fd = self._fd(slot)
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+        return fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_CLOEXEC & (os.O_ACCMODE | os.O_APPEND)
+
+    def do_fork(self, child: int) -> Value:
+        pid = os.fork()
+        if pid == 0:
+            self.number = child
+            self._pipe = os.pipe()
+            return None
+        return ("pid", pid)
+
+    def do_exec(self) -> Value:
+        os.set_inheritable(self.sockets[self.number].fileno(), True)
+        for channel in self.sockets:
+            channel.set_inheritable(True)
+        kept = [fd if fd is not None and os.get_inheritable(fd) else None for fd in self.fds]
+        state = {
+            "number": self.number,
+            "sockets": [channel.fileno() for channel in self.sockets],
+            "fds": kept,
+        }
+        os.execv(sys.executable, [sys.executable, "-SEI", __file__, json.dumps(state)])
+
+    def do_exit(self) -> Value:
+        os._exit(0)
+
+    # -- reading and writing ---------------------------------------------------------------------
+
+    def do_read(self, slot: int, length: int) -> Value:
+        return _content(os.read(self._fd(slot), length))
+
+    def do_pread(self, slot: int, offset: int, length: int) -> Value:
+        return _content(os.pread(self._fd(slot), length, offset))
+
+    def do_write(self, slot: int, mark: int, length: int) -> Value:
+        return os.write(self._fd(slot), _payload(mark, length))
+
+    def do_pwrite(self, slot: int, mark: int, offset: int, length: int, flags: int = 0) -> Value:
+        data = _payload(mark, length)
+        if flags:
+            return os.pwritev(self._fd(slot), [data], offset, flags)
+        return os.pwrite(self._fd(slot), data, offset)
+
+    def do_lseek(self, slot: int, offset: int, whence: int) -> Value:
+        return os.lseek(self._fd(slot), offset, whence)
+
+    def do_seek_data(self, slot: int, offset: int, whence: int) -> Value:
+        """Judge the answer by the content, because where holes may begin and end is nobody's promise."""
+        fd = self._fd(slot)
+        position = os.lseek(fd, 0, os.SEEK_CUR)
+        size = os.fstat(fd).st_size
+        try:
+            found = os.lseek(fd, offset, whence)
+        except OSError as error:
+            if error.errno != errno.ENXIO or whence != os.SEEK_DATA or offset >= size:
+                raise
+            found = size
+        finally:
+            os.lseek(fd, position, os.SEEK_SET)
+        if whence == os.SEEK_HOLE:
+            return offset <= found <= size
+        with contextlib.suppress(OSError):  # it may be open for writing only
+            return not any(os.pread(fd, found - offset, offset))
+        return True
+
+    def do_copy_range(
+        self, source: int, target: int, length: int, from_offset: int | None, to_offset: int | None
+    ) -> Value:
+        return os.copy_file_range(
+            self._fd(source), self._fd(target), length, from_offset, to_offset
+        )
+
+    def do_sendfile(self, source: int, target: int, offset: int | None, length: int) -> Value:
+        return os.sendfile(self._fd(target), self._fd(source), offset, length)
+
+    def do_ftruncate(self, slot: int, size: int) -> Value:
+        return os.ftruncate(self._fd(slot), size)
+
+    def do_truncate(self, path: str, size: int) -> Value:
+        return os.truncate(path, size)
+
+    def do_fallocate(self, slot: int, mode: int, offset: int, length: int) -> Value:
+        return _checked(_libc.fallocate(self._fd(slot), mode, offset, length))
+
+    def do_fsync(self, slot: int, data_only: bool = False) -> Value:
+        return (os.fdatasync if data_only else os.fsync)(self._fd(slot))
+
+    # -- mappings --------------------------------------------------------------------------------
+
+    def _map(self, where: int) -> Map:
+        mapping = self.maps[where]
+        if mapping is None:
+            raise EmptySlot
+        return mapping
+
+    def do_mmap(self, where: int, slot: int, length: int, protection: int, flags: int) -> Value:
+        address = _libc.mmap(None, length, protection, flags, self._fd(slot), 0)
+        if address is None or address == ctypes.c_void_p(-1).value:
+            _checked(-1)
+        if self.maps[where] is not None:
+            self.do_munmap(where)
+        ino = os.fstat(self._fd(slot)).st_ino
+        self.maps[where] = Map(address, length, ino)
+        return ("mapped", ("ino", ino))
+
+    def do_munmap(self, where: int) -> Value:
+        mapping = self._map(where)
+        self.maps[where] = None
+        return _checked(_libc.munmap(mapping.address, mapping.length))
+
+    def do_load(self, where: int, offset: int, length: int) -> Value:
+        """Read through the mapping; EFAULT instead of a signal where there is no page."""
+        mapping = self._map(where)
+        length = max(0, min(length, mapping.length - offset))
+        copied = _checked(_libc.write(self._pipe[1], mapping.address + offset, length))
+        return _content(os.read(self._pipe[0], copied) if copied else b"")
+
+    def do_store(self, where: int, mark: int, offset: int, length: int) -> Value:
+        """Write through the mapping; EFAULT instead of a signal."""
+        mapping = self._map(where)
+        length = max(0, min(length, mapping.length - offset))
+        if length == 0:
+            return 0
+        os.write(self._pipe[1], _payload(mark, length))
+        try:
+            return _checked(_libc.read(self._pipe[0], mapping.address + offset, length))
+        finally:
+            os.set_blocking(self._pipe[0], False)
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._pipe[0], length)
+            os.set_blocking(self._pipe[0], True)
+
+    def do_msync(self, where: int, flags: int) -> Value:
+        mapping = self._map(where)
+        return _checked(_libc.msync(mapping.address, mapping.length, flags))
+
+    # -- names -----------------------------------------------------------------------------------
+
+    def do_rename(self, path: str, new: str, flags: int) -> Value:
+        names = path.encode(), new.encode()
+        return _checked(_libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], flags))
+
+    def do_link(self, path: str, new: str) -> Value:
+        return os.link(path, new, follow_symlinks=False)
+
+    def do_link_fd(self, slot: int, new: str) -> Value:
+        return _checked(_libc.linkat(self._fd(slot), b"", _AT_FDCWD, new.encode(), _AT_EMPTY_PATH))
+
+    def do_unlink(self, path: str) -> Value:
+        return os.unlink(path)
+
+    def do_mkdir(self, path: str, mode: int) -> Value:
+        return os.mkdir(path, mode)
+
+    def do_rmdir(self, path: str) -> Value:
+        return os.rmdir(path)
+
+    def do_symlink(self, path: str, leads_to: str) -> Value:
+        return os.symlink(leads_to, path)
+
+    def do_readlink(self, path: str) -> Value:
+        return os.readlink(path)
+
+    def do_mknod(self, path: str, mode: int) -> Value:
+        return os.mknod(path, mode)
+
+    def do_listdir(self, path: str) -> Value:
+        with os.scandir(path) as entries:
+            return tuple(sorted((entry.name, ("ino", entry.inode())) for entry in entries))
+
+    # -- attributes ------------------------------------------------------------------------------
+
+    def do_stat(self, path: str) -> Value:
+        return _status(os.stat(path))
+
+    def do_lstat(self, path: str) -> Value:
+        return _status(os.lstat(path))
+
+    def do_fstat(self, slot: int) -> Value:
+        return _status(os.fstat(self._fd(slot)))
+
+    def do_access(self, path: str, mode: int) -> Value:
+        return os.access(path, mode, effective_ids=True)
+
+    def do_chmod(self, path: str, mode: int) -> Value:
+        return os.chmod(path, mode)
+
+    def do_fchmod(self, slot: int, mode: int) -> Value:
+        return os.fchmod(self._fd(slot), mode)
+
+    def do_chown(self, path: str, uid: int, gid: int) -> Value:
+        return os.lchown(path, uid, gid)
+
+    def do_fchown(self, slot: int, uid: int, gid: int) -> Value:
+        return os.fchown(self._fd(slot), uid, gid)
+
+    def do_utimens(self, path: str, times: tuple[int, int] | None) -> Value:
+        return os.utime(path, ns=times) if times else os.utime(path)
+
+    def do_futimens(self, slot: int, times: tuple[int, int] | None) -> Value:
+        fd = self._fd(slot)
+        return os.utime(fd, ns=times) if times else os.utime(fd)
+
+    def do_setxattr(self, path: str, name: str, mark: int, length: int, flags: int) -> Value:
+        return os.setxattr(path, name, _payload(mark, length), flags)
+
+    def do_fsetxattr(self, slot: int, name: str, mark: int, length: int, flags: int) -> Value:
+        return os.setxattr(self._fd(slot), name, _payload(mark, length), flags)
+
+    def do_getxattr(self, path: str, name: str) -> Value:
+        return _content(os.getxattr(path, name))
+
+    def do_fgetxattr(self, slot: int, name: str) -> Value:
+        return _content(os.getxattr(self._fd(slot), name))
+
+    def do_listxattr(self, path: str) -> Value:
+        return tuple(sorted(os.listxattr(path)))
+
+    def do_removexattr(self, path: str, name: str) -> Value:
+        return os.removexattr(path, name)
+
+    def do_umask(self, mask: int) -> Value:
+        return os.umask(mask)
+
+    # -- locks -----------------------------------------------------------------------------------
+
+    def do_flock(self, slot: int, kind: int) -> Value:
+        return fcntl.flock(self._fd(slot), kind | fcntl.LOCK_NB)
+
+    def do_lock(self, slot: int, kind: str, start: int, length: int, ofd: bool) -> Value:
+        wanted = _FLOCK.pack(_LOCK_KINDS[kind], os.SEEK_SET, start, length, 0)
+        fcntl.fcntl(self._fd(slot), _OFD_SETLK if ofd else fcntl.F_SETLK, wanted)
+        return None
+
+    def do_lock_test(self, slot: int, kind: str, start: int, length: int, ofd: bool) -> Value:
+        wanted = _FLOCK.pack(_LOCK_KINDS[kind], os.SEEK_SET, start, length, 0)
+        answer = fcntl.fcntl(self._fd(slot), _OFD_GETLK if ofd else fcntl.F_GETLK, wanted)
+        found, whence, begin, size, pid = _FLOCK.unpack(answer)
+        if found == fcntl.F_UNLCK:
+            return "free"
+        return (found, whence, begin, size, ("pid", pid))
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def do_holdings(self) -> Value:
+        """Everything that this process has open and mapped."""
+        found: list[Value] = []
+        for slot, fd in enumerate(self.fds):
+            if fd is not None:
+                status = self._attempt("fstat", {"slot": slot})
+                wanted = {"slot": slot, "offset": 0, "length": _READ_ALL_BYTES}
+                found.append((slot, status, self._attempt("pread", wanted)))
+        for where, mapping in enumerate(self.maps):
+            if mapping is not None:
+                wanted = {"where": where, "offset": 0, "length": 4096}
+                found.append((where, ("ino", mapping.ino), self._attempt("load", wanted)))
+        return tuple(found)
+
+
+class Parent:
+    """The process from which all actors of one side descend. It has none of their descriptors."""
+
+    def __init__(self, control: socket.socket, sockets: list[socket.socket]) -> None:
+        self._control = control
+        self._sockets = sockets
+
+    def serve(self) -> None:
+        """Do what is asked for over `control` until it is closed; raises OSError for what fails."""
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        while message := self._control.recv(MESSAGE_MAX_BYTES):
+            op, arguments = marshal.loads(message)
+            self._control.send(marshal.dumps(getattr(self, f"do_{op}")(*arguments)))
+
+    def do_begin(self, root: str) -> Value:
+        os.umask(0o022)
+        os.mkdir(root)
+        os.chmod(root, 0o777)
+        os.chdir(root)
+
+    def do_actor(self, number: int) -> Value:
+        pid = os.fork()
+        if pid:
+            return pid
+        self._control.close()
+        Actor(number, self._sockets).serve()
+        return None
+
+    def do_tree(self) -> Value:
+        """Every name, with what it leads to."""
+        names: list[tuple[str, Value]] = []
+        folders = ["."]
+        while folders:
+            folder = folders.pop()
+            for name in sorted(os.listdir(folder)):
+                path = f"{folder}/{name}"
+                names.append((path, self._describe(path)))
+                if stat.S_ISDIR(os.lstat(path).st_mode):
+                    folders.append(path)
+        return tuple(names)
+
+    def _describe(self, path: str) -> Value:
+        found = os.lstat(path)
+        content: Value = None
+        if stat.S_ISREG(found.st_mode):
+            with open(path, "rb") as file:
+                content = _content(file.read())
+        elif stat.S_ISLNK(found.st_mode):
+            content = os.readlink(path)
+        attributes = sorted(os.listxattr(path, follow_symlinks=False))
+        values = [os.getxattr(path, name, follow_symlinks=False) for name in attributes]
+        return (_status(found), content, tuple(attributes), tuple(values))
+
+    def do_end(self, root: str) -> Value:
+        os.chdir("/")
+        shutil.rmtree(root)
+
+
+def _sockets(numbers: list[int]) -> list[socket.socket]:
+    return [socket.socket(fileno=number) for number in numbers]
+
+
+def main() -> None:
+    state = json.loads(sys.argv[1])
+    sockets = _sockets(state["sockets"])
+    if "control" in state:
+        Parent(socket.socket(fileno=state["control"]), sockets).serve()
+        return
+    actor = Actor(state["number"], sockets)
+    actor.fds = state["fds"]
+    sockets[actor.number].send(marshal.dumps([(None, None)]))
+    actor.serve()
+
+
+if __name__ == "__main__":
+    main()
