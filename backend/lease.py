@@ -19,7 +19,7 @@ from typing import Protocol
 import msgspec
 import trio
 
-from .kv import Compare, Conflict, Engine, Exists, Put
+from .kv import Compare, Conflict, Engine, Exists, Put, WentBack
 from .records import MountRecord, NodeAddress, decode, encode, key_of
 
 __all__ = ["MOUNT", "NODE", "LeaseEngine", "Removed", "Session", "now_s"]
@@ -190,6 +190,10 @@ class Session:
         if self._keeping is not None:
             self._keeping.cancel()
 
+    def doubt(self) -> None:
+        """Nothing may be done within the session until the lease has been renewed once more."""
+        self._end()
+
     def _end(self) -> None:
         self.valid_until = 0.0
         self._notify()
@@ -285,6 +289,8 @@ class Session:
                     delay_s = RETRY_FIRST_S
                     ahead_s = now_s() - time.monotonic()
                 return
+            except WentBack:
+                pass  # it is told elsewhere
             except OSError as error:
                 log.warning("the lease is not kept alive now: %s", error)
             await trio.sleep(delay_s)

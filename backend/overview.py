@@ -13,12 +13,13 @@ import trio
 
 from .cluster_config import ClusterConfig, ConfigError
 from .groups import degraded, leader
-from .kv import Engine, KeyValue
+from .history import described, read_reports
+from .kv import Engine, KeyValue, SharedEngine, WentBack
 from .membership import Groups, Members
 from .namespace import Inode
 from .placement import Placement, Targets, bytes_of_groups, plan, policy_of, replicas_of, retargeted
 from .policy import Candidate, parse_policy
-from .records import GROUP_BUCKET_BITS, GroupConfig, Layout, decode
+from .records import GROUP_BUCKET_BITS, GroupConfig, Layout, Report, decode
 from .transport.peers import Peers
 
 __all__ = [
@@ -91,6 +92,8 @@ class Cluster:
         self.groups: dict[int, GroupConfig] = {
             group: config for group, (config, _) in sorted(groups.all().items())
         }
+        # Nodes that found that etcd went back in time.
+        self.went_back: dict[int, Report] = {}
         # What nodes tell of themselves, by node, and why others were not asked or did not answer.
         self.reports: dict[int, dict[str, object]] = {}
         # Paths of files that nodes found damaged, by inode.
@@ -193,6 +196,8 @@ class Cluster:
         """The verdict, and a line for each thing that is wrong."""
         problems: list[tuple[Health, str]] = []
         live = self.live
+        if self.went_back:
+            problems.append(("unavailable", str(WentBack(described(self.went_back)).strerror)))
         if not live:
             problems.append(
                 ("unavailable", "no store node is up; start one with: irdmafs serve STORE")
@@ -430,7 +435,7 @@ class Cluster:
         return target
 
 
-async def read_cluster(engine: Engine, rebalance_rate: int) -> Cluster:
+async def read_cluster(engine: SharedEngine, rebalance_rate: int) -> Cluster:
     """Raises OSError when etcd cannot be asked."""
     members, groups = Members(), Groups()
     for consumer in (members, groups):
@@ -444,7 +449,9 @@ async def read_cluster(engine: Engine, rebalance_rate: int) -> Cluster:
         _number(record): decode(record.value, Targets)
         for record in await engine.range(b"T", _after(b"T"))
     }
-    return Cluster(members, groups, targets, rebalance_rate)
+    cluster = Cluster(members, groups, targets, rebalance_rate)
+    cluster.went_back = await read_reports(engine)
+    return cluster
 
 
 async def ask_nodes(found: Cluster, config: ClusterConfig) -> None:

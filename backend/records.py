@@ -16,6 +16,9 @@
     "p" + lease (8) + content (8)    b""                the mount that pins this content
     "f" + lease (8) + directory ino (8)   b""           the mount that follows the directory
     "a" + lease (8)                  revision (8 BE)    the follower: what it has seen and told its kernel
+    "E"                              Epoch: which history this is
+    "W" + node (8 bytes BE)          Witness: what the node last put here, and remembers (stays)
+    "R" + node (8 bytes BE)          Report: the node found that etcd went back in time
 
 The namespace's own keys are "d", "i" and "t" (see namespace).
 
@@ -37,6 +40,9 @@ STRIPE_GROUPS_MAX = 64
 
 SETTINGS_KEY = b"c"
 NEXT_INO_KEY = b"u"
+EPOCH_KEY = b"E"
+WITNESS = b"W"
+REPORT = b"R"
 
 
 def key_of(kind: bytes, *numbers: int) -> bytes:
@@ -143,6 +149,32 @@ class GroupConfig(msgspec.Struct, array_like=True, frozen=True):
     @property
     def members(self) -> tuple[int, ...]:
         return self.in_sync + self.joining
+
+
+class Epoch(msgspec.Struct, array_like=True, frozen=True):
+    """Begins when an administrator accepts that etcd's newest data are lost, at a revision above `floor`,
+    which is above all that were seen before."""
+
+    number: int = 0
+    nonce: str = ""
+    floor: int = 0
+
+
+class Witness(msgspec.Struct, array_like=True, frozen=True):
+    """The `number`th that a node has put."""
+
+    number: int = 0
+    nonce: str = ""
+
+
+class Report(msgspec.Struct, array_like=True, frozen=True):
+    """A node had `seen` a revision of the epoch number `epoch`, and found etcd at `found`, at `time_s`
+    (seconds since 1970)."""
+
+    seen: int
+    found: int
+    epoch: int
+    time_s: float
 
 
 class Layout(NamedTuple):

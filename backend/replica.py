@@ -18,7 +18,8 @@ from typing import Protocol
 
 import trio
 
-from .kv import Compacted, Event, KeyValue, SharedEngine
+from .history import History
+from .kv import Compacted, Event, KeyValue, SharedEngine, WentBack
 
 __all__ = ["Consumer", "Replica"]
 
@@ -49,13 +50,22 @@ class Consumer(Protocol):
 
 class Replica:
     """The hub. `applied` is the revision up to which all consumers know everything; `barriers`
-    counts the questions to the engine. Waits end with OSError ETIMEDOUT after `timeout_s`."""
+    counts the questions to the engine. Waits end with OSError ETIMEDOUT after `timeout_s`.
+
+    `history`, the first consumer, says when the engine's data may be believed (None: always).
+    """
 
     def __init__(
-        self, engine: SharedEngine, consumers: Sequence[Consumer], *, timeout_s: float = 60.0
+        self,
+        engine: SharedEngine,
+        consumers: Sequence[Consumer],
+        *,
+        history: History | None = None,
+        timeout_s: float = 60.0,
     ) -> None:
         self._engine = engine
-        self._consumers = tuple(consumers)
+        self._history = history
+        self._consumers = (*((history,) if history is not None else ()), *consumers)
         self._timeout_s = timeout_s
         self.applied = 0
         self.barriers = 0
@@ -72,7 +82,7 @@ class Replica:
         self._asking = trio.Lock()
 
     async def start(self, nursery: trio.Nursery) -> None:
-        """Load all consumers and follow the engine from there on. Raises OSError."""
+        """Load all consumers and follow the engine from there on. Raises OSError, WentBack."""
         await self._load()
         self._engine.on_answer = self._answered_to_us
         nursery.start_soon(self._follow)
@@ -125,7 +135,11 @@ class Replica:
     async def _load(self) -> None:
         self._loading = True
         try:
+            if self._history is not None:
+                await self._history.check()
             revision, records = await self._engine.snapshot(_START, _END)
+            if revision < self.applied:
+                raise WentBack(f"it is at revision {revision}, and {self.applied} was known here")
             for consumer in self._consumers:
                 prefixes = consumer.prefixes
                 consumer.load(
@@ -146,6 +160,9 @@ class Replica:
                     return
                 except Compacted as error:
                     log.warning("%s: reading everything anew", error)
+                except WentBack as error:
+                    if await self._wait_resolved(error):
+                        continue
                 except OSError as error:
                     log.warning("the watch broke, reading everything anew: %s", error)
                 delay_s = await self._load_again(delay_s)
@@ -157,6 +174,11 @@ class Replica:
                 event.set()
             self._waiting.clear()
 
+    async def _wait_resolved(self, error: WentBack) -> bool:
+        if self._history is None:
+            raise error
+        return await self._history.wait_resolved(error)
+
     async def _load_again(self, delay_s: float) -> float:
         """Try until it succeeds: until then the replica stays as it was. Returns the next delay."""
         while True:
@@ -165,6 +187,9 @@ class Replica:
             try:
                 await self._load()
                 return delay_s
+            except WentBack as error:
+                if await self._wait_resolved(error):
+                    return delay_s
             except OSError as error:
                 log.warning("the cluster's keys cannot be read now: %s", error)
 

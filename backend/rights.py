@@ -15,7 +15,7 @@ __all__ = ["Range", "own_ranges", "shared_ranges"]
 # Of the kinds of keys in records and namespace.
 _SHARED: dict[Role, bytes] = {
     "mount": b"ditusPwl",
-    "node": b"nNgTs",
+    "node": b"nNgTsWR",
     "reader": b"",
 }
 # Keys that begin with a lease, and so with its owner.

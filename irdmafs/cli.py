@@ -28,6 +28,7 @@ from .config import (
 from .members_cli import cluster
 from .mount_users import users_of
 from .recover_cli import recover
+from .restore_cli import accept_restore
 from .serve_cli import serve
 from .transfer_cli import prefetch, rebalance
 
@@ -404,5 +405,6 @@ def _print_json(value: object) -> None:
     click.echo(status.printable(json.dumps(value, indent=2, ensure_ascii=True)))
 
 
+cluster.add_command(accept_restore)
 for _command in (cluster, prefetch, rebalance, recover, serve):
     main.add_command(_command)

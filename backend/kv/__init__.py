@@ -25,6 +25,7 @@ __all__ = [
     "KeyValue",
     "NoSpace",
     "Put",
+    "WentBack",
 ]
 
 
@@ -103,6 +104,19 @@ class NoSpace(OSError):
 
     def __init__(self, path: str) -> None:
         super().__init__(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+
+class WentBack(OSError):
+    """EIO: what is stored is older than what this process, or another one, knew: a backup was put back.
+    Nothing may be done on the strength of it."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        super().__init__(
+            errno.EIO,
+            f"etcd went back in time: {what}. Put its newest data back, or, if there are none, have this "
+            "state accepted: irdmafs cluster accept-restore",
+        )
 
 
 class Engine(Protocol):
@@ -187,6 +201,26 @@ class Engine(Protocol):
 
 class SharedEngine(Engine, Protocol):
     """An engine whose changes come from a watch, those of this process, too."""
+
+    # The newest transaction that came by `snapshot` or `watch`: the key "s" as it was then.
+    known: KeyValue | None
+
+    async def is_continued(self) -> bool:
+        """Whether what is stored now has come from what is `known`, as far as the history goes back."""
+        ...
+
+    async def has_transaction(self, revision: int, last_id: bytes) -> bool:
+        """Whether the key "s" was put with this value at that revision. True if the history does not go
+        back so far, and there is a later revision. Revision 0 stands for an empty history."""
+        ...
+
+    def doubt(self, error: WentBack) -> None:
+        """From now on everything fails with this error, but for `get` and `range`."""
+        ...
+
+    def trust(self) -> None:
+        """Take what is stored now for the truth, whatever was known before."""
+        ...
 
     # Told what a transaction of this process did as soon as it is known to be applied, before
     # `transact` returns; the watch tells it again.

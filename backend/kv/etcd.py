@@ -14,6 +14,11 @@ the new fence. Keys: "s", and "x" + owner + 8 random bytes (leased) for each pro
 
 Who may change nothing that others see ("reader") may not write "s" either: what it does for itself, its
 session for example, nobody has to wait for. Its transactions put a key beside its fence instead.
+
+An etcd that was restored from a backup must not be taken for the one that was known before. It is told by
+an answer whose revision is lower than one that was heard before the question was sent (answers are
+linearizable), and, whenever a watch begins again, by the key "s": at the newest revision that is known it
+must be what it was. If it is not, nothing is asked any more but what does no harm (`doubt`).
 """
 
 import errno
@@ -44,7 +49,7 @@ from ..etcd.client import (
     Uncertain,
     Unsent,
 )
-from . import Compacted, Compare, Conflict, Delete, Event, KeyValue, NoSpace, Put
+from . import Compacted, Compare, Conflict, Delete, Event, KeyValue, NoSpace, Put, WentBack
 from .etcd_messages import compare_of, differing, operation_of, question_of
 from .etcd_watch import Watch
 
@@ -65,6 +70,10 @@ _PAGE_RETRIES = 5
 _FENCE_TTL_S = 3600
 _OPEN_S = 10.0
 _REVOKE_S = 2.0
+
+# Behind all keys that anybody follows.
+_SPENT_KEY = b"\xff"
+_SPENDING_AT_ONCE = 32
 
 # gRPC status codes
 _NOT_FOUND, _PERMISSION_DENIED, _RESOURCE_EXHAUSTED, _FAILED_PRECONDITION = 5, 7, 8, 9
@@ -120,6 +129,8 @@ class EtcdEngine:
         self._revision = 0
         self.transactions = 0  # asked for, each once
         self.on_answer: Callable[[int, Sequence[Event]], None] | None = None
+        self.known: KeyValue | None = None
+        self._went_back: WentBack | None = None
         self._closed = False
         process = self._process = secrets.token_bytes(8)
         self.owner = owner
@@ -213,10 +224,18 @@ class EtcdEngine:
         return (await self._pages(start, end, limit))[1]
 
     async def snapshot(self, start: bytes, end: bytes) -> tuple[int, list[KeyValue]]:
-        return await self._pages(start, end, 0)
+        self._check_trusted()
+        revision, found = await self._pages(start, end, 0)
+        self._check_trusted()
+        for record in found:
+            if record.key == LAST_KEY:
+                self._knows(record)
+        return revision, found
 
     async def barrier(self) -> int:
+        self._check_trusted()
         answer = await self._call(RANGE, pb.RangeRequest(key=self._prefix + LAST_KEY))
+        self._check_trusted()
         revision = 0
         for last in answer.kvs:
             revision = last.mod_revision
@@ -239,6 +258,7 @@ class EtcdEngine:
             raise ValueError("a key may occur in one operation of a transaction only")
         if max(len(compares), len(operations)) > TRANSACTION_OPERATIONS:
             raise ValueError(f"etcd takes {TRANSACTION_OPERATIONS} operations in a transaction")
+        self._check_trusted()
         request = pb.TxnRequest(
             compare=[compare_of(self._prefix, compare) for compare in compares],
             success=[operation_of(self._prefix, operation) for operation in operations],
@@ -246,6 +266,7 @@ class EtcdEngine:
         )
         if not operations:
             answer = await self._call(TXN, request)
+            self._check_trusted()
             if not answer.succeeded:
                 raise Conflict(differing(compares, answer) or b"")
             return answer.header.revision
@@ -275,12 +296,92 @@ class EtcdEngine:
 
     def watch(self, start: bytes, end: bytes, from_revision: int) -> "Watch":
         self._check_open()
-        watch = Watch(self._client, self._prefix, start, end, from_revision, self._heard)
+        self._check_trusted()
+        watch = Watch(
+            self._client,
+            self._prefix,
+            start,
+            end,
+            from_revision,
+            self._heard,
+            self._check_continued,
+        )
+        if start < LAST_KEY < end:
+            watch.on_event = self._happened
         self._watches.add(watch)
         return watch
 
+    # -- whether it is the etcd that was known ---------------------------------------------------
+
+    async def is_continued(self) -> bool:
+        return await self._is_continued(None)
+
+    async def _is_continued(self, timeout_s: float | None) -> bool:
+        if self.known is None:
+            return True
+        return await self.has_transaction(self.known.mod_revision, self.known.value, timeout_s)
+
+    async def has_transaction(
+        self, revision: int, last_id: bytes, timeout_s: float | None = None
+    ) -> bool:
+        if not revision:
+            return True
+        request = pb.RangeRequest(key=self._prefix + LAST_KEY, revision=revision)
+        try:
+            answer = await self._ask(RANGE, request, timeout_s)
+        except RpcError as error:
+            if error.code != _OUT_OF_RANGE:
+                raise self._failure(error) from None
+            if "future" in error.text:
+                return False
+            answer = await self._call(RANGE, pb.RangeRequest(key=self._prefix + LAST_KEY))
+            return answer.header.revision >= revision
+        return any((found.mod_revision, found.value) == (revision, last_id) for found in answer.kvs)
+
+    def doubt(self, error: WentBack) -> None:
+        if self._went_back is None:
+            self._went_back = error
+            for watch in list(self._watches):
+                watch.fail(error)
+
+    def trust(self) -> None:
+        self._went_back = None
+        self._revision = 0
+        self._fence = None
+
+    async def _check_continued(self, timeout_s: float | None = None) -> None:
+        """Raises WentBack, OSError."""
+        if self._went_back is None and not await self._is_continued(timeout_s):
+            assert self.known is not None
+            self.doubt(
+                WentBack(
+                    f"revision {self.known.mod_revision}, which this process knew, is not there"
+                )
+            )
+        self._check_trusted()
+
+    def _check_trusted(self) -> None:
+        if self._went_back is not None:
+            raise WentBack(self._went_back.what)
+
+    def _check_order(self, before: int, revision: int) -> None:
+        """`revision` is that of a linearizable answer, `before` what was known when it was asked for."""
+        if revision < before and self._went_back is None:
+            self.doubt(WentBack(f"it is at revision {revision}, and {before} was known here"))
+
+    def _happened(self, event: Event) -> None:
+        if event.key == LAST_KEY and event.value is not None:
+            self._knows(KeyValue(LAST_KEY, event.value, event.revision))
+
+    def _knows(self, last: KeyValue) -> None:
+        if self.known is None or last.mod_revision > self.known.mod_revision:
+            self.known = last
+
+    # -- leases ----------------------------------------------------------------------------------
+
     async def grant(self, ttl_s: int) -> int:
         """A lease that ends `ttl_s` seconds after it was last kept alive, or a little later."""
+        self._check_trusted()
         # The number is ours: a repeated request grants nothing twice.
         lease = self.owner << LEASE_BITS | (secrets.randbits(LEASE_BITS) or 1)
         try:
@@ -302,6 +403,7 @@ class EtcdEngine:
         ttl_s = 1.0
         while True:
             self._check_open()
+            self._check_trusted()
             sent = time.monotonic()
             try:
                 answer = await self._client.attempt(KEEP_ALIVE, request, max(ttl_s / 3, 0.5))
@@ -333,6 +435,21 @@ class EtcdEngine:
         except RpcError as error:
             if error.code != _OUT_OF_RANGE:  # it is forgotten already
                 raise self._failure(error) from None
+
+    async def spend(self, count: int) -> None:
+        """Let etcd's revision grow by `count`, changing nothing."""
+        request = pb.TxnRequest(
+            success=[pb.RequestOp(request_put=pb.PutRequest(key=self._prefix + _SPENT_KEY))]
+        )
+        left = iter(range(count))
+
+        async def put() -> None:
+            for _ in left:
+                await self._call(TXN, request)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(_SPENDING_AT_ONCE):
+                nursery.start_soon(put)
 
     async def status(self) -> pb.StatusResponse:
         """Version, size of the database in bytes, leader of the member that is in use."""
@@ -385,12 +502,18 @@ class EtcdEngine:
         deadline = trio.current_time() + self._timeout_s
         since = self._revision
         pauses = Pauses()
+        was_cut_off = False
         while True:
             self._check_open()
+            if was_cut_off:
+                await self._check_continued(max(deadline - trio.current_time(), 0.0))
+                was_cut_off = False
+            self._check_trusted()
             fence = self._fence or await self._put_fence(None, deadline)
             request.compare[-1].mod_revision = fence.revision
             if self._mark != LAST_KEY:
                 request.success[-1].request_put.lease = self._fence_lease
+            before = self._revision
             try:
                 answer = await self._client.attempt(
                     TXN, request, min(TRY_S, deadline - trio.current_time())
@@ -398,9 +521,11 @@ class EtcdEngine:
             except Unsent as error:
                 if error.final or trio.current_time() + pauses.next_s >= deadline:
                     raise self._given_up(error) from None
+                was_cut_off = True
                 await pauses.wait()
                 continue
             except Uncertain:
+                await self._check_continued(max(deadline - trio.current_time(), 0.0))
                 fence = await self._put_fence(fence, deadline)
                 revision = await self._find(identity, since, fence, deadline)
                 if revision is not None:
@@ -414,6 +539,8 @@ class EtcdEngine:
                 # Cancelled: what was sent must not be applied after what the caller does next.
                 self._drop_fence(fence)
                 raise
+            self._check_order(before, answer.header.revision)
+            self._check_trusted()
             self._heard(answer.header.revision)
             if answer.succeeded:
                 return answer.header.revision
@@ -421,6 +548,7 @@ class EtcdEngine:
             if key is not None:
                 raise Conflict(key)
             self._drop_fence(fence)
+            was_cut_off = True
 
     def _drop_fence(self, fence: _Fence) -> None:
         if self._fence is fence:
@@ -489,6 +617,7 @@ class EtcdEngine:
     ) -> Answer:
         """Repeat a call until it has an answer. Raises RpcError and OSError."""
         self._check_open()
+        before = self._revision
         try:
             answer = await self._client.call(
                 method, request, timeout_s=self._timeout_s if timeout_s is None else timeout_s
@@ -496,6 +625,8 @@ class EtcdEngine:
         except OSError:
             self._check_open()
             raise
+        if method is RANGE or method is TXN:
+            self._check_order(before, answer.header.revision)
         self._heard(answer.header.revision)
         return answer
 

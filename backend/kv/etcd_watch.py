@@ -3,16 +3,15 @@
 import errno
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Self
 
 import trio
 
 from ..etcd import etcd_pb2 as pb
 from ..etcd.client import WATCH, Client, Pauses, RpcError, Unsent
-from ..etcd.frames import ConnectionLost
 from ..etcd.stream import Stream
-from . import Change, Compacted, Event
+from . import Change, Compacted, Event, WentBack
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +19,9 @@ log = logging.getLogger(__name__)
 class Watch:
     """The changes of keys with prefix + start <= key < prefix + end after a revision.
 
-    `heard` is told each revision that etcd mentions. Iterating may be cancelled and gone on with.
+    `heard` is told each revision that etcd mentions, `check` is awaited before the watch goes on after an
+    interruption, and what it raises ends the iteration. `on_event` is told each event before it is
+    given out. Iterating may be cancelled and gone on with.
     """
 
     def __init__(
@@ -31,12 +32,17 @@ class Watch:
         end: bytes,
         from_revision: int,
         heard: Callable[[int], None],
+        check: Callable[[], Awaitable[None]],
     ) -> None:
         self._client = client
         self._skip = len(prefix)
         self._key, self._range_end = prefix + start, prefix + end
         self._revision = from_revision
         self._heard = heard
+        self._check = check
+        self.on_event: Callable[[Event], None] = lambda event: None
+        self._error: OSError | None = None
+        self._began = False
         self._changes: deque[Change] = deque()
         self._stream: Stream | None = None
         self._pauses = Pauses()
@@ -50,9 +56,17 @@ class Watch:
         while not self._changes:
             if self._closed.is_set():
                 raise StopAsyncIteration
+            if self._error is not None:
+                raise self._error
             try:
+                if self._stream is None and self._began:
+                    await self._check()
                 await self._receive()
-            except (Unsent, ConnectionLost) as error:
+            except trio.ClosedResourceError:
+                raise StopAsyncIteration from None
+            except WentBack:
+                raise
+            except (Unsent, OSError) as error:
                 await self._interrupted(str(error))
             except RpcError as error:
                 self._stream = None
@@ -64,6 +78,13 @@ class Watch:
     def close(self) -> None:
         """End the iteration, after what is here already."""
         self._closed.set()
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def fail(self, error: OSError) -> None:
+        """End the iteration with an error, after what is here already."""
+        self._error = error
         if self._stream is not None:
             self._stream.close()
             self._stream = None
@@ -80,6 +101,7 @@ class Watch:
                 stream.close()
                 return
             self._stream = stream
+            self._began = True
         message = await self._stream.receive()
         if message is None:
             self._stream = None
@@ -112,6 +134,7 @@ class Watch:
             revision = found.mod_revision
             value = found.value if event.type == pb.Event.PUT else None
             events.append(Event(revision, found.key[skip:], value))
+            self.on_event(events[-1])
         if events:
             self._changes.append(Change(revision, tuple(events)))
         self._revision = revision

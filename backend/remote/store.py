@@ -14,6 +14,7 @@ import trio
 
 from .. import attributes
 from ..cluster_config import ClusterConfig, ConfigError
+from ..history import History
 from ..kv import Compare, Conflict, Delete, Put
 from ..kv.etcd import EtcdEngine
 from ..membership import MOUNT, Groups, Members, Session
@@ -131,8 +132,11 @@ class RemoteStore(Pinned):
         self.groups = Groups()
         self.namespace = Namespace(engine)
         self._transactions = Transactions()
+        self.history = History(engine)
         self.replica = Replica(
-            engine, (self.members, self.groups, self.namespace, self._transactions)
+            engine,
+            (self.members, self.groups, self.namespace, self._transactions),
+            history=self.history,
         )
         self.namespace.hub = self.replica
         self.session: Session
@@ -159,6 +163,8 @@ class RemoteStore(Pinned):
             )
         self.session = Session(self.engine, MOUNT, self._record, self.settings.lease_ttl_s)
         self.members.attach(self.session)
+        self.history.on_doubt = self.session.doubt
+        self.history.on_accepted = self.session.lose
         self.leases = Leases(self.engine, self.replica, self.namespace, self.members, self.session)
         self._transactions.on_transaction = self._transaction
         self.namespace.on_change = self._inode_changed

@@ -18,7 +18,7 @@ import trio
 
 from ..._version import __version__
 from ..cluster_config import ClusterConfig, ConfigError
-from ..kv import Conflict, Engine, Put
+from ..kv import Conflict, Engine, Put, WentBack
 from ..lease import NODE, Removed, Session
 from ..logs import identify
 from ..membership import Groups, Members, admit
@@ -44,6 +44,7 @@ from .files import Files
 from .resync import Resync
 from .scrub import Scrub
 from .service import NodeService
+from .witness import NodeHistory
 
 __all__ = ["serve_node"]
 
@@ -70,29 +71,48 @@ async def serve_node(config: ClusterConfig, ready: Callable[[str], None]) -> Non
     try:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             async with trio.open_nursery() as nursery:
-                node = _Node(config)
-                nursery.start_soon(_heed, signals, node, nursery.cancel_scope)
-                await node.run(ready)
+                turn = _Turn()
+                nursery.start_soon(_heed, signals, turn, nursery.cancel_scope)
+                while await _served(config, turn, ready):
+                    pass
                 nursery.cancel_scope.cancel()
     except BaseExceptionGroup as group:
         raise only_error(group) from group
 
 
-async def _heed(signals: AsyncIterator[int], node: "_Node", scope: trio.CancelScope) -> None:
+class _Turn:
+    """`stop` tells the node to end in order, once it `serves`."""
+
+    def __init__(self) -> None:
+        self.stop = trio.Event()
+        self.serves = False
+
+
+async def _served(config: ClusterConfig, turn: _Turn, ready: Callable[[str], None]) -> bool:
+    """Returns whether the node has to begin anew, as etcd is not the one that it knew."""
+    went_back = False
+    try:
+        await _Node(config, turn).run(ready)
+    except* WentBack as group:
+        went_back = True
+        log.error("%s. This node stops serving", only_error(group))
+    finally:
+        turn.serves = False
+    return went_back
+
+
+async def _heed(signals: AsyncIterator[int], turn: _Turn, scope: trio.CancelScope) -> None:
     """The first signal ends the node in order; the next one, or one before it serves, at once."""
     async for number in signals:
         log.info("%s: stopping", signal.Signals(number).name)
-        if not node.serves or node.stop.is_set():
+        if not turn.serves or turn.stop.is_set():
             scope.cancel()
-        node.stop.set()
+        turn.stop.set()
 
 
 class _Node:
-    """`stop` tells it to end in order, once it `serves`."""
-
-    def __init__(self, config: ClusterConfig) -> None:
-        self.stop = trio.Event()
-        self.serves = False
+    def __init__(self, config: ClusterConfig, turn: _Turn) -> None:
+        self._turn = turn
         self._config = config
         self._members = Members()
         self._groups = Groups()
@@ -106,6 +126,8 @@ class _Node:
                 settings = await _settings(self._config, self._engine)
                 self._files.identity.bind(settings.cluster_id)
                 identify("node", f"{self._files.node:016x}")
+                self._history = NodeHistory(self._engine, self._files)
+                await self._history.wait_trusted()
                 async with trio.open_nursery() as self._nursery:
                     await self._assemble(settings, ready)
                     self._nursery.cancel_scope.cancel()
@@ -113,9 +135,12 @@ class _Node:
     async def _assemble(self, settings: Settings, ready: Callable[[str], None]) -> None:
         config, files = self._config, self._files
         self._catalog = Catalog(files, self._groups, settings.buckets)
-        self._replica = Replica(self._engine, (self._members, self._groups, self._catalog))
+        self._replica = Replica(
+            self._engine, (self._members, self._groups, self._catalog), history=self._history
+        )
         await self._replica.start(self._nursery)
         self._catalog.begin()
+        await self._history.take_over()
         calm_the_collector()
         address = NodeAddress(
             address="", control_port=0, data_port=0, transports=["tcp"], host=config.node.host,
@@ -176,11 +201,14 @@ class _Node:
                 self._tell_space,
             ):  # fmt: skip
                 self._nursery.start_soon(task)
+            self._nursery.start_soon(
+                self._history.run, self._session, lambda: len(self._members.nodes)
+            )
             text = f"node {self._files.node:016x} at {where.advertised}:{listener.control_port}"
             log.info("serving %s as %s", self._files.directory, text)
-            self.serves = True
+            self._turn.serves = True
             ready(text)
-            await self.stop.wait()
+            await self._turn.stop.wait()
             await self._end()
 
     def _is_gone(self, peer: Peer) -> bool:
@@ -247,6 +275,8 @@ class _Node:
         self._service.close()
         with trio.move_on_after(_DRAIN_S):
             await self._service.drained()
+        with trio.move_on_after(_RELEASE_S):
+            await self._history.put(self._session)
         with trio.move_on_after(_RELEASE_S):
             await self._session.release()
 

@@ -1,0 +1,251 @@
+"""An etcd that was restored from a backup: nobody acts on it, nothing is freed, an administrator decides.
+
+These are the drills of docs/operations.md, with etcd's own tools.
+"""
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from cluster import Cluster, Plan, StoreNode, run_irdmafs
+from etcd_server import EtcdServer
+from irdmafs.backend.kv import Put, WentBack
+from irdmafs.backend.kv.etcd import EtcdEngine
+
+WITHIN_S = 60.0
+SIZE = 200_000  # more than what is kept in etcd itself
+
+
+def eventually(what: str, holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WITHIN_S
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
+
+
+def data_of(cluster: Cluster) -> Path:
+    return cluster.directory / "etcd" / "etcd0"
+
+
+def backup(cluster: Cluster) -> Path:
+    """`etcdctl snapshot save`."""
+    path = cluster.directory / "backup.db"
+    cluster.etcd.control("snapshot", "save", str(path))
+    return path
+
+
+def restore(cluster: Cluster, path: Path) -> Path:
+    """`etcdctl snapshot restore` on an etcd that has lost its data. Returns where those are kept."""
+    (member,) = cluster.etcd.members
+    kept = cluster.directory / "newest"
+    member.kill9()
+    shutil.move(data_of(cluster), kept)
+    options = dict(
+        word.removeprefix("--").split("=", 1) for word in member.command if word.startswith("--")
+    )
+    subprocess.run(
+        ["etcdctl", "snapshot", "restore", str(path), f"--data-dir={data_of(cluster)}"]
+        + [
+            f"--{name}={options[name]}"
+            for name in ("name", "initial-cluster", "initial-advertise-peer-urls")
+        ]
+        + ["--initial-cluster-token=another"],
+        check=True,
+        capture_output=True,
+        env=os.environ | {"ETCDCTL_API": "3"},
+    )
+    member.start()
+    cluster.etcd.wait_ready()
+    return kept
+
+
+def put_back(cluster: Cluster, kept: Path) -> None:
+    (member,) = cluster.etcd.members
+    member.kill9()
+    shutil.rmtree(data_of(cluster))
+    shutil.copytree(kept, data_of(cluster))
+    member.start()
+    cluster.etcd.wait_ready()
+
+
+def extents(node: StoreNode) -> set[str]:
+    return set(os.listdir(node.store / "extents"))
+
+
+def in_quarantine(node: StoreNode) -> set[str]:
+    return set(os.listdir(node.store / "quarantine"))
+
+
+def status(cluster: Cluster) -> tuple[int, dict[str, Any]]:
+    done = run_irdmafs(cluster.admin, "cluster", "status", "--cluster", cluster.config)
+    return done.returncode, cluster.status()
+
+
+def is_told(cluster: Cluster) -> bool:
+    code, told = status(cluster)
+    if not any("cluster accept-restore" in problem for problem in told["problems"]):
+        return False
+    assert code == 2
+    assert told["health"] == "unavailable"
+    return True
+
+
+def write(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).write_bytes(name.encode() * SIZE)
+
+
+def is_readable(path: Path) -> bool:
+    try:
+        return path.read_bytes() == path.name.encode() * SIZE
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    plan = Plan(nodes=2, mounts=2, buckets=4, mount_config={"timeout": "5s"})
+    with Cluster(plan) as made:
+        yield made
+
+
+def test_the_newest_data_come_back_and_everything_goes_on_where_it_was(cluster: Cluster) -> None:
+    here, there = (mount.path for mount in cluster.mounts)
+    write(here, "old")
+    saved = backup(cluster)
+    write(here, "new")
+    with open(here / "open", "wb") as held:
+        held.write(b"half")
+        # The running nodes know by themselves.
+        before = [extents(node) for node in cluster.nodes]
+        kept = restore(cluster, saved)
+        eventually("cluster status tells it", lambda: is_told(cluster))
+        with pytest.raises(OSError, match=r"Input/output error"):
+            (there / "refused").write_bytes(b"nothing may be written")
+        # Killed and started ones, too.
+        cluster.nodes[0].kill9()
+        cluster.nodes[0].start()
+        eventually("it waits", lambda: "This node waits" in cluster.nodes[0].log_tail())
+        assert [extents(node) for node in cluster.nodes] == before
+        put_back(cluster, kept)
+        cluster.wait_healthy()
+        eventually(
+            "both mounts go on", lambda: is_readable(there / "new") and is_readable(here / "old")
+        )
+        held.write(b" and whole")
+    eventually(
+        "what was open is published", lambda: (there / "open").read_bytes() == b"half and whole"
+    )
+    write(there, "newer")
+    assert is_readable(here / "newer")
+    eventually("all is well", lambda: status(cluster)[0] == 0)
+    assert not any(map(in_quarantine, cluster.nodes))
+
+
+def test_the_restored_state_is_accepted_and_nothing_is_mixed_up(cluster: Cluster) -> None:
+    here, there = (mount.path for mount in cluster.mounts)
+    write(here, "old", "changed")
+    saved = backup(cluster)
+    write(here, "new", "changed")
+    away = cluster.nodes[1]
+    away.terminate()
+    lost = extents(cluster.nodes[0])
+    restore(cluster, saved)
+    eventually("cluster status tells it", lambda: is_told(cluster))
+    # A mount that starts now says so, too.
+    late = run_irdmafs(
+        cluster.mounts[0].host,
+        *("mount", cluster.directory / "late", "--cluster", cluster.mounts[0].config),
+    )
+    assert late.returncode == 1
+    accept = ("cluster", "accept-restore", "--cluster", cluster.config)
+    refused = run_irdmafs(cluster.admin, *accept)
+    assert (refused.returncode, "--yes accepts" in refused.stderr) == (1, True)
+    assert extents(cluster.nodes[0]) == lost
+    assert "is accepted" in cluster.irdmafs(*accept, "--yes")
+    again = run_irdmafs(cluster.admin, *accept, "--yes")
+    assert (again.returncode, "nothing to accept" in again.stderr) == (1, True)
+
+    away.start()
+    cluster.wait_healthy()
+    for folder in (here, there):
+        eventually("the mounts go on", partial(is_readable, folder / "old"))
+        assert sorted(os.listdir(folder)) == ["changed", "old"]
+        assert not is_readable(folder / "changed"), "its content was replaced after the backup"
+    assert all(map(in_quarantine, cluster.nodes)), "what is newer can still be had"
+    write(here, "newer", "changed")
+    write(there, "from there")
+    for folder in (here, there):
+        assert all(is_readable(folder / name) for name in ("newer", "changed", "from there"))
+    eventually("all is well", lambda: status(cluster)[0] == 0)
+    for part in (*cluster.nodes, *cluster.mounts):
+        part.kill9()
+    for part in (*cluster.nodes, *cluster.mounts):
+        part.start()
+    for mount in cluster.mounts:
+        mount.wait_ready()
+    cluster.wait_healthy()
+    assert all(is_readable(here / name) for name in ("newer", "changed", "from there", "old"))
+
+
+def test_an_old_copy_of_a_store_is_not_taken_for_an_old_etcd(cluster: Cluster) -> None:
+    here = cluster.mounts[0].path
+    node = cluster.nodes[0]
+    write(here, "old")
+    node.terminate()
+    copy = cluster.directory / "copy"
+    shutil.copytree(node.store, copy)
+    node.start()
+    cluster.wait_healthy()
+    write(here, "new")
+    node.terminate()
+    shutil.rmtree(node.store)
+    shutil.copytree(copy, node.store)
+    node.start()
+    cluster.wait_healthy()
+    assert "this store is older" in node.log_tail()
+    assert status(cluster)[0] == 0
+    cluster.nodes[1].kill9()
+    eventually("it has all", lambda: is_readable(here / "new") and is_readable(here / "old"))
+
+
+@pytest.mark.parametrize("overtaken", [False, True])
+def test_a_process_knows_another_history_although_it_has_more_revisions(overtaken: bool) -> None:
+    async def test() -> None:
+        with EtcdServer() as server:
+            data = server.directory / "m0"
+            async with EtcdEngine(server.endpoints, b"x/") as engine:
+                await engine.transact((), [Put(b"a", b"1")])
+                # The event loop stands still while etcd is replaced: nothing can be noticed meanwhile.
+                server.kill9()
+                shutil.copytree(data, server.directory / "old")
+                server.start()
+                revision, _ = await engine.snapshot(b"", b"\xff")
+                watch = engine.watch(b"", b"\xff", revision)
+                newest = await engine.transact((), [Put(b"a", b"2")])
+                assert (await watch.__anext__()).revision == newest
+                server.kill9()
+                shutil.rmtree(data)
+                shutil.copytree(server.directory / "old", data)
+                server.start()
+                while overtaken and server.revision() <= newest:
+                    server.ctl("put", "somebody's", "else")
+                with trio.fail_after(30), pytest.raises(WentBack, match="went back in time"):
+                    await watch.__anext__()
+                for call in (engine.barrier(), engine.transact((), [Put(b"a", b"3")])):
+                    with pytest.raises(WentBack):
+                        await call
+                assert not await engine.is_continued()
+                engine.trust()
+                found = await engine.get(b"a")
+                assert found is not None
+                assert found.value == b"1"
+
+    trio.run(test)
