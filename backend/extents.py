@@ -13,6 +13,10 @@ from contextlib import contextmanager
 _COPY_CHUNK_BYTES = 256 * 1024 * 1024
 
 
+# What we read of an extent ourselves is not what a program reads: its access time is theirs.
+OPEN_FLAGS = os.O_CLOEXEC | os.O_NOATIME
+
+
 class ExtentStore:
     """Extents in one directory. Not shared between processes: the store's lock guards it."""
 
@@ -44,7 +48,7 @@ class ExtentStore:
         extent = self._next
         fd = os.open(
             f"{extent:x}",
-            os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC,
+            os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN_FLAGS,
             0o600,
             dir_fd=self._dir_fd,
         )
@@ -54,7 +58,7 @@ class ExtentStore:
     def open(self, extent: int, flags: int = os.O_RDONLY) -> int:
         """Open an extent. Raises OSError EIO when the file is gone: the store was damaged."""
         try:
-            return os.open(f"{extent:x}", flags | os.O_CLOEXEC, dir_fd=self._dir_fd)
+            return os.open(f"{extent:x}", flags | OPEN_FLAGS, dir_fd=self._dir_fd)
         except FileNotFoundError:
             raise OSError(
                 errno.EIO, "extent is missing from the store", self.path(extent)

@@ -14,7 +14,7 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import trio
 
@@ -370,6 +370,22 @@ class Namespace(LoadedTree):
                 inode.mtime_ns = nearest_time(mtime_ns)
 
         return await self._change(ino, change, sets_mtime=mtime_ns is not None)
+
+    async def note_reads(self, atimes: Mapping[int, int]) -> None:
+        """Keep when inodes were last read (ns), by number; nothing else of them changes."""
+
+        def plan() -> Commit:
+            commit = Commit()
+            commit.inodes = []
+            for ino, atime_ns in atimes.items():
+                found = self.inodes.get(ino)
+                if found is not None and found.nlink and found.atime_ns != atime_ns:
+                    inode = found.copy()
+                    inode.atime_ns = nearest_time(atime_ns)
+                    commit.inodes.append(inode)
+            return commit
+
+        await self._carry_out(plan)
 
     async def set_xattr(
         self, ino: int, name: bytes, value: bytes, flags: int = 0, *, drop_set_gid: bool = False

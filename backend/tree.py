@@ -80,10 +80,14 @@ class Tree:
         if name == b".":
             return self.inodes[parent]
         if name == b"..":
-            return self.inode(self.inodes[parent].parent or parent)
+            return self.inode(self.parent_of(parent))
         if len(name) > NAME_MAX:
             raise fail(errno.ENAMETOOLONG)
         return None
+
+    def parent_of(self, directory: int) -> int:
+        """The directory that holds a directory; the root holds itself."""
+        return self.inode(directory).parent or directory
 
     def children(self, ino: int) -> list[tuple[bytes, int]]:
         """Names in a directory and their inode numbers, a snapshot."""

@@ -37,6 +37,8 @@ class MountOptions:
     suid: bool = False
     exec: bool = True
     noatime: bool = False
+    nodiratime: bool = False
+    lazytime: bool = False
     relatime: bool = False
     sync: bool = False
     dirsync: bool = False
@@ -79,7 +81,11 @@ _FLAGS: dict[str, dict[str, bool]] = {
     "noexec": {"exec": False},
     "atime": {"noatime": False},
     "noatime": {"noatime": True},
+    "diratime": {"nodiratime": False},
+    "nodiratime": {"nodiratime": True},
     "relatime": {"relatime": True},
+    "lazytime": {"lazytime": True},
+    "nolazytime": {"lazytime": False},
     "sync": {"sync": True},
     "async": {"sync": False},
     "dirsync": {"dirsync": True},

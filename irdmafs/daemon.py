@@ -111,6 +111,7 @@ class _Daemon:
                 nursery.start_soon(self._stop_on_signal)
                 nursery.start_soon(self._announce, ready)
                 await self._session.run()
+                await self._operations.ended()
                 nursery.cancel_scope.cancel()
         finally:
             self._unmount()

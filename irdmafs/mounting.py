@@ -32,7 +32,9 @@ MS_SYNCHRONOUS = 0x10
 MS_REMOUNT = 0x20
 MS_DIRSYNC = 0x80
 MS_NOATIME = 0x400
+MS_NODIRATIME = 0x800
 MS_RELATIME = 0x200000
+MS_LAZYTIME = 0x2000000
 MNT_DETACH = 0x2
 UMOUNT_NOFOLLOW = 0x8
 
@@ -287,7 +289,9 @@ def mount_flags(options: MountOptions) -> int:
         (options.sync, MS_SYNCHRONOUS),
         (options.dirsync, MS_DIRSYNC),
         (options.noatime, MS_NOATIME),
+        (options.nodiratime, MS_NODIRATIME),
         (options.relatime, MS_RELATIME),
+        (options.lazytime, MS_LAZYTIME),
     ):
         if wanted:
             flags |= flag
@@ -328,6 +332,7 @@ def libfuse_options(options: MountOptions) -> set[str]:
         (options.sync, "sync"),
         (options.dirsync, "dirsync"),
         (options.noatime, "noatime"),
+        (options.nodiratime, "nodiratime"),
         (options.max_read is not None, f"max_read={options.max_read}"),
     ):
         if wanted:

@@ -13,8 +13,9 @@ import trio
 
 from .backend.namespace import ROOT_INO, Inode
 
-# Ids of the second and further nodes of an inode start here; inode numbers never get that far.
-_EXTRA_IDS_START = 1 << 48
+# The id of a node is the number of its inode, and above these bits, which no number reaches, its own.
+INO_BITS = 48
+_EXTRA_IDS_MAX = (1 << 64 - INO_BITS) - 1
 
 
 class State(enum.IntEnum):
@@ -120,7 +121,7 @@ class NodeTable:
 
     def __init__(self, root: Inode, on_drop: Callable[[Node], None]) -> None:
         self._on_drop = on_drop
-        self._next_extra_id = _EXTRA_IDS_START
+        self._next_extra_id = 1
         self._next_fh = 1
         self.by_id: dict[int, Node] = {}
         self.handles: dict[int, Handle] = {}
@@ -138,12 +139,13 @@ class NodeTable:
         root_node.lookups = 1
         assert root_node.id == ROOT_INO
 
-    def add(self, inode: Inode) -> Node:
-        """Make a node that stands for the inode's current version."""
-        node_id = inode.ino
-        if node_id in self.by_id:
-            node_id = self._next_extra_id
-            self._next_extra_id += 1
+    def add(self, inode: Inode, node_id: int = 0) -> Node:
+        """Make a node that stands for the inode's current version. `node_id`: one that is free again, by
+        which somebody asks for the inode."""
+        node_id = node_id or inode.ino
+        while node_id in self.by_id:
+            node_id = inode.ino | self._next_extra_id << INO_BITS
+            self._next_extra_id = self._next_extra_id % _EXTRA_IDS_MAX + 1
         node = Node(node_id, inode)
         self.by_id[node_id] = node
         first = self._first.setdefault(inode.ino, node)

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import pyfuse3
 
+from .atimes import Atimes
 from .backend import acl
 from .backend.attributes import NAMES as POLICY_XATTRS
 from .backend.namespace import RENAME_EXCHANGE, ROOT_INO, Inode, Namespace, fail
@@ -30,7 +31,7 @@ from .credentials import CAP_SYS_ADMIN, groups_of, has_capability
 from .freshness import Glance, Glances
 from .inline import detach
 from .locks import FlockTable, Lock, LockTable
-from .nodes import Handle, Node, State
+from .nodes import INO_BITS, Handle, Node, State
 from .privileges import CAPABILITY, SET_IDS, may_keep_set_ids, mode_left
 from .processes import ids_of, open_thread
 
@@ -50,6 +51,8 @@ log = logging.getLogger(__name__)
 
 _OFFSET_MAX = 2**63 - 1
 _DESCRIPTOR_MAX = 2**31 - 1
+# What tells an inode in a file handle from an earlier one of its number; the kernel keeps 32 bits.
+_GENERATION = 2**31 - 1
 # A file that is replaced each time before its content is here.
 _LEADS_MAX = 20
 _WHY_MAX = 96
@@ -155,6 +158,7 @@ class Operations(pyfuse3.Operations):
         self._beliefs = Beliefs(store.namespace, cache.nodes, cache.kernel)
         store.watcher = self._beliefs
         self._options = options
+        self.atimes = Atimes(options, store.extents.path)
         self._umask = options.umask or 0
         self.posix_locks = LockTable()
         self.flocks = FlockTable()
@@ -204,7 +208,8 @@ class Operations(pyfuse3.Operations):
         entry.st_uid = inode.uid if options.uid is None else options.uid
         entry.st_gid = inode.gid if options.gid is None else options.gid
         entry.st_rdev = inode.rdev
-        entry.st_atime_ns = inode.atime_ns
+        entry.st_atime_ns = self.atimes.of(inode)
+        entry.generation = inode.birth_ns & _GENERATION if inode.ino != ROOT_INO else 0
         entry.st_ctime_ns = inode.ctime_ns
         entry.entry_timeout = entry.attr_timeout = self._valid_s
         return entry
@@ -279,7 +284,24 @@ class Operations(pyfuse3.Operations):
 
     # -- names -----------------------------------------------------------------------------------
 
+    def _found_by_handle(self, node_id: int) -> Attributes:
+        """What a file handle (name_to_handle_at(2)) leads to: a node that the kernel may have forgotten."""
+        node = self._nodes.by_id.get(node_id)
+        inode = self._inodes.get(node.ino if node is not None else node_id % (1 << INO_BITS))
+        if inode is None:
+            raise fail(errno.ESTALE)
+        if node is None:
+            node = self._cache.node_of(inode, 0)
+            if node.id != node_id:
+                node = self._nodes.add(inode, node_id)
+        node.lookups += 1
+        return self._attributes(node, inode)
+
     async def lookup(self, parent_inode: int, name: bytes, ctx: Caller) -> Attributes:
+        if name == b".":
+            return self._found_by_handle(parent_inode)
+        if name == b"..":
+            return self._found_by_handle(self._namespace.parent_of(self._inode(parent_inode).ino))
         parent = self._inode(parent_inode)
         inode = self._namespace.lookup(parent.ino, name)
         if self._shared:
@@ -430,7 +452,9 @@ class Operations(pyfuse3.Operations):
                 node.name = new
 
     async def readlink(self, inode: int, ctx: Caller) -> bytes:
-        return self._inode(inode).target
+        found = self._inode(inode)
+        self.atimes.read(found)
+        return found.target
 
     # -- attributes ------------------------------------------------------------------------------
 
@@ -477,8 +501,11 @@ class Operations(pyfuse3.Operations):
         if fields.update_mtime:
             changes["mtime_ns"] = attr.st_mtime_ns
             self._cache.set_mtime(node, attr.st_mtime_ns)
+        atime_ns = self.atimes.of(found)
         if changes:
+            changes.setdefault("atime_ns", atime_ns)
             await self._namespace.set_attributes(node.ino, **changes, asked_for=asked_for)
+            self.atimes.saved(self._inodes[node.ino])
             self._refresh_other_nodes(node, node.ino)
         return self._attributes(node, self._inodes[node.ino])
 
@@ -890,7 +917,10 @@ class Operations(pyfuse3.Operations):
     async def read(self, fh: int, off: int, size: int) -> bytes:
         if off > _OFFSET_MAX:
             raise fail(errno.EINVAL)
-        return await self._cache.read(self._file_handle(fh), off, size)
+        handle = self._file_handle(fh)
+        if not handle.flags & os.O_NOATIME:
+            self.atimes.read(self._inodes[handle.node.ino])
+        return await self._cache.read(handle, off, size)
 
     async def write(self, fh: int, off: int, buf: "memoryview | bytes") -> int:
         if off > _OFFSET_MAX:
@@ -1034,6 +1064,7 @@ class Operations(pyfuse3.Operations):
         if handle.entries is None or start_id == 0:
             ino = handle.node.ino
             inode = self._inodes[ino]
+            self.atimes.read(inode)
             handle.entries = [(b".", ino), (b"..", inode.parent or ino)]
             handle.entries += self._namespace.children(ino)
         return handle.entries
@@ -1103,6 +1134,11 @@ class Operations(pyfuse3.Operations):
     async def idle(self) -> None:
         """No request came for a while."""
         await self._namespace.idle()
+
+    async def ended(self) -> None:
+        """The filesystem is unmounted: keep what was left for a later change."""
+        if not self._shared:
+            await self._namespace.note_reads(self.atimes.unsaved())
 
     # -- status ----------------------------------------------------------------------------------
 

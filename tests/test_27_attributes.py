@@ -395,3 +395,73 @@ def test_clones_and_other_ioctls_are_refused_as_on_tmpfs(folder: Path, tmpfs: Pa
             ]
 
     assert seen(folder) == seen(tmpfs)
+
+
+# -- access times --------------------------------------------------------------------------------
+
+ATIME_STEPS = {
+    "read": "fd = os.open(f, os.O_RDONLY); os.read(fd, 100); os.close(fd)",
+    "read again": "fd = os.open(f, os.O_RDONLY); os.read(fd, 100); os.close(fd)",
+    "map": "fd = os.open(f, os.O_RDONLY); m = mmap.mmap(fd, 7, prot=1); m[:]; os.close(fd)",
+    "open": "os.close(os.open(f, os.O_RDONLY))",
+    "stat": "os.stat(f)",
+    "write, then read": "open(f, 'r+b').write(b'x'); time.sleep(0.02); open(f, 'rb').read()",
+    "replace": "open(f, 'wb').write(b'other')",
+    "read what replaced it": "open(f, 'rb').read()",
+    "chmod, then read": "os.chmod(f, 0o600); time.sleep(0.02); open(f, 'rb').read()",
+    "set": "os.utime(f, (1, 2))",
+    "read what is set": "open(f, 'rb').read()",
+    "set to later": "os.utime(f, (2**31, 2**31 + 5))",
+    "read without a trace": "fd = os.open(f, os.O_RDONLY | os.O_NOATIME); os.read(fd, 9); os.close(fd)",
+    "list": "os.listdir(d)",
+    "list again": "os.listdir(d)",
+    "list after a change": "os.mkdir(d + '/sub'); time.sleep(0.02); os.listdir(d)",
+    "follow": "os.stat(link)",
+    "read in place": "fd = os.open(f, os.O_RDWR); os.read(fd, 9); os.close(fd)",
+}
+
+
+def test_access_times_move_when_they_move_on_tmpfs(
+    folder: Path, tmpfs: Path, process: TakeProcess
+) -> None:
+    """By the rule of relatime; compared is which step moves which time."""
+
+    def seen(place: Path) -> Any:
+        directory = place / "dir"
+        directory.mkdir()
+        (directory / "file").write_bytes(b"content")
+        os.symlink("file", directory / "link")
+        paths = [directory, directory / "file", directory / "link"]
+        one = process()
+        one.do("import time", d=str(directory), f=str(paths[1]), link=str(paths[2]))
+        before = [os.lstat(path).st_atime_ns for path in paths]
+        found = {}
+        for name, step in ATIME_STEPS.items():
+            one.do("time.sleep(0.02)\n" + step)
+            after = [os.lstat(path).st_atime_ns for path in paths]
+            found[name] = [a != b for a, b in zip(before, after, strict=True)]
+            before = after
+        return found
+
+    assert seen(folder) == seen(tmpfs)
+
+
+@pytest.mark.beyond_posix
+def test_access_times_are_kept_when_it_is_unmounted_and_not_kept_with_noatime(
+    session: str, new_mount: Callable[..., Mount], process: TakeProcess
+) -> None:
+    if session == CLUSTER:
+        pytest.skip("each host of a cluster knows its own reads, as long as it has it mounted")
+    for options, moves in (("relatime", True), ("noatime", False)):
+        mount = new_mount("-o", options)
+        mount.mount()
+        file = mount.path / "file"
+        file.write_bytes(b"content")
+        os.utime(file, (1, 2))
+        process().do("open(f, 'rb').read()", f=str(file))
+        atime_ns = file.stat().st_atime_ns
+        assert (atime_ns > 10**9) == moves
+        mount.unmount()
+        mount.remount()
+        assert file.stat().st_atime_ns == atime_ns
+        mount.unmount()

@@ -12,7 +12,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable
 
-from ..extents import ExtentStore
+from ..extents import OPEN_FLAGS, ExtentStore
 
 # The rest is for working copies: the kernel fills them without asking us, and must find room.
 _KEPT_SHARE = 0.75
@@ -127,7 +127,7 @@ class Contents(ExtentStore):
         Raises OSError ENOSPC."""
         fd = os.open(
             f"fetch-{extent:x}",
-            os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC,
+            os.O_RDWR | os.O_CREAT | os.O_TRUNC | OPEN_FLAGS,
             0o600,
             dir_fd=self._dir_fd,
         )

@@ -445,6 +445,7 @@ class KernelSession(KernelCache):
 
     def drop_backing(self, node: Node) -> None:
         if node.backing_id:
+            self._operations.atimes.gone(node.id, node.ino)
             passthrough.unregister(self._fd, node.backing_id)
             node.backing_id = 0
 
@@ -681,10 +682,15 @@ class KernelSession(KernelCache):
 
     def _register(self, node: Node) -> None:
         if node.fd >= 0:
-            node.backing_id = passthrough.register(self._fd, node.fd)
+            self._register_file(node, node.fd)
             return
         with self._operations.extents.opened(node.extent) as fd:
-            node.backing_id = passthrough.register(self._fd, fd)
+            self._register_file(node, fd)
+
+    def _register_file(self, node: Node, fd: int) -> None:
+        atime_ns = os.fstat(fd).st_atime_ns
+        node.backing_id = passthrough.register(self._fd, fd)
+        self._operations.atimes.passes(node.id, node.ino, node.extent, atime_ns)
 
     async def _read(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         fh, offset, size, _, _, _, _ = wire.decode(wire.READ_IN, self._buffer, end)
@@ -860,7 +866,7 @@ def _sized(unique: int, value: bytes, room: int) -> bytes:
 def _pack_entry(entry: Attributes, node_id: int) -> bytes:
     atime, mtime, ctime = entry.st_atime_ns, entry.st_mtime_ns, entry.st_ctime_ns
     return wire.ENTRY_OUT.pack(
-        node_id, 0, int(entry.entry_timeout), int(entry.attr_timeout),
+        node_id, entry.generation, int(entry.entry_timeout), int(entry.attr_timeout),
         int(entry.entry_timeout % 1 * _NS), int(entry.attr_timeout % 1 * _NS),
         entry.ino, entry.st_size, entry.st_blocks, atime // _NS, mtime // _NS, ctime // _NS,
         atime % _NS, mtime % _NS, ctime % _NS, entry.st_mode, entry.st_nlink,
