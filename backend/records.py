@@ -116,7 +116,9 @@ class NodeAddress(msgspec.Struct, array_like=True, frozen=True):
 
 
 class MountRecord(msgspec.Struct, array_like=True, frozen=True):
-    """`name` and `role` are those of the certificate that the mount shows to store nodes, "" without."""
+    """`name` and `role` are those of the certificate that the mount shows to store nodes, "" without.
+    `key_digest` is the SHA-256 of the key by which it shows them that the session is its own: certificates
+    may be shared."""
 
     host: str
     mountpoint: str
@@ -124,6 +126,7 @@ class MountRecord(msgspec.Struct, array_like=True, frozen=True):
     version: str
     name: str = ""
     role: str = ""
+    key_digest: bytes = b""
 
 
 class CertificateRecord(msgspec.Struct, array_like=True, frozen=True):

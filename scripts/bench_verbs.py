@@ -157,7 +157,7 @@ def prepared(scale: Scale, parts: Sequence[str]) -> Iterator[Bench]:
         description: dict[str, Any] = {
             "node": node.node_id,
             "node_address": packed(cluster.live_nodes()[node.node_id]),
-            "session": cluster.mounts[0].status()["cluster"]["session"],
+            "config": str(cluster.mounts[0].config),
             "group": group,
             "revision": trio.run(revision_of, cluster.mounts[0].config, group),
             "address": way.address,

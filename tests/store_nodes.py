@@ -120,7 +120,7 @@ class Node:
         )  # fmt: skip
         self.catalog.wanted = self.agent.wants
         self.service = NodeService(
-            files, self.catalog, self.replica, self.groups, self.session, self.agent.evict,
+            files, self.catalog, self.replica, self.members, self.groups, self.session, self.agent.evict,
             damaged=self.resync.report_damage,
         )  # fmt: skip
 

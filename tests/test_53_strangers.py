@@ -30,6 +30,7 @@ from irdmafs.backend.transport import (
     server,
     wire,
 )
+from irdmafs.backend.transport.authentication import CODE_BYTES, Authentication, Ticket
 from irdmafs.backend.transport.verbs.ends import QueueEnd
 from test_53_transport import TIMEOUT_S, in_cluster
 from transport_place import MiB, Place, memory, mounted, until
@@ -103,19 +104,61 @@ async def is_closed(stream: trio.SocketStream) -> bool:
     return False
 
 
-async def ticket_for(cluster: Place) -> bytes:
-    stream = await introduced(cluster)
-    await stream.send_all(frame(messages.Tickets(1, "", 1)))
-    answer = messages.decode_answer(await receive_frame(stream))
-    await stream.aclose()
+class DataConnection:
+    """A data connection whose other end is a test, with the control connection that its rights hang on."""
+
+    def __init__(self, control: trio.abc.Stream, stream: trio.SocketStream, ticket: Ticket) -> None:
+        self.control = control
+        self.stream = stream
+        self.ticket = ticket
+        self.authentication = Authentication(ticket.key, listens=False)
+
+    def signed(self, message: bytes) -> bytes:
+        return message + self.authentication.sign(message)
+
+    def preamble(self) -> bytes:
+        return self.signed(wire.pack_preamble(self.ticket.number))
+
+    async def send(self, data: bytes) -> None:
+        await self.stream.send_all(data)
+
+    async def reply(self) -> wire.Reply:
+        """The next one that is not only a sign of life."""
+        while True:
+            fixed = await self._receive(wire.REPLY.size)
+            kind, closing, length, code, node = wire.REPLY.unpack(fixed)
+            text = await self._receive(length)
+            self.authentication.check(fixed + text, await self._receive(CODE_BYTES))
+            if kind != wire.ReplyKind.WORKING:
+                return wire.Reply(wire.ReplyKind(kind), code, node, text.decode(), closing)
+
+    async def _receive(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            more = await self.stream.receive_some(count - len(data))
+            assert more, "the node closed the connection"
+            data += more
+        return data
+
+    async def aclose(self) -> None:
+        await self.stream.aclose()
+        await self.control.aclose()
+
+
+async def with_ticket(cluster: Place) -> DataConnection:
+    """One in which nothing was said yet."""
+    control = await introduced(cluster)
+    await control.send_all(frame(messages.Tickets(1, "", 1)))
+    answer = messages.decode_answer(await receive_frame(control))
     assert isinstance(answer, messages.Granted)
-    return answer.tickets[0]
-
-
-async def data_connection(cluster: Place) -> trio.SocketStream:
     stream = await connect(cluster, "data_port")
-    await stream.send_all(wire.pack_preamble(await ticket_for(cluster)))
-    return stream
+    return DataConnection(control, stream, Ticket.unpack(answer.tickets[0]))
+
+
+async def data_connection(cluster: Place) -> DataConnection:
+    connection = await with_ticket(cluster)
+    await connection.send(connection.preamble())
+    return connection
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -344,33 +387,37 @@ def test_a_ticket_is_good_for_one_connection(
     memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def test(cluster: Place) -> None:
-        ticket = await ticket_for(cluster)
-        first = await connect(cluster, "data_port")
-        await first.send_all(wire.pack_preamble(ticket))
+        first = await with_ticket(cluster)
+        preamble = first.preamble()
+        await first.send(preamble)
         await until(lambda: not cluster.nodes[1].listener._tickets)
         second = await connect(cluster, "data_port")
-        await second.send_all(wire.pack_preamble(ticket))
+        await second.send_all(preamble)
         assert await is_closed(second)
         assert "no valid ticket" in lines(caplog)[0]
-        for stream in (first, second):
-            await stream.aclose()
+        await first.aclose()
+        await second.aclose()
 
     in_cluster(memory, test, 1)
 
 
-@pytest.mark.parametrize("what", ["expired", "guessed"])
+@pytest.mark.parametrize("what", ["expired", "guessed", "seen"])
 def test_an_invalid_ticket_opens_nothing(
     memory: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     async def test(cluster: Place) -> None:
-        ticket = await ticket_for(cluster)
+        connection = await with_ticket(cluster)
+        preamble = connection.preamble()
         if what == "guessed":
-            ticket = ticket[:-1] + bytes([ticket[-1] ^ 1])
-        stream = await connect(cluster, "data_port")
-        await stream.send_all(wire.pack_preamble(ticket))
-        assert await is_closed(stream)
-        assert "no valid ticket" in lines(caplog)[0]
-        await stream.aclose()
+            preamble = connection.signed(wire.pack_preamble(bytes(16)))
+        elif what == "seen":
+            # Who sees the number pass does not see the key.
+            preamble = preamble[:-1] + bytes([preamble[-1] ^ 1])
+        await connection.send(preamble)
+        assert await is_closed(connection.stream)
+        why = "a ticket that is not its own" if what == "seen" else "no valid ticket"
+        assert why in lines(caplog)[0]
+        await connection.aclose()
 
     if what == "expired":
         monkeypatch.setattr(server, "TICKET_S", -1.0)
@@ -481,21 +528,23 @@ def test_nonsense_on_a_data_connection_costs_it_the_connection_and_nobody_else(
         await cluster.peers.ping(1)
         before = Usage()
         for number in range(200):
+            size = len(headers[0])
             nonsense = (
-                chooser.randbytes(wire.HEADER_BYTES)
+                chooser.randbytes(size)
                 if number % 2
-                else mutated(chooser, chooser.choice(headers))[: wire.HEADER_BYTES]
+                else mutated(chooser, chooser.choice(headers)).ljust(size)[:size]
             )
-            stream = await data_connection(cluster)
+            connection = await data_connection(cluster)
             try:
-                await stream.send_all(nonsense + chooser.randbytes(chooser.randrange(2000)))
-                await stream.send_eof()
+                signed = connection.signed(nonsense)
+                await connection.send(signed + chooser.randbytes(chooser.randrange(2000)))
+                await connection.stream.send_eof()
             except trio.BrokenResourceError:
                 pass
             # What makes sense by chance may be waited for, as long as its sender stays.
             with trio.move_on_after(0.5):
-                await is_closed(stream)
-            await stream.aclose()
+                await is_closed(connection.stream)
+            await connection.aclose()
         assert not [record for record in caplog.records if record.exc_info]
         await until(lambda: not cluster.service(1).leftovers)
         await unchanged(cluster, before)
@@ -509,12 +558,10 @@ def test_an_extent_of_an_exabyte_is_enospc(memory: Path) -> None:
         stream = await data_connection(cluster)
         header = wire.Header(wire.Op.WRITE, Extent(3, 0), Target(1, 1, ()), 5, HUGE, 0, HUGE, "")
         before = Usage()
-        await stream.send_all(header.pack() + bytes(100))
-        reply = wire.REPLY.unpack(await stream.receive_some(wire.REPLY.size))
-        while reply[0] == wire.ReplyKind.WORKING:
-            reply = wire.REPLY.unpack(await stream.receive_some(wire.REPLY.size))
-        assert reply[0] == wire.ReplyKind.FAILED
-        assert reply[3] in (errno.ENOSPC, errno.EFBIG)
+        await stream.send(stream.signed(header.pack()) + bytes(100))
+        reply = await stream.reply()
+        assert reply.kind is wire.ReplyKind.FAILED
+        assert reply.code in (errno.ENOSPC, errno.EFBIG)
         await stream.aclose()
         await unchanged(cluster, before)
 
@@ -542,7 +589,7 @@ def test_streams_that_overlap_store_nothing(memory: Path, caplog: pytest.LogCapt
             header = wire.Header(
                 wire.Op.WRITE, Extent(3, 0), Target(1, 1, ()), 5, 2000, 0, 1000, ""
             )
-            await stream.send_all(header.pack() + bytes(500))
+            await stream.send(stream.signed(header.pack()) + bytes(500))
             opened.append(stream)
         await until(lambda: bool(lines(caplog)))
         assert "two streams bring the same bytes" in lines(caplog)[0]
@@ -560,7 +607,7 @@ def test_what_a_writer_had_sent_before_it_died_is_dropped_on_all_nodes(memory: P
         header = wire.Header(
             wire.Op.WRITE, Extent(3, 0), Target(1, 1, (2, 3)), 5, 8 * MiB, 0, 8 * MiB, ""
         )
-        await stream.send_all(header.pack() + bytes(4 * MiB))
+        await stream.send(stream.signed(header.pack()) + bytes(4 * MiB))
         await until(lambda: bool(cluster.service(3).leftovers))
         await stream.aclose()
         services = [node.service for node in cluster.nodes.values()]

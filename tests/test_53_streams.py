@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from irdmafs.backend.transport.authentication import Authentication
 from irdmafs.backend.transport.channel import Channel, Patience
 from irdmafs.backend.transport.streams import (
     piece_bytes,
@@ -41,6 +42,8 @@ def ends() -> Iterator[tuple[Counting, Counting]]:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         one = Counting(socket.create_connection(listening.getsockname()))
         other = Counting(listening.accept()[0])
+    one.authentication = Authentication(bytes(32), listens=False)
+    other.authentication = Authentication(bytes(32), listens=True)
     yield one, other
     one.close()
     other.close()

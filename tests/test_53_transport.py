@@ -235,7 +235,9 @@ def test_the_other_messages_reach_the_service(memory: Path) -> None:
         assert await cluster.peers.suspect(1, 5, 2)
         assert cluster.service(1).aborted == [99]
         assert cluster.service(1).suspected == [(5, 2)]
-        assert await cluster.peers.status(1) == {"node": "1", "extents": 0}
+        resolve = cluster.peers.resolve
+        async with Peers(resolve, name="admin", role="admin", timeout_s=TIMEOUT_S) as admin:
+            assert await admin.status(1) == {"node": "1", "extents": 0}
 
     in_cluster(memory, test, 1)
 

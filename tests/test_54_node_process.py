@@ -42,6 +42,7 @@ from irdmafs.backend.records import (
 )
 from irdmafs.backend.replica import Replica
 from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable
+from irdmafs.backend.transport.authentication import make_session_key, session_digest
 from irdmafs.backend.transport.peers import Peers
 
 __all__ = ["etcd"]
@@ -186,7 +187,9 @@ class Writer:
         self.namespace = Namespace(engine)
         self.replica = Replica(engine, (self.members, self.groups, self.namespace))
         self.namespace.hub = self.replica
-        record = MountRecord("test", "/mnt", os.getpid(), "0")
+        self.session_key = make_session_key()
+        digest = session_digest(self.session_key)
+        record = MountRecord("test", "/mnt", os.getpid(), "0", key_digest=digest)
         self.session = Session(engine, MOUNT, record, TTL_S)
         self.members.attach(self.session)
         self.peers: Peers
@@ -296,6 +299,7 @@ async def writing(place: Place) -> AsyncIterator[Writer]:
             name="test",
             role="mount",
             session=lambda: writer.session.number,
+            session_key=writer.session_key,
         ) as writer.peers:
             yield writer
         await writer.session.release()
@@ -527,7 +531,8 @@ def test_a_node_tells_what_it_is_and_has(place: Place) -> None:
         await writer.ensure_groups()
         await writer.publish(b"name", b"x" * 1000)
         await writer.put(writer.content(), b"pending", writer.layout())
-        status = await writer.peers.status(node.id)
+        async with Peers(writer.members.address, name="admin", role="admin") as admin:
+            status = await admin.status(node.id)
         assert status["node"] == f"{node.id:016x}"
         assert (status["extents"], status["pending_extents"], status["bytes"]) == (2, 1, 1007)
         own = status["own_groups"]

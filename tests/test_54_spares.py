@@ -186,13 +186,6 @@ def test_what_came_again_under_the_name_of_something_borrowed_is_not_borrowed_un
     contents.close()
 
 
-def test_an_extent_that_arrives_twice_leaves_a_file_that_is_not_used_again(files: Files) -> None:
-    first, second = keep(files, 1), keep(files, 1)
-    files.free(Extent(1, 0))
-    assert keep(files, 2) == second
-    assert keep(files, 3) not in (first, second)
-
-
 class Mapped(Unmapped):
     """Has everything mapped, and in use."""
 

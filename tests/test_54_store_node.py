@@ -182,14 +182,13 @@ def test_a_freed_extent_is_gone_by_name_and_stays_for_who_reads_it(memory: Path,
         assert not list((memory / "store/incoming").iterdir())
 
 
-def test_an_extent_that_arrives_twice_counts_once(memory: Path) -> None:
+def test_what_is_sealed_is_never_replaced(memory: Path) -> None:
     with Files(f"{memory}/store") as files:
-        keep(files, Extent(CONTENT, 0), b"the same")
-        fd = files.open(Extent(CONTENT, 0))
-        keep(files, Extent(CONTENT, 0), b"the same")
-        assert files.used_bytes == len(b"the same")
-        assert os.pread(fd, 100, 0) == b"the same"
-        os.close(fd)
+        keep(files, Extent(CONTENT, 0), b"the first")
+        with pytest.raises(FileExistsError):
+            keep(files, Extent(CONTENT, 0), b"another")
+        assert files.used_bytes == len(b"the first")
+        assert contents_of(files, Extent(CONTENT, 0)) == b"the first"
 
 
 def test_a_working_copy_is_taken_over_without_a_copy(memory: Path) -> None:

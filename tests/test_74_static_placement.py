@@ -14,6 +14,7 @@ from irdmafs.backend.server.files import Files, Held, Incoming
 from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.messages import Expose, Exposed, Release, Reserve
 from irdmafs.backend.transport.peers import Peers
+from irdmafs.backend.transport.rights import Peer
 from irdmafs.backend.transport.verbs import devices
 from irdmafs.backend.transport.verbs import lanes as lanes_module
 from irdmafs.backend.transport.verbs.path import Path as VerbsPath
@@ -88,6 +89,9 @@ class FilesService:
         self.node = node
         self.files = Files(str(directory))
         self.files.mappings = rdma
+
+    async def check_owner(self, peer: Peer, session: int, content: int) -> None:
+        pass
 
     async def admit(self, extent: Extent, target: Target) -> None:
         pass

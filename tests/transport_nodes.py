@@ -5,6 +5,7 @@ that processes find each other.
 """
 
 import argparse
+import errno
 import json
 import os
 import signal
@@ -22,6 +23,7 @@ from irdmafs.backend.records import NodeAddress
 from irdmafs.backend.security import Credentials
 from irdmafs.backend.transport import Extent, Fenced, Target
 from irdmafs.backend.transport.peers import Peers
+from irdmafs.backend.transport.rights import Peer
 from irdmafs.backend.transport.server import Listener
 from irdmafs.backend.transport.service import Service
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
@@ -49,6 +51,9 @@ class ExtentDirectory:
         for name in ("incoming", "spare"):
             os.makedirs(f"{directory}/{name}", exist_ok=True)
         self.newest_config = 0
+        # Keys of sessions, where that counts; and who asked for what.
+        self.owners: dict[int, bytes] = {}
+        self.asked: list[tuple[int, int]] = []
         self.limit_bytes = 1 << 40
         self.created = 0
         self.dropped = 0
@@ -66,6 +71,11 @@ class ExtentDirectory:
     def leftovers(self) -> list[str]:
         """What is in incoming/."""
         return os.listdir(f"{self.directory}/incoming")
+
+    async def check_owner(self, peer: Peer, session: int, content: int) -> None:
+        self.asked.append((session, content))
+        if self.owners and self.owners.get(session) != peer.session_key:
+            raise PermissionError(errno.EACCES, f"content {content:x} is not of its session")
 
     async def admit(self, extent: Extent, target: Target) -> None:
         if target.config < self.newest_config:

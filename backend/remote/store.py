@@ -35,6 +35,7 @@ from ..records import (
 from ..replica import Replica
 from ..store import Watcher
 from ..storedir import lock_directory
+from ..transport.authentication import make_session_key, session_digest
 from ..transport.peers import Peers, patience_s
 from ..transport.verbs.devices import local_address
 from ..transport.verbs.rdma import Rdma
@@ -72,8 +73,9 @@ async def remote_store(
     when etcd cannot be reached.
     """
     record = MountRecord(
-        config.mount.host, mountpoint, os.getpid(), version, *config.cluster.identity("mount")
-    )
+        config.mount.host, mountpoint, os.getpid(), version, *config.cluster.identity("mount"),
+        session_digest(session_key := make_session_key()),
+    )  # fmt: skip
     os.makedirs(directory, mode=0o700, exist_ok=True)
     try:
         with (
@@ -86,6 +88,7 @@ async def remote_store(
             ):
                 store = RemoteStore(config, engine, nursery, directory, record, timeout_s)
                 store.rdma = rdma
+                store.session_key = session_key
                 with closing(store.contents):
                     await store._start()
                     async with store._make_peers() as store.peers:
@@ -142,6 +145,7 @@ class RemoteStore(Pinned):
         self.session: Session
         self.leases: Leases
         self.rdma: Rdma
+        self.session_key: bytes
         self.peers: Peers
         self.on_version: Callable[[int], None] = lambda ino: None
         self.watcher: Watcher | None = None
@@ -206,6 +210,7 @@ class RemoteStore(Pinned):
             name=f"{config.mount.host}:{os.getpid()}",
             role="mount",
             session=lambda: self.session.number,
+            session_key=self.session_key,
             streams=config.mount.streams,
             encrypt_data=config.mount.encrypt_data,
             timeout_s=patience_s(self.settings),

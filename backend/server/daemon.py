@@ -177,7 +177,7 @@ class _Node:
                 period_s=config.node.scrub_period,
             )  # fmt: skip
             self._service = NodeService(
-                files, self._catalog, self._replica, self._groups, self._session,
+                files, self._catalog, self._replica, self._members, self._groups, self._session,
                 self._agent.evict, self._figures, self._resync.report_damage, scrub=self._scrub,
             )  # fmt: skip
             await self._serve(peers, ready)

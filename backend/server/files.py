@@ -323,7 +323,9 @@ class Files:
 
     def seal(self, incoming: Incoming, extent: Extent) -> None:
         """Its bytes are complete and hardened: from now on it is an extent. On a disk, `settle` before
-        anybody relies on it."""
+        anybody relies on it. Raises OSError EEXIST when the extent is here: what is sealed stays."""
+        if extent in self._sizes:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), extent_name(extent))
         self._put_in_place(incoming, extent)
 
     def _put_in_place(self, incoming: Incoming, extent: Extent) -> None:
@@ -345,7 +347,6 @@ class Files:
         except OSError:
             self._made.pop(extent, None)
             raise
-        # The same extent may come twice, with the same bytes: who reads the first has its file.
         self.used_bytes += size - self._sizes.get(extent, 0)
         self._sizes[extent] = size
         self._named.discard(extent)

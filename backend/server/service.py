@@ -4,6 +4,7 @@ Here is decided who may store what, and when an extent counts as stored; the byt
 """
 
 import errno
+import hmac
 import logging
 import os
 import time
@@ -12,10 +13,12 @@ from typing import Any, TypeVar
 
 import trio
 
-from ..membership import Groups, Session
+from ..membership import Groups, Members, Session
 from ..records import session_of
 from ..replica import Replica
 from ..transport import Extent, Fenced, Target, Unreachable
+from ..transport.authentication import session_digest
+from ..transport.rights import Peer
 from .catalog import Catalog
 from .files import Files, Held, Incoming
 from .scrub import Scrub
@@ -47,6 +50,7 @@ class NodeService:
         files: Files,
         catalog: Catalog,
         replica: Replica,
+        members: Members,
         groups: Groups,
         session: Session,
         evict: Callable[[int, int], Awaitable[bool]],
@@ -58,6 +62,7 @@ class NodeService:
         self._files = files
         self._catalog = catalog
         self._replica = replica
+        self._members = members
         self._groups = groups
         self._session = session
         self._evict = evict
@@ -76,11 +81,31 @@ class NodeService:
 
     # -- taking in -------------------------------------------------------------------------------
 
+    async def check_owner(self, peer: Peer, session: int, content: int) -> None:
+        """Raise OSError unless a content is of the session that the peer has the rights of, and that is
+        the peer's own: ECANCELED when the content's session is over, EACCES when it is another's,
+        Unreachable when this node lags behind."""
+        number = session_of(content)
+        if number == session == peer.owned and number in self._members.sessions:
+            return
+        await self._catch_up(number)
+        record = self._members.sessions.get(number)
+        if record is None:
+            raise OSError(errno.ECANCELED, f"content {content:x}: its writer's session is over")
+        if number != session:
+            raise _denied(f"content {content:x} is another session's")
+        if not hmac.compare_digest(record.key_digest, session_digest(peer.session_key)):
+            raise _denied(f"it does not have the key of session {number}")
+        if peer.is_certified and (record.name, record.role) != (peer.name, peer.role):
+            raise _denied(f"session {number} is of {record.role} {record.name!r}")
+        peer.owned = number
+
     async def admit(self, extent: Extent, target: Target) -> None:
         """Whether this extent may be stored here now.
 
         Raises OSError: Fenced; Unreachable when this node must not serve, or lags behind; ECANCELED
-        when the writer's session is over or has given the content up; EINVAL for a wrong target.
+        when the writer's session is over or has given the content up; EINVAL for a wrong target. A version
+        that was published is not taken from its writer any more, but copied from another member.
         """
         self._check_serving()
         session = session_of(extent.content)
@@ -97,6 +122,8 @@ class NodeService:
                 f"node {self._files.node:x} is not a member of group {target.group:#x}",
             )
         self._check_wanted(extent)
+        if self._catalog.is_named(extent.content) and extent not in self._files:
+            raise Unreachable(self._files.node, f"it is about to copy content {extent.content:x}")
 
     async def create(self, extent: Extent, length: int) -> Incoming:
         """A file for an extent of `length` bytes, with room for all of them. To be given to `seal` or
@@ -122,15 +149,17 @@ class NodeService:
 
     async def seal(self, extent: Extent, incoming: Incoming) -> None:
         """The bytes have arrived: the extent is stored when this returns, also on power loss if the
-        store is on a disk. Raises OSError: as `admit`; then it is dropped."""
+        store is on a disk. What is sealed stays as it is: if it came twice, the first is kept. Raises
+        OSError: as `admit`, EEXIST for one of another length; then it is dropped."""
         try:
             if self._files.power_safe:
                 await trio.to_thread.run_sync(self._files.harden, incoming)
             # The lease and the session may have ended while the bytes were on their way.
             self._check_serving()
             self._check_wanted(extent)
-            self._files.seal(incoming, extent)
-            self._catalog.sealed(extent)
+            if not self._is_here(extent, incoming):
+                self._files.seal(incoming, extent)
+                self._catalog.sealed(extent)
             if self._files.power_safe:
                 await trio.to_thread.run_sync(self._files.settle)
         except BaseException:
@@ -138,6 +167,17 @@ class NodeService:
             raise
         finally:
             self._end()
+
+    def _is_here(self, extent: Extent, incoming: Incoming) -> bool:
+        """Raises OSError EEXIST."""
+        size = self._files.size(extent)
+        if size is None:
+            return False
+        if size != os.fstat(incoming.fd).st_size:
+            text = f"extent {extent.content:x}.{extent.stripe:x} is here, with {size} bytes"
+            raise FileExistsError(errno.EEXIST, text)
+        self._files.discard(incoming)
+        return True
 
     def drop(self, incoming: Incoming) -> None:
         """The bytes did not arrive."""
@@ -291,3 +331,7 @@ class NodeService:
         self._receiving -= 1
         if not self._receiving:
             self._quiet.set()
+
+
+def _denied(text: str) -> PermissionError:
+    return PermissionError(errno.EACCES, text)

@@ -1,22 +1,26 @@
-"""One data connection as a thread uses it, plain or encrypted."""
+"""One data connection as a thread uses it: plain, with bytes that are authenticated, or encrypted."""
 
 import errno
+import hmac
 import mmap
 import os
 import select
 import socket
 import ssl
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
+from typing import TypeAlias
 
 import trio
 
 from . import Landed, nothing_landed
+from .authentication import CODE_BYTES, Authentication, ByteCode, Forged
 from .messages import TEXT_MAX, BadMessage
-from .wire import HEADER_BYTES, REPLY, Reply, ReplyKind
+from .wire import HEADER_BYTES, REPLY, Header, Reply, ReplyKind, pack_preamble
 
 # A blocking call returns at least this often, so that a thread notices that it is to stop.
 TICK_S = 0.25
@@ -42,8 +46,22 @@ _LOST_ERRNOS = frozenset(
 )
 
 
+_threads = threading.local()
+
+# Shown bytes that were sent.
+Passed: TypeAlias = Callable[[memoryview], None]
+
+
+def _unseen(data: memoryview) -> None:
+    """For who does not want to see them."""
+
+
 class Lost(Exception):
     """The connection is of no use any more; the text says why."""
+
+
+class Silent(Lost):
+    """Nothing came, or was taken, for too long."""
 
 
 class Patience:
@@ -57,9 +75,9 @@ class Patience:
         self._end = time.monotonic() + self._limit_s
 
     def check(self) -> None:
-        """Raises Lost when there was no progress for too long."""
+        """Raises Silent when there was no progress for too long."""
         if time.monotonic() > self._end:
-            raise Lost(f"no progress for {self._limit_s:g} s")
+            raise Silent(f"no progress for {self._limit_s:g} s")
 
 
 class Channel:
@@ -67,12 +85,17 @@ class Channel:
 
     Calls return after TICK_S at the latest and raise BlockingIOError when nothing could be done,
     Lost when the connection is broken, and other OSErrors for what is wrong with the file. `clean` is
-    false while a request is under way: a connection that is left so cannot be used again.
+    false while a request is under way: a connection that is left so cannot be used again. Messages can be
+    exchanged once `authentication` is set.
     """
+
+    authentication: Authentication
 
     def __init__(self, sock: socket.socket, user_timeout_s: float) -> None:
         self.sock = sock
         self.clean = True
+        self.session = 0  # the one whose rights it has
+        self.was_idle = False
         self.idle_since = time.monotonic()
         self._reply = bytearray()
         self._said = 0.0
@@ -115,15 +138,39 @@ class Channel:
         """Whether there is something to receive that the kernel does not know of."""
         return False
 
-    def header_if_there(self) -> bytes | None:
-        """A whole header that can be had without waiting."""
+    # -- messages to the node --------------------------------------------------------------------
+
+    def send_preamble(self, number: bytes, patience: Patience) -> None:
+        self._send_message(pack_preamble(number), patience)
+
+    def send_header(self, header: Header, patience: Patience) -> None:
+        self._send_message(header.pack(), patience)
+
+    def header_if_there(self) -> Header | None:
+        """The header, if it can be had without waiting. Raises BadMessage."""
         with _SOCKET_ERRORS:
             there = len(self.sock.recv(HEADER_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT))
             if not there:
                 raise Lost("the peer closed the connection")
             if there < HEADER_BYTES:
                 return None
-            return self.sock.recv(HEADER_BYTES, socket.MSG_DONTWAIT)
+            return self._header(self.sock.recv(HEADER_BYTES, socket.MSG_DONTWAIT))
+
+    def receive_header(self, patience: Patience) -> Header:
+        """Raises BadMessage."""
+        return self._header(self.receive_exactly(HEADER_BYTES, patience))
+
+    def _header(self, data: bytes) -> Header:
+        return Header.unpack(self.checked(data))
+
+    def _send_message(self, message: bytes, patience: Patience) -> None:
+        self.send_all(message + self.authentication.sign(message), patience)
+
+    def checked(self, data: bytes | bytearray) -> bytes:
+        """A message that came, without its code. Raises Forged."""
+        message = bytes(data[:-CODE_BYTES])
+        self.authentication.check(message, bytes(data[-CODE_BYTES:]))
+        return message
 
     # -- plain bytes -----------------------------------------------------------------------------
 
@@ -164,7 +211,16 @@ class Channel:
 
     # -- files -----------------------------------------------------------------------------------
 
-    def send_file(self, fd: int, offset: int, count: int) -> int:
+    def end_sending(self, patience: Patience) -> None:
+        """All bytes of a request were sent."""
+
+    def end_receiving(self, patience: Patience) -> None:
+        """All bytes of a request were received, and are to be used only if this raises nothing. Raises
+        Forged."""
+
+    def send_file(self, fd: int, offset: int, count: int, passed: Passed = _unseen) -> int:
+        """Send some bytes of a file, which `passed` is shown if they pass memory of ours. Returns how
+        many."""
         with _SOCKET_ERRORS:
             return os.sendfile(self.sock.fileno(), fd, offset, count)
 
@@ -212,9 +268,9 @@ class Channel:
                 kind, closing, length, code, node = REPLY.unpack_from(buffer)
                 if length > TEXT_MAX * 4:
                     raise BadMessage(f"a reply of {length} bytes")
-                needed += length
+                needed += length + CODE_BYTES
                 if len(buffer) == needed:
-                    text = buffer[REPLY.size :].decode(errors="replace")
+                    text = self.checked(buffer)[REPLY.size :].decode(errors="replace")
                     buffer.clear()
                     try:
                         return Reply(ReplyKind(kind), code, node, text, closing)
@@ -230,7 +286,7 @@ class Channel:
     def reply(self, reply: Reply, patience: Patience) -> None:
         text = reply.text[:TEXT_MAX].encode()
         fixed = REPLY.pack(reply.kind, reply.closing, len(text), reply.code, reply.node)
-        self.send_all(fixed + text, patience)
+        self._send_message(fixed + text, patience)
         self._said = time.monotonic()
 
     def say_working(self, every_s: float, patience: Patience) -> None:
@@ -251,6 +307,52 @@ class Channel:
                         pass
         except (Lost, OSError):
             pass
+
+
+class AuthenticatedChannel(Channel):
+    """The same with a code after all bytes of a request: they pass a buffer of ours on their way out, so
+    that what has the code is what was sent, even if the file changes meanwhile."""
+
+    def __init__(self, sock: socket.socket, user_timeout_s: float) -> None:
+        super().__init__(sock, user_timeout_s)
+        self._sending: ByteCode | None = None
+        self._receiving: ByteCode | None = None
+
+    def send_file(self, fd: int, offset: int, count: int, passed: Passed = _unseen) -> int:
+        if self._sending is None:
+            self._sending = self.authentication.outgoing_bytes()
+        with memoryview(_buffer()) as view:
+            there = os.preadv(fd, [view[: min(count, _BOUNCE_BYTES)]], offset)
+            sent = self.send(view[:there]) if there else 0
+            with view[:sent] as data:
+                self._sending.add(data)
+                passed(data)
+        return sent
+
+    def end_sending(self, patience: Patience) -> None:
+        code, self._sending = self._sending, None
+        if code is not None:
+            self.send_all(code.code(), patience)
+
+    @contextmanager
+    def receiving(
+        self, fd: int, offset: int, length: int, landed: Landed = nothing_landed
+    ) -> Iterator[Callable[[int, int], int]]:
+        code = self._receiving = self.authentication.incoming_bytes()
+
+        def take(start: int, count: int, data: memoryview | None) -> None:
+            assert data is not None
+            code.add(data)
+            landed(start, count, data)
+
+        with super().receiving(fd, offset, length, take) as receive:
+            yield receive
+
+    def end_receiving(self, patience: Patience) -> None:
+        code, self._receiving = self._receiving, None
+        assert code is not None
+        if not hmac.compare_digest(self.receive_exactly(CODE_BYTES, patience), code.code()):
+            raise Forged("bytes on a data connection were not sent by the other end")
 
 
 class EncryptedChannel(Channel):
@@ -275,7 +377,7 @@ class EncryptedChannel(Channel):
     def has_input(self) -> bool:
         return self.sock.pending() > 0
 
-    def header_if_there(self) -> bytes | None:
+    def header_if_there(self) -> Header | None:
         return None
 
     def receive(self, view: memoryview, wait: bool = True) -> int:
@@ -291,10 +393,22 @@ class EncryptedChannel(Channel):
         with _SOCKET_ERRORS:
             return self.sock.send(data)
 
-    def send_file(self, fd: int, offset: int, count: int) -> int:
+    def send_file(self, fd: int, offset: int, count: int, passed: Passed = _unseen) -> int:
         # From a buffer: a mapping would end the process if somebody truncated the file.
-        data = os.pread(fd, min(count, _BOUNCE_BYTES), offset)
-        return self.send(data) if data else 0
+        with memoryview(_buffer()) as view:
+            there = os.preadv(fd, [view[: min(count, _BOUNCE_BYTES)]], offset)
+            sent = self.send(view[:there]) if there else 0
+            with view[:sent] as data:
+                passed(data)
+        return sent
+
+
+def _buffer() -> bytearray:
+    """Of this thread."""
+    buffer: bytearray | None = getattr(_threads, "buffer", None)
+    if buffer is None:
+        buffer = _threads.buffer = bytearray(_BOUNCE_BYTES)
+    return buffer
 
 
 def choose_congestion_control(sock: trio.socket.SocketType) -> None:

@@ -39,6 +39,7 @@ from .messages import (
     Frames,
     Get,
     Granted,
+    OneWay,
     Ping,
     Put,
     Rails,
@@ -63,6 +64,7 @@ from .messages import (
     failure_of,
 )
 from .prompt import acquire
+from .rights import Peer, Scope, may, need
 from .service import Service
 from .verbs.responder import Responder
 
@@ -76,22 +78,6 @@ T = TypeVar("T")
 _IN_A_ROW = 8
 # Reading more small files than this is left to a thread.
 _READ_AT_ONCE = 16
-
-
-class Peer:
-    """Who is connected. With credentials, `role` and `name` are those of the certificate; without, what
-    the peer says. `session` is the number of its session, as it last told, or 0; `node` the id of a store
-    node, as it says, or 0."""
-
-    def __init__(self, role: str, name: str, address: str, session: int, node: int = 0) -> None:
-        self.role = role
-        self.name = name
-        self.address = address
-        self.session = session
-        self.node = node
-
-    def __str__(self) -> str:
-        return f"{self.role} {self.name!r} at {self.address}"
 
 
 class Control:
@@ -159,6 +145,8 @@ class Control:
             await trio.lowlevel.checkpoint()
         request = decode_request(await self._frames.receive())
         self._heard += 1
+        if isinstance(request, OneWay) and may(self._peer.role, type(request)) is Scope.NONE:
+            raise BadMessage(f"a {self._peer.role} may not send {type(request).__name__}")
         match request:
             case Renewed():
                 self._peer.session = request.session
@@ -247,7 +235,10 @@ class Control:
         except OSError as error:
             code, node, text = failure_of(error, self._service.node)
             self._counters.errors[errno.errorcode.get(code, str(code))] += 1
-            if not isinstance(error, (Fenced, FileNotFoundError)):
+            if isinstance(error, PermissionError):
+                self._counters.denied += 1
+                tell_of_denial(self._peer, error)
+            elif not isinstance(error, (Fenced, FileNotFoundError)):
                 log.info("%s: %s: %s", self._peer, type(request).__name__.lower(), error)
             return Failed(number, code, node, text)
         except Exception:
@@ -258,8 +249,16 @@ class Control:
         await self._responder.seal(handle)
         return Done(number)
 
+    async def _check_right(self, request: AnyRequest) -> None:
+        """Raises OSError EACCES, and what Service.check_owner raises."""
+        if need(self._peer.role, type(request)) is Scope.OWN:
+            assert isinstance(request, (Put, Adopt, Abort, Reserve))
+            content = request.content if isinstance(request, Abort) else request.extent.content
+            await self._service.check_owner(self._peer, self._peer.session, content)
+
     async def _do(self, request: AnyRequest) -> AnyAnswer:
         service, number = self._service, request.number
+        await self._check_right(request)
         match request:
             case Ping():
                 return Done(number)
@@ -281,10 +280,8 @@ class Control:
                 service.doubt(request.extent)
                 return Done(number)
             case Digest():
-                self._admit("node")
                 return Digested(number, await service.digest(request.extent))
             case Scrub():
-                self._admit("admin")
                 service.scrub()
                 return Done(number)
             case Status():
@@ -306,11 +303,6 @@ class Control:
                     request.extent, request.target, request.length, request.piece, request.pair
                 )
                 return Exposed(number, *reserved)
-
-    def _admit(self, role: str) -> None:
-        """Raises OSError EPERM for others: it makes the node read much for little."""
-        if self._peer.role != role:
-            raise OSError(errno.EPERM, f"a {role} may ask that, not a {self._peer.role}")
 
     async def _put(self, extent: Extent, target: Target, data: bytes) -> None:
         await self._service.admit(extent, target)
@@ -369,10 +361,16 @@ class Control:
         return data
 
 
+def tell_of_denial(peer: Peer, error: PermissionError) -> None:
+    """Log the first thing that a peer asked for without the right to it."""
+    peer.denials += 1
+    log.log(logging.WARNING if peer.denials == 1 else logging.DEBUG, "%s: %s", peer, error.strerror)
+
+
 def _is_short(request: AnyRequest) -> bool:
     """Whether it waits for nothing, so that a task of its own would cost more than the answer."""
     match request:
-        case Ping() | Abort() | Doubt():
+        case Ping() | Doubt():
             return True
         case Get():
             return len(request.extents) <= _READ_AT_ONCE

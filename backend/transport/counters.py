@@ -10,8 +10,9 @@ class Counters:
     transfer count once. `verbs_bytes` are those of a caller that moved by verbs, `fallbacks` the transfers
     that began so and were moved over TCP, `reroutes` those that went on over another queue pair; `rails`
     is what moved over each of this end's rails. `message_bytes` are a caller's, too: those of extents
-    inside messages, which alone are in Python objects. `rejected` are connections of strangers, and of
-    peers that made no sense."""
+    inside messages, which alone are in Python objects. `rejected` are connections of strangers, of peers
+    that made no sense, and data connections in which somebody else spoke; `denied` is how often a peer
+    asked for something without the right to it."""
 
     requests: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
@@ -26,3 +27,4 @@ class Counters:
     connects: int = 0
     connections: int = 0
     rejected: int = 0
+    denied: int = 0

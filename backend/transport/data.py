@@ -11,7 +11,7 @@ import trio
 
 from .. import logs
 from .channel import Channel, Patience
-from .control import Peer
+from .control import tell_of_denial
 from .counters import Counters
 from .messages import (
     BadMessage,
@@ -19,11 +19,12 @@ from .messages import (
 )
 from .onward import Onward
 from .peers import Peers
+from .rights import Peer, Scope, need
 from .service import Service
 from .streams import send_range
 from .threads import in_threads
 from .transfers import RECEIVER_PATIENCE, Transfers, take_extent
-from .wire import HEADER_BYTES, Header, Op, Reply, ReplyKind
+from .wire import Header, Op, Reply, ReplyKind
 
 log = logging.getLogger(__name__)
 
@@ -54,18 +55,26 @@ class Data:
 
     async def serve(self, channel: Channel, peer: Peer) -> bool:
         """Returns whether the connection can be used again."""
-        data = channel.header_if_there()
-        if data is None:
-            receive = partial(channel.receive_exactly, HEADER_BYTES, Patience(_HEADER_S))
-            data = (await in_threads([receive], channel.shutdown, self._limiter))[0]
-        header = Header.unpack(data)
+        header = channel.header_if_there()
+        if header is None:
+            receive = partial(channel.receive_header, Patience(_HEADER_S))
+            header = (await in_threads([receive], channel.shutdown, self._limiter))[0]
         self._counters.requests[header.op.name.lower()] += 1
         channel.clean = False
         with logs.request(header.trace):
-            if header.op is Op.READ:
-                reply = await self._give(channel, header)
+            try:
+                await self._check_right(channel, peer, header)
+            except OSError as error:
+                if isinstance(error, PermissionError):
+                    self._counters.denied += 1
+                    tell_of_denial(peer, error)
+                reply = Reply(ReplyKind.FAILED, *failure_of(error, self._service.node))
+                await self._conclude(channel, reply)
             else:
-                reply = await self._take(channel, header)
+                if header.op is Op.READ:
+                    reply = await self._give(channel, header)
+                else:
+                    reply = await self._take(channel, header)
             if reply.kind is ReplyKind.FAILED:
                 self._counters.errors[errno.errorcode.get(reply.code, str(reply.code))] += 1
                 log.info(
@@ -74,6 +83,11 @@ class Data:
                     reply.text or os.strerror(reply.code),
                 )  # fmt: skip
         return channel.clean
+
+    async def _check_right(self, channel: Channel, peer: Peer, header: Header) -> None:
+        """Raises OSError EACCES, and what Service.check_owner raises."""
+        if need(peer.role, header.op) is Scope.OWN:
+            await self._service.check_owner(peer, channel.session, header.extent.content)
 
     async def _give(self, channel: Channel, header: Header) -> Reply:
         work = partial(self._send_extent, channel, header)
@@ -94,6 +108,8 @@ class Data:
             channel.reply(reply, patience)
             if send_range(channel, fd, header.offset, header.length, patience_s) is not None:
                 raise BadMessage("it replies to what it receives")
+            patience.renew()
+            channel.end_sending(patience)
             sent = header.length
         except OSError as error:
             if sent:
@@ -137,9 +153,12 @@ class Data:
         self._counters.received_bytes += received
         if onward is not None:
             self._counters.sent_bytes += onward.sent_bytes
+        await self._conclude(channel, reply)
+        return reply
+
+    async def _conclude(self, channel: Channel, reply: Reply) -> None:
         finish = partial(_conclude, channel, reply, self._timeout_s * RECEIVER_PATIENCE)
         await in_threads([finish], channel.shutdown, self._limiter)
-        return reply
 
     async def _hand_on(self, node: int, onward: Onward) -> None:
         try:

@@ -14,19 +14,24 @@ import trio
 from ..records import NodeAddress
 from ..security import is_final, peer_identity
 from . import Distrusted, Unreachable
+from .authentication import Authentication, Ticket
 from .caller import ControlClient, broken_text
-from .channel import Channel, EncryptedChannel, Lost, Patience, choose_congestion_control
+from .channel import (
+    AuthenticatedChannel,
+    Channel,
+    EncryptedChannel,
+    Lost,
+    Patience,
+    choose_congestion_control,
+)
 from .messages import (
     FRAME_BYTES_MAX,
-    TICKET_BYTES,
     TICKETS_MAX,
-    VERSION,
     AnyAnswer,
     AnyRequest,
     BadMessage,
     Frames,
     Granted,
-    Hello,
     Refused,
     Tickets,
     decode_welcome,
@@ -34,7 +39,6 @@ from .messages import (
 from .prompt import PromptStream, acquire
 from .threads import in_threads
 from .verbs.lanes import Lanes
-from .wire import pack_preamble
 
 if TYPE_CHECKING:
     from .peers import Peers
@@ -105,7 +109,7 @@ class Link:
         found: list[Channel] = []
         while self._idle and len(found) < count:
             channel = self._idle.pop()
-            if channel.is_closed_by_peer():
+            if channel.session != self._peers.writing_session or channel.is_closed_by_peer():
                 channel.close()
             else:
                 found.append(channel)
@@ -122,6 +126,7 @@ class Link:
         for channel in channels:
             if channel.clean and self._control is not None and len(self._idle) < _CHANNELS_KEPT:
                 channel.idle_since = time.monotonic()
+                channel.was_idle = True
                 self._idle.append(channel)
             else:
                 channel.close()
@@ -297,7 +302,7 @@ class Link:
     async def _introduce(self, stream: trio.abc.Stream) -> Frames:
         peers = self._peers
         frames = Frames(stream, FRAME_BYTES_MAX)
-        await frames.send(Hello(VERSION, peers.role, peers.name, peers.session(), self.node))
+        await frames.send(peers.hello(self.node))
         peers.counters.round_trips += 1
         answer = decode_welcome(await frames.receive())
         if isinstance(answer, Refused):
@@ -310,6 +315,7 @@ class Link:
     # -- data connections ------------------------------------------------------------------------
 
     async def _open_channels(self, control: ControlClient, count: int) -> list[Channel]:
+        session = self._peers.writing_session
         answer = await control.ask(lambda number: Tickets(number, "", count))
         if not isinstance(answer, Granted) or len(answer.tickets) != count:
             raise Unreachable(self.node, "its answer makes no sense")
@@ -319,7 +325,9 @@ class Link:
         async def open_one(ticket: bytes) -> None:
             try:
                 with trio.fail_after(self._peers.timeout_s):
-                    opened.append(await self._open_channel(ticket))
+                    channel = await self._open_channel(Ticket.unpack(ticket))
+                    channel.session = session
+                    opened.append(channel)
             except (OSError, Lost, trio.TooSlowError, BadMessage, _Refusal) as error:
                 why = str(error) or "no data connection could be opened in time"
                 errors.append(Unreachable(self.node, why))
@@ -335,11 +343,9 @@ class Link:
             raise
         return opened
 
-    async def _open_channel(self, ticket: bytes) -> Channel:
+    async def _open_channel(self, ticket: Ticket) -> Channel:
         peers = self._peers
         assert self._where is not None
-        if len(ticket) != TICKET_BYTES:
-            raise BadMessage("its ticket makes no sense")
         with trio.socket.socket(self._family, socket.SOCK_STREAM) as sock:
             choose_congestion_control(sock)
             await sock.connect((self._peer_name[0], self._where[2], *self._peer_name[2:]))
@@ -347,8 +353,10 @@ class Link:
         user_timeout_s = peers.timeout_s * _USER_TIMEOUTS
         channel: Channel
         try:
-            if not peers.encrypt_data or peers.context is None:
+            if peers.context is None:
                 channel = Channel(plain, user_timeout_s)
+            elif not peers.encrypt_data:
+                channel = AuthenticatedChannel(plain, user_timeout_s)
             else:
                 secure = peers.context.wrap_socket(plain, do_handshake_on_connect=False)
                 channel = EncryptedChannel(secure, user_timeout_s)
@@ -360,8 +368,9 @@ class Link:
                 channel.sock.settimeout(peers.timeout_s)
                 await in_threads([channel.sock.do_handshake], channel.shutdown, peers.limiter)
                 _check_node(channel.sock)
+            channel.authentication = Authentication(ticket.key, listens=False)
             # Fits into the empty buffer of the new connection.
-            channel.send_all(pack_preamble(ticket), Patience(peers.timeout_s))
+            channel.send_preamble(ticket.number, Patience(peers.timeout_s))
         except BaseException:
             channel.close()
             raise

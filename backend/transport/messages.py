@@ -18,7 +18,7 @@ from .prompt import PromptStream
 from .verbs.ends import RAILS_MAX, QueueEnd, Rail
 
 # Both ends must speak the same version: nodes and mounts are upgraded together.
-VERSION = 4
+VERSION = 5
 
 # What a stranger may send, and what a member may. The length of a frame comes before it.
 HELLO_BYTES_MAX = 4096
@@ -43,7 +43,9 @@ HANDLES_MAX = 48
 PIECES_MAX = 1 << 16
 EXTENT_BYTES_MAX = 1 << 40
 
-TICKET_BYTES = 32
+TICKET_NUMBER_BYTES = 16
+TICKET_KEY_BYTES = 32
+TICKET_BYTES = TICKET_NUMBER_BYTES + TICKET_KEY_BYTES
 
 _LENGTH_BYTES = 4
 _RECEIVE_BYTES = 64 << 10
@@ -62,13 +64,15 @@ class Message(msgspec.Struct, array_like=True):
 
 class Hello(Message, tag=1):
     """The first message of whoever connects. `role` and `name` are believed only where there are no
-    certificates; `wanted` is the node that the caller means to speak with."""
+    certificates; `wanted` is the node that the caller means to speak with. The digest of `session_key`
+    is in the record of a mount's session."""
 
     version: int
     role: str
     name: str
     session: int
     wanted: int
+    session_key: bytes = b""
 
 
 class Welcome(Message, tag=2):

@@ -75,7 +75,8 @@ class Onward:
     def _send(self, channel: Channel) -> Reply:
         header = self._header
         channel.clean = False
-        channel.send_all(header.pack(), Patience(self._timeout_s))
+        patience = Patience(self._timeout_s)
+        channel.send_header(header, patience)
         while self.sent_bytes < header.length:
             with self._changed:
                 while self._offered == self.sent_bytes and not self._is_given_up:
@@ -89,6 +90,8 @@ class Onward:
             if reply is not None:
                 return reply
             self.sent_bytes += count
+        patience.renew()
+        channel.end_sending(patience)
         reply = wait_for_reply(channel, self._timeout_s)
         channel.clean = not reply.closing
         return reply

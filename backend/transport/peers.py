@@ -20,20 +20,23 @@ from ..logs import current_request
 from ..records import NodeAddress, Settings
 from ..security import Credentials
 from . import Device, Extent, FileRange, Landed, Memory, Target, Unreachable, nothing_landed
-from .channel import Channel, Lost, Patience
+from .channel import Channel, Lost, Patience, Silent
 from .counters import Counters
 from .link import Link
 from .messages import (
     CHAIN_MAX,
     GET_EXTENTS_MAX,
     PUT_BYTES_MAX,
+    VERSION,
     Abort,
     Adopt,
+    BadMessage,
     Contents,
     Digest,
     Digested,
     Doubt,
     Get,
+    Hello,
     Ping,
     Put,
     Report,
@@ -73,9 +76,10 @@ class Peers:
     """All store nodes, as devices. Use as an async context manager.
 
     `resolve` tells where a node is (None: it is not registered), `session` the number of this mount's
-    session. A peer that is silent for `timeout_s` is given up. With `rdma`, which must stay open longer,
-    what is long enough moves by verbs where both ends can: through memory that is registered once and for
-    all if it `stages`, as a mount does, or from and to files that are registered when they are first used.
+    session, which `session_key` shows to be its own. A peer that is silent for `timeout_s` is given up.
+    With `rdma`, which must stay open longer, what is long enough moves by verbs where both ends can:
+    through memory that is registered once and for all if it `stages`, as a mount does, or from and to
+    files that are registered when they are first used.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class Peers:
         name: str,
         role: str,
         session: Callable[[], int] = lambda: 0,
+        session_key: bytes = b"",
         streams: int = 4,
         encrypt_data: bool = False,
         timeout_s: float = 5.0,
@@ -96,6 +101,7 @@ class Peers:
         self.name = name
         self.role = role
         self.session = session
+        self._session_key = session_key
         self.timeout_s = timeout_s
         self.rdma = rdma
         # A file of a mount is used for one version; a node's serves many, and is sent on while it comes.
@@ -131,6 +137,14 @@ class Peers:
         finally:
             for link in self._links.values():
                 link.close()
+
+    @property
+    def writing_session(self) -> int:
+        """The session that the rights of a data connection hang on; 0: none, as a node's do."""
+        return self.session() if self.role == "mount" else 0
+
+    def hello(self, node: int) -> Hello:
+        return Hello(VERSION, self.role, self.name, self.session(), node, self._session_key)
 
     def device(self, node: int) -> Device:
         return self.remote_device(node)
@@ -200,13 +214,12 @@ class Peers:
     def shows_bytes(self, node: int) -> bool:
         """Whether what is written to a node passes through memory of this process, most likely."""
         address = self.resolve(node)
-        return (
-            self.stages
-            and self.rdma is not None
-            and self.rdma.is_usable
-            and address is not None
-            and "verbs" in address.transports
-        )
+        if address is None:
+            return False
+        if self.rdma is not None and self.rdma.is_usable and "verbs" in address.transports:
+            return self.stages
+        # Where there are certificates, they have a code or are encrypted.
+        return self.context is not None
 
     async def borrow(self, node: int, count: int) -> list[Channel]:
         """Data connections for one request each. Raises Unreachable."""
@@ -289,7 +302,7 @@ class RemoteDevice:
                 source.length,
                 lambda lanes: lanes.write(extent, target, source, passed=passed),
             ):
-                await self._send_all(extent, target, source, peers.streams, peers.limiter)
+                await self._send_all(extent, target, source, peers.streams, peers.limiter, passed)
         peers.counters.sent_bytes += source.length
 
     async def pass_on(
@@ -320,12 +333,13 @@ class RemoteDevice:
         source: FileRange,
         streams: int,
         limiter: trio.CapacityLimiter,
+        passed: Landed = nothing_landed,
     ) -> None:
         fd, offset, length, _ = source
         headers = self._headers(Op.WRITE, extent, target, 0, length, streams, total=length)
 
         def work(channel: Channel, header: Header) -> Reply:
-            return self._send(channel, header, fd, offset)
+            return self._send(channel, header, fd, offset, passed)
 
         await self._run("write", headers, work, limiter)
 
@@ -411,10 +425,39 @@ class RemoteDevice:
         work: Callable[[Channel, Header], Reply],
         limiter: trio.CapacityLimiter,
     ) -> None:
+        """Have each header's work done on a connection. If one that had been idle turns out to be broken,
+        all is done once more on new ones."""
         link, counters = self._link, self._peers.counters
-        channels = await link.channels(len(headers))
         counters.requests[kind] += 1
         counters.round_trips += 1
+        channels = await link.channels(len(headers))
+        were_idle = any(channel.was_idle for channel in channels)
+        try:
+            try:
+                await self._run_on(channels, headers, work, limiter)
+            except Lost as error:
+                if not were_idle or isinstance(error, Silent):
+                    raise
+                log.info("store node %x: on new data connections: %s", link.node, error)
+                transfer = secrets.randbits(63)
+                headers = [header._replace(transfer=transfer) for header in headers]
+                channels = await link.channels(len(headers))
+                await self._run_on(channels, headers, work, limiter)
+        except (Lost, BadMessage) as error:
+            counters.errors["ENOTCONN"] += 1
+            raise Unreachable(link.node, str(error)) from None
+        except OSError as error:
+            counters.errors[errno.errorcode.get(error.errno or 0, "EIO")] += 1
+            raise
+
+    async def _run_on(
+        self,
+        channels: list[Channel],
+        headers: list[Header],
+        work: Callable[[Channel, Header], Reply],
+        limiter: trio.CapacityLimiter,
+    ) -> None:
+        link = self._link
 
         def stop() -> None:
             for channel in channels:
@@ -428,23 +471,29 @@ class RemoteDevice:
                     stop,
                     limiter,
                 )
-        except Lost as error:
+        except (Lost, BadMessage) as error:
+            if isinstance(error, BadMessage):
+                self._peers.counters.rejected += 1
+                log.warning("store node %x: a data connection is given up: %s", link.node, error)
             link.lost()
-            counters.errors["ENOTCONN"] += 1
-            raise Unreachable(link.node, str(error)) from None
-        except OSError as error:
-            counters.errors[errno.errorcode.get(error.errno or 0, "EIO")] += 1
             raise
         finally:
             link.stops.remove(stop)
             link.give_back(channels)
 
-    def _send(self, channel: Channel, header: Header, fd: int, offset: int) -> Reply:
-        timeout_s = self._peers.timeout_s
+    def _send(
+        self, channel: Channel, header: Header, fd: int, offset: int, passed: Landed
+    ) -> Reply:
+        timeout_s, begin = self._peers.timeout_s, header.offset
+        if passed is not nothing_landed:
+            passed = partial(_landed_from, passed, begin)
         channel.clean = False
-        channel.send_all(header.pack(), Patience(timeout_s))
-        reply = send_range(channel, fd, offset + header.offset, header.length, timeout_s)
+        patience = Patience(timeout_s)
+        channel.send_header(header, patience)
+        reply = send_range(channel, fd, offset + begin, header.length, timeout_s, passed)
         if reply is None:
+            patience.renew()
+            channel.end_sending(patience)
             reply = wait_for_reply(channel, timeout_s)
             channel.clean = not reply.closing
         return self._checked(reply, header)
@@ -454,7 +503,7 @@ class RemoteDevice:
     ) -> Reply:
         timeout_s = self._peers.timeout_s
         channel.clean = False
-        channel.send_all(header.pack(), Patience(timeout_s))
+        channel.send_header(header, Patience(timeout_s))
         reply = wait_for_reply(channel, timeout_s)
         if reply.kind is ReplyKind.OK:
             begin = header.offset - start
@@ -469,6 +518,12 @@ class RemoteDevice:
         if reply.kind is ReplyKind.FAILED:
             raise error_of(reply.code, reply.node, reply.text, header.target.group)
         return reply
+
+
+def _landed_from(
+    landed: Landed, begin: int, start: int, count: int, data: memoryview | None
+) -> None:
+    landed(begin + start, count, data)
 
 
 def _get(extents: list[Extent], limit: int, number: int) -> Get:

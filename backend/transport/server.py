@@ -5,9 +5,7 @@ more than STRANGERS_MAX are at it the one that has been trying longest is cut of
 sense loses its connection, with one line in the log.
 """
 
-import hmac
 import logging
-import secrets
 import socket
 import ssl
 from collections import OrderedDict
@@ -15,20 +13,26 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import trio
 
 from ..security import Credentials, describe_tls_error, peer_identity
+from .authentication import CODE_BYTES, Authentication, Forged, Ticket
 from .caller import broken_text
-from .channel import Channel, EncryptedChannel, Lost, choose_congestion_control
-from .control import Control, Peer
+from .channel import (
+    AuthenticatedChannel,
+    Channel,
+    EncryptedChannel,
+    Lost,
+    choose_congestion_control,
+)
+from .control import Control
 from .counters import Counters
 from .data import Data
 from .messages import (
     FRAME_BYTES_MAX,
     HELLO_BYTES_MAX,
-    TICKET_BYTES,
     VERSION,
     BadMessage,
     Frames,
@@ -38,11 +42,12 @@ from .messages import (
 )
 from .peers import Peers
 from .prompt import PromptStream
+from .rights import ROLES, Peer
 from .service import Incoming, Service
 from .transfers import RECEIVER_PATIENCE, Transfers
 from .verbs.rdma import Rdma
 from .verbs.responder import SESSION_OVER, Responder
-from .wire import PREAMBLE_BYTES, unpack_preamble
+from .wire import PREAMBLE_BYTES, describe_version, unpack_preamble
 
 __all__ = ["Incoming", "Listener", "Peer", "Service"]
 
@@ -53,12 +58,11 @@ STRANGERS_MAX = 128
 MEMBERS_MAX = 16384
 TICKET_S = 30.0
 TICKETS_PENDING_MAX = 16384
+TICKETS_OF_ONE_MAX = 512
 # Callers give idle connections up earlier, or keep them alive.
 IDLE_S = 60.0
 _BACKLOG = 1024
 _TLS_HANDSHAKE = 0x16
-_ROLES = ("node", "mount", "reader", "admin")
-_TICKET_ID_BYTES = 8
 _SETBACK_S = 0.1
 _ENDS = (
     OSError,
@@ -68,6 +72,15 @@ _ENDS = (
     trio.EndOfChannel,
     trio.TooSlowError,
 )
+
+
+class _Granted(NamedTuple):
+    """A ticket that was not used yet; `session` is the one whose rights it gives."""
+
+    key: bytes
+    end: float
+    peer: Peer
+    session: int
 
 
 class Listener:
@@ -104,7 +117,7 @@ class Listener:
         self._encrypt_data = encrypt_data
         self._timeout_s = timeout_s
         self._strangers: OrderedDict[int, trio.CancelScope] = OrderedDict()
-        self._tickets: OrderedDict[bytes, tuple[bytes, float, Peer]] = OrderedDict()
+        self._tickets: OrderedDict[bytes, _Granted] = OrderedDict()
         self.counters = Counters()
         self.control_port = control_port
         self.data_port = 0
@@ -230,6 +243,10 @@ class Listener:
                 await control.run()
             except BadMessage as error:
                 raise BadMessage(f"{peer.role} {peer.name!r}: {error}") from None
+            finally:
+                peer.leave()
+                for number in list(peer.tickets):
+                    self._forget(number)
 
     @contextmanager
     def _responding(self, local: str, peer: Peer, nursery: trio.Nursery) -> Iterator[Responder]:
@@ -292,43 +309,59 @@ class Listener:
             raise BadMessage(broken_text(error)) from None
         why = ""
         if hello.version != VERSION:
-            why = f"protocol version {hello.version}, this node speaks {VERSION}"
-        elif self._context is None and hello.role not in _ROLES:
+            why = describe_version(hello.version)
+        elif self._context is None and hello.role not in ROLES:
             why = f"{hello.role!r} is no role"
         elif hello.wanted not in (0, self._service.node):
             why = f"this is store node {self._service.node:x}, not {hello.wanted:x}"
         if why:
-            await frames.send(Refused(why))
+            await frames.send(Refused(why, for_good=hello.version != VERSION))
             raise BadMessage(why)
         await frames.send(Welcome(VERSION, self._service.node))
         role = role or hello.role
         node = _number(hello.name) if role == "node" else 0
-        return Peer(role, (name or hello.name)[:128], address, hello.session, node)
+        return Peer(
+            role, (name or hello.name)[:128], address, hello.session, node,
+            session_key=hello.session_key, is_certified=self._context is not None,
+        )  # fmt: skip
 
     # -- tickets ---------------------------------------------------------------------------------
 
     def _grant(self, peer: Peer, count: int) -> list[bytes]:
         now = trio.current_time()
+        while len(peer.tickets) > TICKETS_OF_ONE_MAX - count:
+            self._forget(next(iter(peer.tickets)))
         while self._tickets:
-            first = next(iter(self._tickets.values()))
-            if first[1] > now and len(self._tickets) + count <= TICKETS_PENDING_MAX:
+            number, first = next(iter(self._tickets.items()))
+            if first.end > now and len(self._tickets) + count <= TICKETS_PENDING_MAX:
                 break
-            self._tickets.popitem(last=False)
+            self._forget(number)
         granted = []
         for _ in range(count):
-            ticket = secrets.token_bytes(TICKET_BYTES)
-            self._tickets[ticket[:_TICKET_ID_BYTES]] = ticket, now + TICKET_S, peer
-            granted.append(ticket)
+            ticket = Ticket.make()
+            self._tickets[ticket.number] = _Granted(ticket.key, now + TICKET_S, peer, peer.session)
+            peer.tickets[ticket.number] = None
+            granted.append(ticket.pack())
         return granted
 
-    def _redeem(self, ticket: bytes) -> Peer:
+    def _forget(self, number: bytes) -> _Granted | None:
+        granted = self._tickets.pop(number, None)
+        if granted is not None:
+            del granted.peer.tickets[number]
+        return granted
+
+    def _redeem(self, channel: Channel, preamble: bytes) -> Peer:
         """Raises BadMessage. A ticket is good for one try."""
-        expected, end, peer = self._tickets.pop(
-            ticket[:_TICKET_ID_BYTES], (bytes(TICKET_BYTES), 0.0, None)
-        )
-        if not hmac.compare_digest(expected, ticket) or peer is None or end < trio.current_time():
+        granted = self._forget(unpack_preamble(preamble[:-CODE_BYTES]))
+        if granted is None or granted.end < trio.current_time():
             raise BadMessage("it shows no valid ticket for a data connection")
-        return peer
+        channel.authentication = Authentication(granted.key, listens=True)
+        channel.session = granted.session
+        try:
+            channel.checked(preamble)
+        except Forged:
+            raise BadMessage("it shows a ticket that is not its own") from None
+        return granted.peer
 
     # -- data ------------------------------------------------------------------------------------
 
@@ -337,9 +370,9 @@ class Listener:
         try:
             with self._stranger():
                 channel = await self._open_channel(sock)
-                peer = self._redeem(unpack_preamble(await self._preamble(channel)))
+                peer = self._redeem(channel, await self._preamble(channel))
             with self._member():
-                while await self._has_request(channel):
+                while await self._has_request(channel, peer):
                     if not await self._data.serve(channel, peer):
                         break
         finally:
@@ -356,7 +389,8 @@ class Listener:
         plain = socket.socket(fileno=sock.detach())
         try:
             if not encrypted:
-                return Channel(plain, user_timeout_s)
+                kind = Channel if self._context is None else AuthenticatedChannel
+                return kind(plain, user_timeout_s)
             assert self._context is not None
             secure = self._context.wrap_socket(
                 plain, server_side=True, do_handshake_on_connect=False
@@ -388,12 +422,19 @@ class Listener:
                     await trio.lowlevel.wait_readable(channel.sock)
         return bytes(preamble)
 
-    async def _has_request(self, channel: Channel) -> bool:
+    async def _has_request(self, channel: Channel, peer: Peer) -> bool:
+        """Wait for one. False: there is none for long, or the peer's rights ended."""
+        if peer.has_left:
+            return False
         if channel.has_input():
             return True
-        with trio.move_on_after(IDLE_S):
-            await trio.lowlevel.wait_readable(channel.sock)
-            return True
+        with trio.move_on_after(IDLE_S) as scope:
+            peer.waiting.add(scope)
+            try:
+                await trio.lowlevel.wait_readable(channel.sock)
+                return True
+            finally:
+                peer.waiting.discard(scope)
         return False
 
 
@@ -442,6 +483,6 @@ async def _listen(address: str, port: int) -> trio.socket.SocketType:
 def _identity(connection: Any) -> tuple[str, str]:
     """Role and name in the certificate at the other end. Raises BadMessage if it may not ask us."""
     identity = peer_identity(connection)
-    if identity is None or identity.role not in _ROLES:
+    if identity is None or identity.role not in ROLES:
         raise BadMessage("its certificate names no role that may use store nodes")
     return identity.role, identity.name

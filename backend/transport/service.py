@@ -3,6 +3,7 @@
 from typing import Any, Protocol, TypeVar
 
 from . import Extent, Target
+from .rights import Peer
 
 
 class Held(Protocol):
@@ -42,6 +43,12 @@ class Service(Protocol[I]):
     @property
     def node(self) -> int:
         """The node's id."""
+        ...
+
+    async def check_owner(self, peer: Peer, session: int, content: int) -> None:
+        """Raise OSError unless the content is the peer's, `session` being the one that it has the rights
+        of: ECANCELED when the content's session is over, EACCES when it is another's, Unreachable when
+        that is not known."""
         ...
 
     async def admit(self, extent: Extent, target: Target) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import trio
 
-from . import Extent
+from . import Extent, Unreachable
 from .channel import Channel, Lost, Patience
 from .messages import BadMessage, failure_of
 from .onward import Onward
@@ -217,8 +217,9 @@ def take_extent(
     except OSError as error:
         receiving.fail(error)
         reply = Reply(ReplyKind.FAILED, *failure_of(error, node))
-    except Lost as error:
-        receiving.fail(OSError(errno.ECONNRESET, f"the sender is gone: {error}"))
+    except (Lost, BadMessage) as error:
+        # The sender may well be there, and tries again if it is told so on another stream.
+        receiving.fail(Unreachable(node, f"a data connection was given up: {error}"))
         raise
     else:
         reply = Reply(ReplyKind.OK)

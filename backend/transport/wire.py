@@ -1,20 +1,25 @@
-"""The format of data connections: a Preamble, then Headers and Replies (streams.py says in what order)."""
+"""The format of data connections: a preamble, then Headers and Replies (streams.py says in what order).
+
+Each of them is followed by its code (authentication.py).
+"""
 
 import enum
 import struct
 from typing import NamedTuple
 
 from . import Extent, Target
-from .messages import CHAIN_MAX, TICKET_BYTES, VERSION, BadMessage
+from .authentication import CODE_BYTES
+from .messages import CHAIN_MAX, TICKET_NUMBER_BYTES, VERSION, BadMessage
 
 _MAGIC = b"irDM"
-_PREAMBLE = struct.Struct(f">4sHH{TICKET_BYTES}s")
+_PREAMBLE = struct.Struct(f">4sHH{TICKET_NUMBER_BYTES}s")
 _HEADER = struct.Struct(f">BBxxIQQQQQQQ{CHAIN_MAX}Q32s")
 # Kind, closing, bytes of text that follow, errno, node.
 REPLY = struct.Struct(">B?HiQ")
 
-PREAMBLE_BYTES = _PREAMBLE.size
-HEADER_BYTES = _HEADER.size
+# With their codes.
+PREAMBLE_BYTES = _PREAMBLE.size + CODE_BYTES
+HEADER_BYTES = _HEADER.size + CODE_BYTES
 
 _UINT63_MAX = (1 << 63) - 1
 
@@ -92,15 +97,24 @@ class Header(NamedTuple):
         return cls(op, Extent(content, stripe), target, transfer, total, offset, length, trace)
 
 
-def pack_preamble(ticket: bytes) -> bytes:
-    return _PREAMBLE.pack(_MAGIC, VERSION, 0, ticket)
+def pack_preamble(number: bytes) -> bytes:
+    """Shows the number of a ticket; its code is to follow."""
+    return _PREAMBLE.pack(_MAGIC, VERSION, 0, number)
 
 
 def unpack_preamble(data: bytes) -> bytes:
-    """The ticket. Raises BadMessage."""
-    magic, version, _, ticket = _PREAMBLE.unpack(data)
+    """The number of the ticket, of a preamble without its code. Raises BadMessage."""
+    magic, version, _, number = _PREAMBLE.unpack(data)
     if magic != _MAGIC:
         raise BadMessage("not an irdmafs data connection")
     if version != VERSION:
-        raise BadMessage(f"protocol version {version}, this is {VERSION}")
-    return bytes(ticket)
+        raise BadMessage(describe_version(version))
+    return bytes(number)
+
+
+def describe_version(version: int) -> str:
+    """Why a peer of another version is not served."""
+    return (
+        f"protocol version {version}, this node speaks {VERSION}: "
+        "have the same version of irdmafs on both hosts"
+    )

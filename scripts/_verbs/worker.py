@@ -13,8 +13,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
@@ -22,21 +22,23 @@ from typing import Any, Self
 import msgspec
 import trio
 from irdmafs.backend.cluster_config import ClusterConfig
+from irdmafs.backend.lease import MOUNT, Session
 from irdmafs.backend.records import (
     CONTENT_NUMBER_BITS,
+    MountRecord,
     NodeAddress,
     decode,
     encode,
     group_key,
 )
 from irdmafs.backend.transport import Extent, FileRange, Target, messages
+from irdmafs.backend.transport.authentication import make_session_key, session_digest
 from irdmafs.backend.transport.peers import Peers, RemoteDevice
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 
 # Less goes inside a control message, as a mount sends it.
 MESSAGE_BYTES = 64 << 10
-# Numbers of contents that the mount, whose session all of us use, does not come to.
-_CONTENTS_FIRST = {"verbs": 1 << CONTENT_NUMBER_BITS - 1, "tcp": 3 << CONTENT_NUMBER_BITS - 2}
+_SESSION_TTL_S = 60
 # Tells a version from the one before it.
 _MARK_BYTES = 16
 _CODEC_ROUNDS = 200
@@ -290,19 +292,36 @@ async def work(kind: str, plan: dict[str, Any]) -> None:
         rdma = None
         if kind == "verbs":
             rdma = stack.enter_context(Rdma(Choice("require", threshold_bytes=1)))
+        session, key = await stack.enter_async_context(_session(plan["config"]))
         peers = await stack.enter_async_context(
             Peers(
                 lambda _node: address,
-                name="bench", role="mount", session=lambda: plan["session"], timeout_s=30.0,
-                rdma=rdma, stages=False,
+                name="bench", role="mount", session=lambda: session, session_key=key,
+                timeout_s=30.0, rdma=rdma, stages=False,
             )
         )  # fmt: skip
         target = Target(plan["group"], plan["revision"], ())
-        first = (plan["session"] << CONTENT_NUMBER_BITS) + _CONTENTS_FIRST[kind]
+        first = session << CONTENT_NUMBER_BITS
         await serve_jobs(DeviceJobs(peers, plan["node"], target, first, place))
         counters = peers.counters
         if rdma is not None and counters.fallbacks:
             print(f"{counters.fallbacks} transfers fell back to TCP", file=sys.stderr)
+
+
+@asynccontextmanager
+async def _session(config: str) -> AsyncIterator[tuple[int, bytes]]:
+    """The number of a session as a mount has it, and its key."""
+    key = make_session_key()
+    record = MountRecord("bench", "", os.getpid(), "", key_digest=session_digest(key))
+    async with (
+        ClusterConfig.load(config).cluster.engine("mount") as engine,
+        trio.open_nursery() as nursery,
+    ):
+        session = Session(engine, MOUNT, record, _SESSION_TTL_S)
+        await nursery.start(session.run)
+        yield session.number, key
+        await session.release()
+        nursery.cancel_scope.cancel()
 
 
 async def revision_of(config: Path, group: int) -> int:

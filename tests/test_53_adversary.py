@@ -1,0 +1,510 @@
+"""Somebody on the way between a mount and a store node, and peers that ask for what is not theirs.
+
+Whoever can write into a connection of a cluster with certificates gets nothing read, stores nothing,
+destroys nothing, and makes nobody wait: the connection is given up, with one line in the log, and another
+one is used.
+"""
+
+import errno
+import logging
+import os
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import trio
+from irdmafs.backend.records import NodeAddress
+from irdmafs.backend.security import Credentials, issue, make_ca
+from irdmafs.backend.transport import Extent, FileRange, Target, Unreachable, data, messages, wire
+from irdmafs.backend.transport.peers import Peers
+from irdmafs.backend.transport.rights import RIGHTS, ROLES, Scope, may
+from irdmafs.backend.transport.verbs.ends import QueueEnd
+from test_53_strangers import connect, data_connection, frame, hello, is_closed, receive_frame
+from test_53_transport import TIMEOUT_S, in_cluster
+from transport_place import MiB, Place, memory, mounted, random_bytes, until
+
+__all__ = ["memory"]
+
+SERVER = "irdmafs.backend.transport.server"
+TARGET = Target(1, 1, ())
+TO_NODE, TO_MOUNT = 0, 1
+
+
+@pytest.fixture(scope="module")
+def certificates() -> Iterator[dict[str, Credentials]]:
+    with tempfile.TemporaryDirectory() as directory:
+        make_ca(directory, "test")
+        yield {role: issue(directory, "one", role) for role in ("node", "mount", "reader", "admin")}
+
+
+class Passage:
+    """One connection that goes through the relay."""
+
+    def __init__(self, mount: trio.SocketStream, node: trio.SocketStream) -> None:
+        self.ends = (node, mount)
+        # All that passed, by direction.
+        self.passed = (bytearray(), bytearray())
+
+    async def speak(self, direction: int, data: bytes) -> None:
+        """What only somebody on the way can do: say something that the other end did not."""
+        await self.ends[direction].send_all(data)
+
+
+class Relay:
+    """On the way to one port of a node. `change(direction, passage, data)` gives what is handed on."""
+
+    def __init__(self, port: int) -> None:
+        self._to = port
+        self.port = 0
+        self.passages: list[Passage] = []
+        self.change: Callable[[int, Passage, bytes], bytes] = lambda direction, passage, data: data
+
+    async def serve(self, task_status: trio.TaskStatus[None]) -> None:
+        async with trio.open_nursery() as nursery:
+            [listener] = await nursery.start(
+                lambda task_status: trio.serve_tcp(
+                    self._pass, 0, host="127.0.0.1", task_status=task_status
+                )
+            )
+            self.port = listener.socket.getsockname()[1]
+            task_status.started()
+
+    async def _pass(self, mount: trio.SocketStream) -> None:
+        node = await trio.open_tcp_stream("127.0.0.1", self._to)
+        passage = Passage(mount, node)
+        self.passages.append(passage)
+        async with mount, node, trio.open_nursery() as nursery:
+            for direction, source in ((TO_NODE, mount), (TO_MOUNT, node)):
+                nursery.start_soon(self._hand_on, passage, direction, source, nursery.cancel_scope)
+
+    async def _hand_on(
+        self, passage: Passage, direction: int, source: trio.SocketStream, end: trio.CancelScope
+    ) -> None:
+        try:
+            async for received in source:
+                passage.passed[direction].extend(received)
+                changed = self.change(direction, passage, bytes(received))
+                if changed:
+                    await passage.ends[direction].send_all(changed)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass
+        end.cancel()
+
+
+@asynccontextmanager
+async def on_the_way(
+    cluster: Place, memory: Path, credentials: Credentials, kind: str = "data"
+) -> AsyncIterator[tuple[Relay, Peers]]:
+    """A relay before node 1's port of that kind, and a mount that knows no other way."""
+    listener = cluster.nodes[1].listener
+    relay = Relay(listener.data_port if kind == "data" else listener.control_port)
+
+    def resolve(node: int) -> NodeAddress | None:
+        found = cluster.peers.resolve(node)
+        if found is None or node != 1:
+            return found
+        return msgspec.structs.replace(found, **{f"{kind}_port": relay.port})
+
+    async with trio.open_nursery() as nursery:
+        await nursery.start(relay.serve)
+        async with Peers(
+            resolve,
+            name="victim",
+            role="mount",
+            credentials=credentials,
+            timeout_s=TIMEOUT_S,
+            streams=2,
+        ) as peers:
+            yield relay, peers
+        nursery.cancel_scope.cancel()
+
+
+def attacked(
+    memory: Path,
+    certificates: dict[str, Credentials],
+    attack: Callable[[Place, Relay, Peers], Awaitable[None]],
+    count: int = 1,
+    kind: str = "data",
+    **options: Any,
+) -> None:
+    async def test(cluster: Place) -> None:
+        async with on_the_way(cluster, memory, certificates["mount"], kind) as (relay, peers):
+            with trio.fail_after(60):
+                await attack(cluster, relay, peers)
+
+    mount = certificates["mount"]
+    in_cluster(memory, test, count, credentials=certificates["node"], mount=mount, **options)
+
+
+def warnings(caplog: pytest.LogCaptureFixture, name: str = SERVER) -> list[str]:
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == name and record.levelno >= logging.WARNING
+    ]
+
+
+async def write(peers: Peers, cluster: Place, extent: Extent, content: bytes, *chain: int) -> None:
+    source = cluster.file(f"source{extent.content}", content)
+    try:
+        whole = FileRange(source, 0, len(content))
+        await peers.device(1).write(extent, Target(1, 1, chain), whole)
+    finally:
+        os.close(source)
+
+
+async def read(peers: Peers, cluster: Place, extent: Extent, length: int) -> bytes:
+    target = cluster.file(f"target{extent.content}")
+    try:
+        await peers.device(1).read(extent, 0, FileRange(target, 0, length))
+        return os.pread(target, length, 0)
+    finally:
+        os.close(target)
+
+
+def header(op: wire.Op, extent: Extent, length: int) -> bytes:
+    return wire.Header(op, extent, TARGET, 7, length, 0, length, "").pack()
+
+
+# -- into a data connection ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", wire.Op)
+@pytest.mark.parametrize("code", [b"", bytes(16)], ids=["no code", "a wrong code"])
+def test_a_forged_request_in_an_idle_connection_is_not_served(
+    memory: Path,
+    certificates: dict[str, Credentials],
+    caplog: pytest.LogCaptureFixture,
+    op: wire.Op,
+    code: bytes,
+) -> None:
+    content = random_bytes(100_000)
+
+    async def attack(cluster: Place, relay: Relay, peers: Peers) -> None:
+        await write(peers, cluster, Extent(1, 0), content)
+        [passage] = relay.passages
+        before = len(passage.passed[TO_MOUNT])
+        await passage.speak(TO_NODE, header(op, Extent(1, 0), 1) + code + b"!" * (17 - len(code)))
+        await until(lambda: len(warnings(caplog)) == 1)
+        assert "not sent by the other end" in warnings(caplog)[0]
+        assert cluster.nodes[1].listener.counters.rejected == 1
+        assert len(passage.passed[TO_MOUNT]) == before
+        # The mount takes another connection.
+        assert await read(peers, cluster, Extent(1, 0), len(content)) == content
+        assert cluster.service(1).sealed == [Extent(1, 0)]
+
+    attacked(memory, certificates, attack)
+
+
+def test_a_request_that_passed_is_not_served_again(
+    memory: Path, certificates: dict[str, Credentials], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def attack(cluster: Place, relay: Relay, peers: Peers) -> None:
+        await write(peers, cluster, Extent(1, 0), b"secret" * 50)
+        passages = len(relay.passages)
+        seen = len(relay.passages[0].passed[TO_NODE])
+        await read(peers, cluster, Extent(1, 0), 300)
+        [passage] = relay.passages[:passages]
+        request = bytes(passage.passed[TO_NODE][seen:])
+        assert len(request) == wire.HEADER_BYTES
+        answered = len(passage.passed[TO_MOUNT])
+        await passage.speak(TO_NODE, request)
+        await until(lambda: len(warnings(caplog)) == 1)
+        assert len(passage.passed[TO_MOUNT]) == answered
+
+    attacked(memory, certificates, attack)
+
+
+def test_a_preamble_that_passed_opens_nothing(
+    memory: Path, certificates: dict[str, Credentials], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def attack(cluster: Place, relay: Relay, peers: Peers) -> None:
+        await write(peers, cluster, Extent(1, 0), b"secret")
+        preamble = bytes(relay.passages[0].passed[TO_NODE][: wire.PREAMBLE_BYTES])
+        stream = await connect(cluster, "data_port")
+        await stream.send_all(preamble + header(wire.Op.READ, Extent(1, 0), 6))
+        assert await is_closed(stream)
+        await stream.aclose()
+
+    attacked(memory, certificates, attack)
+
+
+def test_a_request_that_never_ends_is_given_up_and_the_mount_goes_on(
+    memory: Path, certificates: dict[str, Credentials], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "_HEADER_S", 1.0)
+
+    async def attack(cluster: Place, relay: Relay, peers: Peers) -> None:
+        await write(peers, cluster, Extent(1, 0), b"content")
+        connections = cluster.nodes[1].listener.counters.connections
+        await relay.passages[0].speak(TO_NODE, header(wire.Op.READ, Extent(1, 0), 7)[:50])
+        await until(lambda: cluster.nodes[1].listener.counters.connections < connections)
+        assert await read(peers, cluster, Extent(1, 0), 7) == b"content"
+
+    attacked(memory, certificates, attack)
+
+
+@pytest.mark.parametrize("place", [0, 1 * MiB, 3 * MiB - 1], ids=["first", "middle", "last"])
+def test_bytes_that_were_changed_on_the_way_to_a_node_are_stored_nowhere(
+    memory: Path,
+    certificates: dict[str, Credentials],
+    caplog: pytest.LogCaptureFixture,
+    place: int,
+) -> None:
+    content = random_bytes(3 * MiB)
+
+    async def attack(cluster: Place, relay: Relay, peers: Peers) -> None:
+        began = wire.PREAMBLE_BYTES + wire.HEADER_BYTES
+
+        def change(direction: int, passage: Passage, data: bytes) -> bytes:
+            end = len(passage.passed[TO_NODE]) - began
+            at = place - (end - len(data))
+            if direction == TO_MOUNT or not 0 <= at < len(data):
+                return data
+            return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+        relay.change = change
+        with pytest.raises(Unreachable):
+            await write(peers, cluster, Extent(1, 0), content, 2)
+        await until(lambda: not any(cluster.service(node).leftovers for node in (1, 2)))
+        assert not cluster.service(1).sealed + cluster.service(2).sealed
+        assert len(warnings(caplog)) == 1
+        relay.change = lambda direction, passage, data: data
+        await write(peers, cluster, Extent(1, 0), content, 2)
+        assert cluster.have(Extent(1, 0), content) == [1, 2]
+
+    attacked(memory, certificates, attack, 2)
+
+
+def test_bytes_that_were_changed_on_the_way_from_a_node_are_not_used(
+    memory: Path, certificates: dict[str, Credentials], caplog: pytest.LogCaptureFixture
+) -> None:
+    content = random_bytes(3 * MiB)
+
+    async def attack(cluster: Place, relay: Relay, peers: Peers) -> None:
+        await write(peers, cluster, Extent(1, 0), content)
+        relay.change = lambda direction, passage, data: (
+            data[:-1] + bytes([data[-1] ^ 1]) if direction == TO_MOUNT else data
+        )
+        with pytest.raises(Unreachable):
+            await read(peers, cluster, Extent(1, 0), len(content))
+        assert len(warnings(caplog, "irdmafs.backend.transport.peers")) == 1
+        relay.change = lambda direction, passage, data: data
+        assert await read(peers, cluster, Extent(1, 0), len(content)) == content
+
+    attacked(memory, certificates, attack)
+
+
+def test_a_forged_answer_acknowledges_nothing(
+    memory: Path, certificates: dict[str, Credentials]
+) -> None:
+    """The bytes never arrive, and somebody says that they did."""
+
+    async def attack(cluster: Place, relay: Relay, peers: Peers) -> None:
+        answer = wire.REPLY.pack(wire.ReplyKind.OK, False, 0, 0, 0) + bytes(16)
+        answered: set[Passage] = set()
+
+        def change(direction: int, passage: Passage, data: bytes) -> bytes:
+            if direction == TO_MOUNT:
+                return data
+            if passage not in answered and len(passage.passed[TO_NODE]) > 1 * MiB:
+                answered.add(passage)
+                nursery.start_soon(passage.speak, TO_MOUNT, answer)
+            return b"" if passage in answered else data
+
+        relay.change = change
+        async with trio.open_nursery() as nursery:
+            with pytest.raises(Unreachable):
+                await write(peers, cluster, Extent(1, 0), random_bytes(3 * MiB))
+        assert answered
+        assert not cluster.service(1).sealed
+
+    attacked(memory, certificates, attack)
+
+
+# -- into a control connection -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direction", [TO_NODE, TO_MOUNT])
+def test_what_is_said_in_a_control_connection_by_others_ends_it(
+    memory: Path, certificates: dict[str, Credentials], direction: int
+) -> None:
+    async def attack(cluster: Place, relay: Relay, peers: Peers) -> None:
+        await peers.device(1).put(Extent(1, 0), TARGET, b"content")
+        [passage] = relay.passages
+        await passage.speak(direction, frame(messages.Abort(3, "", 1)))
+        await until(lambda: cluster.nodes[1].listener.counters.connections == 0)
+        assert await peers.device(1).get([Extent(1, 0)], 100) == [b"content"]
+        assert not cluster.service(1).aborted
+
+    attacked(memory, certificates, attack, kind="control")
+
+
+# -- peers with a certificate --------------------------------------------------------------------
+
+EXTENT = Extent(5 << 24 | 1, 0)
+END = QueueEnd(bytes(16), 0, 5, 6, 1024, 16)
+REQUESTS: dict[type[messages.Message], messages.Request] = {
+    type(request): request
+    for request in (
+        messages.Ping(1, ""),
+        messages.Put(1, "", EXTENT, TARGET, b"data"),
+        messages.Get(1, "", [EXTENT], 100),
+        messages.Adopt(1, "", EXTENT, TARGET, f"{EXTENT.content:x}"),
+        messages.Abort(1, "", EXTENT.content),
+        messages.Suspect(1, "", 1, 2),
+        messages.Status(1, ""),
+        messages.Tickets(1, "", 1),
+        messages.Rails(1, ""),
+        messages.Doubt(1, "", EXTENT),
+        messages.Digest(1, "", EXTENT),
+        messages.Scrub(1, ""),
+        messages.Attach(1, "", END, 0, "rxe0", bytes(16)),
+        messages.Expose(1, "", EXTENT, 0, 10, 0),
+        messages.Reserve(1, "", EXTENT, TARGET, 10, 10, 2, 0),
+    )
+}
+
+
+async def asked(cluster: Place, role: str, request: messages.Request, **more: Any) -> Any:
+    """The node's answer to a peer of a role."""
+    stream = await connect(cluster)
+    await stream.send_all(hello(cluster, role=role, **more) + frame(request))
+    messages.decode_welcome(await receive_frame(stream))
+    answer = messages.decode_answer(await receive_frame(stream))
+    await stream.aclose()
+    return answer
+
+
+def is_denied(answer: Any) -> bool:
+    return isinstance(answer, messages.Failed) and answer.code == errno.EACCES
+
+
+def test_every_request_is_tried() -> None:
+    assert set(REQUESTS) == {
+        kind
+        for kind in RIGHTS
+        if not isinstance(kind, wire.Op) and issubclass(kind, messages.Request)
+    }
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_role_is_refused_what_it_may_not_ask_for(memory: Path, role: str) -> None:
+    async def test(cluster: Place) -> None:
+        Path(cluster.service(1).directory, f"incoming/{EXTENT.content:x}").write_bytes(b"copy")
+        for kind, request in REQUESTS.items():
+            answer = await asked(cluster, role, request, session=5)
+            assert is_denied(answer) == (may(role, kind) is Scope.NONE), (role, kind, answer)
+        service = cluster.service(1)
+        if role != "mount":
+            assert service.aborted == []
+            assert service.suspected == []
+        if role in ("reader", "admin"):
+            assert service.sealed == []
+
+    in_cluster(memory, test, 1)
+
+
+@pytest.mark.parametrize("key", [b"", bytes(32)], ids=["no key", "another key"])
+def test_a_mount_is_refused_what_is_of_another_session(
+    memory: Path, caplog: pytest.LogCaptureFixture, key: bytes
+) -> None:
+    async def test(cluster: Place) -> None:
+        cluster.service(1).owners = {5: b"the key of the victim's session", 6: key}
+        for kind, request in REQUESTS.items():
+            if may("mount", kind) is Scope.OWN:
+                assert is_denied(await asked(cluster, "mount", request, session=5, session_key=key))
+        assert not cluster.service(1).sealed
+        assert not cluster.service(1).aborted
+        assert not cluster.service(1).leftovers
+        told = warnings(caplog, "irdmafs.backend.transport.control")
+        assert len(told) == cluster.nodes[1].listener.counters.denied == 4
+
+    in_cluster(memory, test, 1)
+
+
+@pytest.mark.parametrize("op", wire.Op)
+def test_a_right_that_a_ticket_does_not_give_is_refused_on_its_connection(
+    memory: Path, op: wire.Op
+) -> None:
+    async def test(cluster: Place) -> None:
+        await cluster.peers.device(1).put(EXTENT, TARGET, b"published")
+        service = cluster.service(1)
+        service.owners = {5: b"the key of the victim's session"}
+        before = list(service.sealed)
+        connection = await data_connection(cluster)
+        await connection.send(connection.signed(header(op, EXTENT, 9)) + b"malicious")
+        reply = await connection.reply()
+        if op is wire.Op.WRITE:
+            assert (reply.kind, reply.code) == (wire.ReplyKind.FAILED, errno.EACCES)
+            assert reply.closing
+        else:
+            assert reply.kind is wire.ReplyKind.OK
+        await connection.aclose()
+        assert service.sealed == before
+        assert cluster.have(EXTENT, b"published") == [1]
+
+    in_cluster(memory, test, 1)
+
+
+def test_the_rights_of_a_data_connection_end_with_its_control_connection(memory: Path) -> None:
+    async def test(cluster: Place) -> None:
+        connection = await data_connection(cluster)
+        await until(lambda: cluster.nodes[1].listener.counters.connections >= 2)
+        await connection.control.aclose()
+        assert await is_closed(connection.stream)
+        await connection.aclose()
+
+    in_cluster(memory, test, 1)
+
+
+def test_a_new_session_gets_data_connections_of_its_own(memory: Path) -> None:
+    async def test(cluster: Place) -> None:
+        session = 5
+        async with mounted(memory, timeout_s=TIMEOUT_S, session=lambda: session) as peers:
+            await write(peers, cluster, Extent(1, 0), bytes(100_000))
+            session = 6
+            await write(peers, cluster, Extent(2, 0), bytes(100_000))
+        assert cluster.service(1).asked == [(5, 1), (6, 2)]
+
+    in_cluster(memory, test, 1)
+
+
+def test_one_peers_tickets_do_not_displace_anothers(memory: Path) -> None:
+    async def test(cluster: Place) -> None:
+        connection = await data_connection(cluster)
+        victim, greedy = await connect(cluster), await connect(cluster)
+        for stream in (victim, greedy):
+            await stream.send_all(hello(cluster))
+            await receive_frame(stream)
+        await victim.send_all(frame(messages.Tickets(1, "", 1)))
+        await receive_frame(victim)
+        listener = cluster.nodes[1].listener
+        [number] = listener._tickets
+        for _ in range(300):
+            await greedy.send_all(frame(messages.Tickets(1, "", messages.TICKETS_MAX)))
+            await receive_frame(greedy)
+        assert number in listener._tickets
+        assert len(listener._tickets) <= 600
+        for stream in (victim, greedy):
+            await stream.aclose()
+        await connection.aclose()
+
+    in_cluster(memory, test, 1)
+
+
+def test_who_speaks_another_version_is_told_what_to_do(memory: Path) -> None:
+    async def test(cluster: Place) -> None:
+        stream = await connect(cluster)
+        await stream.send_all(hello(cluster, version=messages.VERSION - 1))
+        refused = messages.decode_welcome(await receive_frame(stream))
+        assert isinstance(refused, messages.Refused)
+        assert refused.for_good
+        assert "have the same version of irdmafs on both hosts" in refused.text
+        await stream.aclose()
+
+    in_cluster(memory, test, 1)

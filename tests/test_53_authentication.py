@@ -1,0 +1,190 @@
+"""Who is believed on a data connection, and what each kind of peer may ask of a store node."""
+
+import inspect
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from irdmafs.backend.transport import messages
+from irdmafs.backend.transport.authentication import (
+    CODE_BYTES,
+    Authentication,
+    Forged,
+    Ticket,
+    session_digest,
+)
+from irdmafs.backend.transport.channel import AuthenticatedChannel, Patience
+from irdmafs.backend.transport.rights import RIGHTS, ROLES, Scope, may, need
+from irdmafs.backend.transport.streams import receive_range, send_range
+from irdmafs.backend.transport.wire import Op
+
+MiB = 1 << 20
+TIMEOUT_S = 20.0
+
+
+def ends() -> tuple[Authentication, Authentication]:
+    key = Ticket.make().key
+    return Authentication(key, listens=False), Authentication(key, listens=True)
+
+
+# -- messages ------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.booleans(), st.binary(max_size=300)), max_size=20))
+def test_what_the_other_end_sends_is_believed(sent: list[tuple[bool, bytes]]) -> None:
+    pair = ends()
+    for to_node, message in sent:
+        sender, receiver = pair if to_node else pair[::-1]
+        receiver.check(message, sender.sign(message))
+
+
+@given(st.data(), st.lists(st.binary(min_size=1, max_size=50), min_size=1, max_size=6))
+def test_what_was_changed_left_out_repeated_or_swapped_is_not(
+    data: st.DataObject, sent: list[bytes]
+) -> None:
+    caller, node = ends()
+    signed = [(message, caller.sign(message)) for message in sent]
+    kind = data.draw(st.sampled_from(["changed", "left out", "repeated", "swapped", "sent back"]))
+    place = data.draw(st.integers(0, len(sent) - 1))
+    for message, code in signed[:place]:
+        node.check(message, code)
+    message, code = signed[place]
+    if kind == "changed":
+        bit = data.draw(st.integers(0, 8 * len(message + code) - 1))
+        both = bytearray(message + code)
+        both[bit // 8] ^= 1 << bit % 8
+        message, code = bytes(both[:-CODE_BYTES]), bytes(both[-CODE_BYTES:])
+    elif kind == "repeated":
+        node.check(message, code)
+    elif kind == "sent back":
+        node = caller
+    elif place + 1 < len(signed):  # left out, and swapped in consequence
+        message, code = signed[place + 1]
+    else:
+        return
+    with pytest.raises(Forged):
+        node.check(message, code)
+
+
+def test_messages_of_another_connection_are_not_believed() -> None:
+    caller, _ = ends()
+    _, node = ends()
+    with pytest.raises(Forged):
+        node.check(b"message", caller.sign(b"message"))
+
+
+def test_the_record_of_a_session_does_not_tell_its_key() -> None:
+    key = os.urandom(32)
+    assert key not in session_digest(key)
+    assert session_digest(key) == session_digest(key) != session_digest(os.urandom(32))
+
+
+# -- bytes ---------------------------------------------------------------------------------------
+
+
+class Changing(threading.Thread):
+    """Hands a connection's bytes on to another one; the byte at `place` is changed, if there is one."""
+
+    def __init__(self, source: socket.socket, target: socket.socket, place: int) -> None:
+        super().__init__()
+        self._source = source
+        self._target = target
+        self._place = place
+
+    def run(self) -> None:
+        passed = 0
+        while data := bytearray(self._source.recv(1 << 16)):
+            if passed <= self._place < passed + len(data):
+                data[self._place - passed] ^= 1
+            passed += len(data)
+            self._target.sendall(data)
+
+
+@contextmanager
+def joined(place: int) -> Iterator[tuple[AuthenticatedChannel, AuthenticatedChannel]]:
+    """Two ends of a connection, with somebody between them who changes a byte."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = listening.getsockname()
+        one = AuthenticatedChannel(socket.create_connection(address), TIMEOUT_S)
+        source = listening.accept()[0]
+        target = socket.create_connection(address)
+        other = AuthenticatedChannel(listening.accept()[0], TIMEOUT_S)
+    one.authentication, other.authentication = ends()
+    changing = Changing(source, target, place)
+    changing.start()
+    yield one, other
+    one.shutdown()
+    changing.join()
+    for each in (one, other, source, target):
+        each.close()
+
+
+@pytest.mark.parametrize("place", [-1, 0, 3 * MiB, 5 * MiB + 6, 5 * MiB + 7, 5 * MiB + 22])
+def test_the_last_piece_counts_only_if_all_bytes_are_the_senders(place: int) -> None:
+    length = 5 * MiB + 7
+    source, target = os.memfd_create("source"), os.memfd_create("target")
+    os.write(source, os.urandom(length))
+    os.ftruncate(target, length)
+    arrived: list[int] = []
+    with joined(place) as (one, other):
+
+        def send() -> None:
+            assert send_range(one, source, 0, length, TIMEOUT_S) is None
+            one.end_sending(Patience(TIMEOUT_S))
+
+        sending = threading.Thread(target=send)
+        sending.start()
+        try:
+            receive_range(
+                other, target, 0, length, TIMEOUT_S, lambda start, count: arrived.append(count)
+            )
+        except Forged:
+            assert place >= 0
+            assert sum(arrived) < length
+        else:
+            assert place < 0
+            assert os.pread(target, length, 0) == os.pread(source, length, 0)
+        sending.join()
+    os.close(source)
+    os.close(target)
+
+
+# -- rights --------------------------------------------------------------------------------------
+
+HANDSHAKE = {messages.Hello, messages.Welcome, messages.Refused}
+BASES = {messages.Message, messages.Request, messages.Answer}
+
+
+def test_every_message_that_a_peer_may_send_is_in_the_table() -> None:
+    kinds = {
+        kind
+        for _, kind in inspect.getmembers(messages, inspect.isclass)
+        if issubclass(kind, messages.Message) and not issubclass(kind, messages.Answer)
+    }
+    assert kinds - HANDSHAKE - BASES == {kind for kind in RIGHTS if not isinstance(kind, Op)}
+    assert {kind for kind in RIGHTS if isinstance(kind, Op)} == set(Op)
+
+
+def test_only_mounts_and_nodes_write_and_mounts_only_their_own() -> None:
+    writing = (messages.Put, messages.Reserve, messages.Adopt, messages.Abort, Op.WRITE)
+    for kind in writing:
+        assert may("mount", kind) is Scope.OWN
+        assert may("reader", kind) is may("admin", kind) is Scope.NONE
+    for role in ROLES:
+        assert may(role, messages.Ping) is Scope.ANY
+
+
+@pytest.mark.parametrize("role", ["", "king", "etcd", "NODE"])
+def test_a_role_that_is_not_known_has_no_rights(role: str) -> None:
+    for kind in RIGHTS:
+        with pytest.raises(PermissionError):
+            need(role, kind)
+
+
+def test_a_message_that_is_not_in_the_table_is_nobodys_right() -> None:
+    assert may("node", messages.Hello) is Scope.NONE

@@ -1,0 +1,227 @@
+"""A mount with a valid certificate that asks store nodes for what is another mount's, on a real cluster."""
+
+import errno
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import trio
+from cluster import MIB, Cluster, Plan
+from irdmafs.backend.cluster_config import ClusterConfig
+from irdmafs.backend.kv.etcd import EtcdEngine
+from irdmafs.backend.lease import MOUNT, Session
+from irdmafs.backend.membership import Groups, Members
+from irdmafs.backend.namespace import Inode, Namespace
+from irdmafs.backend.placement import group_of
+from irdmafs.backend.records import MountRecord
+from irdmafs.backend.replica import Replica
+from irdmafs.backend.transport import Extent, FileRange, Target
+from irdmafs.backend.transport.authentication import make_session_key, session_digest
+from irdmafs.backend.transport.peers import Peers
+from striped import folder
+
+__all__ = ["folder"]
+
+# In a message, and in streams.
+SIZES = [1000, 300_000]
+BUCKETS = 8
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    plan = Plan(nodes=2, mounts=1, buckets=BUCKETS, tls=True, namespaces=False)
+    with Cluster(plan) as made:
+        yield made
+
+
+class Attacker:
+    """Has all that a worker of the cluster has: the certificate of a mount, and etcd."""
+
+    def __init__(self, engine: EtcdEngine, name: str, role: str) -> None:
+        self.key = make_session_key()
+        self.members = Members()
+        self.groups = Groups()
+        self.namespace = Namespace(engine)
+        self.replica = Replica(engine, (self.members, self.groups, self.namespace))
+        record = MountRecord(
+            "attacker", "/mnt", 1, "0", name, role, session_digest(self.key)
+        )  # fmt: skip
+        self.session = Session(engine, MOUNT, record, 5)
+        self.claimed = 0
+        self.peers: Peers
+
+    def file(self, size: int) -> Inode:
+        [found] = [each for each in self.namespace.inodes.values() if each.size == size]
+        return found
+
+    def target(self, inode: Inode) -> Target:
+        group = group_of(inode.layout, 0, BUCKETS)
+        found = self.groups.get(group)
+        assert found is not None
+        return Target(group, found[1], ())
+
+
+@asynccontextmanager
+async def attacking(cluster: Cluster, of_certificate: str = "") -> AsyncIterator[Attacker]:
+    config = ClusterConfig.load(str(cluster.mounts[0].config)).cluster
+    name, role = config.identity("mount")
+    async with config.engine("mount") as engine, trio.open_nursery() as nursery:
+        attacker = Attacker(engine, of_certificate or name, role)
+        await attacker.replica.start(nursery)
+        await nursery.start(attacker.session.run)
+        async with Peers(
+            attacker.members.address,
+            credentials=config.credentials("mount"),
+            name="attacker",
+            role="mount",
+            session=lambda: attacker.claimed or attacker.session.number,
+            session_key=attacker.key,
+        ) as attacker.peers:
+            yield attacker
+        await attacker.session.release()
+        nursery.cancel_scope.cancel()
+
+
+class Tries(NamedTuple):
+    """What is tried of one content."""
+
+    attacker: Attacker
+    content: int
+    target: Target
+    size: int
+
+    async def put(self, node: int) -> None:
+        extent = Extent(self.content, 0)
+        await self.attacker.peers.device(node).put(extent, self.target, b"x" * self.size)
+
+    async def write(self, node: int) -> None:
+        fd = os.memfd_create("data")
+        try:
+            os.write(fd, b"x" * self.size)
+            whole = FileRange(fd, 0, self.size)
+            device = self.attacker.peers.device(node)
+            await device.write(Extent(self.content, 0), self.target, whole)
+        finally:
+            os.close(fd)
+
+    async def adopt(self, node: int) -> None:
+        device = self.attacker.peers.device(node)
+        await device.adopt(Extent(self.content, 0), self.target, f"{self.content:x}")
+
+    async def abort(self, node: int) -> None:
+        await self.attacker.peers.device(node).abort(self.content)
+
+    async def outcomes(self) -> set[str]:
+        """What each of them ends with, on every node."""
+        found = set()
+        for node in self.attacker.members.nodes:
+            for attempt in (self.put, self.write, self.adopt, self.abort):
+                try:
+                    await attempt(node)
+                    found.add(f"{attempt.__name__} is done")
+                except OSError as error:
+                    found.add(errno.errorcode[error.errno or 0])
+        return found
+
+
+def run(cluster: Cluster, test: Callable[[Attacker], Any], **options: str) -> None:
+    async def main() -> None:
+        with trio.fail_after(60):
+            async with attacking(cluster, **options) as attacker:
+                await test(attacker)
+
+    trio.run(main)
+
+
+def contents_on_nodes(cluster: Cluster, content: int) -> list[bytes]:
+    return [(node.store / f"extents/{content:x}.0").read_bytes() for node in cluster.nodes]
+
+
+@pytest.mark.parametrize("claims", [False, True], ids=["own session", "the victim's session"])
+@pytest.mark.parametrize("size", SIZES)
+def test_what_another_mount_published_stays_as_it_is(
+    cluster: Cluster, folder: str, size: int, claims: bool
+) -> None:
+    size += claims
+    written = os.urandom(size)
+    (cluster.mounts[0].path / folder / "file").write_bytes(written)
+
+    async def test(attacker: Attacker) -> None:
+        inode = attacker.file(size)
+        if claims:
+            attacker.claimed = inode.extent >> 24
+        for wrong in (size, 1):
+            tries = Tries(attacker, inode.extent, attacker.target(inode), wrong)
+            assert await tries.outcomes() == {"EACCES"}
+        assert contents_on_nodes(cluster, inode.extent) == [written, written]
+
+    run(cluster, test)
+    fresh = cluster.add_mount()
+    assert (fresh.path / folder / "file").read_bytes() == written
+    fresh.close()
+
+
+def test_numbers_of_another_session_cannot_be_taken_or_given_up(
+    cluster: Cluster, folder: str
+) -> None:
+    """The victim goes on writing while each of its next numbers is put first, or given up, by another."""
+    directory = cluster.mounts[0].path / folder
+    written = {f"file{i}": os.urandom(1 + i * 40_000) for i in range(12)}
+    (directory / "first").write_bytes(bytes(777))
+
+    async def test(attacker: Attacker) -> None:
+        first = attacker.file(777)
+        for claimed in (0, first.extent >> 24):
+            attacker.claimed = claimed
+            for ahead in range(1, 9):
+                tries = Tries(attacker, first.extent + ahead, attacker.target(first), 10)
+                assert await tries.outcomes() == {"EACCES"}
+        for name, content in written.items():
+            await trio.to_thread.run_sync((directory / name).write_bytes, content)
+            tries = Tries(attacker, first.extent + 1, attacker.target(first), 10)
+            await tries.outcomes()
+
+    run(cluster, test)
+    fresh = cluster.add_mount()
+    for name, content in written.items():
+        assert (fresh.path / folder / name).read_bytes() == content
+    fresh.close()
+
+
+def test_a_session_under_another_certificates_name_has_no_rights(
+    cluster: Cluster, folder: str
+) -> None:
+    (cluster.mounts[0].path / folder / "file").write_bytes(bytes(888))
+
+    async def test(attacker: Attacker) -> None:
+        inode = attacker.file(888)
+        own = attacker.session.number << 24 | 1
+        await attacker.replica.barrier()
+        tries = Tries(attacker, own, attacker.target(inode), 10)
+        assert await tries.outcomes() == {"EACCES"}
+
+    run(cluster, test, of_certificate="somebody-else")
+
+
+def test_what_a_mount_published_itself_is_not_replaced_by_it(cluster: Cluster, folder: str) -> None:
+    """It may send a content again, as it does when it does not know what became of it."""
+    size = 2 * MIB + 123
+
+    async def test(attacker: Attacker) -> None:
+        (cluster.mounts[0].path / folder / "file").write_bytes(bytes(999))
+        await attacker.replica.barrier()
+        target = attacker.target(attacker.file(999))
+        own = attacker.session.number << 24 | 1
+        tries = Tries(attacker, own, target, size)
+        for node in attacker.members.nodes:
+            await tries.write(node)
+            await tries.write(node)
+            for shorter in (10, 100_000):
+                for attempt in (Tries.put, Tries.write):
+                    with pytest.raises(FileExistsError):
+                        await attempt(tries._replace(size=shorter), node)
+        assert contents_on_nodes(cluster, own) == [b"x" * size] * 2
+
+    run(cluster, test)
