@@ -79,6 +79,8 @@ class Committer(Tree):
         self._engine = engine
         self._shared = engine.shared
         self.after_commit: Callable[[tuple[int, ...], int], Awaitable[None]] | None = None
+        # Nothing is changed through this tree: EROFS.
+        self.read_only = False
         self._next_ino = ROOT_INO + 1
         self._last_ino = 0 if self._shared else 2**63
         self._taking_inos = trio.Lock()
@@ -167,6 +169,8 @@ class Committer(Tree):
     async def _agree(
         self, plan: Callable[[], Commit | None], guards: Sequence[Compare]
     ) -> Inode | None:
+        if self.read_only:
+            raise fail(errno.EROFS)
         if self._last_ino - self._next_ino < _SPARE_INOS:
             await self._take_inos()
         fresh = False

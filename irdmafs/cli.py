@@ -11,12 +11,13 @@ import os
 import select
 import signal
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
 from . import __version__, background, mounting, status, stores
-from .cluster_cli import config_option, rdma_options, rdma_wanted
+from .cluster_cli import config_option, load, rdma_options, rdma_wanted
 from .config import (
     MountConfig,
     MountError,
@@ -140,6 +141,8 @@ def mount(
         rdma_device=rdma_device,
         gid_index=gid_index,
     )
+    if cluster is not None and cluster.cluster.mount_role == "reader":
+        mount_options = replace(mount_options, read_only=True)
     size_bytes = None if size is None else parse_size(size)
     mountpoint = mounting.prepare_mountpoint(directory, mount_options.nonempty)
     if store is None:
@@ -386,11 +389,16 @@ def doctor(
 ) -> None:
     """Say what this machine can do for irdmafs, and what would make it do better.
 
-    With a cluster's file, also whether RDMA can be used as that asks for, on the way to its etcd.
+    With a cluster's file, also whether RDMA can be used as that asks for, on the way to its etcd, and
+    whether certificates and etcd keep out who does not belong.
     """
+    from .backend.cluster_config import find_config
     from .doctor import examine
+    from .trust_checks import check_trust
 
     found = examine(*rdma_wanted(config_path, rdma, rdma_device, gid_index))
+    if find_config(config_path) is not None:
+        found = replace(found, checks=(*found.checks, *check_trust(load(config_path))))
     if as_json:
         _print_json(found.to_json())
     else:

@@ -37,6 +37,8 @@ from .processes import ids_of, open_thread
 
 XATTR_DISCARD = b"user.irdmafs.discard"
 XATTR_PREFETCH = b"user.irdmafs.prefetch"
+# Reading it begins a prefetch: that takes no right to write, and goes on a read-only mount.
+XATTR_PREFETCH_NOW = b"user.irdmafs.prefetch_now"
 # Followed by the numbers of two descriptors of the caller: ".5.6".
 XATTR_READ_INTO = b"user.irdmafs.read_into"
 XATTR_STATUS = b"user.irdmafs.status"
@@ -586,7 +588,9 @@ class Operations(pyfuse3.Operations):
             return b"%d" % (node.version if node.opens and node.version > 0 else found.version)
         if name == XATTR_VERSIONS and found.is_file:
             return json.dumps(self._versions(found)).encode()
-        if name == XATTR_PREFETCH:
+        if name == XATTR_PREFETCH_NOW:
+            self._store.prefetch(found.ino)
+        if name in (XATTR_PREFETCH, XATTR_PREFETCH_NOW):
             return json.dumps(self._store.prefetch_progress(found.ino)).encode()
         if name == XATTR_STATUS and found.ino == ROOT_INO:
             return json.dumps(self._status()).encode()

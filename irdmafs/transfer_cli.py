@@ -34,6 +34,7 @@ T = TypeVar("T")
 
 _PREFETCH_PERIOD_S = 0.1
 _PREFETCH_XATTR = "user.irdmafs.prefetch"
+_PREFETCH_NOW_XATTR = "user.irdmafs.prefetch_now"
 
 
 @click.command()
@@ -125,7 +126,7 @@ def prefetch(ctx: click.Context, paths: tuple[str, ...], no_wait: bool) -> None:
         mount = mounting.containing_mount(path)
         if mount is None or mount.fstype != mounting.FSTYPE:
             raise MountError(f"{path} is not on an irdmafs mount")
-        _prefetch_xattr(path, partial(os.setxattr, path, _PREFETCH_XATTR, b""))
+        _prefetch_xattr(path, partial(os.getxattr, path, _PREFETCH_NOW_XATTR))
     if no_wait:
         return
     try:

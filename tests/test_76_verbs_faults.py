@@ -91,8 +91,10 @@ class BreakableCluster(Cluster):
     def _make_node(self, host: Host) -> StoreNode:
         return _breakable(super()._make_node(host))
 
-    def _make_mount(self, host: Host | None, *arguments: str) -> ClusterMount:
-        return _breakable(super()._make_mount(host, *arguments))
+    def _make_mount(
+        self, host: Host | None, *arguments: str, certificate: str = ""
+    ) -> ClusterMount:
+        return _breakable(super()._make_mount(host, *arguments, certificate=certificate))
 
 
 def _breakable(part: Part) -> Part:

@@ -22,6 +22,7 @@ must be what it was. If it is not, nothing is asked any more but what does no ha
 """
 
 import errno
+import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -54,6 +55,8 @@ from .etcd_messages import compare_of, differing, operation_of, question_of
 from .etcd_watch import Watch
 
 __all__ = ["EtcdEngine", "LeaseEnded"]
+
+log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer", bound="Answered")
 
@@ -195,12 +198,28 @@ class EtcdEngine:
                 f"all processes are the one user {self._client.user!r} of etcd: any of them can change"
                 " everything; certificates made by irdmafs cluster init tell them apart"
             ]
-        if not await self.auth.is_enabled():
+        if not await self._is_restricted() and not await self.auth.is_enabled():
             return [
                 f"etcd ({where}) does not check what a certificate may do: any member of the cluster can"
                 " change everything; irdmafs cluster protect has it checked"
             ]
         return []
+
+    async def _is_restricted(self) -> bool:
+        """Whether etcd keeps us from keys of others. Admins are not."""
+        try:
+            await self._ask(RANGE, pb.RangeRequest(key=b"\0", keys_only=True))
+        except RpcError as error:
+            return error.code == _PERMISSION_DENIED
+        return False
+
+    async def warn(self) -> None:
+        """Log the weaknesses. That they cannot be told stops nobody."""
+        try:
+            for weakness in await self.weaknesses():
+                log.warning("%s", weakness)
+        except (OSError, RpcError) as error:
+            log.info("whether etcd checks who asks is not known: %s", error)
 
     def is_ours(self, last_id: bytes) -> bool:
         """Whether a value of the key "s" says that this process made the transaction."""

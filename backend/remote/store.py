@@ -72,8 +72,9 @@ async def remote_store(
     Raises StoreInUse when another process has it, ConfigError when there is no such cluster, OSError
     when etcd cannot be reached.
     """
+    role = config.cluster.mount_role
     record = MountRecord(
-        config.mount.host, mountpoint, os.getpid(), version, *config.cluster.identity("mount"),
+        config.mount.host, mountpoint, os.getpid(), version, *config.cluster.identity(role),
         session_digest(session_key := make_session_key()),
     )  # fmt: skip
     os.makedirs(directory, mode=0o700, exist_ok=True)
@@ -83,7 +84,7 @@ async def remote_store(
             Rdma(config.cluster.rdma_choice(config.mount.encrypt_data)) as rdma,
         ):
             async with (
-                config.cluster.engine("mount", timeout_s) as engine,
+                config.cluster.engine(role, timeout_s) as engine,
                 trio.open_nursery() as nursery,
             ):
                 store = RemoteStore(config, engine, nursery, directory, record, timeout_s)
@@ -142,6 +143,8 @@ class RemoteStore(Pinned):
             history=self.history,
         )
         self.namespace.hub = self.replica
+        self.role = config.cluster.mount_role
+        self.namespace.read_only = self.role == "reader"
         self.session: Session
         self.leases: Leases
         self.rdma: Rdma
@@ -175,7 +178,19 @@ class RemoteStore(Pinned):
         self.namespace.on_name_change = self._name_changed
         self.namespace.after_commit = self.leases.wait_for_followers
         await self._nursery.start(self.session.run)
-        await self.namespace.ensure_root()
+        await self._ensure_root()
+        await self.engine.warn()
+
+    async def _ensure_root(self) -> None:
+        if not self.namespace.read_only:
+            await self.namespace.ensure_root()
+            return
+        log.info("this mount is read-only: its certificate is a reader's")
+        if ROOT_INO not in self.namespace.inodes:
+            raise ConfigError(
+                f"the cluster {self.config.cluster.name!r} was never mounted for writing: there is "
+                "nothing to read yet"
+            )
 
     def _check_rdma(self) -> None:
         """Whether a device is on the way to a node. Raises RdmaUnavailable."""
@@ -190,6 +205,8 @@ class RemoteStore(Pinned):
     async def _prepare(self) -> None:
         """Have the usual groups made before they are needed: where a working copy is best begun
         depends on them. Not on fewer nodes than are to have them: others may be about to start."""
+        if self.namespace.read_only:
+            return
         if len(self.members.candidates()) >= self.settings.replicas:
             layout = Layout(self.settings.replicas, self.settings.stripe_bytes)
             try:
@@ -206,9 +223,10 @@ class RemoteStore(Pinned):
         config = self.config
         return Peers(
             self.members.address,
-            credentials=config.cluster.credentials("mount"),
+            credentials=config.cluster.credentials(self.role),
             name=f"{config.mount.host}:{os.getpid()}",
-            role="mount",
+            role=self.role,
+            stages=True,
             session=lambda: self.session.number,
             session_key=self.session_key,
             streams=config.mount.streams,
@@ -458,6 +476,8 @@ class RemoteStore(Pinned):
             )  # fmt: skip
         if name != attributes.PLACEMENT:
             return
+        if self.namespace.read_only:
+            raise fail(errno.EROFS)
         rule = parse_policy(value.decode("ascii", errors="replace")).rule
         while rule and rule not in self.members.policies.values():
             number = policy_id(rule, self.members.policies)
@@ -698,6 +718,7 @@ class RemoteStore(Pinned):
                 "id": self.settings.cluster_id,
                 "etcd": list(self.config.cluster.etcd),
                 "session": self.session.number,
+                "role": self.role,
                 "session_valid": self.session.valid(),
                 "nodes_up": len(self.members.nodes),
                 "nodes_known": len(self.members.records),

@@ -126,6 +126,7 @@ class _Node:
                 settings = await _settings(self._config, self._engine)
                 self._files.identity.bind(settings.cluster_id)
                 identify("node", f"{self._files.node:016x}")
+                await self._engine.warn()
                 self._history = NodeHistory(self._engine, self._files)
                 await self._history.wait_trusted()
                 async with trio.open_nursery() as self._nursery:

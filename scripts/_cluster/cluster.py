@@ -128,12 +128,15 @@ class Cluster:
         for mount in self.mounts:
             mount.wait_ready()
 
-    def _write_config(self, path: Path, section: str, values: Mapping[str, object]) -> None:
+    def _write_config(
+        self, path: Path, section: str, values: Mapping[str, object], certificate: str = ""
+    ) -> None:
         base = tomllib.loads(self.config.read_text())
         # Paths in the file are relative to its own directory.
         for key in ("ca", "cert", "key", "etcd_ca", "etcd_cert", "etcd_key"):
             if key in base["cluster"]:
-                base["cluster"][key] = str(self.config_directory / base["cluster"][key])
+                own = base["cluster"][key].replace("{role}", certificate or "{role}")
+                base["cluster"][key] = str(self.config_directory / own)
         base["cluster"]["insecure"] = not self.plan.tls
         write_toml(path, base | {section: base.get(section, {}) | dict(values)})
 
@@ -145,13 +148,15 @@ class Cluster:
         self._write_config(node.config, "node", values)
         return node
 
-    def _make_mount(self, host: Host | None, *arguments: str) -> ClusterMount:
+    def _make_mount(
+        self, host: Host | None, *arguments: str, certificate: str = ""
+    ) -> ClusterMount:
         name = f"mount{len(self.mounts)}"
         if host is None:
             (host,) = self.network.add_hosts([name])
         mount = ClusterMount(name, host, self.directory / name, arguments, self.plan.cache_bytes)
         self.mounts.append(mount)
-        self._write_config(mount.config, "mount", self.plan.mount_config)
+        self._write_config(mount.config, "mount", self.plan.mount_config, certificate)
         return mount
 
     def add_node(self) -> StoreNode:
@@ -161,9 +166,13 @@ class Cluster:
         node.start()
         return node
 
-    def add_mount(self, *arguments: str, beside: StoreNode | None = None) -> ClusterMount:
-        """One more mount, given more `arguments` of the command; ready when this returns."""
-        mount = self._make_mount(None if beside is None else beside.host, *arguments)
+    def add_mount(
+        self, *arguments: str, beside: StoreNode | None = None, certificate: str = ""
+    ) -> ClusterMount:
+        """One more mount, given more `arguments` of the command; ready when this returns. `certificate` is
+        what its file is called, without the suffix; "" that of its role."""
+        host = None if beside is None else beside.host
+        mount = self._make_mount(host, *arguments, certificate=certificate)
         mount.start()
         mount.wait_ready()
         return mount

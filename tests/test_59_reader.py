@@ -1,0 +1,138 @@
+"""A mount with a reader's certificate: it reads everything, and changes nothing."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cluster import Cluster, ClusterMount, Plan, counters
+from mountpoint import eventually
+
+
+@pytest.fixture(scope="module")
+def made() -> Iterator[Cluster]:
+    with Cluster(Plan(nodes=1, mounts=1, replicas=1, buckets=4, tls=True)) as cluster:
+        writer = cluster.mounts[0].path
+        (writer / "models").mkdir()
+        (writer / "models/weights").write_bytes(b"w" * 300_000)
+        (writer / "models/small").write_bytes(b"s")
+        (writer / "models/link").symlink_to("small")
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def reader(made: Cluster) -> ClusterMount:
+    return made.add_mount(certificate="reader")
+
+
+def errno_of(call: Callable[..., object], *arguments: object) -> int | None:
+    try:
+        call(*arguments)
+    except OSError as error:
+        return error.errno
+    return None
+
+
+def test_a_reader_sees_what_was_published_and_what_is_published_later(
+    made: Cluster, reader: ClusterMount
+) -> None:
+    writer = made.mounts[0].path
+    assert sorted(os.listdir(reader.path / "models")) == ["link", "small", "weights"]
+    assert (reader.path / "models/weights").read_bytes() == b"w" * 300_000
+    for number in range(20):
+        (writer / "models/step").write_bytes(b"%d" % number)
+        assert (reader.path / "models/step").read_bytes() == b"%d" % number
+    os.unlink(writer / "models/step")
+    assert not (reader.path / "models/step").exists()
+
+
+def test_a_reader_changes_nothing(reader: ClusterMount) -> None:
+    directory = reader.path / "models"
+    file, new = directory / "small", directory / "new"
+    attempts: list[tuple[Callable[..., object], tuple[object, ...]]] = [
+        (file.write_bytes, (b"x",)),
+        (new.write_bytes, (b"x",)),
+        (os.open, (file, os.O_RDWR)),
+        (os.open, (file, os.O_WRONLY | os.O_APPEND)),
+        (os.open, (directory, os.O_TMPFILE | os.O_RDWR)),
+        (os.truncate, (file, 0)),
+        (os.mkdir, (new,)),
+        (os.rmdir, (directory,)),
+        (os.unlink, (file,)),
+        (os.rename, (file, new)),
+        (os.link, (file, new)),
+        (os.symlink, ("small", new)),
+        (os.mknod, (new,)),
+        (os.chmod, (file, 0o600)),
+        (os.chown, (file, 1, 1)),
+        (os.utime, (file, (0, 0))),
+        (os.setxattr, (file, "user.a", b"x")),
+        (os.setxattr, (directory, "user.irdmafs.placement", b"zone=a")),
+    ]
+    found = {call.__name__: errno_of(call, *arguments) for call, arguments in attempts}
+    assert found == dict.fromkeys(found, errno.EROFS)
+    assert (reader.path / "models/small").read_bytes() == b"s"
+
+
+def test_a_reader_that_is_mounted_for_writing_by_force_still_changes_nothing(
+    made: Cluster,
+) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("mounting anew takes root")
+    forced = made.add_mount(certificate="reader")
+    done = subprocess.run(
+        ["mount", "-i", "-o", "remount,rw", str(forced.path)], capture_output=True, text=True
+    )
+    if done.returncode != 0:
+        pytest.skip(f"the kernel does not let it: {done.stderr}")
+    for call in (os.mkdir, os.mknod):
+        assert errno_of(call, forced.path / "forced") == errno.EROFS
+    with pytest.raises(OSError):
+        (forced.path / "models/small").write_bytes(b"forced")
+    assert (made.mounts[0].path / "models/small").read_bytes() == b"s"
+    assert not (made.mounts[0].path / "forced").exists()
+    forced.close()
+
+
+def test_a_reader_prefetches_and_follows(made: Cluster) -> None:
+    writer = made.mounts[0].path
+    follower = made.add_mount("--follow", "models", certificate="reader")
+    command = [sys.executable, "-m", "irdmafs", "prefetch", str(follower.path / "models/weights")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done
+    before = counters(follower)
+    assert before["role"] == "reader"
+    assert (follower.path / "models/weights").read_bytes() == b"w" * 300_000
+    assert counters(follower)["cache_misses"] == before["cache_misses"]
+    (writer / "models/followed").write_bytes(b"f" * 200_000)
+    eventually(
+        lambda: counters(follower)["fetched_files"] > before["fetched_files"],
+        "what is followed is fetched without being opened",
+    )
+    assert (follower.path / "models/followed").read_bytes() == b"f" * 200_000
+    follower.close()
+    os.unlink(writer / "models/followed")
+
+
+def test_it_says_that_it_is_a_reader(made: Cluster, reader: ClusterMount) -> None:
+    assert "this mount is read-only: its certificate is a reader's" in reader.log_tail()
+    done = subprocess.run(
+        [
+            *(*reader.host.launcher, sys.executable, "-m", "irdmafs", "doctor", "--json"),
+            *("--cluster", str(reader.config)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert "read-only" in checks["certificate of reader 'reader'"]["found"]
+    assert checks["etcd"]["verdict"] == "ok"
+    with open("/proc/self/mounts") as mounts:
+        [line] = [line for line in mounts if line.split()[1] == str(reader.path)]
+    assert line.split()[3].startswith("ro")
+    assert Path(reader.path).stat()
