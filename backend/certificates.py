@@ -19,11 +19,13 @@ log = logging.getLogger(__name__)
 
 
 class Certificates:
-    """What etcd says of them, by serial number (hexadecimal)."""
+    """What etcd says of them, by serial number (hexadecimal). `own` is that of this process."""
 
     prefixes = (b"K",)
 
-    def __init__(self) -> None:
+    def __init__(self, own: str = "") -> None:
+        self._own = own
+        self._loaded = False
         self.records: dict[str, CertificateRecord] = {}
         # Called with the serial number of a certificate that was revoked.
         self.revoked: list[Callable[[str], None]] = []
@@ -36,6 +38,7 @@ class Certificates:
         # A record that is gone changes nothing: what was revoked stays so while this process lives.
         for record in records:
             self._take(record.key, record.value)
+        self._loaded = True
 
     def apply(self, revision: int, events: Sequence[Event]) -> None:
         for event in events:
@@ -56,6 +59,16 @@ class Certificates:
             return
         self.records[serial] = record
         if record.revoked_s and not before:
-            log.warning("the certificate of %s %r is revoked", record.role, record.name)
+            self._tell(serial, record)
             for listener in self.revoked:
                 listener(serial)
+
+    def _tell(self, serial: str, record: CertificateRecord) -> None:
+        if serial == self._own:
+            log.error(
+                "our certificate was revoked: etcd and store nodes refuse us from now on; end this, and "
+                "start it with another one (irdmafs cluster cert %s --role %s)",
+                record.name, record.role,
+            )  # fmt: skip
+        elif self._loaded:
+            log.warning("the certificate of %s %r is revoked", record.role, record.name)

@@ -179,6 +179,11 @@ class ClusterSection(_Section, frozen=True, kw_only=True):
         found = credentials.check()
         return found.name, found.role
 
+    def serial(self, role: "Role") -> str:
+        """The number of the certificate of a process of this role, "" without. Raises ConfigError."""
+        credentials = self.credentials(role)
+        return credentials.check().serial if credentials is not None else ""
+
     def rdma_choice(self, encrypt_data: bool) -> "Choice":
         """What is asked for. Raises ConfigError for what cannot be had together."""
         from .transport.verbs.rdma import Choice

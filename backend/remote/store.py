@@ -13,6 +13,7 @@ from typing import Any
 import trio
 
 from .. import attributes
+from ..certificates import Certificates
 from ..cluster_config import ClusterConfig, ConfigError
 from ..history import History
 from ..kv import Compare, Conflict, Delete, Put
@@ -137,9 +138,10 @@ class RemoteStore(Pinned):
         self.namespace = Namespace(engine)
         self._transactions = Transactions()
         self.history = History(engine)
+        self.certificates = Certificates(config.cluster.serial(config.cluster.mount_role))
         self.replica = Replica(
             engine,
-            (self.members, self.groups, self.namespace, self._transactions),
+            (self.members, self.groups, self.certificates, self.namespace, self._transactions),
             history=self.history,
         )
         self.namespace.hub = self.replica
@@ -221,7 +223,7 @@ class RemoteStore(Pinned):
 
     def _make_peers(self) -> Peers:
         config = self.config
-        return Peers(
+        peers = Peers(
             self.members.address,
             credentials=config.cluster.credentials(self.role),
             name=f"{config.mount.host}:{os.getpid()}",
@@ -234,6 +236,8 @@ class RemoteStore(Pinned):
             timeout_s=patience_s(self.settings),
             rdma=self.rdma,
         )
+        peers.is_revoked = self.certificates.is_revoked
+        return peers
 
     def _make_parts(self) -> None:
         self.cluster = Cluster(

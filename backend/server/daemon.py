@@ -17,6 +17,7 @@ import msgspec
 import trio
 
 from ..._version import __version__
+from ..certificates import Certificates
 from ..cluster_config import ClusterConfig, ConfigError
 from ..kv import Conflict, Engine, Put, WentBack
 from ..lease import NODE, Removed, Session
@@ -136,9 +137,9 @@ class _Node:
     async def _assemble(self, settings: Settings, ready: Callable[[str], None]) -> None:
         config, files = self._config, self._files
         self._catalog = Catalog(files, self._groups, settings.buckets)
-        self._replica = Replica(
-            self._engine, (self._members, self._groups, self._catalog), history=self._history
-        )
+        self._certificates = Certificates(config.cluster.serial("node"))
+        consumers = self._members, self._groups, self._certificates, self._catalog
+        self._replica = Replica(self._engine, consumers, history=self._history)
         await self._replica.start(self._nursery)
         self._catalog.begin()
         await self._history.take_over()
@@ -146,7 +147,7 @@ class _Node:
         address = NodeAddress(
             address="", control_port=0, data_port=0, transports=["tcp"], host=config.node.host,
             store=os.path.realpath(files.directory), total_bytes=0, free_bytes=0,
-            version=__version__,
+            version=__version__, name=config.cluster.identity("node")[0],
         )  # fmt: skip
         with Rdma(config.cluster.rdma_choice(config.node.encrypt_data)) as self._rdma:
             files.mappings = self._rdma
@@ -193,6 +194,8 @@ class _Node:
             rdma=self._rdma,
         )  # fmt: skip
         self._listener.is_gone = self._is_gone
+        self._listener.is_revoked = peers.is_revoked = self._certificates.is_revoked
+        self._certificates.revoked.append(self._listener.cut)
         self._members.session_gone.append(self._listener.end_rights)
         self._members.node_changed.append(lambda node: self._listener.end_rights())
         async with self._listener as listener, self._metrics():
@@ -218,7 +221,7 @@ class _Node:
             return False
         if peer.role == "node":
             return peer.node not in self._members.nodes
-        return peer.role == "mount" and peer.session not in self._members.sessions
+        return peer.role in ("mount", "reader") and peer.session not in self._members.sessions
 
     # -- beginning -------------------------------------------------------------------------------
 

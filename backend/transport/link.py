@@ -293,7 +293,7 @@ class Link:
                 return stream
             secure = trio.SSLStream(stream, self._peers.context)
             await secure.do_handshake()
-            _check_node(secure)
+            _check_node(secure, self._peers.is_revoked)
         except BaseException:
             await trio.aclose_forcefully(stream)
             raise
@@ -367,7 +367,7 @@ class Link:
             if isinstance(channel, EncryptedChannel):
                 channel.sock.settimeout(peers.timeout_s)
                 await in_threads([channel.sock.do_handshake], channel.shutdown, peers.limiter)
-                _check_node(channel.sock)
+                _check_node(channel.sock, peers.is_revoked)
             channel.authentication = Authentication(ticket.key, listens=False)
             # Fits into the empty buffer of the new connection.
             channel.send_preamble(ticket.number, Patience(peers.timeout_s))
@@ -377,8 +377,12 @@ class Link:
         return channel
 
 
-def _check_node(connection: trio.SSLStream[PromptStream] | ssl.SSLSocket) -> None:
+def _check_node(
+    connection: trio.SSLStream[PromptStream] | ssl.SSLSocket, is_revoked: Callable[[str], bool]
+) -> None:
     """Raises _Refusal when something else than a node listens there."""
     identity = peer_identity(connection)
     if identity is None or identity.role != "node":
         raise _Refusal("its certificate is not a store node's")
+    if is_revoked(identity.serial):
+        raise _Refusal("its certificate was revoked")

@@ -109,6 +109,8 @@ class Peers:
         self.streams = streams
         self.encrypt_data = encrypt_data
         self.context = credentials.client_context() if credentials is not None else None
+        # Whether a node's certificate, by its serial number, is not accepted any more.
+        self.is_revoked: Callable[[str], bool] = lambda serial: False
         self.trusted = credentials.ca if credentials is not None else "nobody"
         self.counters = Counters()
         self.limiter = trio.CapacityLimiter(_THREADS_MAX)

@@ -85,8 +85,9 @@ RIGHTS: dict[Asked, tuple[Scope, Scope, Scope, Scope]] = {
 
 class Peer:
     """Who is connected. With credentials, `role` and `name` are those of the certificate (`is_certified`);
-    without, what the peer says. `session` is the number of its session, as it last told, or 0, and
-    `session_key` what shows that the session is its own; `node` the id of a store node, as it says, or 0.
+    without, what the peer says. `serial` is the certificate's number. `session` is the number of its
+    session, as it last told, or 0, and `session_key` what shows that the session is its own; `node` the id
+    of a store node, as it says, or 0.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Peer:
         *,
         session_key: bytes = b"",
         is_certified: bool = False,
+        serial: str = "",
     ) -> None:
         self.role = role
         self.name = name
@@ -107,6 +109,7 @@ class Peer:
         self.node = node
         self.session_key = session_key
         self.is_certified = is_certified
+        self.serial = serial
         # The session that was last found to be its own.
         self.owned = 0
         # Numbers of tickets that it has not used yet, the oldest first.

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 
 import trio
 
-from ..security import Credentials, describe_tls_error, peer_identity
+from ..security import Credentials, Identity, describe_tls_error, peer_identity
 from .authentication import CODE_BYTES, Authentication, Forged, Ticket
 from .caller import broken_text
 from .channel import (
@@ -64,6 +64,7 @@ IDLE_S = 60.0
 _BACKLOG = 1024
 _TLS_HANDSHAKE = 0x16
 _SETBACK_S = 0.1
+_REVOKED = "its certificate was revoked"
 _ENDS = (
     OSError,
     Lost,
@@ -107,6 +108,9 @@ class Listener:
     ) -> None:
         # Whether a peer's session is known to be over.
         self.is_gone: Callable[[Peer], bool] = lambda peer: False
+        # Whether a certificate, by its serial number, is not accepted any more; `cut` ends what is open.
+        self.is_revoked: Callable[[str], bool] = lambda serial: False
+        self._connected: dict[trio.CancelScope, Peer] = {}
         self._rdma = rdma
         self._responders: dict[Responder, Peer] = {}
         self._service = service
@@ -224,15 +228,15 @@ class Listener:
         with self._stranger():
             await self._check_tls(plain)
             stream: trio.abc.Stream = plain
-            role = name = ""
+            identity: Identity | None = None
             if self._context is not None:
-                stream, role, name = await self._tls(plain)
+                stream, identity = await self._tls(plain)
             frames = Frames(stream, HELLO_BYTES_MAX)
-            return frames, await self._meet(frames, address, role, name)
+            return frames, await self._meet(frames, address, identity)
 
     async def _control(self, frames: Frames, peer: Peer, local: str) -> None:
         frames.limit = FRAME_BYTES_MAX
-        with self._member():
+        with self._member(), self._until_revoked(peer):
             log.debug("%s is connected", peer)
             control = Control(
                 frames, peer, self._service, self._peers, self.counters,
@@ -247,6 +251,26 @@ class Listener:
                 peer.leave()
                 for number in list(peer.tickets):
                     self._forget(number)
+
+    @contextmanager
+    def _until_revoked(self, peer: Peer) -> Iterator[None]:
+        """Raises BadMessage when the peer's certificate is revoked meanwhile."""
+        with trio.CancelScope() as scope:
+            self._connected[scope] = peer
+            try:
+                if self.is_revoked(peer.serial):
+                    scope.cancel()
+                yield
+            finally:
+                del self._connected[scope]
+        if scope.cancelled_caught:
+            raise BadMessage(f"{peer}: {_REVOKED}")
+
+    def cut(self, serial: str) -> None:
+        """End all connections, and with them all rights, of who showed the certificate of this number."""
+        for scope, peer in self._connected.items():
+            if peer.serial == serial:
+                scope.cancel()
 
     @contextmanager
     def _responding(self, local: str, peer: Peer, nursery: trio.Nursery) -> Iterator[Responder]:
@@ -291,7 +315,7 @@ class Listener:
         await frames.send(Refused(why, for_good=True))
         raise BadMessage(why)
 
-    async def _tls(self, stream: trio.abc.Stream) -> tuple[trio.abc.Stream, str, str]:
+    async def _tls(self, stream: trio.abc.Stream) -> tuple[trio.abc.Stream, Identity]:
         assert self._context is not None
         assert self._credentials is not None
         secure = trio.SSLStream(stream, self._context, server_side=True)
@@ -300,9 +324,9 @@ class Listener:
         except trio.BrokenResourceError as error:
             shown = f"; we show {self._credentials.cert} and trust {self._credentials.ca}"
             raise BadMessage(broken_text(error) + shown) from None
-        return (secure, *_identity(secure))
+        return secure, _identity(secure)
 
-    async def _meet(self, frames: Frames, address: str, role: str, name: str) -> Peer:
+    async def _meet(self, frames: Frames, address: str, identity: Identity | None) -> Peer:
         try:
             hello = decode_hello(await frames.receive())
         except trio.BrokenResourceError as error:
@@ -312,17 +336,22 @@ class Listener:
             why = describe_version(hello.version)
         elif self._context is None and hello.role not in ROLES:
             why = f"{hello.role!r} is no role"
+        elif identity is not None and self.is_revoked(identity.serial):
+            why = _REVOKED
         elif hello.wanted not in (0, self._service.node):
             why = f"this is store node {self._service.node:x}, not {hello.wanted:x}"
         if why:
-            await frames.send(Refused(why, for_good=hello.version != VERSION))
+            for_good = hello.version != VERSION or why == _REVOKED
+            await frames.send(Refused(why, for_good=for_good))
             raise BadMessage(why)
         await frames.send(Welcome(VERSION, self._service.node))
-        role = role or hello.role
+        role, name, serial = hello.role, hello.name, ""
+        if identity is not None:
+            role, name, serial = identity.role, identity.name, identity.serial
         node = _number(hello.name) if role == "node" else 0
         return Peer(
-            role, (name or hello.name)[:128], address, hello.session, node,
-            session_key=hello.session_key, is_certified=self._context is not None,
+            role, name[:128], address, hello.session, node, session_key=hello.session_key,
+            is_certified=identity is not None, serial=serial,
         )  # fmt: skip
 
     # -- tickets ---------------------------------------------------------------------------------
@@ -480,9 +509,9 @@ async def _listen(address: str, port: int) -> trio.socket.SocketType:
     return sock
 
 
-def _identity(connection: Any) -> tuple[str, str]:
-    """Role and name in the certificate at the other end. Raises BadMessage if it may not ask us."""
+def _identity(connection: Any) -> Identity:
+    """Who the certificate at the other end is of. Raises BadMessage if it may not ask us."""
     identity = peer_identity(connection)
     if identity is None or identity.role not in ROLES:
         raise BadMessage("its certificate names no role that may use store nodes")
-    return identity.role, identity.name
+    return identity

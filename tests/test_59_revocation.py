@@ -1,0 +1,160 @@
+"""What a certificate opened, its revocation closes: within seconds, also for who is in already."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import trio
+from cluster import Cluster, Plan, run_irdmafs
+from irdmafs.backend.cluster_config import ClusterConfig
+from irdmafs.backend.security import Credentials, identity_in
+from irdmafs.backend.transport.peers import Peers
+from mountpoint import eventually
+
+# Without namespaces, so that this process can talk to nodes itself.
+PLAN = Plan(nodes=1, mounts=1, replicas=1, buckets=4, tls=True, namespaces=False)
+
+
+@pytest.fixture(scope="module")
+def made() -> Iterator[Cluster]:
+    with Cluster(PLAN) as cluster:
+        yield cluster
+
+
+def members(cluster: Cluster) -> list[dict[str, Any]]:
+    answer = cluster.irdmafs("cluster", "members", "--json", "--cluster", cluster.config)
+    found: list[dict[str, Any]] = json.loads(answer)
+    return found
+
+
+def issue(cluster: Cluster, name: str) -> None:
+    cluster.irdmafs("cluster", "cert", name, "--role", "mount", "--cluster", cluster.config)
+
+
+def test_a_revoked_mount_is_cut_off_and_another_certificate_of_its_name_is_let_in(
+    made: Cluster,
+) -> None:
+    issue(made, "w1")
+    mount = made.add_mount(certificate="mount-w1")
+    (mount.path / "before").write_bytes(b"b" * 300_000)
+    old = {
+        path: path.read_bytes()
+        for kind in ("pem", "key")
+        for path in [made.config_directory / f"mount-w1.{kind}"]
+    }
+
+    refused = made.irdmafs("cluster", "revoke", "w1", "--cluster", made.config, allowed=(1,))
+    assert refused == ""
+    assert (mount.path / "before").read_bytes() == b"b" * 300_000
+    made.irdmafs("cluster", "revoke", "w1", "--yes", "--cluster", made.config)
+
+    # Whatever it holds open: what it does now is refused by nodes and by etcd.
+    eventually(
+        lambda: "its certificate was revoked" in made.nodes[0].log_tail(), "the node cuts it off"
+    )
+    with pytest.raises(OSError):
+        (mount.path / "after").write_bytes(b"a")
+    assert "our certificate was revoked" in mount.log_tail()
+    assert (made.mounts[0].path / "before").read_bytes() == b"b" * 300_000
+    assert not (made.mounts[0].path / "after").exists()
+    mount.kill9()
+    mount.detach()
+    [state] = [one["state"] for one in members(made) if one["name"] == "w1"]
+    assert state == "revoked"
+
+    for path in old:
+        path.unlink()
+    issue(made, "w1")
+    mount.start()
+    mount.wait_ready()
+    assert (mount.path / "before").read_bytes() == b"b" * 300_000
+    (mount.path / "again").write_bytes(b"again")
+    assert (made.mounts[0].path / "again").read_bytes() == b"again"
+    states = [one["state"] for one in members(made) if one["name"] == "w1"]
+    assert states == ["valid", "revoked"]
+
+    # The old one does not come back with the name.
+    for path, data in old.items():
+        path.write_bytes(data)
+    thief = made._make_mount(None, certificate="mount-w1")
+    thief.start()
+    eventually(lambda: not thief.alive, "it gives up", 30)
+    assert "etcd" in thief.log_tail()
+    assert "permission denied" in thief.log_tail()
+
+
+def test_an_open_connection_of_a_revoked_certificate_is_cut_by_the_node(made: Cluster) -> None:
+    """Also where etcd is not asked: whoever speaks the protocol himself, and keeps his connection."""
+    issue(made, "w2")
+    made.add_mount(certificate="mount-w2").kill9()
+    config = ClusterConfig.load(str(made.mounts[-1].config))
+    credentials = config.cluster.credentials("mount")
+    assert credentials is not None
+    nodes = made.live_nodes()
+    [node] = nodes
+
+    async def converse() -> None:
+        peers = Peers(nodes.get, credentials=credentials, name="thief", role="mount")
+        async with peers:
+            await peers.ping(node)
+            await trio.to_thread.run_sync(
+                lambda: made.irdmafs("cluster", "revoke", "w2", "--yes", "--cluster", made.config)
+            )
+            with trio.fail_after(20):
+                while True:
+                    try:
+                        await peers.ping(node)
+                    except OSError:
+                        break
+                    await trio.sleep(0.1)
+            with pytest.raises(OSError, match="its certificate was revoked"):
+                await peers.ping(node)
+
+    trio.run(converse)
+
+
+def test_a_revoked_node_is_put_out_and_stays_out() -> None:
+    with Cluster(PLAN) as own:
+        own.irdmafs("cluster", "revoke", "node", "--yes", "--cluster", own.config)
+        eventually(lambda: not own.live_nodes(), "the node is not in the cluster any more")
+        [node] = own.nodes
+        eventually(lambda: "our certificate was revoked" in node.log_tail(), "it says why")
+        eventually(lambda: "registering again" in node.log_tail(), "it tries to come back")
+        assert not own.live_nodes()
+
+
+def test_what_is_revoked_stays_so_when_etcd_forgets_it(made: Cluster) -> None:
+    """A record that is taken back by other means lets nobody in where it was known."""
+    issue(made, "w3")
+    identity = identity_in(str(made.config_directory / "mount-w3.pem"))
+    assert identity is not None
+    made.irdmafs("cluster", "revoke", "w3", "--cluster", made.config)
+    eventually(lambda: "'w3' is revoked" in made.nodes[0].log_tail(), "the node knows")
+    key = f"/irdmafs/default/K{identity.serial}"
+    made.etcd.control("del", key)
+    credentials = Credentials(
+        *(str(made.config_directory / name) for name in ("ca.pem", "mount-w3.pem", "mount-w3.key"))
+    )
+    nodes = made.live_nodes()
+
+    async def ask() -> None:
+        async with Peers(nodes.get, credentials=credentials, name="w3", role="mount") as peers:
+            with pytest.raises(OSError, match="its certificate was revoked"):
+                await peers.ping(next(iter(nodes)))
+
+    trio.run(ask)
+
+
+def test_revoking_what_is_not_there_or_gone_already_says_so(made: Cluster) -> None:
+    def refused(name: str) -> str:
+        done = run_irdmafs(made.admin, "cluster", "revoke", name, "--cluster", made.config)
+        assert done.returncode == 1, done
+        return done.stderr
+
+    assert "no certificate was issued to 'nobody'" in refused("nobody")
+    issue(made, "w4")
+    made.irdmafs("cluster", "revoke", "w4", "--cluster", made.config)
+    assert "were revoked already" in refused("w4")
+    assert "--yes agrees to cutting them off" in refused("mount")
+    assert [one["state"] for one in members(made) if one["name"] == "mount"] == ["valid"]
