@@ -17,6 +17,7 @@ import re
 import secrets
 import ssl
 import stat
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast, get_args
@@ -32,8 +33,10 @@ __all__ = [
     "CredentialsError",
     "Identity",
     "Role",
+    "begin_ca_change",
     "describe_tls_error",
     "expiry_of",
+    "finish_ca_change",
     "identity_in",
     "is_final",
     "issue",
@@ -84,7 +87,8 @@ class _Peer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Files in PEM: the cluster's CA, and the certificate and private key of this process."""
+    """Files in PEM: the cluster's CA (or several, while it is being replaced, the newest first), and the
+    certificate and private key of this process."""
 
     ca: str
     cert: str
@@ -121,14 +125,16 @@ class Credentials:
             key = load_pem_private_key(_read(self.key), None)
         except (ValueError, TypeError) as error:
             raise CredentialsError(f"{self.key} holds no usable private key: {error}") from error
-        ca, cert = _load_certificate(self.ca), _load_certificate(self.cert)
-        try:
-            cert.verify_directly_issued_by(ca)
-        except (ValueError, TypeError, InvalidSignature):
+        cert, ca = _load_certificate(self.cert), None
+        for trusted in _load_certificates(self.ca):
+            with contextlib.suppress(ValueError, TypeError, InvalidSignature):
+                cert.verify_directly_issued_by(trusted)
+                ca = trusted
+        if ca is None:
             raise CredentialsError(
                 f"{self.cert} was not issued by the CA in {self.ca}; take the ca.pem of the cluster "
                 "that issued it, or make a certificate there: irdmafs cluster cert"
-            ) from None
+            )
         if key.public_key() != cert.public_key():
             raise CredentialsError(
                 f"{self.key} is not the key of the certificate {self.cert}; copy both again"
@@ -232,6 +238,35 @@ def make_ca(directory: str, cluster_name: str, days: float = CA_DAYS) -> str:
         )
     )
     return _write_pair(directory, "ca", builder, key, key)[0]
+
+
+def begin_ca_change(directory: str, cluster_name: str) -> None:
+    """Make another certificate authority: new certificates are signed by it, and `ca.pem` holds both, so
+    that those of either are accepted. Raises CredentialsError."""
+    path = os.path.join(directory, "ca.pem")
+    old = _load_certificates(path)
+    if len(old) > 1:
+        raise CredentialsError(f"{path} holds two CAs already: the change before is not finished")
+    with tempfile.TemporaryDirectory(prefix=".ca-", dir=directory) as made:
+        both = _read(make_ca(made, cluster_name)) + _read(path)
+        _write_new(os.path.join(made, "both.pem"), both)
+        # Between the two, nothing can be issued, and nobody is refused.
+        os.replace(os.path.join(made, "both.pem"), path)
+        os.replace(os.path.join(made, "ca.key"), os.path.join(directory, "ca.key"))
+
+
+def finish_ca_change(directory: str) -> None:
+    """Take the older certificate authority out of `ca.pem`: what it signed is accepted no more where this
+    file is. Raises CredentialsError."""
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    path = os.path.join(directory, "ca.pem")
+    trusted = _load_certificates(path)
+    if len(trusted) < 2:
+        raise CredentialsError(f"{path} holds one CA only: no change has begun")
+    with tempfile.TemporaryDirectory(prefix=".ca-", dir=directory) as made:
+        _write_new(os.path.join(made, "ca.pem"), trusted[0].public_bytes(Encoding.PEM))
+        os.replace(os.path.join(made, "ca.pem"), path)
 
 
 def issue(
@@ -406,10 +441,15 @@ def _read(path: str) -> bytes:
 
 
 def _load_certificate(path: str) -> "x509.Certificate":
+    """The first one."""
+    return _load_certificates(path)[0]
+
+
+def _load_certificates(path: str) -> "list[x509.Certificate]":
     from cryptography import x509
 
     try:
-        return x509.load_pem_x509_certificate(_read(path))
+        return x509.load_pem_x509_certificates(_read(path))
     except ValueError as error:
         raise CredentialsError(f"{path} holds no usable certificate: {error}") from error
 

@@ -138,6 +138,35 @@ def _have_agreed(name: str, uses: Sequence[Use], yes: bool) -> None:
         raise MountError("nothing was changed")
 
 
+@cluster.command("rotate-ca")
+@click.option("--finish", is_flag=True, help="Trust the older one no more: everybody has a certificate of "
+              "the newer one.")  # fmt: skip
+@config_option
+def rotate_ca(finish: bool, config_path: str | None) -> None:
+    """Replace the cluster's certificate authority, without an interruption.
+
+    Makes a new one, which signs from now on; ca.pem then holds both. docs/security.md has the steps.
+    """
+    from .backend.security import begin_ca_change, finish_ca_change
+
+    config = _with_ca(config_path)
+    assert config.cluster.ca is not None
+    directory = os.path.dirname(config.cluster.ca)
+    with one_line_errors():
+        if finish:
+            finish_ca_change(directory)
+            say(
+                f"{config.cluster.ca} holds the newer CA only: copy it to all hosts, and restart what runs"
+            )
+            return
+        begin_ca_change(directory, config.cluster.name)
+    say(
+        f"{config.cluster.ca} holds both CAs: copy it to all hosts, those of etcd too, and restart what "
+        "runs; then give everybody a new certificate (irdmafs cluster cert), and finish with: irdmafs "
+        "cluster rotate-ca --finish"
+    )
+
+
 @cluster.command("protect")
 @config_option
 def protect_command(config_path: str | None) -> None:

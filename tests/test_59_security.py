@@ -1,5 +1,6 @@
 """Certificates, configuration, log lines and metrics of a cluster's processes."""
 
+import itertools
 import json
 import logging
 import os
@@ -22,7 +23,9 @@ from irdmafs.backend.security import (
     Credentials,
     CredentialsError,
     Identity,
+    begin_ca_change,
     describe_tls_error,
+    finish_ca_change,
     issue,
     make_ca,
     peer_identity,
@@ -177,6 +180,40 @@ def test_a_peer_that_breaks_off_may_not_trust_us(directory: str, last_words: byt
         with pytest.raises(ssl.SSLError) as caught:
             context.wrap_socket(ours, server_side=True)
     assert "it may not trust our certificate" in describe_tls_error(caught.value)
+
+
+def test_a_ca_is_replaced_while_certificates_of_both_are_in_use(directory: str) -> None:
+    copies = itertools.count()
+
+    def copied(credentials: Credentials) -> Credentials:
+        """As on a host that has its ca.pem of now."""
+        ca = Path(directory, f"ca-copy{next(copies)}.pem")
+        ca.write_bytes(Path(directory, "ca.pem").read_bytes())
+        return Credentials(str(ca), credentials.cert, credentials.key)
+
+    def meet(server: Credentials, client: Credentials) -> tuple[Outcome, Outcome]:
+        return shake_hands(server.server_context(), client.client_context())
+
+    old_node, old_mount = issue(directory, "n1", "node"), issue(directory, "w1", "mount")
+    before = copied(old_mount)
+    begin_ca_change(directory, "test")
+    with pytest.raises(CredentialsError, match="the change before is not finished"):
+        begin_ca_change(directory, "test")
+    new_node, new_mount = issue(directory, "n2", "node"), issue(directory, "w2", "mount")
+    for node in (copied(old_node), copied(new_node)):
+        for mount in (copied(old_mount), copied(new_mount)):
+            assert meet(node, mount) == (mount.check(), node.check())
+    server, client = meet(copied(new_node), before)
+    assert "not of this cluster's CA" in str(client)
+    finish_ca_change(directory)
+    with pytest.raises(CredentialsError, match="no change has begun"):
+        finish_ca_change(directory)
+    assert meet(copied(new_node), copied(new_mount)) == (new_mount.check(), new_node.check())
+    server, client = meet(copied(new_node), before)
+    assert "does not know our CA" in str(server) or "not of this cluster" in str(server)
+    with pytest.raises(CredentialsError, match="was not issued by the CA"):
+        copied(old_mount).check()
+    assert os.stat(os.path.join(directory, "ca.key")).st_mode & 0o777 == 0o600
 
 
 # -- files ----------------------------------------------------------------------------------------
