@@ -19,7 +19,7 @@ from .membership import Groups, Members
 from .namespace import Inode
 from .placement import Placement, Targets, bytes_of_groups, plan, policy_of, replicas_of, retargeted
 from .policy import Candidate, parse_policy
-from .records import GROUP_BUCKET_BITS, GroupConfig, Layout, Report, decode
+from .records import GROUP_BUCKET_BITS, GroupConfig, Layout, MountRecord, Report, decode
 from .transport.peers import Peers
 
 __all__ = [
@@ -352,7 +352,7 @@ class Cluster:
                 for ino, may_be_mended in self.damaged().items()
             ],
             "mounts": [
-                {"session": session, **msgspec.structs.asdict(record)}
+                {"session": session, **_told_of(record)}
                 for session, record in sorted(self.members.sessions.items())
             ],
         }
@@ -520,6 +520,12 @@ async def name_files(found: Cluster, engine: Engine) -> None:
             parts.append(name)
         if parts:
             found.paths[ino] = os.fsdecode(b"/" + b"/".join(reversed(parts)))
+
+
+def _told_of(record: MountRecord) -> dict[str, Any]:
+    return {
+        key: value for key, value in msgspec.structs.asdict(record).items() if key != "key_digest"
+    }
 
 
 def _after(prefix: bytes) -> bytes:
