@@ -40,6 +40,7 @@ class StoreNode(Pinned):
     """
 
     shared = False
+    locks = None
     namespace: Namespace
     extents: ExtentStore
     engine: SQLiteEngine
@@ -51,6 +52,7 @@ class StoreNode(Pinned):
         self.waits = False
         self.watcher: Watcher | None = None
         self.on_version: Callable[[int], None] = lambda ino: None
+        self.may_publish: Callable[[int], None] = lambda ino: None
 
     async def __aenter__(self) -> Self:
         os.makedirs(self.directory, mode=0o700, exist_ok=True)

@@ -19,7 +19,7 @@ _SHARED: dict[Role, bytes] = {
     "reader": b"",
 }
 # Keys that begin with a lease, and so with its owner.
-_LEASED: dict[Role, bytes] = {"mount": b"mpfa", "node": b"", "reader": b"mpfa"}
+_LEASED: dict[Role, bytes] = {"mount": b"mpfaL", "node": b"", "reader": b"mpfa"}
 _FENCE = b"x"
 
 

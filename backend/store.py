@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .extents import ExtentStore
+from .lock_claims import HostLocks
 from .namespace import Inode, Namespace
 from .records import Layout
 
@@ -36,6 +37,14 @@ class Store(Protocol):
     watcher: Watcher | None
     # Called with an inode number when a version was published by another host.
     on_version: Callable[[int], None]
+    # Called with an inode number when what was begun in a session that is lost is about to be published
+    # in a new one. It may raise OSError.
+    may_publish: Callable[[int], None]
+
+    @property
+    def locks(self) -> HostLocks | None:
+        """The locks that other hosts see, too; None where there are no others."""
+        ...
 
     @property
     def extents(self) -> ExtentStore:

@@ -57,6 +57,9 @@ class KernelCache(Protocol):
         """Have the attributes of these nodes asked for, and, with `names`, every name looked up again
         before its next use, answers that are on their way into the kernel included."""
 
+    async def forget_content(self, node: Node) -> None:
+        """Have the node's content read again from us. Done when it returns."""
+
     def prune(self, nodes: Sequence[int]) -> None:
         """Let the kernel drop what it keeps of these nodes unused, if it can."""
 
@@ -480,10 +483,64 @@ class Cache:
 
     async def fsync(self, handle: Handle) -> None:
         """fsync(2): publish what is written so far; the descriptor stays open for more."""
-        node = handle.node
+        await self._publish_so_far(handle.node, rdwr=_is_rdwr(handle))
+
+    async def publish_in_place(self, ino: int) -> None:
+        """Publish what is written so far in place, before another host may lock the file."""
+        node = self.nodes.live.get(ino)
+        if node is not None and self._inodes[ino].nlink:
+            await self._publish_so_far(node, rdwr=True)
+
+    def give_up(self, handle: Handle) -> bool:
+        """Publish nothing through this handle any more. Return whether there was something."""
+        unpublished = handle.writing and self._is_unpublished(handle)
+        handle.aborted |= unpublished
+        return unpublished
+
+    def is_behind(self, inode: Inode) -> bool:
+        """Whether another host has published a newer version than the one that is written in place here."""
+        live = self.nodes.live.get(inode.ino)
+        return live is not None and live.version != inode.version
+
+    async def refresh(self, ino: int) -> None:
+        """Have the node that is written in place show the newest version, which another host published,
+        unless there is something unpublished in it."""
+        node, inode = self.nodes.live.get(ino), self._inodes.get(ino)
+        if node is None or inode is None or node.version == inode.version:
+            return
+        await detach()
+        async with self._locked(node):
+            inode = await self.store.bring(ino)
+            if node.version == inode.version or self._changed(node, rdwr=True):
+                return
+            if node.working:
+                await self._overwrite(node, inode)
+            elif node.cached and inode.extent:
+                fd = self.store.extents.open(inode.extent)
+                _close(node)
+                node.fd = fd
+                node.show(inode)
+                self._pin(node)
+            else:
+                return
+        if node.cached:
+            await self.kernel.forget_content(node)
+        self.kernel.invalidate_attributes(node)
+
+    async def _overwrite(self, node: Node, inode: Inode) -> None:
+        """Bring a version into a working copy of which everything is published."""
+        os.ftruncate(node.fd, inode.size)
+        if inode.extent:
+            with self.store.extents.opened(inode.extent) as source:
+                await trio.to_thread.run_sync(copy_contents, source, node.fd)
+        node.version, node.size = inode.version, inode.size
+        node.blocks, node.mtime_ns = inode.blocks, inode.mtime_ns
+        node.stamp, node.dirty = _stamp(os.fstat(node.fd)), False
+
+    async def _publish_so_far(self, node: Node, *, rdwr: bool) -> None:
         if node.state is State.SEALED or node.discarded:
             return
-        if not self._changed(node, rdwr=_is_rdwr(handle)):
+        if not self._changed(node, rdwr=rdwr):
             return
         if node.cached and not self.store.waits:
             await self._publish(node, writers_stay=True)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 SessionName = Literal["auto", "kernel", "pyfuse3"]
 WakeupSetting = Literal["auto", "on", "off"]
+# Which hosts the locks of a mount hold on: all of its cluster, this one only, or none.
+LockScope = Literal["cluster", "local", "refuse"]
 
 
 class MountError(Exception):
@@ -46,6 +48,7 @@ class MountOptions:
     fsname: str = "irdmafs"
     max_read: int | None = None
     max_write: int | None = None
+    locks: LockScope = "cluster"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,11 @@ def _parse_request_size(text: str) -> int:
     return size
 
 
+def _parse_locks(text: str) -> LockScope:
+    scopes: dict[str, LockScope] = {"cluster": "cluster", "local": "local", "refuse": "refuse"}
+    return scopes[text]
+
+
 def _parse_name(text: str) -> str:
     if not text or "\0" in text:
         raise ValueError(text)
@@ -134,6 +142,7 @@ _VALUES: dict[str, tuple[Callable[[str], Any], str]] = {
     "fsname": (_parse_name, "a name"),
     "max_read": (_parse_request_size, "a size from 4K to 1G"),
     "max_write": (_parse_request_size, "a size from 4K to 1G"),
+    "locks": (_parse_locks, "cluster, local or refuse"),
 }
 
 

@@ -175,7 +175,17 @@ class _Daemon:
             return replace(options, default_permissions=False)
         return options
 
+    def _lock_warnings(self) -> list[str]:
+        """What is not so about locks in the pyfuse3 session, where the kernel keeps them by itself."""
+        if self._store.shared and self._config.options.locks == "cluster":
+            return [
+                "locks hold on this host only, not in the cluster (-o locks=local says so, too)"
+            ]
+        return []
+
     def _mount_portable(self) -> PortableSession:
+        if self._config.options.locks == "refuse":
+            raise MountError("-o locks=refuse takes the kernel session; see `irdmafs doctor`")
         session = PortableSession()
         operations = self._assemble(session, passthrough=False)
         options = mounting.libfuse_options(self._config.options)
@@ -202,7 +212,10 @@ class _Daemon:
     async def _announce(self, ready: Callable[[str], None]) -> None:
         """Say ready when the mount answers a stat that really comes through the kernel."""
         await trio.to_thread.run_sync(os.stat, self._config.mountpoint, abandon_on_cancel=True)
-        warnings = [f"warning: {line}" for line in self._warnings()]
+        lines = self._warnings()
+        if not isinstance(self._session, KernelSession):
+            lines = [*lines, *self._lock_warnings()]
+        warnings = [f"warning: {line}" for line in lines]
         ready("\n".join(filter(None, (self._session.name, self._reason, *warnings))))
 
     @asynccontextmanager
@@ -262,6 +275,7 @@ class _Daemon:
             warnings.append(f"the store is nearly full: {free >> 20} MiB of {total >> 20} MiB free")
         if not isinstance(self._session, KernelSession):
             warnings.append("locks are kept by version: two versions of a file lock separately")
+            warnings += self._lock_warnings()
         return {
             "version": __version__,
             "pid": os.getpid(),

@@ -153,6 +153,42 @@ class LockTable:
         """Return the number of locks that are held."""
         return sum(self._of_user.values())
 
+    def conflicts(self, ino: int, owner: int, lock: Lock) -> bool:
+        """Return whether `lock` would have to wait for somebody else's."""
+        inode = self._inodes.get(ino)
+        return inode is not None and inode.conflicts(owner, lock)
+
+    def holds(self, ino: int, owner: int) -> bool:
+        """Return whether an owner has locks on the inode."""
+        inode = self._inodes.get(ino)
+        return inode is not None and owner in inode.owners
+
+    def writes(self, ino: int, owner: int, lock: Lock) -> bool:
+        """Return whether an owner has some of these bytes locked for writing."""
+        inode = self._inodes.get(ino)
+        held = inode.owners.get(owner) if inode is not None else None
+        return held is not None and held.writes.count(lock.start, lock.end) > 0
+
+    def held(self, ino: int) -> Iterator[Lock]:
+        """Yield all locks on an inode."""
+        inode = self._inodes.get(ino)
+        for owner in inode.owners.values() if inode is not None else ():
+            for kind, ranges in ((F_RDLCK, owner.reads), (F_WRLCK, owner.writes)):
+                for start, end in ranges:
+                    yield Lock(kind, start, end, owner.pid, owner.uid)
+
+    def clear(self) -> dict[int, list[tuple[int, int]]]:
+        """Remove every lock; return (owner, pid) of those who had some, by inode."""
+        had = {
+            ino: [(owner, held.pid) for owner, held in inode.owners.items()]
+            for ino, inode in self._inodes.items()
+            if inode.owners
+        }
+        for ino, owners in had.items():
+            for owner, _ in owners:
+                self.release_owner(ino, owner)
+        return had
+
     def test(self, ino: int, owner: int, lock: Lock) -> Lock | None:
         """Return a lock of somebody else that `lock` would have to wait for."""
         _validate(lock)

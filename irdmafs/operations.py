@@ -7,13 +7,12 @@ copy_file_range, locks, tmpfile) are ordinary methods here.
 
 import ctypes
 import errno
-import fcntl
 import json
 import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 import pyfuse3
@@ -30,7 +29,8 @@ from .config import MountOptions
 from .credentials import CAP_SYS_ADMIN, groups_of, has_capability
 from .freshness import Glance, Glances
 from .inline import detach
-from .locks import FlockTable, Lock, LockTable
+from .locking import Locking
+from .locks import Lock
 from .nodes import INO_BITS, Handle, Node, State
 from .privileges import CAPABILITY, SET_IDS, may_keep_set_ids, mode_left
 from .processes import ids_of, open_thread
@@ -162,10 +162,8 @@ class Operations(pyfuse3.Operations):
         self._options = options
         self.atimes = Atimes(options, store.extents.path)
         self._umask = options.umask or 0
-        self.posix_locks = LockTable()
-        self.flocks = FlockTable()
-        # Owners of POSIX locks, by the handle through which they took some.
-        self._lockers: dict[int, set[int]] = {}
+        self.locking = Locking(options.locks, store.locks, cache, store.namespace.describe)
+        store.may_publish = self.locking.check_publishing
         self.readdir_reply: Callable[[Any, bytes, Attributes, int], bool] = pyfuse3.readdir_reply
 
     # -- helpers ---------------------------------------------------------------------------------
@@ -886,6 +884,8 @@ class Operations(pyfuse3.Operations):
         if self._shared:
             names = self._glances.take(ctx.pid)
             node, found = await self._settled(inode, names, flags, ctx.pid)
+            if self._cache.is_behind(found):
+                await self._cache.refresh(found.ino)
         else:
             node, found = self._node(inode)
         _refuse_other_than_file(found)
@@ -915,7 +915,7 @@ class Operations(pyfuse3.Operations):
         info.node = node
         info.passthrough = not node.cached
         # Closing any descriptor of a file drops its process's POSIX locks: then we must hear of it.
-        info.noflush = not handle.writing and not self.posix_locks.is_used(node.ino)
+        info.noflush = not handle.writing and not self.locking.must_hear_of_closes(node.ino)
         return info
 
     async def read(self, fh: int, off: int, size: int) -> bytes:
@@ -933,7 +933,21 @@ class Operations(pyfuse3.Operations):
 
     async def flush(self, fh: int, pid: int = 0) -> None:
         handle = self._file_handle(fh)
-        await self._cache.flush(handle, pid or handle.pid)
+        await self._publish(handle, pid or handle.pid, self._cache.flush(handle, pid or handle.pid))
+
+    async def _publish(self, handle: Handle, pid: int, step: Coroutine[Any, Any, None]) -> None:
+        """Run what may publish something for a process, unless that has lost a lock."""
+        if not self._shared:
+            await step
+            return
+        try:
+            self.locking.check(pid)
+        except OSError:
+            if self._cache.give_up(handle):
+                step.close()
+                raise
+        with self.locking.publishing(handle.node.ino, pid):
+            await step
 
     async def release(self, fh: int) -> None:
         self._file_handle(fh)
@@ -949,7 +963,8 @@ class Operations(pyfuse3.Operations):
         return not handle.writing or (node.state is State.LIVE and node.stamp is not None)
 
     async def fsync(self, fh: int, datasync: bool) -> None:
-        await self._cache.fsync(self._file_handle(fh))
+        handle = self._file_handle(fh)
+        await self._publish(handle, handle.pid, self._cache.fsync(handle))
 
     # -- what only the kernel session can ask for ------------------------------------------------
 
@@ -999,53 +1014,32 @@ class Operations(pyfuse3.Operations):
         inode = self._inodes[node.ino]
         return node.ino, node.state is State.SEALED and node.version != inode.version
 
-    def test_lock(self, node_id: int, owner: int, lock: Lock) -> Lock:
+    async def test_lock(self, node_id: int, owner: int, lock: Lock) -> Lock:
         """fcntl(F_GETLK): the lock in the way, or `lock` as F_UNLCK."""
-        found = self.posix_locks.test(self._inode(node_id).ino, owner, lock)
-        return found if found is not None else lock._replace(type=fcntl.F_UNLCK)
+        return await self.locking.test(self._inode(node_id).ino, owner, lock)
 
     async def lock(self, fh: int, owner: int, lock: Lock, *, flock: bool, wait: bool) -> None:
-        """fcntl(F_SETLK, F_SETLKW) and flock(2). Raises OSError EAGAIN, EDEADLK, ENOLCK."""
+        """fcntl(F_SETLK, F_SETLKW) and flock(2). Raises OSError EAGAIN, EDEADLK, ENOLCK, EIO."""
         ino = self._file_handle(fh).node.ino
-        table = self.flocks if flock else self.posix_locks
-        if not flock:
-            self._lockers.setdefault(fh, set()).add(owner)
+        await self.locking.lock(fh, ino, owner, lock, flock=flock, wait=wait)
+
+    async def close(self, fh: int, pid: int, owner: int) -> None:
+        """close(2) of a descriptor in the kernel session, which tells whose locks on the file end with it.
+        Whoever has such a lock next is to see what was written under it."""
+        ino = self._file_handle(fh).node.ino
         try:
-            table.acquire(ino, owner, lock)
-            return
-        except BlockingIOError:
-            if not wait:
-                raise
-        await detach()
-        await table.acquire_wait(ino, owner, lock)
+            await self.flush(fh, pid)
+        finally:
+            await self.locking.closed(fh, ino, owner)
+        self.locking.told_by_close(pid, ino)
 
-    def release_posix_locks(self, fh: int, owner: int) -> None:
-        """A descriptor was closed: its process loses its locks on the file, as POSIX wants."""
-        self.posix_locks.release_owner(self._file_handle(fh).node.ino, owner)
-        self._forget_locker(fh, owner)
-
-    def _forget_locker(self, fh: int, owner: int) -> None:
-        owners = self._lockers.get(fh)
-        if owners is not None:
-            owners.discard(owner)
-            if not owners:
-                del self._lockers[fh]
-
-    def has_locked(self, fh: int) -> bool:
-        """Whether POSIX locks were taken through this handle, and not all given back by a close."""
-        return fh in self._lockers
-
-    def locked_through(self, fh: int) -> tuple[int, set[int]]:
-        """The inode of a handle that is to be released, and the owners of POSIX locks who took some
-        through it: those of whose closes we were not told (read-only ones), and open descriptions."""
-        return self._file_handle(fh).node.ino, self._lockers.pop(fh, set())
-
-    def release_locks(self, ino: int, owners: set[int], flock_owner: int | None) -> None:
-        """The last descriptor of a handle is closed, and what was written through it is published."""
-        for owner in owners:
-            self.posix_locks.release_owner(ino, owner)
-        if flock_owner is not None:
-            self.flocks.release_owner(ino, flock_owner)
+    async def release_locked(self, fh: int, flock_owner: int | None) -> None:
+        """Release a handle through which locks may have been taken."""
+        ino, owners = self._file_handle(fh).node.ino, self.locking.take_lockers(fh)
+        try:
+            await self.release(fh)
+        finally:
+            await self.locking.released(ino, owners, flock_owner)
 
     # -- directories -----------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ from .contents import Contents
 from .fetcher import Fetcher, Gone, Wrong
 from .leases import Leases, Transactions
 from .lent import Declined, Lender
+from .locks import SharedLocks
 from .prefetch import Prefetcher
 from .readahead import ReadAhead
 from .writer import Transfer
@@ -96,6 +97,7 @@ async def remote_store(
                     async with store._make_peers() as store.peers:
                         store._make_parts()
                         nursery.start_soon(store.leases.run)
+                        nursery.start_soon(store.locks.run)
                         nursery.start_soon(store._prepare)
                         for path in config.mount.follow:
                             await store.follow_path(path)
@@ -136,12 +138,20 @@ class RemoteStore(Pinned):
         self.members = Members()
         self.groups = Groups()
         self.namespace = Namespace(engine)
+        self.locks = SharedLocks(engine, self.members, timeout_s)
         self._transactions = Transactions()
         self.history = History(engine)
         self.certificates = Certificates(config.cluster.serial(config.cluster.mount_role))
-        self.replica = Replica(
+        self.replica = self.locks.replica = Replica(
             engine,
-            (self.members, self.groups, self.certificates, self.namespace, self._transactions),
+            (
+                self.members,
+                self.groups,
+                self.certificates,
+                self.namespace,
+                self.locks,
+                self._transactions,
+            ),
             history=self.history,
         )
         self.namespace.hub = self.replica
@@ -153,6 +163,8 @@ class RemoteStore(Pinned):
         self.session_key: bytes
         self.peers: Peers
         self.on_version: Callable[[int], None] = lambda ino: None
+        # Asked when a version is to be published in another session than it was begun in.
+        self.may_publish: Callable[[int], None] = lambda ino: None
         self.watcher: Watcher | None = None
         # Published since the nodes last told how much room they have.
         self._untold_bytes = 0
@@ -170,7 +182,9 @@ class RemoteStore(Pinned):
                 f"etcd at {', '.join(config.cluster.etcd)} knows no cluster named "
                 f"{config.cluster.name!r}; make it with: irdmafs cluster init"
             )
-        self.session = Session(self.engine, MOUNT, self._record, self.settings.lease_ttl_s)
+        self.session = self.locks.session = Session(
+            self.engine, MOUNT, self._record, self.settings.lease_ttl_s, on_lost=self.locks.lost
+        )
         self.members.attach(self.session)
         self.history.on_doubt = self.session.doubt
         self.history.on_accepted = self.session.lose
@@ -512,14 +526,23 @@ class RemoteStore(Pinned):
     ) -> Inode:
         size = status.st_size
         layout = self._layout_of(self.namespace.inode(ino))
-        if not size:
-            return await self._commit(ino, 0, status, mtime_ns, layout, None)
+        begun_in = self.session.number
+        while not size:
+            if await self.session.wait_valid() != begun_in:
+                self.may_publish(ino)
+            try:
+                return await self._commit(ino, 0, status, mtime_ns, layout, None)
+            except Conflict as conflict:
+                log.info("inode %d, empty: %s; again", ino, conflict)
+                await self.replica.barrier()
         await self._ensure_pool(layout)
         fd = self.contents.open(extent)
         transfer: Transfer | None = None
         try:
             while True:
                 session = await self.session.wait_valid()
+                if session != begun_in:
+                    self.may_publish(ino)
                 if session_of(extent) != session or (transfer is None and extent in self._used):
                     # What an old session sent may be dropped any time; and a number stands for the
                     # same bytes for ever, though the file may be written on in place.
@@ -732,6 +755,8 @@ class RemoteStore(Pinned):
                 "transactions": self.engine.transactions,
                 "followed": self.leases.count(),
                 "lease_transactions": self.leases.transactions,
+                "locked": self.locks.count(),
+                "lock_transactions": self.locks.transactions,
                 "acknowledgements": self.leases.acknowledgements,
                 "cache_hits": self.hits,
                 "cache_misses": self.misses,

@@ -420,6 +420,9 @@ class KernelSession(KernelCache):
         for node_id in nodes:
             self._tell(wire.inval_inode(node_id, -1, 0))
 
+    async def forget_content(self, node: Node) -> None:
+        await self._notify(wire.inval_inode(node.id, 0, 0))
+
     def prune(self, nodes: Sequence[int]) -> None:
         if not self._can_prune:
             return
@@ -710,12 +713,7 @@ class KernelSession(KernelCache):
 
     async def _flush(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         fh, _, _, owner = wire.decode(wire.FLUSH_IN, self._buffer, end)
-        operations = self._operations
-        try:
-            await operations.flush(fh, caller.pid)
-        finally:
-            # Whoever has the lock next is to see what was written under it.
-            operations.release_posix_locks(fh, owner)
+        await self._operations.close(fh, caller.pid, owner)
         return wire.reply(unique)
 
     async def _release(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
@@ -723,14 +721,10 @@ class KernelSession(KernelCache):
         operations = self._operations
         if fh in self._released:
             raise fail(errno.EBADF)
-        if not flags and not operations.has_locked(fh) and operations.release_can_wait(fh):
+        if not flags and not operations.locking.has_locked(fh) and operations.release_can_wait(fh):
             self._released.append(fh)
             return wire.reply(unique)
-        locked = operations.locked_through(fh)
-        try:
-            await operations.release(fh)
-        finally:
-            operations.release_locks(*locked, owner if flags & wire.RELEASE_FLOCK_UNLOCK else None)
+        await operations.release_locked(fh, owner if flags & wire.RELEASE_FLOCK_UNLOCK else None)
         return wire.reply(unique)
 
     async def _fsync(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
@@ -809,24 +803,26 @@ class KernelSession(KernelCache):
 
     # -- locks -----------------------------------------------------------------------------------
 
-    def _decode_lock(self, uid: int, end: int) -> tuple[int, int, Lock, bool]:
+    def _decode_lock(self, caller: Caller, end: int) -> tuple[int, int, Lock, bool]:
         fh, owner, start, last, kind, pid, flags, _ = wire.decode(wire.LOCK_IN, self._buffer, end)
         if start > last or last > wire.EMPTY_LOCK_END:
             raise Malformed(f"a lock of bytes {start} to {last}")
-        return fh, owner, Lock(kind, start, last, pid, uid), bool(flags & wire.LOCK_FLOCK)
+        # The kernel does not say who unlocks.
+        lock = Lock(kind, start, last, pid or caller.pid, caller.uid)
+        return fh, owner, lock, bool(flags & wire.LOCK_FLOCK)
 
     async def _getlk(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
-        _, owner, lock, _ = self._decode_lock(caller.uid, end)
-        found = self._operations.test_lock(nodeid, owner, lock)
+        _, owner, lock, _ = self._decode_lock(caller, end)
+        found = await self._operations.test_lock(nodeid, owner, lock)
         return wire.reply(unique, wire.LOCK_OUT.pack(found.start, found.end, found.type, found.pid))
 
     async def _setlk(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
-        fh, owner, lock, flock = self._decode_lock(caller.uid, end)
+        fh, owner, lock, flock = self._decode_lock(caller, end)
         await self._operations.lock(fh, owner, lock, flock=flock, wait=False)
         return wire.reply(unique)
 
     async def _setlkw(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
-        fh, owner, lock, flock = self._decode_lock(caller.uid, end)
+        fh, owner, lock, flock = self._decode_lock(caller, end)
         await self._operations.lock(fh, owner, lock, flock=flock, wait=True)
         return wire.reply(unique)
 

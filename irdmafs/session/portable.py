@@ -76,6 +76,9 @@ class PortableSession(KernelCache):
     def forget(self, nodes: Iterable[int], *, names: bool) -> None:
         """Nothing to forget: what cannot be forgotten is not believed."""
 
+    async def forget_content(self, node: Node) -> None:
+        await self._in_thread(pyfuse3.invalidate_inode, node.id, False)
+
     def prune(self, nodes: Sequence[int]) -> None:
         """libfuse 3.14 cannot."""
 

@@ -1,0 +1,186 @@
+"""What a host claims of the locks of one inode: the records in etcd, and the rules between them.
+
+docs/locks.md has the protocol. Nothing here knows of etcd: decisions are functions of what is recorded.
+"""
+
+from collections.abc import Collection, Iterable
+from fcntl import F_WRLCK
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from .records import key_of
+
+__all__ = [
+    "CLAIMS_MAX",
+    "ENTRY",
+    "FLOCK",
+    "GUARD",
+    "NOTHING",
+    "POSIX",
+    "Claim",
+    "Entry",
+    "Holder",
+    "HostLocks",
+    "entry_key",
+    "guard_key",
+    "is_blocked",
+    "is_covered",
+    "merged",
+    "parse_key",
+]
+
+GUARD, ENTRY = b"l", b"L"
+POSIX, FLOCK = 0, 1
+# An entry is written anew with each of its changes, and every mount hears of it.
+CLAIMS_MAX = 1024
+
+
+class Claim(NamedTuple):
+    """Bytes that are locked: `table` is POSIX or FLOCK, `type` F_RDLCK or F_WRLCK, `end` inclusive."""
+
+    table: int
+    type: int
+    start: int
+    end: int
+
+    def conflicts(self, other: "Claim") -> bool:
+        """Return whether two hosts cannot have both."""
+        return (
+            self.table == other.table
+            and F_WRLCK in (self.type, other.type)
+            and self.start <= other.end
+            and other.start <= self.end
+        )
+
+    def includes(self, other: "Claim") -> bool:
+        """Return whether a host that has this one may grant the other to a process."""
+        return (
+            self.table == other.table
+            and self.type in (F_WRLCK, other.type)
+            and self.start <= other.start
+            and other.end <= self.end
+        )
+
+
+class Entry(msgspec.Struct, array_like=True, frozen=True):
+    """One host's record of an inode. `sole`: nobody else has any claim, and it grants what it likes.
+    `held`: what its processes have, at least. `wanted`: what they wait for; it binds nobody."""
+
+    sole: bool = False
+    held: tuple[Claim, ...] = ()
+    wanted: tuple[Claim, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.sole or bool(self.held or self.wanted)
+
+
+NOTHING = Entry()
+
+
+def guard_key(ino: int) -> bytes:
+    """Put by every growth of a claim on the inode. While there is none, nobody has a claim."""
+    return key_of(GUARD, ino)
+
+
+def entry_key(ino: int, lease: int) -> bytes:
+    return key_of(ENTRY, lease, ino)
+
+
+def parse_key(key: bytes) -> tuple[int, int]:
+    """Return inode and lease; the lease is 0 for a guard."""
+    first, second = int.from_bytes(key[1:9], "big"), int.from_bytes(key[9:17], "big")
+    return (second, first) if key[:1] == ENTRY else (first, 0)
+
+
+def is_covered(mine: Entry, claim: Claim) -> bool:
+    """Return whether a host with this entry may grant a lock, as far as other hosts are concerned."""
+    return mine.sole or any(held.includes(claim) for held in mine.held)
+
+
+def is_blocked(others: Collection[Entry], claim: Claim) -> bool:
+    """Return whether other hosts' entries forbid a claim."""
+    return any(other.sole or any(held.conflicts(claim) for held in other.held) for other in others)
+
+
+def merged(claims: Iterable[Claim], limit: int = CLAIMS_MAX) -> tuple[Claim, ...]:
+    """Return claims that include all these, as few as that takes, and no more than `limit` for each table
+    and type: then also bytes between them are claimed, the smallest gaps first."""
+    found: dict[tuple[int, int], list[Claim]] = {}
+    for claim in sorted(claims):
+        row = found.setdefault(claim[:2], [])
+        if row and claim.start <= row[-1].end + 1:
+            row[-1] = row[-1]._replace(end=max(row[-1].end, claim.end))
+        else:
+            row.append(claim)
+    result: list[Claim] = []
+    for key in sorted(found):
+        result += _coarser(found[key], limit)
+    return tuple(result)
+
+
+def _coarser(row: list[Claim], limit: int) -> list[Claim]:
+    if len(row) <= limit:
+        return row
+    gaps = sorted(range(1, len(row)), key=lambda at: row[at].start - row[at - 1].end)
+    closed = set(gaps[: len(row) - limit])
+    result = row[:1]
+    for at in range(1, len(row)):
+        if at in closed:
+            result[-1] = result[-1]._replace(end=row[at].end)
+        else:
+            result.append(row[at])
+    return result
+
+
+class Holder(Protocol):
+    """The mount's side: what its processes have locked and written."""
+
+    def held(self, ino: int) -> Iterable[Claim]: ...
+
+    async def publish(self, ino: int) -> None:
+        """Publish what was written in place: another host may lock the file next. Raises OSError."""
+        ...
+
+    async def refresh(self, ino: int) -> None:
+        """Show the newest version: another host may have written it under the lock. Raises OSError."""
+        ...
+
+    def lost(self) -> None:
+        """Every lock is lost, as the session is."""
+        ...
+
+
+class HostLocks(Protocol):
+    """What this host may grant of the locks that all hosts share (see remote.locks)."""
+
+    holder: Holder
+
+    def grants(self, ino: int, claim: Claim, since: float) -> bool:
+        """Return whether a lock may be granted now, as far as other hosts are concerned, to a request
+        that was made at `since` (time.monotonic(), seconds)."""
+        ...
+
+    def is_alone(self, ino: int) -> bool:
+        """Return whether no other host can lock the inode before this one has come down."""
+        ...
+
+    async def claim(self, ino: int, claim: Claim, *, wait: bool, since: float) -> None:
+        """Return when `grants` says yes; it does until the caller waits for something.
+
+        Raises BlockingIOError if others hold what is in the way and it is not to `wait`, OSError
+        ETIMEDOUT, ENOLCK.
+        """
+        ...
+
+    async def test(self, ino: int, claim: Claim) -> Claim | None:
+        """Return what another host's processes hold in the way of a lock. Raises OSError ETIMEDOUT."""
+        ...
+
+    def shrunk(self, ino: int) -> None:
+        """Processes gave locks back, and what they wrote under them is published."""
+        ...
+
+    async def shrink(self, ino: int) -> None:
+        """Likewise; return when other hosts can know, if etcd can be told now."""
+        ...

@@ -1,0 +1,400 @@
+"""Locks between processes on different hosts of a cluster."""
+
+import contextlib
+import errno
+import itertools
+import random
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import Cluster, ClusterMount, Plan, counters
+from mountpoint import eventually
+from processes import Process
+
+TTL_S = 2
+SLOTS = 6
+NEVER_S = 0.3  # what must not happen is looked for so long
+
+PREPARE = """
+import struct, time
+def try_lock(fd, kind, start=0, length=0):
+    try:
+        fcntl.lockf(fd, kind | fcntl.LOCK_NB, length, start)
+        return True
+    except (BlockingIOError, PermissionError):
+        return False
+
+def try_flock(fd, kind):
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+
+def query(fd, kind):
+    request = struct.pack('hhqqi4x', kind, 0, 0, 0, 0)
+    return struct.unpack('hhqqi4x', fcntl.fcntl(fd, fcntl.F_GETLK, request))
+
+def failure(step):
+    try:
+        step()
+    except OSError as error:
+        return error.errno
+    return 0
+"""
+COUNT = """
+for _ in range(times):
+    with open(d + '/lock', 'a') as guard:
+        getattr(fcntl, lock)(guard, fcntl.LOCK_EX)
+        with open(d + '/count') as file:
+            number = int(file.read())
+        with open(d + '/count', 'w') as file:
+            file.write(str(number + 1))
+"""
+COUNT_IN_PLACE = """
+fd = os.open(d + '/count', os.O_RDWR)
+for _ in range(times):
+    fcntl.lockf(fd, fcntl.LOCK_EX)
+    number = int(os.pread(fd, 20, 0))
+    os.pwrite(fd, b'%d' % (number + 1), 0)
+    fcntl.lockf(fd, fcntl.LOCK_UN)
+os.close(fd)
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(Plan(nodes=1, mounts=2, replicas=1, buckets=4, lease_ttl_s=TTL_S)) as made:
+        yield made
+
+
+@pytest.fixture
+def two(cluster: Cluster, request: pytest.FixtureRequest) -> tuple[Path, Path]:
+    """A directory of this test's own, as two hosts see it."""
+    name = re.sub(r"\W+", "_", request.node.name)
+    one, other = (mount.path / name for mount in cluster.mounts[:2])
+    one.mkdir()
+    return one, other
+
+
+@pytest.fixture
+def on_hosts(two: tuple[Path, Path]) -> Iterator[tuple[Process, Process]]:
+    """A process on each host, with the same file open for reading and writing as `fd`."""
+    (two[0] / "file").write_bytes(b"x" * 100)
+    with contextlib.ExitStack() as stack:
+        found = tuple(stack.enter_context(Process()) for _ in two)
+        for process, directory in zip(found, two, strict=True):
+            process.do(PREPARE)
+            process.do("fd = os.open(d + '/file', os.O_RDWR)", d=str(directory))
+        yield found[0], found[1]
+
+
+Two = tuple[Process, Process]
+
+
+def test_ranges_exclude_each_other_between_hosts(on_hosts: Two) -> None:
+    one, other = on_hosts
+    assert one.do("try_lock(fd, fcntl.LOCK_EX, 10, 10)")
+    assert not other.do("try_lock(fd, fcntl.LOCK_EX, 0, 11)")
+    assert not other.do("try_lock(fd, fcntl.LOCK_SH, 19, 1)")
+    assert other.do("try_lock(fd, fcntl.LOCK_EX, 20, 0)")
+    assert not one.do("try_lock(fd, fcntl.LOCK_EX, 30, 1)")
+    one.do("fcntl.lockf(fd, fcntl.LOCK_UN)")
+    assert other.do("try_lock(fd, fcntl.LOCK_EX, 0, 11)")
+
+
+def test_shared_locks_are_shared_between_hosts(on_hosts: Two) -> None:
+    one, other = on_hosts
+    for kind in ("flock", "lock"):
+        assert one.do(f"try_{kind}(fd, fcntl.LOCK_SH)")
+        assert other.do(f"try_{kind}(fd, fcntl.LOCK_SH)")
+        assert not one.do(f"try_{kind}(fd, fcntl.LOCK_EX)")
+        other.do("fcntl.flock(fd, fcntl.LOCK_UN); fcntl.lockf(fd, fcntl.LOCK_UN)")
+        assert one.do(f"try_{kind}(fd, fcntl.LOCK_EX)")
+        one.do("fcntl.flock(fd, fcntl.LOCK_UN); fcntl.lockf(fd, fcntl.LOCK_UN)")
+
+
+def test_flock_and_ranges_do_not_see_each_other_between_hosts(on_hosts: Two) -> None:
+    one, other = on_hosts
+    assert one.do("try_flock(fd, fcntl.LOCK_EX)")
+    assert other.do("try_lock(fd, fcntl.LOCK_EX)")
+
+
+def test_open_file_description_locks_hold_between_hosts(on_hosts: Two) -> None:
+    one, other = on_hosts
+    take = """
+F_OFD_SETLK = 37
+def ofd(kind):
+    request = struct.pack('hhqqi4x', kind, 0, 0, 0, 0)
+    return failure(lambda: fcntl.fcntl(fd, F_OFD_SETLK, request))
+"""
+    one.do(take)
+    other.do(take)
+    assert one.do("ofd(fcntl.F_WRLCK)") == 0
+    assert other.do("ofd(fcntl.F_RDLCK)") == errno.EAGAIN
+    one.do("copy = os.dup(fd); os.close(fd)")
+    assert other.do("ofd(fcntl.F_RDLCK)") == errno.EAGAIN, "it belongs to the description"
+    one.do("os.close(copy)")
+    eventually(lambda: other.do("ofd(fcntl.F_RDLCK)") == 0, "the lock is free")
+
+
+def test_query_tells_of_a_lock_on_another_host_without_its_process(on_hosts: Two) -> None:
+    one, other = on_hosts
+    assert other.do("query(fd, fcntl.F_WRLCK)")[0] == other.do("fcntl.F_UNLCK")
+    one.do("fcntl.lockf(fd, fcntl.LOCK_SH, 5, 10)")
+    kind, _, start, length, pid = other.do("query(fd, fcntl.F_WRLCK)")
+    assert (kind, start, length, pid) == (other.do("fcntl.F_RDLCK"), 10, 5, 0)
+    assert other.do("query(fd, fcntl.F_RDLCK)")[0] == other.do("fcntl.F_UNLCK")
+
+
+@pytest.mark.parametrize("end", ["unlock", "close", "exit", "kill"])
+@pytest.mark.parametrize("lock", ["lockf", "flock"])
+def test_waiter_gets_what_another_host_gives_up(on_hosts: Two, lock: str, end: str) -> None:
+    one, other = on_hosts
+    one.do("getattr(fcntl, lock)(fd, fcntl.LOCK_EX)", lock=lock)
+    other.start("getattr(fcntl, lock)(fd, fcntl.LOCK_EX); 'mine'", lock=lock)
+    assert not other.finished(NEVER_S)
+    if end == "unlock":
+        one.do("getattr(fcntl, lock)(fd, fcntl.LOCK_UN)", lock=lock)
+    elif end == "close":
+        one.do("os.close(fd)")
+    else:
+        one.kill(signal.SIGKILL if end == "kill" else signal.SIGTERM)
+    assert other.result() == "mine"
+
+
+def test_waiter_that_is_interrupted_or_killed_gets_nothing(
+    on_hosts: Two, two: tuple[Path, Path]
+) -> None:
+    one, other = on_hosts
+    one.do("fcntl.flock(fd, fcntl.LOCK_EX)")
+    other.do("""
+class Interrupted(Exception): pass
+def interrupt(*_): raise Interrupted
+signal.signal(signal.SIGINT, interrupt)
+""")
+    other.start("""
+try:
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    outcome = 'locked'
+except Interrupted:
+    outcome = 'interrupted'
+outcome
+""")
+    assert not other.finished(NEVER_S)
+    other.send_signal(signal.SIGINT)
+    assert other.result() == "interrupted"
+    with Process() as third:
+        third.start("fcntl.flock(os.open(f, os.O_RDWR), fcntl.LOCK_EX)", f=str(two[1] / "file"))
+        assert not third.finished(NEVER_S)
+        third.kill()
+    one.do("fcntl.flock(fd, fcntl.LOCK_UN)")
+    assert one.do("try_flock(fd, fcntl.LOCK_EX)")
+    one.do("fcntl.flock(fd, fcntl.LOCK_UN)")
+    assert other.do("try_flock(fd, fcntl.LOCK_EX)")
+
+
+def test_two_hosts_that_both_convert_their_shared_flock_take_turns(on_hosts: Two) -> None:
+    for process in on_hosts:
+        process.do("fcntl.flock(fd, fcntl.LOCK_SH)")
+    for process in on_hosts:
+        process.start("fcntl.flock(fd, fcntl.LOCK_EX); fcntl.flock(fd, fcntl.LOCK_UN); 'done'")
+    assert [process.result() for process in on_hosts] == ["done", "done"]
+
+
+def test_host_that_locks_again_and_again_lets_a_waiting_one_in(on_hosts: Two) -> None:
+    one, other = on_hosts
+    one.do("fcntl.flock(fd, fcntl.LOCK_EX)")
+    other.start("fcntl.flock(fd, fcntl.LOCK_EX); 'mine'")
+    assert not other.finished(NEVER_S)
+    one.start("""
+for _ in range(2000):
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    if os.path.exists(d + '/enough'):
+        break
+""", d=one.do("d"))  # fmt: skip
+    assert other.result(20) == "mine"
+    other.do("open(d + '/enough', 'w').close(); fcntl.flock(fd, fcntl.LOCK_UN)")
+    one.result()
+
+
+@pytest.mark.parametrize("lock", ["lockf", "flock"])
+def test_counter_in_another_file_loses_no_update(two: tuple[Path, Path], lock: str) -> None:
+    (two[0] / "count").write_text("0")
+    with contextlib.ExitStack() as stack:
+        counting = [stack.enter_context(Process()) for _ in range(4)]
+        for number, process in enumerate(counting):
+            process.start(COUNT, d=str(two[number % 2]), lock=lock, times=15)
+        for process in counting:
+            process.result()
+    assert (two[0] / "count").read_text() == "60"
+
+
+def test_counter_in_the_locked_file_itself_loses_no_update(two: tuple[Path, Path]) -> None:
+    (two[0] / "count").write_text("0")
+    with contextlib.ExitStack() as stack:
+        counting = [stack.enter_context(Process()) for _ in range(4)]
+        for number, process in enumerate(counting):
+            process.start(COUNT_IN_PLACE, d=str(two[number % 2]), times=15)
+        for process in counting:
+            process.result()
+    assert (two[0] / "count").read_text() == (two[1] / "count").read_text() == "60"
+
+
+def test_host_that_is_alone_asks_nobody(cluster: Cluster, two: tuple[Path, Path]) -> None:
+    with Process() as process:
+        process.do("fd = os.open(d + '/alone', os.O_RDWR | os.O_CREAT)", d=str(two[0]))
+        process.do("fcntl.lockf(fd, fcntl.LOCK_EX, 1, 0)")
+        before = counters(cluster.mounts[0])["lock_transactions"]
+        process.do("""
+for byte in range(200):
+    fcntl.lockf(fd, fcntl.LOCK_EX, 1, byte)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    fcntl.flock(fd, fcntl.LOCK_UN)
+""")
+        assert counters(cluster.mounts[0])["lock_transactions"] == before
+
+
+def test_nothing_is_left_in_etcd_of_locks_that_are_gone(cluster: Cluster, on_hosts: Two) -> None:
+    one, other = on_hosts
+    one.do("fcntl.flock(fd, fcntl.LOCK_EX)")
+    assert not other.do("try_flock(fd, fcntl.LOCK_EX)")
+    one.do("os.close(fd)")
+    assert other.do("try_flock(fd, fcntl.LOCK_SH)")
+    ino = other.do("os.fstat(fd).st_ino")
+    other.do("os.close(fd)")
+    number = ino.to_bytes(8, "big")
+
+    def keys() -> list[bytes]:
+        return [
+            *(key for key in cluster.etcd.get(cluster._prefix("l")) if key == number),
+            *(key for key in cluster.etcd.get(cluster._prefix("L")) if key.endswith(number)),
+        ]
+
+    eventually(lambda: not keys(), "etcd has forgotten the locks", 20)
+
+
+def test_conflicting_ranges_are_never_held_together(two: tuple[Path, Path]) -> None:
+    """Each records when it was sure to be inside, on the clock that all hosts here share; and counts,
+    under the lock of a slot's byte, in a file of that slot."""
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    for slot in range(SLOTS):
+        (two[0] / f"count{slot}").write_text("0")
+    (two[0] / "lock").touch()
+    work = """
+import random, time
+rng = random.Random(seed)
+fd = os.open(d + '/lock', os.O_RDWR)
+inside, added = [], [0] * slots
+for _ in range(25):
+    first = rng.randrange(slots)
+    last = rng.randrange(first, min(slots, first + 3))
+    write = rng.random() < 0.6
+    kind = fcntl.LOCK_EX if write else fcntl.LOCK_SH
+    if rng.random() < 0.3:
+        try:
+            fcntl.lockf(fd, kind | fcntl.LOCK_NB, last - first + 1, first)
+        except BlockingIOError:
+            continue
+    else:
+        fcntl.lockf(fd, kind, last - first + 1, first)
+    began = time.monotonic_ns()
+    if write:
+        with open(d + '/count%d' % first) as file:
+            number = int(file.read())
+        with open(d + '/count%d' % first, 'w') as file:
+            file.write(str(number + 1))
+        added[first] += 1
+    inside.append((first, last, write, began, time.monotonic_ns()))
+    fcntl.lockf(fd, fcntl.LOCK_UN, last - first + 1, first)
+inside, added
+"""
+    with contextlib.ExitStack() as stack:
+        workers = [stack.enter_context(Process()) for _ in range(4)]
+        for number, worker in enumerate(workers):
+            worker.start(work, d=str(two[number % 2]), seed=seed + number, slots=SLOTS)
+        results = [worker.result(300) for worker in workers]
+    for (one, _), (other, _) in itertools.combinations(results, 2):
+        for a, b in itertools.product(one, other):
+            apart = a[1] < b[0] or b[1] < a[0] or a[4] < b[3] or b[4] < a[3]
+            assert apart or not (a[2] or b[2]), f"seed {seed}: {a} and {b} are inside together"
+    for slot in range(SLOTS):
+        expected = sum(added[slot] for _, added in results)
+        assert (two[1] / f"count{slot}").read_text() == str(expected), f"seed {seed}, slot {slot}"
+
+
+# -- hosts that fail ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def failing() -> Iterator[Cluster]:
+    plan = Plan(nodes=1, mounts=2, replicas=1, buckets=4, lease_ttl_s=TTL_S)
+    with Cluster(plan, links=True) as made:
+        yield made
+
+
+def _locked(mount: ClusterMount, process: Process) -> None:
+    process.do(PREPARE)
+    process.do(
+        "fd = os.open(d + '/lock', os.O_RDWR | os.O_CREAT); fcntl.flock(fd, fcntl.LOCK_EX)",
+        d=str(mount.path),
+    )
+
+
+def test_locks_of_a_host_that_dies_or_is_cut_off_go_with_its_session(failing: Cluster) -> None:
+    one, other = failing.mounts
+    (other.path / "count").write_text("0")
+    with Process() as holder, Process() as waiter:
+        _locked(one, holder)
+        waiter.do(PREPARE)
+        waiter.do("fd = os.open(d + '/lock', os.O_RDWR)", d=str(other.path))
+        # Paused for less than the lease lives: nothing is lost.
+        one.pause()
+        assert not waiter.finished(NEVER_S)
+        one.resume()
+        assert not waiter.do("try_flock(fd, fcntl.LOCK_EX)")
+        holder.do("file = open(d + '/count', 'w'); file.write('stale')", d=str(one.path))
+        waiter.start("fcntl.flock(fd, fcntl.LOCK_EX); 'mine'")
+        failing.isolate(one)
+        assert waiter.result(30) == "mine"
+        waiter.do(
+            "file = open(d + '/count', 'w'); file.write('1'); file.close()", d=str(other.path)
+        )
+        failing.heal_all()
+        assert holder.do("failure(file.close)") == errno.EIO
+        assert (other.path / "count").read_text() == "1", "who lost the lock overwrote it"
+        again = "failure(lambda: open(d + '/count', 'w').write('stale'))"
+        assert holder.do("f = open(d + '/other', 'w'); f.write('x'); failure(f.close)") == errno.EIO
+        assert holder.do("failure(lambda: fcntl.flock(fd, fcntl.LOCK_UN))") == errno.EIO
+        assert holder.do(again) == 0, "it has been told"
+        assert not holder.do("try_flock(fd, fcntl.LOCK_EX)")
+        waiter.do("fcntl.flock(fd, fcntl.LOCK_UN)")
+        holder.do("fcntl.flock(fd, fcntl.LOCK_EX)")
+        # The same when the daemon is killed.
+        waiter.start("fcntl.flock(fd, fcntl.LOCK_EX); 'mine'")
+        one.kill9()
+        assert waiter.result(30) == "mine"
+
+
+def test_locks_can_be_kept_on_one_host_or_refused(cluster: Cluster, two: tuple[Path, Path]) -> None:
+    (two[0] / "file").touch()
+    local = cluster.add_mount("-o", "locks=local")
+    refusing = cluster.add_mount("-o", "locks=refuse")
+    with Process() as holder, Process() as other:
+        for process in (holder, other):
+            process.do(PREPARE)
+        holder.do(
+            "fd = os.open(f, os.O_RDWR); fcntl.flock(fd, fcntl.LOCK_EX)", f=str(two[0] / "file")
+        )
+        file = str(local.path / two[0].name / "file")
+        other.do("fd = os.open(f, os.O_RDWR)", f=file)
+        assert other.do("try_flock(fd, fcntl.LOCK_EX)")
+        assert not holder.do("try_flock(os.open(f, os.O_RDWR), fcntl.LOCK_EX)", f=file)
+        other.do("fd = os.open(f, os.O_RDWR)", f=str(refusing.path / two[0].name / "file"))
+        assert other.do("failure(lambda: fcntl.flock(fd, fcntl.LOCK_EX))") == errno.ENOLCK
+        assert other.do("failure(lambda: fcntl.lockf(fd, fcntl.LOCK_EX))") == errno.ENOLCK
