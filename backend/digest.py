@@ -10,6 +10,7 @@ cache. Files are read into a small buffer of each thread, not mapped: whoever cu
 process. Reading and hashing both release Python's lock.
 """
 
+import functools
 import itertools
 import mmap
 import os
@@ -20,6 +21,7 @@ from functools import partial
 import trio
 from xxhash import xxh3_64
 
+from .sparse import is_sparse, next_data
 from .unwrap import first_error
 
 __all__ = [
@@ -183,14 +185,28 @@ class Stripe:
         self._blocks[first:end] = _hash(self._fd, self._offset + start, length)
 
 
+@functools.lru_cache(maxsize=4)
+def _digest_of_zeros(length: int) -> bytes:
+    return xxh3_64(bytes(length)).digest()
+
+
 def _hash(fd: int, offset: int, length: int) -> list[bytes]:
     buffer = getattr(_threads, "buffer", None)
     if buffer is None:
         # Pages, as O_DIRECT wants them.
         buffer = _threads.buffer = memoryview(mmap.mmap(-1, _BUFFER_BYTES))
     blocks = []
+    status = os.fstat(fd)
+    has_holes = is_sparse(status.st_size, status.st_blocks)
+    data_at = offset
     for start in range(offset, offset + length, BLOCK_BYTES):
         end = min(start + BLOCK_BYTES, offset + length)
+        if has_holes:
+            if data_at <= start:
+                data_at = next_data(fd, start, offset + length)
+            if data_at >= end and end <= status.st_size:
+                blocks.append(_digest_of_zeros(end - start))
+                continue
         state = xxh3_64()
         while start < end:
             wanted = min(_BUFFER_BYTES, end - start)

@@ -66,6 +66,9 @@ class Link:
         finally:
             os.close(source)
 
+    async def read_sparse(self, extent: Extent, into: FileRange, landed: Landed) -> None:
+        await self.read(extent, 0, into, landed)
+
     async def digest(self, extent: Extent) -> bytes:
         return await self._service().digest(extent)
 

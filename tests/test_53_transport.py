@@ -392,6 +392,13 @@ def sparse_file(path: Path, length: int) -> int:
     return fd
 
 
+def full_file(path: Path, length: int) -> int:
+    """Without holes."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT)
+    os.posix_fallocate(fd, 0, length)
+    return fd
+
+
 @pytest.mark.parametrize("how", ["kill", "pause"])
 @pytest.mark.parametrize("failing", [1, 2, 3])
 def test_a_node_that_fails_during_a_write_is_named_and_the_rest_is_sent_around_it(
@@ -403,7 +410,7 @@ def test_a_node_that_fails_during_a_write_is_named_and_the_rest_is_sent_around_i
 
     async def main() -> None:
         async with with_processes(memory, hold=hold) as (peers, nodes):
-            source = sparse_file(memory / "source", length)
+            source = full_file(memory / "source", length)
             failed: list[OSError] = []
 
             async def write() -> None:
@@ -493,7 +500,7 @@ def test_a_node_is_found_again_where_it_restarts(memory: Path) -> None:
             for number in range(3):
                 with NodeProcess(f"{memory}/1", 1, f"{memory}/addresses"):
                     await peers.device(1).put(Extent(number, 0), Target(1, 1, ()), b"data")
-                    source = sparse_file(memory / "source", 20 * MiB)
+                    source = full_file(memory / "source", 20 * MiB)
                     await peers.device(1).write(
                         Extent(number, 1), Target(1, 1, ()), FileRange(source, 0, 20 * MiB)
                     )
@@ -555,7 +562,8 @@ def test_a_cancelled_transfer_ends_at_once_and_leaves_nothing(memory: Path, kind
         async with with_processes(memory, 2, timeout_s=30.0) as (peers, nodes):
             threads = threading.active_count()
             os.close(sparse_file(memory / "1" / "9.0", length))
-            fd = sparse_file(memory / "file", length)
+            make = full_file if kind == "write" else sparse_file
+            fd = make(memory / "file", length)
             device = peers.device(1)
             async with trio.open_nursery() as nursery:
                 if kind == "write":
@@ -623,3 +631,69 @@ def test_a_full_target_is_enospc_and_the_node_is_not_blamed(memory: Path) -> Non
     if os.geteuid() != 0:
         pytest.skip("mounting a small tmpfs needs root")
     in_cluster(memory, test, 1)
+
+
+# -- files with holes ----------------------------------------------------------------------------
+
+
+def file_with_holes(cluster: Place, size: int, data: dict[int, bytes]) -> int:
+    fd = cluster.file("source")
+    os.ftruncate(fd, size)
+    for offset, content in data.items():
+        os.pwrite(fd, content, offset)
+    return fd
+
+
+@pytest.mark.parametrize("secured", ["plain", "authenticated", "encrypted"])
+@pytest.mark.parametrize("segments", [0, 1, 40])
+def test_holes_stay_holes_on_every_node_of_the_chain_and_when_they_are_read(
+    memory: Path, credentials: dict[str, Credentials], segments: int, secured: str
+) -> None:
+    size = 512 * MiB + 5
+    data = {number * 12 * MiB + 4096: random_bytes(70_000) for number in range(segments)}
+    extent = Extent(5, 7)
+
+    async def test(cluster: Place) -> None:
+        source = file_with_holes(cluster, size, data)
+        # Once more to those that have it, too.
+        for chain in ((2, 3), (2,), ()):
+            await cluster.peers.device(1).write(
+                extent, Target(1, 1, chain), FileRange(source, 0, size)
+            )
+        for node in cluster.nodes:
+            target = cluster.file(f"target{node}", b"first")
+            device = cluster.peers.device(node)
+            # What a try before has left goes.
+            os.pwrite(target, b"x" * 100_000, 12 * MiB)
+            await device.read_sparse(extent, FileRange(target, 5, size))
+            status = os.fstat(target)
+            assert status.st_size == 5 + size
+            assert status.st_blocks * 512 < (segments + 1) * 2 * MiB
+            for offset, content in data.items():
+                assert os.pread(target, len(content), 5 + offset) == content
+                assert os.pread(target, 4096, offset - 4091) == bytes(4096)
+            kept = os.stat(cluster.nodes[node].service.path(extent))
+            assert kept.st_size == size
+            assert kept.st_blocks * 512 < (segments + 1) * 2 * MiB
+            os.close(target)
+        os.close(source)
+
+    options: dict[str, Any] = {}
+    if secured != "plain":
+        options = {"credentials": credentials["node"], "mount": credentials["mount"]}
+    in_cluster(memory, test, encrypt_data=secured == "encrypted", **options)
+
+
+def test_room_is_asked_for_the_data_of_a_file_and_not_for_its_length(memory: Path) -> None:
+    async def test(cluster: Place) -> None:
+        cluster.nodes[2].service.limit_bytes = 10 * MiB
+        source = file_with_holes(cluster, 512 * MiB, {MiB: random_bytes(4 * MiB)})
+        device = cluster.peers.device(1)
+        await device.write(Extent(1, 0), Target(1, 1, (2,)), FileRange(source, 0, 512 * MiB))
+        os.pwrite(source, random_bytes(10 * MiB), 100 * MiB)
+        with pytest.raises(OSError) as caught:
+            await device.write(Extent(2, 0), Target(1, 1, (2,)), FileRange(source, 0, 512 * MiB))
+        assert caught.value.errno in (errno.ENOSPC, errno.ENOTCONN)
+        os.close(source)
+
+    in_cluster(memory, test, 2)

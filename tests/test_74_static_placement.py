@@ -11,6 +11,7 @@ import pytest
 import trio
 from cluster import Cluster, Plan
 from irdmafs.backend.server.files import Files, Held, Incoming
+from irdmafs.backend.sparse import segments
 from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.messages import Expose, Exposed, Release, Reserve
 from irdmafs.backend.transport.peers import Peers
@@ -99,8 +100,8 @@ class FilesService:
     def size(self, extent: Extent) -> int | None:
         return self.files.size(extent)
 
-    async def create(self, extent: Extent, length: int) -> Incoming:
-        return self.files.reuse(length) or self.files.create(length)
+    async def create(self, extent: Extent, length: int, allocated: int | None = None) -> Incoming:
+        return self.files.reuse(length) or self.files.create(length, allocated)
 
     async def adopt(self, extent: Extent, name: str) -> Incoming:
         return self.files.take_over(name, extent.content)
@@ -128,6 +129,13 @@ class FilesService:
 
     async def digest(self, extent: Extent) -> bytes:
         return b""
+
+    async def segments(self, extent: Extent) -> list[tuple[int, int]]:
+        fd = self.open(extent)
+        try:
+            return segments(fd, 0, os.fstat(fd).st_size)
+        finally:
+            os.close(fd)
 
     def scrub(self) -> None:
         pass

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Self
 import trio
 from irdmafs.backend.records import NodeAddress
 from irdmafs.backend.security import Credentials
+from irdmafs.backend.sparse import segments
 from irdmafs.backend.transport import Extent, Fenced, Target
 from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.rights import Peer
@@ -87,8 +88,8 @@ class ExtentDirectory:
         except FileNotFoundError:
             return None
 
-    async def create(self, extent: Extent, length: int) -> OpenFile:
-        if length > self.limit_bytes:
+    async def create(self, extent: Extent, length: int, allocated: int | None = None) -> OpenFile:
+        if (length if allocated is None else allocated) > self.limit_bytes:
             raise OSError(28, "No space left on device")
         self.created += 1
         path = f"{self.directory}/incoming/_{self.created}"
@@ -97,7 +98,9 @@ class ExtentDirectory:
             return OpenFile(path, os.open(path, os.O_RDWR))
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            if length:
+            if allocated is not None and allocated < length:
+                os.ftruncate(fd, length)
+            elif length:
                 os.posix_fallocate(fd, 0, length)
         except BaseException:
             os.close(fd)
@@ -140,6 +143,13 @@ class ExtentDirectory:
 
     async def digest(self, extent: Extent) -> bytes:
         return b""
+
+    async def segments(self, extent: Extent) -> list[tuple[int, int]]:
+        fd = self.open(extent)
+        try:
+            return segments(fd, 0, os.fstat(fd).st_size)
+        finally:
+            os.close(fd)
 
     def scrub(self) -> None:
         pass

@@ -121,8 +121,9 @@ class Contents(ExtentStore):
             except FileNotFoundError:
                 pass  # taken over
 
-    def make(self, extent: int, size: int) -> int:
-        """A file of `size` bytes to fetch a content into; it is here once `admit` was called.
+    def make(self, extent: int, size: int, *, has_holes: bool = False) -> int:
+        """A file of `size` bytes to fetch a content into; it is here once `admit` was called. It has its
+        room, or is one hole.
 
         Raises OSError ENOSPC."""
         fd = os.open(
@@ -132,7 +133,10 @@ class Contents(ExtentStore):
             dir_fd=self._dir_fd,
         )
         try:
-            os.posix_fallocate(fd, 0, size)
+            if has_holes:
+                os.ftruncate(fd, size)
+            else:
+                os.posix_fallocate(fd, 0, size)
         except BaseException:
             os.close(fd)
             self.give_up(extent)

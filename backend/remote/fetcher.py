@@ -16,12 +16,14 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import trio
 
 from ..digest import Digests, Stripe, digest_of_bytes
 from ..namespace import Inode, fail
 from ..records import Layout
+from ..sparse import allocated_bytes, is_sparse
 from ..transport import Distrusted, Extent, FileRange, Memory
 from ..unwrap import first_error
 from .cluster import Cluster, for_each_stripe
@@ -107,23 +109,24 @@ class Fetcher:
         `ahead` gives inodes that will be wanted soon. Returns without it when there is no room to keep
         it here. Raises Gone, Wrong, or OSError (ETIMEDOUT: no member answers).
         """
-        content, size = inode.extent, inode.size
+        content = inode.extent
+        room = allocated_bytes(inode.size, inode.blocks)
         while (running := self._running.get(content)) is not None:
             await running.wait()
             if self._contents.has(content):
                 return
         done = self._running[content] = trio.Event()
         try:
-            if self._borrow(content, inode.layout, size):
+            if self._borrow(content, inode.layout, inode.size):
                 return
-            if not self._contents.make_room(size, self._pins):
+            if not self._contents.make_room(room, self._pins):
                 return
-            if size <= self._cluster.small_bytes:
+            if inode.size <= self._cluster.small_bytes:
                 await self._fetch_small(inode, ahead)
             else:
                 await self._fetch_large(inode)
             self.fetched_files += 1
-            self.fetched_bytes += size
+            self.fetched_bytes += room
         except OSError as error:
             # What was evicted takes room until the kernel lets go of it.
             if error.errno != errno.ENOSPC:
@@ -147,6 +150,8 @@ class Fetcher:
             raise Declined("a store node on this host has it")
         if size <= self._cluster.small_bytes:
             raise Declined("it is small")
+        if is_sparse(size, inode.blocks):
+            raise Declined("it has holes")
         is_checked = self._verify and bool(inode.digests)
         if is_checked and lent.memory is Memory.DEVICE:
             raise Declined("it is to be checked (see --no-verify)")
@@ -281,8 +286,10 @@ class Fetcher:
 
     async def _fetch_large(self, inode: Inode) -> None:
         content, size = inode.extent, inode.size
+        has_holes = is_sparse(size, inode.blocks)
+        make = partial(self._contents.make, content, size, has_holes=has_holes)
         # Not at once: room for a large file is not found in an instant where pages are small.
-        fd = await trio.to_thread.run_sync(self._contents.make, content, size)
+        fd = await trio.to_thread.run_sync(make)
         try:
             await self._read_all(inode, FileRange(fd, 0, size))
         except BaseException:
@@ -291,7 +298,7 @@ class Fetcher:
         finally:
             os.close(fd)
         self._contents.admit(content)
-        self._contents.keep(content, size)
+        self._contents.keep(content, allocated_bytes(size, inode.blocks))
 
     async def _read_all(self, inode: Inode, into: FileRange) -> None:
         """All stripes at once. Raises Gone, Wrong, OSError."""
@@ -303,7 +310,10 @@ class Fetcher:
 
         async def read_one(stripe: int) -> None:
             there = into.part(*inode.layout.span(inode.size, stripe))
-            await self._read(inode, inode.extent, stripe, 0, there)
+            if is_sparse(inode.size, inode.blocks):
+                await self._read_hashed(inode, stripe, there, set())
+            else:
+                await self._read(inode, inode.extent, stripe, 0, there)
 
         try:
             if self._verify and digests.are_there:
@@ -353,7 +363,10 @@ class Fetcher:
             nonlocal found
             found = Stripe(into.fd, into.offset, into.length)
             device = self._cluster.peers.device(node)
-            await device.read(Extent(inode.extent, stripe), 0, into, found.landed)
+            if is_sparse(inode.size, inode.blocks):
+                await device.read_sparse(Extent(inode.extent, stripe), into, found.landed)
+            else:
+                await device.read(Extent(inode.extent, stripe), 0, into, found.landed)
 
         group = self._cluster.group(inode.layout, stripe)
         node = await self._from_any(group, inode.extent, inode.ino, wrong, take)

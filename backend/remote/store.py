@@ -34,6 +34,7 @@ from ..records import (
     session_of,
 )
 from ..replica import Replica
+from ..sparse import allocated_bytes
 from ..store import Watcher
 from ..storedir import lock_directory
 from ..transport.authentication import make_session_key, session_digest
@@ -602,7 +603,7 @@ class RemoteStore(Pinned):
                 guards=guards,
             )  # fmt: skip
         self.publishes += 1
-        self._untold_bytes += status.st_size
+        self._untold_bytes += allocated_bytes(status.st_size, status.st_blocks)
         self.published_bytes += status.st_size
         if content:
             self.contents.published(content, status.st_blocks * 512, self.cluster.store_here)

@@ -32,6 +32,7 @@ from ..membership import Groups
 from ..namespace import Inode
 from ..placement import group_of
 from ..records import GROUP_BUCKET_BITS, STRIPE_GROUPS_MAX, Layout, session_of
+from ..sparse import allocated_bytes
 from ..transport import Extent
 from .files import Files
 from .spares import SPARE_S
@@ -52,6 +53,7 @@ class _Named(NamedTuple):
     size: int
     layout: Layout
     digests: bytes
+    blocks: int
 
 
 class Check(NamedTuple):
@@ -144,9 +146,9 @@ class Catalog:
         found = self._named.get(extent.content)
         if found is None or not found[1].digests:
             return None
-        _, size, layout, record = found[1]
-        stripes = layout.stripes(size)
-        digests = Digests(record, stripes)
+        named = found[1]
+        layout, stripes = named.layout, named.layout.stripes(named.size)
+        digests = Digests(named.digests, stripes)
         if not digests.are_there or not 0 <= extent.stripe < stripes:
             return None
         part = digests.part_of(extent.stripe)
@@ -154,6 +156,14 @@ class Catalog:
         return Check(
             digests, part, run, tuple(group_of(layout, stripe, self._buckets) for stripe in run)
         )  # fmt: skip
+
+    def allocated(self, extent: Extent, length: int) -> int:
+        """How many bytes of a named extent of this length are not in holes, at most; those, where there
+        are none worth it."""
+        found = self._named.get(extent.content)
+        if found is None:
+            return length
+        return min(length, allocated_bytes(found[1].size, found[1].blocks))
 
     def ino_of(self, content: int) -> int:
         """The inode whose content it is; 0: none's."""
@@ -225,7 +235,7 @@ class Catalog:
                 log.error("the record of inode %d in etcd is damaged: %s", ino, error)
                 return ()
             if inode.extent and inode.layout.replicas:
-                named = _Named(inode.extent, inode.size, inode.layout, inode.digests)
+                named = _Named(inode.extent, inode.size, inode.layout, inode.digests, inode.blocks)
         before = self._by_ino.get(ino)
         if before is not None and named is not None and before.content == named.content:
             return ()

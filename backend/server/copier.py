@@ -41,6 +41,8 @@ class Source(Protocol):
 
     async def read(self, extent: Extent, start: int, into: FileRange, landed: Landed) -> None: ...
 
+    async def read_sparse(self, extent: Extent, into: FileRange, landed: Landed) -> None: ...
+
     async def get(self, extents: Sequence[Extent], limit: int) -> list[bytes | None]: ...
 
     async def digest(self, extent: Extent) -> bytes: ...
@@ -69,6 +71,10 @@ class Catalog(Protocol):
 
     def missing(self, group: int) -> list[tuple[Extent, int]]:
         """The named extents of a group that are not here, with their sizes in bytes."""
+        ...
+
+    def allocated(self, extent: Extent, length: int) -> int:
+        """How many bytes of a named extent are not in holes, at most."""
         ...
 
     def is_named(self, content: int) -> bool:
@@ -181,7 +187,7 @@ class Copier:
         size = left[extent]
         refused = []
         wrong = []
-        incoming = await self._create(size)
+        incoming = await self._create(size, self._catalog.allocated(extent, size))
         sealed = False
         try:
             for node in self._sources(config, extent.content + extent.stripe):
@@ -226,7 +232,7 @@ class Copier:
         was replaced (or is not needed any more); None: somebody in sync could not be asked. Raises OSError
         ENOSPC."""
         unasked = set(config.in_sync) - {self._node}
-        incoming = await self._create(size)
+        incoming = await self._create(size, self._catalog.allocated(extent, size))
         sealed = False
         try:
             for node in self._everybody(config):
@@ -277,6 +283,11 @@ class Copier:
         """Read a whole extent, whose blocks are hashed as they come."""
         device = self._device(node)
         found = Stripe(fd, 0, size)
+        if (allocated := self._catalog.allocated(extent, size)) < size:
+            await self._throttle.take(allocated)
+            await device.read_sparse(extent, FileRange(fd, 0, size), found.landed)
+            self._count(allocated)
+            return await self._judge.verdict(extent, await found.finish())
         piece = THROTTLED_READ_BYTES if self._throttle.bytes_per_s else size
         for offset in range(0, size, piece):
             length = min(piece, size - offset)
@@ -325,7 +336,7 @@ class Copier:
     async def _keep(
         self, extent: Extent, data: bytes, left: dict[Extent, int], verdict: Verdict
     ) -> None:
-        incoming = await self._create(len(data))
+        incoming = await self._create(len(data), len(data))
         sealed = False
         try:
             os.pwrite(incoming.fd, data, 0)
@@ -353,17 +364,17 @@ class Copier:
         self._judge.forget(extent)
         self._catalog.sealed(extent)
 
-    async def _create(self, size: int) -> Incoming:
-        if (spare := self._files.reuse(size)) is not None:
+    async def _create(self, size: int, allocated: int) -> Incoming:
+        if allocated == size and (spare := self._files.reuse(size)) is not None:
             return spare
         try:
-            return await trio.to_thread.run_sync(self._files.create, size)
+            return await trio.to_thread.run_sync(self._files.create, size, allocated)
         except OSError as error:
-            if error.errno != errno.ENOSPC or not self._catalog.make_room(size):
+            if error.errno != errno.ENOSPC or not self._catalog.make_room(allocated):
                 raise
         await trio.to_thread.run_sync(self._files.reap)
         self._files.let_go()
-        return await trio.to_thread.run_sync(self._files.create, size)
+        return await trio.to_thread.run_sync(self._files.create, size, allocated)
 
     def _count(self, count: int) -> None:
         now = time.monotonic()

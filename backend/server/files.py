@@ -27,6 +27,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from ..sole import is_only_opener
+from ..sparse import allocated_bytes
 from ..storedir import StoreInUse, in_memory, lock_directory
 from ..transport import Extent
 from .identity import Identity
@@ -96,6 +97,7 @@ class Files:
         self.created_files = 0
         self.reused_files = 0
         self._sizes: dict[Extent, int] = {}
+        self._holes: dict[Extent, int] = {}  # bytes of those that have any
         self._named: set[Extent] = set()
         # Made by an application on this host, which may have them open for writing.
         self._foreign: set[Extent] = set()
@@ -178,8 +180,7 @@ class Files:
                 log.warning("%s is not an extent and is passed over", entry.path)
                 continue
             status = entry.stat(follow_symlinks=False)
-            self._sizes[extent] = status.st_size
-            self.used_bytes += status.st_size
+            self._count_in(extent, status)
             if not status.st_mode & stat.S_IWUSR:
                 self._named.add(extent)
             if not status.st_mode & _OWN:
@@ -272,13 +273,16 @@ class Files:
             raise OSError(errno.EBUSY, "somebody else has it", file.name)
         return fd
 
-    def create(self, length: int) -> Incoming:
-        """A file of `length` bytes that has its room already. May be called in any thread, as it takes
-        a while for a large one (0.2 ms per MiB of small pages).
+    def create(self, length: int, allocated: int | None = None) -> Incoming:
+        """A file of `length` bytes that has its room already, or that is a hole for which so many bytes are
+        reserved. May be called in any thread, as it takes a while for a large one (0.2 ms per MiB of small
+        pages).
 
         Raises OSError: ENOSPC, and nothing is left of it.
         """
-        if self._limit_bytes is not None and self._taken() + length > self._limit_bytes:
+        if allocated is None:
+            allocated = length
+        if self._limit_bytes is not None and self._taken() + allocated > self._limit_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.directory)
         name = self._new_name()
         fd = os.open(
@@ -287,16 +291,25 @@ class Files:
             0o600 | _OWN,
             dir_fd=self._incoming,
         )
-        self._receiving[name] = length
+        self._receiving[name] = allocated
         try:
-            if length:
+            if allocated < length:
+                self._check_room(allocated)
+                os.ftruncate(fd, length)
+            elif length:
                 os.posix_fallocate(fd, 0, length)
         except BaseException:
             os.close(fd)
             self.remove(name)
             raise
         self.created_files += 1
-        return Incoming(name, fd, StoredFile(name, length))
+        return Incoming(name, fd, StoredFile(name, allocated))
+
+    def _check_room(self, allocated: int) -> None:
+        """Raises OSError ENOSPC."""
+        status = os.fstatvfs(self._incoming)
+        if allocated > status.f_bavail * status.f_frsize:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.directory)
 
     def take_over(self, name: str, content: int) -> Incoming:
         """The working copy that a mount on this host made in incoming/ for this content.
@@ -329,7 +342,7 @@ class Files:
         self._put_in_place(incoming, extent)
 
     def _put_in_place(self, incoming: Incoming, extent: Extent) -> None:
-        size = os.fstat(incoming.fd).st_size
+        status = os.fstat(incoming.fd)
         self._receiving.pop(incoming.name, None)
         self._forget_file(extent)
         if incoming.file is None:
@@ -347,8 +360,8 @@ class Files:
         except OSError:
             self._made.pop(extent, None)
             raise
-        self.used_bytes += size - self._sizes.get(extent, 0)
-        self._sizes[extent] = size
+        self._count_out(extent)
+        self._count_in(extent, status)
         self._named.discard(extent)
 
     def replace(self, incoming: Incoming, extent: Extent) -> None:
@@ -395,11 +408,10 @@ class Files:
     def free(self, extent: Extent) -> None:
         """Remove an extent at once; the memory of a large one goes with the next `reap`, or when the
         last open file of it is closed, or is kept for another one. One that is not here is no error."""
-        size = self._sizes.pop(extent, None)
+        size = self._count_out(extent)
         if size is None:
             return
         self._named.discard(extent)
-        self.used_bytes -= size
         file = self._made.get(extent)
         if file is not None and (size < SPARE_BYTES_MIN or size != file.length):
             file = None
@@ -425,11 +437,10 @@ class Files:
 
     def set_aside(self, extent: Extent) -> None:
         """Put an extent into quarantine. One that is not here is no error."""
-        size = self._sizes.pop(extent, None)
+        size = self._count_out(extent)
         if size is None:
             return
         self._named.discard(extent)
-        self.used_bytes -= size
         try:
             self.quarantine.take_in(extent, size, self._sealed)
         except FileNotFoundError:
@@ -440,8 +451,7 @@ class Files:
         """Take an extent out of quarantine. Raises FileNotFoundError."""
         self.quarantine.give_back(extent, self._sealed)
         status = os.stat(extent_name(extent), dir_fd=self._sealed)
-        self._sizes[extent] = status.st_size
-        self.used_bytes += status.st_size
+        self._count_in(extent, status)
         if not status.st_mode & _OWN:
             self._foreign.add(extent)
 
@@ -515,6 +525,20 @@ class Files:
                 return done
             self.remove(name)
             done += 1
+
+    def _count_in(self, extent: Extent, status: os.stat_result) -> None:
+        taken = allocated_bytes(status.st_size, status.st_blocks)
+        self._sizes[extent] = status.st_size
+        self.used_bytes += taken
+        if taken < status.st_size:
+            self._holes[extent] = status.st_size - taken
+
+    def _count_out(self, extent: Extent) -> int | None:
+        """Returns its length; None: it is not here."""
+        size = self._sizes.pop(extent, None)
+        if size is not None:
+            self.used_bytes -= size - self._holes.pop(extent, 0)
+        return size
 
     def _taken(self) -> int:
         kept = self.used_bytes + self._spares.bytes + self.quarantine.bytes

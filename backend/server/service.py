@@ -16,6 +16,7 @@ import trio
 from ..membership import Groups, Members, Session
 from ..records import session_of
 from ..replica import Replica
+from ..sparse import segments
 from ..transport import Extent, Fenced, Target, Unreachable
 from ..transport.authentication import session_digest
 from ..transport.rights import Peer
@@ -125,16 +126,18 @@ class NodeService:
         if self._catalog.is_named(extent.content) and extent not in self._files:
             raise Unreachable(self._files.node, f"it is about to copy content {extent.content:x}")
 
-    async def create(self, extent: Extent, length: int) -> Incoming:
-        """A file for an extent of `length` bytes, with room for all of them. To be given to `seal` or
-        `drop`. Raises OSError ENOSPC."""
+    async def create(self, extent: Extent, length: int, allocated: int | None = None) -> Incoming:
+        """A file for an extent of `length` bytes, with room for all of them, or for as many as are to be
+        allocated. To be given to `seal` or `drop`. Raises OSError ENOSPC."""
+        if allocated is None:
+            allocated = length
         try:
-            incoming = await self._create(length)
+            incoming = await self._create(length, allocated)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
             await self._make_room(length)
-            incoming = await self._create(length)
+            incoming = await self._create(length, allocated)
         self._begin()
         return incoming
 
@@ -243,6 +246,15 @@ class NodeService:
             raise OSError(errno.EOPNOTSUPP, "this node computes no digests")
         return await self._scrub.checks.tell(extent)
 
+    async def segments(self, extent: Extent) -> list[tuple[int, int]]:
+        """Where the data of an extent is. Raises OSError: ENOENT."""
+        held = self.hold(extent)
+        try:
+            length = os.fstat(held.fd).st_size
+            return await trio.to_thread.run_sync(segments, held.fd, 0, length)
+        finally:
+            held.close()
+
     def scrub(self) -> None:
         """Look over everything that is kept here."""
         if self._scrub is not None:
@@ -315,7 +327,9 @@ class NodeService:
         await trio.to_thread.run_sync(self._files.reap)
         self._files.let_go()
 
-    async def _create(self, length: int) -> Incoming:
+    async def _create(self, length: int, allocated: int) -> Incoming:
+        if allocated < length:
+            return self._files.create(length, allocated)
         if (spare := self._files.reuse(length)) is not None:
             return spare
         if length <= _AT_ONCE_BYTES:

@@ -111,9 +111,9 @@ class Device(Protocol):
         source: FileRange,
         passed: Landed = nothing_landed,
     ) -> None:
-        """Send a part of a file as an extent; sealed everywhere when it returns. The bytes pass no Python
-        object; `passed` is shown those that pass through memory of this process, in any thread. The
-        descriptor stays the caller's."""
+        """Send a part of a file as an extent; sealed everywhere when it returns. Holes stay holes, unless
+        they are small. The bytes pass no Python object; `passed` is shown those that pass through memory of
+        this process, in any thread. The descriptor stays the caller's."""
         ...
 
     async def read(
@@ -135,6 +135,12 @@ class Device(Protocol):
     async def adopt(self, extent: Extent, target: Target, name: str) -> None:
         """Same host only: take the file `incoming/NAME` of the node's store directory over as this
         extent (no copy), and send it down the chain."""
+        ...
+
+    async def read_sparse(
+        self, extent: Extent, into: FileRange, landed: Landed = nothing_landed
+    ) -> None:
+        """As `read`, of a whole extent that has holes; they become holes of the file."""
         ...
 
     async def digest(self, extent: Extent) -> bytes:

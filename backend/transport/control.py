@@ -39,6 +39,8 @@ from .messages import (
     Frames,
     Get,
     Granted,
+    Map,
+    Mapped,
     OneWay,
     Ping,
     Put,
@@ -194,7 +196,7 @@ class Control:
                 check_pair(request.pair)
                 check_extent(request.extent)
                 check_range(request.start, request.length)
-            case Doubt() | Digest():
+            case Doubt() | Digest() | Map():
                 check_extent(request.extent)
             case Reserve():
                 check_pair(request.pair)
@@ -281,6 +283,8 @@ class Control:
                 return Done(number)
             case Digest():
                 return Digested(number, await service.digest(request.extent))
+            case Map():
+                return Mapped(number, await service.segments(request.extent))
             case Scrub():
                 service.scrub()
                 return Done(number)

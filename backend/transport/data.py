@@ -123,6 +123,8 @@ class Data:
         return reply, sent
 
     async def _take(self, channel: Channel, header: Header) -> Reply:
+        if header.op is Op.PART:
+            await self._transfers.announced(header)
         receiving = self._transfers.join(header, channel)
         chain = header.target.chain
         onward = Onward(header, self._timeout_s) if chain else None

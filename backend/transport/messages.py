@@ -204,6 +204,12 @@ class Digest(Request, tag=34):
     extent: Extent
 
 
+class Map(Request, tag=36):
+    """Asks where the data of an extent is."""
+
+    extent: Extent
+
+
 class Scrub(Request, tag=35):
     """Asks the node to look over everything it keeps, now."""
 
@@ -264,6 +270,12 @@ class Digested(Answer, tag=29):
     digest: bytes
 
 
+class Mapped(Answer, tag=40):
+    """Starts and lengths."""
+
+    segments: list[tuple[int, int]]
+
+
 OneWay: TypeAlias = Renewed | Release | Detach
 AnyRequest: TypeAlias = (
     Ping
@@ -281,6 +293,7 @@ AnyRequest: TypeAlias = (
     | Doubt
     | Digest
     | Scrub
+    | Map
 )
 AnyAnswer: TypeAlias = (
     Done
@@ -293,6 +306,7 @@ AnyAnswer: TypeAlias = (
     | Attached
     | Exposed
     | Digested
+    | Mapped
 )
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -77,7 +77,7 @@ class Onward:
         channel.clean = False
         patience = Patience(self._timeout_s)
         channel.send_header(header, patience)
-        while self.sent_bytes < header.length:
+        while self.sent_bytes < header.follow:
             with self._changed:
                 while self._offered == self.sent_bytes and not self._is_given_up:
                     self._changed.wait()

@@ -19,6 +19,7 @@ import trio
 from ..logs import current_request
 from ..records import NodeAddress, Settings
 from ..security import Credentials
+from ..sparse import empty, is_sparse, segments
 from . import Device, Extent, FileRange, Landed, Memory, Target, Unreachable, nothing_landed
 from .channel import Channel, Lost, Patience, Silent
 from .counters import Counters
@@ -37,6 +38,8 @@ from .messages import (
     Doubt,
     Get,
     Hello,
+    Map,
+    Mapped,
     Ping,
     Put,
     Report,
@@ -46,6 +49,7 @@ from .messages import (
     Verdict,
     error_of,
 )
+from .parts import Parts
 from .streams import receive_range, send_range, wait_for_reply
 from .threads import in_threads
 from .verbs.growth import Growth
@@ -277,6 +281,22 @@ class RemoteDevice:
             lambda number: Adopt(number, current_request(), extent, target, name), target.group
         )
 
+    async def read_sparse(
+        self, extent: Extent, into: FileRange, landed: Landed = nothing_landed
+    ) -> None:
+        answer = await self._link.ask(lambda number: Map(number, current_request(), extent))
+        if not isinstance(answer, Mapped):
+            raise OSError(errno.EPROTO, "a node's answer makes no sense")
+        fd, offset, length, _ = into
+        if os.fstat(fd).st_size < offset + length:
+            os.ftruncate(fd, offset + length)
+        await trio.to_thread.run_sync(empty, fd, offset, length)
+        for start, count in answer.segments:
+            if not 0 <= start < start + count <= length:
+                raise OSError(errno.EIO, "the extent has not the length that it should have")
+            shown = partial(_landed_from, landed, start)
+            await self.read(extent, start, into.part(start, count), shown)
+
     async def digest(self, extent: Extent) -> bytes:
         """Of the bytes that the node has. Raises OSError: ENOENT."""
         answer = await self._link.ask(lambda number: Digest(number, current_request(), extent))
@@ -298,8 +318,11 @@ class RemoteDevice:
     ) -> None:
         _check_chain(target)
         peers = self._peers
+        status = os.fstat(source.fd)
         async with self._link.operation():
-            if not await self._by_verbs(
+            if is_sparse(status.st_size, status.st_blocks):
+                await self._send_sparse(extent, target, source)
+            elif not await self._by_verbs(
                 "write",
                 source.length,
                 lambda lanes: lanes.write(extent, target, source, passed=passed),
@@ -327,6 +350,23 @@ class RemoteDevice:
             await growth.complete()
             await self._send_all(extent, target, here, 1, peers.unlimited)
         peers.counters.sent_bytes += length
+
+    async def _send_sparse(self, extent: Extent, target: Target, source: FileRange) -> None:
+        fd, offset, length, _ = source
+        found = await trio.to_thread.run_sync(segments, fd, offset, length)
+        data = sum(count for _, count in found)
+        base = Header(
+            Op.SPARSE, extent, target, secrets.randbits(63), length, 0, data, current_request()
+        )
+        streams = min(self._peers.streams, len(found))
+        headers = [base, *([base._replace(op=Op.PART)] * streams)]
+        parts = Parts(fd, offset, found, self._peers.timeout_s)
+
+        def work(channel: Channel, header: Header) -> Reply:
+            move = parts.begin if header.op is Op.SPARSE else parts.send
+            return self._checked(move(channel, header), header)
+
+        await self._run("write", headers, work, self._peers.limiter)
 
     async def _send_all(
         self,

@@ -20,6 +20,7 @@ from .messages import (
     Doubt,
     Expose,
     Get,
+    Map,
     Message,
     Ping,
     Put,
@@ -61,6 +62,7 @@ RIGHTS: dict[Asked, tuple[Scope, Scope, Scope, Scope]] = {
     # Reading.
     Get: (_ANY, _ANY, _ANY, _NONE),
     Op.READ: (_ANY, _ANY, _ANY, _NONE),
+    Map: (_ANY, _ANY, _ANY, _NONE),
     Expose: (_ANY, _ANY, _ANY, _NONE),
     # It has the node look for itself whether its bytes are right.
     Doubt: (_ANY, _ANY, _ANY, _NONE),
@@ -69,6 +71,8 @@ RIGHTS: dict[Asked, tuple[Scope, Scope, Scope, Scope]] = {
     # Writing.
     Put: (_ANY, _OWN, _NONE, _NONE),
     Op.WRITE: (_ANY, _OWN, _NONE, _NONE),
+    Op.SPARSE: (_ANY, _OWN, _NONE, _NONE),
+    Op.PART: (_ANY, _OWN, _NONE, _NONE),
     Reserve: (_ANY, _OWN, _NONE, _NONE),
     Adopt: (_NONE, _OWN, _NONE, _NONE),
     Abort: (_NONE, _OWN, _NONE, _NONE),

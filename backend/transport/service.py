@@ -59,9 +59,9 @@ class Service(Protocol[I]):
         """Bytes of a sealed extent, None if it is not here. One that is need not be stored again."""
         ...
 
-    async def create(self, extent: Extent, length: int) -> I:
-        """A file of `length` bytes with its room allocated, open for reading and writing. Raises
-        OSError: ENOSPC."""
+    async def create(self, extent: Extent, length: int, allocated: int | None = None) -> I:
+        """A file of `length` bytes with its room allocated, open for reading and writing; or one hole,
+        that so many bytes are reserved for. Raises OSError: ENOSPC."""
         ...
 
     async def adopt(self, extent: Extent, name: str) -> I:
@@ -99,6 +99,10 @@ class Service(Protocol[I]):
 
     async def digest(self, extent: Extent) -> bytes:
         """Of the bytes that are here (see backend/digest.py). Raises OSError: ENOENT."""
+        ...
+
+    async def segments(self, extent: Extent) -> list[tuple[int, int]]:
+        """Where the data of an extent is (see backend/sparse.py). Raises OSError: ENOENT."""
         ...
 
     def scrub(self) -> None:

@@ -23,10 +23,12 @@ from .onward import Onward
 from .service import Incoming, Service
 from .streams import receive_range
 from .threads import Promise
-from .wire import Header, Reply, ReplyKind
+from .wire import Header, Op, Reply, ReplyKind
 
 # A disk may take long to make an extent safe, or a node to be allowed to take it.
 BUSY_LIMIT_S = 120.0
+# A PART and what announces it come on two connections.
+_ANNOUNCED_S = 5.0
 # A sender is told that this node is alive so many times in the time after which it would give up.
 _SIGNS_OF_LIFE = 5
 # A receiver is more patient than a sender, so that the sender is the one who says what is wrong.
@@ -40,6 +42,8 @@ class Receiving:
         self.extent: Extent = header.extent
         self.transfer = header.transfer
         self.total = header.total
+        self.is_sparse = header.op is Op.SPARSE
+        self._expected = header.length if self.is_sparse else header.total
         self.begun: Promise[None] = Promise()
         self.sealed: Promise[None] = Promise()
         self.incoming: Incoming | None = None
@@ -59,6 +63,9 @@ class Receiving:
             for start, count in self._ranges:
                 if offset < start + count and start < offset + length:
                     raise BadMessage("two streams bring the same bytes of an extent")
+            # Or the last of them would come into a file that is sealed.
+            if sum(count for _, count in self._ranges) + length > self._expected:
+                raise BadMessage("more bytes of an extent come than were announced")
             self._ranges.append((offset, length))
             self._channels.add(channel)
 
@@ -73,7 +80,7 @@ class Receiving:
         with self._lock:
             self._received += count
             self.progress_at = time.monotonic()
-            return self._received == self.total
+            return self._received == self._expected
 
     def fail(self, error: OSError) -> None:
         """All streams end with this error, unless there was one before."""
@@ -94,6 +101,19 @@ class Transfers:
         self._service = service
         self._nursery = nursery
         self._current: dict[Extent, Receiving] = {}
+        self._came = trio.Event()
+
+    async def announced(self, header: Header) -> None:
+        """Wait for the transfer that a PART is of: it comes on another connection. Raises OSError."""
+        with trio.move_on_after(_ANNOUNCED_S):
+            while not self._is_announced(header):
+                await self._came.wait()
+        if not self._is_announced(header):
+            raise Unreachable(self._service.node, "it does not wait for this part of an extent")
+
+    def _is_announced(self, header: Header) -> bool:
+        current = self._current.get(header.extent)
+        return current is not None and current.is_sparse and current.transfer == header.transfer
 
     def join(self, header: Header, channel: Channel) -> Receiving:
         """A stream arrived: the transfer that it is a part of. Ends with `leave`. Raises BadMessage."""
@@ -101,13 +121,15 @@ class Transfers:
         if current is not None and current.transfer == header.transfer:
             if current.total != header.total:
                 raise BadMessage("two streams of a transfer do not agree on its size")
-            current.add(channel, header.offset, header.length)
+            current.add(channel, header.offset, header.follow)
             return current
         if current is not None:
             # Its sender has given it up, or soon will.
             current.fail(OSError(errno.ECANCELED, "another transfer of the extent took its place"))
         receiving = self._current[header.extent] = Receiving(header)
-        receiving.add(channel, header.offset, header.length)
+        receiving.add(channel, header.offset, header.follow)
+        self._came.set()
+        self._came = trio.Event()
         self._nursery.start_soon(receiving.begun.fulfil, lambda: self._begin(receiving, header))
         return receiving
 
@@ -149,7 +171,8 @@ class Transfers:
             receiving.fd = self._service.open(header.extent)
             receiving.is_here_already = True
         else:
-            receiving.incoming = await self._service.create(header.extent, header.total)
+            allocated = header.length if receiving.is_sparse else header.total
+            receiving.incoming = await self._service.create(header.extent, header.total, allocated)
             receiving.fd = receiving.incoming.fd
             if header.target.chain:
                 receiving.incoming.lend()
@@ -199,19 +222,21 @@ def take_extent(
         receiving.begun.wait(BUSY_LIMIT_S, alive)
         if not receiving.is_here_already:
             try:
-                receive_range(
-                    channel, receiving.fd, header.offset, header.length,
-                    timeout_s * RECEIVER_PATIENCE, arrived, between,
-                )  # fmt: skip
+                if header.follow:
+                    receive_range(
+                        channel, receiving.fd, header.offset, header.length,
+                        timeout_s * RECEIVER_PATIENCE, arrived, between,
+                    )  # fmt: skip
             except Lost:
                 # Others may have stopped it, and know why.
                 receiving.check()
                 raise
-            if not header.total:
+            if not header.total or (header.op is Op.SPARSE and not header.length):
                 seal()
-            receiving.sealed.wait(2 * BUSY_LIMIT_S, waiting)
+            if header.op is not Op.PART:
+                receiving.sealed.wait(2 * BUSY_LIMIT_S, waiting)
         elif onward is not None:
-            onward.offer(receiving.fd, header.length)
+            onward.offer(receiving.fd, header.follow)
         while onward is not None and not onward.is_done():
             alive()
     except OSError as error:
@@ -223,5 +248,5 @@ def take_extent(
         raise
     else:
         reply = Reply(ReplyKind.OK)
-    channel.clean = received == header.length
+    channel.clean = received == header.follow
     return reply, received

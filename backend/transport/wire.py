@@ -27,6 +27,9 @@ _UINT63_MAX = (1 << 63) - 1
 class Op(enum.IntEnum):
     READ = 1
     WRITE = 2
+    SPARSE = 3
+    """A write of which only `length` bytes come, in PARTs of the same `transfer`; the rest are holes."""
+    PART = 4
 
 
 class ReplyKind(enum.IntEnum):
@@ -57,6 +60,11 @@ class Header(NamedTuple):
     offset: int
     length: int
     trace: str
+
+    @property
+    def follow(self) -> int:
+        """How many bytes come behind it on the connection, of a write."""
+        return 0 if self.op is Op.SPARSE else self.length
 
     def pack(self) -> bytes:
         chain = self.target.chain
@@ -90,7 +98,7 @@ class Header(NamedTuple):
         numbers = (content, group, config, total, offset, length, *chain)
         if max(numbers) > _UINT63_MAX or offset + length > _UINT63_MAX:
             raise BadMessage("a number is out of range")
-        if op is Op.WRITE and offset + length > total:
+        if op is not Op.READ and offset + length > total:
             raise BadMessage(f"bytes {offset} to {offset + length} of {total}")
         trace = rest[-1].rstrip(b"\0").decode("ascii", "replace")
         target = Target(group, config, tuple(chain[:nodes]))

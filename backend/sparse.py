@@ -1,0 +1,82 @@
+"""Files with holes: where their data is, and what room they take.
+
+Holes stay holes wherever a content goes: on store nodes, between them, and in caches. A file counts for
+what it has allocated, not for its length. Where data is comes from the filesystem (SEEK_DATA), so zeros
+that somebody wrote are data.
+"""
+
+import errno
+import heapq
+import itertools
+import mmap
+import os
+
+__all__ = ["allocated_bytes", "empty", "is_sparse", "next_data", "segments"]
+
+# Fewer bytes of holes are not worth it.
+_HOLES_BYTES_MIN = 64 << 10
+SEGMENTS_MAX = 1024
+_BLOCK_BYTES = 512
+
+
+def is_sparse(size: int, blocks: int) -> bool:
+    """Whether a file of so many bytes, for which so many blocks of 512 are allocated, has holes."""
+    return size - blocks * _BLOCK_BYTES >= _HOLES_BYTES_MIN
+
+
+def allocated_bytes(size: int, blocks: int) -> int:
+    """What a file of so many bytes and blocks takes, if it is sparse; otherwise its length."""
+    return blocks * _BLOCK_BYTES if is_sparse(size, blocks) else size
+
+
+def next_data(fd: int, offset: int, end: int) -> int:
+    """Where data begins at `offset` or behind it; at most `end`. Raises OSError."""
+    try:
+        return min(os.lseek(fd, offset, os.SEEK_DATA), end)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        return end
+
+
+def segments(fd: int, offset: int, length: int) -> list[tuple[int, int]]:
+    """Where the data of a part of a file is, as starts, counted from the beginning of the part, and
+    lengths; the smallest holes count as data where there would be more than SEGMENTS_MAX. Raises OSError.
+    """
+    end = offset + length
+    found: list[tuple[int, int]] = []
+    at = offset
+    while (start := next_data(fd, at, end)) < end:
+        at = min(os.lseek(fd, start, os.SEEK_HOLE), end)
+        found.append((start - offset, at - start))
+    return _fewer(found)
+
+
+def _fewer(found: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    if len(found) <= SEGMENTS_MAX:
+        return found
+    holes = (
+        (after[0] - before[0] - before[1], number)
+        for number, (before, after) in enumerate(itertools.pairwise(found), 1)
+    )
+    begins = [0, *sorted(number for _, number in heapq.nlargest(SEGMENTS_MAX - 1, holes))]
+    joined = []
+    for first, behind in zip(begins, [*begins[1:], len(found)], strict=True):
+        start, (last, count) = found[first][0], found[behind - 1]
+        joined.append((start, last + count - start))
+    return joined
+
+
+def empty(fd: int, offset: int, length: int) -> None:
+    """Make a part of a file zeros, if there is data. Raises OSError."""
+    end = offset + length
+    if next_data(fd, offset, end) >= end:
+        return
+    first = min(-(-offset // mmap.PAGESIZE) * mmap.PAGESIZE, end)
+    last = max(end // mmap.PAGESIZE * mmap.PAGESIZE, first)
+    if first < last:
+        with mmap.mmap(fd, last - first, offset=first) as mapped:
+            mapped.madvise(mmap.MADV_REMOVE)
+    # Others may be writing to the rest of these pages.
+    for start, stop in ((offset, first), (last, end)):
+        os.pwrite(fd, bytes(stop - start), start)

@@ -1,0 +1,109 @@
+"""A file with holes takes the room of its data, on store nodes, on the way between them and in caches."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import MIB, Cluster, Plan, StoreNode, counters
+from patterns import pattern
+
+STORE_BYTES = 192 * MIB
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(Plan(nodes=2, mounts=2, store_bytes=STORE_BYTES, cache_bytes=64 * MIB)) as made:
+        yield made
+
+
+def write_with_holes(path: Path, size: int, data: dict[int, bytes]) -> None:
+    with path.open("wb") as file:
+        file.truncate(size)
+        for offset, content in data.items():
+            file.seek(offset)
+            file.write(content)
+
+
+def check(path: Path, size: int, data: dict[int, bytes]) -> None:
+    assert path.stat().st_size == size
+    with path.open("rb") as file:
+        for offset, content in data.items():
+            file.seek(offset)
+            assert file.read(len(content)) == content
+            file.seek(max(0, offset - 100))
+            if offset >= 100:
+                assert file.read(100) == bytes(100)
+        file.seek(size - 1)
+        assert file.read(2) in (b"\0", data.get(size - 1, b"\0"))
+
+
+def allocated(node: StoreNode) -> int:
+    return sum(path.stat().st_blocks * 512 for path in (node.store / "extents").iterdir())
+
+
+DATA = {
+    8 * MIB: pattern(1, 300_000),
+    900 * MIB + 4096: pattern(2, 5 * MIB),
+    1500 * MIB: b"x" * 4096,
+}
+
+
+@pytest.mark.parametrize("stripe", ["0", "64M", "65000001"])
+@pytest.mark.parametrize("data", [{}, DATA])
+def test_a_file_larger_than_everything_is_kept_and_read_by_what_is_in_it(
+    cluster: Cluster, stripe: str, data: dict[int, bytes]
+) -> None:
+    one, other = cluster.mounts
+    (one.path / "d").mkdir()
+    os.setxattr(one.path / "d", "user.irdmafs.stripe_size", stripe.encode())
+    before = [allocated(node) for node in cluster.nodes]
+    evictions = counters(other)["cache_evictions"]
+    write_with_holes(one.path / "d" / "file", 2048 * MIB, data)
+    check(other.path / "d" / "file", 2048 * MIB, data)
+    for node, had in zip(cluster.nodes, before, strict=True):
+        assert allocated(node) - had < 40 * MIB
+    assert counters(other)["cache_bytes"] < 64 * MIB
+    assert counters(other)["cache_evictions"] == evictions
+    for part in cluster.status()["nodes"]:
+        assert part["bytes"] < 64 * MIB
+    (one.path / "d" / "file").unlink()
+    (one.path / "d").rmdir()
+
+
+def test_a_file_with_a_hole_in_every_other_page_is_read_as_it_was_written(
+    cluster: Cluster,
+) -> None:
+    one, other = cluster.mounts
+    content = bytearray(24 * MIB)
+    with (one.path / "comb").open("wb") as file:
+        file.truncate(len(content))
+        for page in range(0, len(content) // 4096, 2):
+            content[page * 4096 : (page + 1) * 4096] = pattern(page, 4096)
+            file.seek(page * 4096)
+            file.write(content[page * 4096 : (page + 1) * 4096])
+    assert (other.path / "comb").read_bytes() == content
+
+
+def test_a_new_node_gets_holes_as_holes() -> None:
+    plan = Plan(nodes=2, mounts=1, buckets=8, store_bytes=STORE_BYTES)
+    with Cluster(plan) as made:
+        made.wait_healthy()
+        write_with_holes(made.mounts[0].path / "file", 1700 * MIB, DATA)
+        third = made.add_node()
+        made.wait_healthy()
+        for node in made.nodes[:2]:
+            made.irdmafs(
+                "cluster", "drain", f"{node.node_id:x}", "--cluster", made.config, allowed=(0,)
+            )
+            break
+        made.nodes[0].terminate()
+        check(made.add_mount().path / "file", 1700 * MIB, DATA)
+        assert 5 * MIB < allocated(third) < 64 * MIB or not allocated(third)
+
+
+def test_what_does_not_fit_is_refused_by_its_data_not_by_its_length(cluster: Cluster) -> None:
+    one = cluster.mounts[0]
+    write_with_holes(one.path / "fits", 4096 * MIB, {0: pattern(3, MIB)})
+    check(one.path / "fits", 4096 * MIB, {0: pattern(3, MIB)})
+    (one.path / "fits").unlink()
