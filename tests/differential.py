@@ -1,9 +1,9 @@
 """A mount and a tmpfs side by side: the same steps on both, and every result compared.
 
-As a program it is the long run:
+As a program it is the long run, and replays what differed:
 
-    python tests/differential.py --session kernel --steps 200000 --seed 1
-    python tests/differential.py --session kernel --replay FILE
+    python tests/differential.py --session kernel --steps 200000
+    python tests/differential.py --session kernel -o isolation=off --replay FILE
 """
 
 import argparse
@@ -14,17 +14,19 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
+from cluster import Cluster, Plan
+from conftest import make_mount
 from differences import Leniency
+from differential_hosts import LEFT_OUT, Hosts
 from differential_sides import Died, Hang, Side, Value
 from differential_steps import ACTORS, Program, Step, Vocabulary, parse
 
 # These are carried out alone: more than one process goes on behind them, or another program.
 _ALONE = ("fork", "exec", "exit")
-_BATCH_MAX_STEPS = 16
 
 
 class Difference(Exception):
@@ -41,11 +43,14 @@ class Difference(Exception):
 class Pair:
     """Both sides. A context manager.
 
-    `leniency` is the mount's: which differences are allowed there. `times`: compare whether times move.
+    `mounts` are those of one filesystem, on one or more hosts. `leniency`: which differences are allowed
+    there. `times`: compare whether times move.
     """
 
-    def __init__(self, mount: Path, tmpfs: Path, leniency: Leniency, *, times: bool = True) -> None:
-        self._tops = tmpfs, mount
+    def __init__(
+        self, mounts: Sequence[Path], tmpfs: Path, leniency: Leniency, *, times: bool = True
+    ) -> None:
+        self._tops = [tmpfs], mounts
         self._leniency = leniency
         self._with_times = times
         self._sides: list[Side] = []
@@ -55,35 +60,41 @@ class Pair:
     def run(self, program: Program) -> None:
         """Carry out a program on both sides. Raises Difference."""
         if not self._sides:
-            self._sides = [Side(top, times=self._with_times) for top in self._tops]
-        self._leniency.begin()
+            self._sides = [Side(tops, times=self._with_times) for tops in self._tops]
         self._programs += 1
         try:
             self._run(self._sides, program)
         except BaseException:
             self.close()
-            for top in self._tops:
-                for left in top.iterdir():
+            for tops in self._tops:
+                for left in tops[0].iterdir():
                     shutil.rmtree(left, ignore_errors=True)
             raise
 
     def _run(self, sides: list[Side], program: Program) -> None:
         for side in sides:
             side.begin(f"p{self._programs}", program.actors)
+        root = self._tops[0][0] / f"p{self._programs}"
+        self._leniency.begin(root, sides[0].normal.known)
         number = 0
         for batch in self._batches(sides[0], program.steps):
             self._both(sides, batch, observed=program.observed)
             number = batch[-1][0]
         living = [actor for actor in range(ACTORS) if sides[0].is_alive(actor)]
         for actor in living:
-            self._both(sides, [(number, Step(actor, "holdings", {}))])
-        self._compare(number, Step(0, "tree", {}), *[side.tree() for side in sides])
+            holdings = Step(actor, "holdings", {})
+            for step in (*self._leniency.before(holdings), holdings):
+                self._both(sides, [(number, step)])
+        self._trees(sides, number, "tree")
         for actor in living:
             self._both(sides, [(number, Step(actor, "exit", {}))])
-        closed = Step(0, "tree when all is closed", {})
-        self._compare(number, closed, *[side.tree() for side in sides])
+        self._trees(sides, number, "tree when all is closed")
         for side in sides:
             side.end()
+
+    def _trees(self, sides: list[Side], number: int, what: str) -> None:
+        for host in range(len(self._tops[1])):
+            self._compare(number, Step(host, what, {}), sides[0].tree(), sides[1].tree(host))
 
     def _batches(self, side: Side, steps: list[Step]) -> Iterator[list[tuple[int, Step]]]:
         """Steps with their numbers that one process carries out before another one does anything."""
@@ -91,16 +102,16 @@ class Pair:
         for number, step in enumerate(steps):
             alone = step.op in _ALONE
             if batch and (
-                alone or batch[-1][1].actor != step.actor or len(batch) == _BATCH_MAX_STEPS
+                alone or batch[-1][1].actor != step.actor or len(batch) == self._leniency.batch_max
             ):
                 yield batch
                 batch = []
-            if not side.is_alive(step.actor):
+            if not side.is_alive(step.actor) or not self._leniency.lets(step):
                 continue
             if step.op == "fork" and side.is_alive(step.arguments["child"]):
                 continue
             self.steps += 1
-            batch.append((number, step))
+            batch += [(number, one) for one in (*self._leniency.before(step), step)]
             if alone:
                 yield batch
                 batch = []
@@ -120,10 +131,10 @@ class Pair:
             except (Hang, Died) as error:
                 results.append([repr(error)] * len(steps))
         for (number, step), tmpfs, mount in zip(batch, *results, strict=True):
+            self._leniency.note(step, tmpfs)
             self._compare(number, step, tmpfs, mount)
 
     def _compare(self, number: int, step: Step, tmpfs: Value, mount: Value) -> None:
-        self._leniency.note(step, tmpfs)
         if tmpfs != mount and not self._leniency.allows(step, tmpfs, mount):
             raise Difference(number, step, tmpfs, mount)
 
@@ -226,47 +237,60 @@ def tmpfs_directory() -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def main() -> int:
-    from conftest import make_mount
+@contextlib.contextmanager
+def mounts_of(session: str, options: Sequence[str]) -> Iterator[tuple[list[Path], Leniency]]:
+    """What to compare with a tmpfs: a mount of that session, or for "hosts" two mounts of a cluster."""
+    words = ",".join(["allow_other", *options])
+    if session != "hosts":
+        isolated = "isolation=off" not in words
+        with make_mount(session, "-o", words) as mount:
+            yield [mount.path], Leniency(session, isolated=isolated)
+        return
+    with Cluster(Plan(nodes=2, mounts=0)) as cluster:
+        mounts = [cluster.add_mount("-o", words) for _ in range(2)]
+        yield [mount.path for mount in mounts], Hosts(len(mounts))
 
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--session", default="kernel", help="kernel, pyfuse3 or cluster")
-    parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
-    parser.add_argument("--without", default="", help="operations to leave out, by commas")
-    parser.add_argument("--replay", type=Path, help="a program that was written down")
-    parser.add_argument("--findings", type=Path, help="write programs that differ there, and go on")
-    parser.add_argument("-o", action="append", default=[], help="mount options")
-    options = parser.parse_args()
-    without = frozenset(options.without.split(","))
-    words = ["allow_other", *options.o]
-    leniency = Leniency(options.session, isolated="isolation=off" not in words)
-    with (
-        make_mount(options.session, "-o", ",".join(words)) as mount,
-        tmpfs_directory() as tmpfs,
-        Pair(mount.path, tmpfs, leniency, times="times" not in without) as pair,
-    ):
-        if options.replay:
-            found = difference(pair, loaded(options.replay.read_text()))
-            print(found or "no difference")
-            return found is not None
-        print(f"seed {options.seed}", flush=True)
-        kinds: dict[str, int] = {}
-        for number, program in enumerate(programs(options.seed, Vocabulary(without))):
-            if pair.steps >= options.steps:
-                break
-            found = difference(pair, program)
-            if found is None:
-                continue
+
+def compare(pair: Pair, vocabulary: Vocabulary, seed: int, steps: int) -> None:
+    """Run that many steps of programs drawn from the seed. Raises AssertionError with the shortest program
+    that was found to differ."""
+    until = pair.steps + steps
+    for program in programs(seed, vocabulary):
+        if pair.steps >= until:
+            return
+        found = difference(pair, program)
+        if found is not None:
             short = shrink(program, lambda one: difference(pair, one))
             found = difference(pair, short) or found
-            print(f"program {number} differs:\n{short}\n{found}\n", flush=True)
-            if not options.findings:
-                return 1
-            options.findings.mkdir(exist_ok=True)
-            (options.findings / f"{options.seed}-{number}").write_text(f"{saved(short)}")
-            kinds[found.step.op] = kinds.get(found.step.op, 0) + 1
-        print(f"{pair.steps} steps, differences: {kinds}")
+            raise AssertionError(f"seed {seed}:\n{short}\n{found}\nto replay it:\n{saved(short)}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--session", default="kernel", help="kernel, pyfuse3, cluster or hosts")
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
+    parser.add_argument(
+        "--without", default="", help="operations to leave out, by commas, or times"
+    )
+    parser.add_argument("--replay", type=Path, help="a program that was written down")
+    parser.add_argument("-o", dest="options", action="append", default=[], help="mount options")
+    given = parser.parse_args()
+    without = frozenset(given.without.split(","))
+    if given.session == "hosts":
+        without |= LEFT_OUT
+    with (
+        mounts_of(given.session, given.options) as (mounts, leniency),
+        tmpfs_directory() as tmpfs,
+        Pair(mounts, tmpfs, leniency, times="times" not in without) as pair,
+    ):
+        if given.replay:
+            found = difference(pair, loaded(given.replay.read_text()))
+            print(found or "no difference")
+            return found is not None
+        print(f"seed {given.seed}", flush=True)
+        compare(pair, Vocabulary(without), given.seed, given.steps)
+        print(f"{pair.steps} steps without a difference")
     return 0
 
 

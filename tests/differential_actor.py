@@ -481,18 +481,26 @@ class Parent:
         os.umask(0o022)
         os.mkdir(root)
         os.chmod(root, 0o777)
-        os.chdir(root)
 
-    def do_actor(self, number: int) -> Value:
+    def do_actor(self, number: int, root: str) -> Value:
+        os.chdir(root)
         pid = os.fork()
         if pid:
+            os.chdir("/")
             return pid
         self._control.close()
         Actor(number, self._sockets).serve()
         return None
 
-    def do_tree(self) -> Value:
+    def do_tree(self, root: str) -> Value:
         """Every name, with what it leads to."""
+        os.chdir(root)
+        try:
+            return self._tree()
+        finally:
+            os.chdir("/")
+
+    def _tree(self) -> Value:
         names: list[tuple[str, Value]] = []
         folders = ["."]
         while folders:
@@ -517,7 +525,6 @@ class Parent:
         return (_status(found), content, tuple(attributes), tuple(values))
 
     def do_end(self, root: str) -> Value:
-        os.chdir("/")
         shutil.rmtree(root)
 
 

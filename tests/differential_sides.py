@@ -65,6 +65,10 @@ class Normal:
             return ("process", self.processes.get(found[1], found[1]))
         return tuple(self.value(part) for part in found)
 
+    def known(self, ino: int) -> int | None:
+        """The number that an inode has in results, if it was in one."""
+        return self._inodes.get(ino)
+
     def _inode(self, ino: int) -> int:
         return self._inodes.setdefault(ino, len(self._inodes))
 
@@ -83,12 +87,15 @@ class Normal:
 
 
 class Side:
-    """The processes that work in one directory. A context manager."""
+    """The processes that work in one directory. A context manager.
 
-    def __init__(self, top: Path, *, times: bool) -> None:
-        self._top = top
+    `tops` are mounts of the same filesystem on one or more hosts: processes stand in them by turns.
+    """
+
+    def __init__(self, tops: Sequence[Path], *, times: bool) -> None:
+        self._tops = tops
         self._with_times = times
-        self._root = ""
+        self._roots: list[str] = []
         pairs = [
             socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(ACTORS + 1)
         ]
@@ -108,12 +115,13 @@ class Side:
 
     def begin(self, name: str, actors: int) -> None:
         """Make a new directory, and processes that stand in it."""
-        self._root = f"{self._top}/{name}"
+        self._roots = [f"{top}/{name}" for top in self._tops]
         self.normal = Normal(times=self._with_times)
-        self._ask("begin", self._root)
+        self._ask("begin", self._roots[0])
         for number in range(actors):
             self._lives[number] = -1
-            self._born(number, self._ask("actor", number))
+            root = self._roots[number % len(self._roots)]
+            self._born(number, self._ask("actor", number, root))
 
     def _born(self, number: int, pid: int) -> None:
         self.normal.processes[pid] = number
@@ -166,16 +174,16 @@ class Side:
             raise Died(f"the parent of all processes died of {op}")
         return marshal.loads(answer)
 
-    def tree(self) -> Value:
-        """Every name and what it leads to, as a process sees it that has nothing open."""
-        return self.normal.value(self._ask("tree"))
+    def tree(self, host: int = 0) -> Value:
+        """Every name and what it leads to, as a process on that host sees it that has nothing open."""
+        return self.normal.value(self._ask("tree", self._roots[host]))
 
     def end(self) -> None:
         """End what lives, and remove the directory."""
         for number in list(self._lives):
             self.send([Step(number, "exit", {})], observed=False)
             self._wait_for_end(number)
-        self._ask("end", self._root)
+        self._ask("end", self._roots[0])
 
     def close(self) -> None:
         self._control.close()

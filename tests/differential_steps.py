@@ -45,6 +45,7 @@ OPEN_FLAGS = (
 FALLOCATE_MODES = (0, 0, 1, 1, 3, 2, 0x10, 0x11, 0x8, 0x20)
 PAST_NS = (1, 86_400 * 10**9 + 123_456_789)
 _MOSTLY: tuple[bool, ...] = (False, True, True, True, True)
+_USUAL = ("create", "open", "open", "write", "close")
 _SELDOM = ("exit", "exec", "umask", "unlink", "rmdir", "fork", "munmap")
 _OF_MAPS = ("load", "store", "msync", "munmap")
 _OF_SLOTS = (
@@ -209,7 +210,7 @@ class Vocabulary:
         kinds = source.choice((4, 8, 16, len(self.makers)))
         drawn = [source.choice(tuple(self.makers)) for _ in range(kinds)]
         often = [op for op in drawn if op not in _SELDOM]
-        usual = ("create", "open", "open", "write", "close")
+        usual = [op for op in _USUAL if op in self.makers]
         ops = (*usual, *drawn, *often, *often, *often)
         steps = self._beginning(source)
         for _ in range(source.choice((15, 40, 100))):

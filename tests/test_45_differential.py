@@ -20,7 +20,7 @@ from differential import (
     tmpfs_directory,
 )
 from differential_sides import Normal
-from differential_steps import Vocabulary
+from differential_steps import Program, Vocabulary
 from mountpoint import run_checked
 
 PROGRAMS_AT_ONCE = 20
@@ -34,7 +34,7 @@ def reference() -> Iterator[Path]:
 
 
 def test_two_directories_of_a_tmpfs_do_not_differ(reference: Path) -> None:
-    with tmpfs_directory() as other, Pair(other, reference, Leniency("plain")) as pair:
+    with tmpfs_directory() as other, Pair([other], reference, Leniency("plain")) as pair:
         for _, program in zip(range(PROGRAMS_AT_ONCE), programs(1, Vocabulary()), strict=False):
             pair.run(program)
         assert pair.steps > 10 * PROGRAMS_AT_ONCE
@@ -46,7 +46,7 @@ def test_a_difference_is_found_and_shrunk_to_the_steps_that_make_it(
     """A tmpfs that is full after 64 KiB is the one that differs."""
     run_checked("mount", "-t", "tmpfs", "-o", "size=64k", "none", tmp_path)
     try:
-        with Pair(tmp_path, reference, Leniency("plain"), times=False) as pair:
+        with Pair([tmp_path], reference, Leniency("plain"), times=False) as pair:
             for program in programs(1, Vocabulary(frozenset({"fork", "exec"}))):
                 if difference(pair, program):
                     break
@@ -58,6 +58,17 @@ def test_a_difference_is_found_and_shrunk_to_the_steps_that_make_it(
     assert len(short.steps) <= 4
 
 
+def test_steps_before_a_difference_that_do_not_matter_are_left_out() -> None:
+    program = Vocabulary().program(random.Random(5))
+    wanted = {3, len(program.steps) - 1}
+
+    def fails(shorter: Program) -> Difference | None:
+        has = [step for step in shorter.steps if step in [program.steps[one] for one in wanted]]
+        return Difference(len(shorter.steps), has[0], 1, 2) if len(has) >= len(wanted) else None
+
+    assert len(shrink(program, fails).steps) == len(wanted)
+
+
 def test_a_program_that_was_written_down_is_the_same_when_read() -> None:
     program = Vocabulary().program(random.Random(1))
     assert loaded(saved(program)) == program
@@ -65,7 +76,7 @@ def test_a_program_that_was_written_down_is_the_same_when_read() -> None:
 
 def test_every_part_of_a_program_can_be_run(reference: Path) -> None:
     """Shrinking relies on it."""
-    with tmpfs_directory() as other, Pair(other, reference, Leniency("plain")) as pair:
+    with tmpfs_directory() as other, Pair([other], reference, Leniency("plain")) as pair:
         chance = random.Random(2)
         for _, program in zip(range(PROGRAMS_AT_ONCE), programs(2, Vocabulary()), strict=False):
             pair.run(
