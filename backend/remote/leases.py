@@ -3,7 +3,8 @@
 A mount that follows a directory has a key in etcd that says so. Whoever changes something below it
 returns to its caller only when every follower has seen the change and told its kernel (or its session
 is over, which etcd decides). So while a follower's own session is valid by its clock, its replica is
-fresh there, and so is what its kernel was told to believe for a while. A directory given with --follow
+fresh there, and so is what its kernel was told to believe for a while. One that is stuck, or means harm,
+holds nobody up for long (see promise). A directory given with --follow
 is followed for good; one that is asked about again and again is followed for as long as that goes on.
 
 A directory that moves takes what is below it out of one lease and perhaps into none: who changes
@@ -18,9 +19,11 @@ import trio
 
 from ..kv import Delete, Event, KeyValue, Put
 from ..kv.etcd import EtcdEngine
+from ..lease import now_s
 from ..membership import Members, Session, followed_key, seen_key
 from ..namespace import ROOT_INO, Namespace
 from ..replica import Replica
+from .promise import Followers, Sureness
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +86,9 @@ class Leases:
         self._members = members
         self._session = session
         self._held: dict[int, int] = {}  # directory -> the lease under which it is followed
+        self._sureness = Sureness()
+        self._followers = Followers(members)
+        self._followed_under = 0  # the newest lease under which anything was followed
         # Directories that are given up as soon as the kernel believes nothing there any more.
         self._ending: dict[int, float] = {}
         # What is followed under a lease, and the directories above; empty: not known.
@@ -106,7 +112,7 @@ class Leases:
 
     def covers(self, directory: int) -> bool:
         """Whether all that happened below the directory is known here, by promise."""
-        if not self._held or not self._session.valid():
+        if not self._held or not self._left_s():
             return False
         covering = next(self._held_above(directory), None)
         if covering is None:
@@ -118,7 +124,7 @@ class Leases:
         """For how long the kernel may believe what it is told of the directory; 0.0: not at all."""
         if not self._held:
             return 0.0
-        left_s = self._session.left_s()
+        left_s = self._left_s()
         if not left_s:
             return 0.0
         for covering in self._held_above(directory):
@@ -141,7 +147,17 @@ class Leases:
                     self._ways.update(self._path(held))
         if directory not in self._ways:
             return 0.0
-        return min(self._session.left_s(), _BELIEVED_S)
+        return min(self._left_s(), _BELIEVED_S)
+
+    def _left_s(self) -> float:
+        """For how long what is known here may be believed."""
+        return min(self._session.left_s(), self._sureness.left_s())
+
+    @property
+    def _patience_s(self) -> float:
+        settings = self._members.settings
+        assert settings is not None, "a mount starts with the settings"
+        return float(settings.lease_ttl_s)
 
     def _path(self, directory: int) -> set[int]:
         """The directory and all above it."""
@@ -174,10 +190,15 @@ class Leases:
         """Follow a directory and all below it, from now on."""
         if for_good:
             self._for_good.add(directory)
-        lease = self._session.lease
+        lease, asked_s = self._session.lease, now_s()
         revision = await self._transact(Put(followed_key(directory, lease), b"", lease))
         # A change that was committed before has been applied here then, and who commits later knows.
         await self._replica.wait_applied(revision)
+        if self._followed_under != lease:
+            self._followed_under = lease
+            self._sureness.confirmed(asked_s, self._patience_s)
+        elif not self._sureness.left_s():
+            await self._confirm()
         if lease == self._session.lease:
             self._held[directory] = lease
             self._ways.clear()
@@ -281,6 +302,24 @@ class Leases:
                 await trio.sleep(0.1)
                 self._owing.set()
 
+    async def _confirm(self) -> None:
+        """Be sure again. Who did not wait for us any more does so once we have acknowledged."""
+        lease, asked_s = self._session.lease, now_s()
+        await self._replica.wait_applied(await self._engine.barrier())
+        if not self._sureness.left_s() or self._members.acked(lease) < self._owed:
+            seen = self._replica.applied.to_bytes(8, "big")
+            revision = await self._transact(Put(seen_key(lease), seen, lease))
+            await self._replica.wait_applied(revision)
+        if lease == self._session.lease:
+            self._sureness.confirmed(asked_s, self._patience_s)
+
+    async def _stay_sure(self) -> None:
+        """Ask etcd how far it is while anything is followed; a task of its own."""
+        while True:
+            if self._held and self._session.valid():
+                await self._attempt(self._confirm())
+            await trio.sleep(self._patience_s / 4)
+
     async def wait_for_followers(self, directories: tuple[int, ...], revision: int) -> None:
         """Return when all who follow these directories have seen the revision."""
         inodes = self._namespace.inodes
@@ -294,12 +333,15 @@ class Leases:
         members, ours = self._members, self._session.lease
         if self._moved_at > self._moved_known:
             newest = self._moved_at
-            await members.wait_acked(lambda: members.followers() - {ours}, newest)
+            await self._followers.wait(
+                lambda: members.followers() - {ours}, newest, self._patience_s
+            )
             self._moved_known = max(self._moved_known, newest)
         # The record of a directory that moved was put: what is followed below it has other names now.
-        await members.wait_acked(
+        await self._followers.wait(
             lambda: (members.followers() if moved else members.followers_of(path)) - {ours},
             revision,
+            self._patience_s,
         )
 
     # -- life ------------------------------------------------------------------------------------
@@ -315,6 +357,7 @@ class Leases:
         """Keep the promise, give up what is idle, follow again in a new session."""
         async with trio.open_nursery() as self._nursery:
             self._nursery.start_soon(self.acknowledge)
+            self._nursery.start_soon(self._stay_sure)
             while True:
                 await trio.sleep(1.0)
                 await self._tidy()
