@@ -3,7 +3,7 @@
 import os
 import re
 
-__all__ = ["memory_limit", "parse_duration", "parse_size"]
+__all__ = ["human_bytes", "memory_limit", "parse_duration", "parse_size"]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(%|(?:([KMGT])(?:iB)?|B)?)", re.IGNORECASE | re.ASCII)
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|min|h|d)?", re.ASCII)
@@ -38,6 +38,18 @@ def parse_duration(text: str) -> float:
     if match is None:
         raise ValueError(f"{text!r} is not a duration; write it like 90s, 5m, 2h or 1d")
     return float(match[1]) * _UNIT_SECONDS[match[2]]
+
+
+def human_bytes(count: object) -> str:
+    """1536 -> "1.5 KiB"; anything but a number -> "-"."""
+    if not isinstance(count, int | float):
+        return "-"
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
 
 
 def memory_limit() -> int:

@@ -435,8 +435,12 @@ class Cache:
         if node.state is State.PRIVATE:
             if process.killed_by_signal():
                 handle.aborted = True
-                where = self.store.namespace.describe(node.ino)
-                log.info("%s: pid %d died writing it; the version before stays", where, pid)
+                if process.tell_once():
+                    where = self.store.namespace.describe(node.ino)
+                    log.info(
+                        "%s: pid %d died writing it; the version before stays, as of all that it wrote",
+                        where, pid,
+                    )  # fmt: skip
                 return
             if (
                 node.stamp is None

@@ -6,6 +6,7 @@ and exit code 1; wrong usage is exit code 2.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
@@ -27,7 +28,7 @@ from .config import (
     parse_size,
 )
 from .members_cli import cluster
-from .mount_users import users_of
+from .mount_users import holders_of, users_of
 from .recover_cli import recover
 from .restore_cli import accept_restore
 from .serve_cli import serve
@@ -144,6 +145,7 @@ def mount(
     if cluster is not None and cluster.cluster.mount_role == "reader":
         mount_options = replace(mount_options, read_only=True)
     size_bytes = None if size is None else parse_size(size)
+    mounting.refuse_what_users_may_not(mount_options)
     mountpoint = mounting.prepare_mountpoint(directory, mount_options.nonempty)
     if store is None:
         chosen = stores.default_store(mountpoint, size_bytes)
@@ -228,35 +230,84 @@ def _load_cluster(path: str | None, **flags: object) -> ClusterConfig | None:
 
 
 @main.command()
-@click.argument("directory", metavar="DIR")
+@click.argument("directory", metavar="DIR", required=False)
 @click.option("-l", "--lazy", is_flag=True, help="Detach now; it ends when nobody uses it.")
 @click.option("--discard", is_flag=True, help="Also throw away the store and all that is in it.")
-def umount(directory: str, lazy: bool, discard: bool) -> None:
+@click.option("--store", "given", metavar="STORE", help="With --discard: which store, where DIR is not "
+              "mounted any more and had one of its own; DIR need not be told then.")  # fmt: skip
+def umount(directory: str | None, lazy: bool, discard: bool, given: str | None) -> None:
     """Unmount DIR and wait until its daemon has stored everything and ended."""
     if lazy and discard:
         raise click.UsageError("--discard cannot be used with --lazy: the store may be in use")
+    if given is not None and not discard:
+        raise click.UsageError("--store says what to throw away: it needs --discard")
+    if directory is None:
+        if given is None:
+            raise click.UsageError("say which DIR to unmount")
+        stores.discard_given_store(given)
+        return
     mountpoint = mounting.resolve(directory)
     found = mounting.find_mount(mountpoint)
-    store = stores.default_store_path(mountpoint)
     if found is None:
-        if not (discard and store):
-            raise MountError(f"{directory} is not mounted")
-        stores.discard_store(store)
+        _discard_unmounted(directory, mountpoint, discard, given)
         return
     if found.fstype != mounting.FSTYPE:
         raise MountError(f"{directory} is a {found.fstype} mount, not one of irdmafs")
+    _refuse_of_another(found)
     report = status.report(found)
+    is_trusted = found.user in (None, 0, os.geteuid())
+    store = stores.default_store_path(mountpoint)
     if report.state == "stale":
         mounting.heal(mountpoint)
     else:
-        store = report.status.get("store", store)
-        _unmount(found, report.status.get("pid"), lazy)
+        if is_trusted:
+            store = report.status.get("store", store)
+        _unmount(found, report.status.get("pid") if is_trusted else None, lazy)
+    if not is_trusted:
+        # What a daemon of another user says is not what we throw away.
+        if discard:
+            raise MountError(
+                f"{directory} is unmounted; it was a mount of user {found.user}, and so is its store: "
+                "nothing is discarded"
+            )
+        return
+    if given is not None:
+        store = given
     if store is not None:
         stores.empty_cache(store)
     if discard:
         if store is None:
-            raise MountError(f"{directory} is unmounted, but where its store was is not known")
+            raise MountError(
+                f"{directory} is unmounted, but its store is not known; discard it with: "
+                "irdmafs umount --discard --store STORE"
+            )
+        stores.discard_given_store(store)
+
+
+def _discard_unmounted(directory: str, mountpoint: str, discard: bool, given: str | None) -> None:
+    store = given or stores.default_store_path(mountpoint)
+    if not discard:
+        hint = f"; its store is kept in {store}" if store is not None else ""
+        raise MountError(f"{directory} is not mounted{hint}")
+    if store is None:
+        raise MountError(
+            f"{directory} is not mounted, and has no store of its own; one that was given with --store is "
+            "discarded with: irdmafs umount --discard --store STORE"
+        )
+    if given is None:
         stores.discard_store(store)
+    else:
+        stores.discard_given_store(store)
+
+
+def _refuse_of_another(mount: mounting.Mount) -> None:
+    """Raise MountError for the mount of another user, which only he and root may unmount."""
+    if mount.user is None or mounting.can_mount() or mount.user == os.geteuid():
+        return
+    raise MountError(
+        f"{mount.mountpoint} was mounted by {mounting.user_name(mount.user)}: only that user and root can "
+        "unmount it"
+    )
 
 
 def _unmount(mount: mounting.Mount, pid: int | None, lazy: bool) -> None:
@@ -280,7 +331,7 @@ def _wait_for_end(mount: mounting.Mount, pid: int | None, daemon: int) -> None:
     if poll.poll(_DAEMON_SOON_S * 1000):
         return
     where = f"{mount.mountpoint} is unmounted"
-    if others := mounting.holders_of(mount.device):
+    if others := holders_of(mount.device):
         raise MountError(
             f"{where} here, but not in another mount namespace (process {others[0]} is in it), for "
             f"which its daemon goes on; unmount it there, or end the daemon with: kill {pid}"
@@ -367,11 +418,20 @@ def versions(path: str, as_json: bool) -> None:
     except TimeoutError:
         raise MountError(f"{found.mountpoint} does not answer") from None
     except OSError as error:
-        raise MountError(f"cannot list the versions of {path}: {error.strerror}") from error
+        raise MountError(
+            f"cannot list the versions of {path}: {_why_no_versions(error)}"
+        ) from error
     if as_json:
         _print_json(data)
     else:
         status.print_versions(path, data)
+
+
+def _why_no_versions(error: OSError) -> str:
+    # The mount itself has none to tell of: only files have versions.
+    if error.errno == errno.ENODATA:
+        return "it is no regular file; name a file in it, each has versions of its own"
+    return error.strerror or str(error)
 
 
 @main.command()

@@ -193,8 +193,8 @@ class _Daemon:
             session.mount(operations, self._config.mountpoint, options)
         except RuntimeError as error:
             raise MountError(
-                f"cannot mount on {self._config.mountpoint}: libfuse refused ({error}); "
-                "see `irdmafs doctor`"
+                f"cannot mount on {self._config.mountpoint}: libfuse refused ({error}); its log may say "
+                "more, and `irdmafs doctor` what this machine lacks"
             ) from error
         return session
 
@@ -256,7 +256,7 @@ class _Daemon:
 
     def _unmount(self) -> None:
         """Leave no stale mountpoint, whoever began the end."""
-        found = mounting.find_mount(self._config.mountpoint)
+        found = mounting.mounted_at(self._config.mountpoint)
         if found is None or (found.mount_id, found.device) != self._mounted:
             return  # unmounted already; what may be mounted there by now is somebody else's
         try:

@@ -1,12 +1,23 @@
-"""Who keeps a mount busy, read from /proc alone: the mount itself is never touched."""
+"""Who keeps a mount busy, read from /proc alone: the mount itself is never touched.
+
+A process can make whoever looks at it wait for ever (onlooker.py). So a child looks, which can be left
+behind.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from typing import Any
 
-from .mounting import is_under, unescape
+from .mounting import is_under, parse_mountinfo, unescape
+
+_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +30,59 @@ class MountUser:
     path: str
 
 
-def users_of(mountpoint: str) -> Iterator[MountUser]:
-    """The other processes that use a mount, one finding each, read from /proc alone."""
+def users_of(mountpoint: str) -> list[MountUser]:
+    """The other processes that use a mount, one finding each: those that are found within some seconds."""
+    return [MountUser(*found) for found in _ask_child("users", mountpoint)]
+
+
+def holders_of(device: str) -> list[int]:
+    """The processes in whose mount namespaces a filesystem ("major:minor") is mounted. One that was
+    unmounted here lives on in the copies that other namespaces made of our mount table."""
+    return list(_ask_child("holders", device))
+
+
+def _ask_child(what: str, argument: str) -> list[Any]:
+    command = [sys.executable, "-m", __name__, what, argument, str(os.getpid())]
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+    )
+    assert child.stdout is not None
+    found = bytearray()
+    os.set_blocking(child.stdout.fileno(), False)
+    give_up = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < give_up:
+        data = child.stdout.read(65536)
+        if data == b"":
+            break
+        if data is None:
+            time.sleep(0.01)
+        else:
+            found += data
+    child.kill()
+    child.stdout.close()
+    if child.poll() is None:
+        child.returncode = -9  # it may wait in the kernel for good; init will collect it
+    return [json.loads(line) for line in bytes(found).split(b"\n")[:-1]]
+
+
+def _holders(device: str) -> Iterator[int]:
     for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
-        if pid == os.getpid():
+        try:
+            with open(f"/proc/{pid}/mountinfo", "rb") as file:
+                table = parse_mountinfo(file.read())
+        except OSError:
+            continue  # it has ended, or is not ours to look into
+        if any(mount.device == device for mount in table):
+            yield pid
+
+
+def _users(mountpoint: str, asking: int) -> Iterator[MountUser]:
+    for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
+        if pid in (os.getpid(), asking):
             continue
         for how, path in _paths_used_by(pid):
             if is_under(path.removesuffix(" (deleted)"), mountpoint):
@@ -61,3 +121,16 @@ def _command_of(pid: int) -> str:
             return file.read().decode(errors="replace").strip()
     except OSError:
         return "?"
+
+
+def _main(what: str, argument: str, asking: str) -> None:
+    if what == "holders":
+        for pid in _holders(argument):
+            print(pid, flush=True)
+    else:
+        for user in _users(argument, int(asking)):
+            print(json.dumps(astuple(user)), flush=True)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

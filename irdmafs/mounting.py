@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import pwd
 import re
 import shutil
 import stat
@@ -40,6 +41,8 @@ UMOUNT_NOFOLLOW = 0x8
 
 CAP_SYS_ADMIN = 21
 
+_FUSE_CONFIG = "/etc/fuse.conf"
+
 _STALE_ERRNOS = frozenset({errno.ENOTCONN, errno.ECONNABORTED})
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -62,6 +65,20 @@ class Mount:
     fstype: str
     source: str
     super_options: str
+
+    @property
+    def user(self) -> int | None:
+        """Who mounted a FUSE filesystem and serves it; None where that is not told."""
+        match = re.search(r"(?:^|,)user_id=(\d+)", self.super_options)
+        return int(match[1]) if match else None
+
+
+def user_name(uid: int) -> str:
+    """How a user is called."""
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} (user {uid})"
+    except KeyError:
+        return f"user {uid}"
 
 
 def unescape(field: bytes) -> str:
@@ -126,25 +143,14 @@ def resolve(path: str) -> str:
     return path
 
 
-def holders_of(device: str) -> list[int]:
-    """The processes in whose mount namespaces a filesystem ("major:minor") is mounted. One that was
-    unmounted here lives on in the copies that other namespaces made of our mount table."""
-    found = []
-    for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
-        try:
-            with open(f"/proc/{pid}/mountinfo", "rb") as file:
-                table = parse_mountinfo(file.read())
-        except OSError:
-            continue  # it has ended, or is not ours to look into
-        if any(mount.device == device for mount in table):
-            found.append(pid)
-    return found
+def mounted_at(path: str) -> Mount | None:
+    """The topmost mount on a path that is absolute and has no symlinks in it: nothing there is asked."""
+    return next((mount for mount in reversed(mounts()) if mount.mountpoint == path), None)
 
 
 def find_mount(path: str) -> Mount | None:
     """The topmost mount on exactly this path."""
-    path = resolve(path)
-    return next((mount for mount in reversed(mounts()) if mount.mountpoint == path), None)
+    return mounted_at(resolve(path))
 
 
 def containing_mount(path: str) -> Mount | None:
@@ -340,6 +346,33 @@ def libfuse_options(options: MountOptions) -> set[str]:
     return words
 
 
+def refuse_what_users_may_not(options: MountOptions) -> None:
+    """Raise MountError where a user without the right to mount asks for what root has not allowed, or where
+    the helper is missing that mounts for users."""
+    if can_mount():
+        return
+    if fusermount() is None:
+        raise MountError(
+            "users mount with the help of fusermount3, which is missing; install it (apt install fuse3), "
+            "or mount as root"
+        )
+    if options.allow_other and not _users_may_allow_other():
+        raise MountError(
+            f"-o allow_other: {_FUSE_CONFIG} does not let users do this; root can allow it by a line "
+            "user_allow_other there, or mount without the option"
+        )
+
+
+def _users_may_allow_other() -> bool:
+    try:
+        with open(_FUSE_CONFIG) as file:
+            return any(line.partition("#")[0].strip() == "user_allow_other" for line in file)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True  # fusermount3 can read it, and says so if not
+
+
 def fusermount() -> str | None:
     """The setuid helper of libfuse through which unprivileged users mount and unmount."""
     return shutil.which("fusermount3") or shutil.which("fusermount")
@@ -389,7 +422,11 @@ def prepare_mountpoint(path: str, nonempty: bool = False) -> str:
                 f"detach it with: irdmafs umount --lazy {path}"
             )
         else:
-            raise MountError(f"{path} is already mounted ({mount.fstype}) by another user")
+            by = "another user" if mount.user is None else user_name(mount.user)
+            raise MountError(
+                f"{path} is already mounted ({mount.fstype}) by {by}, who lets nobody else in; "
+                "take another directory, or have it unmounted"
+            )
     if mount is not None and mount.fstype == FSTYPE:
         raise MountError(
             f"{path} is already mounted{_served_by(real)}; unmount it with: irdmafs umount {path}"

@@ -100,6 +100,12 @@ class Process:
 
     def __init__(self, files: tuple[int, int] | None) -> None:
         self._files = files
+        self._is_told_of = False
+
+    def tell_once(self) -> bool:
+        """Whether this is the first time that something is to be said of it."""
+        first, self._is_told_of = not self._is_told_of, True
+        return first
 
     @property
     def lives(self) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from .backend.sizes import human_bytes as human_bytes
 from .mounting import (
     STATUS_XATTR,
     VERSIONS_XATTR,
@@ -51,8 +52,34 @@ def read_versions(path: str, timeout_s: float = _ASK_TIMEOUT_S) -> dict[str, Any
 
 
 def _as_dict(text: bytes) -> dict[str, Any]:
-    value = json.loads(text)
-    return value if isinstance(value, dict) else {}
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    return _sane(value) if isinstance(value, dict) else {}
+
+
+_SCALARS = (str, int, float, bool, type(None))
+
+
+def _sane(found: dict[str, Any]) -> dict[str, Any]:
+    """What a daemon can report, without what only somebody else would who calls his filesystem irdmafs."""
+    kept: dict[str, Any] = {}
+    for name, value in found.items():
+        if isinstance(value, _SCALARS):
+            kept[name] = value
+        elif isinstance(value, list):
+            kept[name] = [one if isinstance(one, _SCALARS) else _sane(one) for one in value
+                          if isinstance(one, (*_SCALARS, dict))]  # fmt: skip
+        elif isinstance(value, dict):
+            kept[name] = _sane(value)
+    for name in ("warnings",):
+        if not isinstance(kept.get(name, []), list):
+            del kept[name]
+    for name in ("requests", "errors", "cluster"):
+        if not isinstance(kept.get(name, {}), dict):
+            del kept[name]
+    return kept
 
 
 def report(mount: Mount) -> MountReport:
@@ -64,7 +91,10 @@ def report(mount: Mount) -> MountReport:
     except TimeoutError:
         return MountReport(mount, "hung", {})
     except (OSError, ValueError):
-        return MountReport(mount, mount_state(mount.mountpoint), {})
+        try:
+            return MountReport(mount, mount_state(mount.mountpoint), {})
+        except OSError:
+            return MountReport(mount, "hung", {})  # it answers, but not as one of ours
 
 
 def _cluster_warnings(cluster: Mapping[str, Any]) -> list[str]:
@@ -91,20 +121,9 @@ def _cluster_warnings(cluster: Mapping[str, Any]) -> list[str]:
 
 
 def printable(text: str) -> str:
-    """A path for people: bytes that are no UTF-8 become question marks."""
-    return text.encode(errors="surrogateescape").decode(errors="replace")
-
-
-def human_bytes(count: object) -> str:
-    """1536 -> "1.5 KiB"; anything but a number -> "-"."""
-    if not isinstance(count, int | float):
-        return "-"
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(size) < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
+    """A text for people: bytes that are no UTF-8 and what would steer a terminal become question marks."""
+    text = text.encode(errors="surrogateescape").decode(errors="replace")
+    return "".join(one if one.isprintable() or one in "\n\t" else "?" for one in text)
 
 
 def human_duration(seconds: object) -> str:

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from .backend.sizes import memory_limit
+from .backend.sizes import human_bytes, memory_limit
 from .config import MountError
 from .mounting import (
     FSTYPE,
@@ -36,6 +36,7 @@ from .mounting import (
     mount_filesystem,
     unmount_filesystem,
 )
+from .store_use import is_locked, mountpoint_of, note_mountpoint, wait_until_free
 
 # Not a temporary directory cleaner's business, unlike /tmp, and root's alone.
 TMPFS_ROOT = "/run/irdmafs/stores"
@@ -44,8 +45,6 @@ SHM_ROOT = "/dev/shm"
 # A tmpfs that fills all memory takes the machine down; the rest is for programs.
 _DEFAULT_SHARE = 0.8
 _TMPFS_FLAGS = MS_NOSUID | MS_NODEV
-_MOUNTPOINT_FILE = "mountpoint"
-_LOCK_FILE = "lock"
 # In a cache: the configuration that its mount was given.
 _CLUSTER_FILE = "cluster"
 _ENTRIES = re.compile(r"kv\.sqlite.*|extents|lock|mountpoint|cluster|irdmafs\.log.*")
@@ -131,6 +130,8 @@ def default_store(mountpoint: str, size: int | None = None) -> Store:
 
     Raises MountError where it cannot be made, or not with that size.
     """
+    if size is not None:
+        _refuse_more_than_memory(size)
     if can_mount():
         try:
             os.makedirs(os.path.dirname(TMPFS_ROOT), 0o755, exist_ok=True)
@@ -150,8 +151,30 @@ def default_store(mountpoint: str, size: int | None = None) -> Store:
     _private_directory(_shm_directory())
     path = os.path.join(_shm_directory(), store_name(mountpoint))
     created = _private_directory(path)
+    wait_until_free(path)
     warnings = (f"{refused}; it is in {path}, without huge pages",) if refused else ()
     return _noting_mountpoint(Store(path, created, warnings), mountpoint)
+
+
+def _refuse_more_than_memory(size: int) -> None:
+    """Raise MountError for a size that memory and swap together do not have: writing so much would not
+    fail with ENOSPC, but have the kernel end programs."""
+    memory, swap = memory_limit(), _swap_bytes()
+    if size <= memory + swap:
+        return
+    there = f"{human_bytes(memory)} of memory" + (
+        f" and {human_bytes(swap)} of swap" if swap else ""
+    )
+    raise MountError(
+        f"--size {human_bytes(size)} is more than this machine has ({there}): the kernel would end "
+        "programs before the store is full; give less, or keep contents on a disk with --store DIR"
+    )
+
+
+def _swap_bytes() -> int:
+    with open("/proc/meminfo") as lines:
+        found = (line.split()[1] for line in lines if line.startswith("SwapTotal:"))
+        return int(next(found, 0)) << 10
 
 
 def _tmpfs_store(path: str, size: int | None) -> Store:
@@ -159,8 +182,8 @@ def _tmpfs_store(path: str, size: int | None) -> Store:
     if mount is not None:
         if mount.fstype != "tmpfs":
             raise MountError(f"a {mount.fstype} filesystem is mounted on {path}; unmount it")
-        # One in use is its daemon's, whatever size it has; that is said where it is opened.
-        if size is not None and not is_locked(path):
+        wait_until_free(path)
+        if size is not None:
             empty_cache(path)
             resize(path, size)
         return Store(path, created=False)
@@ -204,8 +227,7 @@ def resize(path: str, size: int) -> None:
 
 
 def _noting_mountpoint(store: Store, mountpoint: str) -> Store:
-    with open(os.path.join(store.path, _MOUNTPOINT_FILE), "wb") as file:
-        file.write(os.fsencode(mountpoint))
+    note_mountpoint(store.path, mountpoint)
     return store
 
 
@@ -232,15 +254,55 @@ def explicit_store(directory: str, mountpoint: str, size: int | None = None) -> 
         os.makedirs(path, 0o700, exist_ok=True)
         if not os.path.isdir(path):
             raise NotADirectoryError(path)
-        if not os.access(path, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
     except (FileExistsError, NotADirectoryError):
         raise MountError(f"the store {directory} is not a directory") from None
     except OSError as error:
-        raise MountError(f"cannot use the store {directory}: {error.strerror}") from error
+        raise MountError(f"cannot use the store {directory}: {_reason(error)}") from error
+    warnings: tuple[str, ...] = ()
+    if not created:
+        warnings = _make_fit(path, directory)
+        wait_until_free(path)
     if size is not None:
         resize(path, size)
-    return Store(path, created)
+    return _noting_mountpoint(Store(path, created, warnings), mountpoint)
+
+
+def _reason(error: OSError) -> str:
+    if error.errno == errno.EROFS:
+        return "its filesystem is read-only, and a mount writes there, also with -o ro"
+    return error.strerror or str(error)
+
+
+def _make_fit(path: str, name: str) -> tuple[str, ...]:
+    """See to it that an existing directory is a store of ours, or may become one, and that nobody else can
+    change what is in it. Returns warnings; raises MountError."""
+    try:
+        status = os.stat(path)
+        entries = sorted(os.scandir(path), key=lambda entry: entry.name)
+        if os.statvfs(path).f_flag & os.ST_RDONLY:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+        if not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        owners = {entry.stat(follow_symlinks=False).st_uid for entry in entries} | {status.st_uid}
+        strangers = sorted(owners - {os.geteuid()})
+    except OSError as error:
+        raise MountError(f"cannot use the store {name}: {_reason(error)}") from error
+    strange = [entry.name for entry in entries if not _ENTRIES.fullmatch(entry.name)]
+    if strange and purpose_of(path) is None:
+        some = ", ".join(strange[:3]) + (", ..." if len(strange) > 3 else "")
+        raise MountError(
+            f"the store {name} holds other files already ({some}): a store keeps contents under names "
+            "of its own; take an empty or a new directory (and copy the files into the mount)"
+        )
+    if strangers:
+        raise MountError(
+            f"the store {name}, or what is in it, belongs to user {strangers[0]}, who could change it; "
+            "take a directory of your own"
+        )
+    if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
+        os.chmod(path, stat.S_IMODE(status.st_mode) & ~0o022)
+        return (f"other users could write to the store {name}; they cannot any more",)
+    return ()
 
 
 def purpose_of(path: str) -> Purpose | None:
@@ -276,11 +338,7 @@ def refuse_other_purpose(path: str, purpose: Purpose) -> None:
 
 
 def _discarding(path: str) -> str:
-    try:
-        with open(os.path.join(path, _MOUNTPOINT_FILE), "rb") as file:
-            return f"irdmafs umount --discard {os.fsdecode(file.read())}"
-    except OSError:
-        return f"rm -r {path}"
+    return f"irdmafs umount --discard --store {path}"
 
 
 def claim_cache(path: str, config: str) -> None:
@@ -312,26 +370,24 @@ def default_store_path(mountpoint: str) -> str | None:
     return None
 
 
-def is_locked(store: str) -> bool:
-    """Whether a daemon works on this store."""
-    try:
-        descriptor = os.open(os.path.join(store, _LOCK_FILE), os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
+def discard_given_store(directory: str) -> None:
+    """As discard_store, a directory that was named by somebody who may be wrong. Raises MountError where
+    it is not the store or the cache of a mount."""
+    path = os.path.realpath(directory)
+    purpose = purpose_of(path)
+    if purpose == "node":
+        raise MountError(
+            f"{directory} is the store of {_OWNERS[purpose]}; see irdmafs cluster drain"
+        )
+    if purpose is None:
+        raise MountError(f"{directory} is not the store of a mount: nothing is discarded")
+    discard_store(path)
 
 
 def discard_store(path: str) -> None:
     """Throw a store away with everything in it. In a directory that was given with --store,
     what is not the store's is left. Raises MountError when a daemon still works on it."""
-    if is_locked(path):
-        raise MountError(f"the store {path} is in use by another mount")
+    wait_until_free(path)
     mount = find_mount(path)
     try:
         if mount is not None and mount.fstype == "tmpfs" and os.path.dirname(path) == TMPFS_ROOT:
@@ -387,12 +443,7 @@ def leftover_stores(mountpoints: Iterable[str]) -> list[LeftoverStore]:
             if cluster_of(path) is not None and _is_empty(os.path.join(path, "extents")):
                 continue  # nothing waits in it
             try:
-                with open(os.path.join(path, _MOUNTPOINT_FILE), "rb") as file:
-                    mountpoint = os.fsdecode(file.read())
-            except OSError:
-                mountpoint = None
-            try:
-                found.append(LeftoverStore(path, mountpoint, _bytes_used(path)))
+                found.append(LeftoverStore(path, mountpoint_of(path), _bytes_used(path)))
             except OSError:
                 continue
     return found

@@ -1,0 +1,86 @@
+"""Who works on a store directory, and when it is free again."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+
+from . import mounting
+from .config import MountError
+
+LOCK_FILE = "lock"
+MOUNTPOINT_FILE = "mountpoint"
+# umount(8) returns before the daemon has stored what is left and ended.
+_FREE_WITHIN_S = 15.0
+_LOOK_AGAIN_S = 0.02
+
+
+def is_locked(store: str) -> bool:
+    """Whether a daemon works on this store."""
+    try:
+        descriptor = os.open(os.path.join(store, LOCK_FILE), os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def mountpoint_of(store: str) -> str | None:
+    """Where a store was mounted last, as far as it says."""
+    try:
+        with open(os.path.join(store, MOUNTPOINT_FILE), "rb") as file:
+            return os.fsdecode(file.read()) or None
+    except OSError:
+        return None
+
+
+def note_mountpoint(store: str, mountpoint: str) -> None:
+    """Raises OSError."""
+    with open(os.path.join(store, MOUNTPOINT_FILE), "wb") as file:
+        file.write(os.fsencode(mountpoint))
+
+
+def wait_until_free(store: str) -> None:
+    """Return when no daemon works on a store any more; one whose mount is gone is waited for.
+
+    Raises MountError, which says who has it and what to do.
+    """
+    give_up = time.monotonic() + _FREE_WITHIN_S
+    while is_locked(store):
+        where = mountpoint_of(store)
+        if where is not None and _is_mounted(where):
+            raise MountError(
+                f"the store {store} is in use by the mount at {where} (process {_owner_of(store)}); "
+                f"unmount it with: irdmafs umount {where}"
+            )
+        if time.monotonic() > give_up:
+            raise MountError(_held(store, where))
+        time.sleep(_LOOK_AGAIN_S)
+
+
+def _is_mounted(path: str) -> bool:
+    return any(mount.mountpoint == path for mount in mounting.irdmafs_mounts())
+
+
+def _owner_of(store: str) -> str:
+    try:
+        with open(os.path.join(store, LOCK_FILE), "rb") as file:
+            return file.read(32).decode(errors="replace").strip() or "unknown"
+    except OSError:
+        return "unknown"
+
+
+def _held(store: str, where: str | None) -> str:
+    owner = _owner_of(store)
+    mount = f"mount at {where}" if where is not None else "mount"
+    return (
+        f"the store {store} is still in use by process {owner}, whose {mount} is gone from here: it was "
+        "detached (umount --lazy) or is in another mount namespace, and programs still use files in it; "
+        f"it ends when they do, or at once with: kill {owner} (what they have not closed is then lost)"
+    )

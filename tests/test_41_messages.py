@@ -1,0 +1,272 @@
+"""What is said to whoever is careless, unlucky or not entitled: what was found, and what to do."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from mountpoint import Mount, eventually, irdmafs, run_checked
+from processes import Process
+from test_cli import one_line
+
+from irdmafs import mounting, status, stores
+from irdmafs.config import MountError, MountOptions
+
+NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--inh-caps=-all")
+# May read every file, as the interpreter may be installed below a private home directory.
+AS_NOBODY = (*NOBODY[:-1], "--inh-caps=-all,+dac_override", "--ambient-caps=-all,+dac_override")
+
+pytestmark = pytest.mark.skipif(
+    not (mounting.can_mount() and os.path.exists("/dev/fuse")),
+    reason="needs /dev/fuse and CAP_SYS_ADMIN",
+)
+
+
+@pytest.fixture
+def own() -> Iterator[Mount]:
+    """A place to mount on, not mounted yet."""
+    place = Mount("auto")
+    yield place
+    place.close()
+
+
+@pytest.fixture
+def mounted(own: Mount) -> Mount:
+    own.mount()
+    return own
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    """A directory whose mount has a store of its own."""
+    path = tmp_path / "models"
+    path.mkdir()
+    yield path
+    irdmafs("umount", "--lazy", path)
+    irdmafs("umount", "--discard", path)
+
+
+# -- stores
+
+
+def test_a_mount_right_after_umount_8_waits_for_the_daemon_before(place: Path) -> None:
+    assert irdmafs("mount", place, "--size", "64M").returncode == 0
+    for i in range(5):
+        (place / "file").write_text(str(i))
+        run_checked("umount", place)
+        done = irdmafs("mount", place, "--size", "64M")
+        assert done.returncode == 0, done.stderr
+        assert (place / "file").read_text() == str(i)
+
+
+def test_a_store_that_a_detached_mount_still_serves_says_so(
+    mounted: Mount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = mounted.pid
+    monkeypatch.setattr("irdmafs.store_use._FREE_WITHIN_S", 0.1)
+    with Process() as user:
+        user.do("file = open(path, 'wb')", path=str(mounted.path / "file"))
+        assert irdmafs("umount", "--lazy", mounted.path).returncode == 0
+        with pytest.raises(MountError) as caught:
+            stores.explicit_store(str(mounted.store), str(mounted.path))
+        assert "--lazy" in str(caught.value) and f"kill {daemon}" in str(caught.value)
+        user.kill()
+    eventually(lambda: not mounted.pids(), "the daemon ends with its last user")
+    mounted.mount()
+
+
+def test_a_store_in_use_names_the_mount_that_uses_it(mounted: Mount, tmp_path: Path) -> None:
+    line = one_line(irdmafs("mount", tmp_path, "--store", mounted.store))
+    assert f"in use by the mount at {mounted.path} (process {mounted.pid})" in line
+    assert f"irdmafs umount {mounted.path}" in line
+
+
+def test_a_directory_with_models_in_it_does_not_become_a_store(own: Mount) -> None:
+    (own.store / "model.safetensors").write_bytes(b"weights")
+    line = one_line(own.try_mount())
+    assert "model.safetensors" in line and "empty or a new directory" in line
+    assert os.listdir(own.store) == ["model.safetensors"]
+
+
+def test_a_directory_of_another_user_does_not_become_a_store(own: Mount) -> None:
+    os.chown(own.store, 65534, 65534)
+    assert "belongs to user 65534" in one_line(own.try_mount())
+    os.chown(own.store, 0, 0)
+    planted = own.store / "extents"
+    planted.symlink_to("/etc")
+    os.chown(planted, 65534, 65534, follow_symlinks=False)
+    assert "belongs to user 65534" in one_line(own.try_mount())
+
+
+def test_nobody_else_may_write_to_a_store(own: Mount) -> None:
+    own.store.chmod(0o777)
+    done = own.try_mount()
+    assert done.returncode == 0 and "cannot any more" in done.stderr
+    assert stat.S_IMODE(own.store.stat().st_mode) == 0o755
+
+
+def test_a_read_only_store_is_one_clear_line(own: Mount) -> None:
+    run_checked("mount", "-t", "tmpfs", "-o", "ro", "none", own.store)
+    try:
+        assert "its filesystem is read-only" in one_line(own.try_mount())
+        done = irdmafs("mount", own.path, "--store", own.store / "below")
+        assert "read-only" in one_line(done)
+    finally:
+        run_checked("umount", own.store)
+
+
+def test_a_size_that_the_machine_does_not_have_is_refused(place: Path) -> None:
+    line = one_line(irdmafs("mount", place, "--size", "500T"))
+    assert "500 TiB is more than this machine has" in line and "--store" in line
+    assert stores.default_store_path(str(place)) is None
+
+
+def test_a_given_store_is_discarded_with_nothing_else(mounted: Mount) -> None:
+    notes = mounted.store / "notes"
+    notes.write_text("mine")
+    mounted.unmount()
+    assert "--store STORE" in one_line(irdmafs("umount", "--discard", mounted.path))
+    assert irdmafs("umount", "--discard", "--store", mounted.store).returncode == 0
+    assert os.listdir(mounted.store) == ["notes"]
+
+
+def test_what_is_no_store_is_not_discarded(tmp_path: Path) -> None:
+    (tmp_path / "extents").mkdir()
+    (tmp_path / "extents" / "model").write_text("weights")
+    assert "not the store" in one_line(irdmafs("umount", "--discard", "--store", tmp_path))
+    assert (tmp_path / "extents" / "model").read_text() == "weights"
+    assert irdmafs("umount", "--store", tmp_path, tmp_path).returncode == 2
+    assert irdmafs("umount").returncode == 2
+
+
+def test_a_store_in_use_is_not_discarded(mounted: Mount) -> None:
+    line = one_line(irdmafs("umount", "--discard", "--store", mounted.store))
+    assert f"in use by the mount at {mounted.path}" in line
+    assert mounted.is_mounted()
+
+
+# -- other users
+
+
+def test_only_who_mounted_and_root_can_unmount(mounted: Mount) -> None:
+    line = one_line(irdmafs("umount", mounted.path, launcher=AS_NOBODY))
+    assert "was mounted by root (user 0)" in line
+    assert mounted.is_mounted()
+
+
+def test_allow_other_that_root_has_not_allowed_says_how_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "fuse.conf"
+    monkeypatch.setattr(mounting, "_FUSE_CONFIG", str(config))
+    monkeypatch.setattr(mounting, "can_mount", lambda: False)
+    monkeypatch.setattr(mounting, "fusermount", lambda: "/bin/fusermount3")
+    options = MountOptions(allow_other=True)
+    for text in (None, "", "#user_allow_other\n", "mount_max = 10\n"):
+        if text is not None:
+            config.write_text(text)
+        with pytest.raises(MountError, match="user_allow_other there"):
+            mounting.refuse_what_users_may_not(options)
+    config.write_text("user_allow_other # yes\n")
+    mounting.refuse_what_users_may_not(options)
+    monkeypatch.setattr(mounting, "fusermount", lambda: None)
+    with pytest.raises(MountError, match="apt install fuse3"):
+        mounting.refuse_what_users_may_not(MountOptions())
+
+
+IMPOSTOR = """
+import errno, json, os, stat, sys
+import pyfuse3, trio
+class Operations(pyfuse3.Operations):
+    async def getattr(self, inode, ctx):
+        entry = pyfuse3.EntryAttributes()
+        entry.st_ino, entry.st_mode, entry.st_nlink = 1, stat.S_IFDIR | 0o755, 2
+        return entry
+    async def getxattr(self, inode, name, ctx):
+        return sys.argv[2].encode()
+pyfuse3.init(Operations(), sys.argv[1], {"fsname=irdmafs", "subtype=irdmafs", "allow_other"})
+trio.run(pyfuse3.main)
+"""
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        '{"store": "STORE", "pid": 1}',
+        '{"warnings": 3, "requests": [], "errors": "x", "cluster": 7, "files": {"a": [[]]}}',
+        '{"session": "\\u001b[2Jowned", "warnings": ["\\u001b]0;x\\u0007"]}',
+        "[" * 50_000,
+    ],
+)
+def test_what_another_users_filesystem_says_is_not_believed(
+    mounted: Mount, tmp_path: Path, says: str
+) -> None:
+    """He can call it irdmafs; root, who unmounts it, discards nothing that it names."""
+    store = mounted.store
+    mounted.unmount()
+    impostor = [sys.executable, "-c", IMPOSTOR, str(tmp_path), says.replace("STORE", str(store))]
+    with subprocess.Popen(impostor) as process:
+        eventually(lambda: mounting.mounted_at(str(tmp_path)) is not None, "it is mounted")
+        found = mounting.mounted_at(str(tmp_path))
+        assert found is not None
+        for arguments in (("status",), ("status", tmp_path), ("status", "--json")):
+            done = irdmafs(*arguments)
+            assert "Traceback" not in done.stderr and "\x1b" not in done.stdout
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+    irdmafs("umount", "--lazy", tmp_path)
+    assert (store / "kv.sqlite").exists()
+
+
+def test_a_store_that_another_users_daemon_names_is_not_discarded(
+    mounted: Mount, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = mounted.store
+    mounted.unmount()
+    says = f'{{"store": "{store}", "pid": 1}}'
+    impostor = [sys.executable, "-c", IMPOSTOR, str(tmp_path), says]
+    with subprocess.Popen(impostor) as process:
+        eventually(lambda: mounting.mounted_at(str(tmp_path)) is not None, "it is mounted")
+        # As the kernel tells of a mount of his.
+        program = (
+            "import sys\n"
+            "from irdmafs import cli, mounting\n"
+            "mounting.Mount.user = property(lambda self: 1000)\n"
+            "cli.main(sys.argv[1:], prog_name='irdmafs')"
+        )
+        command = [sys.executable, "-c", program, "umount", "--discard", str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1 and "user 1000" in done.stderr, done
+        process.wait(30)
+    assert (store / "kv.sqlite").exists()
+
+
+# -- questions
+
+
+def test_versions_of_a_directory_says_what_has_versions(mounted: Mount) -> None:
+    assert "no regular file" in one_line(irdmafs("versions", mounted.path))
+
+
+def test_a_killed_process_is_one_line_in_the_log(mounted: Mount) -> None:
+    with Process() as writer:
+        writer.do(
+            "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (4000, 4000))\n"
+            "files = [open(f'{path}/{i}', 'wb', 0) for i in range(500)]\n"
+            "for file in files: file.write(b'x')",
+            path=str(mounted.path),
+        )
+        writer.kill()
+        pid = writer.pid
+    eventually(lambda: mounted.status()["open_handles"] == 0, "all are closed")
+    lines = [line for line in mounted.log.read_text().splitlines() if f"pid {pid} " in line]
+    assert len(lines) == 1, textwrap.shorten("\n".join(lines), 500)
+
+
+def test_text_for_a_terminal_does_not_steer_it() -> None:
+    assert status.printable("a\x1b[31mb\x07\n\udcff") == "a?[31mb?\n\ufffd"
