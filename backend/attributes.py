@@ -3,6 +3,7 @@
     user.irdmafs.replicas      1..8: copies on different store nodes
     user.irdmafs.stripe_size   "64M"; 0: not striped
     user.irdmafs.placement     see policy.parse_policy
+    user.irdmafs.isolation     on or off; not only for what is created: the mounts look it up
 
 The nearest directory that has an attribute decides; a file keeps what it was created with.
 """
@@ -16,6 +17,8 @@ REPLICAS = b"user.irdmafs.replicas"
 STRIPE_SIZE = b"user.irdmafs.stripe_size"
 PLACEMENT = b"user.irdmafs.placement"
 NAMES = (REPLICAS, STRIPE_SIZE, PLACEMENT)
+# Whether who overwrites a file there is seen only when it is closed, see irdmafs.isolation.
+ISOLATION = b"user.irdmafs.isolation"
 
 _STRIPE_MIN_BYTES = 1 << 20
 
@@ -28,6 +31,8 @@ def check(name: bytes, value: bytes) -> None:
         _stripe_bytes(value)
     elif name == PLACEMENT:
         parse_policy(_text(value))
+    elif name == ISOLATION and value not in (b"on", b"off"):
+        raise ValueError(f"user.irdmafs.isolation is on or off, not {_text(value)!r}")
 
 
 def of(namespace: Namespace, directory: int, settings: Settings) -> tuple[int, int, Policy]:

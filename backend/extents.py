@@ -60,9 +60,7 @@ class ExtentStore:
         try:
             return os.open(f"{extent:x}", flags | OPEN_FLAGS, dir_fd=self._dir_fd)
         except FileNotFoundError:
-            raise OSError(
-                errno.EIO, "extent is missing from the store", self.path(extent)
-            ) from None
+            raise self._missing(extent) from None
 
     @contextmanager
     def opened(self, extent: int, flags: int = os.O_RDONLY) -> Iterator[int]:
@@ -73,7 +71,22 @@ class ExtentStore:
             os.close(fd)
 
     def stat(self, extent: int) -> os.stat_result:
-        return os.stat(f"{extent:x}", dir_fd=self._dir_fd)
+        """Raises OSError EIO when the file is gone: the store was damaged."""
+        try:
+            return os.stat(f"{extent:x}", dir_fd=self._dir_fd)
+        except FileNotFoundError:
+            raise self._missing(extent) from None
+
+    def truncate(self, extent: int, size: int) -> None:
+        with self.opened(extent, os.O_RDWR) as fd:
+            os.ftruncate(fd, size)
+
+    def set_times(self, extent: int, atime_ns: int, mtime_ns: int) -> None:
+        with self.opened(extent, os.O_RDWR) as fd:
+            os.utime(fd, ns=(atime_ns, mtime_ns))
+
+    def _missing(self, extent: int) -> OSError:
+        return OSError(errno.EIO, "extent is missing from the store", self.path(extent))
 
     def free(self, extent: int) -> None:
         """Remove an extent; its memory goes when the last open file of it is closed."""

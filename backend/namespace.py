@@ -37,6 +37,7 @@ __all__ = [
     "Hub",
     "Inode",
     "Namespace",
+    "Outdated",
     "fail",
 ]
 
@@ -45,6 +46,14 @@ _XATTRS_TOTAL_MAX = 1024 * 1024
 
 RENAME_NOREPLACE = 1
 RENAME_EXCHANGE = 2
+
+
+class Outdated(OSError):
+    """A version was to be made of one that is not the newest any more; `version` is."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(errno.ESTALE, f"version {version} was published meanwhile")
+        self.version = version
 
 
 class Namespace(LoadedTree):
@@ -302,6 +311,8 @@ class Namespace(LoadedTree):
         blocks: int,
         mtime_ns: int,
         *,
+        ctime_ns: int | None = None,
+        base: int | None = None,
         layout: Layout | None = None,
         digests: bytes = b"",
         guards: Sequence[Compare] = (),
@@ -309,26 +320,31 @@ class Namespace(LoadedTree):
         """Make an extent the file's next version. Acknowledged: it survives a crash.
 
         Returns the inode as committed. Whoever published meanwhile on another host gets this version
-        on top. `guards` must hold, too: raises kv.Conflict when one of them does not. The last name
-        may have gone: then nlink is 0 and the version is known here only.
+        on top, unless `base` says which version it was made of: raises Outdated if that is not the
+        newest. `ctime_ns`: when the content changed, None: now. `guards` must hold, too: raises
+        kv.Conflict when one of them does not. The last name may have gone: then nlink is 0 and the
+        version is known here only.
         """
 
         def plan() -> Commit:
             found = self.inode(ino)
+            if base is not None and found.version != base:
+                raise Outdated(found.version)
             inode = found.copy()
             inode.version += 1
             inode.extent, inode.size, inode.blocks = extent, size, blocks
             inode.digests = digests
             inode.mtime_ns = nearest_time(mtime_ns)
-            inode.ctime_ns = time.time_ns()
+            changed_ns = time.time_ns() if ctime_ns is None else ctime_ns
+            inode.ctime_ns = max(inode.ctime_ns, changed_ns)
             if layout is not None:
                 inode.layout = layout
             commit = Commit()
             commit.inode, commit.inodes = inode, (inode,)
             if not inode.nlink:
                 commit.local = True
-            if size < found.size:
-                commit.urgent = True
+            # A file that could not be written whole has to stay, cut, on a full store.
+            commit.urgent = size < found.size or not found.version
             return commit
 
         if self._linking:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import trio
 
+from .aside import make_aside
 from .extents import ExtentStore
 from .kv.sqlite import SQLiteEngine
 from .namespace import Inode, Namespace, fail
@@ -105,7 +106,9 @@ class StoreNode(Pinned):
         status: os.stat_result,
         mtime_ns: int,
         *,
+        ctime_ns: int | None = None,
         mapped: bool = False,
+        base: int | None = None,
     ) -> Inode:
         """Make `extent` the file's next version; `status` is its stat. Durable when it returns.
 
@@ -117,11 +120,33 @@ class StoreNode(Pinned):
             await trio.to_thread.run_sync(self.extents.sync, extent)
         before = self.namespace.inode(ino).extent
         kept = extent if size else 0
-        inode = await self.namespace.publish(ino, kept, size, status.st_blocks, mtime_ns)
+        inode = await self.namespace.publish(
+            ino, kept, size, status.st_blocks, mtime_ns, ctime_ns=ctime_ns, base=base
+        )
         self._retired.discard(kept)
         if before != kept:
             self.retire(before)
         return inode
+
+    async def save_aside(self, ino: int, extent: int, status: os.stat_result, mtime_ns: int) -> str:
+        made, name = await make_aside(self.namespace, ino, "this-host", self.layout)
+        await self.publish(made.ino, extent, status, mtime_ns)
+        return name
+
+    async def begin_in_place(self, inode: Inode, extent: int) -> int:
+        return extent
+
+    def end_in_place(self, inode: Inode, extent: int) -> bool:
+        return False
+
+    def is_lent(self, extent: int) -> bool:
+        return False
+
+    def hands_over(self, extent: int) -> bool:
+        return False
+
+    async def is_same(self, inode: Inode, extent: int) -> bool:
+        return False
 
     async def forget(self, inode: Inode) -> None:
         """Drop an inode that has no name and no holder, and its content."""

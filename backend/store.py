@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .extents import ExtentStore
 from .lock_claims import HostLocks
-from .namespace import Inode, Namespace
+from .namespace import Inode, Namespace, Outdated
 from .records import Layout
 
 if TYPE_CHECKING:
     from .metrics import MountCounters
+
+__all__ = ["Outdated", "Store", "Watcher"]
 
 
 class Watcher(Protocol):
@@ -87,11 +89,41 @@ class Store(Protocol):
         status: os.stat_result,
         mtime_ns: int,
         *,
+        ctime_ns: int | None = None,
         mapped: bool = False,
+        base: int | None = None,
     ) -> Inode:
         """Make a content the file's next version; `status` is its stat. Acknowledged when it
-        returns. `mapped`: programs may have its file mapped, and change it without a trace. An empty
-        content is not kept. Raises OSError ENOSPC: the present version stays."""
+        returns. `mapped`: programs may have its file mapped, and change it without a trace. `base`: the
+        version it was made of, if it must still be the newest. An empty content is not kept. Raises
+        OSError ENOSPC: the present version stays; Outdated."""
+        ...
+
+    async def save_aside(self, ino: int, extent: int, status: os.stat_result, mtime_ns: int) -> str:
+        """Publish a content that cannot become the file's next version as a new file beside it, and return
+        that one's name. Raises OSError."""
+        ...
+
+    async def begin_in_place(self, inode: Inode, extent: int) -> int:
+        """Make the content of a version one that may be written: its extent from now on. May be a copy.
+        Raises OSError (ENOSPC)."""
+        ...
+
+    def end_in_place(self, inode: Inode, extent: int) -> bool:
+        """The extent that `begin_in_place` gave holds what it did then, and is wanted no more; whether
+        it stands for the inode's version again. A copy does not."""
+        ...
+
+    def is_lent(self, extent: int) -> bool:
+        """Whether the extent is the very file of a store node on this host."""
+        ...
+
+    def hands_over(self, extent: int) -> bool:
+        """Whether publishing this content gives its very file to a store node on this host."""
+        ...
+
+    async def is_same(self, inode: Inode, extent: int) -> bool:
+        """Whether the content holds the bytes of the inode's version; False if that cannot be known."""
         ...
 
     async def forget(self, inode: Inode) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 import trio
 
 from .backend.namespace import ROOT_INO, Inode, Namespace
-from .cache import KernelCache, Name
+from .kernel_cache import KernelCache, Name
 from .nodes import NodeTable
 
 # What was said longer ago than this (seconds) is not believed any more: far longer than any answer

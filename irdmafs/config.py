@@ -49,6 +49,7 @@ class MountOptions:
     max_read: int | None = None
     max_write: int | None = None
     locks: LockScope = "cluster"
+    isolation: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +136,16 @@ def _parse_name(text: str) -> str:
     return text
 
 
+def _parse_switch(text: str) -> bool:
+    return {"on": True, "off": False}[text]
+
+
 _VALUES: dict[str, tuple[Callable[[str], Any], str]] = {
     "uid": (_parse_user, "a user id or name"),
     "gid": (_parse_group, "a group id or name"),
     "umask": (_parse_umask, "an octal mask such as 022"),
     "fsname": (_parse_name, "a name"),
+    "isolation": (_parse_switch, "on or off"),
     "max_read": (_parse_request_size, "a size from 4K to 1G"),
     "max_write": (_parse_request_size, "a size from 4K to 1G"),
     "locks": (_parse_locks, "cluster, local or refuse"),

@@ -25,6 +25,7 @@ from .backend.store import Store
 from .backend.storedir import StoreInUse
 from .cache import Cache
 from .config import MountConfig, MountError, MountOptions
+from .isolation import Isolation
 from .operations import Operations
 from .session.kernel import KernelSession, ProtocolError
 from .session.portable import PortableSession
@@ -201,7 +202,10 @@ class _Daemon:
     def _assemble(
         self, session: KernelSession | PortableSession, *, passthrough: bool
     ) -> Operations:
-        self._cache = Cache(self._store, self._config.mountpoint, passthrough=passthrough)
+        isolation = Isolation(self._store.namespace, default=self._config.options.isolation)
+        self._cache = Cache(
+            self._store, self._config.mountpoint, isolation, passthrough=passthrough
+        )
         self._cache.kernel = session
         self._store.on_version = session.version_published
         if self._store.shared:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .backend.namespace import Inode, Namespace
-from .cache import Name
+from .kernel_cache import Name
 
 __all__ = ["Glance", "Glances"]
 

@@ -19,19 +19,23 @@ import pyfuse3
 
 from .atimes import Atimes
 from .backend import acl
+from .backend.attributes import ISOLATION as XATTR_ISOLATION
 from .backend.attributes import NAMES as POLICY_XATTRS
+from .backend.attributes import check as check_attribute
 from .backend.namespace import RENAME_EXCHANGE, ROOT_INO, Inode, Namespace, fail
 from .backend.protection import APPEND, IMMUTABLE, refuse_open
 from .backend.store import Store
 from .beliefs import Beliefs
-from .cache import Cache, Name, truncates
+from .cache import Cache, truncates
 from .config import MountOptions
+from .content import Content
 from .credentials import CAP_SYS_ADMIN, groups_of, has_capability
 from .freshness import Glance, Glances
 from .inline import detach
+from .kernel_cache import Name
 from .locking import Locking
 from .locks import Lock
-from .nodes import INO_BITS, Handle, Node, State
+from .nodes import INO_BITS, Handle, Node
 from .privileges import CAPABILITY, SET_IDS, may_keep_set_ids, mode_left
 from .processes import ids_of, open_thread
 
@@ -46,7 +50,12 @@ XATTR_VERSION = b"user.irdmafs.version"
 XATTR_VERSIONS = b"user.irdmafs.versions"
 OWN_XATTRS = b"user.irdmafs."
 # What an array file consists of (irdmafs.client), and how a cluster is to keep what a directory gets.
-_KEPT_XATTRS = {b"user.irdmafs.dtype", b"user.irdmafs.shape", *POLICY_XATTRS}
+_KEPT_XATTRS = {
+    b"user.irdmafs.dtype",
+    b"user.irdmafs.shape",
+    XATTR_ISOLATION,
+    *POLICY_XATTRS,
+}
 _SETTABLE_XATTRS = {XATTR_DISCARD, XATTR_PREFETCH, *_KEPT_XATTRS}
 
 log = logging.getLogger(__name__)
@@ -71,6 +80,15 @@ def _refuse_other_than_file(inode: Inode) -> None:
         raise fail(errno.EISDIR)
     if not inode.is_file:
         raise fail(errno.EINVAL)  # the kernel opens devices and fifos itself
+
+
+def _check_isolation(inode: Inode, value: bytes) -> None:
+    if not inode.is_dir:
+        raise fail(errno.EINVAL, "only directories have it: for all files below")
+    try:
+        check_attribute(XATTR_ISOLATION, value)
+    except ValueError as error:
+        raise fail(errno.EINVAL, str(error)) from None
 
 
 def _name_of(node: Node | None, names: Sequence[Glance]) -> Glance | None:
@@ -121,9 +139,9 @@ class Attributes(pyfuse3.EntryAttributes):
 
 
 class OpenInfo(pyfuse3.FileInfo):
-    """The answer to an open; the kernel session passes `node` through when `passthrough`."""
+    """The answer to an open; the kernel session passes the handle's node through when `passthrough`."""
 
-    node: Node
+    handle: Handle
     passthrough: bool
     noflush: bool
 
@@ -185,6 +203,11 @@ class Operations(pyfuse3.Operations):
             raise fail(errno.EBADF)
         return handle
 
+    @staticmethod
+    def _content(handle: Handle) -> Content:
+        assert handle.content is not None
+        return handle.content
+
     def _directory_handle(self, fh: int) -> Handle:
         handle = self._nodes.handles[fh]
         if not handle.is_directory:
@@ -197,11 +220,12 @@ class Operations(pyfuse3.Operations):
         entry.ino = inode.ino
         entry.st_ino = node.id
         if mode & 0o170000 == stat.S_IFREG:
-            size, blocks, mtime_ns = self._cache.content(node, inode)
-            entry.st_size, entry.st_blocks, entry.st_mtime_ns = size, blocks, mtime_ns
+            shown = self._cache.shown(node, inode)
+            entry.st_size, entry.st_blocks, entry.st_mtime_ns, entry.st_ctime_ns = shown
         else:
             entry.st_size = inode.size
             entry.st_mtime_ns = inode.mtime_ns
+            entry.st_ctime_ns = inode.ctime_ns
         options = self._options
         entry.st_mode = mode & ~self._umask
         entry.st_nlink = inode.nlink
@@ -210,8 +234,9 @@ class Operations(pyfuse3.Operations):
         entry.st_rdev = inode.rdev
         entry.st_atime_ns = self.atimes.of(inode)
         entry.generation = inode.birth_ns & _GENERATION if inode.ino != ROOT_INO else 0
-        entry.st_ctime_ns = inode.ctime_ns
         entry.entry_timeout = entry.attr_timeout = self._valid_s
+        if self._nodes.has_siblings(inode.ino):
+            entry.attr_timeout = 0  # what is written through one node changes the size of others
         return entry
 
     def _entry(
@@ -258,6 +283,8 @@ class Operations(pyfuse3.Operations):
     ) -> None:
         """`valid_s`: for how long `parent` is believable. What has names in several directories is
         believed if all of them are."""
+        if self._nodes.has_siblings(inode.ino):
+            return
         if parent and inode.parent == parent:
             pass
         elif inode.is_dir:
@@ -306,7 +333,7 @@ class Operations(pyfuse3.Operations):
         inode = self._namespace.lookup(parent.ino, name)
         if self._shared:
             led = self._inodes.get(self._glances.led(ctx.pid, (parent.ino, name)))
-            if led is not None and (ctx.pid, led.ino) in self._nodes.redirected:
+            if led is not None and self._cache.is_promised(ctx.pid, led.ino):
                 return self._entry(parent.ino, name, led, ctx.pid)
             if inode is None:
                 await self._freshen(parent)
@@ -370,7 +397,7 @@ class Operations(pyfuse3.Operations):
         directory = self._inode(new_parent_inode)
         if self._shared:
             await detach()
-        await self._cache.publish_now(node.ino)
+        await self._cache.publisher.publish_now(node.ino)
         linked = await self._namespace.link(node.ino, directory.ino, new_name)
         self._refresh_other_nodes(None, node.ino)  # the name may lead to a further one
         return self._entry(directory.ino, new_name, linked, ctx.pid, made=True)
@@ -403,6 +430,7 @@ class Operations(pyfuse3.Operations):
         elif in_use:
             self._refresh_several(inode.ino)
         else:
+            self._cache.unnamed(inode)
             self._store.retire(inode.extent)
 
     async def rename(
@@ -418,8 +446,8 @@ class Operations(pyfuse3.Operations):
         if self._shared:
             await detach()
         moved = self._namespace.lookup(old, name_old)
-        if moved is not None and moved.ino in self._nodes.private:
-            await self._cache.publish_now(moved.ino)
+        if moved is not None and moved.is_file:
+            await self._cache.publisher.publish_now(moved.ino)
         if len(name_new) > 255:
             raise fail(errno.ENAMETOOLONG)
         replaced = self._namespace.lookup(new, name_new)
@@ -482,7 +510,8 @@ class Operations(pyfuse3.Operations):
         if self._shared:
             await detach()
         if fields.update_size:
-            await self._truncate(node, found, attr.st_size, fh, ctx)
+            await self._truncate(found, attr.st_size, fh)
+            found = self._inode(inode)
         changes: dict[str, int] = {}
         if touch and found.flags & IMMUTABLE:
             raise fail(errno.EPERM)
@@ -509,21 +538,17 @@ class Operations(pyfuse3.Operations):
             self._refresh_other_nodes(node, node.ino)
         return self._attributes(node, self._inodes[node.ino])
 
-    async def _truncate(
-        self, node: Node, inode: Inode, size: int, fh: int | None, ctx: Caller
-    ) -> None:
+    async def _truncate(self, inode: Inode, size: int, fh: int | None) -> None:
         _refuse_other_than_file(inode)
         if inode.flags & APPEND or (inode.flags & IMMUTABLE and fh is None):
             raise fail(errno.EPERM)
         if not 0 <= size <= _OFFSET_MAX:
             raise fail(errno.EINVAL)
         handle = self._nodes.handles.get(fh) if fh is not None else None
-        if (
-            handle is not None and handle.writing and node.state is not State.SEALED
-        ) or node.state is State.LIVE:
-            await self._cache.truncate(node, size)
+        if handle is not None and handle.writing:
+            await self._cache.change(handle, lambda fd: os.ftruncate(fd, size))
         else:
-            await self._cache.truncate_sealed(inode, node, size, ctx.pid)
+            await self._cache.truncate(inode, size)
 
     async def setxattr(
         self,
@@ -567,7 +592,9 @@ class Operations(pyfuse3.Operations):
             if name not in _KEPT_XATTRS:
                 known = ", ".join(sorted(map(os.fsdecode, _SETTABLE_XATTRS)))
                 raise fail(errno.EINVAL, f"it means nothing; there are {known}")
-            if self._shared:
+            if name == XATTR_ISOLATION:
+                _check_isolation(inode, value)
+            elif self._shared:
                 await detach()
                 await self._store.check_attribute(inode, name, value)
         except OSError as error:
@@ -583,7 +610,7 @@ class Operations(pyfuse3.Operations):
             return value
         if name == XATTR_VERSION and found.is_file:
             node, _ = self._node(inode)
-            return b"%d" % (node.version if node.opens and node.version > 0 else found.version)
+            return b"%d" % self._cache.version(node, found)
         if name == XATTR_VERSIONS and found.is_file:
             return json.dumps(self._versions(found)).encode()
         if name == XATTR_PREFETCH_NOW:
@@ -655,25 +682,24 @@ class Operations(pyfuse3.Operations):
 
     def _versions(self, inode: Inode) -> dict[str, Any]:
         """Every content of a file that is kept, newest first, and who keeps it."""
-        openers: dict[Node, list[int]] = {}
+        openers: dict[Content, list[int]] = {}
         for handle in self._nodes.handles.values():
-            if handle.node.ino == inode.ino:
-                openers.setdefault(handle.node, []).append(handle.pid)
+            if handle.content is not None and handle.node.ino == inode.ino:
+                openers.setdefault(handle.content, []).append(handle.pid)
         working: list[dict[str, Any]] = []
         old: list[dict[str, Any]] = []
         current_openers: set[int] = set()
-        for node, pids in openers.items():
-            if node.state is State.SEALED and node.version == inode.version:
+        for content, pids in openers.items():
+            if not content.is_changing and not content.superseded:
                 current_openers.update(pids)
                 continue
-            size, _, mtime_ns = self._cache.content(node, inode)
-            sealed = node.state is State.SEALED
-            (old if sealed else working).append(
+            size, _, mtime_ns, _ = self._cache.look_of(content, inode)
+            (working if content.is_changing else old).append(
                 {
-                    "version": node.version if sealed and node.version > 0 else None,
+                    "version": None if content.is_changing else content.version,
                     "size": size,
                     "mtime_ns": mtime_ns,
-                    "state": "open" if sealed else "working",
+                    "state": "working" if content.is_changing else "open",
                     "openers": sorted(set(pids)),
                 }
             )
@@ -750,11 +776,9 @@ class Operations(pyfuse3.Operations):
         _refuse_other_than_file(found)
         if not flags & os.O_TRUNC:
             found = await self._brought(found)
-        node = self._cache.node_of(found, ctx.pid)
-        chosen = self._cache.choose_any(found, node, flags)
-        chosen.lookups += 1
-        info = self._opened(self._cache.open(chosen, flags, ctx.pid))
-        return info, self._attributes(chosen, found)
+        handle = await self._cache.open_any(found, flags, ctx.pid)
+        handle.node.lookups += 1
+        return self._opened(handle), self._attributes(handle.node, found)
 
     async def _brought(self, inode: Inode) -> Inode:
         """The inode once its current version is on this host."""
@@ -773,7 +797,7 @@ class Operations(pyfuse3.Operations):
         then ready for the thread's second try.
         """
         node = self._nodes.by_id.get(node_id)
-        if node is not None and (pid, node.ino) in self._nodes.redirected:
+        if node is not None and self._cache.is_promised(pid, node.ino):
             return self._node(node_id)  # it was settled when the open came to the other node
         inode = self._inodes.get(node.ino) if node is not None else None
         name = _name_of(node, names)
@@ -808,14 +832,9 @@ class Operations(pyfuse3.Operations):
                     raise
                 await self._freshen(found)  # that one is gone, too
             else:
-                self._redirect(found, flags, pid)
+                self._cache.promise(found, flags, pid)
                 self._glances.lead(pid, (name.parent, name.name), found.ino)
                 return
-
-    def _redirect(self, inode: Inode, flags: int, pid: int) -> None:
-        """Have the node ready that an open of the inode is to come to at its second try."""
-        node = self._cache.choose_any(inode, self._cache.node_of(inode, pid), flags)
-        self._cache.redirect((pid, inode.ino), node)
 
     async def tmpfile(
         self, parent_inode: int, mode: int, flags: int, ctx: Caller
@@ -831,23 +850,10 @@ class Operations(pyfuse3.Operations):
     def _created(
         self, inode: Inode, flags: int, ctx: Caller, name: Name | None = None
     ) -> tuple[OpenInfo, Attributes]:
-        node = self._nodes.add(inode)
+        handle = self._cache.create(inode, flags, ctx.pid)
+        node = handle.node
         node.lookups += 1
-        if flags & os.O_ACCMODE == os.O_RDONLY:
-            self._nodes.sealed[inode.ino] = node
-        else:
-            rdwr = flags & os.O_ACCMODE == os.O_RDWR
-            in_place = rdwr and not flags & os.O_TRUNC
-            try:
-                self._cache.begin(node, State.LIVE if in_place else State.PRIVATE)
-            except OSError:
-                node.lookups -= 1
-                self._nodes.drop_unused(node)
-                raise
-            if self._shared:
-                # If it stays empty it is not published: then its time is that of the name.
-                os.utime(node.fd, ns=(inode.atime_ns, inode.mtime_ns))
-        info = self._opened(self._cache.open(node, flags, ctx.pid))
+        info = self._opened(handle)
         entry = self._attributes(node, inode)
         if name is not None and self._shared:
             node.name = name
@@ -880,7 +886,7 @@ class Operations(pyfuse3.Operations):
             # O_LARGEFILE among the flags (or is a 32-bit program without it). It would not come again.
             node, found = self._node(inode)
             _refuse_other_than_file(found)
-            return self._opened(self._cache.open(node, flags, ctx.pid))
+            return self._opened(self._cache.open_here(found, node, flags, ctx.pid))
         if self._shared:
             names = self._glances.take(ctx.pid)
             node, found = await self._settled(inode, names, flags, ctx.pid)
@@ -894,12 +900,8 @@ class Operations(pyfuse3.Operations):
         if flags & os.O_TRUNC:
             await self._lose_privileges(found.ino, ctx, lose_set_ids=lose_set_ids)
             found = self._inodes[found.ino]
-        if flags & os.O_TRUNC and flags & os.O_ACCMODE == os.O_RDONLY:
-            # POSIX leaves it open; Linux truncates.
-            await self._cache.truncate_sealed(found, node, 0, ctx.pid)
-            found = self._inodes[node.ino]
         try:
-            node = self._cache.choose(found, node, flags, ctx.pid)
+            handle = await self._cache.open(found, node, flags, ctx.pid)
         except OSError as error:
             if error.errno == errno.ESTALE and self._shared:
                 # It has to come back by the same name, although that may mean another file by then.
@@ -907,16 +909,21 @@ class Operations(pyfuse3.Operations):
                 if name is not None:
                     self._glances.lead(ctx.pid, (name.parent, name.name), found.ino)
             raise
-        return self._opened(self._cache.open(node, flags, ctx.pid))
+        return self._opened(handle)
 
     def _opened(self, handle: Handle) -> OpenInfo:
         node = handle.node
         info = OpenInfo(handle.fh, False, node.opens > 1 and node.cached, False)
-        info.node = node
+        info.handle = handle
         info.passthrough = not node.cached
         # Closing any descriptor of a file drops its process's POSIX locks: then we must hear of it.
         info.noflush = not handle.writing and not self.locking.must_hear_of_closes(node.ino)
         return info
+
+    async def cancel_open(self, handle: Handle) -> None:
+        """An open that was decided on cannot be answered: nobody will release what nobody got."""
+        handle.aborted = True
+        await self._cache.release(handle.fh)
 
     async def read(self, fh: int, off: int, size: int) -> bytes:
         if off > _OFFSET_MAX:
@@ -958,9 +965,7 @@ class Operations(pyfuse3.Operations):
 
         Raises OSError EBADF for a directory's, KeyError when there is none.
         """
-        handle = self._file_handle(fh)
-        node = handle.node
-        return not handle.writing or (node.state is State.LIVE and node.stamp is not None)
+        return not self._file_handle(fh).writing
 
     async def fsync(self, fh: int, datasync: bool) -> None:
         handle = self._file_handle(fh)
@@ -969,25 +974,24 @@ class Operations(pyfuse3.Operations):
     # -- what only the kernel session can ask for ------------------------------------------------
 
     async def fallocate(self, fh: int, mode: int, offset: int, length: int) -> None:
-        node = self._file_handle(fh, writing=True).node
-        protected = self._inodes[node.ino].flags
+        handle = self._file_handle(fh, writing=True)
+        protected = self._inodes[handle.node.ino].flags
         if protected & IMMUTABLE or (protected & APPEND and mode & ~_FALLOC_FL_KEEP_SIZE):
             raise fail(errno.EPERM)
-        if node.cached:
-            await self._cache.make_writable(node)
-        if _libc.fallocate(node.fd, mode, offset, length):
-            raise fail(ctypes.get_errno())
-        node.dirty = True
+
+        def change(fd: int) -> None:
+            if _libc.fallocate(fd, mode, offset, length):
+                raise fail(ctypes.get_errno())
+
+        await self._cache.change(handle, change)
 
     async def lseek(self, fh: int, offset: int, whence: int) -> int:
-        node = self._file_handle(fh).node
+        content = self._content(self._file_handle(fh))
         if whence not in (os.SEEK_DATA, os.SEEK_HOLE):
             raise fail(errno.EINVAL)
-        if node.fd >= 0:
-            return os.lseek(node.fd, offset, whence)
-        if not node.extent:
+        if not content.extent:
             raise fail(errno.ENXIO)
-        with self.extents.opened(node.extent) as fd:
+        with self.extents.opened(content.extent) as fd:
             return os.lseek(fd, offset, whence)
 
     async def copy_file_range(
@@ -995,24 +999,28 @@ class Operations(pyfuse3.Operations):
     ) -> int:
         if max(off_in, off_out) > _OFFSET_MAX:
             raise fail(errno.EOVERFLOW)
-        source = self._file_handle(fh_in).node
-        target = self._file_handle(fh_out, writing=True).node
-        if self._inodes[target.ino].flags & (IMMUTABLE | APPEND):
+        source = self._content(self._file_handle(fh_in))
+        target = self._file_handle(fh_out, writing=True)
+        if self._inodes[target.node.ino].flags & (IMMUTABLE | APPEND):
             raise fail(errno.EPERM)
-        if not source.extent:
-            return 0
-        if target.cached:
-            await self._cache.make_writable(target)
-        target.dirty = True
         length = min(length, 16 * 1024 * 1024)  # other requests wait meanwhile
-        with self.extents.opened(source.extent) as fd:
-            return os.copy_file_range(fd, target.fd, length, off_in, off_out)
+        copied = 0
+
+        def change(out: int) -> None:
+            nonlocal copied
+            if source.extent:
+                with self.extents.opened(source.extent) as fd:
+                    copied = os.copy_file_range(fd, out, length, off_in, off_out)
+
+        await self._cache.change(target, change)
+        return copied
 
     def newer_version(self, fh: int) -> tuple[int, bool]:
         """The handle's inode, and whether a version newer than the handle's was published."""
-        node = self._file_handle(fh).node
-        inode = self._inodes[node.ino]
-        return node.ino, node.state is State.SEALED and node.version != inode.version
+        handle = self._file_handle(fh)
+        content, inode = self._content(handle), self._inodes[handle.node.ino]
+        changing = content.is_changing and not content.superseded
+        return inode.ino, not changing and content.version != inode.version
 
     async def test_lock(self, node_id: int, owner: int, lock: Lock) -> Lock:
         """fcntl(F_GETLK): the lock in the way, or `lock` as F_UNLCK."""
@@ -1053,9 +1061,7 @@ class Operations(pyfuse3.Operations):
             node, found = self._node(inode)
             if names and not self._glances.hold(ctx.pid, names, found.ino, believed=True):
                 raise fail(errno.ESTALE)  # the kernel looks the names up again, once
-        handle = self._nodes.open(node, os.O_RDONLY, ctx.pid)
-        handle.is_directory = True
-        return handle.fh
+        return self._nodes.open(node, None, os.O_RDONLY, ctx.pid).fh
 
     def _listing(self, handle: Handle, start_id: int) -> list[tuple[bytes, int]]:
         """The names of a directory as they were when its listing began."""
@@ -1151,16 +1157,15 @@ class Operations(pyfuse3.Operations):
                 published += inode.blocks * 512
         kept = files
         working = 0
-        seen: set[Node] = set()
+        seen: set[Content] = set()
         for handle in self._nodes.handles.values():
-            node = handle.node
-            if node in seen or handle.is_directory:
+            content = handle.content
+            if content is None or content in seen:
                 continue
-            seen.add(node)
-            inode = self._inodes[node.ino]
-            if node.working:
-                working += self._cache.content(node, inode)[1] * 512
-            elif node.extent and node.extent != inode.extent:
+            seen.add(content)
+            if content.own:
+                working += self._cache.look_of(content, self._inodes[content.ino]).blocks * 512
+            elif content.superseded and content.extent:
                 kept += 1
         return {
             "inodes": len(self._inodes),

@@ -58,6 +58,8 @@ def ids_of(pid: int) -> Ids:
         fd = os.pidfd_open(pid, _PIDFD_THREAD)
     except ProcessLookupError:
         raise
+    except OverflowError:
+        raise ProcessLookupError(errno.ESRCH, f"{pid} is no process") from None
     except OSError:
         return _ids_by_name(pid)
     info = bytearray(_INFO.size)
@@ -242,9 +244,9 @@ class Processes:
         return await self._holds(pid, ino, _LOW_DESCRIPTORS, other=False)
 
     async def _holds(self, pid: int, ino: int, below: int, *, other: bool) -> bool:
-        await detach()
         try:
             uid = ids_of(pid).uid
+            await detach()
             return await self.onlookers.holds(uid, pid, ino, self._mountpoint, below, other=other)
         except OSError:
             return False

@@ -25,6 +25,8 @@ from irdmafs.backend.node import StoreNode
 
 from irdmafs.cache import Cache
 from irdmafs.config import MountOptions
+from irdmafs.content import Content
+from irdmafs.isolation import Isolation
 from irdmafs.operations import Operations
 from irdmafs.session import passthrough, wire
 from irdmafs.session.kernel import KernelSession, ProtocolError
@@ -170,7 +172,7 @@ class Served:
     def __init__(self, store: StoreNode, session: Session, *, passthrough: bool) -> None:
         self.session = session
         self.store = store
-        self.cache = Cache(store, "/nowhere", passthrough=passthrough)
+        self.cache = Cache(store, "/nowhere", Isolation(store.namespace), passthrough=passthrough)
         self.cache.kernel = session
         self.operations = Operations(store, self.cache, MountOptions(), dict)
         self.nodes = self.cache.nodes
@@ -219,11 +221,12 @@ class Served:
         while written:
             length, error, unique = wire.OUT_HEADER.unpack_from(written)
             assert 16 <= length <= len(written), f"{length} bytes are named, {len(written)} came"
-            payload, written = written[16:length], written[length:]
-            if not unique:  # a notification, which may come with any answer
-                assert error == wire.Notify.INVAL_INODE
+            if not unique:  # what the kernel is told without having asked
+                self.session.notifications.append(written[:length])
+                written = written[length:]
                 continue
             assert -4095 <= error <= 0
+            payload, written = written[16:length], written[length:]
             assert not (error and payload)
             self.replies.setdefault(unique, []).append((-error, payload))
             assert len(self.replies[unique]) <= self.expected[unique], "an answer too many"
@@ -252,15 +255,12 @@ class Served:
     def expire_redirections(self) -> None:
         """Opens that were sent to another node and never came: the next such open notices."""
         name = b"for redirections"
-        self.request(
-            Opcode.CREATE, ROOT, wire.CREATE_IN.pack(os.O_WRONLY, 0o644, 0, 0) + name + b"\0"
-        )
-        self.release_all()
+        self.request(Opcode.MKNOD, ROOT, wire.MKNOD_IN.pack(0o100644, 0, 0, 0) + name + b"\0")
         _, entry = self.request(Opcode.LOOKUP, ROOT, name + b"\0")
         node_id = wire.ENTRY_OUT.unpack(entry)[0]
         truncating = wire.OPEN_IN.pack(os.O_WRONLY | os.O_TRUNC, 0)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("irdmafs.cache._REDIRECT_MAX_AGE_S", -1)
+            patch.setattr("irdmafs.redirects._MAX_AGE_S", -1)
             assert self.request(Opcode.OPEN, node_id, truncating)[0] == errno.ESTALE
         _, entry = self.request(Opcode.LOOKUP, ROOT, name + b"\0")
         self.request(Opcode.OPEN, wire.ENTRY_OUT.unpack(entry)[0], truncating)
@@ -612,6 +612,12 @@ def close(served: Served, node_id: int, fh: int) -> None:
     assert served.request(Opcode.RELEASE, node_id, wire.RELEASE_IN.pack(fh, 0, 0, 0))[0] == 0
 
 
+def content_of(served: Served, fh: int) -> Content:
+    content = served.nodes.handles[fh].content
+    assert content is not None
+    return content
+
+
 def lookup(served: Served, name: bytes) -> int:
     error, payload = served.request(Opcode.LOOKUP, ROOT, name + b"\0")
     assert error == 0
@@ -620,8 +626,9 @@ def lookup(served: Served, name: bytes) -> int:
 
 def write_whole(served: Served, name: bytes, content: bytes) -> int:
     node_id, fh = create(served, name)
-    node = served.nodes.handles[fh].node
-    os.write(node.fd, content)  # as the kernel does, or as a WRITE would
+    extent = content_of(served, fh).extent
+    with served.store.extents.opened(extent, os.O_RDWR) as fd:
+        os.write(fd, content)  # as the kernel does, or as a WRITE would
     close(served, node_id, fh)
     return node_id
 
@@ -685,7 +692,7 @@ def test_an_open_that_never_came_back_for_a_file_since_removed_hurts_no_other(mo
         assert served.request(Opcode.OPEN, node_id, truncating)[0] == errno.ESTALE
         assert served.request(Opcode.UNLINK, ROOT, b"file\0")[0] == 0
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("irdmafs.cache._REDIRECT_MAX_AGE_S", -1)
+            patch.setattr("irdmafs.redirects._MAX_AGE_S", -1)
             node_id = lookup(served, b"other")
             assert served.request(Opcode.OPEN, node_id, truncating)[0] == errno.ESTALE
 
@@ -699,11 +706,12 @@ def test_opens_for_writing_that_never_came_back_leave_no_descriptor(
 ) -> None:
     def talk(served: Served) -> None:
         node_id = write_whole(served, b"file", content)
-        # While it is open for reading, writers are sent to another node.
+        # Who replaces it is sent to another node, and so is who joins him while others read.
         error, _ = served.request(Opcode.OPEN, node_id, wire.OPEN_IN.pack(os.O_RDONLY, 0))
         assert error == 0
-        writing = wire.OPEN_IN.pack(os.O_WRONLY, 0)
-        assert served.request(Opcode.OPEN, node_id, writing)[0] == errno.ESTALE
+        for pid, flags in ((1, os.O_WRONLY | os.O_TRUNC), (2, os.O_WRONLY)):
+            writing = wire.OPEN_IN.pack(flags, 0)
+            assert served.request(Opcode.OPEN, node_id, writing, pid=pid)[0] == errno.ESTALE
 
     serve(mode, talk)
 

@@ -116,26 +116,34 @@ def test_writer_that_closes_after_enospc_does_not_replace_the_old_version(
     assert version_of(file.read_bytes()) == 2
 
 
-@pytest.mark.beyond_posix
-def test_edit_in_place_that_does_not_fit_keeps_the_old_version(
-    new_mount: NewMount, process: TakeProcess
-) -> None:
+def test_edit_in_place_needs_no_room_for_a_copy(new_mount: NewMount, process: TakeProcess) -> None:
     mount = new_mount(store_size="32m")
     mount.mount()
     file = mount.path / "weights"
     file.write_bytes(pattern(1, 20 * MIB))
     editor = process()
-    editor.do("fd = os.open(file, os.O_RDWR)", file=str(file))
-    with pytest.raises(OSError) as caught:
-        editor.do("os.pwrite(fd, b'x', 0)")
-    assert caught.value.errno == errno.ENOSPC
-    assert version_of(file.read_bytes()) == 1
+    editor.do("fd = os.open(file, os.O_RDWR); os.pwrite(fd, b'x', 20 << 19)", file=str(file))
+    assert len(mount.extents()) == 1
     editor.do("os.close(fd)")
-    assert version_of(file.read_bytes()) == 1
-    file.unlink()
-    eventually(lambda: os.statvfs(mount.path).f_bavail * 4096 > 24 * MIB, "its space is free again")
-    file.write_bytes(pattern(2, 20 * MIB))
-    assert version_of(file.read_bytes()) == 2
+    expected = bytearray(pattern(1, 20 * MIB))
+    expected[20 << 19] = ord("x")
+    assert file.read_bytes() == expected
+
+
+def test_a_new_file_that_does_not_fit_is_left_cut(
+    new_mount: NewMount, process: TakeProcess
+) -> None:
+    mount = new_mount(store_size="32m")
+    mount.mount()
+    file = mount.path / "weights"
+    writer = process()
+    writer.do("fd = os.open(file, os.O_WRONLY | os.O_CREAT); done = 0", file=str(file))
+    with pytest.raises(OSError) as caught:
+        writer.do("while True: done += os.write(fd, bytes(1 << 20))")
+    assert caught.value.errno == errno.ENOSPC
+    done = writer.do("os.close(fd); done")
+    assert done > 16 * MIB
+    assert file.stat().st_size == done
 
 
 @pytest.mark.beyond_posix

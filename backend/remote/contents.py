@@ -97,6 +97,26 @@ class Contents(ExtentStore):
             os.link(path, self._elsewhere[renamed])
         return renamed
 
+    def is_lent(self, extent: int) -> bool:
+        """Whether it is the very file of a store node here, which nobody may write."""
+        return extent in self._elsewhere and not self.adoptable(extent)
+
+    def take_out(self, extent: int) -> int:
+        """Make a working copy of a published content that is kept here, without moving a byte: the
+        content is not here any more. Raises OSError ENOENT when it was not."""
+        number = self._new_number()
+        os.rename(super().path(extent), super().path(number))
+        self.kept_bytes -= self._kept.pop(extent, 0)
+        return number
+
+    def put_back(self, number: int, extent: int) -> bool:
+        """Undo `take_out`; False: the content has come here again meanwhile, or lies elsewhere."""
+        if extent in self._kept or extent in self._elsewhere or number in self._elsewhere:
+            return False
+        os.rename(super().path(number), super().path(extent))
+        self.keep(extent, self.stat(extent).st_blocks * 512)
+        return True
+
     def open(self, extent: int, flags: int = os.O_RDONLY) -> int:
         path = self._elsewhere.get(extent)
         if path is None:
@@ -108,7 +128,14 @@ class Contents(ExtentStore):
 
     def stat(self, extent: int) -> os.stat_result:
         path = self._elsewhere.get(extent)
-        return os.stat(path) if path is not None else super().stat(extent)
+        if path is None:
+            return super().stat(extent)
+        try:
+            return os.stat(path)
+        except FileNotFoundError:
+            # A working copy that a store node here has just taken over.
+            store, name = os.path.split(os.path.dirname(path))[0], os.path.basename(path)
+            return os.stat(f"{store}/extents/{name}.0")
 
     def free(self, extent: int) -> None:
         self.kept_bytes -= self._kept.pop(extent, 0)

@@ -13,14 +13,16 @@ from typing import Any
 import trio
 
 from .. import attributes
+from ..aside import make_aside
 from ..certificates import Certificates
 from ..cluster_config import ClusterConfig, ConfigError
+from ..extents import copy_contents
 from ..history import History
 from ..kv import Compare, Conflict, Delete, Put
 from ..kv.etcd import EtcdEngine
 from ..membership import MOUNT, Groups, Members, Session
 from ..metrics import MountCounters
-from ..namespace import ROOT_INO, Inode, Namespace, fail
+from ..namespace import ROOT_INO, Inode, Namespace, Outdated, fail
 from ..pins import Pinned
 from ..placement import local_seed, pool_of, seed_of
 from ..policy import Policy, parse_policy, policy_id
@@ -50,7 +52,7 @@ from .lent import Declined, Lender
 from .locks import SharedLocks
 from .prefetch import Prefetcher
 from .readahead import ReadAhead
-from .writer import Transfer
+from .writer import Transfer, digests_of
 
 log = logging.getLogger(__name__)
 
@@ -523,16 +525,22 @@ class RemoteStore(Pinned):
         status: os.stat_result,
         mtime_ns: int,
         *,
+        ctime_ns: int | None = None,
         mapped: bool = False,
+        base: int | None = None,
     ) -> Inode:
         size = status.st_size
         layout = self._layout_of(self.namespace.inode(ino))
+        commit = partial(
+            self._commit, ino, status=status, mtime_ns=mtime_ns, ctime_ns=ctime_ns, base=base,
+            layout=layout,
+        )  # fmt: skip
         begun_in = self.session.number
         while not size:
             if await self.session.wait_valid() != begun_in:
                 self.may_publish(ino)
             try:
-                return await self._commit(ino, 0, status, mtime_ns, layout, None)
+                return await commit(content=0, transfer=None)
             except Conflict as conflict:
                 log.info("inode %d, empty: %s; again", ino, conflict)
                 await self.replica.barrier()
@@ -561,7 +569,7 @@ class RemoteStore(Pinned):
                     )
                 self._used.add(extent)
                 try:
-                    return await self._commit(ino, extent, status, mtime_ns, layout, transfer)
+                    return await commit(content=extent, transfer=transfer)
                 except Conflict as conflict:
                     log.info("content %x: %s; again", extent, conflict)
                     await self.replica.barrier()
@@ -580,13 +588,17 @@ class RemoteStore(Pinned):
     async def _commit(
         self,
         ino: int,
+        *,
         content: int,
         status: os.stat_result,
         mtime_ns: int,
+        ctime_ns: int | None,
+        base: int | None,
         layout: Layout,
         transfer: Transfer | None,
     ) -> Inode:
-        """Raises Conflict when the session or a group's configuration is another one by now."""
+        """Raises Conflict when the session or a group's configuration is another one by now, Outdated
+        when the file's version is not `base`."""
         guards: list[Compare] = [self.session.compare()]
         if transfer is not None:
             try:
@@ -597,11 +609,16 @@ class RemoteStore(Pinned):
                 raise
         # Once begun, only etcd knows how it ends.
         with trio.CancelScope(shield=True):
-            inode = await self.namespace.publish(
-                ino, content, status.st_size, status.st_blocks, mtime_ns,
-                layout=layout, digests=transfer.digests if transfer is not None else b"",
-                guards=guards,
-            )  # fmt: skip
+            try:
+                inode = await self.namespace.publish(
+                    ino, content, status.st_size, status.st_blocks, mtime_ns,
+                    ctime_ns=ctime_ns, base=base, layout=layout,
+                    digests=transfer.digests if transfer is not None else b"", guards=guards,
+                )  # fmt: skip
+            except Outdated:
+                if content:
+                    self._nursery.start_soon(self.cluster.abort, content, layout, status.st_size)
+                raise
         self.publishes += 1
         self._untold_bytes += allocated_bytes(status.st_size, status.st_blocks)
         self.published_bytes += status.st_size
@@ -614,6 +631,53 @@ class RemoteStore(Pinned):
             if not inode.nlink:
                 self._nursery.start_soon(self.cluster.abort, content, layout, status.st_size)
         return inode
+
+    async def save_aside(self, ino: int, extent: int, status: os.stat_result, mtime_ns: int) -> str:
+        made, name = await make_aside(self.namespace, ino, self.config.mount.host, self.layout)
+        published = await self.publish(made.ino, extent, status, mtime_ns)
+        if published.extent != extent:
+            self.retire(extent)
+        return name
+
+    # -- contents that are written in place ------------------------------------------------------
+
+    async def begin_in_place(self, inode: Inode, extent: int) -> int:
+        if not self.contents.is_lent(extent):
+            try:
+                return self.contents.take_out(extent)
+            except FileNotFoundError:
+                raise fail(
+                    errno.EFBIG,
+                    f"{self.namespace.describe(inode.ino)} is larger than this mount keeps of other "
+                    "hosts' files, and cannot be written in place; see --cache-size",
+                ) from None
+        number, fd = self.allocate(inode)
+        try:
+            with self.contents.opened(extent) as source:
+                await trio.to_thread.run_sync(copy_contents, source, fd)
+        except BaseException:
+            self.contents.free(number)
+            raise
+        finally:
+            os.close(fd)
+        return number
+
+    def end_in_place(self, inode: Inode, extent: int) -> bool:
+        return bool(inode.extent) and self.contents.put_back(extent, inode.extent)
+
+    def is_lent(self, extent: int) -> bool:
+        return self.contents.is_lent(extent)
+
+    def hands_over(self, extent: int) -> bool:
+        return bool(self.contents.adoptable(extent))
+
+    async def is_same(self, inode: Inode, extent: int) -> bool:
+        if not inode.digests:
+            return False
+        with self.contents.opened(extent) as fd:
+            if os.fstat(fd).st_size != inode.size:
+                return False
+            return await digests_of(fd, inode.size, inode.layout) == inode.digests
 
     async def _ensure_pool(self, layout: Layout) -> None:
         if self.groups.get(self.cluster.group(layout, 0)) is not None:

@@ -122,9 +122,7 @@ class Transfer:
         self.digests = await self._present_digests()
 
     async def _present_digests(self) -> bytes:
-        stripes = range(self._layout.stripes(self._size))
-        spans = [self._layout.span(self._size, stripe) for stripe in stripes]
-        return fold([await digest_of(self._fd, *span) for span in spans])
+        return await digests_of(self._fd, self._size, self._layout)
 
     async def _stayed(self) -> bool:
         """Whether what was sent is what was hashed. A file that was written on meanwhile is on the nodes
@@ -283,3 +281,9 @@ class Transfer:
             except OSError as error:
                 log.debug("content %x: %s", self._content, error)
         return False
+
+
+async def digests_of(fd: int, size: int, layout: Layout) -> bytes:
+    """The digests that a version's record has, of a file that holds its bytes."""
+    spans = [layout.span(size, stripe) for stripe in range(layout.stripes(size))]
+    return fold([await digest_of(fd, *span) for span in spans])

@@ -22,9 +22,9 @@ import trio
 from .. import inline, ioctls
 from ..backend import acl
 from ..backend.namespace import fail
-from ..cache import KernelCache, Name
+from ..kernel_cache import KernelCache, Name
 from ..locks import Lock
-from ..nodes import Node, State
+from ..nodes import Node
 from ..operations import OWN_XATTRS, Attributes, OpenInfo, Operations
 from ..privileges import CAPABILITY
 from . import passthrough, wire
@@ -672,28 +672,23 @@ class KernelSession(KernelCache):
             return wire.OPEN_OUT.pack(
                 info.fh, flags | (Open_KEEP_CACHE if info.keep_cache else 0), 0
             )
-        node = info.node
+        node = info.handle.node
         if not node.backing_id:
             try:
                 self._register(node)
             except OSError:
-                # Nobody will release what nobody got, and its empty working copy is no version.
-                node.discarded = node.state is not State.SEALED
-                await self._operations.release(info.fh)
+                await self._operations.cancel_open(info.handle)
                 raise
         return wire.OPEN_OUT.pack(info.fh, flags | Open_PASSTHROUGH, node.backing_id)
 
     def _register(self, node: Node) -> None:
-        if node.fd >= 0:
-            self._register_file(node, node.fd)
-            return
-        with self._operations.extents.opened(node.extent) as fd:
-            self._register_file(node, fd)
-
-    def _register_file(self, node: Node, fd: int) -> None:
-        atime_ns = os.fstat(fd).st_atime_ns
-        node.backing_id = passthrough.register(self._fd, fd)
-        self._operations.atimes.passes(node.id, node.ino, node.extent, atime_ns)
+        assert node.content is not None
+        extent = node.content.extent
+        with self._operations.extents.opened(extent) as fd:
+            atime_ns = os.fstat(fd).st_atime_ns
+            node.backing_id = passthrough.register(self._fd, fd)
+        node.backing_extent = extent
+        self._operations.atimes.passes(node.id, node.ino, extent, atime_ns)
 
     async def _read(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         fh, offset, size, _, _, _, _ = wire.decode(wire.READ_IN, self._buffer, end)

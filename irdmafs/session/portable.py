@@ -15,7 +15,7 @@ from typing import Any
 import pyfuse3
 import trio
 
-from ..cache import KernelCache, Name
+from ..kernel_cache import KernelCache, Name
 from ..nodes import Node
 from ..operations import Attributes, Operations
 

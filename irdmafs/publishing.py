@@ -1,0 +1,349 @@
+"""When bytes become a version: close, fsync, rename, and what must not become one.
+
+docs/sharing.md, "When a version is published", has the rules that this module carries out.
+"""
+
+import errno
+import logging
+import os
+import platform
+import time
+
+import trio
+
+from .backend.extents import copy_contents
+from .backend.namespace import Inode, fail
+from .backend.store import Outdated, Store
+from .content import Content, ContentTable, stamp_of
+from .inline import detach
+from .kernel_cache import KernelCache
+from .nodes import Handle, NodeTable
+from .processes import Processes
+
+log = logging.getLogger(__name__)
+
+# Larger copies are made in a thread, so that other requests are served meanwhile.
+COPY_INLINE_MAX_BYTES = 1024 * 1024
+# Before 6.13 a write may leave the times of a file as they were, for a timer tick (1-10 ms).
+_TIMESTAMP_GRAIN_NS = 20_000_000
+# A store with less room than this is full: a write may just have failed.
+_FULL_BYTES = 64 * 1024
+
+
+def _stamps_are_fine() -> bool:
+    """Whether a write always moves a time that was looked at before (Linux 6.13)."""
+    major, minor, *_ = (int(part) for part in platform.release().split("-")[0].split(".")[:2])
+    return (major, minor) >= (6, 13)
+
+
+class Publisher:
+    """Decides what is published when, and publishes it."""
+
+    kernel: KernelCache
+
+    def __init__(
+        self, store: Store, table: ContentTable, nodes: NodeTable, processes: Processes
+    ) -> None:
+        self._store = store
+        self._table = table
+        self._nodes = nodes
+        self._inodes = store.namespace.inodes
+        self._processes = processes
+        self._grain_ns = 0 if _stamps_are_fine() else _TIMESTAMP_GRAIN_NS
+
+    # -- whether there is anything to publish ----------------------------------------------------
+
+    def is_written(self, content: Content) -> bool:
+        """Whether anybody wrote to it since it was published or begun, as far as stat can tell: a store
+        through a mapping moves no time."""
+        if content.dirty:
+            return True
+        if not content.extent:
+            return False
+        status = self._table.stat(content)
+        since = content.seen if content.seen is not None else content.begun
+        if stamp_of(status) != since:
+            return True
+        return (
+            content.seen is not None
+            and bool(self._grain_ns)
+            and time.time_ns() - status.st_mtime_ns < self._grain_ns
+        )
+
+    def _is_unpublished(self, content: Content) -> bool:
+        if content.seen is not None:
+            return self.is_written(content)
+        if self._store.shared and not content.version and not self._size(content):
+            return False  # a new file that stays empty: its name says so already, to all
+        inode = self._inodes[content.ino]
+        # An empty copy that nobody wrote gives way to a version that was published meanwhile.
+        return inode.version == content.version or self.is_written(content)
+
+    async def _is_changed(self, handle: Handle, content: Content) -> bool:
+        """Whether closing the handle has something to publish."""
+        wrote_nothing = (
+            handle.since is not None
+            and not content.dirty
+            and self._table.stamp(content) == handle.since
+        )
+        if not wrote_nothing and self._is_unpublished(content):
+            return True
+        if not self._may_be_mapped(handle) or not self._size(content):
+            return False
+        # Stores through a mapping: other hosts would never see them.
+        return not await self._is_version(content)
+
+    async def _is_version(self, content: Content) -> bool:
+        """Whether the bytes are those of the file's version; False if that cannot be known."""
+        await detach()
+        return await self._store.is_same(self._inodes[content.ino], content.extent)
+
+    def _may_be_mapped(self, handle: Handle) -> bool:
+        """Whether stores through a mapping may be what nobody but a comparison finds."""
+        return self._store.shared and handle.is_rdwr and not handle.node.cached
+
+    def _size(self, content: Content) -> int:
+        return self._table.stamp(content)[0]
+
+    # -- close -----------------------------------------------------------------------------------
+
+    async def flush(self, handle: Handle, content: Content, pid: int) -> None:
+        """close(2) of one descriptor. Returns when what was written is published."""
+        if not self._inodes[content.ino].nlink:
+            return
+        if pid != handle.pid:
+            others = await self._processes.may_still_write(pid, handle.pid)
+            if others and await self._processes.hold(others, content.ino):
+                return  # it is not half written that a file is published
+        if content.is_busy:
+            await detach()
+            async with content.locked():
+                pass
+        handle.aborted = content.discarded
+        if handle.aborted or (content.superseded and not self.is_written(content)):
+            return
+        if content.seen is None:
+            process = await self._processes.of(pid)
+            if content.whole and process.killed_by_signal():
+                handle.aborted = handle.killed = True
+                if process.tell_once():
+                    where = self._store.namespace.describe(content.ino)
+                    log.info(
+                        "%s: pid %d died writing it; it is not published, as is all that it wrote",
+                        where, pid,
+                    )  # fmt: skip
+                return
+            if not self.is_written(content) and await self._has_duplicate(pid, content.ino):
+                return
+            if content.private and not handle.node.cached and self._is_full():
+                # A write that the kernel refused for want of room did not come to us.
+                handle.aborted = True
+                raise fail(errno.ENOSPC, "the store is full; the version before stays")
+        if not await self._is_changed(handle, content):
+            return
+        try:
+            await self._publish_locked(content, stays=await self._stays(handle, content, pid))
+        except OSError as error:
+            # Whoever closes it is told, and may write it anew: that must not be overwritten by this.
+            # What is written through a mapping later has not been refused.
+            handle.aborted = not content.mapped
+            where = self._store.namespace.describe(content.ino)
+            log.error("%s: what pid %d wrote could not be published: %s", where, pid, error)
+            raise
+
+    async def _stays(self, handle: Handle, content: Content, pid: int) -> bool:
+        """Whether the content may be written on: then a copy is published where that matters."""
+        if content.writers > 1:
+            return True
+        if not self._store.hands_over(content.extent):
+            return False
+        # The store takes the very file, and nobody may write to it any more.
+        if content.mapped or pid != handle.pid:
+            return True
+        return await self._has_duplicate(pid, content.ino)
+
+    async def _has_duplicate(self, pid: int, ino: int) -> bool:
+        """Whether the process keeps another descriptor of the file where redirections put them."""
+        process = await self._processes.of(pid)
+        return not process.is_in_exec() and await self._processes.holds_low(pid, ino)
+
+    def _is_full(self) -> bool:
+        room = self._store.extents.statvfs()
+        # f_blocks is 0 on a tmpfs without a limit.
+        return bool(room.f_blocks) and room.f_bavail * room.f_frsize < _FULL_BYTES
+
+    async def last_release(self, handle: Handle, content: Content) -> None:
+        """The last descriptor of the only writer is gone, and its mappings: publish what is not yet."""
+        inode = self._inodes[content.ino]
+        while (
+            not (handle.aborted or content.discarded)
+            and bool(inode.nlink)
+            and not (content.superseded and not self.is_written(content))
+            and content.writers == 1
+            and await self._is_changed(handle, content)
+        ):
+            if self._store.waits:
+                await detach()
+            await self._publish(content, stays=False)
+            inode = self._inodes[content.ino]
+
+    # -- other occasions -------------------------------------------------------------------------
+
+    async def fsync(self, handle: Handle, content: Content) -> None:
+        """fsync(2): publish what is written so far; the descriptor stays open for more."""
+        if content.discarded or (content.superseded and not self.is_written(content)):
+            return
+        may_have_stored = handle.is_rdwr and not self._store.shared and not handle.node.cached
+        if may_have_stored or await self._is_changed(handle, content):
+            await self._publish_locked(content, stays=True)
+
+    async def publish_so_far(self, content: Content) -> None:
+        """Publish what was written in place, whoever wrote it."""
+        unpublished = content.extent and not content.discarded and self._is_unpublished(content)
+        if unpublished or (content.mapped and not await self._is_version(content)):
+            await self._publish_locked(content, stays=True)
+
+    async def publish_now(self, ino: int) -> None:
+        """Publish what is being written to an inode whose name is about to mean something new."""
+        contents = list(self._table.private.get(ino, ()))
+        current = self._table.current.get(ino)
+        if current is not None and current.writers:
+            contents.insert(0, current)
+        for content in contents:
+            if not content.discarded and self._size(content) and self.is_written(content):
+                if self._store.waits:
+                    await detach()
+                await self._publish_locked(content, stays=True, naming=True)
+
+    async def publish_truncated(self, content: Content) -> None:
+        """A file that nobody has open for writing was truncated by name."""
+        await self._publish_locked(content, stays=False)
+
+    async def keep(self, content: Content) -> None:
+        """A killed writer left a new file: it stays on this host as it is, as on any filesystem, and
+        other hosts see nothing of it."""
+        if not self._size(content):
+            return
+        if self._store.shared:
+            content.kept = True
+        else:
+            await self._publish_locked(content, stays=False)
+
+    # -- publishing ------------------------------------------------------------------------------
+
+    async def _publish_locked(self, content: Content, *, stays: bool, naming: bool = False) -> None:
+        if self._store.waits or content.is_busy or (stays and self._copies(content)):
+            await detach()
+            async with content.locked():
+                await self._publish(content, stays=stays, naming=naming)
+        else:
+            await self._publish(content, stays=stays, naming=naming)
+
+    def _copies(self, content: Content) -> bool:
+        """Whether a copy is published while the content is written on: for readers of a private one, who
+        are to see whole versions, and for what leaves this host."""
+        return content.private or self._store.shared
+
+    async def _publish(self, content: Content, *, stays: bool, naming: bool = False) -> None:
+        """`naming`: the kernel keeps directories locked until we return."""
+        if not content.extent:
+            return
+        status = shape = self._table.stat(content)
+        extent = content.extent
+        mapped = content.mapped
+        dirty, content.dirty = content.dirty, False
+        # Who replaces a file does so whatever others published meanwhile.
+        base = None if content.private or content.whole else content.version
+        try:
+            if stays and status.st_size and self._copies(content):
+                extent, shape = await self._copy(content)
+                mapped = False
+            try:
+                inode = await self._store.publish(
+                    content.ino, extent, shape, status.st_mtime_ns,
+                    ctime_ns=status.st_ctime_ns, mapped=mapped, base=base,
+                )  # fmt: skip
+            except Outdated as outdated:
+                if extent == content.extent:
+                    extent, shape = await self._copy(content)
+                name = await self._store.save_aside(content.ino, extent, shape, status.st_mtime_ns)
+                extent = content.extent
+                content.seen, dirty = stamp_of(status), False
+                raise self._set_aside(content, name, outdated) from outdated
+        except BaseException:
+            content.dirty |= dirty
+            if extent != content.extent:
+                self._store.extents.free(extent)
+            raise
+        content.seen = stamp_of(status)
+        content.kept = False
+        if extent != content.extent and content.private:
+            # It goes on being private; the copy is the file's version.
+            content.version = inode.version
+            self._supersede_before(inode)
+        else:
+            content.show(inode)
+            content.whole = False
+            if extent == content.extent:
+                self._handed_over(content, inode)
+            if content.private:
+                self._table.make_current(content)
+        await self._announce(inode, content, naming=naming)
+
+    def _handed_over(self, content: Content, inode: Inode) -> None:
+        """A version names the very extent of the content now, maybe under another number."""
+        if inode.extent:
+            content.own = content.own and inode.extent != content.extent
+            self._table.give_extent(content, inode.extent, own=False)
+            if self._store.shared:
+                content.writable = False
+
+    def _supersede_before(self, inode: Inode) -> None:
+        before = self._table.current.get(inode.ino)
+        if before is not None:
+            self._table.supersede(before)
+
+    async def _copy(self, content: Content) -> tuple[int, os.stat_result]:
+        """A copy in an extent of its own, and how it looks."""
+        extent, fd = self._store.allocate(self._inodes[content.ino])
+        try:
+            with self._store.extents.opened(content.extent) as source:
+                if os.fstat(source).st_size <= COPY_INLINE_MAX_BYTES:
+                    copy_contents(source, fd)
+                else:
+                    await trio.to_thread.run_sync(copy_contents, source, fd)
+            return extent, os.fstat(fd)
+        except BaseException:
+            self._store.extents.free(extent)
+            raise
+        finally:
+            os.close(fd)
+
+    def _set_aside(self, content: Content, name: str, outdated: Outdated) -> OSError:
+        """Others published the file while it was written in place here. Nothing that a program wrote is
+        lost: it is in a file beside it."""
+        self._table.supersede(content)
+        where = self._store.namespace.describe(content.ino)
+        return fail(
+            errno.ESTALE,
+            f"{where}: version {outdated.version} was published while version {content.version} was "
+            f"written in place here; what was written is in {name}",
+        )
+
+    async def _announce(self, inode: Inode, content: Content, *, naming: bool) -> None:
+        """A version was published. Other nodes and names of the file may still show the one before."""
+        ino = inode.ino
+        self.kernel.version_published(ino)
+        if self._nodes.has_siblings(ino):
+            for node in self._nodes.of(ino):
+                if not node.is_bound and node.backing_extent != inode.extent:
+                    self.kernel.drop_backing(node)
+                if node.content is not content:
+                    self.kernel.invalidate_attributes(node)
+        if inode.nlink > 1:
+            names = self._store.namespace.names_of(ino)
+            if naming:
+                self.kernel.start_soon(self.kernel.expire_names, names)
+            else:
+                await detach()
+                await self.kernel.expire_names(names)

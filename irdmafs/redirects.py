@@ -1,0 +1,93 @@
+"""Opens that are to come to another node than the one they came to first.
+
+The kernel decides by name which node an open goes to, and does not know which content we would give
+it. An open that came to the wrong node is answered ESTALE. The kernel then looks the name up once
+more, and the lookup leads it to the node that is ready for it. A file that is opened without a name
+(/proc/self/fd, a file that is bind-mounted, fanotify) comes back without a lookup in between.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+
+from .content import Content
+from .nodes import Node
+
+# The kernel comes back at once; an older promise belongs to an open that died.
+_MAX_AGE_S = 2.0
+_MAX_PROMISES = 65536
+
+Key = tuple[int, int]  # thread, inode
+
+
+class Promise:
+    """An open of one thread, by `flags`, that came to one node and is to find a content on another one
+    when it comes again. `cut`: the content is to be emptied for it."""
+
+    __slots__ = ("came_to", "content", "cut", "flags", "key", "looked_up", "node", "since")
+
+    def __init__(
+        self, key: Key, came_to: Node, node: Node, content: Content, flags: int, *, cut: bool
+    ) -> None:
+        self.key = key
+        self.came_to = came_to
+        self.node = node
+        self.content = content
+        self.flags = flags
+        self.cut = cut
+        self.looked_up = False
+        self.since = time.monotonic()
+
+    def is_kept_by(self, node: Node, flags: int) -> bool:
+        """Whether an open by the thread is the one that this was promised to."""
+        return self.node is node and not (self.flags ^ flags) & (os.O_TRUNC | os.O_ACCMODE)
+
+    def is_nameless(self, node: Node) -> bool:
+        """Whether the open came to the same node again without a lookup in between."""
+        return self.came_to is node and not self.looked_up
+
+
+class Redirects:
+    """The promises that were made and not kept yet; at most one for a thread."""
+
+    def __init__(self) -> None:
+        self._promises: dict[int, Promise] = {}
+        self._inodes: dict[int, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._promises)
+
+    def __contains__(self, ino: int) -> bool:
+        """Whether somebody is on the way to a node of this inode."""
+        return ino in self._inodes
+
+    def promised(self, key: Key) -> Promise | None:
+        promise = self._promises.get(key[0])
+        return promise if promise is not None and promise.key == key else None
+
+    def add(self, promise: Promise) -> None:
+        """The thread has no other one."""
+        self._promises[promise.key[0]] = promise
+        ino = promise.key[1]
+        self._inodes[ino] = self._inodes.get(ino, 0) + 1
+
+    def take(self, thread: int) -> Promise | None:
+        """The promise to a thread, which is none from now on."""
+        promise = self._promises.pop(thread, None)
+        if promise is not None:
+            ino = promise.key[1]
+            left = self._inodes[ino] - 1
+            if left:
+                self._inodes[ino] = left
+            else:
+                del self._inodes[ino]
+        return promise
+
+    def stale(self) -> Iterator[int]:
+        """Threads whose open has not come again for long, oldest first."""
+        too_many = len(self._promises) - _MAX_PROMISES
+        now = time.monotonic()
+        for number, (thread, promise) in enumerate(list(self._promises.items())):
+            if number >= too_many and now - promise.since < _MAX_AGE_S:
+                return
+            yield thread
