@@ -57,6 +57,7 @@ CREATED_AT_ONCE = 100
 # Fewer, as one that is not as it was stops the others.
 CHANGED_AT_ONCE = 60
 _LOOK_AGAIN_S = 1.0
+_KEY_BYTES = {NODE: 9, b"N": 9, MOUNT: 9, b"a": 9, b"f": 17}
 
 _NO_TARGETS = Targets("", (), 0, b"")
 
@@ -266,6 +267,8 @@ class Members:
 
     def _take(self, key: bytes, value: bytes | None, revision: int) -> None:
         kind, number = key[:1], int.from_bytes(key[1:9], "big")
+        if len(key) != _KEY_BYTES.get(kind, len(key)):
+            return  # a shorter one could mean somebody else's
         if key == SETTINGS_KEY:
             if value is not None:  # nobody deletes it while the cluster is in use
                 self.settings = _decoded(key, value, Settings) or self.settings
@@ -281,7 +284,7 @@ class Members:
                 self._placement = None
         elif kind == b"T":
             self._take_targets(key, value, number, revision)
-        elif kind == b"f" and len(key) == 17:
+        elif kind == b"f":
             self._take_follower(int.from_bytes(key[9:], "big"), number, value is not None)
         elif kind == b"a":
             if value is None:

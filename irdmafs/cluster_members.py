@@ -8,9 +8,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from .backend.cluster_config import ConfigError
 from .backend.etcd.auth import ROOT
 from .backend.kv import Conflict, Delete, Put
+from .backend.kv.etcd import LEASE_BITS
 from .backend.lease import MOUNT, NODE
 from .backend.records import (
     CertificateRecord,
@@ -30,6 +33,8 @@ __all__ = ["Member", "Use", "list_members", "protect", "register_all", "revoke",
 
 _SHARED_ROLES: tuple[Role, ...] = ("mount", "node", "reader")
 _CHANGE_RETRIES = 10
+# etcd takes 128 operations in a transaction.
+_REMOVED_AT_ONCE = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +65,12 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A process that is in the cluster with a certificate: what it is, for people, and its key in etcd."""
+    """A process that is in the cluster with a certificate: what it is, for people, its key in etcd, and the
+    lease of that (0: none)."""
 
     what: str
     key: bytes
+    lease: int
 
 
 async def list_members(engine: EtcdEngine) -> list[Member]:
@@ -155,18 +162,30 @@ async def _add_user(engine: EtcdEngine, record: CertificateRecord) -> None:
 
 
 async def uses_of(engine: EtcdEngine, name: str) -> list[Use]:
-    """Who is in the cluster with a certificate of this name."""
+    """Who is in the cluster with a certificate of this name: as he says, or as etcd knows by his lease."""
+    members = await list_members(engine)
+    owners = {one.record.owner for one in members if one.record.name == name and one.record.owner}
     found = []
-    for pair in await engine.range(MOUNT, _after(MOUNT)):
-        mount = decode(pair.value, MountRecord)
-        if mount.name == name:
-            found.append(Use(f"the mount {mount.mountpoint} on {mount.host}", pair.key))
-    for pair in await engine.range(NODE, _after(NODE)):
-        node = decode(pair.value, NodeAddress)
-        if node.name == name:
-            number = int.from_bytes(pair.key[1:], "big")
-            found.append(Use(f"store node {number:016x} on {node.host}", pair.key))
+    for kind in (MOUNT, NODE):
+        leases = await engine.leases_in(kind, _after(kind))
+        for pair in await engine.range(kind, _after(kind)):
+            lease = leases.get(pair.key, 0)
+            what, said = _describe(pair.key, pair.value)
+            if said == name or lease >> LEASE_BITS in owners:
+                found.append(Use(what, pair.key, lease))
     return found
+
+
+def _describe(key: bytes, value: bytes) -> tuple[str, str]:
+    """A process, for people, and the name that it says is in its certificate."""
+    try:
+        if key.startswith(MOUNT):
+            mount = decode(value, MountRecord)
+            return f"the mount {mount.mountpoint} on {mount.host}", mount.name
+        node = decode(value, NodeAddress)
+        return f"store node {int.from_bytes(key[1:], 'big'):016x} on {node.host}", node.name
+    except msgspec.DecodeError:
+        return f"something with a damaged record ({key!r})", ""
 
 
 async def revoke(engine: EtcdEngine, name: str) -> list[Member]:
@@ -187,11 +206,21 @@ async def revoke(engine: EtcdEngine, name: str) -> list[Member]:
             await engine.auth.delete_role(_own_name(engine, user))
     # Nodes and mounts have cut them off, and etcd lets them make no others.
     for use in await uses_of(engine, name):
-        if use.key.startswith(MOUNT):
-            await engine.revoke(int.from_bytes(use.key[1:], "big"))
+        if use.lease:
+            await engine.revoke(use.lease)
         else:
             await engine.transact((), [Delete(use.key)])
+    for member in members:
+        if member.record.owner and member.record.role in _SHARED_ROLES:
+            await _remove_own(engine, _as_role(member.record.role), member.record.owner)
     return revoked
+
+
+async def _remove_own(engine: EtcdEngine, role: Role, owner: int) -> None:
+    """Remove what is left of a certificate's own keys: some may hang on no lease, or on one kept alive."""
+    for start, end in own_ranges(role, owner):
+        while found := await engine.range(start, end, _REMOVED_AT_ONCE):
+            await engine.transact((), [Delete(pair.key) for pair in found])
 
 
 async def _mark(engine: EtcdEngine, member: Member) -> bool:

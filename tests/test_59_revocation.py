@@ -8,6 +8,9 @@ import pytest
 import trio
 from cluster import Cluster, Plan, run_irdmafs
 from irdmafs.backend.cluster_config import ClusterConfig
+from irdmafs.backend.kv import Put
+from irdmafs.backend.lease import MOUNT, Session
+from irdmafs.backend.records import MountRecord, decode, pin_key
 from irdmafs.backend.security import Credentials, identity_in
 from irdmafs.backend.transport.peers import Peers
 from mountpoint import eventually
@@ -144,6 +147,40 @@ def test_what_is_revoked_stays_so_when_etcd_forgets_it(made: Cluster) -> None:
                 await peers.ping(next(iter(nodes)))
 
     trio.run(ask)
+
+
+def test_who_hides_behind_another_name_is_put_out_all_the_same(made: Cluster) -> None:
+    issue(made, "w5")
+    config = made.config_directory / "w5.toml"
+    config.write_text(made.config.read_text().replace("{role}", "mount-w5"))
+    left_over: dict[str, bytes] = {}
+
+    async def hide() -> None:
+        async with (
+            ClusterConfig.load(str(config)).cluster.engine("mount") as engine,
+            trio.open_nursery() as nursery,
+        ):
+            record = MountRecord("elsewhere", "/hidden", 1, "0", "mount", "mount")
+            session = Session(engine, MOUNT, record, 60)
+            await nursery.start(session.run)
+            # Without a lease, it would stay for ever.
+            left_over["pin"] = pin_key(5, session.lease)
+            await engine.transact((), [Put(left_over["pin"], b"")])
+            await trio.to_thread.run_sync(
+                lambda: made.irdmafs("cluster", "revoke", "w5", "--yes", "--cluster", made.config)
+            )
+            with pytest.raises(PermissionError):
+                await engine.transact((), [Put(left_over["pin"], b"")])
+            nursery.cancel_scope.cancel()
+
+    async def look() -> list[bytes]:
+        async with ClusterConfig.load(str(made.config)).cluster.engine("admin") as engine:
+            mounts = [decode(pair.value, MountRecord) for pair in await engine.range(b"m", b"n")]
+            assert "/hidden" not in [mount.mountpoint for mount in mounts]
+            return [pair.key for pair in await engine.range(b"p", b"q")]
+
+    trio.run(hide)
+    assert left_over["pin"] not in trio.run(look)
 
 
 def test_revoking_what_is_not_there_or_gone_already_says_so(made: Cluster) -> None:

@@ -242,6 +242,12 @@ class EtcdEngine:
     async def range(self, start: bytes, end: bytes, limit: int = 0) -> list[KeyValue]:
         return (await self._pages(start, end, limit))[1]
 
+    async def leases_in(self, start: bytes, end: bytes) -> dict[bytes, int]:
+        """The keys of a range that hang on a lease, and on which."""
+        request = pb.RangeRequest(key=self._prefix + start, range_end=self._prefix + end)
+        answer = await self._call(RANGE, request)
+        return {one.key[len(self._prefix) :]: one.lease for one in answer.kvs if one.lease}
+
     async def snapshot(self, start: bytes, end: bytes) -> tuple[int, list[KeyValue]]:
         self._check_trusted()
         revision, found = await self._pages(start, end, 0)

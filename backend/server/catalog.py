@@ -221,7 +221,7 @@ class Catalog:
             return self._take_inode(number, value, revision)
         if kind == b"p" and len(key) == 17:
             return self._take_pin(int.from_bytes(key[9:], "big"), number, value is not None)
-        if kind == b"m":
+        if kind == b"m" and len(key) == 9:
             return self._take_mount(number, None if value is None else revision)
         return ()
 

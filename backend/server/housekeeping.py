@@ -15,7 +15,8 @@ import trio
 
 from ..kv import Conflict, Engine, Put
 from ..membership import Groups, Members, Session
-from ..placement import Candidate, policy_of, retargeted
+from ..placement import Candidate, policy_of, replicas_of, retargeted
+from ..policy import POLICIES_MAX, REPLICAS_MAX
 from ..records import GROUP_BUCKET_BITS, encode, targets_key
 from ..replica import Replica
 
@@ -136,7 +137,7 @@ class Housekeeping:
             return False
         made = False
         for pool in sorted(self._groups.wanted):
-            if not self._groups.missing(pool, settings):
+            if not self._is_sensible(pool) or not self._groups.missing(pool, settings):
                 continue
             try:
                 await self._groups.ensure(
@@ -148,6 +149,14 @@ class Housekeeping:
                     raise
                 log.info("the groups of pool %#x are not made yet: %s", pool, error)
         return made
+
+    def _is_sensible(self, pool: int) -> bool:
+        """Whether a file can be in it: what mounts want is not limited by etcd."""
+        group = pool << GROUP_BUCKET_BITS
+        policy = policy_of(group)
+        return 0 < replicas_of(group) <= REPLICAS_MAX and (
+            not policy or (policy <= POLICIES_MAX and policy in self._members.policies)
+        )
 
     # --- history
 
