@@ -144,6 +144,9 @@ def mount(
     )
     if cluster is not None and cluster.cluster.mount_role == "reader":
         mount_options = replace(mount_options, read_only=True)
+        # It cannot tell other hosts of locks, and programs lock what they only read.
+        if not any(option.startswith("locks=") for text in options for option in text.split(",")):
+            mount_options = replace(mount_options, locks="local")
     size_bytes = None if size is None else parse_size(size)
     mounting.refuse_what_users_may_not(mount_options)
     mountpoint = mounting.prepare_mountpoint(directory, mount_options.nonempty)

@@ -1,6 +1,7 @@
 """A mount with a reader's certificate: it reads everything, and changes nothing."""
 
 import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -116,6 +117,15 @@ def test_a_reader_prefetches_and_follows(made: Cluster) -> None:
     assert (follower.path / "models/followed").read_bytes() == b"f" * 200_000
     follower.close()
     os.unlink(writer / "models/followed")
+
+
+def test_a_reader_locks_what_it_reads(reader: ClusterMount) -> None:
+    """Programs take shared locks on what they only read."""
+    with (reader.path / "models/weights").open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        fcntl.flock(file, fcntl.LOCK_UN)
+        fcntl.lockf(file, fcntl.LOCK_SH)
+        fcntl.lockf(file, fcntl.LOCK_UN)
 
 
 def test_it_says_that_it_is_a_reader(made: Cluster, reader: ClusterMount) -> None:

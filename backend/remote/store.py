@@ -204,7 +204,10 @@ class RemoteStore(Pinned):
         if not self.namespace.read_only:
             await self.namespace.ensure_root()
             return
-        log.info("this mount is read-only: its certificate is a reader's")
+        log.info(
+            "this mount is read-only: its certificate is a reader's (locks hold on this host only, unless "
+            "-o locks= says otherwise)"
+        )
         if ROOT_INO not in self.namespace.inodes:
             raise ConfigError(
                 f"the cluster {self.config.cluster.name!r} was never mounted for writing: there is "
