@@ -25,6 +25,7 @@ from typing import Any
 SLOTS = 6
 MAPS = 2
 MESSAGE_MAX_BYTES = 1 << 18
+PAGE_BYTES = 4096
 _READ_ALL_BYTES = 1 << 20
 _AT_EMPTY_PATH = 0x1000
 _AT_FDCWD = -100
@@ -247,7 +248,10 @@ class Actor:
         return os.pwrite(self._fd(slot), data, offset)
 
     def do_lseek(self, slot: int, offset: int, whence: int) -> Value:
-        return os.lseek(self._fd(slot), offset, whence)
+        fd = self._fd(slot)
+        if whence == os.SEEK_END and stat.S_ISDIR(os.fstat(fd).st_mode):
+            return None  # no two filesystems agree
+        return os.lseek(fd, offset, whence)
 
     def do_seek_data(self, slot: int, offset: int, whence: int) -> Value:
         """Judge the answer by the content, because where holes may begin and end is nobody's promise."""
@@ -313,17 +317,30 @@ class Actor:
         self.maps[where] = None
         return _checked(_libc.munmap(mapping.address, mapping.length))
 
+    @staticmethod
+    def _within(mapping: Map, offset: int, length: int) -> int:
+        """How much of the range is in the mapping, and not in the rest of the file's last page, which POSIX
+        leaves open."""
+        end = min(offset + length, mapping.length)
+        pages = -(-mapping.length // PAGE_BYTES) * PAGE_BYTES
+        area = f"{mapping.address:x}-{mapping.address + pages:x}"
+        with contextlib.suppress(OSError):  # it takes a capability
+            size = os.stat(f"/proc/self/map_files/{area}").st_size
+            if offset < -(-size // PAGE_BYTES) * PAGE_BYTES:
+                end = min(end, size)
+        return max(0, end - offset)
+
     def do_load(self, where: int, offset: int, length: int) -> Value:
         """Read through the mapping; EFAULT instead of a signal where there is no page."""
         mapping = self._map(where)
-        length = max(0, min(length, mapping.length - offset))
+        length = self._within(mapping, offset, length)
         copied = _checked(_libc.write(self._pipe[1], mapping.address + offset, length))
         return _content(os.read(self._pipe[0], copied) if copied else b"")
 
     def do_store(self, where: int, mark: int, offset: int, length: int) -> Value:
         """Write through the mapping; EFAULT instead of a signal."""
         mapping = self._map(where)
-        length = max(0, min(length, mapping.length - offset))
+        length = self._within(mapping, offset, length)
         if length == 0:
             return 0
         os.write(self._pipe[1], _payload(mark, length))

@@ -36,13 +36,13 @@ class Normal:
     def __init__(self, *, times: bool = True) -> None:
         self._with_times = times
         self._inodes: dict[int, int] = {}
-        self._times: dict[int, tuple[int, int, int]] = {}
-        self._stores = 0
+        self._times: dict[int, tuple[int, int]] = {}
+        self._stored = False
         self.processes: dict[int, int] = {}
 
     def stored(self) -> None:
-        """Note a store through a mapping, which moves times only when it is the page's first."""
-        self._stores += 1
+        """Note a store through a mapping: it moves times when it is the first of a page, large or small."""
+        self._stored = True
 
     def value(self, found: Value) -> Value:
         """The same for both sides, if they did the same."""
@@ -74,11 +74,11 @@ class Normal:
 
     def _moved(self, ino: int, mtime: int, ctime: int) -> dict[str, Value]:
         before = self._times.get(ino)
-        self._times[ino] = (mtime, ctime, self._stores)
+        self._times[ino] = (mtime, ctime)
         shown: Value = mtime if mtime < _EXPLICIT_NS_MAX else "now"
         if before is None:
             return {"mtime": shown}
-        if before[2] != self._stores:
+        if self._stored:
             return {"mtime": "unknown"}
         if shown == "now" and mtime != before[0]:
             shown = "later" if mtime > before[0] else "EARLIER"

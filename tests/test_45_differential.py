@@ -3,15 +3,21 @@
 differences.py lists what may differ. `python tests/differential.py --help` is the long run.
 """
 
+import fcntl
+import os
 import random
-from collections.abc import Iterator
+import struct
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from differences import Leniency
+from cluster_mount import CLUSTER
+from conftest import SESSIONS as _SESSIONS
+from differences import REFUSED, Leniency
 from differential import (
     Difference,
     Pair,
+    compare,
     difference,
     loaded,
     programs,
@@ -21,9 +27,13 @@ from differential import (
 )
 from differential_sides import Normal
 from differential_steps import Program, Vocabulary
-from mountpoint import run_checked
+from mountpoint import Mount, run_checked
+from processes import Process
 
+SESSIONS = (*_SESSIONS, CLUSTER)
 PROGRAMS_AT_ONCE = 20
+STEPS = 1_000
+OFD_GETLK = 36
 
 
 @pytest.fixture
@@ -31,6 +41,66 @@ def reference() -> Iterator[Path]:
     """An empty directory on a tmpfs."""
     with tmpfs_directory() as path:
         yield path
+
+
+def _compare(
+    session: str, mount: Mount, reference: Path, *, isolated: bool, seed: int, steps: int
+) -> None:
+    leniency = Leniency(session, isolated=isolated)
+    vocabulary = Vocabulary(REFUSED.get(session, frozenset()))
+    with Pair([mount.path], reference, leniency, times=False) as pair:
+        compare(pair, vocabulary, seed, steps)
+
+
+def test_mount_does_what_a_tmpfs_does(session: str, mount: Mount, reference: Path) -> None:
+    _compare(session, mount, reference, isolated=True, seed=1, steps=STEPS)
+
+
+def test_mount_without_isolation_does_what_a_tmpfs_does(
+    session: str, new_mount: Callable[..., Mount], reference: Path
+) -> None:
+    with new_mount("-o", "allow_other,isolation=off") as mount:
+        _compare(session, mount, reference, isolated=False, seed=2, steps=STEPS)
+
+
+def test_portable_session_refuses_what_pyfuse3_does_not_hand_on(session: str, folder: Path) -> None:
+    if session != "pyfuse3":
+        pytest.skip("the other sessions do not refuse it")
+    with pytest.raises(AssertionError, match="not supported"):
+        run_checked("fallocate", "--length", "10", folder / "file")
+    with pytest.raises(OSError, match="not supported"):
+        os.open(folder, os.O_TMPFILE | os.O_RDWR)
+
+
+@pytest.mark.kernel_session("pyfuse3 does not ask us about locks")
+def test_lock_in_the_way_is_told_by_its_range_whatever_its_kind(
+    folder: Path, process: Callable[[], Process]
+) -> None:
+    file = folder / "file"
+    file.touch()
+    holder = process()
+    holder.do("f = open(file, 'r+b'); fcntl.lockf(f, fcntl.LOCK_EX, 7, 10)", file=str(file))
+    asked = struct.pack("hhqqixxxx", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    with file.open("r+b") as own:
+        answer = fcntl.fcntl(own, OFD_GETLK, asked)
+    assert struct.unpack("hhqqixxxx", answer)[:4] == (fcntl.F_WRLCK, os.SEEK_SET, 10, 7)
+
+
+def test_map_of_a_file_that_is_emptied_can_still_be_read(
+    session: str, folder: Path, process: Callable[[], Process]
+) -> None:
+    if session != CLUSTER:
+        pytest.skip("elsewhere the mapping loses its pages, as POSIX says")
+    file = folder / "file"
+    file.write_bytes(b"content")
+    reader = process()
+    reader.do(
+        "f = open(file, 'rb'); m = mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ); f.close()",
+        file=str(file),
+    )
+    os.close(os.open(file, os.O_RDONLY | os.O_TRUNC))
+    assert reader.do("m[:]") == b"content"
+    assert file.read_bytes() == b""
 
 
 def test_two_directories_of_a_tmpfs_do_not_differ(reference: Path) -> None:
