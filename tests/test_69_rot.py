@@ -68,13 +68,8 @@ def test_a_node_mends_what_a_reader_got_wrong_bytes_of(cluster: Cluster, folder:
     bad = cluster.nodes[0]
     assert sum(damage(bad, content) for content in contents) == stripes_of(contents)
     read_all(cluster.mounts[1].path, written)
-    told = node_status(cluster, bad)
-    wait_until(lambda: node_status(cluster, bad)["wrong_mended"] > 0)
-    # What this reader got from the other node, others get from this one.
-    while sound(bad, contents) < stripes_of(contents):
-        cluster.mounts[1].restart()
-        read_all(cluster.mounts[1].path, written)
-    assert told["wrong_extents"] + told["wrong_mended"] > 0
+    wait_until(lambda: sound(bad, contents) > 0)
+    wait_until(lambda: node_status(cluster, bad)["wrong_mended"] == sound(bad, contents))
     assert cluster.status()["health"] == "ok"
 
 
@@ -130,6 +125,22 @@ def test_a_drain_of_the_sound_node_keeps_what_is_sound() -> None:
         wait_until(lambda: not made.status()["damaged_files"])
 
 
+def test_a_drain_of_the_sound_one_of_two_waits_until_the_other_is_sound() -> None:
+    """Nobody new joins, whose copies would be checked as they come."""
+    with Cluster(Plan(nodes=2, mounts=1, buckets=16)) as made:
+        made.wait_healthy()
+        (made.mounts[0].path / "d").mkdir()
+        os.setxattr(made.mounts[0].path / "d", "user.irdmafs.stripe_size", b"1M")
+        written = publish(made, "d", 4 * SIZES[:3] + SIZES[3:])
+        bad, good = made.nodes
+        damaged = sum(damage(bad, content) for content in written.values())
+        assert damaged == stripes_of(list(written.values()))
+        made.irdmafs("cluster", "drain", f"{good.node_id:x}", "--cluster", made.config)
+        good.terminate()
+        assert sound(bad, list(written.values())) == damaged
+        read_all(made.add_mount().path, written)
+
+
 def test_a_node_that_comes_back_gives_the_right_copies_that_only_it_has() -> None:
     plan = Plan(nodes=2, mounts=1, buckets=16, node_config={"rereplicate_after": "1s"})
     with Cluster(plan) as made:
@@ -175,4 +186,4 @@ async def slander(cluster: Cluster) -> None:
             await peers.doubt(node.node_id, Extent(1 << 40, 7))
             with pytest.raises(OSError) as caught:
                 await peers.scrub(node.node_id)
-            assert caught.value.errno == errno.EPERM
+            assert caught.value.errno in (errno.EPERM, errno.EACCES)

@@ -19,6 +19,7 @@ from ..membership import Groups, Members, Session, removed_for_good
 from ..placement import replicas_of
 from ..records import GROUP_BUCKET_BITS, GroupConfig
 from ..replica import Replica
+from .handover import Handover
 from .housekeeping import HistoryEngine, Housekeeping
 from .resync import Resync
 
@@ -74,6 +75,8 @@ class Agent:
         self._pinging: dict[int, trio.Lock] = {}
         self._answers: dict[int, tuple[float, bool]] = {}
         self._waits_for_names = False  # to go: nothing tells of that
+        # Who says when a live member may be dropped; None: always.
+        self.handover: Handover | None = None
         self.housekeeping = Housekeeping(
             node, engine, replica, members, groups, session, rereplicate_after_s=rereplicate_after_s
         )
@@ -86,6 +89,8 @@ class Agent:
         """Lead, until the session is released."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.housekeeping.forget_history)
+            if self.handover is not None:
+                nursery.start_soon(self.handover.run)
             await self._run()
             nursery.cancel_scope.cancel()
 
@@ -200,7 +205,7 @@ class Agent:
             if leader(config, live) != self.node:
                 continue
             step = next_step(config, live, self._target(group), joinable)
-            if step is None:
+            if step is None or not self._may_step(group, config, step, live):
                 continue
             changes[group] = revision, step
             for node in set(step.members) - set(config.members):
@@ -263,6 +268,13 @@ class Agent:
             )
         await self._replica.barrier()
 
+    def _may_step(self, group: int, config: GroupConfig, step: GroupConfig, live: set[int]) -> bool:
+        return self.handover is None or self.handover.may_step(group, config, step, live)
+
+    def look(self) -> None:
+        """There may be something to do."""
+        self._wake.set()
+
     def _live_target(self, group: int) -> tuple[int, ...]:
         return tuple(node for node in self._target(group) if node in self._members.nodes)
 
@@ -285,6 +297,8 @@ class Agent:
     def _group_changed(self, group: int) -> None:
         found = self._groups.get(group)
         before = self._members_before.pop(group, ())
+        if self.handover is not None:
+            self.handover.group_changed(group, found[0] if found is not None else None)
         if found is not None:
             self._members_before[group] = found[0].members
             gone = set(before) - set(found[0].members)

@@ -8,6 +8,7 @@ combination of the copies that there are must give the digest of the run.
 import itertools
 import logging
 import math
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 # Of copies of the stripes of a run. There is one as long as all are right.
 _COMBINATIONS_MAX = 4096
 _REMEMBERED = 1 << 16
+_TOLD_S = 60.0
 
 
 class Verdict(Enum):
@@ -70,19 +72,19 @@ class Checks:
         self._groups = groups
         self._device = device
         # Digests of extents here that others asked for: a run of n stripes is asked for n times.
-        self._told: OrderedDict[Extent, bytes] = OrderedDict()
+        self._told: OrderedDict[Extent, tuple[bytes, float]] = OrderedDict()
 
     async def tell(self, extent: Extent) -> bytes:
-        """The digest of what is here, maybe as it was some time ago. Raises OSError: ENOENT."""
-        found = self._told.get(extent)
-        if found is None or extent not in self._files:
+        """The digest of what is here, maybe as it was a minute ago. Raises OSError: ENOENT."""
+        found, at = self._told.get(extent, (b"", 0.0))
+        if not found or time.monotonic() - at > _TOLD_S or extent not in self._files:
             held = self._files.hold(extent)
             try:
                 size = self._files.size(extent) or 0
                 found = await digest_at_rest(held.fd, size, _at_once)
             finally:
                 held.close()
-            self._told[extent] = found
+            self._told[extent] = found, time.monotonic()
             if len(self._told) > _REMEMBERED:
                 self._told.popitem(last=False)
         return found

@@ -42,6 +42,7 @@ from ..unwrap import only_error
 from .agent import Agent
 from .catalog import Catalog
 from .files import Files
+from .handover import Handover
 from .resync import Resync
 from .scrub import Scrub
 from .service import NodeService
@@ -177,6 +178,10 @@ class _Node:
                 files, self._catalog, self._members, self._groups, self._resync.checks,
                 self._resync.copier, bytes_per_s=config.node.scrub_rate,
                 period_s=config.node.scrub_period,
+            )  # fmt: skip
+            self._agent.handover = Handover(
+                files.node, self._catalog, self._resync.checks, peers.device, self._scrub.doubt,
+                self._agent.look,
             )  # fmt: skip
             self._service = NodeService(
                 files, self._catalog, self._replica, self._members, self._groups, self._session,
