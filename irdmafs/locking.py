@@ -79,9 +79,12 @@ class Locking:
         """fcntl(F_SETLK, F_SETLKW) and flock(2), also LOCK_UN. Raises OSError EAGAIN, EDEADLK, ENOLCK;
         EIO: the lock to be given back was lost."""
         table = self.flocks if flock else self.posix
+        if flock:
+            # The kernel's number of a description may be that of another one before we hear of its end.
+            owner = fh
         if lock.type == F_UNLCK:
             await self._unlock(table, ino, owner, lock)
-            self._tell_lost(lock.pid, ino)
+            self.tell_lost(lock.pid, ino)
             return
         self._refuse()
         if not flock:
@@ -100,13 +103,13 @@ class Locking:
     async def _lock_shared(
         self, shared: HostLocks, table: LockTable, ino: int, owner: int, lock: Lock, *, wait: bool
     ) -> None:
-        since = time.monotonic()
+        since = turn = time.monotonic()
         claim = _claim(table, lock)
         if lock.type == F_RDLCK and not shared.is_alone(ino) and table.writes(ino, owner, lock):
             await detach()
             await self._contents.publish_in_place(ino)  # others may read it in a moment
         while True:
-            if shared.grants(ino, claim, since):
+            if shared.grants(ino, claim, turn):
                 try:
                     table.acquire(ino, owner, lock)
                 except BlockingIOError:
@@ -122,11 +125,13 @@ class Locking:
                     # A conversion gives up what it has: two hosts that both want more can go on.
                     await self._unlock(table, ino, owner, lock._replace(type=F_UNLCK))
                 await shared.claim(ino, claim, wait=wait, since=since)
+                turn = 0.0  # it has let others go first for long enough
                 continue
             elif not wait:
                 raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
             await detach()
             await table.wait_free(ino, owner, lock)
+            turn = since
 
     async def _unlock(self, table: LockTable, ino: int, owner: int, lock: Lock) -> None:
         shared = self._shared
@@ -155,6 +160,15 @@ class Locking:
         """Return whether closing a descriptor that is opened for reading may drop locks."""
         return self.posix.is_used(ino)
 
+    def count(self) -> int:
+        """Return how many locks the processes of this host hold."""
+        return self.posix.count() + self.flocks.count()
+
+    @property
+    def closes_matter(self) -> bool:
+        """Whether a close may have to give a lock back, or to tell of a lost one."""
+        return bool(self._lost) or len(self.posix) > 0 or bool(self._lockers)
+
     def has_locked(self, fh: int) -> bool:
         """Return whether POSIX locks were taken through a handle, and not all given back by a close."""
         return fh in self._lockers
@@ -170,18 +184,18 @@ class Locking:
         if self.posix.holds(ino, owner):
             await self._unlock(self.posix, ino, owner, Lock(F_UNLCK, 0, LAST_BYTE, 0))
 
-    def take_lockers(self, fh: int) -> set[int]:
-        """Return the owners who took POSIX locks through a handle that is to be released: those of whose
-        closes we were not told (read-only ones), and open descriptions."""
-        return self._lockers.pop(fh, set())
+    def drop_lockers(self, fh: int, ino: int) -> None:
+        """Give back the POSIX locks that were taken through a handle which is to be released: read locks of
+        those of whose closes we were not told, and those of open descriptions, which were flushed."""
+        for owner in self._lockers.pop(fh, ()):
+            self.posix.release_owner(ino, owner)
+            if self._shared is not None:
+                self._shared.shrunk(ino)
 
-    async def released(self, ino: int, owners: set[int], flock_owner: int | None) -> None:
+    async def released(self, fh: int, ino: int) -> None:
         """The last descriptor of a handle is closed, and what was written through it is published."""
-        everything = Lock(F_UNLCK, 0, LAST_BYTE, 0)
-        for owner in owners:
-            await self._unlock(self.posix, ino, owner, everything)
-        if flock_owner is not None and self.flocks.holds(ino, flock_owner):
-            await self._unlock(self.flocks, ino, flock_owner, everything)
+        if self.flocks.holds(ino, fh):
+            await self._unlock(self.flocks, ino, fh, Lock(F_UNLCK, 0, LAST_BYTE, 0))
 
     # -- what the mount tells of itself to other hosts (Holder) ----------------------------------
 
@@ -213,8 +227,8 @@ class Locking:
         for pid in [pid for pid in self._lost if not os.path.exists(f"/proc/{pid}")]:
             del self._lost[pid]
 
-    def _tell_lost(self, pid: int, ino: int) -> None:
-        """Raises OSError EIO, once, when a process gives back what it had lost."""
+    def tell_lost(self, pid: int, ino: int) -> None:
+        """Raises OSError EIO, once, when a process unlocks or closes what it had lost."""
         if not self._lost:
             return
         inodes = self._lost.get(_process_of(pid))
@@ -224,10 +238,6 @@ class Locking:
         if not inodes:
             del self._lost[_process_of(pid)]
         raise OSError(errno.EIO, "the lock was lost when the mount was cut off from its cluster")
-
-    def told_by_close(self, pid: int, ino: int) -> None:
-        """Raises OSError EIO, once, when a process closes a file on which it lost locks."""
-        self._tell_lost(pid, ino)
 
     def check(self, pid: int) -> None:
         """Raises OSError EIO if a process that is to publish something has lost locks, and may not know."""

@@ -1034,20 +1034,23 @@ class Operations(pyfuse3.Operations):
     async def close(self, fh: int, pid: int, owner: int) -> None:
         """close(2) of a descriptor in the kernel session, which tells whose locks on the file end with it.
         Whoever has such a lock next is to see what was written under it."""
-        ino = self._file_handle(fh).node.ino
+        locking = self.locking
         try:
             await self.flush(fh, pid)
         finally:
-            await self.locking.closed(fh, ino, owner)
-        self.locking.told_by_close(pid, ino)
+            if locking.closes_matter:
+                await locking.closed(fh, self._file_handle(fh).node.ino, owner)
+        if locking.closes_matter:
+            locking.tell_lost(pid, self._file_handle(fh).node.ino)
 
-    async def release_locked(self, fh: int, flock_owner: int | None) -> None:
+    async def release_locked(self, fh: int) -> None:
         """Release a handle through which locks may have been taken."""
-        ino, owners = self._file_handle(fh).node.ino, self.locking.take_lockers(fh)
+        ino = self._file_handle(fh).node.ino
+        self.locking.drop_lockers(fh, ino)
         try:
             await self.release(fh)
         finally:
-            await self.locking.released(ino, owners, flock_owner)
+            await self.locking.released(fh, ino)
 
     # -- directories -----------------------------------------------------------------------------
 
@@ -1177,5 +1180,6 @@ class Operations(pyfuse3.Operations):
             "bytes_carried": self._cache.carried_bytes,
             "nodes": len(self._nodes.by_id),
             "open_handles": len(self._nodes.handles),
+            "locks": self.locking.count(),
             **self._beliefs.count(),
         }

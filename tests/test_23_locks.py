@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from cluster_mount import CLUSTER
 from conftest import SESSIONS as _SESSIONS
+from mountpoint import Mount
 from processes import Process
 
 SESSIONS = (*_SESSIONS, CLUSTER)
@@ -277,3 +278,14 @@ for _ in range(50):
     for counter in counters:
         counter.result()
     assert (folder / "counter").read_text() == "200"
+
+
+@pytest.mark.kernel_session(NOT_IN_PYFUSE3)
+def test_status_counts_the_locks_that_are_held(
+    mount: Mount, folder: Path, process: TakeProcess
+) -> None:
+    before = mount.status()["locks"]
+    (one,) = openers(folder / "file", process, 1)
+    one.do("fcntl.flock(fd, fcntl.LOCK_EX)")
+    one.do("fcntl.lockf(fd, fcntl.LOCK_EX, 1, 0); fcntl.lockf(fd, fcntl.LOCK_SH, 1, 5)")
+    assert mount.status()["locks"] == before + 3

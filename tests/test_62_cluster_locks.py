@@ -47,7 +47,7 @@ def failure(step):
 """
 COUNT = """
 for _ in range(times):
-    with open(d + '/lock', 'a') as guard:
+    with open(d + '/lock', mode) as guard:
         getattr(fcntl, lock)(guard, fcntl.LOCK_EX)
         with open(d + '/count') as file:
             number = int(file.read())
@@ -222,13 +222,15 @@ for _ in range(2000):
     one.result()
 
 
-@pytest.mark.parametrize("lock", ["lockf", "flock"])
-def test_counter_in_another_file_loses_no_update(two: tuple[Path, Path], lock: str) -> None:
+@pytest.mark.parametrize(("lock", "mode"), [("lockf", "a"), ("flock", "a"), ("flock", "w")])
+def test_counter_in_another_file_loses_no_update(
+    two: tuple[Path, Path], lock: str, mode: str
+) -> None:
     (two[0] / "count").write_text("0")
     with contextlib.ExitStack() as stack:
         counting = [stack.enter_context(Process()) for _ in range(4)]
         for number, process in enumerate(counting):
-            process.start(COUNT, d=str(two[number % 2]), lock=lock, times=15)
+            process.start(COUNT, d=str(two[number % 2]), lock=lock, mode=mode, times=15)
         for process in counting:
             process.result()
     assert (two[0] / "count").read_text() == "60"

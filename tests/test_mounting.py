@@ -81,6 +81,8 @@ def test_no_options_are_the_safe_ones() -> None:
         ("noatime,sync,dirsync", MountOptions(noatime=True, sync=True, dirsync=True)),
         ("nonempty,fsname=weights", MountOptions(nonempty=True, fsname="weights")),
         ("max_read=128K", MountOptions(max_read=128 << 10)),
+        ("locks=local", MountOptions(locks="local")),
+        ("locks=refuse,locks=cluster", MountOptions()),
         ("_netdev,nofail,noauto,user,x-systemd.automount,x-gvfs-show,,", MountOptions()),
     ],
 )
@@ -100,6 +102,7 @@ def test_options_mean_what_mount_tools_mean(text: str, expected: MountOptions) -
         ("uid", "needs a value"),
         ("ro=1", "takes no value"),
         ("max_read=1", "max_read"),
+        ("locks=maybe", "locks takes cluster, local or refuse"),
         ("fsname=", "fsname"),
         ("allow_root", "allow_other"),
     ],

@@ -152,7 +152,8 @@ class SharedLocks:
         )
 
     async def claim(self, ino: int, claim: Claim, *, wait: bool, since: float) -> None:
-        """Return when `grants` says yes; it does until the caller waits for something.
+        """Return when `grants` says yes to whoever need not let others go first (`since` 0); it does until
+        the caller waits for something.
 
         Raises BlockingIOError if others hold what is in the way and it is not to `wait`, OSError
         ETIMEDOUT, ENOLCK.

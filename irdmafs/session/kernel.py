@@ -712,14 +712,15 @@ class KernelSession(KernelCache):
         return wire.reply(unique)
 
     async def _release(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
-        fh, _, flags, owner = wire.decode(wire.RELEASE_IN, self._buffer, end)
+        fh, _, flags, _ = wire.decode(wire.RELEASE_IN, self._buffer, end)
         operations = self._operations
         if fh in self._released:
             raise fail(errno.EBADF)
-        if not flags and not operations.locking.has_locked(fh) and operations.release_can_wait(fh):
+        locked = flags & wire.RELEASE_FLOCK_UNLOCK or operations.locking.has_locked(fh)
+        if not locked and operations.release_can_wait(fh):
             self._released.append(fh)
             return wire.reply(unique)
-        await operations.release_locked(fh, owner if flags & wire.RELEASE_FLOCK_UNLOCK else None)
+        await operations.release_locked(fh)
         return wire.reply(unique)
 
     async def _fsync(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
