@@ -198,9 +198,11 @@ class Publisher:
             await self._publish_locked(content, stays=True)
 
     async def publish_so_far(self, content: Content) -> None:
-        """Publish what was written in place, whoever wrote it."""
-        unpublished = content.extent and not content.discarded and self._is_unpublished(content)
-        if unpublished or (content.mapped and not await self._is_version(content)):
+        """Publish what was written in place, whoever wrote it; nothing where nobody wrote."""
+        if not content.extent or content.discarded:
+            return
+        stored = content.mapped and self._size(content) > 0
+        if self.is_written(content) or (stored and not await self._is_version(content)):
             await self._publish_locked(content, stays=True)
 
     async def publish_now(self, ino: int) -> None:

@@ -266,7 +266,7 @@ def test_nothing_is_left_in_etcd_of_locks_that_are_gone(cluster: Cluster, on_hos
     one.do("fcntl.flock(fd, fcntl.LOCK_EX)")
     assert not other.do("try_flock(fd, fcntl.LOCK_EX)")
     one.do("os.close(fd)")
-    assert other.do("try_flock(fd, fcntl.LOCK_SH)")
+    eventually(lambda: other.do("try_flock(fd, fcntl.LOCK_SH)"), "the lock is free")
     ino = other.do("os.fstat(fd).st_ino")
     other.do("os.close(fd)")
     number = ino.to_bytes(8, "big")
