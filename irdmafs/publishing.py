@@ -266,12 +266,17 @@ class Publisher:
                     ctime_ns=status.st_ctime_ns, mapped=mapped, base=base,
                 )  # fmt: skip
             except Outdated as outdated:
-                if extent == content.extent:
-                    extent, shape = await self._copy(content)
-                name = await self._store.save_aside(content.ino, extent, shape, status.st_mtime_ns)
-                extent = content.extent
-                content.seen, dirty = stamp_of(status), False
-                raise self._set_aside(content, name, outdated) from outdated
+                inode = self._inodes[content.ino]
+                # Two hosts that only made a file empty, as many do with one that they lock, agree.
+                if status.st_size or inode.size:
+                    if extent == content.extent:
+                        extent, shape = await self._copy(content)
+                    name = await self._store.save_aside(
+                        content.ino, extent, shape, status.st_mtime_ns
+                    )
+                    extent = content.extent
+                    content.seen, dirty = stamp_of(status), False
+                    raise self._set_aside(content, name, outdated) from outdated
         except BaseException:
             content.dirty |= dirty
             if extent != content.extent:
