@@ -94,9 +94,14 @@ class Publisher:
         return not await self._is_version(content)
 
     async def _is_version(self, content: Content) -> bool:
-        """Whether the bytes are those of the file's version; False if that cannot be known."""
+        """Whether the bytes are those of the file's version, as far as that can be compared; False if that
+        cannot be known."""
+        inode = self._inodes[content.ino]
+        if content.seen is not None and inode.version != content.version:
+            # Another host's is newer. It says nothing of the one that was published from here.
+            return True
         await detach()
-        return await self._store.is_same(self._inodes[content.ino], content.extent)
+        return await self._store.is_same(inode, content.extent)
 
     def _may_be_mapped(self, handle: Handle) -> bool:
         """Whether stores through a mapping may be what nobody but a comparison finds."""
