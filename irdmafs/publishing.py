@@ -241,7 +241,10 @@ class Publisher:
     async def _publish_locked(self, content: Content, *, stays: bool, naming: bool = False) -> None:
         if self._store.waits or content.is_busy or (stays and self._copies(content)):
             await detach()
+            seen = content.seen
             async with content.locked():
+                if content.seen != seen and not self.is_written(content):
+                    return  # somebody else has published it meanwhile
                 await self._publish(content, stays=stays, naming=naming)
         else:
             await self._publish(content, stays=stays, naming=naming)
