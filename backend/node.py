@@ -171,6 +171,9 @@ class StoreNode(Pinned):
     def believable_s(self, directory: int, *, used: bool = True) -> float:
         return _FOREVER_S
 
+    def directories_believable_s(self) -> float:
+        return _FOREVER_S
+
     def way_believable_s(self, directory: int) -> float:
         return _FOREVER_S
 

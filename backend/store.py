@@ -146,6 +146,11 @@ class Store(Protocol):
         often becomes believable."""
         ...
 
+    def directories_believable_s(self) -> float:
+        """For how many seconds the kernel may believe the attributes of any directory of a shared store,
+        which it is made to forget when a change comes here: no later than they would be answered anew."""
+        ...
+
     def way_believable_s(self, directory: int) -> float:
         """For how many seconds the name of a directory may be believed whose parent may not be."""
         ...

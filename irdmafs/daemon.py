@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -24,7 +23,7 @@ from .backend.process import calm_the_collector, raise_open_files_limit
 from .backend.store import Store
 from .backend.storedir import StoreInUse
 from .cache import Cache
-from .config import MountConfig, MountError, MountOptions
+from .config import MountConfig, MountError
 from .isolation import Isolation
 from .operations import Operations
 from .session.kernel import KernelSession, ProtocolError
@@ -147,7 +146,7 @@ class _Daemon:
             raise MountError(f"no fast wake-ups: {error.filename}: {error.strerror}") from error
         session = KernelSession(fd, wakeups)
         try:
-            options = self._kernel_options()
+            options = self._config.options
             mounting.mount_fuse(fd, self._config.mountpoint, options)
             try:
                 # INIT is the first message, and the kernel has sent it when mount(2) returns.
@@ -167,14 +166,6 @@ class _Daemon:
         """1 lets others stack (overlayfs) on this mount; a store on overlayfs itself takes 2."""
         below = mounting.containing_mount(self._config.store)
         return 2 if below is not None and below.fstype in _STACKED else 1
-
-    def _kernel_options(self) -> MountOptions:
-        """Without allow_other only root can come in, whom no mode stops; but each check of a mode
-        after a change in a directory would ask us for the directory's attributes again."""
-        options = self._config.options
-        if os.geteuid() == 0 and not options.allow_other:
-            return replace(options, default_permissions=False)
-        return options
 
     def _lock_warnings(self) -> list[str]:
         """What is not so about locks in the pyfuse3 session, where the kernel keeps them by itself."""

@@ -29,7 +29,7 @@ from .beliefs import Beliefs
 from .cache import Cache, truncates
 from .config import MountOptions
 from .content import Content
-from .credentials import CAP_SYS_ADMIN, groups_of, has_capability
+from .credentials import CAP_SYS_ADMIN
 from .freshness import Glance, Glances
 from .inline import detach
 from .kernel_cache import Name
@@ -270,6 +270,8 @@ class Operations(pyfuse3.Operations):
         """Say in an answer for how long its name and attributes hold in a shared namespace; `made`:
         the kernel takes the attributes for the newest, though they may be older than others."""
         if not valid_s or not self._cache.kernel.can_forget:
+            if inode.is_dir and not made:
+                self._let_believe_attributes(entry, inode)
             return
         if made and not self._leads_to(parent, name, inode.ino):
             return  # others changed it again while they were waited for
@@ -289,6 +291,8 @@ class Operations(pyfuse3.Operations):
             pass
         elif inode.is_dir:
             valid_s = self._store.believable_s(inode.ino, used=False)
+            # Modes of directories are checked at each step of a path.
+            valid_s = valid_s or self._store.directories_believable_s()
         else:
             valid_s = min(
                 map(self._store.believable_s, self._namespace.parents_of(inode.ino)), default=0.0
@@ -518,7 +522,7 @@ class Operations(pyfuse3.Operations):
         sets_times = (fields.update_atime or fields.update_mtime) and not touch
         asked_for = fields.update_mode or fields.update_uid or fields.update_gid or sets_times
         if lose_set_ids or fields.update_uid or fields.update_gid:
-            changes["mode"] = mode_left(self._inodes[node.ino], ctx)
+            changes["mode"] = await mode_left(self._inodes[node.ino], ctx, self.processes)
         if fields.update_mode:
             changes["mode"] = attr.st_mode
         if fields.update_uid:
@@ -668,7 +672,7 @@ class Operations(pyfuse3.Operations):
     async def listxattr(self, inode: int, ctx: Caller) -> list[bytes]:
         names = list(self._inode(inode).xattrs)
         trusted = any(name.startswith(_TRUSTED) for name in names)
-        if trusted and not has_capability(ctx.pid, CAP_SYS_ADMIN):
+        if trusted and not (await self.processes.credentials(ctx.pid)).has(CAP_SYS_ADMIN):
             names = [name for name in names if not name.startswith(_TRUSTED)]
         return names if self.enforces_acls else [name for name in names if name not in acl.NAMES]
 
@@ -737,16 +741,6 @@ class Operations(pyfuse3.Operations):
         data.f_ffree = data.f_favail = below.f_ffree
         data.f_namemax = 255
         return data
-
-    async def access(self, inode: int, mode: int, ctx: Caller) -> bool:
-        """access(2) and chdir(2), where the kernel does not check modes itself."""
-        found = self._inode(inode)
-        bits = stat.S_IMODE(found.mode & ~self._umask)
-        if ctx.uid == 0:
-            return not mode & os.X_OK or found.is_dir or bool(bits & 0o111)
-        member = ctx.gid == found.gid or found.gid in groups_of(ctx.pid)
-        shift = 6 if ctx.uid == found.uid else 3 if member else 0
-        return mode & ~(bits >> shift) & 0o7 == 0
 
     # -- files -----------------------------------------------------------------------------------
 
@@ -871,8 +865,10 @@ class Operations(pyfuse3.Operations):
         if CAPABILITY in found.xattrs:
             await self._namespace.remove_xattr(ino, CAPABILITY)
         if found.mode & SET_IDS:
-            lose = not may_keep_set_ids(ctx) if lose_set_ids is None else lose_set_ids
-            mode = mode_left(found, ctx) if lose else found.mode
+            lose = lose_set_ids
+            if lose is None:
+                lose = not await may_keep_set_ids(ctx, self.processes)
+            mode = await mode_left(found, ctx, self.processes) if lose else found.mode
             if mode != found.mode:
                 await self._namespace.set_attributes(ino, mode=mode)
                 self._refresh_other_nodes(None, ino)

@@ -10,7 +10,8 @@ import stat
 from typing import Final, Protocol
 
 from .backend.namespace import Inode
-from .credentials import CAP_FSETID, groups_of, has_capability
+from .credentials import CAP_FSETID
+from .processes import Processes
 
 CAPABILITY: Final = b"security.capability"
 SET_IDS: Final = stat.S_ISUID | stat.S_ISGID
@@ -23,22 +24,27 @@ class Caller(Protocol):
     def pid(self) -> int: ...
 
 
-def mode_left(inode: Inode, caller: Caller) -> int:
+async def mode_left(inode: Inode, caller: Caller, processes: Processes) -> int:
     """Return the mode that is left when a caller who may not keep set-ids writes a file, or when anybody
     gives it to another owner. Directories keep theirs."""
     mode = inode.mode
     if inode.is_dir or not mode & SET_IDS:
         return mode
     mode &= ~stat.S_ISUID
-    if mode & stat.S_ISGID and (mode & stat.S_IXGRP or not _is_in_group(caller, inode.gid)):
+    if mode & stat.S_ISGID and (
+        mode & stat.S_IXGRP or not await _is_in_group(caller, inode.gid, processes)
+    ):
         mode &= ~stat.S_ISGID
     return mode
 
 
-def may_keep_set_ids(caller: Caller) -> bool:
+async def may_keep_set_ids(caller: Caller, processes: Processes) -> bool:
     """Return whether a write by this caller leaves set-user-id and set-group-id as they are."""
-    return has_capability(caller.pid, CAP_FSETID)
+    return (await processes.credentials(caller.pid)).has(CAP_FSETID)
 
 
-def _is_in_group(caller: Caller, gid: int) -> bool:
-    return caller.gid == gid or gid in groups_of(caller.pid) or may_keep_set_ids(caller)
+async def _is_in_group(caller: Caller, gid: int, processes: Processes) -> bool:
+    if caller.gid == gid:
+        return True
+    found = await processes.credentials(caller.pid)
+    return gid in found.groups or found.has(CAP_FSETID)

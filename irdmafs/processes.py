@@ -12,6 +12,7 @@ from collections import OrderedDict
 from signal import SIGCHLD, SIGCONT, SIGINT, SIGSTOP, SIGTSTP, SIGTTIN, SIGTTOU, SIGURG, SIGWINCH
 from typing import NamedTuple
 
+from .credentials import NOTHING, Credentials
 from .inline import detach
 from .onlookers import Onlookers
 
@@ -250,6 +251,16 @@ class Processes:
             return await self.onlookers.holds(uid, pid, ino, self._mountpoint, below, other=other)
         except OSError:
             return False
+
+    async def credentials(self, pid: int) -> Credentials:
+        """Of a thread; nothing for one that cannot be seen."""
+        await detach()
+        try:
+            status = await self.onlookers.status(ids_of(pid).uid, pid)
+            found = _lines(status, b"Groups", b"CapEff")
+        except OSError:
+            return NOTHING
+        return Credentials(frozenset(map(int, found[b"Groups"].split())), int(found[b"CapEff"], 16))
 
     async def pending_signals(self, pid: int) -> "PendingSignals":
         """What waits for a thread to come back from the kernel. Of one that cannot be seen (`pid` 0)

@@ -54,7 +54,7 @@ def test_large_file_costs_a_handful_of_requests(
     with mount.requests() as counted:
         worker.do(WRITE, **values)
     # The open is sent on to another node: the kernel looks up and opens once more.
-    assert blocking(counted).total() <= 9, f"overwriting it: {counted}"
+    assert blocking(counted).total() <= 10, f"overwriting it: {counted}"
     worker.do("block = bytearray(4 << 20)\n" + READ, **values)
     with mount.requests() as counted:
         worker.do(READ, **values)
@@ -81,7 +81,8 @@ def test_small_file_costs_a_handful_of_requests(
             "    os.write(fd, b'x' * 65536)\n"
             "    os.close(fd)"
         )
-    assert blocking(counted).total() <= 402, f"100 small files: {counted}"
+    # Each changes the directory, whose mode the next one asks for.
+    assert blocking(counted).total() <= 502, f"100 small files: {counted}"
 
 
 def test_listing_again_asks_for_no_attributes(

@@ -256,3 +256,44 @@ def test_closing_a_file_asks_nothing_of_a_process_that_has_locked_what_tells_of_
     )
     attacker.finished(2)
     assert_it_answers(alone)
+
+
+CHECKED = """
+import errno, os
+def attempt(step):
+    try:
+        step()
+    except OSError as error:
+        return errno.errorcode[error.errno]
+    return "done"
+def change():
+    os.chown(path + "/file", 0, 0); os.chmod(path + "/file", 0o4777)
+[attempt(lambda: open(path + "/file").read()), attempt(lambda: open(path + "/file", "r+").close()),
+ attempt(change), attempt(lambda: os.unlink(path + "/directory/file")),
+ attempt(lambda: os.stat(path + "/hidden/file")), attempt(lambda: os.listdir(path + "/hidden"))]
+"""
+
+
+@pytest.mark.parametrize("who", ["without capabilities", "with another user for files"])
+@pytest.mark.parametrize("options", [(), ("-o", "noacl"), ("-o", "allow_other")])
+def test_modes_hold_for_whoever_is_root_by_name_only(who: str, options: tuple[str, ...]) -> None:
+    """Root's processes can come into a mount without allow_other, also those that the modes are for."""
+    with make_mount("kernel", *options) as mount:
+        for name in ("directory", "hidden"):
+            (mount.path / name).mkdir()
+        files = [mount.path / name for name in ("file", "directory/file", "hidden/file")]
+        for file in files:
+            file.write_text("secret")
+            file.chmod(0o600)
+            os.chown(file, 1000, 1000)
+        for name, mode in (("directory", 0o555), ("hidden", 0o700)):
+            os.chown(mount.path / name, 1000, 1000)
+            (mount.path / name).chmod(mode)
+        for file in files:
+            file.stat()  # the kernel knows the names
+        launcher = ("setpriv", "--bounding-set=-all", "--inh-caps=-all")
+        with Process(launcher if who == "without capabilities" else ()) as process:
+            if who != "without capabilities":
+                process.do("libc = ctypes.CDLL(None); libc.setfsgid(2000); libc.setfsuid(2000)")
+            denied = process.do(CHECKED, path=str(mount.path))
+        assert denied == ["EACCES", "EACCES", "EPERM", "EACCES", "EACCES", "EACCES"]

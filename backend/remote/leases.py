@@ -134,6 +134,11 @@ class Leases:
                 return min(left_s, _BELIEVED_S)
         return 0.0
 
+    def directories_believable_s(self) -> float:
+        """For how long the kernel may believe the attributes of directories that are not followed: it is
+        told of changes when they come here, as are those who ask, but nobody waits for that."""
+        return min(self._session.left_s(), _BELIEVED_S)
+
     def way_believable_s(self, directory: int) -> float:
         """Likewise for the name of a directory that is followed, or on the way to one: who changes
         such a name, too, waits for all who follow something below."""

@@ -715,6 +715,9 @@ class RemoteStore(Pinned):
             self.leases.asked(directory)
         return seconds
 
+    def directories_believable_s(self) -> float:
+        return self.leases.directories_believable_s()
+
     def way_believable_s(self, directory: int) -> float:
         return self.leases.way_believable_s(directory)
 

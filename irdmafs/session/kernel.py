@@ -622,12 +622,6 @@ class KernelSession(KernelCache):
         answer = ioctls.answer(command, self._operations.flags(nodeid))[:room]
         return wire.reply(unique, wire.IOCTL_OUT.pack(0, 0, 0, 0) + answer)
 
-    async def _access(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
-        mask, _ = wire.decode(wire.ACCESS_IN, self._buffer, end)
-        if not await self._operations.access(nodeid, mask, caller):
-            raise fail(errno.EACCES)
-        return wire.reply(unique)
-
     async def _statfs(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         data = await self._operations.statfs(caller)
         return wire.reply(
