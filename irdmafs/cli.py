@@ -431,6 +431,8 @@ def versions(path: str, as_json: bool) -> None:
 
 
 def _why_no_versions(error: OSError) -> str:
+    if error.errno in mounting.STALE_ERRNOS:
+        return "its mount is stale, as the daemon is gone; mount it again"
     # The mount itself has none to tell of: only files have versions.
     if error.errno == errno.ENODATA:
         return "it is no regular file; name a file in it, each has versions of its own"

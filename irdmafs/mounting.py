@@ -43,7 +43,7 @@ CAP_SYS_ADMIN = 21
 
 _FUSE_CONFIG = "/etc/fuse.conf"
 
-_STALE_ERRNOS = frozenset({errno.ENOTCONN, errno.ECONNABORTED})
+STALE_ERRNOS = frozenset({errno.ENOTCONN, errno.ECONNABORTED})
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -217,7 +217,7 @@ def mount_state(path: str, timeout_s: float = 5.0) -> MountState:
     except TimeoutError:
         return "hung"
     except OSError as error:
-        if error.errno in _STALE_ERRNOS:
+        if error.errno in STALE_ERRNOS:
             return "stale"
         if error.errno in (errno.EACCES, errno.EPERM):
             return "denied"

@@ -12,7 +12,8 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import pyfuse3
@@ -22,6 +23,7 @@ from .backend import acl
 from .backend.attributes import ISOLATION as XATTR_ISOLATION
 from .backend.attributes import NAMES as POLICY_XATTRS
 from .backend.attributes import check as check_attribute
+from .backend.attributes import check as check_policy
 from .backend.namespace import RENAME_EXCHANGE, ROOT_INO, Inode, Namespace, fail
 from .backend.protection import APPEND, IMMUTABLE, refuse_open
 from .backend.store import Store
@@ -566,16 +568,15 @@ class Operations(pyfuse3.Operations):
     ) -> None:
         found = self._inode(inode)
         self._refuse_unknown_xattr(name)
-        if name == XATTR_DISCARD:
-            self._cache.discard(self._node(inode)[0])
-            return
         if name == XATTR_PREFETCH:
             self._store.prefetch(found.ino)
             return
-        if name in (XATTR_STATUS, XATTR_VERSION, XATTR_VERSIONS):
-            raise fail(errno.EPERM)
         if name.startswith(OWN_XATTRS):
-            await self._check_own_xattr(found, name, value)
+            with self._saying_why(found, name):
+                if name == XATTR_DISCARD:
+                    self._cache.discard(self._node(inode)[0])
+                    return
+                await self._check_own_xattr(found, name, value)
         elif self._shared:
             await detach()
         await self._namespace.set_xattr(found.ino, name, value, flags, drop_set_gid=drop_set_gid)
@@ -590,21 +591,37 @@ class Operations(pyfuse3.Operations):
             return
         raise fail(errno.EOPNOTSUPP)
 
-    async def _check_own_xattr(self, inode: Inode, name: bytes, value: bytes) -> None:
-        """Raises OSError EINVAL for what means nothing, rather than to keep a slip of the pen."""
+    @contextmanager
+    def _saying_why(self, inode: Inode, name: bytes) -> Iterator[None]:
+        """Log why an attribute is refused: the caller hears an error code only."""
         try:
-            if name not in _KEPT_XATTRS:
-                known = ", ".join(sorted(map(os.fsdecode, _SETTABLE_XATTRS)))
-                raise fail(errno.EINVAL, f"it means nothing; there are {known}")
-            if name == XATTR_ISOLATION:
-                _check_isolation(inode, value)
-            elif self._shared:
-                await detach()
-                await self._store.check_attribute(inode, name, value)
+            yield
         except OSError as error:
             where = self._namespace.describe(inode.ino)
             log.info("%s: %r is refused: %s", where, os.fsdecode(name), error.strerror)
             raise
+
+    async def _check_own_xattr(self, inode: Inode, name: bytes, value: bytes) -> None:
+        """Raises OSError for what means nothing, rather than to keep a slip of the pen: EINVAL, EPERM."""
+        if name in (XATTR_STATUS, XATTR_VERSION, XATTR_VERSIONS):
+            raise fail(errno.EPERM, "it tells something, and cannot be set")
+        if name not in _KEPT_XATTRS:
+            known = ", ".join(sorted(map(os.fsdecode, _SETTABLE_XATTRS)))
+            raise fail(errno.EINVAL, f"it means nothing; there are {known}")
+        if name in POLICY_XATTRS:
+            if not inode.is_dir:
+                raise fail(
+                    errno.EINVAL, "only directories have a policy: for what is created below"
+                )
+            try:
+                check_policy(name, value)
+            except ValueError as error:
+                raise fail(errno.EINVAL, str(error)) from None
+        if name == XATTR_ISOLATION:
+            _check_isolation(inode, value)
+        elif self._shared:
+            await detach()
+            await self._store.check_attribute(inode, name, value)
 
     async def getxattr(self, inode: int, name: bytes, ctx: Caller) -> bytes:
         found = self._inode(inode)

@@ -44,6 +44,7 @@ SHM_ROOT = "/dev/shm"
 
 # A tmpfs that fills all memory takes the machine down; the rest is for programs.
 _DEFAULT_SHARE = 0.8
+_SIZE_MIN_BYTES = 1 << 20
 _TMPFS_FLAGS = MS_NOSUID | MS_NODEV
 # In a cache: the configuration that its mount was given.
 _CLUSTER_FILE = "cluster"
@@ -131,7 +132,7 @@ def default_store(mountpoint: str, size: int | None = None) -> Store:
     Raises MountError where it cannot be made, or not with that size.
     """
     if size is not None:
-        _refuse_more_than_memory(size)
+        _refuse_size(size)
     if can_mount():
         try:
             os.makedirs(os.path.dirname(TMPFS_ROOT), 0o755, exist_ok=True)
@@ -156,9 +157,11 @@ def default_store(mountpoint: str, size: int | None = None) -> Store:
     return _noting_mountpoint(Store(path, created, warnings), mountpoint)
 
 
-def _refuse_more_than_memory(size: int) -> None:
-    """Raise MountError for a size that memory and swap together do not have: writing so much would not
-    fail with ENOSPC, but have the kernel end programs."""
+def _refuse_size(size: int) -> None:
+    """Raise MountError for a size in which nothing has room, or that memory and swap together do not have:
+    writing so much would not fail with ENOSPC, but have the kernel end programs."""
+    if size < _SIZE_MIN_BYTES:
+        raise MountError(f"--size {human_bytes(size)} is too little for a store; give 1M or more")
     memory, swap = memory_limit(), _swap_bytes()
     if size <= memory + swap:
         return

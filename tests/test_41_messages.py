@@ -270,3 +270,33 @@ def test_a_killed_process_is_one_line_in_the_log(mounted: Mount) -> None:
 
 def test_text_for_a_terminal_does_not_steer_it() -> None:
     assert status.printable("a\x1b[31mb\x07\n\udcff") == "a?[31mb?\n\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("replicas", "many", "replicas"),
+        ("replicas", "99", "99"),
+        ("stripe_size", "huge", "huge"),
+        ("placement", "zone", "zone"),
+        ("version", "3", "cannot be set"),
+        ("replica", "2", "user.irdmafs.replicas"),
+    ],
+)
+def test_an_attribute_that_means_nothing_is_refused_and_the_log_says_why(
+    mounted: Mount, name: str, value: str, said: str
+) -> None:
+    with pytest.raises(OSError):
+        os.setxattr(mounted.path, f"user.irdmafs.{name}", value.encode())
+    (line,) = (line for line in mounted.log.read_text().splitlines() if "is refused" in line)
+    assert f"'user.irdmafs.{name}' is refused: " in line and said in line
+
+
+def test_a_size_in_which_nothing_has_room_is_refused(place: Path) -> None:
+    assert "1M or more" in one_line(irdmafs("mount", place, "--size", "10"))
+
+
+def test_versions_on_a_stale_mount_says_what_is_wrong(mounted: Mount) -> None:
+    (mounted.path / "file").write_text("x")
+    mounted.kill9()
+    assert "mount it again" in one_line(irdmafs("versions", mounted.path / "file"))
