@@ -17,7 +17,8 @@ import struct
 import sys
 
 __all__ = [
-    "HOLDS", "LEND", "REPLY", "REPLY_MAX_BYTES", "REQUEST", "REQUEST_MAX_BYTES", "STATUS", "WATCH", "main",
+    "HOLDS", "LEND", "REPLY", "REPLY_MAX_BYTES", "REQUEST", "REQUEST_MAX_BYTES", "STATUS", "WATCH", "holds",
+    "main", "open_files", "read_status",
 ]  # fmt: skip
 
 # The number of the request and its kind; a process or thread, and what is asked of it. Bytes may follow.
@@ -34,6 +35,8 @@ LEND, WATCH, STATUS, HOLDS = range(4)
 # By one user to one mount. Each takes two descriptors here and two there.
 _LENT_MAX = 128
 _NAME_MAX = 100
+# So many descriptors are listed as fast as ten are tried.
+_FEW = 50
 _SYS_PIDFD_GETFD = 438
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -106,7 +109,13 @@ def _close_all(descriptors: list[int]) -> None:
         os.close(fd)
 
 
-def _status(pid: int) -> bytes:
+def open_files(pid: int) -> list[int]:
+    """statm and stat of a process or thread, open. Raises OSError."""
+    return _open_all(f"/proc/{pid}/statm", f"/proc/{pid}/stat")
+
+
+def read_status(pid: int) -> bytes:
+    """The text of /proc/PID/status. Raises OSError."""
     with open(f"/proc/{pid}/status", "rb") as file:
         return file.read(REPLY_MAX_BYTES - REPLY.size)
 
@@ -118,24 +127,32 @@ def _is_in_exec(pid: int) -> bool:
     return pages != b"0" and code == b"0"
 
 
-def _holds(pid: int, ino: int, below: int, mountpoint: str) -> bool:
+def _numbers(directory: int, below: int) -> list[str]:
+    """Those that may be open, by an open /proc/PID/fd, whose size tells how many are (Linux 6.2)."""
+    if below and not 0 < os.fstat(directory).st_size <= _FEW:
+        return list(map(str, range(below)))
+    names = os.listdir(directory)
+    return [name for name in names if int(name) < below] if below else names
+
+
+def holds(pid: int, ino: int, below: int, mountpoint: str) -> bool:
     """Whether the process has a descriptor, with a number below this (0: any), open on the inode of the
-    filesystem that is mounted there. Raises OSError EAGAIN while it begins to run another program: it may
-    be waiting for the mount with a file that it closes."""
-    if _is_in_exec(pid):
-        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    filesystem that is mounted there. Waits while it begins to run another program."""
     wanted = b"ino:\t%d\n" % ino
     prefix = mountpoint.rstrip("/") + "/"
-    names = list(map(str, range(below))) if below else os.listdir(f"/proc/{pid}/fd")
-    for name in names:
-        try:
-            if not os.readlink(f"/proc/{pid}/fd/{name}").startswith(prefix):
+    directory = os.open(f"/proc/{pid}/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for name in _numbers(directory, below):
+            try:
+                if not os.readlink(name, dir_fd=directory).startswith(prefix):
+                    continue
+                with open(f"/proc/{pid}/fdinfo/{name}", "rb") as file:
+                    if wanted in file.read(1024):
+                        return True
+            except OSError:
                 continue
-            with open(f"/proc/{pid}/fdinfo/{name}", "rb") as file:
-                if wanted in file.read(1024):
-                    return True
-        except OSError:
-            continue
+    finally:
+        os.close(directory)
     return False
 
 
@@ -170,12 +187,15 @@ class _Onlooker:
             if kind == LEND:
                 given = self._lend(came[0], pid, one, other)
             elif kind == WATCH:
-                given = _open_all(f"/proc/{pid}/statm", f"/proc/{pid}/stat")
+                given = open_files(pid)
             elif kind == STATUS:
-                data = _status(pid)
+                data = read_status(pid)
             else:
                 path = os.fsdecode(request[REQUEST.size :])
-                data = b"1" if _holds(pid, one, other, path) else b""
+                if _is_in_exec(pid):
+                    # It may be waiting for the mount with a file that it closes.
+                    raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+                data = b"1" if holds(pid, one, other, path) else b""
         except OSError as error:
             code = error.errno or errno.EINVAL
             data = str(error.strerror).encode(errors="replace")

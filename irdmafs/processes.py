@@ -1,7 +1,7 @@
 """Questions about the process behind a request.
 
 What /proc says of a process it may keep one waiting for (onlooker.py): files there are opened by the user's
-onlooker. Reading them once they are open does not.
+onlooker, unless the user is the one who mounted. Reading them once they are open keeps nobody waiting.
 """
 
 import errno
@@ -12,6 +12,7 @@ from collections import OrderedDict
 from signal import SIGCHLD, SIGCONT, SIGINT, SIGSTOP, SIGTSTP, SIGTTIN, SIGTTOU, SIGURG, SIGWINCH
 from typing import NamedTuple
 
+from . import onlooker
 from .credentials import NOTHING, Credentials
 from .inline import detach
 from .onlookers import Onlookers
@@ -27,7 +28,7 @@ _INFO_PID_AND_CREDS = 0x3
 # Signals that by default end nobody.
 _HARMLESS = (SIGCHLD, SIGCONT, SIGSTOP, SIGTSTP, SIGTTIN, SIGTTOU, SIGURG, SIGWINCH)
 # Where shells, and what they start, put what is redirected.
-_LOW_DESCRIPTORS = 20
+_LOW_DESCRIPTORS = 10
 
 
 class Ids(NamedTuple):
@@ -186,6 +187,8 @@ class Processes:
     def __init__(self, mountpoint: str) -> None:
         self.onlookers = Onlookers()
         self._mountpoint = mountpoint
+        # Who can end the mount need not be kept from making it wait; and it is far cheaper to look at once.
+        self._own_user = os.geteuid()
         self._known: OrderedDict[int, Process] = OrderedDict()
 
     def close(self) -> None:
@@ -201,14 +204,17 @@ class Processes:
             return known
         try:
             uid = ids_of(pid).uid
-            await detach()
-            files = await self.onlookers.watch(uid, pid)
+            if uid == self._own_user:
+                memory, stat = onlooker.open_files(pid)
+            else:
+                await detach()
+                memory, stat = await self.onlookers.watch(uid, pid)
         except OSError:
             return _UNKNOWN
         before = self._known.pop(pid, None)
         if before is not None:
             before.close()
-        found = self._known[pid] = Process(files)
+        found = self._known[pid] = Process((memory, stat))
         if len(self._known) > _PROCESSES_KNOWN:
             self._known.popitem(last=False)[1].close()
         return found
@@ -247,16 +253,25 @@ class Processes:
     async def _holds(self, pid: int, ino: int, below: int, *, other: bool) -> bool:
         try:
             uid = ids_of(pid).uid
+            if uid == self._own_user and not other:
+                return onlooker.holds(pid, ino, below, self._mountpoint)
             await detach()
             return await self.onlookers.holds(uid, pid, ino, self._mountpoint, below, other=other)
         except OSError:
             return False
 
+    async def _status(self, pid: int) -> bytes:
+        """Raises OSError."""
+        uid = ids_of(pid).uid
+        if uid == self._own_user:
+            return onlooker.read_status(pid)
+        await detach()
+        return await self.onlookers.status(uid, pid)
+
     async def credentials(self, pid: int) -> Credentials:
         """Of a thread; nothing for one that cannot be seen."""
-        await detach()
         try:
-            status = await self.onlookers.status(ids_of(pid).uid, pid)
+            status = await self._status(pid)
             found = _lines(status, b"Groups", b"CapEff")
         except OSError:
             return NOTHING
@@ -268,7 +283,7 @@ class Processes:
         if not pid:
             return PendingSignals(fatal=False, keyboard=True)
         try:
-            status = await self.onlookers.status(ids_of(pid).uid, pid)
+            status = await self._status(pid)
             found = _lines(status, b"SigPnd", b"ShdPnd", b"SigBlk", b"SigIgn", b"SigCgt")
         except (ProcessLookupError, FileNotFoundError):
             return PendingSignals(fatal=True, keyboard=False)
