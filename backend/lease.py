@@ -22,7 +22,7 @@ import trio
 from .kv import Compare, Conflict, Engine, Exists, Put, WentBack
 from .records import MountRecord, NodeAddress, decode, encode, key_of
 
-__all__ = ["MOUNT", "NODE", "LeaseEngine", "Removed", "Session", "now_s"]
+__all__ = ["MOUNT", "NODE", "LeaseEngine", "Removed", "Session", "SessionEnded", "now_s"]
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,13 @@ class Removed(OSError):
             f"node {node:016x} was removed from the cluster; begin as a new node with an empty store "
             f"directory, or have this one back, with what it keeps: irdmafs cluster admit {node:016x}",
         )
+
+
+class SessionEnded(OSError):
+    """ESHUTDOWN: the session was released."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.ESHUTDOWN, "the session has been ended")
 
 
 class LeaseEngine(Engine, Protocol):
@@ -125,10 +132,10 @@ class Session:
         return max(0.0, self.valid_until - now_s())
 
     async def wait_valid(self) -> int:
-        """Wait until the session is valid; its number. Raises ESHUTDOWN after `release`."""
+        """Wait until the session is valid; its number. Raises SessionEnded after `release`."""
         while not self.valid():
             if self.released:
-                raise OSError(errno.ESHUTDOWN, "the session has been ended")
+                raise SessionEnded
             await self._changed.wait()
         return self.number
 
@@ -227,10 +234,7 @@ class Session:
         if self.verify is not None:
             await self.verify()
         async with self._writing:
-            sent_s = now_s()
-            lease = await self._engine.grant(self.ttl_s)
-            self.lease = lease
-            self.number = await self._put_key(lease)
+            lease, sent_s = await self._put_with_lease()
         if self.released:  # meanwhile
             await self._engine.revoke(lease)
             return
@@ -238,6 +242,21 @@ class Session:
         self._extend(sent_s, self.ttl_s)
         if self.on_registered is not None:
             self.on_registered(self.number)
+
+    async def _put_with_lease(self) -> tuple[int, float]:
+        """The lease of the key that was put, and when it was asked for."""
+        while True:
+            sent_s = now_s()
+            lease = self.lease = await self._engine.grant(self.ttl_s)
+            try:
+                self.number = await self._put_key(lease)
+                return lease, sent_s
+            except OSError as error:
+                if error.errno != errno.ESTALE or self.released:  # LeaseEnded
+                    raise
+            log.warning(
+                "the lease ended before it was registered (this process, or etcd, stood still)"
+            )
 
     async def _put_key(self, lease: int) -> int:
         """Returns the key's revision. Raises Removed, OSError."""

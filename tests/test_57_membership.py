@@ -41,8 +41,9 @@ from irdmafs.backend.records import (
 )
 from irdmafs.backend.replica import Replica
 from irdmafs.backend.server.copier import Throttle
+from irdmafs.backend.server.files import Files
 from irdmafs.backend.server.housekeeping import HISTORY_KEPT_S
-from store_nodes import Cluster, Watcher, Writer, cluster
+from store_nodes import Cluster, Node, Watcher, Writer, cluster
 
 etcd, etcd_prefix = etcd_server.etcd, etcd_server.etcd_prefix  # fixtures
 
@@ -906,6 +907,56 @@ def test_live_member_is_evicted_only_by_one_in_sync_that_cannot_reach_it(
     etcd: EtcdServer, etcd_prefix: bytes
 ) -> None:
     trio.run(_unreachable_member_is_evicted, etcd, etcd_prefix)
+
+
+class GoneOnceGranted(EtcdEngine):
+    """The first lease is over before a key is attached to it, as this process stood still."""
+
+    granted = 0
+
+    async def grant(self, ttl_s: int) -> int:
+        lease = await super().grant(ttl_s)
+        if ttl_s == TTL_S:  # not the engine's own
+            self.granted += 1
+            if self.granted == 1:
+                await self.revoke(lease)
+        return lease
+
+
+@pytest.mark.parametrize("kind", [MOUNT, NODE])
+def test_a_lease_that_ends_before_it_is_registered_is_followed_by_another(
+    etcd: EtcdServer, etcd_prefix: bytes, kind: bytes
+) -> None:
+    async def test() -> None:
+        record = MOUNT_RECORD if kind == MOUNT else address(7)
+        async with (
+            GoneOnceGranted(etcd.endpoints, etcd_prefix) as engine,
+            trio.open_nursery() as nursery,
+        ):
+            await admit(engine, 7, UP)
+            session = Session(engine, kind, record, TTL_S, node=7)
+            await nursery.start(session.run)
+            assert session.valid()
+            assert engine.granted == 2
+            await session.release()
+
+    trio.run(test)
+
+
+def test_whoever_waits_for_a_session_that_is_ended_stops_in_order(
+    etcd: EtcdServer, etcd_prefix: bytes, tmp_path: Path
+) -> None:
+    async def test() -> None:
+        async with watched(etcd, etcd_prefix, 1) as (made, _, _, _):
+            async with EtcdEngine(etcd.endpoints, etcd_prefix) as engine:
+                with Files(str(tmp_path)) as files:
+                    node = Node(made, files, engine)
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(node.agent.run)
+                        await trio.testing.wait_all_tasks_blocked()
+                        await node.session.release()
+
+    trio.run(test)
 
 
 async def _left_groups(server: EtcdServer, prefix: bytes) -> None:

@@ -15,6 +15,7 @@ import trio
 
 from ..groups import degraded, emptied, leader, next_step, refenced, without
 from ..kv import Conflict
+from ..lease import SessionEnded
 from ..membership import Groups, Members, Session, removed_for_good
 from ..placement import replicas_of
 from ..records import GROUP_BUCKET_BITS, GroupConfig
@@ -96,7 +97,10 @@ class Agent:
 
     async def _run(self) -> None:
         while not self._session.released:
-            await self._session.wait_valid()
+            try:
+                await self._session.wait_valid()
+            except SessionEnded:
+                return
             self._wake = trio.Event()
             try:
                 if (
