@@ -52,6 +52,7 @@ _TOLD = (
     "reused_files",
     "rdma_registrations",
     "rdma_registered_bytes",
+    "pending_extents",
     "quarantined_extents",
     "quarantined_bytes",
     "scrub_age_s",

@@ -947,14 +947,16 @@ def test_whoever_waits_for_a_session_that_is_ended_stops_in_order(
     etcd: EtcdServer, etcd_prefix: bytes, tmp_path: Path
 ) -> None:
     async def test() -> None:
-        async with watched(etcd, etcd_prefix, 1) as (made, _, _, _):
-            async with EtcdEngine(etcd.endpoints, etcd_prefix) as engine:
-                with Files(str(tmp_path)) as files:
-                    node = Node(made, files, engine)
-                    async with trio.open_nursery() as nursery:
-                        nursery.start_soon(node.agent.run)
-                        await trio.testing.wait_all_tasks_blocked()
-                        await node.session.release()
+        async with (
+            watched(etcd, etcd_prefix, 1) as (made, _, _, _),
+            EtcdEngine(etcd.endpoints, etcd_prefix) as engine,
+        ):
+            with Files(str(tmp_path)) as files:
+                node = Node(made, files, engine)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(node.agent.run)
+                    await trio.testing.wait_all_tasks_blocked()
+                    await node.session.release()
 
     trio.run(test)
 

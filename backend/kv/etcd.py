@@ -313,6 +313,11 @@ class EtcdEngine:
             self.on_answer(revision, [*events, Event(revision, self._mark, identity)])
         return revision
 
+    async def settle(self) -> None:
+        """Return when no transaction can be applied any more whose caller was not told its outcome."""
+        self._check_trusted()
+        await self._put_fence(self._fence, trio.current_time() + self._timeout_s)
+
     async def idle(self) -> None:
         """Nothing is put off here."""
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import trio
 
 from ..membership import Groups, Members
-from ..placement import group_of, groups_of
+from ..placement import group_of
 from ..records import Layout, Settings
 from ..replica import Replica
 from ..transport.peers import Peers
@@ -56,20 +56,6 @@ class Cluster:
     def has_member_here(self, group: int) -> bool:
         found = self.groups.get(group)
         return found is not None and self.here in found[0].members
-
-    async def abort(self, content: int, layout: Layout, size: int) -> None:
-        """Tell those who may have got some of it that it will not be published. Best effort: they
-        drop it anyway when this session ends."""
-        nodes: set[int] = set()
-        for group in groups_of(layout, size, self.settings.buckets):
-            found = self.groups.get(group)
-            if found is not None:
-                nodes.update(found[0].members)
-        for node in nodes & self.members.nodes.keys():
-            try:
-                await self.peers.device(node).abort(content)
-            except OSError as error:
-                log.info("content %x: %s", content, error)
 
 
 async def for_each_stripe(stripes: int, work: Callable[[int], Awaitable[None]]) -> None:

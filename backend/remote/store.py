@@ -44,6 +44,7 @@ from ..transport.peers import Peers, patience_s
 from ..transport.verbs.devices import local_address
 from ..transport.verbs.rdma import Rdma
 from ..unwrap import first_error, only_error
+from .abandoned import Abandoned
 from .cluster import Cluster
 from .contents import Contents
 from .fetcher import Fetcher, Gone, Wrong
@@ -268,6 +269,10 @@ class RemoteStore(Pinned):
             self.contents, self._pins, self.cluster, salt=self.session.number,
             verify=self.config.mount.verify, describe=self.namespace.describe,
         )  # fmt: skip
+        self.abandoned = Abandoned(
+            self.engine, self.replica, self.members, self.peers, self.session, self._named
+        )
+        self._nursery.start_soon(self.abandoned.run)
         self._lender = Lender(self._nursery, self.rdma.forget)
         self.ahead = ReadAhead(self.namespace)
         self.prefetcher = Prefetcher(self.namespace, self._nursery, self.bring)
@@ -278,6 +283,9 @@ class RemoteStore(Pinned):
         self._untold_bytes = 0
         self.peers.node_changed(node)
         self._find_node_here()
+
+    def _named(self, contents: set[int]) -> set[int]:
+        return contents & {inode.extent for inode in self.namespace.inodes.values()}
 
     def _find_node_here(self) -> None:
         """Which store node's directory this host can open, if any."""
@@ -607,21 +615,21 @@ class RemoteStore(Pinned):
             try:
                 guards += await transfer.complete()
             except BaseException:
-                # Nothing can name it yet.
-                self._nursery.start_soon(self.cluster.abort, content, layout, status.st_size)
+                self.abandoned.give_up(content, transfer.asked, is_certain=True)
                 raise
         # Once begun, only etcd knows how it ends.
-        with trio.CancelScope(shield=True):
-            try:
+        try:
+            with trio.CancelScope(shield=True):
                 inode = await self.namespace.publish(
                     ino, content, status.st_size, status.st_blocks, mtime_ns,
                     ctime_ns=ctime_ns, base=base, layout=layout,
                     digests=transfer.digests if transfer is not None else b"", guards=guards,
                 )  # fmt: skip
-            except Outdated:
-                if content:
-                    self._nursery.start_soon(self.cluster.abort, content, layout, status.st_size)
-                raise
+        except OSError as error:
+            if transfer is not None:
+                certain = isinstance(error, Outdated)
+                self.abandoned.give_up(content, transfer.asked, is_certain=certain)
+            raise
         self.publishes += 1
         self._untold_bytes += allocated_bytes(status.st_size, status.st_blocks)
         self.published_bytes += status.st_size
@@ -631,8 +639,8 @@ class RemoteStore(Pinned):
             current = self.namespace.inodes.get(ino)
             if current is None or current.extent != content:
                 self.retire(content)  # somebody was faster
-            if not inode.nlink:
-                self._nursery.start_soon(self.cluster.abort, content, layout, status.st_size)
+            if not inode.nlink and transfer is not None:
+                self.abandoned.give_up(content, transfer.asked, is_certain=True)
         return inode
 
     async def save_aside(self, ino: int, extent: int, status: os.stat_result, mtime_ns: int) -> str:

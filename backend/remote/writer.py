@@ -61,6 +61,8 @@ class Transfer:
         self._passing: dict[int, Stripe] = {}
         # For the version's record, once `complete` has returned.
         self.digests = b""
+        # Whoever may have got some of it.
+        self.asked: set[int] = set()
 
     async def complete(self) -> list[Compare]:
         """Send what is missing under the present configurations, and return what to compare.
@@ -146,6 +148,7 @@ class Transfer:
             config, revision = found
             have = self._still_have(stripe, config)
             missing = [node for node in config.members if node not in have]
+            self.asked.update(missing)
             if not missing:
                 self._guards[group_key(group)] = revision
                 if waits:

@@ -1,0 +1,66 @@
+"""What was sent to store nodes and became no file's goes there, while the mount that sent it lives on."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from cluster import MIB, Cluster, ClusterMount, Plan
+
+WITHIN_S = 60.0
+DATA = os.urandom(MIB)
+
+
+def pending(cluster: Cluster) -> dict[str, Any]:
+    """Extents that nodes keep for the open sessions."""
+    found = {}
+    for node in cluster.status()["nodes"]:
+        found[node["id"]] = node.get("pending_extents")
+    return found
+
+
+def wait_until(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WITHIN_S
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.2)
+
+
+def wait_none_pending(cluster: Cluster) -> None:
+    wait_until(lambda: set(pending(cluster).values()) == {0}, "nothing is kept for an open session")
+
+
+def session_of(cluster: Cluster, mount: ClusterMount) -> int:
+    (found,) = (one["session"] for one in cluster.status()["mounts"] if one["pid"] == mount.pid)
+    return int(found)
+
+
+def test_what_could_not_be_published_goes_while_its_mount_lives_on() -> None:
+    plan = Plan(nodes=2, mounts=1, buckets=4, lease_ttl_s=30, mount_config={"timeout": "3s"})
+    with Cluster(plan) as cluster:
+        (mount,) = cluster.mounts
+        (mount.path / "other").write_bytes(DATA)
+        session = session_of(cluster, mount)
+        (etcd,) = cluster.etcd.members
+        file = open(mount.path / "file", "wb", buffering=0)  # noqa: SIM115 (its close is to fail)
+        file.write(DATA)
+        # The nodes take it, and nobody answers whether it is named.
+        etcd.pause()
+        with pytest.raises(OSError):
+            file.close()
+        # One of them cannot be told at once.
+        away = cluster.nodes[1]
+        away.pause()
+        etcd.resume()
+        told = f"{cluster.nodes[0].node_id:016x}"
+        wait_until(lambda: pending(cluster)[told] == 0, "the other one is told")
+        away.resume()
+        wait_none_pending(cluster)
+        assert session_of(cluster, mount) == session
+        # Nor is what was named taken for abandoned.
+        assert (mount.path / "other").read_bytes() == DATA
+        (mount.path / "file").write_bytes(DATA[::-1])
+        wait_none_pending(cluster)
+        mount.restart()
+        assert (mount.path / "file").read_bytes() == DATA[::-1]
