@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import click
@@ -114,7 +115,7 @@ def serve(
         with one_line_errors():
             set_up_logging("node", config.log.format, config.log.level, log or config.log.file)
             try:
-                trio.run(serve_node, config, ready)
+                trio.run(partial(serve_node, config, ready, patient=foreground))
             except Damaged as error:
                 raise MountError(str(error)) from error
             except OSError as error:

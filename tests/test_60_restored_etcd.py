@@ -160,11 +160,17 @@ def test_the_restored_state_is_accepted_and_nothing_is_mixed_up(cluster: Cluster
     restore(cluster, saved)
     eventually("cluster status tells it", lambda: is_told(cluster))
     # A mount that starts now says so, too.
+    folder = cluster.directory / "late"
+    folder.mkdir()
     late = run_irdmafs(
         cluster.mounts[0].host,
-        *("mount", cluster.directory / "late", "--cluster", cluster.mounts[0].config),
+        *("mount", folder, "--cluster", cluster.mounts[0].config),
+        *("--store", cluster.directory / "cache of late"),
     )
-    assert late.returncode == 1
+    assert (late.returncode, "went back in time" in late.stderr) == (1, True), late.stderr
+    # A node, too, if it is to be left in the background.
+    late = run_irdmafs(away.host, "serve", away.store, "--config", away.config)
+    assert (late.returncode, "went back in time" in late.stderr) == (1, True), late.stderr
     accept = ("cluster", "accept-restore", "--cluster", cluster.config)
     refused = run_irdmafs(cluster.admin, *accept)
     assert (refused.returncode, "--yes accepts" in refused.stderr) == (1, True)

@@ -61,10 +61,13 @@ _DRAIN_S = 10.0
 _RELEASE_S = 3.0
 
 
-async def serve_node(config: ClusterConfig, ready: Callable[[str], None]) -> None:
-    """Be a store node of a cluster until a signal says so; `ready` is called once it can be asked, with
-    its id and address. The first SIGTERM or SIGINT lets what is being received end and gives the lease
-    back, the second one ends at once.
+async def serve_node(
+    config: ClusterConfig, ready: Callable[[str], None], *, patient: bool = True
+) -> None:
+    """Be a store node of a cluster until a signal says so; `ready` is called when it begins to serve, with
+    its id and address, and again if it begins anew. The first SIGTERM or SIGINT lets what is being received
+    end and gives the lease back, the second one ends at once. Where etcd went back in time the node waits,
+    also before it has served if it is `patient`.
 
     Raises ConfigError, StoreInUse, kv.Damaged or OSError with a line for whoever started it.
     """
@@ -73,7 +76,7 @@ async def serve_node(config: ClusterConfig, ready: Callable[[str], None]) -> Non
     try:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
             async with trio.open_nursery() as nursery:
-                turn = _Turn()
+                turn = _Turn(patient)
                 nursery.start_soon(_heed, signals, turn, nursery.cancel_scope)
                 while await _served(config, turn, ready):
                     pass
@@ -85,7 +88,8 @@ async def serve_node(config: ClusterConfig, ready: Callable[[str], None]) -> Non
 class _Turn:
     """`stop` tells the node to end in order, once it `serves`."""
 
-    def __init__(self) -> None:
+    def __init__(self, patient: bool) -> None:
+        self.patient = patient
         self.stop = trio.Event()
         self.serves = False
 
@@ -96,6 +100,8 @@ async def _served(config: ClusterConfig, turn: _Turn, ready: Callable[[str], Non
     try:
         await _Node(config, turn).run(ready)
     except* WentBack as group:
+        if not turn.patient:
+            raise
         went_back = True
         log.error("%s. This node stops serving", only_error(group))
     finally:
@@ -130,7 +136,7 @@ class _Node:
                 identify("node", f"{self._files.node:016x}")
                 await self._engine.warn()
                 self._history = NodeHistory(self._engine, self._files)
-                await self._history.wait_trusted()
+                await self._history.wait_trusted(patient=self._turn.patient)
                 async with trio.open_nursery() as self._nursery:
                     await self._assemble(settings, ready)
                     self._nursery.cancel_scope.cancel()
@@ -215,7 +221,7 @@ class _Node:
             )
             text = f"node {self._files.node:016x} at {where.advertised}:{listener.control_port}"
             log.info("serving %s as %s", self._files.directory, text)
-            self._turn.serves = True
+            self._turn.serves = self._turn.patient = True
             ready(text)
             await self._turn.stop.wait()
             await self._end()

@@ -61,8 +61,9 @@ class NodeHistory(History):
 
     # -- at the start ----------------------------------------------------------------------------
 
-    async def wait_trusted(self) -> None:
-        """Return when etcd has what this store knows, or when what it has was accepted. Raises OSError."""
+    async def wait_trusted(self, *, patient: bool) -> None:
+        """Return when etcd has what this store knows, or when what it has was accepted. Raises OSError, and
+        WentBack if not `patient`."""
         told = ""
         while True:
             self._engine.trust()
@@ -70,6 +71,8 @@ class NodeHistory(History):
                 await self.check()
                 return
             except WentBack as error:
+                if not patient:
+                    raise
                 if error.strerror != told:
                     told = str(error.strerror)
                     log.error("%s. This node waits, and frees nothing", told)
@@ -150,8 +153,10 @@ class NodeHistory(History):
     async def wait_resolved(self, error: WentBack) -> bool:
         """Raise it: the node begins anew."""
         self._engine.doubt(error)
-        self.on_doubt()
-        await self._save()
+        try:
+            await self._save()
+        except OSError as failure:
+            log.warning("what etcd told cannot be remembered in the store: %s", failure)
         raise error
 
     async def run(self, session: Session, nodes: Callable[[], int]) -> None:
@@ -165,7 +170,10 @@ class NodeHistory(History):
             if self._engine.known is not None and (
                 self._engine.known.mod_revision > self._identity.mark[0]
             ):
-                await self._save()
+                try:
+                    await self._save()
+                except OSError as error:
+                    log.warning("what etcd told cannot be remembered in the store: %s", error)
             await trio.sleep(_MARK_PERIOD_S)
 
     async def put(self, session: Session) -> None:
