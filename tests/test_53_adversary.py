@@ -6,8 +6,11 @@ one is used.
 """
 
 import errno
+import gc
 import logging
 import os
+import socket
+import ssl
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -19,7 +22,16 @@ import pytest
 import trio
 from irdmafs.backend.records import NodeAddress
 from irdmafs.backend.security import Credentials, issue, make_ca
-from irdmafs.backend.transport import Extent, FileRange, Target, Unreachable, data, messages, wire
+from irdmafs.backend.transport import (
+    Extent,
+    FileRange,
+    Target,
+    Unreachable,
+    data,
+    messages,
+    server,
+    wire,
+)
 from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.rights import RIGHTS, ROLES, Scope, may
 from irdmafs.backend.transport.verbs.ends import QueueEnd
@@ -476,7 +488,6 @@ def test_a_new_session_gets_data_connections_of_its_own(memory: Path) -> None:
 
 def test_one_peers_tickets_do_not_displace_anothers(memory: Path) -> None:
     async def test(cluster: Place) -> None:
-        connection = await data_connection(cluster)
         victim, greedy = await connect(cluster), await connect(cluster)
         for stream in (victim, greedy):
             await stream.send_all(hello(cluster))
@@ -485,16 +496,55 @@ def test_one_peers_tickets_do_not_displace_anothers(memory: Path) -> None:
         await receive_frame(victim)
         listener = cluster.nodes[1].listener
         [number] = listener._tickets
-        for _ in range(300):
+        for _ in range(server.TICKETS_OF_ONE_MAX // messages.TICKETS_MAX + 2):
             await greedy.send_all(frame(messages.Tickets(1, "", messages.TICKETS_MAX)))
             await receive_frame(greedy)
         assert number in listener._tickets
-        assert len(listener._tickets) <= 600
+        assert len(listener._tickets) == server.TICKETS_OF_ONE_MAX + 1
         for stream in (victim, greedy):
             await stream.aclose()
-        await connection.aclose()
 
     in_cluster(memory, test, 1)
+
+
+@pytest.mark.parametrize("who", ["nobody", "mount"])
+def test_what_a_connection_took_is_free_when_it_has_ended(
+    memory: Path, certificates: dict[str, Credentials], who: str
+) -> None:
+    """Not when the garbage collector comes by, which does not see how large it is."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if who == "mount":
+        context.load_cert_chain(certificates[who].cert, certificates[who].key)
+
+    def greet(port: int) -> None:
+        with socket.create_connection(("127.0.0.1", port)) as plain:
+            try:
+                with context.wrap_socket(plain) as secure:
+                    if who == "nobody":
+                        secure.recv(1)  # It says why it closes the connection.
+            except OSError:
+                pass
+
+    def connections() -> int:
+        return sum(isinstance(each, (ssl.SSLObject, ssl.SSLSocket)) for each in gc.get_objects())
+
+    async def test(cluster: Place) -> None:
+        listener = cluster.nodes[1].listener
+        await until(lambda: not listener._strangers)
+        gc.collect()
+        gc.disable()
+        try:
+            before = connections()
+            for port in (listener.control_port, listener.data_port):
+                for _ in range(10):
+                    await trio.to_thread.run_sync(greet, port)
+            await until(lambda: not listener._strangers)
+            await until(lambda: connections() <= before)
+        finally:
+            gc.enable()
+
+    in_cluster(memory, test, 1, credentials=certificates["node"], mount=certificates["mount"])
 
 
 def test_who_speaks_another_version_is_told_what_to_do(memory: Path) -> None:

@@ -1,6 +1,7 @@
 """Who is believed on a data connection, and what each kind of peer may ask of a store node."""
 
 import inspect
+import logging
 import os
 import socket
 import threading
@@ -19,6 +20,7 @@ from irdmafs.backend.transport.authentication import (
     session_digest,
 )
 from irdmafs.backend.transport.channel import AuthenticatedChannel, Patience
+from irdmafs.backend.transport.complaints import BURST, PER_S, Complaints
 from irdmafs.backend.transport.rights import RIGHTS, ROLES, Scope, may, need
 from irdmafs.backend.transport.streams import receive_range, send_range
 from irdmafs.backend.transport.wire import Op
@@ -152,6 +154,23 @@ def test_the_last_piece_counts_only_if_all_bytes_are_the_senders(place: int) -> 
         sending.join()
     os.close(source)
     os.close(target)
+
+
+# -- complaints ----------------------------------------------------------------------------------
+
+
+def test_a_flood_of_complaints_is_cut_short_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    now_s = 0.0
+    said = Complaints(logging.getLogger("test"), lambda: now_s)
+    for number in range(10_000):
+        said.warn("somebody did %d", number)
+    assert len(caplog.records) == BURST
+    now_s = 1 / PER_S
+    said.warn("somebody else")
+    assert [record.getMessage() for record in caplog.records[BURST:]] == [
+        "somebody else",
+        f"{10_000 - BURST} more such lines were left out before it",
+    ]
 
 
 # -- rights --------------------------------------------------------------------------------------

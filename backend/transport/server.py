@@ -10,7 +10,7 @@ import socket
 import ssl
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -27,6 +27,7 @@ from .channel import (
     Lost,
     choose_congestion_control,
 )
+from .complaints import Complaints
 from .control import Control
 from .counters import Counters
 from .data import Data
@@ -41,7 +42,7 @@ from .messages import (
     decode_hello,
 )
 from .peers import Peers
-from .prompt import PromptStream
+from .prompt import PromptStream, let_go
 from .rights import ROLES, Peer
 from .service import Incoming, Service
 from .transfers import RECEIVER_PATIENCE, Transfers
@@ -122,6 +123,7 @@ class Listener:
         self._timeout_s = timeout_s
         self._strangers: OrderedDict[int, trio.CancelScope] = OrderedDict()
         self._tickets: OrderedDict[bytes, _Granted] = OrderedDict()
+        self._complaints = Complaints(log)
         self.counters = Counters()
         self.control_port = control_port
         self.data_port = 0
@@ -185,9 +187,9 @@ class Listener:
                 await serve(sock, address)
         except BadMessage as error:
             self.counters.rejected += 1
-            log.warning("connection from %s closed: %s", address, error)
+            self._complaints.warn("connection from %s closed: %s", address, str(error))
         except _ENDS as error:
-            log.debug("connection from %s ended: %s", address, error)
+            log.debug("connection from %s ended: %s", address, str(error))
         except Exception:
             log.exception("connection from %s", address)
 
@@ -219,18 +221,23 @@ class Listener:
 
     async def _serve_control(self, sock: trio.socket.SocketType, address: str) -> None:
         local = sock.getsockname()[0]
-        with closing(PromptStream(socket.socket(fileno=sock.detach()))) as stream:
-            frames, peer = await self._met(stream, address)
+        with (
+            closing(PromptStream(socket.socket(fileno=sock.detach()))) as stream,
+            ExitStack() as after,
+        ):
+            frames, peer = await self._met(stream, address, after)
             await self._control(frames, peer, local)
 
-    async def _met(self, plain: PromptStream, address: str) -> tuple[Frames, Peer]:
+    async def _met(
+        self, plain: PromptStream, address: str, after: ExitStack
+    ) -> tuple[Frames, Peer]:
         """Who is there. Raises BadMessage and the like."""
         with self._stranger():
             await self._check_tls(plain)
             stream: trio.abc.Stream = plain
             identity: Identity | None = None
             if self._context is not None:
-                stream, identity = await self._tls(plain)
+                stream, identity = await self._tls(plain, after)
             frames = Frames(stream, HELLO_BYTES_MAX)
             return frames, await self._meet(frames, address, identity)
 
@@ -315,10 +322,13 @@ class Listener:
         await frames.send(Refused(why, for_good=True))
         raise BadMessage(why)
 
-    async def _tls(self, stream: trio.abc.Stream) -> tuple[trio.abc.Stream, Identity]:
+    async def _tls(
+        self, stream: trio.abc.Stream, after: ExitStack
+    ) -> tuple[trio.abc.Stream, Identity]:
         assert self._context is not None
         assert self._credentials is not None
         secure = trio.SSLStream(stream, self._context, server_side=True)
+        after.callback(let_go, secure)
         try:
             await secure.do_handshake()
         except trio.BrokenResourceError as error:
