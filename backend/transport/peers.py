@@ -366,7 +366,8 @@ class RemoteDevice:
             move = parts.begin if header.op is Op.SPARSE else parts.send
             return self._checked(move(channel, header), header)
 
-        await self._run("write", headers, work, self._peers.limiter)
+        # What was sent is known to `parts` only as sent: it begins anew with the caller's next try.
+        await self._run("write", headers, work, self._peers.limiter, repeats=False)
 
     async def _send_all(
         self,
@@ -466,19 +467,20 @@ class RemoteDevice:
         headers: list[Header],
         work: Callable[[Channel, Header], Reply],
         limiter: trio.CapacityLimiter,
+        repeats: bool = True,
     ) -> None:
         """Have each header's work done on a connection. If one that had been idle turns out to be broken,
-        all is done once more on new ones."""
+        and the work `repeats`, all is done once more on new ones."""
         link, counters = self._link, self._peers.counters
         counters.requests[kind] += 1
         counters.round_trips += 1
         channels = await link.channels(len(headers))
-        were_idle = any(channel.was_idle for channel in channels)
+        repeats = repeats and any(channel.was_idle for channel in channels)
         try:
             try:
                 await self._run_on(channels, headers, work, limiter)
             except Lost as error:
-                if not were_idle or isinstance(error, Silent):
+                if not repeats or isinstance(error, Silent):
                     raise
                 log.info("store node %x: on new data connections: %s", link.node, error)
                 transfer = secrets.randbits(63)
