@@ -174,6 +174,10 @@ def parse_mount_options(arguments: Iterable[str]) -> MountOptions:
             raise MountError(f"-o {name} needs a value: {name}={_VALUES[name][1]}")
         elif equals and name in _FLAGS:
             raise MountError(f"-o {option}: {name} takes no value")
+        elif name == "strictatime":
+            raise MountError(
+                "-o strictatime is not supported: reads that pass through are noted as with relatime"
+            )
         elif name == "allow_root":
             raise MountError(
                 "-o allow_root is not supported; use allow_other (permissions are still checked)"

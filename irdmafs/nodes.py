@@ -24,7 +24,7 @@ class Node:
 
     __slots__ = (
         "backing_extent", "backing_id", "cached", "content", "id", "ino", "lookups", "name", "opens",
-        "promised",
+        "promised", "told",
     )  # fmt: skip
 
     def __init__(self, node_id: int, inode: Inode) -> None:
@@ -37,6 +37,8 @@ class Node:
         self.cached = False
         self.backing_id = 0
         self.backing_extent = 0
+        # Which privileges of the file (see privileges) the kernel knows of.
+        self.told = 0
         # In a shared namespace: the directory and the name by which the kernel found it last.
         self.name: tuple[int, bytes] | None = None
 

@@ -38,7 +38,8 @@ from .kernel_cache import Name
 from .locking import Locking
 from .locks import Lock
 from .nodes import INO_BITS, Handle, Node
-from .privileges import CAPABILITY, SET_IDS, may_keep_set_ids, mode_left
+from .privileges import CAPABILITY, SET_IDS, Closer, may_keep_set_ids, mode_left, privileges_of
+from .privileges import Caller as Changer
 from .processes import ids_of, open_thread
 
 XATTR_DISCARD = b"user.irdmafs.discard"
@@ -231,6 +232,7 @@ class Operations(pyfuse3.Operations):
         options = self._options
         entry.st_mode = mode & ~self._umask
         entry.st_nlink = inode.nlink
+        node.told = privileges_of(inode) if mode & SET_IDS or inode.xattrs else 0
         entry.st_uid = inode.uid if options.uid is None else options.uid
         entry.st_gid = inode.gid if options.gid is None else options.gid
         entry.st_rdev = inode.rdev
@@ -537,6 +539,8 @@ class Operations(pyfuse3.Operations):
             changes["mtime_ns"] = attr.st_mtime_ns
             self._cache.set_mtime(node, attr.st_mtime_ns)
         atime_ns = self.atimes.of(found)
+        if not changes and not fields.update_size:
+            changes["mode"] = found.mode  # chown(2) to nobody: the time of change moves
         if changes:
             changes.setdefault("atime_ns", atime_ns)
             await self._namespace.set_attributes(node.ino, **changes, asked_for=asked_for)
@@ -581,6 +585,7 @@ class Operations(pyfuse3.Operations):
             await detach()
         await self._namespace.set_xattr(found.ino, name, value, flags, drop_set_gid=drop_set_gid)
         self._refresh_several(found.ino)
+        self._nodes.by_id[inode].told |= privileges_of(self._inodes[found.ino])
 
     def _refuse_unknown_xattr(self, name: bytes) -> None:
         """Raises OSError EINVAL for a namespace without a name, EOPNOTSUPP for another one, so that no
@@ -872,8 +877,10 @@ class Operations(pyfuse3.Operations):
             self._let_believe(entry, *name, inode, valid_s, made=True)
         return info, entry
 
-    async def _lose_privileges(self, ino: int, ctx: Caller, *, lose_set_ids: bool | None) -> None:
-        """An open is about to truncate a file. None: the session does not say what the caller may keep."""
+    async def _lose_privileges(
+        self, ino: int, ctx: Changer, *, lose_set_ids: bool | None = None
+    ) -> None:
+        """A file's content is about to be replaced. None: the session does not say what may be kept."""
         found = self._inodes[ino]
         if not found.xattrs and not found.mode & SET_IDS:
             return
@@ -887,7 +894,7 @@ class Operations(pyfuse3.Operations):
                 lose = not await may_keep_set_ids(ctx, self.processes)
             mode = await mode_left(found, ctx, self.processes) if lose else found.mode
             if mode != found.mode:
-                await self._namespace.set_attributes(ino, mode=mode)
+                await self._namespace.set_attributes(ino, mode=mode, asked_for=False)
                 self._refresh_other_nodes(None, ino)
 
     async def open(
@@ -949,11 +956,20 @@ class Operations(pyfuse3.Operations):
     async def write(self, fh: int, off: int, buf: "memoryview | bytes") -> int:
         if off > _OFFSET_MAX:
             raise fail(errno.EINVAL)
-        return await self._cache.write(self._file_handle(fh, writing=True), off, buf)
+        handle = self._file_handle(fh, writing=True)
+        inode = self._inodes[handle.node.ino]
+        # The kernel let O_APPEND be taken off: it does not know that this is not to be.
+        if inode.flags & APPEND and off < self._attributes(handle.node, inode).st_size:
+            raise fail(errno.EPERM)
+        return await self._cache.write(handle, off, buf)
 
     async def flush(self, fh: int, pid: int = 0) -> None:
         handle = self._file_handle(fh)
-        await self._publish(handle, pid or handle.pid, self._cache.flush(handle, pid or handle.pid))
+        pid = pid or handle.pid
+        found = self._inodes[handle.node.ino]
+        if handle.writing and privileges_of(found) & ~handle.node.told:
+            await self._lose_privileges(found.ino, Closer(pid))
+        await self._publish(handle, pid, self._cache.flush(handle, pid))
 
     async def _publish(self, handle: Handle, pid: int, step: Coroutine[Any, Any, None]) -> None:
         """Run what may publish something for a process, unless that has lost a lock."""

@@ -3,11 +3,13 @@
 Linux takes them before the change, in file_remove_privs(). For a FUSE file whose server handles this (the
 kernel session agrees to HANDLE_KILLPRIV_V2) the kernel asks for capabilities and removes them itself, and
 tells of the two bits: by a flag in OPEN (O_TRUNC), WRITE and SETATTR (truncation), and before any other
-change, a write that passes through included, by a SETATTR that sets nothing.
+change, a write that passes through included, by a SETATTR that sets nothing. It goes by what it knows of
+the node that is written: a file may have got them by another node, or on another host, while a private copy
+was written. These it loses when the copy is published.
 """
 
 import stat
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from .backend.namespace import Inode
 from .credentials import CAP_FSETID
@@ -17,11 +19,27 @@ CAPABILITY: Final = b"security.capability"
 SET_IDS: Final = stat.S_ISUID | stat.S_ISGID
 
 
+_HAS_CAPABILITY: Final = 1 << 16
+
+
 class Caller(Protocol):
     @property
     def gid(self) -> int: ...
     @property
     def pid(self) -> int: ...
+
+
+class Closer(NamedTuple):
+    """Who closes a file, of whom no more is told."""
+
+    pid: int
+    gid: int = -1
+
+
+def privileges_of(inode: Inode) -> int:
+    """Return what a file has of this, a bit for each kind."""
+    capability = _HAS_CAPABILITY if CAPABILITY in inode.xattrs else 0
+    return capability if inode.is_dir else inode.mode & SET_IDS | capability
 
 
 async def mode_left(inode: Inode, caller: Caller, processes: Processes) -> int:

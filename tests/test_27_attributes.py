@@ -130,6 +130,27 @@ def test_set_ids_given_while_a_file_is_open_are_lost_by_the_next_write(
 
 
 @needs_root
+@pytest.mark.beyond_posix
+def test_privileges_given_while_a_copy_is_written_are_not_those_of_the_copy(
+    folder: Path, nobody: Process, process: TakeProcess
+) -> None:
+    """Else whoever may write a file could put a program of his own where root trusts another one."""
+    folder.chmod(0o777)
+    for number, writer in enumerate((nobody, nobody, process())):
+        file = folder / f"file{number}"
+        file.write_bytes(b"sound")
+        os.chown(file, NOBODY, NOBODY)
+        writer.do("fd = os.open(f, os.O_WRONLY | os.O_TRUNC); os.write(fd, b'x')", f=str(file))
+        if number == 1:
+            os.setxattr(file, "security.capability", A_CAPABILITY)
+        else:
+            file.chmod(0o6755)
+        writer.do("os.write(fd, b'evil'); os.close(fd)")
+        left = stat.S_IMODE(file.stat().st_mode), os.listxattr(file)
+        assert left == ((0o644, []) if number == 1 else (0o755 if number == 0 else 0o6755, []))
+
+
+@needs_root
 @pytest.mark.parametrize(
     "owners", [(1, 1), (-1, 1), (1, -1), (-1, -1)], ids=["both", "group", "user", "none"]
 )
@@ -194,6 +215,7 @@ RENAMES: dict[str, str] = {
     "rename": "os.rename(f, f + '2')",
     "replaced": "open(f + '2', 'w').close(); os.rename(f + '2', f)",
     "chmod": "os.chmod(f, 0o611)",
+    "chown to nobody": "os.chown(f, -1, -1)",
     "setxattr": "os.setxattr(f, 'user.a', b'x')",
     "removexattr": "os.setxattr(f, 'user.a', b'x'); os.removexattr(f, 'user.a')",
 }

@@ -194,6 +194,30 @@ UNNAMED = b"\xff" * 4
 ENTRIES = b"\2\0\0\0" + b"".join(bytes((tag, 0, 7, 0)) + UNNAMED for tag in (1, 4, 32))
 
 
+@pytest.mark.parametrize("options", ["allow_other", "allow_other,noacl"])
+def test_acls_cost_others_a_question_for_the_root_alone(
+    session: str, new_mount: Callable[..., Mount], users: dict[str, Process], options: str
+) -> None:
+    """The kernel made the inode of the root before it knew that it may keep ACLs."""
+    if session == CLUSTER:
+        pytest.skip("what a kernel may keep of a cluster is told by test_64_kernel_beliefs")
+    mount = new_mount("-o", options)
+    mount.mount()
+    mount.path.chmod(0o755)
+    for number in range(20):
+        (mount.path / f"{number}").write_bytes(b"x")
+    look = "for n in range(20): os.close(os.open(f'{d}/{n}', os.O_RDONLY))"
+    users["other"].do(look, d=str(mount.path))
+    with mount.requests() as counted:
+        users["other"].do(look, d=str(mount.path))
+    asked = 0 if "noacl" in options else 20
+    assert counted["GETXATTR"] <= asked and counted["GETATTR"] <= 1, counted
+    with mount.requests() as counted:
+        for number in range(20):
+            os.close(os.open(mount.path / f"{number}", os.O_RDONLY))
+    assert not counted["GETXATTR"], "the owner needs no ACL"
+
+
 def test_acls_outlive_the_daemon(new_mount: Callable[..., Mount]) -> None:
     mount = new_mount("-o", "allow_other")
     mount.mount()
