@@ -120,6 +120,7 @@ class NodeTable:
             yield self._first[ino]
 
     def has_nodes(self, ino: int) -> bool:
+        """Whether the kernel knows the inode: descriptors may refer to it that never opened it (O_PATH)."""
         return ino in self._first
 
     def has_siblings(self, ino: int) -> bool:

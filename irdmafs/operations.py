@@ -416,7 +416,7 @@ class Operations(pyfuse3.Operations):
             self._glances.forget(ctx.pid)  # what it looked up was for this
             await detach()
         found = self._namespace.lookup(parent, name)
-        in_use = found is not None and self._nodes.in_use(found.ino)
+        in_use = found is not None and self._nodes.has_nodes(found.ino)
         with self._beliefs.changing((parent, name)):
             inode = await self._namespace.unlink(parent, name, in_use=in_use)
         await self._unnamed(inode, in_use)
@@ -459,11 +459,7 @@ class Operations(pyfuse3.Operations):
         if len(name_new) > 255:
             raise fail(errno.ENAMETOOLONG)
         replaced = self._namespace.lookup(new, name_new)
-        in_use = replaced is not None and (
-            any(self._nodes.of(replaced.ino))
-            if replaced.is_dir
-            else self._nodes.in_use(replaced.ino)
-        )
+        in_use = replaced is not None and self._nodes.has_nodes(replaced.ino)
         with self._beliefs.changing((old, name_old), (new, name_new)):
             unnamed = await self._namespace.rename(
                 old, name_old, new, name_new, flags, in_use=in_use
@@ -585,7 +581,9 @@ class Operations(pyfuse3.Operations):
             await detach()
         await self._namespace.set_xattr(found.ino, name, value, flags, drop_set_gid=drop_set_gid)
         self._refresh_several(found.ino)
-        self._nodes.by_id[inode].told |= privileges_of(self._inodes[found.ino])
+        node = self._nodes.by_id.get(inode)
+        if node is not None:
+            node.told |= privileges_of(self._inode(inode))
 
     def _refuse_unknown_xattr(self, name: bytes) -> None:
         """Raises OSError EINVAL for a namespace without a name, EOPNOTSUPP for another one, so that no

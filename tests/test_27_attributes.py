@@ -250,6 +250,31 @@ def test_descriptors_show_what_happens_to_their_file(
     assert seen(folder) == seen(tmpfs)
 
 
+def test_a_descriptor_that_never_opened_a_file_keeps_it_all_the_same(
+    session: str, folder: Path, tmpfs: Path
+) -> None:
+    def seen(place: Path) -> Any:
+        found = []
+        for ending in ("unlink", "replaced"):
+            file = place / ending
+            file.write_bytes(b"content")
+            fd = os.open(file, os.O_PATH)
+            if ending == "unlink":
+                file.unlink()
+            else:
+                (place / "other").write_bytes(b"other")
+                os.rename(place / "other", file)
+            s = os.fstat(fd)
+            found.append((s.st_nlink, s.st_size))
+            if session != CLUSTER:  # its store nodes keep what is named, or open
+                with open(f"/proc/self/fd/{fd}", "rb") as again:
+                    assert again.read() == b"content"
+            os.close(fd)
+        return found
+
+    assert seen(folder) == seen(tmpfs)
+
+
 # -- extended attributes -------------------------------------------------------------------------
 
 
