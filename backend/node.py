@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# In the store directory, see StoreNode.
+OPEN_MARK = "open"
+
 _HERE = Layout()
 # Nobody else changes the tree.
 _FOREVER_S = 86400.0
@@ -68,6 +71,8 @@ class StoreNode(Pinned):
             resources.callback(self.extents.close)
             await self.namespace.load()
             self._free_leftovers()
+            if not self._begin():
+                await self._take_what_was_written()
             self._resources = resources.pop_all()
         return self
 
@@ -79,7 +84,41 @@ class StoreNode(Pinned):
     ) -> None:
         for extent in self._retired:
             self.extents.free(extent)
+        if not self._pins:
+            os.unlink(self._open_mark)
         await self._resources.aclose()
+
+    @property
+    def _open_mark(self) -> str:
+        """It is there while files may be open, and after a crash."""
+        return f"{self.directory}/{OPEN_MARK}"
+
+    def _begin(self) -> bool:
+        """Whether the daemon before this one ended with nothing open."""
+        try:
+            os.close(os.open(self._open_mark, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        except FileExistsError:
+            return False
+        return True
+
+    async def _take_what_was_written(self) -> None:
+        """What was written in place when the daemon or the machine died is in the extents, as on any
+        filesystem: it is the files' next version."""
+        for inode in list(self.namespace.inodes.values()):
+            if not inode.extent:
+                continue
+            try:
+                status = self.extents.stat(inode.extent)
+            except OSError:
+                continue  # missing: the log has it
+            known_ns = max(inode.mtime_ns, inode.ctime_ns)
+            if status.st_size != inode.size or status.st_mtime_ns > known_ns:
+                where = self.namespace.describe(inode.ino)
+                log.info("%s: what was written in place before the crash is kept", where)
+                await self.publish(
+                    inode.ino, inode.extent, status, status.st_mtime_ns,
+                    ctime_ns=status.st_ctime_ns,
+                )  # fmt: skip
 
     def _free_leftovers(self) -> None:
         named = {inode.extent for inode in self.namespace.inodes.values()}

@@ -87,6 +87,11 @@ class Cache:
         content = node.content if node.opens else None
         return content.version if content is not None else inode.version
 
+    def may_be_mapped(self, ino: int) -> bool:
+        """Whether stores that the kernel does not tell us of may move the times of the file."""
+        content = self.table.current.get(ino)
+        return content is not None and content.mapped and bool(content.writers)
+
     def is_written_in_place(self, inode: Inode) -> bool:
         """Whether opens for reading see what is not published."""
         content = self._current(inode)
@@ -100,7 +105,8 @@ class Cache:
         content = self.table.current.get(inode.ino)
         if content is None or content.version == inode.version or not self.store.shared:
             return content
-        if content.is_changing and self.publisher.is_written(content):
+        # While it is published here, the newer version may be that very one.
+        if content.is_busy or (content.is_changing and self.publisher.is_written(content)):
             return content
         self.table.supersede(content)
         return None
@@ -347,8 +353,9 @@ class Cache:
             handle.aborted = True
             await self.release(handle.fh)
             raise
-        if handle.is_rdwr and not handle.node.cached:
+        if handle.is_rdwr and not handle.node.cached and not content.mapped:
             content.mapped = True
+            self.kernel.invalidate_attributes(handle.node)
 
     async def _make_writable(self, content: Content) -> None:
         if self.store.waits or content.is_busy:
@@ -366,7 +373,7 @@ class Cache:
             self._allocate(content, inode)
             if inode.version:
                 self._set_times(content, inode.atime_ns, inode.mtime_ns)
-                content.seen = self.table.stamp(content)
+                content.seen = content.begun = self.table.stamp(content)
             return
         before = content.extent
         is_version = content.seen is None or not self.publisher.is_written(content)
@@ -377,7 +384,7 @@ class Cache:
                 node.backing_extent = extent
         if is_version:
             self._set_times(content, inode.atime_ns, inode.mtime_ns)
-            content.seen = self.table.stamp(content)
+            content.seen = content.begun = self.table.stamp(content)
         content.writable = True
 
     def _set_times(self, content: Content, atime_ns: int, mtime_ns: int) -> None:
@@ -488,8 +495,6 @@ class Cache:
         elif content.own and content.seen is not None and not content.superseded:
             self._give_back(content, inode)
         self.table.rest(content, inode)
-        if not inode.nlink and not self.nodes.in_use(content.ino):
-            self._nameless.append(inode)
 
     def _give_back(self, content: Content, inode: Inode) -> None:
         """The content was opened in place, and is what it was: it stands for the version again."""
@@ -538,7 +543,7 @@ class Cache:
         """Remove the inodes whose last name and last node are gone."""
         while self._nameless:
             inode = self._nameless.pop()
-            if not self.nodes.in_use(inode.ino):
+            if not self.is_held(inode.ino):
                 self.unnamed(inode)
                 await self.store.forget(inode)
 
@@ -571,6 +576,8 @@ class Cache:
         if content.is_changing:
             await self._cut(content, size)
         elif inode.size != size:
+            if not size and not content.opens:
+                self.table.give_extent(content, 0, own=False)  # it need not come here to be emptied
             await self._cut_and_publish(content, size)
 
     async def _cut_and_publish(self, content: Content, size: int) -> None:

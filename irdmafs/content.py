@@ -23,20 +23,21 @@ class Content:
     """One content. Sizes are bytes, `blocks` 512-byte units, times nanoseconds.
 
     `extent` keeps the bytes, 0 while there are none; `own` says that no version names it, so that it
-    goes with this object. `version` is the published version that the content is, or began as.
+    goes with this object. `version` is the published version that the content is, or began as, and
+    `published` the inode as it then was.
     `holds` counts handles and promised opens, `opens` and `writers` handles alone.
 
     `writable`: the extent may be written, because nobody else relies on what it holds. `dirty`: a
     request of ours changed it since it was published. `seen` is the stamp at its last publication, or
     when it was first opened in place; None when nothing of it was ever published; `begun` is the stamp
-    of a new extent. `mapped`: somebody could map it to write it. `whole`: everybody who writes it began
-    with an empty file, so a writer that is killed publishes nothing. `kept`: such a writer left it, and
-    it is seen on this host only. `discarded`: its writer gave it up.
+    when it began to be written. `mapped`: somebody could map it to write it. `whole`: everybody who writes
+    it began with an empty file, so a writer that is killed publishes nothing. `kept`: such a writer left
+    it, and it is seen on this host only. `discarded`: its writer gave it up.
     """
 
     __slots__ = (
         "begun", "blocks", "dirty", "discarded", "extent", "holds", "ino", "kept", "lock", "mapped",
-        "mtime_ns", "opens", "own", "pinned", "private", "seen", "size", "superseded", "version",
+        "mtime_ns", "opens", "own", "pinned", "private", "published", "seen", "size", "superseded", "version",
         "whole", "writable", "writers",
     )  # fmt: skip
 
@@ -63,6 +64,7 @@ class Content:
 
     def show(self, inode: Inode) -> None:
         """Take over what the namespace says of the version."""
+        self.published = inode
         self.version = inode.version
         self.size = inode.size
         self.blocks = inode.blocks

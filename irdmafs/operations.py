@@ -239,8 +239,8 @@ class Operations(pyfuse3.Operations):
         entry.st_atime_ns = self.atimes.of(inode)
         entry.generation = inode.birth_ns & _GENERATION if inode.ino != ROOT_INO else 0
         entry.entry_timeout = entry.attr_timeout = self._valid_s
-        if self._nodes.has_siblings(inode.ino):
-            entry.attr_timeout = 0  # what is written through one node changes the size of others
+        if self._nodes.has_siblings(inode.ino) or self._cache.may_be_mapped(inode.ino):
+            entry.attr_timeout = 0  # writes through another node, and stores, change it unnoticed
         return entry
 
     def _entry(
@@ -289,7 +289,7 @@ class Operations(pyfuse3.Operations):
     ) -> None:
         """`valid_s`: for how long `parent` is believable. What has names in several directories is
         believed if all of them are."""
-        if self._nodes.has_siblings(inode.ino):
+        if self._nodes.has_siblings(inode.ino) or self._cache.may_be_mapped(inode.ino):
             return
         if parent and inode.parent == parent:
             pass
@@ -554,6 +554,8 @@ class Operations(pyfuse3.Operations):
         if handle is not None and handle.writing:
             await self._cache.change(handle, lambda fd: os.ftruncate(fd, size))
         else:
+            if size:
+                inode = await self._brought(inode)
             await self._cache.truncate(inode, size)
 
     async def setxattr(

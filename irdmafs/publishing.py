@@ -81,31 +81,23 @@ class Publisher:
 
     async def _is_changed(self, handle: Handle, content: Content) -> bool:
         """Whether closing the handle has something to publish."""
-        wrote_nothing = (
-            handle.since is not None
-            and not content.dirty
-            and self._table.stamp(content) == handle.since
-        )
+        wrote_nothing = handle.since is not None and self._table.stamp(content) == handle.since
         if not wrote_nothing and self._is_unpublished(content):
             return True
-        if not self._may_be_mapped(handle) or not self._size(content):
+        if not self._store.shared or not self._may_hide_stores(content):
             return False
         # Stores through a mapping: other hosts would never see them.
         return not await self._is_version(content)
 
     async def _is_version(self, content: Content) -> bool:
-        """Whether the bytes are those of the file's version, as far as that can be compared; False if that
-        cannot be known."""
-        inode = self._inodes[content.ino]
-        if content.seen is not None and inode.version != content.version:
-            # Another host's is newer. It says nothing of the one that was published from here.
-            return True
+        """Whether the bytes are those of the version that the content is; False if that cannot be known."""
         await detach()
-        return await self._store.is_same(inode, content.extent)
+        return await self._store.is_same(content.published, content.extent)
 
-    def _may_be_mapped(self, handle: Handle) -> bool:
-        """Whether stores through a mapping may be what nobody but a comparison finds."""
-        return self._store.shared and handle.is_rdwr and not handle.node.cached
+    def _may_hide_stores(self, content: Content) -> bool:
+        """Whether a comparison alone can tell that somebody stored through a mapping. The first store to
+        a page moves the time of the extent; one to a page that was stored to before does not."""
+        return content.mapped and content.seen is not None and content.seen != content.begun
 
     def _size(self, content: Content) -> int:
         return self._table.stamp(content)[0]
@@ -162,8 +154,8 @@ class Publisher:
             return True
         if not self._store.hands_over(content.extent):
             return False
-        # The store takes the very file, and nobody may write to it any more.
-        if content.mapped or pid != handle.pid:
+        # The store takes the very file: who has it open would have to do without what others write.
+        if content.holds > 1 or content.mapped or pid != handle.pid:
             return True
         return await self._has_duplicate(pid, content.ino)
 
@@ -187,9 +179,7 @@ class Publisher:
             and content.writers == 1
             and await self._is_changed(handle, content)
         ):
-            if self._store.waits:
-                await detach()
-            await self._publish(content, stays=False)
+            await self._publish_locked(content, stays=False)
             inode = self._inodes[content.ino]
 
     # -- other occasions -------------------------------------------------------------------------
@@ -198,7 +188,7 @@ class Publisher:
         """fsync(2): publish what is written so far; the descriptor stays open for more."""
         if content.discarded or (content.superseded and not self.is_written(content)):
             return
-        may_have_stored = handle.is_rdwr and not self._store.shared and not handle.node.cached
+        may_have_stored = not self._store.shared and self._may_hide_stores(content)
         if may_have_stored or await self._is_changed(handle, content):
             await self._publish_locked(content, stays=True)
 
@@ -206,8 +196,8 @@ class Publisher:
         """Publish what was written in place, whoever wrote it; nothing where nobody wrote."""
         if not content.extent or content.discarded:
             return
-        stored = content.mapped and self._size(content) > 0
-        if self.is_written(content) or (stored and not await self._is_version(content)):
+        stored = self._may_hide_stores(content) and not await self._is_version(content)
+        if stored or self.is_written(content):
             await self._publish_locked(content, stays=True)
 
     async def publish_now(self, ino: int) -> None:

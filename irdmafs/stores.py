@@ -48,7 +48,7 @@ _SIZE_MIN_BYTES = 1 << 20
 _TMPFS_FLAGS = MS_NOSUID | MS_NODEV
 # In a cache: the configuration that its mount was given.
 _CLUSTER_FILE = "cluster"
-_ENTRIES = re.compile(r"kv\.sqlite.*|extents|lock|mountpoint|cluster|irdmafs\.log.*")
+_ENTRIES = re.compile(r"kv\.sqlite.*|extents|lock|open|mountpoint|cluster|irdmafs\.log.*")
 
 Purpose = Literal["mount", "cache", "node"]
 _PURPOSES: tuple[tuple[str, Purpose], ...] = (

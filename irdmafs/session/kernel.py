@@ -56,6 +56,8 @@ _GO_AHEAD = frozenset(
     }
 )
 _PUT_OFF_MAX = 1024
+# Releases count among them: one that has to wait its turn would come after an open that it matters to.
+_BACKGROUND_MAX = 65535
 
 _WANTED = (
     Init.ASYNC_READ
@@ -220,7 +222,8 @@ class KernelSession(KernelCache):
         agreed = flags & (_WANTED if acls else _WANTED & ~Init.POSIX_ACL)
         answer = wire.INIT_OUT.pack(
             wire.MAJOR, min(minor, wire.MINOR), readahead, agreed & 0xFFFFFFFF,
-            64, 48, MAX_WRITE_BYTES, 1, MAX_WRITE_BYTES // 4096, 0, agreed >> 32, stack_depth, 0,
+            _BACKGROUND_MAX, _BACKGROUND_MAX, MAX_WRITE_BYTES, 1, MAX_WRITE_BYTES // 4096, 0,
+            agreed >> 32, stack_depth, 0,
         )  # fmt: skip
         os.write(self._fd, wire.reply(unique, answer))
         os.set_blocking(self._fd, False)

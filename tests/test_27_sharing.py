@@ -1,0 +1,272 @@
+"""One file, many descriptors: who shares what, who joins whom, and what a close publishes."""
+
+import errno
+import itertools
+import os
+import resource
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cluster_mount import CLUSTER
+from conftest import SESSIONS as _SESSIONS
+from mountpoint import Mount
+from patterns import pattern
+from processes import Process
+
+SESSIONS = (*_SESSIONS, CLUSTER)
+
+TakeProcess = Callable[[], Process]
+NewMount = Callable[..., Mount]
+
+WRITING = ("O_WRONLY | os.O_CREAT", "O_RDWR | os.O_CREAT", "O_WRONLY | os.O_APPEND")
+
+
+def version(file: Path) -> int:
+    return int(os.getxattr(file, "user.irdmafs.version"))
+
+
+@pytest.mark.parametrize("flags", WRITING)
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_descriptor_that_wrote_nothing_changes_nothing_when_it_is_closed(
+    folder: Path, process: TakeProcess, flags: str, exists: bool
+) -> None:
+    for number, (sync, rename, order) in enumerate(
+        itertools.product((False, True), (False, True), ("ab", "ba"))
+    ):
+        file = folder / f"file{number}"
+        if exists:
+            file.write_bytes(b"old")
+        first, second = process(), process()
+        first.do("fd = os.open(file, os.O_WRONLY | os.O_CREAT)", file=str(file))
+        second.do(f"fd = os.open(file, os.{flags})", file=str(file))
+        first.do("os.write(fd, b'AAAA')")
+        if sync:
+            first.do("os.fsync(fd)")
+        if rename:
+            os.rename(file, folder / "renamed")
+            file = folder / "renamed"
+        for name in order:
+            (first if name == "a" else second).do("os.close(fd)")
+        assert file.read_bytes() == b"AAAA", (sync, rename, order)
+
+
+def test_ranks_that_append_to_a_new_log_lose_no_line(folder: Path, process: TakeProcess) -> None:
+    log, ranks = folder / "train.log", [process() for _ in range(4)]
+    for rank in ranks:
+        rank.start(
+            "f = open(log, 'a')\n"
+            "for line in range(50): f.write(f'{me} {line}\\n'); f.flush()\n"
+            "f.close()",
+            log=str(log),
+            me=rank.pid,
+        )
+    for rank in ranks:
+        rank.result()
+    lines = log.read_text().splitlines()
+    expected = [f"{rank.pid} {line}" for rank in ranks for line in range(50)]
+    assert sorted(lines) == sorted(expected)
+
+
+@pytest.mark.beyond_posix
+def test_who_opens_for_writing_joins_a_version_that_is_being_written(
+    folder: Path, process: TakeProcess
+) -> None:
+    file = folder / "weights"
+    file.write_bytes(b"the old version")
+    writer, joiner, reader = process(), process(), process()
+    reader.do("f = open(file, 'rb')", file=str(file))
+    writer.do("f = open(file, 'wb', buffering=0); f.write(b'new ')", file=str(file))
+    joiner.do("f = open(file, 'ab', buffering=0); f.write(b'and more')", file=str(file))
+    assert writer.do("os.fstat(f.fileno()).st_size") == 12
+    assert reader.do("open(file, 'rb').read()", file=str(file)) == b"the old version"
+    writer.do("f.close()")
+    joiner.do("f.close()")
+    assert reader.do("open(file, 'rb').read()", file=str(file)) == b"new and more"
+    assert reader.do("f.read()") == b"the old version"
+
+
+@pytest.mark.beyond_posix
+def test_a_joiner_that_wrote_nothing_publishes_nothing(folder: Path, process: TakeProcess) -> None:
+    file = folder / "weights"
+    file.write_bytes(b"the old version")
+    writer = process()
+    writer.do("f = open(file, 'wb', buffering=0); f.write(b'half')", file=str(file))
+    process().do("open(file, 'ab').close(); open(file, 'r+b').close()", file=str(file))
+    assert file.read_bytes() == b"the old version"
+    writer.do("f.write(b' and half'); f.close()")
+    assert file.read_bytes() == b"half and half"
+
+
+@pytest.mark.beyond_posix
+def test_an_empty_version_that_nobody_wrote_gives_way_to_one_published_meanwhile(
+    folder: Path,
+) -> None:
+    file = folder / "file"
+    file.write_bytes(b"old")
+    script = 'exec 3>"$1"; echo hello > "$1"; exec 3>&-; cat "$1"'
+    done = subprocess.run(["bash", "-c", script, "bash", file], capture_output=True, timeout=30)
+    assert done.stdout == b"hello\n", done.stderr
+    subprocess.run(["bash", "-c", ': > "$1"', "bash", file], timeout=30, check=True)
+    assert file.read_bytes() == b""
+
+
+def test_a_temporary_file_that_others_fill_by_name_keeps_what_they_wrote(folder: Path) -> None:
+    script = """
+import subprocess, sys, tempfile
+with tempfile.NamedTemporaryFile("w+b", dir=sys.argv[1]) as file:
+    with open(file.name, "wb") as other:
+        other.write(b"data")
+    assert file.read() == b"data"
+    subprocess.run(["cp", "/etc/hostname", file.name], check=True)
+    file.seek(0)
+    assert file.read() == open("/etc/hostname", "rb").read()
+    file.flush()
+    assert open(file.name, "rb").read() == open("/etc/hostname", "rb").read()
+"""
+    subprocess.run(["python3", "-c", script, str(folder)], timeout=30, check=True)
+
+
+@pytest.mark.parametrize("how", ["rdwr", "wronly"])
+def test_a_rename_publishes_what_is_still_open_for_writing(
+    new_mount: NewMount, process: TakeProcess, how: str
+) -> None:
+    mount = new_mount()
+    mount.mount()
+    file = mount.path / "model.safetensors"
+    file.write_bytes(pattern(1, 100_000))
+    writer = process()
+    writer.do(
+        "fd = os.open(file + '.tmp', flags | os.O_CREAT | os.O_EXCL); os.write(fd, pattern(2, 50_000))",
+        file=str(file),
+        flags=os.O_RDWR if how == "rdwr" else os.O_WRONLY,
+    )
+    writer.do("os.rename(file + '.tmp', file)")
+    mount.kill9()
+    mount.remount()
+    assert file.read_bytes() == pattern(2, 50_000)
+
+
+def test_what_was_written_in_place_survives_a_crash_of_the_daemon(
+    new_mount: NewMount, process: TakeProcess, session: str
+) -> None:
+    if session == CLUSTER:
+        pytest.skip("a cluster keeps what was published: see docs/sharing.md")
+    mount = new_mount()
+    mount.mount()
+    file, other = mount.path / "memmap", mount.path / "other"
+    for path in (file, other):
+        path.write_bytes(pattern(1, 100_000))
+    os.utime(other, ns=(1, 1))
+    before = version(other)
+    writer = process()
+    writer.do("fd = os.open(file, os.O_RDWR); os.pwrite(fd, b'x' * 10, 500)", file=str(file))
+    writer.do("os.ftruncate(fd, 90_000)")
+    mount.kill9()
+    mount.remount()
+    expected = bytearray(pattern(1, 100_000)[:90_000])
+    expected[500:510] = b"x" * 10
+    assert file.read_bytes() == expected
+    assert (version(other), os.stat(other).st_mtime_ns) == (before, 1)
+
+
+@pytest.mark.parametrize("option", [False, True])
+def test_without_isolation_an_overwrite_is_seen_at_once(
+    new_mount: NewMount, process: TakeProcess, option: bool
+) -> None:
+    mount = new_mount(*(("-o", "isolation=off") if option else ()))
+    mount.mount()
+    below = mount.path / "below"
+    below.mkdir()
+    file = below / "file"
+    if not option:
+        os.setxattr(mount.path, "user.irdmafs.isolation", b"off")
+    file.write_bytes(b"the old version")
+    reader, writer = process(), process()
+    reader.do("f = open(file, 'rb', buffering=0)", file=str(file))
+    writer.do("f = open(file, 'wb', buffering=0)", file=str(file))
+    assert reader.do("os.fstat(f.fileno()).st_size, f.read()") == (0, b"")
+    writer.do("f.write(b'new')")
+    assert reader.do("f.read(), open(file, 'rb').read()", file=str(file)) == (b"new", b"new")
+    os.setxattr(below, "user.irdmafs.isolation", b"on")
+    writer.do("f.close(); f = open(file, 'wb', buffering=0)")
+    assert reader.do("open(file, 'rb').read()", file=str(file)) == b"new"
+    with pytest.raises(OSError) as caught:
+        os.setxattr(below, "user.irdmafs.isolation", b"maybe")
+    assert caught.value.errno == errno.EINVAL
+
+
+@pytest.mark.kernel_session("only root can bind")
+def test_a_bind_mounted_file_shows_each_new_version(folder: Path, tmp_path: Path) -> None:
+    file, target = folder / "config", tmp_path / "config"
+    file.write_bytes(b"one")
+    target.touch()
+    subprocess.run(["mount", "--bind", file, target], check=True)
+    try:
+        assert target.read_bytes() == b"one"
+        for content in (b"two", b"three"):
+            file.write_bytes(content)
+            assert target.read_bytes() == content
+        target.write_bytes(b"four")
+        with open(target, "ab") as appended:
+            appended.write(b" and five")
+        assert file.read_bytes() == target.read_bytes() == b"four and five"
+    finally:
+        subprocess.run(["umount", target], check=True)
+
+
+def test_no_write_fails_or_is_lost_while_readers_come_and_go(
+    folder: Path, process: TakeProcess
+) -> None:
+    file = folder / "file"
+    file.write_bytes(bytes(8192))
+    readers = [process() for _ in range(2)]
+    for reader in readers:
+        reader.start(
+            "while open(file, 'rb').read()[:1] != b'Z': os.close(os.open(file, os.O_RDWR))",
+            file=str(file),
+        )
+    writer = process()
+    writer.do(
+        "for number in range(400):\n"
+        "    value = bytes([number % 80])\n"
+        "    fd = os.open(file, os.O_RDWR)\n"
+        "    assert os.pwrite(fd, value * 8192, 0) == 8192\n"
+        "    os.close(fd)\n"
+        "    assert open(file, 'rb').read() == value * 8192, number\n",
+        file=str(file),
+    )
+    file.write_bytes(b"Z")
+    for reader in readers:
+        reader.result()
+
+
+@pytest.mark.kernel_session("in the pyfuse3 session times are kept by the kernel")
+def test_a_store_through_a_mapping_moves_the_times(folder: Path, process: TakeProcess) -> None:
+    file = folder / "file"
+    file.write_bytes(bytes(8192))
+    before = os.stat(file).st_mtime_ns
+    process().do("fd = os.open(file, os.O_RDWR); m = mmap.mmap(fd, 8192); m[0] = 1", file=str(file))
+    assert os.stat(file).st_mtime_ns > before
+
+
+def test_the_open_files_of_one_process_do_not_make_writes_of_others_fail(
+    new_mount: NewMount, process: TakeProcess
+) -> None:
+    mount = new_mount()
+    mount.mount()
+    (daemon,) = mount.pids()
+    in_use = len(os.listdir(f"/proc/{daemon}/fd"))
+    resource.prlimit(daemon, resource.RLIMIT_NOFILE, (in_use + 40, in_use + 40))
+    victim, greedy = process(), process()
+    victim.do("fd = os.open(file, os.O_RDWR | os.O_CREAT)", file=str(mount.path / "victim"))
+    greedy.do(
+        "fds = [os.open(f'{folder}/{n}', os.O_WRONLY | os.O_CREAT) for n in range(300)]",
+        folder=str(mount.path),
+    )
+    assert victim.do("os.pwrite(fd, b'new', 0)") == 3
+    victim.do("os.close(fd)")
+    assert (mount.path / "victim").read_bytes() == b"new"
+    greedy.do("for fd in fds: os.write(fd, b'x'); os.close(fd)")
+    assert (mount.path / "299").read_bytes() == b"x"
