@@ -1182,6 +1182,8 @@ class Operations(pyfuse3.Operations):
         """Figures for `irdmafs status`."""
         files = directories = published = 0
         for inode in self._inodes.values():
+            if not inode.nlink:
+                continue  # held without a name
             if inode.is_dir:
                 directories += 1
             elif inode.is_file:
