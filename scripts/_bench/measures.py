@@ -74,6 +74,18 @@ def _open_read_close(ws: Workspace) -> Sequence[float]:
     return _percentiles_us(samples)
 
 
+def _open_edit_close(ws: Workspace) -> Sequence[float]:
+    path, page = ws.small[-1], memoryview(ws.buffer)[PAGE : 2 * PAGE]
+    samples = []
+    for _ in range(ws.scale.iterations):
+        start = now()
+        fd = os.open(path, os.O_RDWR)
+        os.pwrite(fd, page, PAGE)
+        os.close(fd)
+        samples.append(now() - start)
+    return _percentiles_us(samples)[:1]
+
+
 def _stat(ws: Workspace) -> Sequence[float]:
     path, stat = ws.small[0], os.stat
     samples = []
@@ -187,6 +199,20 @@ MEASURES: tuple[Measure, ...] = (
     ),
     _measure("read", "read it again", "GiB/s", _read_again, _gib(Workspace.read_large)),
     _measure("mmap", "mmap and add up", "GiB/s", Workspace.need_large, _gib(Workspace.scan_large)),
+    _measure(
+        "edit",
+        "write it again in place, 4 MiB a call",
+        "GiB/s",
+        Workspace.need_large,
+        _gib(lambda ws: ws.write_large(LARGE_CHUNK, flags=0)),
+    ),
+    _measure(
+        "edit-mmap",
+        "write it in place through a mapping",
+        "GiB/s",
+        Workspace.need_large,
+        _gib(Workspace.fill_large),
+    ),
     _measure("pread", "pread 4 KiB, random, p50", "us", Workspace.need_large, _random_read),
     _measure(
         "small-write",
@@ -213,6 +239,9 @@ MEASURES: tuple[Measure, ...] = (
         ),
         _warm_small,
         _open_read_close,
+    ),
+    _measure(
+        "edit-small", "open, write 4 KiB in place, close, p50", "us", _warm_small, _open_edit_close
     ),
     _measure("stat", "stat, p50", "us", _warm_small, _stat),
     _measure(

@@ -1,0 +1,133 @@
+"""Files that are written in place, and what other hosts of a cluster see of them."""
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cluster import Cluster, Plan
+from patterns import pattern
+from processes import Process
+
+TakeProcess = Callable[[], Process]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(Plan()) as made:
+        yield made
+
+
+@pytest.fixture
+def two(cluster: Cluster, request: pytest.FixtureRequest) -> tuple[Path, Path]:
+    """A directory of this test's own, as two hosts see it."""
+    here, there = (mount.path / f"{abs(hash(request.node.name)):x}" for mount in cluster.mounts)
+    here.mkdir()
+    return here, there
+
+
+@pytest.mark.parametrize("mode", ["r+b", "ab"])
+def test_of_two_hosts_that_write_in_place_the_second_is_told_and_loses_nothing(
+    two: tuple[Path, Path], process: TakeProcess, mode: str
+) -> None:
+    here, there = two[0] / "file", two[1] / "file"
+    here.write_bytes(b"0123456789")
+    first, second = process(), process()
+    for one, file in ((first, here), (second, there)):
+        one.do("f = open(file, mode, buffering=0)", file=str(file), mode=mode)
+    first.do("f.write(b'here')")
+    second.do("f.write(b'there')")
+    first.do("f.close()")
+    with pytest.raises(OSError) as caught:
+        second.do("f.close()")
+    assert caught.value.errno == errno.ESTALE
+    published = b"here456789" if mode == "r+b" else b"0123456789here"
+    kept = b"there56789" if mode == "r+b" else b"0123456789there"
+    for directory in two:
+        assert (directory / "file").read_bytes() == published
+        (aside,) = (name for name in os.listdir(directory) if "conflict" in name)
+        assert (directory / aside).read_bytes() == kept
+    there.write_bytes(b"another version")
+    assert here.read_bytes() == b"another version"
+
+
+def test_a_descriptor_that_wrote_nothing_never_conflicts(
+    two: tuple[Path, Path], process: TakeProcess
+) -> None:
+    here, there = two[0] / "file", two[1] / "file"
+    here.write_bytes(b"old")
+    idle = process()
+    idle.do("f = open(file, 'r+b', buffering=0)", file=str(there))
+    here.write_bytes(b"newer")
+    assert there.read_bytes() == b"newer"
+    idle.do("f.close()")
+    assert here.read_bytes() == there.read_bytes() == b"newer"
+    assert os.listdir(two[0]) == ["file"]
+
+
+@pytest.mark.parametrize("flags", ["O_RDWR", "O_WRONLY"])
+@pytest.mark.parametrize("sync", [False, True])
+def test_another_host_never_reads_an_empty_file_that_was_renamed_before_it_was_closed(
+    two: tuple[Path, Path], process: TakeProcess, flags: str, sync: bool
+) -> None:
+    here, there = two[0] / "model", two[1] / "model"
+    here.write_bytes(pattern(1, 300_000))
+    reader, writer = process(), process()
+    reader.start(
+        "seen = set()\nwhile 20 not in seen: seen.add(version_of(open(file, 'rb').read()))\nseen",
+        file=str(there),
+    )
+    writer.do(
+        "for version in range(2, 21):\n"
+        f"    fd = os.open(file + '.tmp', os.{flags} | os.O_CREAT | os.O_EXCL, 0o600)\n"
+        "    os.write(fd, pattern(version, 300_000))\n"
+        "    if sync: os.fsync(fd)\n"
+        "    os.rename(file + '.tmp', file)\n"
+        "    os.close(fd)\n",
+        file=str(here),
+        sync=sync,
+    )
+    assert reader.result() <= set(range(1, 21))
+
+
+def test_stores_through_a_mapping_that_stays_reach_other_hosts(
+    two: tuple[Path, Path], process: TakeProcess
+) -> None:
+    here, there = two[0] / "file", two[1] / "file"
+    here.write_bytes(bytes(100_000))
+    writer = process()
+    writer.do("fd = os.open(file, os.O_RDWR); m = mmap.mmap(fd, 100_000)", file=str(here))
+    for number in range(1, 4):
+        writer.do("m[5] = number; os.fsync(fd)", number=number)
+        assert there.read_bytes()[5] == number
+    writer.do("m[5] = 9; os.close(fd)")
+    assert there.read_bytes()[5] == 9
+
+
+def test_a_file_that_another_host_wrote_can_be_cut_without_being_opened(
+    two: tuple[Path, Path],
+) -> None:
+    here, there = two[0] / "file", two[1] / "file"
+    here.write_bytes(pattern(1, 50_000))
+    os.truncate(there, 60_000)
+    assert here.read_bytes() == pattern(1, 50_000) + bytes(10_000)
+    os.truncate(here, 40_000)
+    assert there.read_bytes() == pattern(1, 50_000)[:40_000]
+    os.truncate(there, 0)
+    assert here.read_bytes() == b""
+
+
+@pytest.mark.parametrize("how", ["write", "truncate"])
+def test_who_has_an_empty_file_open_sees_it_grow(
+    two: tuple[Path, Path], process: TakeProcess, how: str
+) -> None:
+    here, there = two[0] / "log", two[1] / "log"
+    here.touch()
+    reader, writer = process(), process()
+    reader.do("f = open(file, 'rb', buffering=0)", file=str(here))
+    step = "f.write(b'x')" if how == "write" else "f.truncate(1)"
+    writer.do(f"f = open(file, 'r+b', buffering=0); {step}", file=str(here))
+    assert reader.do("os.fstat(f.fileno()).st_size, len(f.read())") == (1, 1)
+    writer.do("f.close()")
+    assert len(there.read_bytes()) == 1
