@@ -37,8 +37,8 @@ class Content:
 
     __slots__ = (
         "begun", "blocks", "dirty", "discarded", "extent", "holds", "ino", "kept", "lock", "mapped",
-        "mtime_ns", "opens", "own", "pinned", "private", "published", "seen", "size", "superseded", "version",
-        "whole", "writable", "writers",
+        "mtime_ns", "opens", "own", "pinned", "private", "published", "seen", "size", "superseded",
+        "version", "whole", "writable", "writers",
     )  # fmt: skip
 
     def __init__(self, inode: Inode, *, private: bool = False) -> None:
