@@ -22,7 +22,6 @@ from .atimes import Atimes
 from .backend import acl
 from .backend.attributes import ISOLATION as XATTR_ISOLATION
 from .backend.attributes import NAMES as POLICY_XATTRS
-from .backend.attributes import check as check_attribute
 from .backend.attributes import check as check_policy
 from .backend.namespace import RENAME_EXCHANGE, ROOT_INO, Inode, Namespace, fail
 from .backend.protection import APPEND, IMMUTABLE, refuse_open
@@ -53,12 +52,8 @@ XATTR_VERSION = b"user.irdmafs.version"
 XATTR_VERSIONS = b"user.irdmafs.versions"
 OWN_XATTRS = b"user.irdmafs."
 # What an array file consists of (irdmafs.client), and how a cluster is to keep what a directory gets.
-_KEPT_XATTRS = {
-    b"user.irdmafs.dtype",
-    b"user.irdmafs.shape",
-    XATTR_ISOLATION,
-    *POLICY_XATTRS,
-}
+_DIRECTORY_XATTRS = {XATTR_ISOLATION, *POLICY_XATTRS}
+_KEPT_XATTRS = {b"user.irdmafs.dtype", b"user.irdmafs.shape", *_DIRECTORY_XATTRS}
 _SETTABLE_XATTRS = {XATTR_DISCARD, XATTR_PREFETCH, *_KEPT_XATTRS}
 
 log = logging.getLogger(__name__)
@@ -83,15 +78,6 @@ def _refuse_other_than_file(inode: Inode) -> None:
         raise fail(errno.EISDIR)
     if not inode.is_file:
         raise fail(errno.EINVAL)  # the kernel opens devices and fifos itself
-
-
-def _check_isolation(inode: Inode, value: bytes) -> None:
-    if not inode.is_dir:
-        raise fail(errno.EINVAL, "only directories have it: for all files below")
-    try:
-        check_attribute(XATTR_ISOLATION, value)
-    except ValueError as error:
-        raise fail(errno.EINVAL, str(error)) from None
 
 
 def _name_of(node: Node | None, names: Sequence[Glance]) -> Glance | None:
@@ -613,18 +599,14 @@ class Operations(pyfuse3.Operations):
         if name not in _KEPT_XATTRS:
             known = ", ".join(sorted(map(os.fsdecode, _SETTABLE_XATTRS)))
             raise fail(errno.EINVAL, f"it means nothing; there are {known}")
-        if name in POLICY_XATTRS:
+        if name in _DIRECTORY_XATTRS:
             if not inode.is_dir:
-                raise fail(
-                    errno.EINVAL, "only directories have a policy: for what is created below"
-                )
+                raise fail(errno.EINVAL, "only directories have it, for what is below")
             try:
                 check_policy(name, value)
             except ValueError as error:
                 raise fail(errno.EINVAL, str(error)) from None
-        if name == XATTR_ISOLATION:
-            _check_isolation(inode, value)
-        elif self._shared:
+        if self._shared:
             await detach()
             await self._store.check_attribute(inode, name, value)
 
