@@ -321,9 +321,9 @@ class Namespace(LoadedTree):
 
         Returns the inode as committed. Whoever published meanwhile on another host gets this version
         on top, unless `base` says which version it was made of: raises Outdated if that is not the
-        newest. `ctime_ns`: when the content changed, None: now. `guards` must hold, too: raises
-        kv.Conflict when one of them does not. The last name may have gone: then nlink is 0 and the
-        version is known here only.
+        newest. `ctime_ns`: when the content changed, None: now, 0: not at all. `guards` must hold,
+        too: raises kv.Conflict when one of them does not. The last name may have gone: then nlink is
+        0 and the version is known here only.
         """
 
         def plan() -> Commit:
@@ -335,8 +335,8 @@ class Namespace(LoadedTree):
             inode.extent, inode.size, inode.blocks = extent, size, blocks
             inode.digests = digests
             inode.mtime_ns = nearest_time(mtime_ns)
-            changed_ns = time.time_ns() if ctime_ns is None else ctime_ns
-            inode.ctime_ns = max(inode.ctime_ns, changed_ns)
+            if ctime_ns != 0:
+                inode.ctime_ns = max(inode.ctime_ns + 1, ctime_ns or time.time_ns())
             if layout is not None:
                 inode.layout = layout
             commit = Commit()

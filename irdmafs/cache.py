@@ -77,8 +77,9 @@ class Cache:
         if content.is_changing and content.extent:
             status = self.table.stat(content)
             ctime_ns = inode.ctime_ns
-            if stamp_of(status) != content.seen:
-                ctime_ns = max(ctime_ns, status.st_ctime_ns)
+            if stamp_of(status) != content.since:
+                # The kernel's clock ticks: a write may seem to lie before the change of a name.
+                ctime_ns = max(ctime_ns + 1, status.st_ctime_ns)
             return Shown(status.st_size, status.st_blocks, status.st_mtime_ns, ctime_ns)
         return Shown(content.size, content.blocks, content.mtime_ns, inode.ctime_ns)
 
@@ -311,10 +312,9 @@ class Cache:
             except OSError:
                 self.nodes.drop_unused(node)
                 raise
-            if self.store.shared:
-                # If it stays empty it is not published: then its time is that of the name.
-                self._set_times(content, inode.atime_ns, inode.mtime_ns)
-                content.begun = self.table.stamp(content)
+            # As long as nobody writes it, its times are those of the name.
+            self._set_times(content, inode.atime_ns, inode.mtime_ns)
+            content.begun = self.table.stamp(content)
         self.table.current[inode.ino] = content
         self.nodes.main[inode.ino] = node
         return self._open(node, content, flags, pid)
@@ -371,9 +371,9 @@ class Cache:
         inode = self._inodes[content.ino]
         if not content.extent:
             self._allocate(content, inode)
-            if inode.version:
-                self._set_times(content, inode.atime_ns, inode.mtime_ns)
-                content.seen = content.begun = self.table.stamp(content)
+            self._set_times(content, inode.atime_ns, inode.mtime_ns)
+            content.begun = self.table.stamp(content)
+            content.seen = content.begun if inode.version else None
             return
         before = content.extent
         is_version = content.seen is None or not self.publisher.is_written(content)

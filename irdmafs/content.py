@@ -71,6 +71,11 @@ class Content:
         self.mtime_ns = inode.mtime_ns
 
     @property
+    def since(self) -> Stamp | None:
+        """How its extent looked when it was last published, or begun."""
+        return self.seen if self.seen is not None else self.begun
+
+    @property
     def is_changing(self) -> bool:
         """Whether its size and times are those of its extent, and not of a published version."""
         return bool(self.private or self.writers or self.kept)

@@ -61,8 +61,7 @@ class Publisher:
         if not content.extent:
             return False
         status = self._table.stat(content)
-        since = content.seen if content.seen is not None else content.begun
-        if stamp_of(status) != since:
+        if stamp_of(status) != content.since:
             return True
         return (
             content.seen is not None
@@ -251,6 +250,8 @@ class Publisher:
         status = shape = self._table.stat(content)
         extent = content.extent
         mapped = content.mapped
+        written = content.private or self.is_written(content)
+        ctime_ns = status.st_ctime_ns if written else 0
         dirty, content.dirty = content.dirty, False
         # Who replaces a file does so whatever others published meanwhile.
         base = None if content.private or content.whole else content.version
@@ -261,7 +262,7 @@ class Publisher:
             try:
                 inode = await self._store.publish(
                     content.ino, extent, shape, status.st_mtime_ns,
-                    ctime_ns=status.st_ctime_ns, mapped=mapped, base=base,
+                    ctime_ns=ctime_ns, mapped=mapped, base=base,
                 )  # fmt: skip
             except Outdated as outdated:
                 inode = self._inodes[content.ino]

@@ -200,6 +200,8 @@ class Copier:
                     refused.append(node)
                     continue
                 except OSError as error:
+                    if error.errno == errno.ENOSPC:
+                        raise  # its record told of less than is not in holes
                     log.info("extent %x.%x from node %x: %s", *extent, node, error)
                     continue
                 if verdict is Verdict.WRONG:
@@ -244,6 +246,8 @@ class Copier:
                     unasked.discard(node)
                     continue
                 except OSError as error:
+                    if error.errno == errno.ENOSPC:
+                        raise  # its record told of less than is not in holes
                     log.info("extent %x.%x from node %x: %s", *extent, node, error)
                     continue
                 if verdict is Verdict.WRONG and node in unasked:
