@@ -271,6 +271,7 @@ class Writer:
                 continue
             inode = Inode(self._ino, 0o100644, 0, 0, 0)
             inode.size, inode.extent, inode.layout = len(data), content, layout
+            inode.blocks = -(-len(data) // 512)
             key = key_of(b"i", self._ino)
             try:
                 await self.engine.transact(
