@@ -51,6 +51,12 @@ class Atimes:
             _limit(self._passed)
             self._passed.setdefault(ino, {})[node] = _Passed(extent, atime_ns)
 
+    def moved(self, node: int, ino: int, extent: int) -> None:
+        """The extent that reads of a node pass through to has another number now."""
+        passed = self._passed.get(ino)
+        if passed is not None and node in passed:
+            passed[node] = passed[node]._replace(extent=extent)
+
     def gone(self, node: int, ino: int) -> None:
         """Reads of a node do not pass through any more; the extent may go."""
         passed = self._passed.get(ino)

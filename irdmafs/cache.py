@@ -182,7 +182,7 @@ class Cache:
         if flags & os.O_ACCMODE == os.O_RDONLY:
             return current, False
         content = self.table.newest_private(inode.ino) or current
-        if content.opens and not content.writable and self.store.is_lent(content.extent):
+        if content.opens and not content.is_busy and self._is_lent(content):
             # Those who have it open read the very file of a store node, which nobody may write.
             self.table.supersede(content)
             content = self._current_or_new(inode)
@@ -284,7 +284,19 @@ class Cache:
                 self._end(promise)
         if handle.writing:
             await self._prepare(handle, content, cut=cut)
+        elif content.is_busy and self._is_lent(content):
+            await self._wait(handle, content)
         return handle
+
+    async def _wait(self, handle: Handle, content: Content) -> None:
+        """A copy is made of what a store node lent, for somebody who writes: read that, too."""
+        try:
+            await detach()
+            async with content.locked():
+                pass
+        except BaseException:
+            await self.release(handle.fh)
+            raise
 
     def open_here(self, inode: Inode, node: Node, flags: int, pid: int) -> Handle:
         """Open for reading what the node shows, whatever that is."""
@@ -340,6 +352,10 @@ class Cache:
     def _is_here(self, content: Content) -> bool:
         return content.own or (bool(content.extent) and self.store.is_here(content.extent))
 
+    def _is_lent(self, content: Content) -> bool:
+        """Whether it is the very file of a store node, which nobody may write."""
+        return not content.writable and self.store.is_lent(content.extent)
+
     async def _prepare(self, handle: Handle, content: Content, *, cut: bool) -> None:
         try:
             if not content.writable or content.is_busy:
@@ -377,15 +393,26 @@ class Cache:
             return
         before = content.extent
         is_version = content.seen is None or not self.publisher.is_written(content)
+        is_copied = self.store.is_lent(before)
         extent = await self.store.begin_in_place(inode, before)
         self.table.give_extent(content, extent, own=extent != before)
-        for node in self.nodes.of(content.ino):
-            if node.content is content and node.backing_extent == before:
-                node.backing_extent = extent
+        if is_copied:
+            for node in self.nodes.of(content.ino):
+                if node.backing_extent == before and (node.content is content or not node.is_bound):
+                    self.kernel.drop_backing(node)
+        else:
+            self._move_backings(content.ino, before, extent)
         if is_version:
             self._set_times(content, inode.atime_ns, inode.mtime_ns)
             content.seen = content.begun = self.table.stamp(content)
         content.writable = True
+
+    def _move_backings(self, ino: int, before: int, extent: int) -> None:
+        """The very file of an extent has another number now."""
+        for node in self.nodes.of(ino):
+            if node.backing_extent == before:
+                node.backing_extent = extent
+                self.kernel.backing_moved(node)
 
     def _set_times(self, content: Content, atime_ns: int, mtime_ns: int) -> None:
         if self.table.stat(content).st_mtime_ns != mtime_ns:
@@ -503,9 +530,7 @@ class Cache:
             if self.store.end_in_place(inode, before):
                 content.own = False
                 self.table.give_extent(content, inode.extent, own=False)
-                for node in self.nodes.of(content.ino):
-                    if node.backing_extent == before:
-                        node.backing_extent = inode.extent
+                self._move_backings(content.ino, before, inode.extent)
 
     def _idle(self, node: Node) -> None:
         """Nothing has the node open any more."""

@@ -37,5 +37,8 @@ class KernelCache(Protocol):
 
     def version_published(self, ino: int) -> None: ...
 
+    def backing_moved(self, node: Node) -> None:
+        """The node's `backing_extent` is the same file under another number."""
+
     def drop_backing(self, node: Node) -> None:
         """The node's extent changes or goes: let go of what passthrough holds of it."""

@@ -1,5 +1,6 @@
 """Files that are written in place, and what other hosts of a cluster see of them."""
 
+import contextlib
 import errno
 import os
 from collections.abc import Callable, Iterator
@@ -131,3 +132,48 @@ def test_who_has_an_empty_file_open_sees_it_grow(
     assert reader.do("os.fstat(f.fileno()).st_size, len(f.read())") == (1, 1)
     writer.do("f.close()")
     assert len(there.read_bytes()) == 1
+
+
+def extents_of(store: Path) -> dict[str, bytes]:
+    found = {}
+    for path in (store / "extents").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it has gone meanwhile
+            found[path.name] = path.read_bytes()
+    return found
+
+
+def test_beside_a_store_node_nothing_that_is_stored_is_ever_written(
+    process: TakeProcess,
+) -> None:
+    """Through descriptors of any kind: readers of old versions, duplicates, maps, several writers."""
+    plan = Plan(nodes=1, mounts=1, replicas=1, beside={0: 0})
+    with Cluster(plan) as beside:
+        (mount,), (node,) = beside.mounts, beside.nodes
+        file, size = mount.path / "file", 3 << 20
+        stored: dict[str, bytes] = {}
+        reader, holder, writer, other = (process() for _ in range(4))
+        for number in range(1, 9):
+            file.write_bytes(pattern(number, size))
+            if number % 2:
+                reader.do("f = open(file, 'rb'); f.read(10)", file=str(file))
+            if number == 3:
+                holder.do(
+                    "f = open(file, 'r+b', buffering=0); m = mmap.mmap(f.fileno(), 0)",
+                    file=str(file),
+                )
+            stored |= extents_of(node.store)
+            other.start(
+                "for _ in range(20):\n"
+                "    with open(file, 'r+b', buffering=0) as f: f.seek(7); f.write(b'other')\n",
+                file=str(file),
+            )
+            writer.do(
+                "f = open(file, 'r+b', buffering=0); f.write(b'edited'); g = os.dup(f.fileno())\n"
+                "f.close(); os.pwrite(g, b'again', 100); os.close(g)",
+                file=str(file),
+            )
+            other.result()
+            for name, content in extents_of(node.store).items():
+                assert stored.setdefault(name, content) == content, "a stored file changed"
+            found = file.read_bytes()
+            assert (found[:6], found[7:12], found[100:105]) == (b"edited", b"other", b"again")

@@ -449,6 +449,9 @@ class KernelSession(KernelCache):
         self._nursery.start_soon(telling, *args)
         return True
 
+    def backing_moved(self, node: Node) -> None:
+        self._operations.atimes.moved(node.id, node.ino, node.backing_extent)
+
     def drop_backing(self, node: Node) -> None:
         if node.backing_id:
             self._operations.atimes.gone(node.id, node.ino)

@@ -99,6 +99,9 @@ class PortableSession(KernelCache):
     def version_published(self, ino: int) -> None:
         """Nobody to tell: pyfuse3's poll is not used."""
 
+    def backing_moved(self, node: Node) -> None:
+        """There is none."""
+
     def drop_backing(self, node: Node) -> None:
         """Nothing to let go of: there is no passthrough."""
 
