@@ -1,4 +1,4 @@
-"""Whether etcd has the history that this process knew, or was restored from a backup.
+"""Return whether etcd has the history that this process knew, or was restored from a backup.
 
 Store nodes free what etcd does not name, and mounts believe what it says; so nobody may act on an etcd that
 has forgotten something. It is found out in three ways:

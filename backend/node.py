@@ -94,7 +94,7 @@ class StoreNode(Pinned):
         return f"{self.directory}/{OPEN_MARK}"
 
     def _begin(self) -> bool:
-        """Whether the daemon before this one ended with nothing open."""
+        """Return whether the daemon before this one ended with nothing open."""
         try:
             os.close(os.open(self._open_mark, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         except FileExistsError:

@@ -20,7 +20,7 @@ _BLOCK_BYTES = 512
 
 
 def is_sparse(size: int, blocks: int) -> bool:
-    """Whether a file of so many bytes, for which so many blocks of 512 are allocated, has holes."""
+    """Return whether a file of so many bytes, for which so many blocks of 512 are allocated, has holes."""
     return size - blocks * _BLOCK_BYTES >= _HOLES_BYTES_MIN
 
 

@@ -115,11 +115,11 @@ class Store(Protocol):
         ...
 
     def is_lent(self, extent: int) -> bool:
-        """Whether the extent is the very file of a store node on this host."""
+        """Return whether the extent is the very file of a store node on this host."""
         ...
 
     def hands_over(self, extent: int) -> bool:
-        """Whether publishing this content gives its very file to a store node on this host."""
+        """Return whether publishing this content gives its very file to a store node on this host."""
         ...
 
     async def is_same(self, inode: Inode, extent: int) -> bool:

@@ -89,12 +89,12 @@ class Cache:
         return content.version if content is not None else inode.version
 
     def may_be_mapped(self, ino: int) -> bool:
-        """Whether stores that the kernel does not tell us of may move the times of the file."""
+        """Return whether stores that the kernel does not tell us of may move the times of the file."""
         content = self.table.current.get(ino)
         return content is not None and content.mapped and bool(content.writers)
 
     def is_written_in_place(self, inode: Inode) -> bool:
-        """Whether opens for reading see what is not published."""
+        """Return whether opens for reading see what is not published."""
         content = self._current(inode)
         return content is not None and content.is_changing
 
@@ -146,7 +146,7 @@ class Cache:
         return ino not in self.table.private and ino not in self.redirects
 
     def is_promised(self, pid: int, ino: int) -> bool:
-        """Whether the thread's open of the inode was led to another node."""
+        """Return whether the thread's open of the inode was led to another node."""
         return self.redirects.promised((pid, ino)) is not None
 
     def _choose(
@@ -353,7 +353,7 @@ class Cache:
         return content.own or (bool(content.extent) and self.store.is_here(content.extent))
 
     def _is_lent(self, content: Content) -> bool:
-        """Whether it is the very file of a store node, which nobody may write."""
+        """Return whether it is the very file of a store node, which nobody may write."""
         return not content.writable and self.store.is_lent(content.extent)
 
     async def _prepare(self, handle: Handle, content: Content, *, cut: bool) -> None:

@@ -77,7 +77,7 @@ class Content:
 
     @property
     def is_changing(self) -> bool:
-        """Whether its size and times are those of its extent, and not of a published version."""
+        """Return whether its size and times are those of its extent, and not of a published version."""
         return bool(self.private or self.writers or self.kept)
 
     def locked(self) -> trio.Lock:

@@ -17,7 +17,7 @@ class Credentials(NamedTuple):
     effective: int
 
     def has(self, capability: int) -> bool:
-        """Whether a capability is effective."""
+        """Return whether a capability is effective."""
         return bool(self.effective >> capability & 1)
 
 

@@ -1,4 +1,4 @@
-"""Whether replacing a file is seen whole and at its end, or at once as on any other filesystem."""
+"""Return whether replacing a file is seen whole and at its end, or at once as on any other filesystem."""
 
 from .backend.attributes import ISOLATION
 from .backend.namespace import Inode, Namespace
@@ -13,7 +13,7 @@ class Isolation:
         self._default = default
 
     def of(self, inode: Inode) -> bool:
-        """Whether opening this file with O_TRUNC begins a version of its own."""
+        """Return whether opening this file with O_TRUNC begins a version of its own."""
         parent = inode.parent or next(iter(self._namespace.parents_of(inode.ino)), 0)
         while parent:
             directory = self._namespace.inodes.get(parent)

@@ -166,7 +166,7 @@ class Locking:
 
     @property
     def closes_matter(self) -> bool:
-        """Whether a close may have to give a lock back, or to tell of a lost one."""
+        """Return whether a close may have to give a lock back, or to tell of a lost one."""
         return bool(self._lost) or len(self.posix) > 0 or bool(self._lockers)
 
     def has_locked(self, fh: int) -> bool:

@@ -44,7 +44,7 @@ class Node:
 
     @property
     def is_bound(self) -> bool:
-        """Whether it stands for its present content and no other."""
+        """Return whether it stands for its present content and no other."""
         return bool(self.opens or self.promised)
 
     def __repr__(self) -> str:

@@ -107,7 +107,7 @@ class Process:
         self._is_told_of = False
 
     def tell_once(self) -> bool:
-        """Whether this is the first time that something is to be said of it."""
+        """Return whether this is the first time that something is to be said of it."""
         first, self._is_told_of = not self._is_told_of, True
         return first
 
@@ -163,7 +163,7 @@ class Process:
         return bool(flags & _PF_EXITING and exit_code & 0x7F)
 
     def has_not_run(self) -> bool:
-        """Whether it was forked and has not run a program yet, or is in the middle of that."""
+        """Return whether it was forked and has not run a program yet, or is in the middle of that."""
         if self.is_in_exec():
             return True
         try:
@@ -247,7 +247,7 @@ class Processes:
         return False
 
     async def holds_low(self, pid: int, ino: int) -> bool:
-        """Whether the calling process has the inode open where redirections put it."""
+        """Return whether the calling process has the inode open where redirections put it."""
         return await self._holds(pid, ino, _LOW_DESCRIPTORS, other=False)
 
     async def _holds(self, pid: int, ino: int, below: int, *, other: bool) -> bool:

@@ -31,7 +31,7 @@ _FULL_BYTES = 64 * 1024
 
 
 def _stamps_are_fine() -> bool:
-    """Whether a write always moves a time that was looked at before (Linux 6.13)."""
+    """Return whether a write always moves a time that was looked at before (Linux 6.13)."""
     major, minor, *_ = (int(part) for part in platform.release().split("-")[0].split(".")[:2])
     return (major, minor) >= (6, 13)
 
@@ -79,7 +79,7 @@ class Publisher:
         return inode.version == content.version or self.is_written(content)
 
     async def _is_changed(self, handle: Handle, content: Content) -> bool:
-        """Whether closing the handle has something to publish."""
+        """Return whether closing the handle has something to publish."""
         wrote_nothing = handle.since is not None and self._table.stamp(content) == handle.since
         if not wrote_nothing and self._is_unpublished(content):
             return True
@@ -148,7 +148,7 @@ class Publisher:
             raise
 
     async def _stays(self, handle: Handle, content: Content, pid: int) -> bool:
-        """Whether the content may be written on: then a copy is published where that matters."""
+        """Return whether the content may be written on: then a copy is published where that matters."""
         if content.writers > 1:
             return True
         if not self._store.hands_over(content.extent):
@@ -159,7 +159,7 @@ class Publisher:
         return await self._has_duplicate(pid, content.ino)
 
     async def _has_duplicate(self, pid: int, ino: int) -> bool:
-        """Whether the process keeps another descriptor of the file where redirections put them."""
+        """Return whether the process keeps another descriptor of the file where redirections put them."""
         process = await self._processes.of(pid)
         return not process.is_in_exec() and await self._processes.holds_low(pid, ino)
 

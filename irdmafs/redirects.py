@@ -39,11 +39,11 @@ class Promise:
         self.since = time.monotonic()
 
     def is_kept_by(self, node: Node, flags: int) -> bool:
-        """Whether an open by the thread is the one that this was promised to."""
+        """Return whether an open by the thread is the one that this was promised to."""
         return self.node is node and not (self.flags ^ flags) & (os.O_TRUNC | os.O_ACCMODE)
 
     def is_nameless(self, node: Node) -> bool:
-        """Whether the open came to the same node again without a lookup in between."""
+        """Return whether the open came to the same node again without a lookup in between."""
         return self.came_to is node and not self.looked_up
 
 
@@ -58,7 +58,7 @@ class Redirects:
         return bool(self._promises)
 
     def __contains__(self, ino: int) -> bool:
-        """Whether somebody is on the way to a node of this inode."""
+        """Return whether somebody is on the way to a node of this inode."""
         return ino in self._inodes
 
     def promised(self, key: Key) -> Promise | None:

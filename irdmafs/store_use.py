@@ -17,7 +17,7 @@ _LOOK_AGAIN_S = 0.02
 
 
 def is_locked(store: str) -> bool:
-    """Whether a daemon works on this store."""
+    """Return whether a daemon works on this store."""
     try:
         descriptor = os.open(os.path.join(store, LOCK_FILE), os.O_RDWR | os.O_CLOEXEC)
     except OSError:

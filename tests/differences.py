@@ -108,7 +108,7 @@ class Replaced:
         self._known.add(ino)
 
     def allows(self, step: Step, tmpfs: Value, mount: Value) -> bool:
-        """Whether both are the same but for contents that may differ."""
+        """Return whether both are the same but for contents that may differ."""
         uncertain = set(self._parted)
         if "slot" not in step.arguments or "path" in step.arguments:
             uncertain |= self._private
@@ -168,7 +168,7 @@ class Leniency:
         return []
 
     def lets(self, _step: Step) -> bool:
-        """Whether the step is to be carried out at all."""
+        """Return whether the step is to be carried out at all."""
         return True
 
     def note(self, step: Step, tmpfs: Value) -> None:
@@ -177,7 +177,7 @@ class Leniency:
             self._replaced.note(step, tmpfs)
 
     def allows(self, step: Step, tmpfs: Value, mount: Value) -> bool:
-        """Whether the list has the difference between these answers."""
+        """Return whether the list has the difference between these answers."""
         if any(rule.applies(step, tmpfs, mount) for rule in self._rules):
             return True
         return self._replaced is not None and self._replaced.allows(step, tmpfs, mount)

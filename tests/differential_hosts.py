@@ -70,7 +70,7 @@ class Hosts(Leniency):
         }
 
     def lets(self, step: Step) -> bool:
-        """Whether it is this host's turn to do this."""
+        """Return whether it is this host's turn to do this."""
         if step.op in _ALWAYS:
             return True
         for key in ("slot", "source", "target"):

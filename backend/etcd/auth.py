@@ -35,7 +35,7 @@ class Auth:
         self._timeout_s = timeout_s
 
     async def is_enabled(self) -> bool:
-        """Whether etcd checks who asks. Anybody may ask this."""
+        """Return whether etcd checks who asks. Anybody may ask this."""
         request = pb.AuthenticateRequest(name=_NOBODY, password="-")
         try:
             await self._call(AUTHENTICATE, request)

@@ -141,7 +141,7 @@ class Client:
 
     @property
     def secure(self) -> bool:
-        """Whether it is spoken to over TLS only."""
+        """Return whether it is spoken to over TLS only."""
         return all(endpoint.secure for endpoint in self.endpoints)
 
     @property

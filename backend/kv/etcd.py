@@ -173,11 +173,11 @@ class EtcdEngine:
 
     @property
     def secure(self) -> bool:
-        """Whether etcd is spoken to over TLS, and so can know who asks."""
+        """Return whether etcd is spoken to over TLS, and so can know who asks."""
         return self._client.secure and self._client.user is None
 
     async def has_others(self) -> bool:
-        """Whether there are keys of others in this etcd."""
+        """Return whether there are keys of others in this etcd."""
         after = self._prefix[:-1] + bytes([self._prefix[-1] + 1])
         for start, end in ((b"\0", self._prefix), (after, b"\0")):
             request = pb.RangeRequest(key=start, range_end=end, limit=1, keys_only=True)
@@ -206,7 +206,7 @@ class EtcdEngine:
         return []
 
     async def _is_restricted(self) -> bool:
-        """Whether etcd keeps us from keys of others. Admins are not."""
+        """Return whether etcd keeps us from keys of others. Admins are not."""
         try:
             await self._ask(RANGE, pb.RangeRequest(key=b"\0", keys_only=True))
         except RpcError as error:

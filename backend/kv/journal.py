@@ -109,7 +109,7 @@ def _next_record(data: bytes, offset: int) -> int | None:
 
 
 def _was_cut_short(data: bytes, offset: int, power_safe: bool) -> bool:
-    """Whether what begins here, behind which there is no record, was never written whole."""
+    """Return whether what begins here, behind which there is no record, was never written whole."""
     rest = data[offset:]
     if power_safe and _lacks_sector(data, offset):
         return True

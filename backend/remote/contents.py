@@ -98,7 +98,7 @@ class Contents(ExtentStore):
         return renamed
 
     def is_lent(self, extent: int) -> bool:
-        """Whether it is the very file of a store node here, which nobody may write."""
+        """Return whether it is the very file of a store node here, which nobody may write."""
         return extent in self._elsewhere and not self.adoptable(extent)
 
     def take_out(self, extent: int) -> int:

@@ -94,7 +94,7 @@ class Checks:
         self._told.pop(extent, None)
 
     async def verdict(self, extent: Extent, digest: bytes) -> Verdict:
-        """Whether a copy of an extent with this digest is what was published."""
+        """Return whether a copy of an extent with this digest is what was published."""
         check = self._catalog.check_of(extent)
         if check is None:
             return Verdict.UNKNOWN
@@ -143,7 +143,7 @@ class Checks:
             yield from (node for node in found[0].in_sync if node in self._members.nodes)
 
     def _all_live(self, check: Check) -> bool:
-        """Whether everybody who may have a right copy could be asked."""
+        """Return whether everybody who may have a right copy could be asked."""
         configs = (self._groups.get(group) for group in check.groups)
         return all(
             found and self._members.nodes.keys() >= set(found[0].in_sync) for found in configs

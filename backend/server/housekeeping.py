@@ -151,7 +151,7 @@ class Housekeeping:
         return made
 
     def _is_sensible(self, pool: int) -> bool:
-        """Whether a file can be in it: what mounts want is not limited by etcd."""
+        """Return whether a file can be in it: what mounts want is not limited by etcd."""
         group = pool << GROUP_BUCKET_BITS
         policy = policy_of(group)
         return 0 < replicas_of(group) <= REPLICAS_MAX and (

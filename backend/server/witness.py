@@ -132,7 +132,7 @@ class NodeHistory(History):
 
     @property
     def is_accepted(self) -> bool:
-        """Whether a state of etcd was accepted that this store has not taken over yet."""
+        """Return whether a state of etcd was accepted that this store has not taken over yet."""
         return self.epoch.number > self._identity.epoch.number
 
     async def take_over(self) -> None:
