@@ -17,7 +17,7 @@ REPLICAS = b"user.irdmafs.replicas"
 STRIPE_SIZE = b"user.irdmafs.stripe_size"
 PLACEMENT = b"user.irdmafs.placement"
 NAMES = (REPLICAS, STRIPE_SIZE, PLACEMENT)
-# Whether who overwrites a file there is seen only when it is closed, see irdmafs.isolation.
+# "on": an overwrite of a file there is seen only when the file is closed, see irdmafs.isolation.
 ISOLATION = b"user.irdmafs.isolation"
 
 _STRIPE_MIN_BYTES = 1 << 20

@@ -19,7 +19,8 @@ log = logging.getLogger(__name__)
 
 
 class Certificates:
-    """What etcd says of them, by serial number (hexadecimal). `own` is that of this process."""
+    """The records of certificates in etcd, by serial number (hexadecimal). `own` is the number of this
+    process's certificate."""
 
     prefixes = (b"K",)
 

@@ -158,7 +158,7 @@ class ClusterSection(_Section, frozen=True, kw_only=True):
 
     @property
     def mount_role(self) -> "Role":
-        """What a mount of this host is: "reader" where that is the certificate that is here."""
+        """Return "reader" if the certificate for mounts of this host has that role, otherwise "mount"."""
         from .security import identity_in
 
         if self.cert is None:

@@ -42,9 +42,9 @@ DIGEST_BYTES = 8
 PARTS_MAX = 64
 # Half of what a core's own cache has, so that what was read is still there when it is hashed.
 _BUFFER_BYTES = 256 << 10
-# What is hashed gently is hashed in pieces of this size.
+# Gently hashed data is hashed in pieces of this many blocks.
 _PIECE_BLOCKS = 2
-# What O_DIRECT is aligned to, on any disk.
+# The alignment that O_DIRECT needs, on any disk.
 _DIRECT_BYTES = 4096
 # Less is hashed at once: to hand it to a thread takes longer.
 _INLINE_BYTES = 256 << 10

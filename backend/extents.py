@@ -13,7 +13,7 @@ from contextlib import contextmanager
 _COPY_CHUNK_BYTES = 256 * 1024 * 1024
 
 
-# What we read of an extent ourselves is not what a program reads: its access time is theirs.
+# Our own reads of an extent leave its access time alone. Only reads by programs change it.
 OPEN_FLAGS = os.O_CLOEXEC | os.O_NOATIME
 
 

@@ -98,7 +98,7 @@ class History:
 
 
 def described(reports: dict[int, Report]) -> str:
-    """What nodes found, for people."""
+    """Describe, for people, the report of the node that had seen the newest revision."""
     node, report = max(reports.items(), key=lambda item: item[1].seen)
     return f"it is at revision {report.found}, and store node {node:016x} had seen {report.seen}"
 

@@ -1,4 +1,4 @@
-"""What a new inode gets from the directory that it is made in: group, default ACL and flags."""
+"""The group, default ACL and flags that a new inode gets from the directory that it is made in."""
 
 import stat
 from typing import NamedTuple
@@ -11,7 +11,7 @@ __all__ = ["Inherited", "inherited_from"]
 
 
 class Inherited(NamedTuple):
-    """What an inode begins with."""
+    """The attributes that a new inode begins with."""
 
     mode: int
     gid: int

@@ -1,4 +1,4 @@
-"""What a host claims of the locks of one inode: the records in etcd, and the rules between them.
+"""The claims of hosts on the locks of one inode: the records in etcd, and the rules between them.
 
 docs/locks.md has the protocol. Nothing here knows of etcd: decisions are functions of what is recorded.
 """
@@ -152,7 +152,7 @@ class Holder(Protocol):
 
 
 class HostLocks(Protocol):
-    """What this host may grant of the locks that all hosts share (see remote.locks)."""
+    """The locks that all hosts share, and what this host may grant of them (see remote.locks)."""
 
     holder: Holder
 

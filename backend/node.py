@@ -102,8 +102,8 @@ class StoreNode(Pinned):
         return True
 
     async def _take_what_was_written(self) -> None:
-        """What was written in place when the daemon or the machine died is in the extents, as on any
-        filesystem: it is the files' next version."""
+        """Keep what was written in place when the daemon or the machine died. It is in the extents, as on
+        any filesystem, and becomes the files' next version."""
         for inode in list(self.namespace.inodes.values()):
             if not inode.extent:
                 continue

@@ -317,7 +317,7 @@ class Cluster:
         ]
 
     def _quarantined(self) -> list[str]:
-        """What nodes keep though nothing names it."""
+        """Describe, for each node, the extents that it keeps though nothing names them."""
         return [
             f"node {node:016x} keeps {counted(extents, 'extent')} ({size >> 20} MiB) in quarantine that "
             "nothing names: they go in time, or when room is wanted"

@@ -15,7 +15,7 @@ APPEND: Final = 0x20
 NODUMP: Final = 0x40
 NOATIME: Final = 0x80
 SETTABLE: Final = IMMUTABLE | APPEND | NODUMP | NOATIME
-# What is made in a directory gets these from it.
+# An inode that is made in a directory gets these flags from it.
 HANDED_DOWN: Final = NODUMP | NOATIME
 
 _PROTECTED: Final = IMMUTABLE | APPEND

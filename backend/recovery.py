@@ -26,8 +26,8 @@ LOST_AND_FOUND = b"lost+found"
 
 
 class Recovered(NamedTuple):
-    """What was done: `records` of the journal were sound, of the ranges `broken` a copy is in the file
-    `kept`; `dropped` names led to nothing, and `found` are the names in lost+found."""
+    """The result of a recovery. `records` of the journal were sound. The file `kept` has a copy of the
+    damaged ranges `broken`. `dropped` names led to nothing. `found` are the names in lost+found."""
 
     records: int
     broken: tuple[Broken, ...]

@@ -1,4 +1,4 @@
-"""Who may write which keys of a cluster in etcd, by the role in the certificate.
+"""The keys of a cluster in etcd that a process may write, by the role in its certificate.
 
 Everybody may read everything under the cluster's prefix. What many change, the namespace for example,
 belongs to a role; what is one process's own begins with the number of its certificate, the *owner*, and
@@ -12,7 +12,7 @@ from .security import Role
 
 __all__ = ["Range", "own_ranges", "shared_ranges"]
 
-# Of the kinds of keys in records and namespace.
+# The kinds of keys (see records and namespace) that every certificate of a role may write.
 _SHARED: dict[Role, bytes] = {
     "mount": b"ditusPwl",
     "node": b"nNgTsWR",
@@ -31,12 +31,12 @@ class Range(NamedTuple):
 
 
 def shared_ranges(role: Role) -> list[Range]:
-    """What every certificate of a role may write."""
+    """Return the ranges of keys that every certificate of a role may write."""
     return [Range(bytes([kind]), bytes([kind + 1])) for kind in _SHARED[role]]
 
 
 def own_ranges(role: Role, owner: int) -> list[Range]:
-    """What only the certificate of this number may write."""
+    """Return the ranges of keys that only the certificate of this number may write."""
     first, last = (((owner + more) << LEASE_BITS).to_bytes(8, "big") for more in (0, 1))
     found = [Range(bytes([kind]) + first, bytes([kind]) + last) for kind in _LEASED[role]]
     first, last = (

@@ -77,7 +77,7 @@ class Identity(NamedTuple):
 
     @property
     def user(self) -> str:
-        """Who this is to etcd: the certificate's CN."""
+        """Return the name of this user in etcd: the certificate's CN."""
         return f"{self.name}{_OWNER_MARK}{self.owner:06x}" if self.owner else self.name
 
 
@@ -169,7 +169,7 @@ def peer_identity(connection: _Peer) -> Identity | None:
 
 
 def identity_in(path: str) -> Identity | None:
-    """Who a certificate in a file is of; None: it has no role. Raises CredentialsError."""
+    """Return the identity in a certificate's file. None: it has no role. Raises CredentialsError."""
     return _identity_of(_load_certificate(path))
 
 

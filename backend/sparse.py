@@ -25,7 +25,8 @@ def is_sparse(size: int, blocks: int) -> bool:
 
 
 def allocated_bytes(size: int, blocks: int) -> int:
-    """What a file of so many bytes and blocks takes, if it is sparse; otherwise its length."""
+    """Return how many bytes a file of this length and so many blocks takes if it is sparse, otherwise its
+    length."""
     return blocks * _BLOCK_BYTES if is_sparse(size, blocks) else size
 
 

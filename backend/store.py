@@ -123,7 +123,8 @@ class Store(Protocol):
         ...
 
     async def is_same(self, inode: Inode, extent: int) -> bool:
-        """Whether the content holds the bytes of the inode's version; False if that cannot be known."""
+        """Return whether the content holds the bytes of the inode's version. False if that cannot be
+        known."""
         ...
 
     async def forget(self, inode: Inode) -> None:

@@ -161,7 +161,7 @@ class Cache:
             return promise.content, promise.cut
         nameless = promise is not None and promise.is_nameless(node)
         if nameless and node.opens:
-            # What is opened through a descriptor of it shares what the descriptor has.
+            # An open through a descriptor of the file shares the content of the descriptor.
             assert node.content is not None
             return node.content, truncates(flags)
         content, cut = self._content_for(inode, flags)
@@ -183,13 +183,14 @@ class Cache:
             return current, False
         content = self.table.newest_private(inode.ino) or current
         if content.opens and not content.is_busy and self._is_lent(content):
-            # Those who have it open read the very file of a store node, which nobody may write.
+            # The processes that have it open read a store node's own file, which nobody may write.
             self.table.supersede(content)
             content = self._current_or_new(inode)
         return content, False
 
     def _is_replaced(self, current: Content, inode: Inode) -> bool:
-        """Whether emptying the file begins a version of its own, which nobody sees before it is closed."""
+        """Return whether emptying the file begins a version of its own, which nobody sees before it is
+        closed."""
         return bool(inode.version) and not current.is_changing and self._isolation.of(inode)
 
     def _begin_private(self, inode: Inode) -> Content:
@@ -444,7 +445,7 @@ class Cache:
         return unpublished
 
     def is_behind(self, inode: Inode) -> bool:
-        """Whether another host has published a newer version than the one that is written in place here."""
+        """Return whether another host has published a newer version than the one written in place here."""
         content = self.table.current.get(inode.ino)
         return content is not None and content.is_changing and content.version != inode.version
 

@@ -267,7 +267,7 @@ def umount(directory: str | None, lazy: bool, discard: bool, given: str | None) 
             store = report.status.get("store", store)
         _unmount(found, report.status.get("pid") if is_trusted else None, lazy)
     if not is_trusted:
-        # What a daemon of another user says is not what we throw away.
+        # Discard nothing on the word of a daemon of another user.
         if discard:
             raise MountError(
                 f"{directory} is unmounted; it was a mount of user {found.user}, and so is its store: "

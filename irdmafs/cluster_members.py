@@ -162,7 +162,8 @@ async def _add_user(engine: EtcdEngine, record: CertificateRecord) -> None:
 
 
 async def uses_of(engine: EtcdEngine, name: str) -> list[Use]:
-    """Who is in the cluster with a certificate of this name: as he says, or as etcd knows by his lease."""
+    """Return the uses of a certificate of this name in the cluster, as members say or as etcd knows by
+    their leases."""
     members = await list_members(engine)
     owners = {one.record.owner for one in members if one.record.name == name and one.record.owner}
     found = []
@@ -245,7 +246,7 @@ async def _mark(engine: EtcdEngine, member: Member) -> bool:
 
 
 def certificates_in(directory: str) -> list[str]:
-    """Those that are not the CA's or etcd's."""
+    """Return the certificates in a directory but for those of the CA and of etcd."""
     return sorted(
         os.path.join(directory, name)
         for name in os.listdir(directory)

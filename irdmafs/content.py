@@ -105,7 +105,8 @@ class Shown(NamedTuple):
 
 
 def stamp_of(status: os.stat_result) -> Stamp:
-    """What a write to an extent moves. Not st_ctime: a store that takes the very file moves it, too."""
+    """Return what a write to an extent changes. Not st_ctime: a store that takes the very file changes
+    it, too."""
     return status.st_size, status.st_mtime_ns
 
 

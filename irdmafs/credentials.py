@@ -1,4 +1,4 @@
-"""Who a caller is beyond the user and group that a request tells: groups and capabilities, from its status.
+"""The groups and capabilities of a caller, from its status: a request tells only the user and one group.
 
 Finding out takes some 200 us, so it is done only where a rule of POSIX turns on them.
 """
@@ -21,5 +21,5 @@ class Credentials(NamedTuple):
         return bool(self.effective >> capability & 1)
 
 
-# Of a thread that cannot be seen or is gone.
+# The credentials of a thread that cannot be seen or is gone.
 NOTHING: Final = Credentials((), 0)

@@ -168,7 +168,7 @@ class _Daemon:
         return 2 if below is not None and below.fstype in _STACKED else 1
 
     def _lock_warnings(self) -> list[str]:
-        """What is not so about locks in the pyfuse3 session, where the kernel keeps them by itself."""
+        """Return warnings about locks in the pyfuse3 session, where the kernel keeps them by itself."""
         if self._store.shared and self._config.options.locks == "cluster":
             return [
                 "locks hold on this host only, not in the cluster (-o locks=local says so, too)"

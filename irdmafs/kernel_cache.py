@@ -9,9 +9,10 @@ Name = tuple[int, bytes]  # number of a directory, which is its node id, too, an
 
 
 class KernelCache(Protocol):
-    """What the session can make the kernel forget.
+    """The means by which the session makes the kernel forget.
 
-    `can_forget`: without waiting for a lock; else it is not to believe what others may change.
+    `can_forget`: it can do so without waiting for a lock. Otherwise the kernel is not to believe what
+    others may change.
     """
 
     can_forget: bool

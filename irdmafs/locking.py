@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class Contents(Protocol):
-    """What is written in place on this host; see Cache."""
+    """The contents that are written in place on this host; see Cache."""
 
     async def publish_in_place(self, ino: int) -> None: ...
     async def refresh(self, ino: int) -> None: ...

@@ -39,7 +39,7 @@ class Lock(NamedTuple):
 
 
 class _Owner:
-    """What one owner holds on an inode: no byte is in both sets."""
+    """The locks that one owner holds on an inode. No byte is in both sets."""
 
     __slots__ = ("pid", "reads", "uid", "writes")
 

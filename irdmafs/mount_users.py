@@ -1,4 +1,4 @@
-"""Who keeps a mount busy, read from /proc alone: the mount itself is never touched.
+"""The processes that keep a mount busy, read from /proc alone: the mount itself is never touched.
 
 A process can make whoever looks at it wait for ever (onlooker.py). So a child looks, which can be left
 behind.

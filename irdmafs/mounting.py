@@ -68,7 +68,7 @@ class Mount:
 
     @property
     def user(self) -> int | None:
-        """Who mounted a FUSE filesystem and serves it; None where that is not told."""
+        """Return the user who mounted a FUSE filesystem and serves it. None if that is not told."""
         match = re.search(r"(?:^|,)user_id=(\d+)", self.super_options)
         return int(match[1]) if match else None
 

@@ -1,4 +1,4 @@
-"""What the kernel holds of us: nodes, lookup counts, open handles.
+"""The kernel's references to us: nodes, lookup counts, open handles.
 
 A node has one backing file at a time. So a file of which an old content is open and a new one is being
 written is two nodes behind one name. docs/sharing.md has the rules; here is only the bookkeeping.
@@ -120,7 +120,8 @@ class NodeTable:
             yield self._first[ino]
 
     def has_nodes(self, ino: int) -> bool:
-        """Whether the kernel knows the inode: descriptors may refer to it that never opened it (O_PATH)."""
+        """Return whether the kernel knows the inode. Descriptors may refer to it that never opened it
+        (O_PATH)."""
         return ino in self._first
 
     def has_siblings(self, ino: int) -> bool:

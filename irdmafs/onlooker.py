@@ -128,7 +128,8 @@ def _is_in_exec(pid: int) -> bool:
 
 
 def _numbers(directory: int, below: int) -> list[str]:
-    """Those that may be open, by an open /proc/PID/fd, whose size tells how many are (Linux 6.2)."""
+    """Return the numbers that may be open, by an open /proc/PID/fd. Its size tells how many are (Linux
+    6.2)."""
     if below and not 0 < os.fstat(directory).st_size <= _FEW:
         return list(map(str, range(below)))
     names = os.listdir(directory)
@@ -136,8 +137,8 @@ def _numbers(directory: int, below: int) -> list[str]:
 
 
 def holds(pid: int, ino: int, below: int, mountpoint: str) -> bool:
-    """Whether the process has a descriptor, with a number below this (0: any), open on the inode of the
-    filesystem that is mounted there. Waits while it begins to run another program."""
+    """Return whether the process has a descriptor, with a number below this (0: any), open on the inode of
+    the filesystem that is mounted there. Waits while the process begins to run another program."""
     wanted = b"ino:\t%d\n" % ino
     prefix = mountpoint.rstrip("/") + "/"
     directory = os.open(f"/proc/{pid}/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -146,9 +146,9 @@ class Onlookers:
     async def holds(
         self, uid: int, pid: int, ino: int, mountpoint: str, below: int = 0, *, other: bool = False
     ) -> bool:
-        """Whether the process has a descriptor open on inode `ino` of the filesystem at `mountpoint`, with
-        a number `below` this one if given. `other`: it is not the one that waits for the answer. One that
-        begins to run another program is waited for. Raises OSError ENOENT."""
+        """Return whether the process has a descriptor open on inode `ino` of the filesystem at
+        `mountpoint`, with a number `below` this one if given. `other`: it is not the process that waits for
+        the answer. Waits while the process begins to run another program. Raises OSError ENOENT."""
         with trio.move_on_after(_PATIENCE_S):
             while True:
                 try:

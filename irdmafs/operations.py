@@ -60,7 +60,8 @@ log = logging.getLogger(__name__)
 
 _OFFSET_MAX = 2**63 - 1
 _DESCRIPTOR_MAX = 2**31 - 1
-# What tells an inode in a file handle from an earlier one of its number; the kernel keeps 32 bits.
+# The mask of a generation, which tells an inode in a file handle from an earlier one of its number. The
+# kernel keeps 32 bits.
 _GENERATION = 2**31 - 1
 # A file that is replaced each time before its content is here.
 _LEADS_MAX = 20
@@ -140,7 +141,7 @@ class Operations(pyfuse3.Operations):
 
     supports_dot_lookup = True
     enable_writeback_cache = False
-    # Whether the session has the kernel check ACLs; else there are none.
+    # True if the session has the kernel check ACLs. Otherwise there are none.
     enforces_acls = False
 
     def __init__(
@@ -306,7 +307,8 @@ class Operations(pyfuse3.Operations):
     # -- names -----------------------------------------------------------------------------------
 
     def _found_by_handle(self, node_id: int) -> Attributes:
-        """What a file handle (name_to_handle_at(2)) leads to: a node that the kernel may have forgotten."""
+        """Return the attributes of a file handle's node (name_to_handle_at(2)). The kernel may have
+        forgotten it."""
         node = self._nodes.by_id.get(node_id)
         inode = self._inodes.get(node.ino if node is not None else node_id % (1 << INO_BITS))
         if inode is None:

@@ -1,4 +1,4 @@
-"""What a change by somebody else takes from a file: set-user-id, set-group-id and file capabilities.
+"""The privileges that others' changes take from a file: set-user-id, set-group-id and file capabilities.
 
 Linux takes them before the change, in file_remove_privs(). For a FUSE file whose server handles this (the
 kernel session agrees to HANDLE_KILLPRIV_V2) the kernel asks for capabilities and removes them itself, and
@@ -30,7 +30,7 @@ class Caller(Protocol):
 
 
 class Closer(NamedTuple):
-    """Who closes a file, of whom no more is told."""
+    """A caller that closes a file. No more is told of it."""
 
     pid: int
     gid: int = -1

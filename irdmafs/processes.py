@@ -55,7 +55,7 @@ def open_thread(pid: int) -> int:
 
 
 def ids_of(pid: int) -> Ids:
-    """Of a process or thread. Raises ProcessLookupError."""
+    """Return the ids of a process or thread. Raises ProcessLookupError."""
     try:
         fd = os.pidfd_open(pid, _PIDFD_THREAD)
     except ProcessLookupError:
@@ -136,8 +136,8 @@ class Process:
         return int(fields[6]), int(fields[49])
 
     def is_in_exec(self) -> bool:
-        """Whether it is in the middle of running another program, when the kernel closes what that is not
-        to inherit.
+        """Return whether it is in the middle of running another program. The kernel then closes descriptors
+        that the program is not to inherit.
 
         Its files stat, syscall, stack and fd/ in /proc cannot be looked at before that is closed
         (exec_update_lock; stat and fd/ too in Linux 6.18): whoever tries it while the process waits for
@@ -151,9 +151,9 @@ class Process:
         return pages != b"0" and code == b"0"
 
     def killed_by_signal(self) -> bool:
-        """Whether it is being torn down because of a fatal signal: tells a close() that nobody asked for
-        from one that somebody did. The kernel sets the exit code of a process that a signal kills before
-        it closes its files (do_exit)."""
+        """Return whether a fatal signal is ending the process. This tells a close() that nobody asked for
+        from one that somebody did. The kernel sets the exit code of a process that a signal kills before it
+        closes its files (do_exit)."""
         if self.is_in_exec():
             return False
         try:
@@ -187,7 +187,8 @@ class Processes:
     def __init__(self, mountpoint: str) -> None:
         self.onlookers = Onlookers()
         self._mountpoint = mountpoint
-        # Who can end the mount need not be kept from making it wait; and it is far cheaper to look at once.
+        # A process of this user can end the mount anyway, so it may make the mount wait. Looking at it
+        # directly is far cheaper.
         self._own_user = os.geteuid()
         self._known: OrderedDict[int, Process] = OrderedDict()
 
@@ -220,9 +221,10 @@ class Processes:
         return found
 
     async def may_still_write(self, closer: int, opener: int) -> list[int]:
-        """Of a process (or thread) that closes a descriptor only because it was forked from one that has
-        it: who had it before, the process of the `opener` and the closer's parent. None for a process
-        that was run with the descriptor, as its output say: what it closes it has used.
+        """Return the processes that may still write when a process (or thread) closes a descriptor only
+        because it was forked from one that has it: the process of the `opener` and the closer's parent.
+        Return none if the closer was run with the descriptor, as its output say: it has used what it
+        closes.
 
         The kernel closes what is not to be inherited when a program is run; most runtimes close it before.
         """
@@ -239,8 +241,8 @@ class Processes:
         return [first, ids.parent]
 
     async def hold(self, pids: list[int], ino: int) -> bool:
-        """Whether one of these processes, others than the caller, has a descriptor open on inode `ino` of
-        the mount."""
+        """Return whether one of these processes, others than the caller, has a descriptor open on inode
+        `ino` of the mount."""
         for pid in pids:
             if await self._holds(pid, ino, 0, other=True):
                 return True
@@ -269,7 +271,7 @@ class Processes:
         return await self.onlookers.status(uid, pid)
 
     async def credentials(self, pid: int) -> Credentials:
-        """Of a thread; nothing for one that cannot be seen."""
+        """Return the credentials of a thread. They are empty for one that cannot be seen."""
         try:
             status = await self._status(pid)
             found = _lines(status, b"Groups", b"CapEff")
@@ -278,8 +280,8 @@ class Processes:
         return Credentials(frozenset(map(int, found[b"Groups"].split())), int(found[b"CapEff"], 16))
 
     async def pending_signals(self, pid: int) -> "PendingSignals":
-        """What waits for a thread to come back from the kernel. Of one that cannot be seen (`pid` 0)
-        nothing is known but that something does."""
+        """Return the signals that wait for a thread to come back from the kernel. If the thread cannot be
+        seen (`pid` 0), assume only that some signal waits."""
         if not pid:
             return PendingSignals(fatal=False, keyboard=True)
         try:

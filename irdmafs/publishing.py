@@ -54,8 +54,8 @@ class Publisher:
     # -- whether there is anything to publish ----------------------------------------------------
 
     def is_written(self, content: Content) -> bool:
-        """Whether anybody wrote to it since it was published or begun, as far as stat can tell: a store
-        through a mapping moves no time."""
+        """Return whether anybody wrote to it since it was published or begun, as far as stat can tell. A
+        store through a mapping changes no time."""
         if content.dirty:
             return True
         if not content.extent:
@@ -89,13 +89,13 @@ class Publisher:
         return not await self._is_version(content)
 
     async def _is_version(self, content: Content) -> bool:
-        """Whether the bytes are those of the version that the content is; False if that cannot be known."""
+        """Return whether the bytes are those of the content's version. False if that cannot be known."""
         await detach()
         return await self._store.is_same(content.published, content.extent)
 
     def _may_hide_stores(self, content: Content) -> bool:
-        """Whether a comparison alone can tell that somebody stored through a mapping. The first store to
-        a page moves the time of the extent; one to a page that was stored to before does not."""
+        """Return whether only a comparison can tell that somebody stored through a mapping. The first store
+        to a page changes the time of the extent. A store to a page that was stored to before does not."""
         return content.mapped and content.seen is not None and content.seen != content.begun
 
     def _size(self, content: Content) -> int:
@@ -141,7 +141,7 @@ class Publisher:
             await self._publish_locked(content, stays=await self._stays(handle, content, pid))
         except OSError as error:
             # Whoever closes it is told, and may write it anew: that must not be overwritten by this.
-            # What is written through a mapping later has not been refused.
+            # Later writes through a mapping have not been refused.
             handle.aborted = not content.mapped
             where = self._store.namespace.describe(content.ino)
             log.error("%s: what pid %d wrote could not be published: %s", where, pid, error)
@@ -239,8 +239,8 @@ class Publisher:
             await self._publish(content, stays=stays, naming=naming)
 
     def _copies(self, content: Content) -> bool:
-        """Whether a copy is published while the content is written on: for readers of a private one, who
-        are to see whole versions, and for what leaves this host."""
+        """Return whether a copy is published while the content is written on. Readers of a private content
+        need one, as they are to see whole versions. So does what leaves this host."""
         return content.private or self._store.shared
 
     async def _publish(self, content: Content, *, stays: bool, naming: bool = False) -> None:
@@ -253,7 +253,7 @@ class Publisher:
         written = content.private or self.is_written(content)
         ctime_ns = status.st_ctime_ns if written else 0
         dirty, content.dirty = content.dirty, False
-        # Who replaces a file does so whatever others published meanwhile.
+        # A writer that replaces a file does so whatever others published meanwhile.
         base = None if content.private or content.whole else content.version
         try:
             if stays and status.st_size and self._copies(content):

@@ -63,7 +63,8 @@ _SCALARS = (str, int, float, bool, type(None))
 
 
 def _sane(found: dict[str, Any]) -> dict[str, Any]:
-    """What a daemon can report, without what only somebody else would who calls his filesystem irdmafs."""
+    """Return what a daemon can report. Drop the rest, which only a foreign filesystem named irdmafs
+    reports."""
     kept: dict[str, Any] = {}
     for name, value in found.items():
         if isinstance(value, _SCALARS):

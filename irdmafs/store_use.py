@@ -1,4 +1,4 @@
-"""Who works on a store directory, and when it is free again."""
+"""The process that works on a store directory, and when the directory is free again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the doctor says about a cluster's certificates on this host, and about who may change its etcd."""
+"""The doctor's checks of a cluster's certificates on this host, and of who may change its etcd."""
 
 from __future__ import annotations
 

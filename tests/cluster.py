@@ -38,7 +38,7 @@ __all__ = [
 
 
 def counters(mount: ClusterMount) -> dict[str, Any]:
-    """What `irdmafs status` tells of a mount and its cluster."""
+    """Return what `irdmafs status` tells of a mount and its cluster."""
     found: dict[str, Any] = mount.status()["cluster"]
     return found
 

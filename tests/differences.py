@@ -1,4 +1,4 @@
-"""What a mount may do otherwise than a tmpfs: the whole list, each entry with its reason and its test.
+"""The whole list of what a mount may do otherwise than a tmpfs, each entry with its reason and its test.
 
 All but the first are plain rules. The first needs to know who has which file open, which `Replaced`
 follows from the steps and what the tmpfs answered.
@@ -164,7 +164,7 @@ class Leniency:
         self._replaced = Replaced() if self._isolated else None
 
     def before(self, _step: Step) -> list[Step]:
-        """What is to be done before the step."""
+        """Return the steps to carry out before this one."""
         return []
 
     def lets(self, _step: Step) -> bool:

@@ -151,7 +151,7 @@ class Pair:
 
 
 def difference(pair: Pair, program: Program) -> Difference | None:
-    """What is different when a program runs, if anything is."""
+    """Return the difference that shows when a program runs, or None."""
     try:
         pair.run(program)
     except Difference as found:
@@ -240,7 +240,8 @@ def tmpfs_directory() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def mounts_of(session: str, options: Sequence[str]) -> Iterator[tuple[list[Path], Leniency]]:
-    """What to compare with a tmpfs: a mount of that session, or for "hosts" two mounts of a cluster."""
+    """Yield what to compare with a tmpfs: a mount of that session, or for "hosts" two mounts of a
+    cluster."""
     words = ",".join(["allow_other", *options])
     if session != "hosts":
         isolated = "isolation=off" not in words
@@ -261,7 +262,7 @@ def compare(pair: Pair, vocabulary: Vocabulary, seed: int, steps: int) -> None:
             return
         found = difference(pair, program)
         if found is not None:
-            # What does not come again depends on time: then the whole program is told.
+            # A difference that does not come again depends on time. Then the whole program is told.
             again = difference(pair, program) is not None
             short = shrink(program, lambda one: difference(pair, one)) if again else program
             found = difference(pair, short) or found

@@ -1,4 +1,4 @@
-"""Who has what open in a differential test."""
+"""The files that each process has open in a differential test."""
 
 import os
 from typing import Any
@@ -10,7 +10,8 @@ Holder = tuple[str, int, int]  # "slot" or "map", the process, the number there
 
 
 class Holders:
-    """Who has which file open or mapped. Inodes are numbered as results number them."""
+    """The descriptors and mappings of each process, with their files. Inodes are numbered as in
+    results."""
 
     def __init__(self) -> None:
         self.inodes: dict[Holder, int] = {}

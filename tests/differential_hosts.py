@@ -110,8 +110,8 @@ class Hosts(Leniency):
                 self._stale.discard(("slot", child, slot))
 
     def allows(self, step: Step, tmpfs: Value, mount: Value) -> bool:
-        """Whether the difference is that of a descriptor from before another host wrote, or of a file that
-        another host has not closed yet."""
+        """Return whether the difference is that of a descriptor from before another host wrote, or of a
+        file that another host has not closed yet."""
         host = step.actor if step.op.startswith("tree") else self._host(step.actor)
         uncertain = self._foreign_writers(host)
         uncertain |= {

@@ -153,7 +153,8 @@ def _mark() -> Callable[[], int]:
 
 
 class Guess:
-    """What a program may have made so far, so that most steps find something. It need not be right."""
+    """A guess of what a program may have made so far, so that most steps find something. It need not be
+    right."""
 
     def __init__(self, actors: int) -> None:
         self.actor = 0
@@ -183,7 +184,7 @@ class Guess:
 
 
 class Vocabulary:
-    """What steps a program may have."""
+    """The steps that a program may have."""
 
     def __init__(self, without: frozenset[str] = frozenset()) -> None:
         """`without`: operations, "truncating opens" or "set-group-id" modes that are not to occur."""
@@ -253,7 +254,7 @@ class Vocabulary:
         if op in _OF_SLOTS and not self._guess.held[actor] and source.choice(_MOSTLY):
             op = "create"
         arguments = self.makers[op](source)
-        # Of a FUSE file the kernel takes set-id bits before it asks whether this fallocate is known.
+        # The kernel takes set-id bits of a FUSE file before it asks whether this fallocate is known.
         is_odd = op == "fallocate" and arguments["mode"] not in _USUAL_FALLOCATE_MODES
         if ("path" in arguments or op in _BY_OTHERS) and not is_odd:
             user = source.choice((0,) * 9 + (STRANGER,))

@@ -236,7 +236,7 @@ class Model:
         )
 
     def _applied(self, etcd: Etcd, number: int, flight: Flight) -> Etcd | None:
-        """What a transaction makes of etcd; None: it fails."""
+        """Return etcd after a transaction. None: the transaction fails."""
         if etcd.leases[number] != flight.lease:
             return None
         revision = etcd.revision + 1

@@ -706,7 +706,7 @@ def test_opens_for_writing_that_never_came_back_leave_no_descriptor(
 ) -> None:
     def talk(served: Served) -> None:
         node_id = write_whole(served, b"file", content)
-        # Who replaces it is sent to another node, and so is who joins him while others read.
+        # An open that replaces the file is sent to another node. So is one that joins it while others read.
         error, _ = served.request(Opcode.OPEN, node_id, wire.OPEN_IN.pack(os.O_RDONLY, 0))
         assert error == 0
         for pid, flags in ((1, os.O_WRONLY | os.O_TRUNC), (2, os.O_WRONLY)):

@@ -1,4 +1,4 @@
-"""What the scripts install is locked: each package in one version, by the hashes of its files."""
+"""The packages that the scripts install are locked: each in one version, by the hashes of its files."""
 
 import configparser
 import re

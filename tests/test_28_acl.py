@@ -59,7 +59,7 @@ def setfacl(*words: str | Path) -> None:
 
 
 def allowed(path: Path, users: dict[str, Process]) -> dict[str, str]:
-    """What each user may do with a file."""
+    """Return what each user may do with a file."""
     found = {}
     for name, one in users.items():
         ways = {"r": os.O_RDONLY, "w": os.O_WRONLY}

@@ -1,4 +1,4 @@
-"""What ioctls and statx tell and change: chattr's flags as tmpfs has them, the time of birth."""
+"""The effects of ioctls and statx: chattr's flags as tmpfs has them, the time of birth."""
 
 import errno
 import os

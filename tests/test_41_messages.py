@@ -1,4 +1,4 @@
-"""What is said to whoever is careless, unlucky or not entitled: what was found, and what to do."""
+"""The messages to users who are careless, unlucky or not entitled: what was found, and what to do."""
 
 import os
 import signal

@@ -62,7 +62,7 @@ class Passage:
         self.passed = (bytearray(), bytearray())
 
     async def speak(self, direction: int, data: bytes) -> None:
-        """What only somebody on the way can do: say something that the other end did not."""
+        """Say something that the other end did not. Only somebody on the way can do that."""
         await self.ends[direction].send_all(data)
 
 

@@ -1,4 +1,4 @@
-"""Who is believed on a data connection, and what each kind of peer may ask of a store node."""
+"""The peers that are believed on a data connection, and what each kind may ask of a store node."""
 
 import inspect
 import logging

@@ -411,7 +411,7 @@ def test_an_invalid_ticket_opens_nothing(
         if what == "guessed":
             preamble = connection.signed(wire.pack_preamble(bytes(16)))
         elif what == "seen":
-            # Who sees the number pass does not see the key.
+            # A stranger that sees the number pass does not see the key.
             preamble = preamble[:-1] + bytes([preamble[-1] ^ 1])
         await connection.send(preamble)
         assert await is_closed(connection.stream)

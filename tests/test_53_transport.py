@@ -663,7 +663,7 @@ def test_holes_stay_holes_on_every_node_of_the_chain_and_when_they_are_read(
         for node in cluster.nodes:
             target = cluster.file(f"target{node}", b"first")
             device = cluster.peers.device(node)
-            # What a try before has left goes.
+            # Data that an earlier try left is removed.
             os.pwrite(target, b"x" * 100_000, 12 * MiB)
             await device.read_sparse(extent, FileRange(target, 5, size))
             status = os.fstat(target)

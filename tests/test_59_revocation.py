@@ -1,4 +1,4 @@
-"""What a certificate opened, its revocation closes: within seconds, also for who is in already."""
+"""A revoked certificate loses what it opened within seconds, also for a peer that is connected already."""
 
 import json
 from collections.abc import Iterator

@@ -65,7 +65,7 @@ async def refused(doing: Awaitable[object]) -> bool:
 
 
 async def allowed_writes(engine: EtcdEngine, keys: dict[str, bytes]) -> list[str]:
-    """What etcd lets this member put or delete."""
+    """Return the puts and deletes that etcd lets this member make."""
     return [
         f"{operation.__class__.__name__} {what}"
         for what, key in keys.items()

@@ -1,4 +1,4 @@
-"""What was sent to store nodes and became no file's goes there, while the mount that sent it lives on."""
+"""Store nodes free what became no file's, while the mount that sent it lives on."""
 
 import os
 import time

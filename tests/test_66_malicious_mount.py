@@ -85,7 +85,7 @@ async def attacking(cluster: Cluster, of_certificate: str = "") -> AsyncIterator
 
 
 class Tries(NamedTuple):
-    """What is tried of one content."""
+    """The requests that are tried on one content."""
 
     attacker: Attacker
     content: int
@@ -114,7 +114,7 @@ class Tries(NamedTuple):
         await self.attacker.peers.device(node).abort(self.content)
 
     async def outcomes(self) -> set[str]:
-        """What each of them ends with, on every node."""
+        """Return how each of the requests ends, on every node."""
         found = set()
         for node in self.attacker.members.nodes:
             for attempt in (self.put, self.write, self.adopt, self.abort):

@@ -198,7 +198,7 @@ def test_what_a_write_keeps_locked_keeps_nobody_else_waiting(
     attacker.do("page = never()")
     assert attacker.do("attempt(good, pipe)")[:1] == b"{"
     attacker.do(f"stuck(lambda: {step})")
-    # What was lent before is taken, and given back, once more.
+    # The mount takes, and gives back once more, what was lent before.
     attacker.start("[attempt(good, pipe), attempt(memory(), pipe), os.close(pipe)]")
     attacker.finished(5)
     assert_it_answers(shared)

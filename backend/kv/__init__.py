@@ -206,12 +206,12 @@ class SharedEngine(Engine, Protocol):
     known: KeyValue | None
 
     async def is_continued(self) -> bool:
-        """Whether what is stored now has come from what is `known`, as far as the history goes back."""
+        """Return whether the stored state continues from `known`, as far as the history goes back."""
         ...
 
     async def has_transaction(self, revision: int, last_id: bytes) -> bool:
-        """Whether the key "s" was put with this value at that revision. True if the history does not go
-        back so far, and there is a later revision. Revision 0 stands for an empty history."""
+        """Return whether the key "s" was put with this value at that revision. True if the history does not
+        go back so far, and there is a later revision. Revision 0 stands for an empty history."""
         ...
 
     def doubt(self, error: WentBack) -> None:

@@ -39,9 +39,9 @@ class Broken(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """What a journal holds: payloads of sound records in their order, `after` of them behind the first
-    damage; ranges that are damaged; where a last record begins that was cut short (the file's length, if
-    none was)."""
+    """The contents of a journal. `payloads` are those of sound records, in order. `after` of them are
+    behind the first damage. `broken` are the damaged ranges. `end` is where a last record begins that was
+    cut short, or the file's length if none was."""
 
     payloads: list[bytes]
     broken: list[Broken]

@@ -39,8 +39,8 @@ class _GivenUp(NamedTuple):
 
 
 class Abandoned:
-    """Of the mount with this session. `named` says which of some contents are a file's, as far as the
-    replica is."""
+    """The abandoned contents of the mount with this session. `named` says which of some contents are a
+    file's, as far as the replica knows."""
 
     def __init__(
         self,

@@ -38,11 +38,11 @@ __all__ = ["SharedLocks"]
 
 log = logging.getLogger(__name__)
 
-# Who is alone with an inode again becomes its sole one after so long without others.
+# A host that is alone with an inode again becomes its sole one after so long without others.
 _CALM_S = 1.0
 # A request that came later than another host's lets that one go first for so long.
 _YIELD_S = 0.1
-# What nobody has locked for so long is given up, so that others need not ask for it.
+# A host gives up its claim on an inode that nobody locked for so long. Others then need not ask for it.
 _IDLE_S = 10.0
 _LEFT_BEHIND_S = 30.0
 _LOOK_AGAIN_S = 1.0

@@ -17,7 +17,7 @@ from ..membership import Members
 
 log = logging.getLogger(__name__)
 
-# What kernels were told to believe, and answers on their way, last longer than the belief here.
+# Kernels use what they were told, and answers on their way, for so long after the belief here has ended.
 _AFTERGLOW_S = 1.5
 # Clocks run at slightly different rates.
 _MARGIN_SHARE = 0.1
@@ -38,7 +38,7 @@ class Sureness:
 
 
 class Followers:
-    """Who is waited for when something changes."""
+    """The followers to wait for when something changes."""
 
     def __init__(self, members: Members) -> None:
         self._members = members

@@ -76,7 +76,7 @@ class Agent:
         self._pinging: dict[int, trio.Lock] = {}
         self._answers: dict[int, tuple[float, bool]] = {}
         self._waits_for_names = False  # to go: nothing tells of that
-        # Who says when a live member may be dropped; None: always.
+        # Decides when a live member may be dropped. None: always.
         self.handover: Handover | None = None
         self.housekeeping = Housekeeping(
             node, engine, replica, members, groups, session, rereplicate_after_s=rereplicate_after_s

@@ -57,8 +57,8 @@ class _Named(NamedTuple):
 
 
 class Check(NamedTuple):
-    """What an extent is checked by, together with the others of its part of the content (see Digests):
-    the stripe `stripes[i]` belongs to the group `groups[i]`."""
+    """The digests to check an extent by, together with the other extents of its part of the content (see
+    Digests). The stripe `stripes[i]` belongs to the group `groups[i]`."""
 
     digests: Digests
     part: int

@@ -24,7 +24,7 @@ __all__ = ["Checks", "Verdict"]
 
 log = logging.getLogger(__name__)
 
-# Of copies of the stripes of a run. There is one as long as all are right.
+# The most combinations of copies of a run's stripes to try. There is one as long as all copies are right.
 _COMBINATIONS_MAX = 4096
 _REMEMBERED = 1 << 16
 _TOLD_S = 60.0
@@ -46,7 +46,7 @@ class Source(Protocol):
 
 
 class Catalog(Protocol):
-    """What should be on this node (backend/server/catalog.py)."""
+    """The extents that should be on this node (backend/server/catalog.py)."""
 
     def check_of(self, extent: Extent) -> Check | None: ...
 
@@ -56,7 +56,7 @@ async def _at_once(count: int) -> None:
 
 
 class Checks:
-    """Of one store node."""
+    """The checks of extents on one store node."""
 
     def __init__(
         self,

@@ -36,14 +36,14 @@ class Source(Protocol):
 
 
 class Catalog(Protocol):
-    """What should be on this node (backend/server/catalog.py)."""
+    """The extents that should be on this node (backend/server/catalog.py)."""
 
     def extents_of(self, group: int) -> Iterator[tuple[Extent, int]]: ...
 
 
 class Handover:
-    """Of the groups that the node `node` leads. `doubt` has this node look at a copy of its own, `ready` is
-    called when a member may be dropped that could not be before."""
+    """The handover in the groups that the node `node` leads. `doubt` has this node look at a copy of its
+    own. `ready` is called when a member may be dropped that could not be before."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Handover:
             self._filled.setdefault(group, {})[node] = time.monotonic()
 
     def may_step(self, group: int, config: GroupConfig, step: GroupConfig, live: set[int]) -> bool:
-        """Whether a group may go from one configuration to the other now. If not, it is found out."""
+        """Return whether a group may go from one configuration to the other now. If not, start to check."""
         if not (set(config.in_sync) - set(step.in_sync)) & live:
             return True
         recently = time.monotonic() - _CHECKED_S

@@ -1,4 +1,4 @@
-"""What one node does for all: making groups, saying where they belong, and letting etcd forget its history.
+"""The tasks that one node does for all: make groups, say where they belong, let etcd forget its history.
 
 Every node runs this; the elected one (Members.elected) acts. It is not an election to rely on: two
 nodes may act for a moment, so the targets are put by compare-and-swap, and forgetting twice does no

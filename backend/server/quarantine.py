@@ -25,7 +25,7 @@ KEPT_IN_MEMORY_S = 3600.0
 
 
 class Quarantine:
-    """What lies in the directory `fd`, which stays the caller's. `kept_s` is in seconds."""
+    """The extents in the directory `fd`, which stays the caller's. `kept_s` is in seconds."""
 
     def __init__(self, fd: int, kept_s: float) -> None:
         self.kept_s = kept_s
@@ -80,8 +80,8 @@ class Quarantine:
         os.rename(extent_name(extent), name, src_dir_fd=self._fd, dst_dir_fd=to_fd)
 
     def due(self, wanted_bytes: int) -> list[Extent]:
-        """Those that have been here for long enough, and as many of the oldest besides as it takes to
-        free so many bytes."""
+        """Return the extents that have been here for long enough. Add as many of the oldest others as it
+        takes to free so many bytes."""
         until = time.time() - self.kept_s
         found = []
         for extent, (size, since) in self._kept.items():

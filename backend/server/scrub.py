@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 _NAME = "scrub.json"
 _SAVE_PERIOD_S = 30.0
 _LOOK_PERIOD_S = 60.0
-# Of doubts that wait; more are forgotten, as the next round comes to those extents anyway.
+# The most doubts that wait. More are forgotten, as the next round comes to those extents anyway.
 _DOUBTS_MAX = 4096
 # An extent that was found to be right is not read again for so long, whoever doubts it.
 _TRUSTED_S = 60.0
@@ -46,7 +46,7 @@ _TRUSTED_S = 60.0
 _DOUBTS_HASTE = 8
 _RETRY_FIRST_S = 1.0
 _RETRY_MAX_S = 300.0
-# What status tells by name.
+# The most files that the status names.
 _NAMED_MAX = 100
 
 
@@ -74,8 +74,8 @@ class _State(msgspec.Struct):
 
 
 class Scrub:
-    """Of one store node. Reads at most `bytes_per_s`, 0: as fast as it can, and everything once in
-    `period_s`, 0: only when it is told to. Doubts are looked into at once."""
+    """The scrub of one store node. Reads at most `bytes_per_s`, 0: as fast as it can. Reads everything once
+    in `period_s`, 0: only when it is told to. Doubts are looked into at once."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Scrub:
         self._saved_at = 0.0
         self._round_bytes = 0
         self.checked_bytes = self.found = self.mended = 0
-        # Whether there is a right copy somewhere, as far as is known.
+        # The wrong extents, each with whether a right copy may be somewhere, as far as is known.
         self._wrong: dict[Extent, bool] = {}
         self._doubts: OrderedDict[Extent, None] = OrderedDict()
         self._trusted: OrderedDict[Extent, float] = OrderedDict()

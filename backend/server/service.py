@@ -241,7 +241,7 @@ class NodeService:
             self._scrub.doubt(extent)
 
     async def digest(self, extent: Extent) -> bytes:
-        """Of the bytes that are here. Raises OSError: ENOENT."""
+        """Return the digest of the bytes that are here. Raises OSError: ENOENT."""
         if self._scrub is None:
             raise OSError(errno.EOPNOTSUPP, "this node computes no digests")
         return await self._scrub.checks.tell(extent)

@@ -1,4 +1,4 @@
-"""What a store node remembers of etcd, so that it knows one that was restored from a backup (history.py).
+"""A store node's memory of etcd, by which it knows an etcd that was restored from a backup (history.py).
 
 The mark is written into the store a moment after etcd has told of a transaction, the witness into etcd less
 often, as everybody follows what is put there. Both may lag: etcd may be set back by so little that neither
@@ -43,7 +43,8 @@ _WITNESSES_PER_S = 10.0
 
 
 class NodeHistory(History):
-    """Of the node whose store is `files`. Something may have changed here whenever an inode has."""
+    """The history that the node with the store `files` knows. Something may have changed here whenever an
+    inode has."""
 
     prefixes = (EPOCH_KEY, REPORT, b"i")
 
@@ -93,7 +94,7 @@ class NodeHistory(History):
         self.epoch = epoch
 
     async def _missed(self, epoch: Epoch) -> str:
-        """What this store knows of and etcd does not; "": nothing."""
+        """Return what this store knows of and etcd does not; "": nothing."""
         known, seen = self._identity, self._seen()
         if epoch.number > known.epoch.number:
             if seen <= epoch.floor:
@@ -136,7 +137,8 @@ class NodeHistory(History):
         return self.epoch.number > self._identity.epoch.number
 
     async def take_over(self) -> None:
-        """What this store has was compared with the accepted state. Raises OSError."""
+        """Take over the accepted state after this store's contents were compared with it. Raises
+        OSError."""
         if not self.is_accepted:
             return
         witness = await self._witness()

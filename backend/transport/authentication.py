@@ -33,7 +33,7 @@ __all__ = [
 
 CODE_BYTES = 16
 _COUNT_BYTES = 12  # A nonce of GCM.
-# What a derived key is for: BLAKE2b's personalization.
+# The purposes of derived keys: BLAKE2b's personalization.
 _TO_NODE = b"irdmafs to node"
 _FROM_NODE = b"irdmafs to call"
 _BYTES_TO_NODE = b"irdmafs in node"
@@ -71,7 +71,8 @@ def make_session_key() -> bytes:
 
 
 def session_digest(key: bytes) -> bytes:
-    """Of a session's key, for the session's record: whoever reads it cannot show the key."""
+    """Return the digest of a session's key for the session's record. A reader of the record cannot
+    show the key."""
     return hashlib.sha256(key).digest()
 
 
@@ -90,7 +91,7 @@ class ByteCode:
         self._context.authenticate_additional_data(data)
 
     def code(self) -> bytes:
-        """Of all that was added; nothing more can be."""
+        """Return the code of all that was added. Nothing more can be added."""
         self._context.finalize()
         return self._context.tag
 
@@ -120,7 +121,7 @@ class Authentication:
             raise Forged("a message on a data connection was not sent by the other end")
 
     def outgoing_bytes(self) -> ByteCode:
-        """Of the bytes that follow the last message."""
+        """Return the code, still empty, for the bytes that follow the last message."""
         return ByteCode(self._bytes_out, self._sent)
 
     def incoming_bytes(self) -> ByteCode:

@@ -404,7 +404,7 @@ class EncryptedChannel(Channel):
 
 
 def _buffer() -> bytearray:
-    """Of this thread."""
+    """Return the buffer of this thread."""
     buffer: bytearray | None = getattr(_threads, "buffer", None)
     if buffer is None:
         buffer = _threads.buffer = bytearray(_BOUNCE_BYTES)

@@ -113,7 +113,7 @@ class Peers:
         self.streams = streams
         self.encrypt_data = encrypt_data
         self.context = credentials.client_context() if credentials is not None else None
-        # Whether a node's certificate, by its serial number, is not accepted any more.
+        # Tells whether a node's certificate, by its serial number, is not accepted any more.
         self.is_revoked: Callable[[str], bool] = lambda serial: False
         self.trusted = credentials.ca if credentials is not None else "nobody"
         self.counters = Counters()
@@ -298,7 +298,7 @@ class RemoteDevice:
             await self.read(extent, start, into.part(start, count), shown)
 
     async def digest(self, extent: Extent) -> bytes:
-        """Of the bytes that the node has. Raises OSError: ENOENT."""
+        """Return the digest of the bytes that the node has. Raises OSError: ENOENT."""
         answer = await self._link.ask(lambda number: Digest(number, current_request(), extent))
         return answer.digest if isinstance(answer, Digested) else b""
 
@@ -366,7 +366,7 @@ class RemoteDevice:
             move = parts.begin if header.op is Op.SPARSE else parts.send
             return self._checked(move(channel, header), header)
 
-        # What was sent is known to `parts` only as sent: it begins anew with the caller's next try.
+        # `parts` knows only what was sent, not what arrived. So it begins anew with the caller's next try.
         await self._run("write", headers, work, self._peers.limiter, repeats=False)
 
     async def _send_all(

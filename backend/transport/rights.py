@@ -1,4 +1,4 @@
-"""What each kind of peer may ask of a store node: the one table, and who a peer is.
+"""The rights of each kind of peer at a store node, in one table, and who a peer is.
 
 A mount writes contents of its own session and no others, a reader none, and an administrator touches no
 content at all. A node hands on what others gave it, so it may write any content; it is trusted with all
@@ -88,10 +88,10 @@ RIGHTS: dict[Asked, tuple[Scope, Scope, Scope, Scope]] = {
 
 
 class Peer:
-    """Who is connected. With credentials, `role` and `name` are those of the certificate (`is_certified`);
-    without, what the peer says. `serial` is the certificate's number. `session` is the number of its
-    session, as it last told, or 0, and `session_key` what shows that the session is its own; `node` the id
-    of a store node, as it says, or 0.
+    """A connected peer. With credentials, `role` and `name` are those of the certificate (`is_certified`).
+    Without, they are what the peer says. `serial` is the certificate's number. `session` is the number of
+    its session, as it last told, or 0. `session_key` shows that the session is its own. `node` is the id of
+    a store node, as it says, or 0.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Peer:
         self.owned = 0
         # Numbers of tickets that it has not used yet, the oldest first.
         self.tickets: dict[bytes, None] = {}
-        # Of data connections that wait for a request.
+        # The cancel scopes of data connections that wait for a request.
         self.waiting: set[trio.CancelScope] = set()
         self.has_left = False
         self.denials = 0
@@ -134,7 +134,7 @@ class Peer:
 
 
 def may(role: str, asked: Asked) -> Scope:
-    """What a role may do."""
+    """Return the scope in which a role may ask for something."""
     if role not in ROLES or asked not in RIGHTS:
         return Scope.NONE
     return RIGHTS[asked][ROLES.index(role)]

@@ -109,7 +109,8 @@ class Listener:
     ) -> None:
         # Whether a peer's session is known to be over.
         self.is_gone: Callable[[Peer], bool] = lambda peer: False
-        # Whether a certificate, by its serial number, is not accepted any more; `cut` ends what is open.
+        # Tells whether a certificate, by its serial number, is not accepted any more. `cut` ends its
+        # connections.
         self.is_revoked: Callable[[str], bool] = lambda serial: False
         self._connected: dict[trio.CancelScope, Peer] = {}
         self._rdma = rdma
@@ -520,7 +521,7 @@ async def _listen(address: str, port: int) -> trio.socket.SocketType:
 
 
 def _identity(connection: Any) -> Identity:
-    """Who the certificate at the other end is of. Raises BadMessage if it may not ask us."""
+    """Return the identity in the certificate at the other end. Raises BadMessage if it may not ask us."""
     identity = peer_identity(connection)
     if identity is None or identity.role not in ROLES:
         raise BadMessage("its certificate names no role that may use store nodes")

@@ -98,7 +98,7 @@ class Service(Protocol[I]):
         ...
 
     async def digest(self, extent: Extent) -> bytes:
-        """Of the bytes that are here (see backend/digest.py). Raises OSError: ENOENT."""
+        """Return the digest of the bytes that are here (see backend/digest.py). Raises OSError: ENOENT."""
         ...
 
     async def segments(self, extent: Extent) -> list[tuple[int, int]]:

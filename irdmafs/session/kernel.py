@@ -81,8 +81,8 @@ _WANTED = (
 )
 
 _NS = 1_000_000_000
-# What the kernel asks for before a file is first written, and where it checks modes; an exception takes
-# 2 us more than an answer.
+# The attributes that the kernel asks for before a file is first written, and where it checks modes. An
+# exception takes 2 us more than an answer.
 _ASKED_OFTEN = frozenset({CAPABILITY, *acl.NAMES})
 
 # Fields of a SETATTR that say by which descriptor and for whom, not what is set.
