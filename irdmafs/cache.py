@@ -174,6 +174,9 @@ class Cache:
 
     def _content_for(self, inode: Inode, flags: int) -> tuple[Content, bool]:
         """The one rule, see docs/sharing.md. Raises OSError (ENOSPC, EMFILE)."""
+        if self.redirects:
+            for key in self.redirects.stale():
+                self._withdraw(key)  # nobody is to join what no open came for
         current = self._current_or_new(inode)
         if truncates(flags):
             if self._is_replaced(current, inode):
@@ -229,9 +232,7 @@ class Cache:
         self, key: Key, came_to: Node, content: Content, inode: Inode, flags: int, *, cut: bool
     ) -> None:
         """Have the next lookup by this thread find a node for the content."""
-        for thread in self.redirects.stale():
-            self._withdraw(thread)
-        self._withdraw(key[0])
+        self._withdraw(key)
         node = self.node_for(inode, content)
         if not node.is_bound:
             node.content = content
@@ -244,8 +245,8 @@ class Cache:
         content, cut = self._content_for(inode, flags)
         self._promise((pid, inode.ino), self.node_of(inode, 0), content, inode, flags, cut=cut)
 
-    def _withdraw(self, thread: int) -> None:
-        promise = self.redirects.take(thread)
+    def _withdraw(self, key: Key) -> None:
+        promise = self.redirects.take(key)
         if promise is not None:
             self._end(promise)
 
@@ -265,7 +266,7 @@ class Cache:
 
         Raises OSError ESTALE when the kernel has to look the name up again.
         """
-        promise = self.redirects.take(pid) if self.redirects else None
+        promise = self.redirects.take((pid, inode.ino)) if self.redirects else None
         if promise is not None and promise.key[1] != inode.ino:
             self._end(promise)
             promise = None

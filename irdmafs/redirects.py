@@ -48,10 +48,13 @@ class Promise:
 
 
 class Redirects:
-    """The promises that were made and not kept yet; at most one for a thread."""
+    """The promises that were made and not kept yet; at most one for a thread.
+
+    Threads of which we cannot see the number (0, another pid namespace) have one for each inode.
+    """
 
     def __init__(self) -> None:
-        self._promises: dict[int, Promise] = {}
+        self._promises: dict[Key, Promise] = {}
         self._inodes: dict[int, int] = {}
 
     def __bool__(self) -> bool:
@@ -62,18 +65,18 @@ class Redirects:
         return ino in self._inodes
 
     def promised(self, key: Key) -> Promise | None:
-        promise = self._promises.get(key[0])
+        promise = self._promises.get(_slot(key))
         return promise if promise is not None and promise.key == key else None
 
     def add(self, promise: Promise) -> None:
         """The thread has no other one."""
-        self._promises[promise.key[0]] = promise
+        self._promises[_slot(promise.key)] = promise
         ino = promise.key[1]
         self._inodes[ino] = self._inodes.get(ino, 0) + 1
 
-    def take(self, thread: int) -> Promise | None:
-        """The promise to a thread, which is none from now on."""
-        promise = self._promises.pop(thread, None)
+    def take(self, key: Key) -> Promise | None:
+        """Return the promise to a thread, maybe for another inode, which is none from now on."""
+        promise = self._promises.pop(_slot(key), None)
         if promise is not None:
             ino = promise.key[1]
             left = self._inodes[ino] - 1
@@ -83,11 +86,16 @@ class Redirects:
                 del self._inodes[ino]
         return promise
 
-    def stale(self) -> Iterator[int]:
-        """Threads whose open has not come again for long, oldest first."""
+    def stale(self) -> Iterator[Key]:
+        """Keys of promises whose open has not come for long, oldest first."""
         too_many = len(self._promises) - _MAX_PROMISES
         now = time.monotonic()
-        for number, (thread, promise) in enumerate(list(self._promises.items())):
+        for number, promise in enumerate(list(self._promises.values())):
             if number >= too_many and now - promise.since < _MAX_AGE_S:
                 return
-            yield thread
+            yield promise.key
+
+
+def _slot(key: Key) -> Key:
+    thread, ino = key
+    return (thread, 0) if thread else (0, ino)

@@ -699,6 +699,25 @@ def test_an_open_that_never_came_back_for_a_file_since_removed_hurts_no_other(mo
     serve(mode, talk)
 
 
+@pytest.mark.parametrize("mode", ["passthrough", "cached"])
+def test_nobody_joins_a_replacement_whose_opener_died_on_the_way(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def talk(served: Served) -> None:
+        node_id = write_whole(served, b"file", b"weights")
+        truncating = wire.OPEN_IN.pack(os.O_WRONLY | os.O_TRUNC, 0)
+        assert served.request(Opcode.OPEN, node_id, truncating, pid=1)[0] == errno.ESTALE
+        monkeypatch.setattr("irdmafs.redirects._MAX_AGE_S", -1)
+        appending = wire.OPEN_IN.pack(os.O_WRONLY | os.O_APPEND, 0)
+        error, opened = served.request(Opcode.OPEN, node_id, appending, pid=2)
+        assert error == 0
+        fh = wire.OPEN_OUT.unpack(opened)[0]
+        assert served.store.extents.stat(content_of(served, fh).extent).st_size == len(b"weights")
+        close(served, node_id, fh)
+
+    serve(mode, talk)
+
+
 @pytest.mark.parametrize("content", [b"", b"weights"])
 @pytest.mark.parametrize("mode", ["passthrough", "cached"])
 def test_opens_for_writing_that_never_came_back_leave_no_descriptor(
