@@ -118,7 +118,7 @@ class Publisher:
         handle.aborted = content.discarded
         if handle.aborted or (content.superseded and not self.is_written(content)):
             return
-        if content.seen is None:
+        if content.whole or content.seen is None:
             process = await self._processes.of(pid)
             if content.whole and process.killed_by_signal():
                 handle.aborted = handle.killed = True
@@ -129,7 +129,11 @@ class Publisher:
                         where, pid,
                     )  # fmt: skip
                 return
-            if not self.is_written(content) and await self._has_duplicate(pid, content.ino):
+            if (
+                content.seen is None
+                and not self.is_written(content)
+                and await self._has_duplicate(pid, content.ino)
+            ):
                 return
             if content.private and not handle.node.cached and self._is_full():
                 # A write that the kernel refused for want of room did not come to us.

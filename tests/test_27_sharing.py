@@ -4,6 +4,7 @@ import errno
 import itertools
 import os
 import resource
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -97,6 +98,32 @@ def test_a_joiner_that_wrote_nothing_publishes_nothing(folder: Path, process: Ta
     assert file.read_bytes() == b"the old version"
     writer.do("f.write(b' and half'); f.close()")
     assert file.read_bytes() == b"half and half"
+
+
+@pytest.mark.beyond_posix
+@pytest.mark.kernel_session("pyfuse3 does not tell who closes a file")
+def test_a_writer_killed_after_fsync_publishes_what_it_synced_and_no_more(folder: Path) -> None:
+    file = folder / "weights"
+    file.write_bytes(b"old")
+    with Process() as writer:
+        writer.do("f = open(file, 'wb', buffering=0); f.write(b'synced')", file=str(file))
+        writer.do("os.fsync(f.fileno()); f.write(b' and half')")
+        assert file.read_bytes() == b"synced"
+        writer.kill(signal.SIGKILL)
+    assert file.read_bytes() == b"synced"
+
+
+@pytest.mark.beyond_posix
+def test_a_killed_writer_of_a_new_file_leaves_what_it_wrote(folder: Path) -> None:
+    """As on a tmpfs: it was seen as it grew."""
+    log = folder / "log"
+    with Process() as writer:
+        writer.do("f = open(file, 'w'); f.write('step 1\\n'); f.flush()", file=str(log))
+        writer.kill(signal.SIGKILL)
+    assert log.read_text() == "step 1\n"
+    with open(log, "a") as appended:
+        appended.write("step 2\n")
+    assert log.read_text() == "step 1\nstep 2\n"
 
 
 @pytest.mark.beyond_posix
