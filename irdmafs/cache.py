@@ -331,7 +331,9 @@ class Cache:
             content.begun = self.table.stamp(content)
         self.table.current[inode.ino] = content
         self.nodes.main[inode.ino] = node
-        return self._open(node, content, flags, pid)
+        handle = self._open(node, content, flags, pid)
+        content.mapped = handle.is_rdwr and not node.cached
+        return handle
 
     def _open(self, node: Node, content: Content, flags: int, pid: int) -> Handle:
         if not node.opens:

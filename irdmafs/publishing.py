@@ -153,12 +153,13 @@ class Publisher:
 
     async def _stays(self, handle: Handle, content: Content, pid: int) -> bool:
         """Return whether the content may be written on: then a copy is published where that matters."""
-        if content.writers > 1:
+        # What leaves this host is hashed: who has it mapped may store while that is done.
+        if content.writers > 1 or (content.mapped and self._store.shared):
             return True
         if not self._store.hands_over(content.extent):
             return False
         # The store takes the very file: who has it open would have to do without what others write.
-        if content.holds > 1 or content.mapped or pid != handle.pid:
+        if content.holds > 1 or pid != handle.pid:
             return True
         return await self._has_duplicate(pid, content.ino)
 
