@@ -101,13 +101,16 @@ class Cache:
     # -- which content and which node ------------------------------------------------------------
 
     def _current(self, inode: Inode) -> Content | None:
-        """The file's content here; None when nobody has had its present version open. Another host may
-        have published since: then it is left to those who have it, unless it holds something new."""
+        """Return the file's content here; None when nobody has had its present version open.
+
+        Another host may have published since. Then the content is left to those who read it; whoever
+        writes it in place stays together with all who open it, until `refresh` or a conflict.
+        """
         content = self.table.current.get(inode.ino)
         if content is None or content.version == inode.version or not self.store.shared:
             return content
         # While it is published here, the newer version may be that very one.
-        if content.is_busy or (content.is_changing and self.publisher.is_written(content)):
+        if content.is_busy or content.writers:
             return content
         self.table.supersede(content)
         return None
@@ -450,7 +453,7 @@ class Cache:
     def is_behind(self, inode: Inode) -> bool:
         """Return whether another host has published a newer version than the one written in place here."""
         content = self.table.current.get(inode.ino)
-        return content is not None and content.is_changing and content.version != inode.version
+        return content is not None and bool(content.writers) and content.version != inode.version
 
     async def refresh(self, ino: int) -> None:
         """Have everybody who has the file open in place see the newest version, which another host

@@ -544,6 +544,7 @@ class Operations(pyfuse3.Operations):
         else:
             if size:
                 inode = await self._brought(inode)
+            await self._cache.refresh(inode.ino)
             await self._cache.truncate(inode, size)
 
     async def setxattr(
@@ -776,6 +777,7 @@ class Operations(pyfuse3.Operations):
         _refuse_other_than_file(found)
         if not flags & os.O_TRUNC:
             found = await self._brought(found)
+        await self._cache.refresh(found.ino)
         handle = await self._cache.open_any(found, flags, ctx.pid)
         handle.node.lookups += 1
         return self._opened(handle), self._attributes(handle.node, found)
@@ -894,8 +896,7 @@ class Operations(pyfuse3.Operations):
         if self._shared:
             names = self._glances.take(ctx.pid)
             node, found = await self._settled(inode, names, flags, ctx.pid)
-            if self._cache.is_behind(found):
-                await self._cache.refresh(found.ino)
+            await self._cache.refresh(found.ino)
         else:
             node, found = self._node(inode)
         _refuse_other_than_file(found)

@@ -528,7 +528,9 @@ def test_what_a_connection_took_is_free_when_it_has_ended(
                 pass
 
     def connections() -> int:
-        return sum(issubclass(type(each), (ssl.SSLObject, ssl.SSLSocket)) for each in gc.get_objects())
+        return sum(
+            issubclass(type(each), (ssl.SSLObject, ssl.SSLSocket)) for each in gc.get_objects()
+        )
 
     async def test(cluster: Place) -> None:
         listener = cluster.nodes[1].listener
