@@ -88,10 +88,13 @@ class Cache:
         content = node.content if node.opens else None
         return content.version if content is not None else inode.version
 
-    def may_be_mapped(self, ino: int) -> bool:
-        """Return whether stores that the kernel does not tell us of may move the times of the file."""
-        content = self.table.current.get(ino)
-        return content is not None and content.mapped and bool(content.writers)
+    def changes_unnoticed(self, node: Node) -> bool:
+        """Return whether the kernel may not keep a node's attributes: stores through a mapping, and writes
+        through another node, change them without its knowing."""
+        content = node.content if node.is_bound else self.table.current.get(node.ino)
+        if content is None or not content.is_changing:
+            return False
+        return content.mapped or (not content.private and self.nodes.has_siblings(node.ino))
 
     def is_written_in_place(self, inode: Inode) -> bool:
         """Return whether opens for reading see what is not published."""
@@ -379,6 +382,10 @@ class Cache:
         if handle.is_rdwr and not handle.node.cached and not content.mapped:
             content.mapped = True
             self.kernel.invalidate_attributes(handle.node)
+        if content.writers == 1 and not content.private and self.nodes.has_siblings(content.ino):
+            for other in self.nodes.of(content.ino):
+                if other is not handle.node:
+                    self.kernel.invalidate_attributes(other)
 
     async def _make_writable(self, content: Content) -> None:
         if self.store.waits or content.is_busy:

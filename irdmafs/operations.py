@@ -226,8 +226,8 @@ class Operations(pyfuse3.Operations):
         entry.st_atime_ns = self.atimes.of(inode)
         entry.generation = inode.birth_ns & _GENERATION if inode.ino != ROOT_INO else 0
         entry.entry_timeout = entry.attr_timeout = self._valid_s
-        if self._nodes.has_siblings(inode.ino) or self._cache.may_be_mapped(inode.ino):
-            entry.attr_timeout = 0  # writes through another node, and stores, change it unnoticed
+        if self._cache.changes_unnoticed(node):
+            entry.attr_timeout = 0
         return entry
 
     def _entry(
@@ -276,7 +276,7 @@ class Operations(pyfuse3.Operations):
     ) -> None:
         """`valid_s`: for how long `parent` is believable. What has names in several directories is
         believed if all of them are."""
-        if self._nodes.has_siblings(inode.ino) or self._cache.may_be_mapped(inode.ino):
+        if self._cache.changes_unnoticed(self._nodes.by_id[entry.st_ino]):
             return
         if parent and inode.parent == parent:
             pass

@@ -85,8 +85,8 @@ class Publisher:
             return True
         if not self._store.shared or not self._may_hide_stores(content):
             return False
-        # Stores through a mapping: other hosts would never see them.
-        return not await self._is_version(content)
+        # Stores through a mapping: other hosts would never see them. Meanwhile somebody may cut the file.
+        return not await self._is_version(content) or self.is_written(content)
 
     async def _is_version(self, content: Content) -> bool:
         """Return whether the bytes are those of the content's version. False if that cannot be known."""

@@ -642,8 +642,8 @@ class KernelSession(KernelCache):
 
     async def _open(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         flags, more = wire.decode(wire.OPEN_IN, self._buffer, end)
-        if self._released and flags & os.O_ACCMODE != os.O_RDONLY:
-            self.settle()  # it may then take a node that nobody has open
+        if self._released and flags & (os.O_ACCMODE | os.O_TRUNC):
+            self.settle()  # who still writes a file decides what it gets
         lose_set_ids = bool(more & wire.OPEN_KILL_SUIDGID)
         info = await self._operations.open(nodeid, flags, caller, lose_set_ids=lose_set_ids)
         return wire.reply(unique, await self._pack_open(info))
