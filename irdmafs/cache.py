@@ -209,8 +209,12 @@ class Cache:
         return content
 
     def _allocate(self, content: Content, inode: Inode) -> None:
+        """Give the content an empty extent. As long as nobody writes it, its times are those of the name;
+        of one that replaces the file, those of its beginning."""
         extent, fd = self.store.allocate(inode)
         try:
+            if not content.private:
+                os.utime(fd, ns=(inode.atime_ns, inode.mtime_ns))
             content.begun = stamp_of(os.fstat(fd))
         finally:
             os.close(fd)
@@ -332,9 +336,6 @@ class Cache:
             except OSError:
                 self.nodes.drop_unused(node)
                 raise
-            # As long as nobody writes it, its times are those of the name.
-            self._set_times(content, inode.atime_ns, inode.mtime_ns)
-            content.begun = self.table.stamp(content)
         self.table.current[inode.ino] = content
         self.nodes.main[inode.ino] = node
         handle = self._open(node, content, flags, pid)
@@ -401,8 +402,6 @@ class Cache:
         inode = self._inodes[content.ino]
         if not content.extent:
             self._allocate(content, inode)
-            self._set_times(content, inode.atime_ns, inode.mtime_ns)
-            content.begun = self.table.stamp(content)
             content.seen = content.begun if inode.version else None
             return
         before = content.extent
@@ -612,18 +611,19 @@ class Cache:
     async def truncate(self, inode: Inode, size: int) -> None:
         """truncate(2) by name: everybody on this host sees the file cut at once."""
         content = self.table.newest_private(inode.ino) or self._current_or_new(inode)
-        if content.is_changing:
-            await self._cut(content, size)
-        elif inode.size != size:
-            if not size and not content.opens:
-                self.table.give_extent(content, 0, own=False)  # it need not come here to be emptied
-            await self._cut_and_publish(content, size)
+        if inode.size == size and not content.is_changing:
+            return
+        if not size and not content.holds and not content.kept:
+            self.table.give_extent(content, 0, own=False)  # it need not come here to be emptied
+        await self._cut_and_publish(content, size)
 
     async def _cut_and_publish(self, content: Content, size: int) -> None:
+        """Cut a content; a version at once, unless it is only to become one when its writer closes it."""
         self.table.hold(content)
         try:
             await self._cut(content, size)
-            await self.publisher.publish_truncated(content)
+            if not content.kept and not content.private and (content.seen or not content.writers):
+                await self.publisher.publish_truncated(content)
         finally:
             if self.table.let_go(content):
                 self._rest(content)
@@ -636,9 +636,7 @@ class Cache:
             content = node.content
         elif self._is_replaced(content, inode):
             content = self._begin_private(inode)
-        if content.writers:
-            await self._cut(content, 0)
-        elif content.private or self.table.stamp(content)[0]:
+        if content.writers or content.private or self.table.stamp(content)[0]:
             await self._cut_and_publish(content, 0)
 
     async def _cut(self, content: Content, size: int) -> None:

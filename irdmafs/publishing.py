@@ -217,8 +217,8 @@ class Publisher:
                 await self._publish_locked(content, stays=True, naming=True)
 
     async def publish_truncated(self, content: Content) -> None:
-        """A file that nobody has open for writing was truncated by name."""
-        await self._publish_locked(content, stays=False)
+        """Publish that a file was truncated by name: no close will follow."""
+        await self._publish_locked(content, stays=bool(content.writers))
 
     async def keep(self, content: Content) -> None:
         """A killed writer left a new file: it stays on this host as it is, as on any filesystem, and

@@ -123,7 +123,12 @@ class Contents(ExtentStore):
             return super().open(extent, flags)
         held = self._held.get(extent)
         if held is None:
-            return _open_there(path, flags)
+            try:
+                return _open_there(path, flags)
+            except FileNotFoundError:
+                if flags or not self.adoptable(extent):
+                    raise
+                return _open_there(_taken_over(path), flags)
         return os.open(f"/proc/self/fd/{held}", flags | os.O_CLOEXEC)
 
     def stat(self, extent: int) -> os.stat_result:
@@ -133,9 +138,7 @@ class Contents(ExtentStore):
         try:
             return os.stat(path)
         except FileNotFoundError:
-            # A working copy that a store node here has just taken over.
-            store, name = os.path.split(os.path.dirname(path))[0], os.path.basename(path)
-            return os.stat(f"{store}/extents/{name}.0")
+            return os.stat(_taken_over(path))
 
     def free(self, extent: int) -> None:
         self.kept_bytes -= self._kept.pop(extent, 0)
@@ -234,6 +237,12 @@ class Contents(ExtentStore):
             self.evictions += 1
             self.free(extent)
         return True
+
+
+def _taken_over(path: str) -> str:
+    """Return where a working copy is that a store node here has just taken over."""
+    incoming, name = os.path.split(path)
+    return f"{os.path.dirname(incoming)}/extents/{name}.0"
 
 
 def _open_there(path: str, flags: int) -> int:
