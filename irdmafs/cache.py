@@ -622,7 +622,8 @@ class Cache:
         self.table.hold(content)
         try:
             await self._cut(content, size)
-            if not content.kept and not content.private and (content.seen or not content.writers):
+            in_place = content.seen is not None and not content.private
+            if not content.kept and (in_place or not content.writers):
                 await self.publisher.publish_truncated(content)
         finally:
             if self.table.let_go(content):
