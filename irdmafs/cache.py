@@ -142,7 +142,7 @@ class Cache:
         return node
 
     def _shows_current(self, node: Node, inode: Inode) -> bool:
-        if not (node.opens or node.promised):
+        if not node.is_bound:
             return True
         content = node.content
         return content is None or content is self._current(inode)
@@ -280,35 +280,35 @@ class Cache:
         if promise is not None and promise.key[1] != inode.ino:
             self._end(promise)
             promise = None
-        if (
-            flags & os.O_TRUNC
-            and not truncates(flags)
-            and (promise is None or not promise.is_kept_by(node, flags))
-        ):
-            nameless = promise is not None and promise.is_nameless(node)
-            await self._empty(inode, node, nameless=nameless)
-            inode = self._inodes[inode.ino]
         try:
+            if (
+                flags & os.O_TRUNC
+                and not truncates(flags)
+                and (promise is None or not promise.is_kept_by(node, flags))
+            ):
+                nameless = promise is not None and promise.is_nameless(node)
+                await self._empty(inode, node, nameless=nameless)
+                inode = self._inodes[inode.ino]
             content, cut = self._choose(inode, node, flags, pid, promise)
             handle = self._open(node, content, flags, pid)
         finally:
             if promise is not None:
                 self._end(promise)
+        await self._make_ready(handle, content, cut=cut)
+        return handle
+
+    async def _make_ready(self, handle: Handle, content: Content, *, cut: bool) -> None:
         if handle.writing:
             await self._prepare(handle, content, cut=cut)
         elif content.is_busy and self._is_lent(content):
-            await self._wait(handle, content)
-        return handle
-
-    async def _wait(self, handle: Handle, content: Content) -> None:
-        """A copy is made of what a store node lent, for somebody who writes: read that, too."""
-        try:
-            await detach()
-            async with content.locked():
-                pass
-        except BaseException:
-            await self.release(handle.fh)
-            raise
+            # A copy is made of what a store node lent, for somebody who writes: read that, too.
+            try:
+                await detach()
+                async with content.locked():
+                    pass
+            except BaseException:
+                await self.release(handle.fh)
+                raise
 
     def open_here(self, inode: Inode, node: Node, flags: int, pid: int) -> Handle:
         """Open for reading what the node shows, whatever that is."""
@@ -319,8 +319,7 @@ class Cache:
         """Open the file for a request that takes whichever node it is given."""
         content, cut = self._content_for(inode, flags)
         handle = self._open(self.node_for(inode, content), content, flags, pid)
-        if handle.writing:
-            await self._prepare(handle, content, cut=cut)
+        await self._make_ready(handle, content, cut=cut)
         return handle
 
     def create(self, inode: Inode, flags: int, pid: int) -> Handle:
@@ -557,7 +556,7 @@ class Cache:
 
     def is_held(self, ino: int) -> bool:
         """Whether the kernel or a handle refers to the inode."""
-        return any(True for _ in self.nodes.of(ino))
+        return self.nodes.has_nodes(ino)
 
     def unnamed(self, inode: Inode) -> None:
         """The inode has lost its last name, and nothing has it open."""

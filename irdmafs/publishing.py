@@ -153,7 +153,7 @@ class Publisher:
 
     async def _stays(self, handle: Handle, content: Content, pid: int) -> bool:
         """Return whether the content may be written on: then a copy is published where that matters."""
-        # What leaves this host is hashed: who has it mapped may store while that is done.
+        # The bytes are hashed as they leave this host; a program that maps them may store meanwhile.
         if content.writers > 1 or (content.mapped and self._store.shared):
             return True
         if not self._store.hands_over(content.extent):

@@ -195,14 +195,11 @@ class Copier:
                     left.pop(extent, None)  # superseded meanwhile, or a writer brought it
                     return []
                 try:
-                    verdict = await self._read(node, extent, incoming.fd, size)
+                    verdict = await self._try_to_read(node, extent, incoming.fd, size)
                 except FileNotFoundError:
                     refused.append(node)
                     continue
-                except OSError as error:
-                    if error.errno == errno.ENOSPC:
-                        raise  # its record told of less than is not in holes
-                    log.info("extent %x.%x from node %x: %s", *extent, node, error)
+                if verdict is None:
                     continue
                 if verdict is Verdict.WRONG:
                     wrong.append(node)
@@ -241,14 +238,11 @@ class Copier:
                 if extent not in self._files or not self._catalog.is_named(extent.content):
                     return True
                 try:
-                    verdict = await self._read(node, extent, incoming.fd, size)
+                    verdict = await self._try_to_read(node, extent, incoming.fd, size)
                 except FileNotFoundError:
                     unasked.discard(node)
                     continue
-                except OSError as error:
-                    if error.errno == errno.ENOSPC:
-                        raise  # its record told of less than is not in holes
-                    log.info("extent %x.%x from node %x: %s", *extent, node, error)
+                if verdict is None:
                     continue
                 if verdict is Verdict.WRONG and node in unasked:
                     await self._doubt(node, extent)
@@ -282,6 +276,19 @@ class Copier:
             await self._device(node).doubt(extent)
         except OSError as error:
             log.info("node %x: %s", node, error)
+
+    async def _try_to_read(self, node: int, extent: Extent, fd: int, size: int) -> Verdict | None:
+        """As `_read`; None when the node cannot be read from. Raises FileNotFoundError when it does not
+        have the extent, OSError ENOSPC."""
+        try:
+            return await self._read(node, extent, fd, size)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise  # its record told of less than is not in holes
+            log.info("extent %x.%x from node %x: %s", *extent, node, error)
+            return None
 
     async def _read(self, node: int, extent: Extent, fd: int, size: int) -> Verdict:
         """Read a whole extent, whose blocks are hashed as they come."""
