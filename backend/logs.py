@@ -18,7 +18,8 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from datetime import UTC, datetime
 
-from .cluster_config import ConfigError, LogFormat
+from .config_sections import LogFormat
+from .config_values import ConfigError
 
 __all__ = ["RepeatLimit", "current_request", "identify", "request", "set_up_logging"]
 

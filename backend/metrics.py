@@ -20,7 +20,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import trio
 
-from .cluster_config import ConfigError
+from .config_values import ConfigError
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

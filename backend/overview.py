@@ -11,7 +11,8 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import trio
 
-from .cluster_config import ClusterConfig, ConfigError
+from .cluster_config import ClusterConfig
+from .config_values import ConfigError
 from .groups import degraded, leader
 from .history import described, read_reports
 from .kv import Engine, KeyValue, SharedEngine, WentBack

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import trio
 
-from .cluster_config import ConfigError
+from .config_values import ConfigError
 from .groups import refenced
 from .kv import Conflict, SharedEngine
 from .membership import Groups, Members, removed_for_good

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast, get_args
 
-from .cluster_config import ConfigError
+from .config_values import ConfigError
 
 if TYPE_CHECKING:
     from cryptography import x509

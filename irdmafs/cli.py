@@ -223,7 +223,8 @@ def _load_cluster(path: str | None, **flags: object) -> ClusterConfig | None:
         if given:
             raise click.UsageError(f"--{given[0].replace('_', '-')} needs --cluster FILE")
         return None
-    from .backend.cluster_config import ClusterConfig, ConfigError
+    from .backend.cluster_config import ClusterConfig
+    from .backend.config_values import ConfigError
 
     try:
         of_cluster = {name: flags.pop(name) for name in ("rdma", "rdma_device", "gid_index")}

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .backend.cluster_config import ETCD_PORT, ClusterConfig, ConfigError, split_host_port
+from .backend.cluster_config import ClusterConfig
+from .backend.config_sections import ETCD_PORT
+from .backend.config_values import ConfigError, split_host_port
 from .backend.kv import Conflict, Delete, Put
 from .backend.records import SETTINGS_KEY, NodeRecord, Settings, decode, encode, key_of
 from .backend.security import Role, issue, make_ca

@@ -64,7 +64,8 @@ def rdma_wanted(
     """What a mount would ask of RDMA, and a host of the cluster, if there is a file of one."""
     import msgspec
 
-    from .backend.cluster_config import ClusterConfig, ClusterSection, find_config
+    from .backend.cluster_config import ClusterConfig, find_config
+    from .backend.config_sections import ClusterSection
 
     flags = {"rdma": mode, "rdma_device": device, "gid_index": gid_index}
     with one_line_errors():
@@ -92,7 +93,7 @@ def print_json(value: object) -> None:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    from .backend.cluster_config import ConfigError
+    from .backend.config_values import ConfigError
 
     try:
         yield

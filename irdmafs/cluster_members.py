@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from .backend.cluster_config import ConfigError
+from .backend.config_values import ConfigError
 from .backend.etcd.auth import ROOT
 from .backend.kv import Conflict, Delete, Put
 from .backend.kv.etcd import LEASE_BITS

@@ -16,7 +16,7 @@ import trio
 
 from . import mounting
 from ._version import __version__
-from .backend.cluster_config import ConfigError
+from .backend.config_values import ConfigError
 from .backend.kv import Damaged
 from .backend.node import StoreNode
 from .backend.process import calm_the_collector, raise_open_files_limit

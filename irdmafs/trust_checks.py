@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, get_args
 
 import trio
 
-from .backend.cluster_config import ClusterConfig, ConfigError
+from .backend.cluster_config import ClusterConfig
+from .backend.config_values import ConfigError
 from .backend.security import Credentials, CredentialsError, Role
 from .checks import Check
 
 if TYPE_CHECKING:
-    from .backend.cluster_config import ClusterSection
+    from .backend.config_sections import ClusterSection
 
 _ETCD_TIMEOUT_S = 3.0
 _RENEW_DAYS = 30

@@ -6,6 +6,7 @@ not needed any more, too.
 
 import ast
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -17,21 +18,20 @@ VERSION = "irdmafs._version"  # belongs to both sides
 
 # Modules longer than LINES_MAX, and how long they may be at most.
 LONG = {
-    "irdmafs.cache": 705,
-    "irdmafs.cluster_cli": 528,
-    "irdmafs.operations": 1201,
-    "irdmafs.session.kernel": 889,
-    "irdmafs.backend.cluster_config": 549,
-    "irdmafs.backend.kv.etcd": 699,
-    "irdmafs.backend.kv.sqlite": 531,
+    "irdmafs.cache": 710,
+    "irdmafs.cluster_cli": 530,
+    "irdmafs.operations": 1210,
+    "irdmafs.session.kernel": 890,
+    "irdmafs.backend.kv.etcd": 700,
+    "irdmafs.backend.kv.sqlite": 540,
     "irdmafs.backend.membership": 540,
-    "irdmafs.backend.namespace": 505,
-    "irdmafs.backend.overview": 561,
-    "irdmafs.backend.remote.store": 878,
-    "irdmafs.backend.server.files": 557,
-    "irdmafs.backend.transport.messages": 502,
-    "irdmafs.backend.transport.peers": 579,
-    "irdmafs.backend.transport.server": 528,
+    "irdmafs.backend.namespace": 510,
+    "irdmafs.backend.overview": 570,
+    "irdmafs.backend.remote.store": 880,
+    "irdmafs.backend.server.files": 560,
+    "irdmafs.backend.transport.messages": 510,
+    "irdmafs.backend.transport.peers": 580,
+    "irdmafs.backend.transport.server": 530,
 }
 # Modules that import each other, directly or by others.
 CIRCLES: list[set[str]] = [
@@ -42,7 +42,6 @@ CIRCLES: list[set[str]] = [
         "irdmafs.backend.transport.verbs.windows",
     },
     {"irdmafs.backend.etcd.http2", "irdmafs.backend.etcd.stream"},
-    {"irdmafs.backend.cluster_config", "irdmafs.backend.security"},
     {
         "irdmafs.backend.transport.caller",
         "irdmafs.backend.transport.link",
@@ -78,6 +77,7 @@ def imported(name: str, path: Path) -> Iterator[tuple[str, list[str]]]:
             yield source, [alias.name for alias in node.names]
 
 
+@cache
 def imports() -> dict[str, set[str]]:
     """Return which of the project's modules each of them imports."""
     found = modules()

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 import trio
 from irdmafs.backend import cluster_config, logs
-from irdmafs.backend.cluster_config import ClusterConfig, ConfigError
+from irdmafs.backend.cluster_config import ClusterConfig
+from irdmafs.backend.config_values import ConfigError
 from irdmafs.backend.metrics import Collector, MountCounters, NodeCounters, serve_metrics
 from irdmafs.backend.security import (
     Credentials,

@@ -10,7 +10,8 @@ import trio.testing
 from cluster import Cluster, Plan, run_irdmafs
 from hypothesis import given
 from hypothesis import strategies as st
-from irdmafs.backend.cluster_config import ClusterSection, ConfigError
+from irdmafs.backend.config_sections import ClusterSection
+from irdmafs.backend.config_values import ConfigError
 from irdmafs.backend.transport import messages
 from irdmafs.backend.transport.verbs import devices
 from irdmafs.backend.transport.verbs.ends import QueueEnd

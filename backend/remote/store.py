@@ -15,7 +15,8 @@ import trio
 from .. import attributes
 from ..aside import make_aside
 from ..certificates import Certificates
-from ..cluster_config import ClusterConfig, ConfigError
+from ..cluster_config import ClusterConfig
+from ..config_values import ConfigError
 from ..extents import copy_contents
 from ..history import History
 from ..kv import Compare, Conflict, Delete, Put

@@ -18,7 +18,8 @@ import trio
 
 from ..._version import __version__
 from ..certificates import Certificates
-from ..cluster_config import ClusterConfig, ConfigError
+from ..cluster_config import ClusterConfig
+from ..config_values import ConfigError
 from ..kv import Conflict, Engine, Put, WentBack
 from ..lease import NODE, Removed, Session
 from ..logs import identify
