@@ -112,7 +112,7 @@ def with_etcd(config: ClusterConfig, task: Callable[[EtcdEngine], Awaitable[T]])
     """Run a task with the cluster's engine. Raises MountError where etcd cannot be used."""
     import trio
 
-    from .backend.etcd.frames import RpcError
+    from .backend.etcd.errors import RpcError
 
     async def run() -> T:
         async with config.cluster.engine("admin", _ETCD_TIMEOUT_S) as engine:

@@ -41,7 +41,6 @@ CIRCLES: list[set[str]] = [
         "irdmafs.backend.transport.verbs.staging",
         "irdmafs.backend.transport.verbs.windows",
     },
-    {"irdmafs.backend.etcd.http2", "irdmafs.backend.etcd.stream"},
     {
         "irdmafs.backend.transport.caller",
         "irdmafs.backend.transport.link",

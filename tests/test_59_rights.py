@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from irdmafs.backend.etcd.frames import RpcError
+from irdmafs.backend.etcd.errors import RpcError
 from irdmafs.backend.kv import Delete, Put
 from irdmafs.backend.kv.etcd import EtcdEngine
 from irdmafs.backend.lease import MOUNT, Session

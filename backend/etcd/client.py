@@ -15,9 +15,10 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import trio
 
 from . import etcd_pb2 as pb
+from .connection import Connection
 from .endpoint import Endpoint, connect, parse_endpoint, tls_context
-from .frames import ConnectionLost, NotAccepted, RpcError, header_block
-from .http2 import Connection
+from .errors import ConnectionLost, NotAccepted, RpcError
+from .frames import header_block
 from .stream import Stream
 
 __all__ = [

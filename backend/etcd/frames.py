@@ -1,6 +1,8 @@
-"""HTTP/2 frames (RFC 9113) and header blocks (RFC 7541) as bytes, and what can go wrong with them."""
+"""HTTP/2 frames (RFC 9113) and header blocks (RFC 7541) as bytes."""
 
 from collections.abc import Iterable
+
+from .errors import ProtocolError
 
 DATA, HEADERS, RST_STREAM, SETTINGS = 0, 1, 3, 4
 PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 6, 7, 8, 9
@@ -13,34 +15,6 @@ REFUSED_STREAM, CANCEL = 7, 8
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 FRAME_BYTES = 16384  # the largest frame that either side may send without asking
-
-
-class RpcError(Exception):
-    """The server answered with a gRPC status other than OK."""
-
-    def __init__(self, code: int, text: str) -> None:
-        super().__init__(f"{text} (gRPC status {code})")
-        self.code = code
-        self.text = text
-
-
-class ConnectionLost(OSError):
-    """The connection ended before the answer. `sent`: the server may have got the request."""
-
-    def __init__(self, reason: str, *, sent: bool) -> None:
-        super().__init__(reason)
-        self.sent = sent
-
-
-class NotAccepted(ConnectionLost):
-    """The peer could be reached, but TLS or HTTP/2 could not be begun with it."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason, sent=False)
-
-
-class ProtocolError(Exception):
-    """The peer does not speak gRPC over HTTP/2."""
 
 
 def integer(value: int, prefix_bits: int, first: int = 0) -> bytes:

@@ -1,30 +1,39 @@
 """One gRPC call on an HTTP/2 connection: its messages and its status."""
 
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import Protocol
 from urllib.parse import unquote
 
 import trio
 
-from .frames import ProtocolError, RpcError, window_update
+from .errors import ProtocolError, RpcError
 
-if TYPE_CHECKING:
-    from .http2 import Connection
-
-# What a peer may send on a stream before we say that we took it.
+# Bytes that a peer may send on a stream before it is told that they were taken.
 STREAM_WINDOW = 4 << 20
 # Messages that nobody has taken yet; beyond it the peer has to wait.
 _QUEUED_BYTES = 16 << 20
 _MESSAGE_BYTES = 512 << 20
 
 
-class Stream:
-    """One call: its messages as they come in, then its status."""
+class Calls(Protocol):
+    """The calls of a connection, as one of them sees it."""
 
-    def __init__(self, connection: "Connection", number: int, window: int) -> None:
-        self._connection = connection
+    def give_up(self, stream: "Stream") -> None: ...
+
+    def acknowledge(self, stream: "Stream", size_bytes: int) -> None: ...
+
+
+class Stream:
+    """One call: its messages as they come in, then its status.
+
+    `unsent` is the part of the request that waits for the peer's window, `send_window` that window.
+    """
+
+    def __init__(self, calls: Calls, number: int, window: int) -> None:
+        self._calls = calls
         self.number = number
         self.send_window = window
+        self.unsent = memoryview(b"")
         self.ended = False
         self._error: Exception | None = None
         self._answered = False
@@ -35,7 +44,7 @@ class Stream:
         self._waiting: trio.lowlevel.Task | None = None
 
     async def receive(self) -> bytes | None:
-        """The next message, None after the last one. One task at a time.
+        """Return the next message, None after the last one. One task at a time.
 
         Raises RpcError and ConnectionLost. May be cancelled and called again.
         """
@@ -59,7 +68,7 @@ class Stream:
     def close(self) -> None:
         """Give the call up, if it has not ended."""
         if not self.ended:
-            self._connection.reset(self)
+            self._calls.give_up(self)
 
     def end(self, error: Exception | None) -> None:
         self.ended = True
@@ -67,6 +76,7 @@ class Stream:
         self._wake()
 
     def on_headers(self, headers: dict[str, str], last: bool) -> None:
+        """Take the headers of the answer, or with `last` its status. Raises ProtocolError."""
         if not self._answered:
             self._answered = True
             status = headers.get(":status")
@@ -84,7 +94,7 @@ class Stream:
         self.end(RpcError(int(code), text) if code != "0" else None)
 
     def on_data(self, data: bytes, length: int) -> None:
-        """`length` bytes of the window went into these data and their padding."""
+        """Take a part of the messages; it used `length` bytes of the window. Raises ProtocolError."""
         partial = self._partial
         partial += data
         while len(partial) >= 5:
@@ -107,7 +117,7 @@ class Stream:
             and self._queued_bytes < _QUEUED_BYTES
             and not self.ended
         ):
-            self._connection.send(window_update(self.number, self._unacknowledged))
+            self._calls.acknowledge(self, self._unacknowledged)
             self._unacknowledged = 0
 
     def _wake(self) -> None:

@@ -1,0 +1,232 @@
+"""An HTTP/2 connection to etcd: the socket, TLS on it, and watching that the peer is not silent.
+
+All that is sent goes out without waiting, or into a buffer that a task empties: a caller that is cancelled
+never leaves half a frame behind.
+"""
+
+import contextlib
+import os
+import socket
+import ssl
+
+import trio
+
+from .errors import ConnectionLost, NotAccepted, ProtocolError, RpcError
+from .http2 import Http2
+from .stream import Stream
+
+_CALLS = 1024
+_RECEIVE_BYTES = 256 * 1024
+# etcd closes connections that are pinged more often than every 5 s (--grpc-keepalive-min-time).
+_QUIET_S = 6.0
+_PONG_S = 4.0
+_INTERNAL = 13  # gRPC's status
+_DRAINED = "the server is shutting down"
+
+
+class Connection:
+    """A connected, non-blocking socket, which it owns, and the calls on it.
+
+    `run` moves the bytes and must be running while it is used; it ends with the connection and raises
+    nothing. `tls` is a context and the name that the certificate must have.
+    """
+
+    def __init__(self, sock: socket.socket, tls: tuple[ssl.SSLContext, str] | None = None) -> None:
+        self._sock = sock
+        self._tls: ssl.SSLObject | None = None
+        if tls is not None:
+            self._tls_in, self._tls_out = ssl.MemoryBIO(), ssl.MemoryBIO()
+            context, name = tls
+            self._tls = context.wrap_bio(self._tls_in, self._tls_out, server_hostname=name)
+        self._http2 = Http2(self._send, self._call_ended)
+        self._out = bytearray()
+        self._has_unsent = trio.Event()
+        self._waiting_callers = trio.lowlevel.ParkingLot()
+        self._ready = trio.Event()
+        self._reason: str | None = None
+        self._not_accepted = False
+
+    @property
+    def usable(self) -> bool:
+        """Return whether new calls may be made."""
+        return self._reason is None and not self._http2.draining
+
+    @property
+    def lost_because(self) -> str | None:
+        return self._reason
+
+    @property
+    def frames_received(self) -> int:
+        """Return a count that grows with everything that comes."""
+        return self._http2.frames_received
+
+    async def run(self) -> None:
+        reason = "the connection was closed"
+        try:
+            if self._tls is not None:
+                await self._handshake()
+            self._http2.greet()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._write)
+                nursery.start_soon(self._watch_silence)
+                await self._read()
+                nursery.cancel_scope.cancel()
+        except* (OSError, ProtocolError, trio.ClosedResourceError) as group:
+            error = _first(group)
+            reason = _reason(error)
+            if self._tls is None and not self._http2.greeted:
+                reason += " (does it want TLS? Then give its CA)"
+            self._not_accepted = isinstance(error, ssl.SSLError | ProtocolError)
+        finally:
+            self.close(reason)
+
+    def close(self, reason: str) -> None:
+        """End all calls with ConnectionLost. Closing twice does nothing."""
+        if self._reason is not None:
+            return
+        self._reason = reason
+        self._http2.end(reason)
+        self._waiting_callers.unpark_all()
+        self._ready.set()
+        trio.lowlevel.notify_closing(self._sock)
+        self._sock.close()
+
+    async def wait_ready(self) -> None:
+        """Return when the peer has said that it speaks HTTP/2. Raises ConnectionLost, NotAccepted."""
+        await self._ready.wait()
+        if self._not_accepted and self._reason is not None:
+            raise NotAccepted(self._reason)
+        if self._reason is not None:
+            raise ConnectionLost(self._reason, sent=False)
+
+    async def unary(self, block: bytes, message: bytes) -> bytes:
+        """Return the answer to one request. Raises RpcError and ConnectionLost."""
+        stream = await self.start(block, message)
+        try:
+            answer = await stream.receive()
+            # The status comes after the message: before it the call may still fail.
+            if answer is None or await stream.receive() is not None:
+                raise RpcError(_INTERNAL, "the answer is not one message")
+            return answer
+        finally:
+            stream.close()
+
+    async def start(self, block: bytes, message: bytes) -> Stream:
+        """Begin a call with its only request message. `block`: its headers, encoded."""
+        while self.usable and self._http2.calls >= _CALLS:
+            await self._waiting_callers.park()
+        if not self.usable:
+            raise ConnectionLost(self._reason or _DRAINED, sent=False)
+        return self._http2.call(block, message)
+
+    def _call_ended(self) -> None:
+        self._waiting_callers.unpark()
+        if self._http2.draining and not self._http2.calls:
+            self.close(_DRAINED)
+
+    def _send(self, data: bytes) -> None:
+        """Send without waiting; what the socket does not take now, `run` sends later."""
+        if self._reason is not None:
+            return
+        sent = 0
+        try:
+            if self._tls is not None:
+                self._tls.write(data)
+                data = self._tls_out.read()
+            if not self._out:
+                sent = self._sock.send(data)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self.close(_reason(error))
+            return
+        if sent < len(data):
+            self._out += data[sent:]
+            self._has_unsent.set()
+
+    async def _write(self) -> None:
+        while self._reason is None:
+            await self._has_unsent.wait()
+            while self._out and self._reason is None:
+                await trio.lowlevel.wait_writable(self._sock)
+                with contextlib.suppress(BlockingIOError):
+                    del self._out[: self._sock.send(self._out)]
+            self._has_unsent = trio.Event()
+
+    async def _handshake(self) -> None:
+        assert self._tls is not None
+        while True:
+            try:
+                self._tls.do_handshake()
+            except ssl.SSLWantReadError:
+                pass
+            else:
+                break
+            finally:
+                self._out += self._tls_out.read()
+                while self._out:
+                    await trio.lowlevel.wait_writable(self._sock)
+                    del self._out[: self._sock.send(self._out)]
+            await trio.lowlevel.wait_readable(self._sock)
+            data = self._sock.recv(_RECEIVE_BYTES)
+            if not data:
+                raise ProtocolError("it closed the connection instead of beginning TLS")
+            self._tls_in.write(data)
+        if self._tls.selected_alpn_protocol() != "h2":
+            raise ProtocolError("it does not speak HTTP/2 over TLS")
+
+    async def _read(self) -> None:
+        http2 = self._http2
+        while self._reason is None:
+            await trio.lowlevel.wait_readable(self._sock)
+            try:
+                data = self._sock.recv(_RECEIVE_BYTES)
+            except BlockingIOError:
+                continue
+            if not data:
+                when = " at once" if not http2.greeted else ""
+                raise ConnectionResetError("it closed the connection" + when)
+            if self._tls is not None:
+                self._tls_in.write(data)
+                data = self._decrypt()
+            http2.take(data)
+            if http2.greeted:
+                self._ready.set()
+
+    def _decrypt(self) -> bytes:
+        assert self._tls is not None
+        parts = []
+        try:
+            while part := self._tls.read(_RECEIVE_BYTES):
+                parts.append(part)
+        except ssl.SSLWantReadError:
+            pass
+        return b"".join(parts)
+
+    async def _watch_silence(self) -> None:
+        """Ping when nothing came for a while although something is awaited."""
+        while True:
+            before = self.frames_received
+            await trio.sleep(_QUIET_S)
+            if self.frames_received != before or not self._http2.calls:
+                continue
+            self._http2.ping()
+            with trio.move_on_after(_PONG_S):
+                while self.frames_received == before:
+                    await trio.sleep(_PONG_S / 20)
+            if self.frames_received == before:
+                raise TimeoutError(f"it has been silent for {_QUIET_S + _PONG_S:g} s")
+
+
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not accepted: {error.verify_message}"
+    if isinstance(error, ssl.SSLError):
+        return f"TLS failed: {error.reason or error}"
+    return os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)

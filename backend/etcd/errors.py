@@ -1,0 +1,29 @@
+"""Ways in which a call of etcd, or the connection that it is made on, fails."""
+
+
+class RpcError(Exception):
+    """The server answered with a gRPC status other than OK."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"{text} (gRPC status {code})")
+        self.code = code
+        self.text = text
+
+
+class ConnectionLost(OSError):
+    """The connection ended before the answer. `sent`: the server may have got the request."""
+
+    def __init__(self, reason: str, *, sent: bool) -> None:
+        super().__init__(reason)
+        self.sent = sent
+
+
+class NotAccepted(ConnectionLost):
+    """The peer could be reached, but TLS or HTTP/2 could not be begun with it."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason, sent=False)
+
+
+class ProtocolError(Exception):
+    """The peer does not speak gRPC over HTTP/2."""
