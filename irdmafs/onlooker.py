@@ -35,8 +35,6 @@ LEND, WATCH, STATUS, HOLDS = range(4)
 # By one user to one mount. Each takes two descriptors here and two there.
 _LENT_MAX = 128
 _NAME_MAX = 100
-# So many descriptors are listed as fast as ten are tried.
-_FEW = 50
 _SYS_PIDFD_GETFD = 438
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -127,15 +125,6 @@ def _is_in_exec(pid: int) -> bool:
     return pages != b"0" and code == b"0"
 
 
-def _numbers(directory: int, below: int) -> list[str]:
-    """Return the numbers that may be open, by an open /proc/PID/fd. Its size tells how many are (Linux
-    6.2)."""
-    if below and not 0 < os.fstat(directory).st_size <= _FEW:
-        return list(map(str, range(below)))
-    names = os.listdir(directory)
-    return [name for name in names if int(name) < below] if below else names
-
-
 def holds(pid: int, ino: int, below: int, mountpoint: str) -> bool:
     """Return whether the process has a descriptor, with a number below this (0: any), open on the inode of
     the filesystem that is mounted there. Waits while the process begins to run another program."""
@@ -143,15 +132,21 @@ def holds(pid: int, ino: int, below: int, mountpoint: str) -> bool:
     prefix = mountpoint.rstrip("/") + "/"
     directory = os.open(f"/proc/{pid}/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        for name in _numbers(directory, below):
+        # Listing the directory takes as long as trying five numbers. Its size tells how many are open
+        # (Linux 6.2; before, 0).
+        left = os.fstat(directory).st_size if below else -1
+        for name in map(str, range(below)) if below else os.listdir(directory):
             try:
-                if not os.readlink(name, dir_fd=directory).startswith(prefix):
-                    continue
-                with open(f"/proc/{pid}/fdinfo/{name}", "rb") as file:
-                    if wanted in file.read(1024):
-                        return True
+                target = os.readlink(name, dir_fd=directory)
+                left -= 1
+                if target.startswith(prefix):
+                    with open(f"/proc/{pid}/fdinfo/{name}", "rb") as file:
+                        if wanted in file.read(1024):
+                            return True
             except OSError:
                 continue
+            if not left:
+                break
     finally:
         os.close(directory)
     return False

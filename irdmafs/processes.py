@@ -99,32 +99,29 @@ def _lines(status: bytes, *names: bytes) -> dict[bytes, bytes]:
 class Process:
     """One process or thread, as long as it lives: its statm and its stat are open.
 
-    Each belongs to one process for good, and reading an open one takes half the time.
+    Each belongs to one process for good, and reading an open one takes half the time. What it answers is
+    how it was at the last look.
     """
 
     def __init__(self, files: tuple[int, int] | None) -> None:
         self._files = files
         self._is_told_of = False
+        self._pages = self._code_pages = b"0"
 
     def tell_once(self) -> bool:
         """Return whether this is the first time that something is to be said of it."""
         first, self._is_told_of = not self._is_told_of, True
         return first
 
-    @property
-    def lives(self) -> bool:
+    def look(self) -> bool:
+        """Find out how it is now; False: it has ended."""
+        if self._files is None:
+            return False
         try:
-            self._pages()
+            self._pages, _, _, self._code_pages, *_ = os.pread(self._files[0], 128, 0).split()
         except ProcessLookupError:
             return False
         return True
-
-    def _pages(self) -> tuple[bytes, bytes]:
-        """All, and those of code. Raises ProcessLookupError."""
-        if self._files is None:
-            raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
-        pages, _, _, code, *_ = os.pread(self._files[0], 128, 0).split()
-        return pages, code
 
     def _flags_and_exit_code(self) -> tuple[int, int]:
         """9 and 52 of proc_pid_stat(5). Raises ProcessLookupError. It is not in the middle of execve(2)."""
@@ -143,18 +140,14 @@ class Process:
         (exec_update_lock; stat and fd/ too in Linux 6.18): whoever tries it while the process waits for
         an answer to a close waits for ever.
         """
-        try:
-            pages, code = self._pages()
-        except ProcessLookupError:
-            return False
         # The new memory is empty. A process that exits has none at all.
-        return pages != b"0" and code == b"0"
+        return self._pages != b"0" and self._code_pages == b"0"
 
     def killed_by_signal(self) -> bool:
         """Return whether a fatal signal is ending the process. This tells a close() that nobody asked for
-        from one that somebody did. The kernel sets the exit code of a process that a signal kills before it
-        closes its files (do_exit)."""
-        if self.is_in_exec():
+        from one that somebody did. Before a process that a signal kills closes its files, the kernel sets
+        its exit code and takes its memory (do_exit)."""
+        if self._pages != b"0":
             return False
         try:
             flags, exit_code = self._flags_and_exit_code()
@@ -201,7 +194,7 @@ class Processes:
         """The process or thread; one of which nothing is known says no to all. Does not wait for one that
         is remembered."""
         known = self._known.get(pid)
-        if known is not None and known.lives:
+        if known is not None and known.look():
             return known
         try:
             uid = ids_of(pid).uid
@@ -218,7 +211,7 @@ class Processes:
         found = self._known[pid] = Process((memory, stat))
         if len(self._known) > _PROCESSES_KNOWN:
             self._known.popitem(last=False)[1].close()
-        return found
+        return found if found.look() else _UNKNOWN
 
     async def may_still_write(self, closer: int, opener: int) -> list[int]:
         """Return the processes that may still write when a process (or thread) closes a descriptor only
