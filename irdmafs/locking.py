@@ -10,8 +10,8 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from fcntl import F_RDLCK, F_UNLCK
 from typing import Protocol
 
@@ -51,6 +51,8 @@ class Locking:
         self.flocks = FlockTable()
         # Owners of POSIX locks, by the handle through which they took some.
         self._lockers: dict[int, set[int]] = {}
+        # Handles that are being released, whose flock(2) locks end with them.
+        self._leaving: set[int] = set()
         # Processes that do not know yet that they lost locks: on which inodes.
         self._lost: dict[int, set[int]] = {}
         self._publishing: dict[int, list[int]] = {}  # inode -> processes
@@ -92,13 +94,23 @@ class Locking:
         if self._shared is not None:
             await self._lock_shared(self._shared, table, ino, owner, lock, wait=wait)
             return
-        try:
-            table.acquire(ino, owner, lock)
-        except BlockingIOError:
-            if not wait:
-                raise
+        while True:
+            try:
+                table.acquire(ino, owner, lock)
+                return
+            except BlockingIOError:
+                if not wait and not self._is_about_to_end(table, ino, owner, lock):
+                    raise
             await detach()
-            await table.acquire_wait(ino, owner, lock)
+            if wait:
+                await table.acquire_wait(ino, owner, lock)
+                return
+            await table.wait_free(ino, owner, lock)
+
+    def _is_about_to_end(self, table: LockTable, ino: int, owner: int, lock: Lock) -> bool:
+        """Return whether only closed files stand in the way of a lock. The kernel does not wait for a
+        release, so that a process may ask for the lock before we have given it up."""
+        return table is self.flocks and table.blockers(ino, owner, lock) <= self._leaving
 
     async def _lock_shared(
         self, shared: HostLocks, table: LockTable, ino: int, owner: int, lock: Lock, *, wait: bool
@@ -113,7 +125,7 @@ class Locking:
                 try:
                     table.acquire(ino, owner, lock)
                 except BlockingIOError:
-                    if not wait:
+                    if not wait and not self._is_about_to_end(table, ino, owner, lock):
                         raise
                 else:
                     if lock.type == F_RDLCK:
@@ -127,7 +139,7 @@ class Locking:
                 await shared.claim(ino, claim, wait=wait, since=since)
                 turn = 0.0  # it has let others go first for long enough
                 continue
-            elif not wait:
+            elif not wait and not self._is_about_to_end(table, ino, owner, lock):
                 raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
             await detach()
             await table.wait_free(ino, owner, lock)
@@ -184,7 +196,7 @@ class Locking:
         if self.posix.holds(ino, owner):
             await self._unlock(self.posix, ino, owner, Lock(F_UNLCK, 0, LAST_BYTE, 0))
 
-    def drop_lockers(self, fh: int, ino: int) -> None:
+    def _drop_lockers(self, fh: int, ino: int) -> None:
         """Give back the POSIX locks that were taken through a handle which is to be released: read locks of
         those of whose closes we were not told, and those of open descriptions, which were flushed."""
         for owner in self._lockers.pop(fh, ()):
@@ -192,10 +204,20 @@ class Locking:
             if self._shared is not None:
                 self._shared.shrunk(ino)
 
-    async def released(self, fh: int, ino: int) -> None:
-        """The last descriptor of a handle is closed, and what was written through it is published."""
-        if self.flocks.holds(ino, fh):
-            await self._unlock(self.flocks, ino, fh, Lock(F_UNLCK, 0, LAST_BYTE, 0))
+    @asynccontextmanager
+    async def releasing(self, fh: int, ino: int) -> AsyncIterator[None]:
+        """Give up the locks of a handle whose last descriptor is closed, after what was written through
+        it is published."""
+        self._drop_lockers(fh, ino)
+        self._leaving.add(fh)
+        try:
+            try:
+                yield
+            finally:
+                if self.flocks.holds(ino, fh):
+                    await self._unlock(self.flocks, ino, fh, Lock(F_UNLCK, 0, LAST_BYTE, 0))
+        finally:
+            self._leaving.discard(fh)
 
     # -- what the mount tells of itself to other hosts (Holder) ----------------------------------
 

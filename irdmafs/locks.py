@@ -158,6 +158,10 @@ class LockTable:
         inode = self._inodes.get(ino)
         return inode is not None and inode.conflicts(owner, lock)
 
+    def blockers(self, ino: int, owner: int, lock: Lock) -> set[int]:
+        """Return the owners that `lock` would have to wait for."""
+        return {other for other, _ in self._conflicts(ino, owner, lock)}
+
     def holds(self, ino: int, owner: int) -> bool:
         """Return whether an owner has locks on the inode."""
         inode = self._inodes.get(ino)
@@ -335,6 +339,9 @@ class FlockTable(LockTable):
 
     def test(self, ino: int, owner: int, lock: Lock) -> Lock | None:
         return super().test(ino, owner, _whole_file(lock))
+
+    def blockers(self, ino: int, owner: int, lock: Lock) -> set[int]:
+        return super().blockers(ino, owner, _whole_file(lock))
 
     async def wait_free(self, ino: int, owner: int, lock: Lock) -> None:
         await super().wait_free(ino, owner, _whole_file(lock))

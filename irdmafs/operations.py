@@ -1059,12 +1059,8 @@ class Operations(pyfuse3.Operations):
 
     async def release_locked(self, fh: int) -> None:
         """Release a handle through which locks may have been taken."""
-        ino = self._file_handle(fh).node.ino
-        self.locking.drop_lockers(fh, ino)
-        try:
+        async with self.locking.releasing(fh, self._file_handle(fh).node.ino):
             await self.release(fh)
-        finally:
-            await self.locking.released(fh, ino)
 
     # -- directories -----------------------------------------------------------------------------
 

@@ -400,3 +400,22 @@ def test_locks_can_be_kept_on_one_host_or_refused(cluster: Cluster, two: tuple[P
         other.do("fd = os.open(f, os.O_RDWR)", f=str(refusing.path / two[0].name / "file"))
         assert other.do("failure(lambda: fcntl.flock(fd, fcntl.LOCK_EX))") == errno.ENOLCK
         assert other.do("failure(lambda: fcntl.lockf(fd, fcntl.LOCK_EX))") == errno.ENOLCK
+
+
+LOCK_AND_WRITE = """
+reader = os.open(d + '/file', os.O_RDONLY)
+fd = os.open(d + '/file', os.O_RDWR)
+fcntl.flock(fd, fcntl.LOCK_EX)
+os.pwrite(fd, b'new', 0)
+"""
+
+
+def test_flock_is_free_for_whoever_asks_after_the_last_close(two: tuple[Path, Path]) -> None:
+    """Nobody waits for a release, and this one looks for what was stored through a mapping."""
+    (two[0] / "file").write_bytes(bytes(30_000_000))
+    with Process() as process:
+        process.do(PREPARE)
+        for _ in range(3):
+            process.do(LOCK_AND_WRITE, d=str(two[0]))
+            assert process.do("os.close(fd); try_flock(reader, fcntl.LOCK_SH)")
+            process.do("os.close(reader)")
