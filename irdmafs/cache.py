@@ -200,7 +200,8 @@ class Cache:
     def _is_replaced(self, current: Content, inode: Inode) -> bool:
         """Return whether emptying the file begins a version of its own, which nobody sees before it is
         closed."""
-        return bool(inode.version) and not current.is_changing and self._isolation.of(inode)
+        written = current.private or current.kept or current.writers > current.leaving
+        return bool(inode.version) and not written and self._isolation.of(inode)
 
     def _begin_private(self, inode: Inode) -> Content:
         content = Content(inode, private=True)
@@ -499,6 +500,7 @@ class Cache:
         content = handle.content
         assert content is not None
         if handle.writing:
+            content.leaving += 1
             try:
                 await self.publisher.last_release(handle, content)
                 if content.writers == 1:
@@ -506,6 +508,8 @@ class Cache:
             except OSError as error:
                 where = self.store.namespace.describe(content.ino)
                 log.error("%s: its last changes could not be published: %s", where, error)
+            finally:
+                content.leaving -= 1
         self.nodes.close(fh)
         if self.table.let_go(content):
             self._rest(content)

@@ -25,7 +25,8 @@ class Content:
     `extent` keeps the bytes, 0 while there are none; `own` says that no version names it, so that it
     goes with this object. `version` is the published version that the content is, or began as, and
     `published` the inode as it then was.
-    `holds` counts handles and promised opens, `opens` and `writers` handles alone.
+    `holds` counts handles and promised opens, `opens` and `writers` handles alone; `leaving` those
+    writers whose last descriptor is closed and whose release is not carried out yet.
 
     `writable`: the extent may be written, because nobody else relies on what it holds. `dirty`: a
     request of ours changed it since it was published. `seen` is the stamp at its last publication, or
@@ -36,8 +37,8 @@ class Content:
     """
 
     __slots__ = (
-        "begun", "blocks", "dirty", "discarded", "extent", "holds", "ino", "kept", "lock", "mapped",
-        "mtime_ns", "opens", "own", "pinned", "private", "published", "seen", "size", "superseded",
+        "begun", "blocks", "dirty", "discarded", "extent", "holds", "ino", "kept", "leaving", "lock",
+        "mapped", "mtime_ns", "opens", "own", "pinned", "private", "published", "seen", "size", "superseded",
         "version", "whole", "writable", "writers",
     )  # fmt: skip
 
@@ -47,6 +48,7 @@ class Content:
         self.superseded = False
         self.opens = 0
         self.writers = 0
+        self.leaving = 0
         self.holds = 0
         self.pinned = 0
         self.own = False

@@ -134,6 +134,22 @@ def test_who_has_an_empty_file_open_sees_it_grow(
     assert len(there.read_bytes()) == 1
 
 
+def test_a_file_that_is_replaced_right_after_a_close_stays_whole_for_its_readers(
+    two: tuple[Path, Path], process: TakeProcess
+) -> None:
+    """Nobody waits for a release, and this one reads the file for what was stored through a mapping."""
+    (two[0] / "file").write_bytes(bytes(30_000_000))
+    assert process().do(
+        "fd = os.open(file, os.O_RDWR)\n"
+        "os.write(fd, b'new')\n"
+        "os.close(fd)\n"
+        "reader = os.open(file, os.O_RDONLY)\n"
+        "fd = os.open(file, os.O_WRONLY | os.O_TRUNC)\n"
+        "os.fstat(reader).st_size, os.pread(reader, 3, 0)",
+        file=str(two[0] / "file"),
+    ) == (30_000_000, b"new")
+
+
 def extents_of(store: Path) -> dict[str, bytes]:
     found = {}
     for path in (store / "extents").iterdir():
