@@ -27,6 +27,10 @@ class Watcher(Protocol):
         """`old_ino`: what the name led to, 0: nothing."""
         ...
 
+    def content_gone(self, extent: int) -> None:
+        """The file of a content is not on this host any more. It may come again, as another file."""
+        ...
+
     def transaction(self, *, ours: bool) -> None:
         """All that changed since the last call changed at once; `ours`: by this mount."""
         ...

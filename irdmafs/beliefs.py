@@ -65,6 +65,12 @@ class Beliefs:
         self._collecting = False
         self.epochs = self.told_inodes = 0
 
+    def content_gone(self, extent: int) -> None:
+        """Have the kernel let go of a file that is not kept here any more."""
+        for node in self._nodes.backed_by(extent):
+            if not node.is_bound:
+                self._kernel.drop_backing(node)
+
     # -- what the kernel is told in answers --------------------------------------------------------
 
     def name(self, parent: int, name: bytes, ino: int, seconds: float) -> None:

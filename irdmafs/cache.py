@@ -7,7 +7,8 @@ copies that are made inside the kernel.
 import errno
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import trio
 
@@ -95,6 +96,11 @@ class Cache:
         if content is None or not content.is_changing:
             return False
         return content.mapped or (not content.private and self.nodes.has_siblings(node.ino))
+
+    def is_at_hand(self, inode: Inode) -> bool:
+        """Return whether opens get a content of this host, without anything of another one."""
+        content = self._current(inode)
+        return content is not None and content.own
 
     def is_written_in_place(self, inode: Inode) -> bool:
         """Return whether opens for reading see what is not published."""
@@ -423,8 +429,8 @@ class Cache:
     def _move_backings(self, ino: int, before: int, extent: int) -> None:
         """The very file of an extent has another number now."""
         for node in self.nodes.of(ino):
-            if node.backing_extent == before:
-                node.backing_extent = extent
+            if node.backing_id and node.backing_extent == before:
+                self.nodes.set_backing(node, extent, node.backing_id)
                 self.kernel.backing_moved(node)
 
     def _set_times(self, content: Content, atime_ns: int, mtime_ns: int) -> None:
@@ -447,7 +453,30 @@ class Cache:
         """Publish what is written so far in place, before another host may lock the file."""
         content = self.table.current.get(ino)
         if content is not None and content.is_changing and self._inodes[ino].nlink:
-            await self.publisher.publish_so_far(content)
+            with self._held(content):
+                await self.publisher.publish_so_far(content)
+
+    async def publish_now(self, ino: int) -> None:
+        """Publish what is being written to an inode whose name is about to mean something new."""
+        with ExitStack() as held:
+            contents = list(self.table.private.get(ino, ()))
+            current = self.table.current.get(ino)
+            if current is not None and current.writers:
+                contents.insert(0, current)
+            for content in contents:
+                held.enter_context(self._held(content))
+            for content in contents:
+                await self.publisher.publish_named(content)
+
+    @contextmanager
+    def _held(self, content: Content) -> Iterator[None]:
+        """Keep a content and its extent, whoever closes it meanwhile."""
+        self.table.hold(content)
+        try:
+            yield
+        finally:
+            if self.table.let_go(content):
+                self._rest(content)
 
     def give_up(self, handle: Handle) -> bool:
         """Publish nothing through this handle any more. Return whether there was something."""
@@ -468,13 +497,14 @@ class Cache:
         if content is None or inode is None or not self.is_behind(inode):
             return
         await detach()
-        async with content.locked():
-            inode = await self.store.bring(ino)
-            if content.version == inode.version or self.publisher.is_written(content):
-                return
-            if not content.writable:
-                await self._begin_in_place(content)
-            await self._overwrite(content, inode)
+        with self._held(content):
+            async with content.locked():
+                inode = await self.store.bring(ino)
+                if content.version == inode.version or self.publisher.is_written(content):
+                    return
+                if not content.writable:
+                    await self._begin_in_place(content)
+                await self._overwrite(content, inode)
         for node in list(self.nodes.of(ino)):
             if node.content is content:
                 if node.cached:
@@ -622,15 +652,11 @@ class Cache:
 
     async def _cut_and_publish(self, content: Content, size: int) -> None:
         """Cut a content; a version at once, unless it is only to become one when its writer closes it."""
-        self.table.hold(content)
-        try:
+        with self._held(content):
             await self._cut(content, size)
             in_place = content.seen is not None and not content.private
             if not content.kept and (in_place or not content.writers):
                 await self.publisher.publish_truncated(content)
-        finally:
-            if self.table.let_go(content):
-                self._rest(content)
 
     async def _empty(self, inode: Inode, node: Node, *, nameless: bool) -> None:
         """O_RDONLY | O_TRUNC: an empty version at once, as nobody will close what was written."""

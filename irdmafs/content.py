@@ -38,8 +38,8 @@ class Content:
 
     __slots__ = (
         "begun", "blocks", "dirty", "discarded", "extent", "holds", "ino", "kept", "leaving", "lock",
-        "mapped", "mtime_ns", "opens", "own", "pinned", "private", "published", "seen", "size", "superseded",
-        "version", "whole", "writable", "writers",
+        "mapped", "mtime_ns", "opens", "own", "pinned", "private", "published", "seen", "size",
+        "superseded", "version", "whole", "writable", "writers",
     )  # fmt: skip
 
     def __init__(self, inode: Inode, *, private: bool = False) -> None:

@@ -156,7 +156,7 @@ class Operations(pyfuse3.Operations):
         self._namespace: Namespace = store.namespace
         self._cache = cache
         self.processes = cache.processes
-        self._nodes = cache.nodes
+        self.nodes = cache.nodes
         self._inodes = store.namespace.inodes
         self._status = status
         self.extents = store.extents
@@ -180,7 +180,7 @@ class Operations(pyfuse3.Operations):
         return self._node(node_id)[1]
 
     def _node(self, node_id: int) -> tuple[Node, Inode]:
-        node = self._nodes.by_id.get(node_id)
+        node = self.nodes.by_id.get(node_id)
         inode = self._inodes.get(node.ino) if node is not None else None
         if node is None or inode is None:
             raise fail(errno.ESTALE)
@@ -188,7 +188,7 @@ class Operations(pyfuse3.Operations):
 
     def _file_handle(self, fh: int, *, writing: bool = False) -> Handle:
         """An open file; KeyError when there is none, OSError EBADF when it is not open for this."""
-        handle = self._nodes.handles[fh]
+        handle = self.nodes.handles[fh]
         if handle.is_directory or (writing and not handle.writing):
             raise fail(errno.EBADF)
         return handle
@@ -199,7 +199,7 @@ class Operations(pyfuse3.Operations):
         return handle.content
 
     def _directory_handle(self, fh: int) -> Handle:
-        handle = self._nodes.handles[fh]
+        handle = self.nodes.handles[fh]
         if not handle.is_directory:
             raise fail(errno.ENOTDIR)
         return handle
@@ -276,7 +276,7 @@ class Operations(pyfuse3.Operations):
     ) -> None:
         """`valid_s`: for how long `parent` is believable. What has names in several directories is
         believed if all of them are."""
-        if self._cache.changes_unnoticed(self._nodes.by_id[entry.st_ino]):
+        if self._cache.changes_unnoticed(self.nodes.by_id[entry.st_ino]):
             return
         if parent and inode.parent == parent:
             pass
@@ -294,13 +294,13 @@ class Operations(pyfuse3.Operations):
 
     def _refresh_other_nodes(self, node: Node | None, ino: int) -> None:
         """An inode's attributes changed through one node: the kernel may hold them for others."""
-        for other in self._nodes.of(ino):
+        for other in self.nodes.of(ino):
             if other is not node:
                 self._cache.kernel.invalidate_attributes(other)
 
     def _refresh_several(self, ino: int) -> None:
         """Something changed that the kernel notes by itself for one node, and cannot for others."""
-        nodes = list(self._nodes.of(ino))
+        nodes = list(self.nodes.of(ino))
         for node in nodes if len(nodes) > 1 else ():
             self._cache.kernel.invalidate_attributes(node)
 
@@ -309,14 +309,14 @@ class Operations(pyfuse3.Operations):
     def _found_by_handle(self, node_id: int) -> Attributes:
         """Return the attributes of a file handle's node (name_to_handle_at(2)). The kernel may have
         forgotten it."""
-        node = self._nodes.by_id.get(node_id)
+        node = self.nodes.by_id.get(node_id)
         inode = self._inodes.get(node.ino if node is not None else node_id % (1 << INO_BITS))
         if inode is None:
             raise fail(errno.ESTALE)
         if node is None:
             node = self._cache.node_of(inode, 0)
             if node.id != node_id:
-                node = self._nodes.add(inode, node_id)
+                node = self.nodes.add(inode, node_id)
         node.lookups += 1
         return self._attributes(node, inode)
 
@@ -356,7 +356,7 @@ class Operations(pyfuse3.Operations):
 
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
         for node_id, lookups in inode_list:
-            self._nodes.forget(node_id, lookups)
+            self.nodes.forget(node_id, lookups)
         await self._cache.forget_nameless()
 
     async def _make(
@@ -393,7 +393,7 @@ class Operations(pyfuse3.Operations):
         directory = self._inode(new_parent_inode)
         if self._shared:
             await detach()
-        await self._cache.publisher.publish_now(node.ino)
+        await self._cache.publish_now(node.ino)
         linked = await self._namespace.link(node.ino, directory.ino, new_name)
         self._refresh_other_nodes(None, node.ino)  # the name may lead to a further one
         return self._entry(directory.ino, new_name, linked, ctx.pid, made=True)
@@ -404,7 +404,7 @@ class Operations(pyfuse3.Operations):
             self._glances.forget(ctx.pid)  # what it looked up was for this
             await detach()
         found = self._namespace.lookup(parent, name)
-        in_use = found is not None and self._nodes.has_nodes(found.ino)
+        in_use = found is not None and self.nodes.has_nodes(found.ino)
         with self._beliefs.changing((parent, name)):
             inode = await self._namespace.unlink(parent, name, in_use=in_use)
         await self._unnamed(inode, in_use)
@@ -415,7 +415,7 @@ class Operations(pyfuse3.Operations):
             await detach()
         found = self._namespace.lookup(parent, name)
         # Whoever stands in it still asks us about it.
-        in_use = found is not None and any(self._nodes.of(found.ino))
+        in_use = found is not None and any(self.nodes.of(found.ino))
         with self._beliefs.changing((parent, name)):
             await self._namespace.rmdir(parent, name, in_use=in_use)
 
@@ -443,11 +443,11 @@ class Operations(pyfuse3.Operations):
             await detach()
         moved = self._namespace.lookup(old, name_old)
         if moved is not None and moved.is_file:
-            await self._cache.publisher.publish_now(moved.ino)
+            await self._cache.publish_now(moved.ino)
         if len(name_new) > 255:
             raise fail(errno.ENAMETOOLONG)
         replaced = self._namespace.lookup(new, name_new)
-        in_use = replaced is not None and self._nodes.has_nodes(replaced.ino)
+        in_use = replaced is not None and self.nodes.has_nodes(replaced.ino)
         with self._beliefs.changing((old, name_old), (new, name_new)):
             unnamed = await self._namespace.rename(
                 old, name_old, new, name_new, flags, in_use=in_use
@@ -467,7 +467,7 @@ class Operations(pyfuse3.Operations):
             self._refresh_several(replaced.ino)
 
     def _renamed(self, inode: Inode, old: Name, new: Name) -> None:
-        for node in self._nodes.of(inode.ino):
+        for node in self.nodes.of(inode.ino):
             if node.name == old:
                 node.name = new
 
@@ -538,13 +538,13 @@ class Operations(pyfuse3.Operations):
             raise fail(errno.EPERM)
         if not 0 <= size <= _OFFSET_MAX:
             raise fail(errno.EINVAL)
-        handle = self._nodes.handles.get(fh) if fh is not None else None
+        handle = self.nodes.handles.get(fh) if fh is not None else None
         if handle is not None and handle.writing:
             await self._cache.change(handle, lambda fd: os.ftruncate(fd, size))
         else:
             if size:
                 inode = await self._brought(inode)
-            await self._cache.refresh(inode.ino)
+            inode = await self._refreshed(inode, bring=size > 0)
             await self._cache.truncate(inode, size)
 
     async def setxattr(
@@ -572,7 +572,7 @@ class Operations(pyfuse3.Operations):
             await detach()
         await self._namespace.set_xattr(found.ino, name, value, flags, drop_set_gid=drop_set_gid)
         self._refresh_several(found.ino)
-        node = self._nodes.by_id.get(inode)
+        node = self.nodes.by_id.get(inode)
         if node is not None:
             node.told |= privileges_of(self._inode(inode))
 
@@ -694,7 +694,7 @@ class Operations(pyfuse3.Operations):
     def _versions(self, inode: Inode) -> dict[str, Any]:
         """Every content of a file that is kept, newest first, and who keeps it."""
         openers: dict[Content, list[int]] = {}
-        for handle in self._nodes.handles.values():
+        for handle in self.nodes.handles.values():
             if handle.content is not None and handle.node.ino == inode.ino:
                 openers.setdefault(handle.content, []).append(handle.pid)
         working: list[dict[str, Any]] = []
@@ -777,17 +777,29 @@ class Operations(pyfuse3.Operations):
         _refuse_other_than_file(found)
         if not flags & os.O_TRUNC:
             found = await self._brought(found)
-        await self._cache.refresh(found.ino)
+        found = await self._refreshed(found, bring=not flags & os.O_TRUNC)
         handle = await self._cache.open_any(found, flags, ctx.pid)
         handle.node.lookups += 1
         return self._opened(handle), self._attributes(handle.node, found)
 
     async def _brought(self, inode: Inode) -> Inode:
-        """The inode once its current version is on this host."""
-        if inode.extent and not self._store.is_here(inode.extent):
+        """Return the inode once what an open is to get of it is on this host."""
+        if inode.extent and not (
+            self._cache.is_at_hand(inode) or self._store.is_here(inode.extent)
+        ):
             await detach()
             inode = await self._store.bring(inode.ino)
         return inode
+
+    async def _refreshed(self, inode: Inode, *, bring: bool) -> Inode:
+        """Return the inode once what is written in place here is not older than its version. `bring`: that
+        is on this host, and has to be again if another one is published meanwhile."""
+        while True:
+            await self._cache.refresh(inode.ino)
+            now = self._namespace.inode(inode.ino)
+            if now.version == inode.version:
+                return now
+            inode = await self._brought(now) if bring else now
 
     async def _settled(
         self, node_id: int, names: Sequence[Glance], flags: int, pid: int
@@ -798,7 +810,7 @@ class Operations(pyfuse3.Operations):
         Raises OSError ESTALE when the names that led here mean something else by now: what they mean is
         then ready for the thread's second try.
         """
-        node = self._nodes.by_id.get(node_id)
+        node = self.nodes.by_id.get(node_id)
         if node is not None and self._cache.is_promised(pid, node.ino):
             return self._node(node_id)  # it was settled when the open came to the other node
         inode = self._inodes.get(node.ino) if node is not None else None
@@ -811,7 +823,7 @@ class Operations(pyfuse3.Operations):
             node, inode = self._node(node_id)
             if not self._glances.hold(pid, names, inode.ino, believed=believed):
                 raise fail(errno.ESTALE)
-            if not inode.nlink and not self._nodes.in_use(inode.ino):
+            if not inode.nlink and not self.nodes.in_use(inode.ino):
                 raise fail(errno.ESTALE)  # its content may be gone with its last name
             return node, inode if truncates(flags) else await self._brought(inode)
         except OSError as error:
@@ -896,7 +908,7 @@ class Operations(pyfuse3.Operations):
         if self._shared:
             names = self._glances.take(ctx.pid)
             node, found = await self._settled(inode, names, flags, ctx.pid)
-            await self._cache.refresh(found.ino)
+            found = await self._refreshed(found, bring=not truncates(flags))
         else:
             node, found = self._node(inode)
         _refuse_other_than_file(found)
@@ -910,7 +922,7 @@ class Operations(pyfuse3.Operations):
         except OSError as error:
             if error.errno == errno.ESTALE and self._shared:
                 # It has to come back by the same name, although that may mean another file by then.
-                name = _name_of(self._nodes.by_id.get(inode), names)
+                name = _name_of(self.nodes.by_id.get(inode), names)
                 if name is not None:
                     self._glances.lead(ctx.pid, (name.parent, name.name), found.ino)
             raise
@@ -1074,7 +1086,7 @@ class Operations(pyfuse3.Operations):
             node, found = self._node(inode)
             if names and not self._glances.hold(ctx.pid, names, found.ino, believed=True):
                 raise fail(errno.ESTALE)  # the kernel looks the names up again, once
-        return self._nodes.open(node, None, os.O_RDONLY, ctx.pid).fh
+        return self.nodes.open(node, None, os.O_RDONLY, ctx.pid).fh
 
     def _listing(self, handle: Handle, start_id: int) -> list[tuple[bytes, int]]:
         """The names of a directory as they were when its listing began."""
@@ -1119,7 +1131,7 @@ class Operations(pyfuse3.Operations):
                 node.name = (directory, name)
                 self._let_believe(entry, directory, name, inode, valid_s)
             if not self.readdir_reply(token, name, entry, index + 1):
-                self._nodes.drop_unused(node)
+                self.nodes.drop_unused(node)
                 return
             node.lookups += 1
 
@@ -1142,7 +1154,7 @@ class Operations(pyfuse3.Operations):
 
     async def releasedir(self, fh: int) -> None:
         self._directory_handle(fh)
-        self._nodes.drop_unused(self._nodes.close(fh).node)
+        self.nodes.drop_unused(self.nodes.close(fh).node)
         await self._cache.forget_nameless()
 
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
@@ -1173,7 +1185,7 @@ class Operations(pyfuse3.Operations):
         kept = files
         working = 0
         seen: set[Content] = set()
-        for handle in self._nodes.handles.values():
+        for handle in self.nodes.handles.values():
             content = handle.content
             if content is None or content in seen:
                 continue
@@ -1190,8 +1202,8 @@ class Operations(pyfuse3.Operations):
             "bytes_published": published,
             "bytes_working": working,
             "bytes_carried": self._cache.carried_bytes,
-            "nodes": len(self._nodes.by_id),
-            "open_handles": len(self._nodes.handles),
+            "nodes": len(self.nodes.by_id),
+            "open_handles": len(self.nodes.handles),
             "locks": self.locking.count(),
             **self._beliefs.count(),
         }

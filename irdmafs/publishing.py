@@ -204,17 +204,12 @@ class Publisher:
         if stored or self.is_written(content):
             await self._publish_locked(content, stays=True)
 
-    async def publish_now(self, ino: int) -> None:
-        """Publish what is being written to an inode whose name is about to mean something new."""
-        contents = list(self._table.private.get(ino, ()))
-        current = self._table.current.get(ino)
-        if current is not None and current.writers:
-            contents.insert(0, current)
-        for content in contents:
-            if not content.discarded and self._size(content) and self.is_written(content):
-                if self._store.waits:
-                    await detach()
-                await self._publish_locked(content, stays=True, naming=True)
+    async def publish_named(self, content: Content) -> None:
+        """Publish what is being written to a file whose name is about to mean something new."""
+        if not content.discarded and self._size(content) and self.is_written(content):
+            if self._store.waits:
+                await detach()
+            await self._publish_locked(content, stays=True, naming=True)
 
     async def publish_truncated(self, content: Content) -> None:
         """Publish that a file was truncated by name: no close will follow."""

@@ -158,7 +158,7 @@ def test_a_working_copy_that_was_taken_over_is_never_used_again(files: Files, me
 def test_what_a_mount_on_this_host_has_opened_is_never_used_again(
     files: Files, memory: Path
 ) -> None:
-    contents = Contents(f"{memory}/cache", lambda: 0)
+    contents = Contents(f"{memory}/cache", lambda: 0, lambda content: None)
     store = f"{memory}/store"
     for number in (1, 2):
         keep(files, number)
@@ -177,12 +177,35 @@ def test_what_a_mount_on_this_host_has_opened_is_never_used_again(
 def test_what_came_again_under_the_name_of_something_borrowed_is_not_borrowed_unseen(
     files: Files, memory: Path
 ) -> None:
-    contents = Contents(f"{memory}/cache", lambda: 0)
+    contents = Contents(f"{memory}/cache", lambda: 0, lambda content: None)
     keep(files, 1, byte=b"a")
     keep(files, 2, byte=b"b")
     # As if the first had been lent while the second took its name.
     os.link(memory / "store/extents/1.0", memory / "store/lent/2.0")
     assert not contents.borrow(2, f"{memory}/store")
+    contents.close()
+
+
+def test_a_content_that_is_fetched_never_takes_the_place_of_a_file_that_is_here(
+    memory: Path,
+) -> None:
+    gone: list[int] = []
+    contents = Contents(f"{memory}/cache", lambda: 0, gone.append)
+    for number, comes in ((1, "kept"), (2, "published")):
+        os.close(contents.make(number, 10))
+        path = Path(contents.path(number))
+        path.write_bytes(b"first")
+        if comes == "kept":
+            contents.keep(number, 10)
+            contents.admit(number, 10)
+        else:
+            with contents.publishing(number):
+                assert contents.has(number)
+                contents.admit(number, 10)
+        assert path.read_bytes() == b"first"
+    assert sorted(os.listdir(contents.directory)) == ["1", "2"] and not gone
+    contents.free(1)
+    assert gone == [1]
     contents.close()
 
 

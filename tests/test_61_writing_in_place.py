@@ -11,6 +11,7 @@ from cluster import Cluster, Plan
 from patterns import pattern
 from processes import Process
 
+MIB = 1 << 20
 TakeProcess = Callable[[], Process]
 
 
@@ -23,7 +24,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture
 def two(cluster: Cluster, request: pytest.FixtureRequest) -> tuple[Path, Path]:
     """A directory of this test's own, as two hosts see it."""
-    here, there = (mount.path / f"{abs(hash(request.node.name)):x}" for mount in cluster.mounts)
+    here, there = (mount.path / f"{abs(hash(request.node.name)):x}" for mount in cluster.mounts[:2])
     here.mkdir()
     return here, there
 
@@ -148,6 +149,44 @@ def test_a_file_that_is_replaced_right_after_a_close_stays_whole_for_its_readers
         "os.fstat(reader).st_size, os.pread(reader, 3, 0)",
         file=str(two[0] / "file"),
     ) == (30_000_000, b"new")
+
+
+def test_what_came_back_after_it_had_left_the_cache_is_written_in_place(
+    cluster: Cluster, two: tuple[Path, Path]
+) -> None:
+    """The kernel held the file that left; the one that came back has the same number."""
+    (two[0] / "file").write_bytes(pattern(1, MIB))
+    for number in range(24):
+        (two[0] / f"other{number}").write_bytes(bytes(MIB))
+    small = cluster.add_mount("--cache-size", "16M")
+    directory = small.path / two[0].name
+    try:
+        assert (directory / "file").read_bytes() == pattern(1, MIB)
+        for number in range(24):
+            (directory / f"other{number}").read_bytes()
+        assert (directory / "file").read_bytes() == pattern(1, MIB)
+        with open(directory / "file", "r+b") as file:
+            file.write(b"new")
+        os.truncate(directory / "file", 10)
+        expected = b"new" + pattern(1, MIB)[3:10]
+        assert [(place / "file").read_bytes() for place in (directory, *two)] == 3 * [expected]
+    finally:
+        small.terminate()
+
+
+def test_truncating_by_name_beside_a_close_leaves_one_length_everywhere(
+    two: tuple[Path, Path], process: TakeProcess
+) -> None:
+    here, there = two[0] / "file", two[1] / "file"
+    writer = process()
+    for size in range(100, 200):
+        writer.do("fd = os.open(file, os.O_WRONLY | os.O_CREAT)", file=str(here))
+        writer.start("os.write(fd, bytes(5000)); os.close(fd)")
+        os.truncate(here, size)
+        writer.result()
+        length = here.stat().st_size
+        assert length in (size, 5000)
+        assert (len(here.read_bytes()), len(there.read_bytes())) == (length, length)
 
 
 def extents_of(store: Path) -> dict[str, bytes]:

@@ -10,7 +10,8 @@ sockets. So before one is opened, it gets a name in the node's directory lent/ (
 import errno
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from ..extents import OPEN_FLAGS, ExtentStore
 
@@ -19,18 +20,25 @@ _KEPT_SHARE = 0.75
 
 
 class Contents(ExtentStore):
-    """`new_number` numbers a working copy. `limit_bytes`: of what is kept of published contents; None:
-    three quarters of the filesystem's size."""
+    """`new_number` numbers a working copy; `gone` is told of each content whose file is not here any more.
+    `limit_bytes`: of what is kept of published contents; None: three quarters of the filesystem's size."""
 
     def __init__(
-        self, directory: str, new_number: Callable[[], int], limit_bytes: int | None = None
+        self,
+        directory: str,
+        new_number: Callable[[], int],
+        gone: Callable[[int], None],
+        limit_bytes: int | None = None,
     ) -> None:
         super().__init__(directory)
         self._empty()
         self._new_number = new_number
+        self._gone = gone
         self._elsewhere: dict[int, str] = {}
         self._held: dict[int, int] = {}
         self._kept: OrderedDict[int, int] = OrderedDict()
+        # Working copies that become versions now: they may be named before we hear of it.
+        self._publishing: set[int] = set()
         self._limit_bytes = limit_bytes
         self.kept_bytes = 0
         self.evictions = 0
@@ -77,6 +85,15 @@ class Contents(ExtentStore):
         """The name of a working copy that a store node here can take over; "" for others."""
         path = self._elsewhere.get(extent, "")
         return os.path.basename(path) if os.path.dirname(path).endswith("/incoming") else ""
+
+    @contextmanager
+    def publishing(self, extent: int) -> Iterator[None]:
+        """Take a working copy for a published content that is here, while it becomes one."""
+        self._publishing.add(extent)
+        try:
+            yield
+        finally:
+            self._publishing.discard(extent)
 
     def published(self, extent: int, size: int, store: str) -> None:
         """The working copy is a version now. `store` is the directory of the node on this host."""
@@ -150,6 +167,7 @@ class Contents(ExtentStore):
                 os.unlink(path)
             except FileNotFoundError:
                 pass  # taken over
+        self._gone(extent)
 
     def make(self, extent: int, size: int, *, has_holes: bool = False) -> int:
         """A file of `size` bytes to fetch a content into; it is here once `admit` was called. It has its
@@ -173,11 +191,16 @@ class Contents(ExtentStore):
             raise
         return fd
 
-    def admit(self, extent: int) -> None:
-        """What `make` made is complete."""
+    def admit(self, extent: int, size: int) -> None:
+        """What `make` made is complete; `size` bytes are kept. Whoever has the content from elsewhere
+        meanwhile relies on that file."""
+        if extent in self._kept or extent in self._publishing:
+            self.give_up(extent)
+            return
         os.rename(
             f"fetch-{extent:x}", f"{extent:x}", src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd
         )
+        self.keep(extent, size)
 
     def give_up(self, extent: int) -> None:
         os.unlink(f"fetch-{extent:x}", dir_fd=self._dir_fd)
@@ -199,6 +222,8 @@ class Contents(ExtentStore):
         """Whether the published content can be opened here. Asking for it counts as using it."""
         if extent in self._kept:
             self._kept.move_to_end(extent)
+            return True
+        if extent in self._publishing:
             return True
         path = self._elsewhere.get(extent)
         if path is None:

@@ -297,8 +297,7 @@ class Fetcher:
             raise
         finally:
             os.close(fd)
-        self._contents.admit(content)
-        self._contents.keep(content, allocated_bytes(size, inode.blocks))
+        self._contents.admit(content, allocated_bytes(size, inode.blocks))
 
     async def _read_all(self, inode: Inode, into: FileRange) -> None:
         """All stripes at once. Raises Gone, Wrong, OSError."""
@@ -467,5 +466,4 @@ class Fetcher:
             os.pwrite(fd, data, 0)
         finally:
             os.close(fd)
-        self._contents.admit(content)
-        self._contents.keep(content, len(data))
+        self._contents.admit(content, len(data))

@@ -139,7 +139,9 @@ class RemoteStore(Pinned):
         self._used: set[int] = set()
         self._number = 0
         self._number_session = 0
-        self.contents = Contents(f"{directory}/extents", self._new_number, config.mount.cache_size)
+        self.contents = Contents(
+            f"{directory}/extents", self._new_number, self._content_gone, config.mount.cache_size
+        )
         self.members = Members()
         self.groups = Groups()
         self.namespace = Namespace(engine)
@@ -330,6 +332,10 @@ class RemoteStore(Pinned):
         if self.watcher is not None:
             self.watcher.name_changed(parent, name, old_ino)
         self.leases.changed((parent,))
+
+    def _content_gone(self, extent: int) -> None:
+        if self.watcher is not None:
+            self.watcher.content_gone(extent)
 
     def _transaction(self, revision: int, last_id: bytes) -> None:
         ours = self.engine.is_ours(last_id)
@@ -581,7 +587,8 @@ class RemoteStore(Pinned):
                     )
                 self._used.add(extent)
                 try:
-                    return await commit(content=extent, transfer=transfer)
+                    with self.contents.publishing(extent):
+                        return await commit(content=extent, transfer=transfer)
                 except Conflict as conflict:
                     log.info("content %x: %s; again", extent, conflict)
                     await self.replica.barrier()

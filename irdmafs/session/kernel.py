@@ -456,7 +456,7 @@ class KernelSession(KernelCache):
         if node.backing_id:
             self._operations.atimes.gone(node.id, node.ino)
             passthrough.unregister(self._fd, node.backing_id)
-            node.backing_id = 0
+            self._operations.nodes.set_backing(node, 0, 0)
 
     def version_published(self, ino: int) -> None:
         for handle in self._pollers.pop(ino, ()):
@@ -686,8 +686,8 @@ class KernelSession(KernelCache):
         extent = node.content.extent
         with self._operations.extents.opened(extent) as fd:
             atime_ns = os.fstat(fd).st_atime_ns
-            node.backing_id = passthrough.register(self._fd, fd)
-        node.backing_extent = extent
+            backing_id = passthrough.register(self._fd, fd)
+        self._operations.nodes.set_backing(node, extent, backing_id)
         self._operations.atimes.passes(node.id, node.ino, extent, atime_ns)
 
     async def _read(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
