@@ -73,24 +73,29 @@ class Checks:
         self._device = device
         # Digests of extents here that others asked for: a run of n stripes is asked for n times.
         self._told: OrderedDict[Extent, tuple[bytes, float]] = OrderedDict()
+        self._forgotten = 0  # how often `forget` was called
 
     async def tell(self, extent: Extent) -> bytes:
         """The digest of what is here, maybe as it was a minute ago. Raises OSError: ENOENT."""
         found, at = self._told.get(extent, (b"", 0.0))
         if not found or time.monotonic() - at > _TOLD_S or extent not in self._files:
             held = self._files.hold(extent)
+            forgotten = self._forgotten
             try:
                 size = self._files.size(extent) or 0
                 found = await digest_at_rest(held.fd, size, _at_once)
             finally:
                 held.close()
-            self._told[extent] = found, time.monotonic()
-            if len(self._told) > _REMEMBERED:
-                self._told.popitem(last=False)
+            if self._forgotten == forgotten:
+                # Otherwise the file may have been replaced while it was read.
+                self._told[extent] = found, time.monotonic()
+                if len(self._told) > _REMEMBERED:
+                    self._told.popitem(last=False)
         return found
 
     def forget(self, extent: Extent) -> None:
         """Its file is another one, or has turned out to be damaged."""
+        self._forgotten += 1
         self._told.pop(extent, None)
 
     async def verdict(self, extent: Extent, digest: bytes) -> Verdict:
@@ -104,38 +109,47 @@ class Checks:
         found: list[dict[bytes, None]] = []
         for stripe, group in zip(check.stripes, check.groups, strict=True):
             one = Extent(extent.content, stripe)
-            first = {digest: None} if one == extent else await self._asked(one, group, enough=1)
+            first = {digest: None} if one == extent else {}
+            if not first:
+                await self._ask(one, group, first, enough=1)
             if not first:
                 return Verdict.UNKNOWN
             found.append(first)
         if check.digests.match(check.part, [next(iter(each)) for each in found]):
             return Verdict.RIGHT
+        all_told = True
         for stripe, group, each in zip(check.stripes, check.groups, found, strict=True):
-            each.update(await self._asked(Extent(extent.content, stripe), group, enough=0))
+            all_told &= await self._ask(Extent(extent.content, stripe), group, each)
         if math.prod(map(len, found)) > _COMBINATIONS_MAX:
             return Verdict.UNKNOWN
         for digests in itertools.product(*found):
             if check.digests.match(check.part, digests):
                 is_right = digests[extent.stripe - check.stripes.start] == digest
                 return Verdict.RIGHT if is_right else Verdict.WRONG
-        return Verdict.HOPELESS if self._all_live(check) else Verdict.UNKNOWN
+        return Verdict.HOPELESS if all_told and self._all_live(check) else Verdict.UNKNOWN
 
-    async def _asked(self, extent: Extent, group: int, enough: int) -> dict[bytes, None]:
-        """The digests that members of its group tell; `enough` is how many of them to ask, 0: all."""
-        found: dict[bytes, None] = {}
+    async def _ask(
+        self, extent: Extent, group: int, found: dict[bytes, None], enough: int = 0
+    ) -> bool:
+        """Ask members of its group for its digest and add what they tell to `found`, until that are
+        `enough` (0: ask all). Return whether everybody who was asked has answered."""
+        answered = True
         for node in self._holders(group):
             try:
                 if node == self._files.node:
                     digest = await self.tell(extent)
                 else:
                     digest = await self._device(node).digest(extent)
+            except FileNotFoundError:
+                continue
             except OSError as error:
-                log.debug("extent %x.%x of node %x: %s", *extent, node, error)
+                log.info("extent %x.%x of node %x: %s", *extent, node, error)
+                answered = False
                 continue
             found[digest] = None
             if len(found) == enough:
                 break
-        return found
+        return answered
 
     def _holders(self, group: int) -> Iterator[int]:
         found = self._groups.get(group)

@@ -4,18 +4,21 @@ A member that is dropped while it lives (its node is drained, or it is surplus) 
 node is switched off. Others in sync have everything, but a copy there may have changed without anybody
 noticing. So before the leader drops the member, it asks those who stay for the digests of all they have in
 the group. Whoever was filled a short while ago was checked then. Where all who stay have something wrong
-that the member has right, they are told, mend it, and are asked again.
+that the member has right, they are told, mend it, and are asked again. While it cannot be told who has
+it right, because somebody does not answer, the member stays, unless one who stays has the same bytes.
 """
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import trio
 
 from ..records import GroupConfig
 from ..transport import Extent
+from .catalog import Check
 from .checks import Checks, Verdict
 
 __all__ = ["Handover"]
@@ -39,6 +42,13 @@ class Catalog(Protocol):
     """The extents that should be on this node (backend/server/catalog.py)."""
 
     def extents_of(self, group: int) -> Iterator[tuple[Extent, int]]: ...
+
+    def check_of(self, extent: Extent) -> Check | None: ...
+
+
+class _Copy(NamedTuple):
+    verdict: Verdict
+    digest: bytes
 
 
 class Handover:
@@ -111,12 +121,12 @@ class Handover:
     async def _is_sound(self, group: int, config: GroupConfig, step: GroupConfig) -> bool:
         leaving = [node for node in config.in_sync if node not in step.in_sync]
         limit = trio.CapacityLimiter(_EXTENTS_AT_ONCE)
-        bad = 0
+        bad: list[Extent] = []
 
         async def look_at(extent: Extent) -> None:
-            nonlocal bad
             async with limit:
-                bad += not await self._is_kept(extent, step.in_sync, leaving)
+                if not await self._is_kept(extent, step.in_sync, leaving):
+                    bad.append(extent)
 
         async with trio.open_nursery() as nursery:
             for extent, _ in list(self._catalog.extents_of(group)):
@@ -125,29 +135,36 @@ class Handover:
             self._told.add(group)
             log.warning(
                 "group %#x: %d extents are not sound on those who stay in it; node %s stays until they are",
-                group, bad, " and ".join(f"{node:x}" for node in leaving),
+                group, len(bad), " and ".join(f"{node:x}" for node in leaving),
             )  # fmt: skip
         return not bad
 
     async def _is_kept(
         self, extent: Extent, staying: Iterable[int], leaving: Iterable[int]
     ) -> bool:
-        wrong = []
-        for node in staying:
-            verdict = await self._verdict(extent, node)
-            if verdict is None:
+        """Return whether nobody who leaves has a right copy, or maybe the only one, that those who stay
+        lack."""
+        found: dict[int, _Copy] = {}
+        for node in itertools.chain(staying, leaving):
+            copy = await self._look(extent, node)
+            if copy is None:
                 return False
-            if verdict is not Verdict.WRONG:
+            if copy.verdict is Verdict.RIGHT and node in staying:
                 return True
-            wrong.append(node)
+            found[node] = copy
+        wrong = [node for node in staying if found[node].verdict is Verdict.WRONG]
+        kept = {found[node].digest for node in staying}
         for node in leaving:
-            if await self._verdict(extent, node) is Verdict.RIGHT:
+            verdict, digest = found[node]
+            if verdict is Verdict.RIGHT:
                 for other in wrong:
                     await self._tell(extent, other)
                 return False
+            if verdict is Verdict.UNKNOWN and digest not in kept:
+                return self._catalog.check_of(extent) is None
         return True
 
-    async def _verdict(self, extent: Extent, node: int) -> Verdict | None:
+    async def _look(self, extent: Extent, node: int) -> _Copy | None:
         """None: the node could not be asked."""
         try:
             if node == self._node:
@@ -155,11 +172,11 @@ class Handover:
             else:
                 digest = await self._device(node).digest(extent)
         except FileNotFoundError:
-            return Verdict.WRONG
+            return _Copy(Verdict.WRONG, b"")
         except OSError as error:
             log.info("extent %x.%x of node %x: %s", *extent, node, error)
             return None
-        return await self._checks.verdict(extent, digest)
+        return _Copy(await self._checks.verdict(extent, digest), digest)
 
     async def _tell(self, extent: Extent, node: int) -> None:
         if node == self._node:

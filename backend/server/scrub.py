@@ -221,7 +221,7 @@ class Scrub:
             while self._doubts:
                 extent, _ = self._doubts.popitem(last=False)
                 verdict = await self._look_at(extent, self._doubts_throttle.take, direct=False)
-                if verdict is not Verdict.WRONG:
+                if verdict is Verdict.RIGHT:
                     self._trusted[extent] = time.monotonic()
                     if len(self._trusted) > _DOUBTS_MAX:
                         self._trusted.popitem(last=False)

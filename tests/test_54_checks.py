@@ -1,0 +1,203 @@
+"""A store node's answers about its own copies, and the handover of a group to those who have them right."""
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+from irdmafs.backend.digest import digest_of_bytes, fold
+from irdmafs.backend.groups import without
+from irdmafs.backend.kv import KeyValue
+from irdmafs.backend.membership import Groups, Members
+from irdmafs.backend.namespace import Inode
+from irdmafs.backend.placement import group_of
+from irdmafs.backend.records import GroupConfig, Layout, NodeAddress, encode, group_key, key_of
+from irdmafs.backend.server.catalog import Catalog
+from irdmafs.backend.server.checks import Checks, Verdict
+from irdmafs.backend.server.files import Files, Incoming
+from irdmafs.backend.server.handover import Handover
+from irdmafs.backend.transport import Extent
+
+CONTENT = 1000 << 24 | 1
+SIZE = 4 << 20
+BUCKETS = 16
+OTHER = 7
+LAYOUT = Layout(replicas=2, stripe_bytes=1)
+WRONG = digest_of_bytes(b"wrong")
+
+
+@pytest.fixture
+def files() -> Iterator[Files]:
+    directory = Path(tempfile.mkdtemp(prefix="irdmafs-node-", dir="/dev/shm"))
+    with Files(f"{directory}/store") as opened:
+        yield opened
+    shutil.rmtree(directory)
+
+
+@contextmanager
+def received(files: Files, data: bytes) -> Iterator[Incoming]:
+    incoming = files.create(len(data))
+    os.pwrite(incoming.fd, data, 0)
+    yield incoming
+    os.close(incoming.fd)
+
+
+class Other:
+    """The node OTHER as a transport shows it: what it says of its copies. `before` is awaited before each
+    answer, `doubted` called with each doubt."""
+
+    def __init__(self) -> None:
+        self.digests: dict[Extent, bytes] = {}
+        self.asked: list[Extent] = []
+        self.before: Callable[[Extent], Awaitable[None]] = lambda extent: trio.sleep(0)
+        self.doubted: Callable[[Extent], None] = lambda extent: None
+
+    async def digest(self, extent: Extent) -> bytes:
+        self.asked.append(extent)
+        await self.before(extent)
+        if extent not in self.digests:
+            raise OSError(errno.EHOSTUNREACH, "it does not answer")
+        return self.digests[extent]
+
+    async def doubt(self, extent: Extent) -> None:
+        self.doubted(extent)
+
+
+class Place:
+    """A node with a file of some stripes of one byte, which are in sync on it and on OTHER."""
+
+    def __init__(self, files: Files, stripes: int) -> None:
+        self.files = files
+        self.right = [bytes([stripe]) for stripe in range(stripes)]
+        self.digests = [digest_of_bytes(data) for data in self.right]
+        self.other = Other()
+        self.groups = Groups()
+        self.catalog = Catalog(files, self.groups, BUCKETS)
+        self.members = Members()
+        for node in (files.node, OTHER):
+            address = NodeAddress("127.0.0.1", 1, 2, ["tcp"], "", "", 1 << 30, 1 << 30, "0")
+            self.members.nodes[node] = address
+        self.checks = Checks(
+            files, self.catalog, self.members, self.groups, lambda node: self.other
+        )
+        self.config = GroupConfig(1, (files.node, OTHER))
+        records = [
+            KeyValue(group_key(2 << 16 | bucket), encode(self.config), 1)
+            for bucket in range(BUCKETS)
+        ]
+        self.groups.load(records, 1)
+        inode = Inode(2, 0o100644, 0, 0, 0)
+        inode.extent, inode.size, inode.layout, inode.version = CONTENT, stripes, LAYOUT, 1
+        inode.digests = fold(self.digests)
+        self.catalog.load([KeyValue(key_of(b"i", 2), inode.encode(), 1)], 1)
+        for stripe, data in enumerate(self.right):
+            self.other.digests[Extent(CONTENT, stripe)] = self.digests[stripe]
+            with received(files, data) as incoming:
+                files.seal(incoming, Extent(CONTENT, stripe))
+
+    def handover(self, ready: Callable[[], None]) -> Handover:
+        return Handover(
+            self.files.node, self.catalog, self.checks,
+            lambda node: self.other, lambda extent: None, ready,
+        )  # fmt: skip
+
+    def may_leave(self, handover: Handover) -> bool:
+        """Whether this node may leave the group of stripe 0 to OTHER."""
+        step = without(self.config, self.files.node)
+        return handover.may_step(
+            group_of(LAYOUT, 0, BUCKETS), self.config, step, {self.files.node, OTHER}
+        )
+
+
+def test_a_digest_taken_while_its_extent_is_mended_is_not_remembered(files: Files) -> None:
+    """Whoever asks a moment later would be told for a minute that the mended copy is wrong."""
+    place = Place(files, 1)
+    extent = Extent(CONTENT + 1, 0)
+    wrong, right = b"w" * SIZE, b"r" * SIZE
+
+    async def run() -> None:
+        with received(files, wrong) as incoming:
+            files.seal(incoming, extent)
+        with received(files, right) as mended:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(place.checks.tell, extent)
+                # It reads the old file then, and goes on only when this task waits.
+                await trio.testing.wait_all_tasks_blocked()
+                files.replace(mended, extent)
+                place.checks.forget(extent)
+        assert await place.checks.tell(extent) == digest_of_bytes(right)
+
+    trio.run(run)
+
+
+def test_a_node_that_leaves_waits_for_each_extent_whatever_the_order_of_answers(
+    files: Files,
+) -> None:
+    # Stripes 0 and 16 are in one group.
+    place = Place(files, 17)
+    first, last = Extent(CONTENT, 0), Extent(CONTENT, 16)
+    place.other.digests[first] = WRONG
+
+    async def run() -> None:
+        doubted = trio.Event()
+
+        async def after_the_doubt(extent: Extent) -> None:
+            if extent == last:
+                await doubted.wait()
+
+        def mend(extent: Extent) -> None:
+            assert extent == first
+            place.other.digests[first] = place.digests[0]
+            doubted.set()
+
+        place.other.before, place.other.doubted = after_the_doubt, mend
+        ready = trio.Event()
+        handover = place.handover(ready.set)
+        assert not place.may_leave(handover)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(handover.run)
+            await ready.wait()
+            nursery.cancel_scope.cancel()
+        assert place.other.asked.count(first) == 2, "it was let go before the other one had mended"
+        assert place.may_leave(handover)
+
+    trio.run(run)
+
+
+def test_a_node_that_leaves_waits_until_it_can_be_told_who_is_right(files: Files) -> None:
+    """Two stripes share a digest, and nobody who has the second one right can be asked for a while."""
+    place = Place(files, 128)
+    first, second = Extent(CONTENT, 0), Extent(CONTENT, 1)
+    place.other.digests[first] = WRONG
+    answer = place.other.digests.pop(second)
+    with received(files, b"wrong") as incoming:
+        files.replace(incoming, second)
+
+    async def run() -> None:
+        assert await place.checks.verdict(first, WRONG) is Verdict.UNKNOWN
+        doubted = trio.Event()
+
+        def mend(extent: Extent) -> None:
+            place.other.digests[first] = place.digests[0]
+            doubted.set()
+
+        place.other.doubted = mend
+        ready = trio.Event()
+        handover = place.handover(ready.set)
+        assert not place.may_leave(handover)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(handover.run)
+            await trio.testing.wait_all_tasks_blocked(0.05)
+            assert not ready.is_set() and not doubted.is_set()
+            place.other.digests[second] = answer
+            await ready.wait()
+            assert doubted.is_set()
+            nursery.cancel_scope.cancel()
+
+    trio.run(run)
