@@ -35,21 +35,32 @@ class _Passed(NamedTuple):
 
 
 class Atimes:
-    """Access times that are newer than the inodes' records. `path_of`: an extent as a file."""
+    """Access times that are newer than the inodes' records. `path_of`: an extent as a file; `in_use`:
+    whether somebody has an inode open."""
 
-    def __init__(self, options: MountOptions, path_of: Callable[[int], str]) -> None:
+    def __init__(
+        self, options: MountOptions, path_of: Callable[[int], str], in_use: Callable[[int], bool]
+    ) -> None:
         self._path_of = path_of
+        self._in_use = in_use
         self._noatime = options.noatime
         self._nodiratime = options.noatime or options.nodiratime
         self._read: dict[int, int] = {}
         # By inode and node: the extent that reads pass through to, and its access time when they began to.
         self._passed: dict[int, dict[int, _Passed]] = {}
+        # Inodes that may have been read past us since their extents were looked at.
+        self._may_be_read: set[int] = set()
 
     def passes(self, node: int, ino: int, extent: int, atime_ns: int) -> None:
         """Reads of a node are about to pass through to an extent, last read at `atime_ns`."""
         if not self._noatime:
             _limit(self._passed)
             self._passed.setdefault(ino, {})[node] = _Passed(extent, atime_ns)
+
+    def opened(self, ino: int) -> None:
+        """An inode whose reads pass through is opened by somebody who may read it."""
+        if ino in self._passed:
+            self._may_be_read.add(ino)
 
     def moved(self, node: int, ino: int, extent: int) -> None:
         """The extent that reads of a node pass through to has another number now."""
@@ -65,6 +76,7 @@ class Atimes:
             del passed[node]
             if not passed:
                 del self._passed[ino]
+                self._may_be_read.discard(ino)
 
     def read(self, inode: Inode) -> None:
         """Note that an inode is read through us."""
@@ -78,7 +90,7 @@ class Atimes:
 
     def of(self, inode: Inode) -> int:
         """Return an inode's access time in ns."""
-        if inode.ino in self._passed and not inode.flags & NOATIME:
+        if inode.ino in self._may_be_read and not inode.flags & NOATIME:
             self._look(inode.ino)
         return self._read.get(inode.ino, inode.atime_ns) if self._read else inode.atime_ns
 
@@ -96,12 +108,17 @@ class Atimes:
 
     def unsaved(self) -> Mapping[int, int]:
         """Return the access times that no record has, by inode."""
-        for ino in self._passed:
+        for ino in list(self._may_be_read):
             self._look(ino)
         return self._read
 
     def _look(self, ino: int) -> None:
-        for node, passed in self._passed[ino].items():
+        if ino not in self._may_be_read:
+            return
+        if not self._in_use(ino):
+            self._may_be_read.remove(ino)
+        nodes = self._passed.get(ino, {})
+        for node, passed in nodes.items():
             try:
                 found = os.stat(self._path_of(passed.extent)).st_atime_ns
             except OSError:
@@ -109,7 +126,7 @@ class Atimes:
             if found != passed.atime_ns:
                 _limit(self._read)
                 self._read[ino] = found
-                self._passed[ino][node] = passed._replace(atime_ns=found)
+                nodes[node] = passed._replace(atime_ns=found)
 
 
 def _limit(known: dict[int, Any]) -> None:

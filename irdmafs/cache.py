@@ -15,7 +15,7 @@ import trio
 from .backend.extents import copy_contents
 from .backend.namespace import Inode, fail
 from .backend.store import Store
-from .content import Content, ContentTable, Shown, stamp_of
+from .content import Content, ContentTable, Shown, Stamp, stamp_of
 from .inline import detach
 from .isolation import Isolation
 from .kernel_cache import KernelCache
@@ -223,9 +223,11 @@ class Cache:
             if not content.private:
                 os.utime(fd, ns=(inode.atime_ns, inode.mtime_ns))
             content.begun = stamp_of(os.fstat(fd))
-        finally:
+        except BaseException:
             os.close(fd)
+            raise
         self.table.give_extent(content, extent, own=True)
+        self.table.keep_open(content, fd)
         content.writable = True
 
     def node_for(self, inode: Inode, content: Content) -> Node:
@@ -415,6 +417,7 @@ class Cache:
         is_copied = self.store.is_lent(before)
         extent = await self.store.begin_in_place(inode, before)
         self.table.give_extent(content, extent, own=extent != before)
+        self.table.keep_open(content, self.store.extents.open(extent, os.O_RDWR))
         if is_copied:
             for node in self.nodes.of(content.ino):
                 if node.backing_extent == before and (node.content is content or not node.is_bound):
@@ -422,8 +425,7 @@ class Cache:
         else:
             self._move_backings(content.ino, before, extent)
         if is_version:
-            self._set_times(content, inode.atime_ns, inode.mtime_ns)
-            content.seen = content.begun = self.table.stamp(content)
+            content.seen = content.begun = self._set_times(content, inode)
         content.writable = True
 
     def _move_backings(self, ino: int, before: int, extent: int) -> None:
@@ -433,9 +435,13 @@ class Cache:
                 self.nodes.set_backing(node, extent, node.backing_id)
                 self.kernel.backing_moved(node)
 
-    def _set_times(self, content: Content, atime_ns: int, mtime_ns: int) -> None:
-        if self.table.stat(content).st_mtime_ns != mtime_ns:
-            self.store.extents.set_times(content.extent, atime_ns, mtime_ns)
+    def _set_times(self, content: Content, inode: Inode) -> Stamp:
+        """Give the content the times of the inode, and return how it looks then."""
+        status = self.table.stat(content)
+        if status.st_mtime_ns != inode.mtime_ns:
+            self.table.set_times(content, inode.atime_ns, inode.mtime_ns)
+            status = self.table.stat(content)
+        return stamp_of(status)
 
     # -- close -----------------------------------------------------------------------------------
 
@@ -520,8 +526,7 @@ class Cache:
                 with extents.opened(inode.extent) as source:
                     await trio.to_thread.run_sync(copy_contents, source, fd)
         content.show(inode)
-        self._set_times(content, inode.atime_ns, inode.mtime_ns)
-        content.seen, content.dirty = self.table.stamp(content), False
+        content.seen, content.dirty = self._set_times(content, inode), False
 
     async def release(self, fh: int) -> None:
         """The last descriptor of a handle is gone. Publishes what is not yet; the node counts as open
@@ -541,6 +546,8 @@ class Cache:
             finally:
                 content.leaving -= 1
         self.nodes.close(fh)
+        if not content.writers:
+            self.table.close(content)
         if self.table.let_go(content):
             self._rest(content)
         if not handle.node.is_bound:
@@ -682,7 +689,7 @@ class Cache:
             return
         written = self.publisher.is_written(content)
         status = self.table.stat(content)
-        self.store.extents.set_times(content.extent, status.st_atime_ns, mtime_ns)
+        self.table.set_times(content, status.st_atime_ns, mtime_ns)
         if written:
             content.dirty = True  # the time may have been set back to what it was
         elif content.seen is not None:

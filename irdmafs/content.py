@@ -18,13 +18,16 @@ from .backend.store import Store
 
 Stamp = tuple[int, int]
 
+# Descriptors that are kept for contents which are written: of a few, so that no program uses them all up.
+_DESCRIPTORS_MAX = 16
+
 
 class Content:
     """One content. Sizes are bytes, `blocks` 512-byte units, times nanoseconds.
 
     `extent` keeps the bytes, 0 while there are none; `own` says that no version names it, so that it
-    goes with this object. `version` is the published version that the content is, or began as, and
-    `published` the inode as it then was.
+    goes with this object; `fd` may be open on it while it is written, else -1. `version` is the published
+    version that the content is, or began as, and `published` the inode as it then was.
     `holds` counts handles and promised opens, `opens` and `writers` handles alone; `leaving` those
     writers whose last descriptor is closed and whose release is not carried out yet.
 
@@ -37,7 +40,7 @@ class Content:
     """
 
     __slots__ = (
-        "begun", "blocks", "dirty", "discarded", "extent", "holds", "ino", "kept", "leaving", "lock",
+        "begun", "blocks", "dirty", "discarded", "extent", "fd", "holds", "ino", "kept", "leaving", "lock",
         "mapped", "mtime_ns", "opens", "own", "pinned", "private", "published", "seen", "size",
         "superseded", "version", "whole", "writable", "writers",
     )  # fmt: skip
@@ -52,6 +55,7 @@ class Content:
         self.holds = 0
         self.pinned = 0
         self.own = False
+        self.fd = -1
         self.writable = False
         self.dirty = False
         self.mapped = False
@@ -120,6 +124,8 @@ class ContentTable:
         self.current: dict[int, Content] = {}
         # The newest one last.
         self.private: dict[int, list[Content]] = {}
+        # Those with a descriptor, the oldest first.
+        self._described: dict[Content, None] = {}
 
     def newest_private(self, ino: int) -> Content | None:
         contents = self.private.get(ino)
@@ -127,10 +133,18 @@ class ContentTable:
 
     def stat(self, content: Content) -> os.stat_result:
         """Raises OSError EIO when its extent is gone."""
+        if content.fd >= 0:
+            return os.fstat(content.fd)
         return self._store.extents.stat(content.extent)
 
     def stamp(self, content: Content) -> Stamp:
         return stamp_of(self.stat(content)) if content.extent else (content.size, content.mtime_ns)
+
+    def set_times(self, content: Content, atime_ns: int, mtime_ns: int) -> None:
+        if content.fd >= 0:
+            os.utime(content.fd, ns=(atime_ns, mtime_ns))
+        else:
+            self._store.extents.set_times(content.extent, atime_ns, mtime_ns)
 
     # -- what keeps an extent --------------------------------------------------------------------
 
@@ -147,11 +161,29 @@ class ContentTable:
             return False
         self._store.unpin(content.pinned)
         content.pinned = 0
+        self.close(content)
         return True
+
+    def close(self, content: Content) -> None:
+        """Do without the descriptor of a content, as when nobody writes it any more."""
+        if content.fd >= 0:
+            del self._described[content]
+            os.close(content.fd)
+            content.fd = -1
+
+    def keep_open(self, content: Content, fd: int) -> None:
+        """Take over a descriptor of the content's extent."""
+        self.close(content)
+        if len(self._described) >= _DESCRIPTORS_MAX:
+            self.close(next(iter(self._described)))
+        self._described[content] = None
+        content.fd = fd
 
     def give_extent(self, content: Content, extent: int, *, own: bool) -> None:
         """Let the content lie in another extent from now on, or in the same under another number."""
         before, was_own = content.extent, content.own
+        if extent != before:
+            self.close(content)
         content.extent, content.own = extent, own
         if content.holds:
             self._store.pin(extent)

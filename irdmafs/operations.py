@@ -168,7 +168,7 @@ class Operations(pyfuse3.Operations):
         self._beliefs = Beliefs(store.namespace, cache.nodes, cache.kernel)
         store.watcher = self._beliefs
         self._options = options
-        self.atimes = Atimes(options, store.extents.path)
+        self.atimes = Atimes(options, store.extents.path, cache.nodes.in_use)
         self._umask = options.umask or 0
         self.locking = Locking(options.locks, store.locks, cache, store.namespace.describe)
         store.may_publish = self.locking.check_publishing
@@ -204,12 +204,13 @@ class Operations(pyfuse3.Operations):
             raise fail(errno.ENOTDIR)
         return handle
 
-    def _attributes(self, node: Node, inode: Inode) -> Attributes:
+    def _attributes(self, node: Node, inode: Inode, *, is_new: bool = False) -> Attributes:
+        """`is_new`: nobody can have written it."""
         entry = Attributes()
         mode = inode.mode
         entry.ino = inode.ino
         entry.st_ino = node.id
-        if mode & 0o170000 == stat.S_IFREG:
+        if mode & 0o170000 == stat.S_IFREG and not is_new:
             shown = self._cache.shown(node, inode)
             entry.st_size, entry.st_blocks, entry.st_mtime_ns, entry.st_ctime_ns = shown
         else:
@@ -868,7 +869,7 @@ class Operations(pyfuse3.Operations):
         node = handle.node
         node.lookups += 1
         info = self._opened(handle)
-        entry = self._attributes(node, inode)
+        entry = self._attributes(node, inode, is_new=True)
         if name is not None and self._shared:
             node.name = name
             valid_s = self._store.believable_s(name[0], used=False)

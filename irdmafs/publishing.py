@@ -58,9 +58,9 @@ class Publisher:
         store through a mapping changes no time."""
         if content.dirty:
             return True
-        if not content.extent:
-            return False
-        status = self._table.stat(content)
+        return bool(content.extent) and self._differs(content, self._table.stat(content))
+
+    def _differs(self, content: Content, status: os.stat_result) -> bool:
         if stamp_of(status) != content.since:
             return True
         return (
@@ -250,7 +250,7 @@ class Publisher:
         status = shape = self._table.stat(content)
         extent = content.extent
         mapped = content.mapped
-        written = content.private or self.is_written(content)
+        written = content.private or content.dirty or self._differs(content, status)
         ctime_ns = status.st_ctime_ns if written else 0
         dirty, content.dirty = content.dirty, False
         # A writer that replaces a file does so whatever others published meanwhile.

@@ -40,3 +40,45 @@ def test_closing_a_file_asks_once_for_the_writer(
     os.mkdir(folder / "d")
     calls = each(mount, writer, WRITE, d=str(folder / "d"))
     assert calls["pread64"] <= 1, calls
+
+
+STATS = ("newfstatat", "fstat", "statx")
+
+
+def stats(calls: Counter[str]) -> int:
+    return sum(calls[kind] for kind in STATS)
+
+
+def test_a_new_file_is_opened_once_and_looked_at_a_few_times(
+    mount: Mount, folder: Path, process: TakeProcess
+) -> None:
+    writer = process()
+    os.mkdir(folder / "d")
+    calls = each(mount, writer, WRITE, d=str(folder / "d"))
+    assert calls["openat"] <= 1, calls
+    assert stats(calls) <= 5, calls
+    calls = each(mount, writer, WRITE, d=str(folder / "d"))
+    assert calls["openat"] <= 1, f"overwriting: {calls}"
+    assert stats(calls) <= 7, f"overwriting: {calls}"
+
+
+def test_attributes_of_a_file_that_nobody_has_open_take_no_look_at_its_extent(
+    mount: Mount, folder: Path, process: TakeProcess
+) -> None:
+    reader = process()
+    os.mkdir(folder / "d")
+    reader.do(WRITE, files=FILES, d=str(folder / "d"))
+    read = """
+for n in range(files):
+    fd = os.open(f'{d}/{n}', os.O_RDONLY)
+    os.read(fd, 4096)
+    os.close(fd)
+"""
+    look = "[os.stat(f'{d}/{n}').st_atime_ns for n in range(files)]"
+    reader.do(read + look, files=FILES, d=str(folder / "d"))
+    # What the kernel knows is no request: a name that is new to it is.
+    again = "for n in range(files): os.rename(f'{d}/{n}', f'{d}/_{n}'); os.stat(f'{d}/_{n}')"
+    with mount.requests() as asked:
+        calls = each(mount, reader, again, d=str(folder / "d"))
+    assert asked["GETATTR"] >= FILES, asked
+    assert not stats(calls), calls

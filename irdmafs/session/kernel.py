@@ -29,6 +29,14 @@ from ..operations import OWN_XATTRS, Attributes, OpenInfo, Operations
 from ..privileges import CAPABILITY
 from . import passthrough, wire
 from .interrupts import Waiting
+from .replies import (
+    DirectoryReply,
+    pack_attributes,
+    pack_entry,
+    pack_statx,
+    readdir_reply,
+    sized,
+)
 from .wakeups import FastWakeups
 from .wire import BODY, Init, Malformed, Opcode, Valid
 
@@ -121,34 +129,6 @@ class SetattrFields:
         self.update_ctime = bool(valid & Valid.CTIME)
 
 
-_NO_ENTRY = bytes(wire.ENTRY_OUT.size)
-
-
-class DirectoryReply:
-    """The buffer that a READDIRPLUS answer is collected in."""
-
-    def __init__(self, size: int) -> None:
-        self._room = size
-        self.parts: list[bytes] = []
-
-    def add(self, name: bytes, entry: Attributes, next_id: int) -> bool:
-        record = wire.dirent(entry.ino, next_id, name, entry.st_mode)
-        size = wire.ENTRY_OUT.size + len(record)
-        if size > self._room:
-            return False
-        self._room -= size
-        # The kernel takes no reference on "." and "..", nor on what comes without a node.
-        referred = entry.st_ino and name not in (b".", b"..")
-        self.parts.append(_pack_entry(entry, entry.st_ino) if referred else _NO_ENTRY)
-        self.parts.append(record)
-        return True
-
-
-def _readdir_reply(token: Any, name: bytes, entry: Attributes, next_id: int) -> bool:
-    reply: DirectoryReply = token
-    return reply.add(name, entry, next_id)
-
-
 class KernelSession(KernelCache):
     """Serves one mount from an open /dev/fuse descriptor, which it closes in the end.
 
@@ -182,7 +162,7 @@ class KernelSession(KernelCache):
 
     def attach(self, operations: Operations) -> None:
         self._operations = operations
-        operations.readdir_reply = _readdir_reply
+        operations.readdir_reply = readdir_reply
         operations.enforces_acls = self._has_acls
 
     @property
@@ -468,7 +448,7 @@ class KernelSession(KernelCache):
     async def _lookup(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         name, _ = wire.decode_name(self._buffer, BODY, end)
         entry = await self._operations.lookup(nodeid, name, caller)
-        return wire.reply(unique, _pack_entry(entry, entry.st_ino))
+        return wire.reply(unique, pack_entry(entry, entry.st_ino))
 
     async def _forget(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         (lookups,) = wire.decode(wire.FORGET_IN, self._buffer, end)
@@ -488,25 +468,25 @@ class KernelSession(KernelCache):
         mode, rdev, caller.umask, _ = wire.decode(wire.MKNOD_IN, self._buffer, end)
         name, _ = wire.decode_name(self._buffer, BODY + wire.MKNOD_IN.size, end)
         entry = await self._operations.mknod(nodeid, name, mode, rdev, caller)
-        return wire.reply(unique, _pack_entry(entry, entry.st_ino))
+        return wire.reply(unique, pack_entry(entry, entry.st_ino))
 
     async def _mkdir(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         mode, caller.umask = wire.decode(wire.MKDIR_IN, self._buffer, end)
         name, _ = wire.decode_name(self._buffer, BODY + wire.MKDIR_IN.size, end)
         entry = await self._operations.mkdir(nodeid, name, mode, caller)
-        return wire.reply(unique, _pack_entry(entry, entry.st_ino))
+        return wire.reply(unique, pack_entry(entry, entry.st_ino))
 
     async def _symlink(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         name, after = wire.decode_name(self._buffer, BODY, end)
         target, _ = wire.decode_name(self._buffer, after, end)
         entry = await self._operations.symlink(nodeid, name, target, caller)
-        return wire.reply(unique, _pack_entry(entry, entry.st_ino))
+        return wire.reply(unique, pack_entry(entry, entry.st_ino))
 
     async def _link(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         (old,) = wire.decode(wire.LINK_IN, self._buffer, end)
         name, _ = wire.decode_name(self._buffer, BODY + wire.LINK_IN.size, end)
         entry = await self._operations.link(old, nodeid, name, caller)
-        return wire.reply(unique, _pack_entry(entry, entry.st_ino))
+        return wire.reply(unique, pack_entry(entry, entry.st_ino))
 
     async def _unlink(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         name, _ = wire.decode_name(self._buffer, BODY, end)
@@ -551,7 +531,7 @@ class KernelSession(KernelCache):
 
     async def _getattr(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         entry = await self._operations.getattr(nodeid, caller)
-        return wire.reply(unique, _pack_attributes(entry))
+        return wire.reply(unique, pack_attributes(entry))
 
     async def _setattr(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         (
@@ -577,7 +557,7 @@ class KernelSession(KernelCache):
             nodeid, wanted, fields, handle, caller, lose_set_ids=lose_set_ids,
             touch=not _VALID_NOW & ~valid,
         )  # fmt: skip
-        return wire.reply(unique, _pack_attributes(entry))
+        return wire.reply(unique, pack_attributes(entry))
 
     async def _setxattr(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         size, flags, more = wire.decode(wire.SETXATTR_IN, self._buffer, end)
@@ -598,12 +578,12 @@ class KernelSession(KernelCache):
             self.settle()  # who asks what is open is not to see what is closed
         if name in _ASKED_OFTEN and not self._operations.has_xattrs(nodeid):
             return wire.error_reply(unique, errno.ENODATA)
-        return _sized(unique, await self._operations.getxattr(nodeid, name, caller), size)
+        return sized(unique, await self._operations.getxattr(nodeid, name, caller), size)
 
     async def _listxattr(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         size, _ = wire.decode(wire.GETXATTR_IN, self._buffer, end)
         names = await self._operations.listxattr(nodeid, caller)
-        return _sized(unique, b"".join(name + b"\0" for name in names), size)
+        return sized(unique, b"".join(name + b"\0" for name in names), size)
 
     async def _removexattr(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         name, _ = wire.decode_name(self._buffer, BODY, end)
@@ -613,7 +593,7 @@ class KernelSession(KernelCache):
     async def _statx(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         entry = await self._operations.getattr(nodeid, caller)
         birth_ns = self._operations.birth_ns(nodeid)
-        return wire.reply(unique, _pack_statx(entry, birth_ns))
+        return wire.reply(unique, pack_statx(entry, birth_ns))
 
     async def _ioctl(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         _, _, command, _, size, room = wire.decode(wire.IOCTL_IN, self._buffer, end)
@@ -661,7 +641,7 @@ class KernelSession(KernelCache):
 
     async def _pack_created(self, info: OpenInfo, entry: Attributes) -> bytes:
         try:
-            return _pack_entry(entry, entry.st_ino) + await self._pack_open(info)
+            return pack_entry(entry, entry.st_ino) + await self._pack_open(info)
         except OSError:
             await self._operations.forget([(entry.st_ino, 1)])
             raise
@@ -679,14 +659,22 @@ class KernelSession(KernelCache):
             except OSError:
                 await self._operations.cancel_open(info.handle)
                 raise
+        if info.handle.flags & os.O_ACCMODE != os.O_WRONLY:
+            self._operations.atimes.opened(node.ino)
         return wire.OPEN_OUT.pack(info.fh, flags | Open_PASSTHROUGH, node.backing_id)
 
     def _register(self, node: Node) -> None:
-        assert node.content is not None
-        extent = node.content.extent
-        with self._operations.extents.opened(extent) as fd:
-            atime_ns = os.fstat(fd).st_atime_ns
-            backing_id = passthrough.register(self._fd, fd)
+        content = node.content
+        assert content is not None
+        if content.fd >= 0:
+            self._pass_through(node, content.extent, content.fd)
+        else:
+            with self._operations.extents.opened(content.extent) as fd:
+                self._pass_through(node, content.extent, fd)
+
+    def _pass_through(self, node: Node, extent: int, fd: int) -> None:
+        atime_ns = os.fstat(fd).st_atime_ns
+        backing_id = passthrough.register(self._fd, fd)
         self._operations.nodes.set_backing(node, extent, backing_id)
         self._operations.atimes.passes(node.id, node.ino, extent, atime_ns)
 
@@ -844,46 +832,3 @@ def _name(opcode: int) -> str:
         return Opcode(opcode).name
     except ValueError:
         return f"request {opcode}"
-
-
-def _sized(unique: int, value: bytes, room: int) -> bytes:
-    """The answer to GETXATTR and LISTXATTR: the size alone when none was offered."""
-    if room == 0:
-        return wire.reply(unique, wire.XATTR_SIZE_OUT.pack(len(value), 0))
-    if len(value) > room:
-        return wire.error_reply(unique, errno.ERANGE)
-    return wire.reply(unique, value)
-
-
-def _pack_entry(entry: Attributes, node_id: int) -> bytes:
-    atime, mtime, ctime = entry.st_atime_ns, entry.st_mtime_ns, entry.st_ctime_ns
-    return wire.ENTRY_OUT.pack(
-        node_id, entry.generation, int(entry.entry_timeout), int(entry.attr_timeout),
-        int(entry.entry_timeout % 1 * _NS), int(entry.attr_timeout % 1 * _NS),
-        entry.ino, entry.st_size, entry.st_blocks, atime // _NS, mtime // _NS, ctime // _NS,
-        atime % _NS, mtime % _NS, ctime % _NS, entry.st_mode, entry.st_nlink,
-        entry.st_uid, entry.st_gid, entry.st_rdev, 4096, 0,
-    )  # fmt: skip
-
-
-def _pack_attributes(entry: Attributes) -> bytes:
-    atime, mtime, ctime = entry.st_atime_ns, entry.st_mtime_ns, entry.st_ctime_ns
-    return wire.ATTR_OUT.pack(
-        int(entry.attr_timeout), int(entry.attr_timeout % 1 * _NS), 0,
-        entry.ino, entry.st_size, entry.st_blocks, atime // _NS, mtime // _NS, ctime // _NS,
-        atime % _NS, mtime % _NS, ctime % _NS, entry.st_mode, entry.st_nlink,
-        entry.st_uid, entry.st_gid, entry.st_rdev, 4096, 0,
-    )  # fmt: skip
-
-
-def _pack_statx(entry: Attributes, birth_ns: int) -> bytes:
-    known = wire.STATX_BASIC_STATS | (wire.STATX_BTIME if birth_ns else 0)
-    times = (entry.st_atime_ns, birth_ns, entry.st_ctime_ns, entry.st_mtime_ns)
-    seconds = [part for time_ns in times for part in (time_ns // _NS, time_ns % _NS)]
-    return wire.STATX_OUT.pack(
-        int(entry.attr_timeout), int(entry.attr_timeout % 1 * _NS), 0
-    ) + wire.STATX.pack(
-        known, 4096, 0, entry.st_nlink, entry.st_uid, entry.st_gid, entry.st_mode, entry.ino,
-        entry.st_size, entry.st_blocks, 0, *seconds,
-        os.major(entry.st_rdev), os.minor(entry.st_rdev), 0, 0,
-    )  # fmt: skip

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import time
+from functools import partial
 from statistics import median
 
 import trio
-
-from ..workers import Worker, tell
 
 _MESSAGE = bytes(100)
 
 
 def serve(kind: str, address: str) -> None:
-    """Echo one connection, then end; tells the port."""
+    """Echo one connection, then end. Prints the port."""
     if kind == "trio":
         trio.run(_serve_trio, address)
         return
     with socket.create_server((address, 0)) as listener:
-        tell(listener.getsockname()[1])
+        print(listener.getsockname()[1], flush=True)
         connection, _ = listener.accept()
         with connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -29,21 +30,29 @@ def serve(kind: str, address: str) -> None:
 
 async def _serve_trio(address: str) -> None:
     (listener,) = await trio.open_tcp_listeners(0, host=address)
-    tell(listener.socket.getsockname()[1])
+    print(listener.socket.getsockname()[1], flush=True)
     async with listener, await listener.accept() as stream:
         async for data in stream:
             await stream.send_all(data)
 
 
-def round_trip_us(kind: str, address: str, count: int) -> float:
+def round_trip_us(script: str, kind: str, address: str, count: int) -> float:
     """The median; `kind` is "blocking" or "trio", for both ends."""
-    plan = {"kind": kind, "address": address}
-    with Worker("echo", "_bench.verbs.echo:serve", plan) as server:
+    server = subprocess.Popen(
+        [sys.executable, script, "echo", kind, address], stdout=subprocess.PIPE
+    )
+    try:
+        assert server.stdout is not None
+        port = int(server.stdout.readline())
         if kind == "trio":
-            times = trio.run(_ask_trio, address, server.ready, count)
+            times = trio.run(partial(_ask_trio, address, port, count))
         else:
-            times = _ask(address, server.ready, count)
-    return median(times) * 1e6
+            times = _ask(address, port, count)
+        return median(times) * 1e6
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close() if server.stdout else None
 
 
 def _ask(address: str, port: int, count: int) -> list[float]:

@@ -1,1 +1,0 @@
-"""The verbs transport beside perftest, TCP and gRPC: registrations, a training loop."""
