@@ -1,23 +1,18 @@
-"""Clusters for tests: scripts/_cluster, with skips where it cannot run and logs of what failed."""
+"""Clusters for tests, with skips where it cannot run and logs of what failed."""
 
 import os
 import shutil
-import sys
-from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
 import mountpoint
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-
-from _cluster import cluster as _cluster
-from _cluster.cluster import MIB, Plan
-from _cluster.daemons import Daemon
-from _cluster.network import CommandFailed, Host, Network, NoNamespaces, make_network
-from _cluster.parts import ClusterMount, StoreNode, run_irdmafs
-from _cluster.training import train
+from harness import cluster as _cluster
+from harness.cluster import MIB, Plan
+from harness.daemons import Daemon
+from harness.network import CommandFailed, Host, Network, NoNamespaces, make_network
+from harness.parts import ClusterMount, StoreNode, run_irdmafs
+from harness.training import train
 
 __all__ = [
     "MIB",

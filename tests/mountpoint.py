@@ -57,19 +57,20 @@ class Mount:
         arguments: tuple[str, ...] = (),
         launcher: tuple[str, ...] = (),
         store_size: str | None = None,
+        store: Path | None = None,
     ) -> None:
-        """`store_size` puts the store on a tmpfs of that size (needs root)."""
+        """`store_size` puts the store on a tmpfs of that size (needs root); `store` is one that stays."""
         self.session = session
         self.arguments = arguments
         self.launcher = launcher
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         self._top = Path(tempfile.mkdtemp(prefix="test-irdmafs-", dir=memory))
         self.path = self._top / "mount"
-        self.store = self._top / "store"
+        self.store = store or self._top / "store"
         self.log = self._top / "log"
         self._top.chmod(0o755)
         self.path.mkdir()
-        self.store.mkdir()
+        self.store.mkdir(exist_ok=True)
         self._small_store = store_size is not None
         if store_size is not None:
             run_checked("mount", "-t", "tmpfs", "-o", f"size={store_size}", "none", self.store)

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 from cluster import need_network
-
-from _cluster.cluster import Cluster, Plan, sweep  # isort: skip (cluster makes it importable)
-from _cluster.network import NETNS_DIRECTORY, Host, Loopback, Network  # isort: skip
+from harness.cluster import Cluster, Plan, sweep
+from harness.network import NETNS_DIRECTORY, Host, Loopback, Network
 
 PORT = 5000
 ECHO = """
@@ -113,7 +112,7 @@ def test_what_a_killed_run_left_is_swept_away() -> None:
     script = f"""
 import sys, time
 sys.path[:0] = {sys.path!r}
-from _cluster.cluster import Cluster, Plan
+from harness.cluster import Cluster, Plan
 cluster = Cluster(Plan(namespaces=True))
 cluster.etcd.start()
 print(cluster.directory, cluster.etcd.members[0].pid, flush=True)

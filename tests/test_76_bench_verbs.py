@@ -14,12 +14,12 @@ from rdma import need_ports
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-from _verbs import registration  # noqa: E402
-from _verbs.loop import Row  # noqa: E402
+from _bench.verbs import registration  # noqa: E402
+from _bench.verbs.loop import Row  # noqa: E402
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPTS / "bench_verbs.py"), *arguments]
+    command = [sys.executable, str(SCRIPTS / "bench"), "verbs", *arguments]
     return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
 
 

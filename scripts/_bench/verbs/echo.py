@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 import time
-from functools import partial
 from statistics import median
 
 import trio
+
+from ..workers import Worker, tell
 
 _MESSAGE = bytes(100)
 
 
 def serve(kind: str, address: str) -> None:
-    """Echo one connection, then end. Prints the port."""
+    """Echo one connection, then end; tells the port."""
     if kind == "trio":
         trio.run(_serve_trio, address)
         return
     with socket.create_server((address, 0)) as listener:
-        print(listener.getsockname()[1], flush=True)
+        tell(listener.getsockname()[1])
         connection, _ = listener.accept()
         with connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -30,29 +29,21 @@ def serve(kind: str, address: str) -> None:
 
 async def _serve_trio(address: str) -> None:
     (listener,) = await trio.open_tcp_listeners(0, host=address)
-    print(listener.socket.getsockname()[1], flush=True)
+    tell(listener.socket.getsockname()[1])
     async with listener, await listener.accept() as stream:
         async for data in stream:
             await stream.send_all(data)
 
 
-def round_trip_us(script: str, kind: str, address: str, count: int) -> float:
+def round_trip_us(kind: str, address: str, count: int) -> float:
     """The median; `kind` is "blocking" or "trio", for both ends."""
-    server = subprocess.Popen(
-        [sys.executable, script, "echo", kind, address], stdout=subprocess.PIPE
-    )
-    try:
-        assert server.stdout is not None
-        port = int(server.stdout.readline())
+    plan = {"kind": kind, "address": address}
+    with Worker("echo", "_bench.verbs.echo:serve", plan) as server:
         if kind == "trio":
-            times = trio.run(partial(_ask_trio, address, port, count))
+            times = trio.run(_ask_trio, address, server.ready, count)
         else:
-            times = _ask(address, port, count)
-        return median(times) * 1e6
-    finally:
-        server.kill()
-        server.wait()
-        server.stdout.close() if server.stdout else None
+            times = _ask(address, server.ready, count)
+    return median(times) * 1e6
 
 
 def _ask(address: str, port: int, count: int) -> list[float]:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from harness.network import Unavailable
 from irdmafs.backend.transport.verbs import devices
 
 PROGRAMS = ("ib_write_bw", "ib_read_bw", "ib_read_lat")
@@ -29,7 +30,7 @@ _LISTENS = "0A"
 _NUMBERS = re.compile(r"^\s*\d+\s+\d+\s+[\d.]+\s+[\d.]+")
 
 
-class PerftestFailed(Exception):
+class PerftestFailed(Unavailable):
     """The text says what it printed."""
 
 

@@ -1,9 +1,4 @@
-#!/usr/bin/env python3
-"""Run a cluster under mixed load for a long time and see whether anything grows.
-
-Memory, descriptors and threads of every process, and the cluster's keys in etcd, are sampled; the last
-third of the run is compared with the third before.
-"""
+"""A cluster under mixed load for a long time: whether anything grows."""
 
 from __future__ import annotations
 
@@ -17,17 +12,15 @@ from pathlib import Path
 from statistics import median
 
 import click
-from _bench.places import signals_end_the_block
-from _cluster.cluster import MIB, Cluster, Plan
-from _cluster.daemons import Daemon
-from _cluster.network import CommandFailed, NoNamespaces
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-
+from harness.cluster import MIB, Cluster, Plan
+from harness.daemons import Daemon
+from harness.network import CommandFailed
 from history import Workers, check
+from rich.console import Console
+
+from .command import SETTINGS, measuring, wide_console
+from .machine import process_status
+from .tables import table
 
 SAMPLES_MIN = 9
 SMALL_FILES = 200
@@ -72,12 +65,11 @@ class Samples:
 def process_numbers(part: Daemon) -> dict[str, float]:
     """Raises CommandFailed when the process has ended."""
     try:
-        lines = Path(f"/proc/{part.pid}/status").read_text().splitlines()
-        fields = {name: value for name, _, value in (line.partition(":") for line in lines)}
+        fields = process_status(part.pid)
         return {
             # Its own: what it maps of a tmpfs is the file's.
-            "memory": int(fields["RssAnon"].split()[0]) / 1024,
-            "threads": int(fields["Threads"]),
+            "memory": fields["RssAnon"] / 1024,
+            "threads": fields["Threads"],
             "descriptors": len(os.listdir(f"/proc/{part.pid}/fd")),
         }
     except (OSError, KeyError):
@@ -116,9 +108,7 @@ def churn_names(folders: Sequence[Path], round_: int) -> None:
 
 def report(samples: Samples, console: Console) -> bool:
     """Print a line for each number. True if all are flat."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("", "", "first", "second third", "last third", "max", ""):
-        table.add_column(heading, no_wrap=True)
+    shown = table("", "", "", "first", "second third", "last third", "max", "")
     flat = True
     for (who, what), values in samples.values.items():
         before, after = growth(values)
@@ -127,39 +117,36 @@ def report(samples: Samples, console: Console) -> bool:
         cells = [f"{value:,.1f}" for value in (values[0], before, after, max(values))]
         unit = limit_for(who, what).unit
         verdict = "flat" if good else "[bold red]grows[/]"
-        table.add_row(who, f"{what} {unit}".strip(), *cells, verdict)
-    console.print(table)
+        shown.add_row(who, f"{what} {unit}".strip(), *cells, verdict)
+    console.print(shown)
     return flat
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(context_settings=SETTINGS)
 @click.option("--minutes", type=click.FloatRange(0.5), default=30, show_default=True)
 @click.option("--nodes", type=click.IntRange(1, 16), default=3, show_default=True)
 @click.option("--mounts", type=click.IntRange(2, 16), default=2, show_default=True)
 @click.option("--seed", type=int, default=1, show_default=True)
-def main(minutes: float, nodes: int, mounts: int, seed: int) -> None:
-    """Run a cluster under mixed load and say whether memory, descriptors, threads and keys are flat."""
+def soak(minutes: float, nodes: int, mounts: int, seed: int) -> None:
+    """Run a cluster under mixed load and say whether memory, descriptors, threads and keys are flat.
+
+    Memory, descriptors and threads of every process, and the cluster's keys in etcd, are sampled; the last
+    third of the run is compared with the third before.
+    """
     plan = Plan(
-        nodes=nodes,
-        mounts=mounts,
-        lease_ttl_s=5,
-        store_bytes=1024 * MIB,
-        cache_bytes=64 * MIB,
+        nodes=nodes, mounts=mounts, lease_ttl_s=5, store_bytes=1024 * MIB, cache_bytes=64 * MIB
     )
     samples = Samples()
-    console = Console(width=max(Console().width, 100))
+    console = wide_console(100)
     progress = Console(stderr=True)
-    try:
-        with signals_end_the_block(), Cluster(plan) as cluster:
-            (cluster.mounts[0].path / "work").mkdir()
-            folders = {mount.name: mount.path / "work" for mount in cluster.mounts}
-            with Workers(folders, cluster.directory / "history", seed=seed, pause_s=0.05) as load:
-                work(cluster, list(folders.values()), samples, minutes * 60, progress)
-                load.stop()
-                load.final_reads()
-                operations = load.operations()
-    except (CommandFailed, NoNamespaces) as error:
-        raise click.ClickException(str(error)) from None
+    with measuring(), Cluster(plan) as cluster:
+        (cluster.mounts[0].path / "work").mkdir()
+        folders = {mount.name: mount.path / "work" for mount in cluster.mounts}
+        with Workers(folders, cluster.directory / "history", seed=seed, pause_s=0.05) as load:
+            work(cluster, list(folders.values()), samples, minutes * 60, progress)
+            load.stop()
+            load.final_reads()
+            operations = load.operations()
     wrong = check(operations, across_hosts=False)
     flat = report(samples, console)
     failed = sum(operation.outcome == "failed" for operation in operations)
@@ -186,7 +173,3 @@ def work(
             next_sample += period_s
             keys = samples.values["etcd", "keys"][-1]
             out.print(f"{time.monotonic() - start:6.0f} s, {round_} rounds, {keys:.0f} keys")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,26 +1,22 @@
-"""The process that asks: the store's device by verbs or over TCP, or gRPC. One job a line, JSON.
+"""The process that asks the store's device, by verbs or over TCP; its jobs give the seconds that each took.
 
-A job says what to do, with which size and how often; the answer is the seconds of each time. What a
-version is read into and written from are files in a tmpfs, for all alike.
+What a version is read into and written from are files in a tmpfs, for all alike.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import trio
+from harness.cluster import Cluster
 from irdmafs.backend.cluster_config import ClusterConfig
 from irdmafs.backend.lease import MOUNT, Session
 from irdmafs.backend.records import (
@@ -36,6 +32,8 @@ from irdmafs.backend.transport.authentication import make_session_key, session_d
 from irdmafs.backend.transport.peers import Peers, RemoteDevice
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 
+from ..workers import serve_jobs
+
 # Less goes inside a control message, as a mount sends it.
 MESSAGE_BYTES = 64 << 10
 _SESSION_TTL_S = 60
@@ -45,70 +43,6 @@ _CODEC_ROUNDS = 200
 # perftest has more than one message under way, too.
 AT_ONCE = 8
 _BYTES_AT_ONCE = 64 << 20
-MANY = {"write_many": "write", "read_many": "read"}
-_END_TIMEOUT_S = 10.0
-
-
-class WorkerFailed(Exception):
-    """It ended; what it said is on standard error."""
-
-
-class Worker:
-    """Such a process, seen from the one that measures. A context manager."""
-
-    def __init__(
-        self,
-        script: str,
-        kind: str,
-        plan: dict[str, Any],
-        environment: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        self.kind = kind
-        self._process = subprocess.Popen(
-            [sys.executable, script, "worker", kind, json.dumps(plan)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | environment,
-        )
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
-        try:
-            self._process.wait(_END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def do(self, job: str, size: int = 0, count: int = 1) -> list[float]:
-        """Seconds of each. Raises WorkerFailed."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps([job, size, count]) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        if not answer:
-            status = self._process.wait()
-            how = f"by {signal.Signals(-status).name}" if status < 0 else f"with {status}"
-            raise WorkerFailed(f"the {self.kind} worker ended {how} at {job} of {size} bytes")
-        return [float(word) for word in json.loads(answer)]
 
 
 class DeviceJobs:
@@ -120,15 +54,14 @@ class DeviceJobs:
         self._device: RemoteDevice = peers.remote_device(node)
         self._target = target
         self._contents = first
-        self._place = place
-        self._files: dict[tuple[str, int], int] = {}
+        self._files = Kept(place)
         self._kept: dict[int, Extent] = {}
         self._marks: dict[int, bytes] = {}
 
     async def write(self, size: int) -> float:
         self._contents += 1
         extent = Extent(self._contents, 0)
-        source = self._file("source", size)
+        source = self._files.fd("source", size)
         mark = os.urandom(_MARK_BYTES)
         os.pwrite(source, mark, 0)
         began = time.perf_counter()
@@ -144,7 +77,7 @@ class DeviceJobs:
 
     async def read(self, size: int) -> float:
         extent = await self._extent(size)
-        sink = self._file("sink", size)
+        sink = self._files.fd("sink", size)
         began = time.perf_counter()
         if size < MESSAGE_BYTES:
             (data,) = await self._device.get([extent], size)
@@ -156,12 +89,18 @@ class DeviceJobs:
             raise RuntimeError(f"wrong bytes in an extent of {size} bytes")
         return took_s
 
-    async def many(self, way: str, size: int, count: int) -> float:
-        """So many, a few of them under way at any time: seconds for all, `way` being "write" or "read"."""
+    async def write_many(self, size: int, count: int) -> float:
+        """Write so many, a few of them under way at any time: seconds for all."""
+        return await self._many("write", size, count)
+
+    async def read_many(self, size: int, count: int) -> float:
+        return await self._many("read", size, count)
+
+    async def _many(self, way: str, size: int, count: int) -> float:
         extent = await self._extent(size)
         at_once = max(1, min(AT_ONCE, _BYTES_AT_ONCE // size))
-        source = self._file("source", size)
-        sinks = [self._file(f"sink{number}", size) for number in range(at_once)]
+        source = self._files.fd("source", size)
+        sinks = [self._files.fd(f"sink{number}", size) for number in range(at_once)]
         left = count
 
         async def go_on(sink: int) -> None:
@@ -193,7 +132,7 @@ class DeviceJobs:
     async def one_sided(self, size: int) -> float:
         """A read that the node's memory answers, however short."""
         extent = await self._extent(size)
-        sink = self._file("sink", size)
+        sink = self._files.fd("sink", size)
         began = time.perf_counter()
         await self._device.read(extent, 0, FileRange(sink, 0, size))
         return time.perf_counter() - began
@@ -211,8 +150,8 @@ class DeviceJobs:
 
     async def file(self, size: int) -> float:
         """What the node does for a get, in its store."""
-        path = self._place / f"sink-{size}"
-        self._file("sink", size)
+        self._files.fd("sink", size)
+        path = self._files.path("sink", size)
         began = time.perf_counter()
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         os.pread(fd, os.fstat(fd).st_size, 0)
@@ -233,10 +172,7 @@ class DeviceJobs:
         """Give the memory of this size back."""
         if size in self._kept:
             await self._device.abort(self._kept.pop(size).content)
-        for name, of_size in list(self._files):
-            if of_size == size:
-                os.close(self._files.pop((name, size)))
-                (self._place / f"{name}-{size}").unlink(missing_ok=True)
+        self._files.release(size)
         return 0.0
 
     async def _extent(self, size: int) -> Extent:
@@ -244,55 +180,47 @@ class DeviceJobs:
             await self.write(size)
         return self._kept[size]
 
-    def _file(self, name: str, size: int) -> int:
-        fd = self._files.get((name, size))
-        if fd is None:
-            fd = self._files[name, size] = make_file(self._place / f"{name}-{size}", size)
-        return fd
+
+class Kept:
+    """Files in a tmpfs by name and size, with their memory there, of bytes that no other has."""
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+        self._files: dict[tuple[str, int], int] = {}
+
+    def path(self, name: str, size: int) -> Path:
+        return self._place / f"{name}-{size}"
+
+    def fd(self, name: str, size: int) -> int:
+        """Make the file, or open the one that another process made."""
+        if (name, size) not in self._files:
+            fd = os.open(self.path(name, size), os.O_RDWR | os.O_CREAT, 0o600)
+            if os.fstat(fd).st_size != size:
+                block = os.urandom(1 << 20)
+                for offset in range(0, size, len(block)):
+                    os.pwrite(fd, block[: size - offset], offset)
+            self._files[name, size] = fd
+        return self._files[name, size]
+
+    def release(self, size: int) -> None:
+        """Give the memory of this size back."""
+        for name, of_size in list(self._files):
+            if of_size == size:
+                os.close(self._files.pop((name, size)))
+                self.path(name, size).unlink(missing_ok=True)
 
 
-def make_file(path: Path, size: int) -> int:
-    """A file with its memory there, of bytes that no other has; the one that another worker made."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    if os.fstat(fd).st_size != size:
-        block = os.urandom(1 << 20)
-        for offset in range(0, size, len(block)):
-            os.pwrite(fd, block[: size - offset], offset)
-    return fd
-
-
-Job = Callable[[int], Awaitable[float]]
-
-
-async def serve_jobs(jobs: Any) -> None:
-    """Answer line after line; `jobs` has a method for each."""
-    async for line in trio.wrap_file(sys.stdin):
-        name, size, count = json.loads(line)
-        seconds: Sequence[float]
-        if name in MANY:
-            seconds = [await jobs.many(MANY[name], size, count)]
-        else:
-            job: Job = getattr(jobs, name)
-            seconds = [await job(size) for _ in range(count)]
-        print(json.dumps(seconds), flush=True)
-
-
-async def work(kind: str, plan: dict[str, Any]) -> None:
-    """`kind` is "verbs", "tcp" or "grpc"."""
+async def work(
+    kind: str, node: int, node_address: str, config: str, group: int, revision: int, place: str
+) -> None:
+    """Ask a store node by "verbs" or "tcp"."""
     logging.getLogger("irdmafs").setLevel(logging.WARNING)
-    place = Path(plan["place"])
-    if kind == "grpc":
-        from .grpc_ends import GrpcJobs
-
-        with GrpcJobs(plan["address"], plan["grpc_port"], place, plan["chunk"]) as jobs:
-            await serve_jobs(jobs)
-        return
-    address = decode(bytes.fromhex(plan["node_address"]), NodeAddress)
+    address = decode(bytes.fromhex(node_address), NodeAddress)
     async with AsyncExitStack() as stack:
         rdma = None
         if kind == "verbs":
             rdma = stack.enter_context(Rdma(Choice("require", threshold_bytes=1)))
-        session, key = await stack.enter_async_context(_session(plan["config"]))
+        session, key = await stack.enter_async_context(_session(config))
         peers = await stack.enter_async_context(
             Peers(
                 lambda _node: address,
@@ -300,9 +228,9 @@ async def work(kind: str, plan: dict[str, Any]) -> None:
                 timeout_s=30.0, rdma=rdma, stages=False,
             )
         )  # fmt: skip
-        target = Target(plan["group"], plan["revision"], ())
+        target = Target(group, revision, ())
         first = session << CONTENT_NUMBER_BITS
-        await serve_jobs(DeviceJobs(peers, plan["node"], target, first, place))
+        await serve_jobs(DeviceJobs(peers, node, target, first, Path(place)))
         counters = peers.counters
         if rdma is not None and counters.fallbacks:
             print(f"{counters.fallbacks} transfers fell back to TCP", file=sys.stderr)
@@ -324,14 +252,17 @@ async def _session(config: str) -> AsyncIterator[tuple[int, bytes]]:
         nursery.cancel_scope.cancel()
 
 
-async def revision_of(config: Path, group: int) -> int:
-    """Of the group's configuration."""
+async def plan_of(cluster: Cluster, group: int, place: Path) -> dict[str, Any]:
+    """What `work` needs to ask the first node of a cluster, all but the kind."""
+    node, config = cluster.nodes[0].node_id, cluster.mounts[0].config
     async with ClusterConfig.load(str(config)).cluster.engine("mount") as engine:
         found = await engine.get(group_key(group))
         assert found is not None
-        return found.mod_revision
-
-
-def packed(address: NodeAddress) -> str:
-    """For `plan["node_address"]`."""
-    return encode(address).hex()
+    return {
+        "node": node,
+        "node_address": encode(cluster.live_nodes()[node]).hex(),
+        "config": str(config),
+        "group": group,
+        "revision": found.mod_revision,
+        "place": str(place),
+    }

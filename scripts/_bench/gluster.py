@@ -12,9 +12,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from .daemons import Daemon
-from .network import CommandFailed, Host, run
-from .parts import mount_tmpfs
+from harness.daemons import Daemon
+from harness.network import CommandFailed, Host, run
+from harness.parts import mount_tmpfs
 
 VOLUME = "bench"
 START_TIMEOUT_S = 30.0

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
-from _cluster.cluster import Cluster
-from _cluster.daemons import Daemon
-from _cluster.measures import MIB, Files
-from _cluster.parts import ClusterMount, StoreNode
+from harness.cluster import Cluster
+from harness.daemons import Daemon
+from harness.parts import ClusterMount, StoreNode
 from irdmafs.backend.transport.verbs.library import load
+
+from ..files import MIB, Files
 
 WARM_UP = 8
 _SCRAPE_S = 10.0

@@ -11,10 +11,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import grpc
+
+from ..workers import serve_jobs, tell
+from .jobs import Kept
 
 _OPTIONS = (
     ("grpc.max_send_message_length", -1),
@@ -23,14 +25,6 @@ _OPTIONS = (
 _SERVICE = "bench"
 _THREADS = 4
 _READY_S = 20.0
-
-
-def _file(files: dict[tuple[str, int], int], place: Path, name: str, size: int) -> int:
-    from .worker import make_file
-
-    if (name, size) not in files:
-        files[name, size] = make_file(place / f"{name}-{size}", size)
-    return files[name, size]
 
 
 def _chunks(fd: int, size: int, chunk: int) -> Iterator[bytes]:
@@ -43,9 +37,8 @@ class _Server(grpc.GenericRpcHandler):
     metadata of writes, and as the request of reads."""
 
     def __init__(self, place: Path, chunk: int) -> None:
-        self._place = place
         self._chunk = chunk
-        self._files: dict[tuple[str, int], int] = {}
+        self._files = Kept(place)
         self._handlers = {
             f"/{_SERVICE}/write": grpc.unary_unary_rpc_method_handler(self._write),
             f"/{_SERVICE}/read": grpc.unary_unary_rpc_method_handler(self._read),
@@ -58,7 +51,7 @@ class _Server(grpc.GenericRpcHandler):
         return self._handlers.get(details.method)
 
     def _fd(self, size: int) -> int:
-        return _file(self._files, self._place, "kept", size)
+        return self._files.fd("kept", size)
 
     def _write(self, data: bytes, _context: Any) -> bytes:
         os.pwrite(self._fd(len(data)), data, 0)
@@ -79,72 +72,61 @@ class _Server(grpc.GenericRpcHandler):
         return _chunks(self._fd(size), size, self._chunk)
 
     def _release(self, request: bytes, _context: Any) -> bytes:
-        fd = self._files.pop(("kept", int(request)), None)
-        if fd is not None:
-            os.close(fd)
-            os.unlink(self._place / f"kept-{int(request)}")
+        self._files.release(int(request))
         return b""
 
 
-def serve(address: str, place: Path, chunk: int) -> None:
-    """Until standard input ends. Prints the port."""
+def serve(address: str, place: str, chunk: int) -> None:
+    """Serve until standard input ends; tells the port."""
     server = grpc.server(ThreadPoolExecutor(_THREADS), options=_OPTIONS)
-    server.add_generic_rpc_handlers((_Server(place, chunk),))
+    server.add_generic_rpc_handlers((_Server(Path(place), chunk),))
     port = server.add_insecure_port(f"{address}:0")
     server.start()
-    print(port, flush=True)
+    tell(port)
     while os.read(0, 1):
         pass
     server.stop(None).wait()
 
 
-class GrpcJobs:
-    """The client. A context manager."""
+async def work(address: str, port: int, place: str, chunk: int) -> None:
+    """Ask that server."""
+    with grpc.insecure_channel(f"{address}:{port}", options=_OPTIONS) as channel:
+        grpc.channel_ready_future(channel).result(_READY_S)
+        await serve_jobs(GrpcJobs(channel, Path(place), chunk))
 
-    def __init__(self, address: str, port: int, place: Path, chunk: int) -> None:
-        self._channel = grpc.insecure_channel(f"{address}:{port}", options=_OPTIONS)
-        grpc.channel_ready_future(self._channel).result(_READY_S)
-        self._place = place
+
+class GrpcJobs:
+    """The client's jobs, by the names and with the answers of those of the device."""
+
+    def __init__(self, channel: grpc.Channel, place: Path, chunk: int) -> None:
         self._chunk = chunk
-        self._files: dict[tuple[str, int], int] = {}
-        channel = self._channel
+        self._files = Kept(place)
         self._write = channel.unary_unary(f"/{_SERVICE}/write")
         self._read = channel.unary_unary(f"/{_SERVICE}/read")
         self._write_stream = channel.stream_unary(f"/{_SERVICE}/write_stream")
         self._read_stream = channel.unary_stream(f"/{_SERVICE}/read_stream")
         self._release = channel.unary_unary(f"/{_SERVICE}/release")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self._channel.close()
-
     async def write(self, size: int) -> float:
-        source = self._fd("source", size)
+        source = self._files.fd("source", size)
         began = time.perf_counter()
         self._write(os.pread(source, size, 0))
         return time.perf_counter() - began
 
     async def write_stream(self, size: int) -> float:
-        source = self._fd("source", size)
+        source = self._files.fd("source", size)
         began = time.perf_counter()
         self._write_stream(_chunks(source, size, self._chunk), metadata=(("size", str(size)),))
         return time.perf_counter() - began
 
     async def read(self, size: int) -> float:
-        sink = self._fd("sink", size)
+        sink = self._files.fd("sink", size)
         began = time.perf_counter()
         os.pwrite(sink, self._read(str(size).encode()), 0)
         return time.perf_counter() - began
 
     async def read_stream(self, size: int) -> float:
-        sink, offset = self._fd("sink", size), 0
+        sink, offset = self._files.fd("sink", size), 0
         began = time.perf_counter()
         for chunk in self._read_stream(str(size).encode()):
             offset += os.pwrite(sink, chunk, offset)
@@ -152,12 +134,5 @@ class GrpcJobs:
 
     async def release(self, size: int) -> float:
         self._release(str(size).encode())
-        for name in ("source", "sink"):
-            fd = self._files.pop((name, size), None)
-            if fd is not None:
-                os.close(fd)
-                (self._place / f"{name}-{size}").unlink(missing_ok=True)
+        self._files.release(size)
         return 0.0
-
-    def _fd(self, name: str, size: int) -> int:
-        return _file(self._files, self._place, name, size)

@@ -14,8 +14,9 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 NETNS_DIRECTORY = Path("/run/netns")
 PREFIX = "irdmafs"
@@ -28,15 +29,24 @@ _NAME = re.compile(rf"{PREFIX}-(\d+)-\d+-[a-z0-9]+")
 _serial = iter(range(1, 1 << 30))
 
 
-class NoNamespaces(Exception):
-    """Network namespaces cannot be had here; the text says why."""
+class Unavailable(Exception):
+    """Something cannot be had on this machine; the text says why."""
+
+
+class NoNamespaces(Unavailable):
+    """Network namespaces cannot be had here."""
 
 
 class CommandFailed(Exception):
     """A program that was run said no; the text is what it printed."""
 
 
-def run(*command: str | os.PathLike[str], stdin: str | None = None, check: bool = True) -> str:
+def run(
+    *command: str | os.PathLike[str],
+    stdin: str | None = None,
+    check: bool = True,
+    timeout_s: float = COMMAND_TIMEOUT_S,
+) -> str:
     """What a program prints. Raises CommandFailed, unless not `check`."""
     words = [os.fspath(word) for word in command]
     try:
@@ -47,7 +57,7 @@ def run(*command: str | os.PathLike[str], stdin: str | None = None, check: bool 
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=COMMAND_TIMEOUT_S,
+            timeout=timeout_s,
             cwd="/",
         )
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -93,7 +103,7 @@ class Network:
     def close(self) -> None:
         pass
 
-    def __enter__(self) -> Network:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_exc: object) -> None:
@@ -133,12 +143,13 @@ class Namespaces(Network):
         self._ports: dict[str, str] = {}
         self._cuts: set[tuple[str, str]] = set()
         self._hosts: dict[str, Host] = {}
+        self._joined = 0
         try:
             run("ip", "netns", "add", self._switch)
             self._configure(
                 self._switch,
                 "link set lo up",
-                "link add br0 address 02:00:00:00:ff:ff mtu 9000 type bridge forward_delay 0",
+                f"link add br0 address 02:00:00:00:ff:ff mtu {MTU} type bridge forward_delay 0",
                 "link set br0 up",
             )
         except CommandFailed as error:
@@ -211,25 +222,47 @@ class Namespaces(Network):
         for one, other in list(self._cuts):
             self.heal(self._hosts[one], self._hosts[other])
 
-    def shape(self, host: Host, bits_per_s: float | None) -> None:
-        sides = ((self._namespace(host), "eth0"), (self._switch, self._ports[host.name]))
-        for namespace, device in sides:
-            if bits_per_s is None:
-                run("tc", "-n", namespace, "qdisc", "del", "dev", device, "root", check=False)
-                continue
-            # A millisecond's worth at once, and no less than a few of the largest packets, which
-            # the kernel segments late.
-            burst = max(256 << 10, int(bits_per_s / 8 / 1000))
-            run(
-                *("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf"),
-                *("rate", f"{int(bits_per_s)}bit", "burst", str(burst), "latency", "20ms"),
+    def join(self, one: Host, other: Host, mtu: int, bits_per_s: float | None) -> tuple[Host, Host]:
+        """Give two hosts a link of their own. Returns them with their addresses on it."""
+        self._joined += 1
+        ends = [
+            (self._namespace(one), f"to-{other.name}", f"10.78.{self._joined}.1"),
+            (self._namespace(other), f"to-{one.name}", f"10.78.{self._joined}.2"),
+        ]
+        (here, device, _), (there, peer, _) = ends
+        self._configure(here, f"link add {device} type veth peer name {peer} netns {there}")
+        for namespace, device, address in ends:
+            self._configure(
+                namespace,
+                f"addr add {address}/24 dev {device}",
+                f"link set {device} mtu {mtu} up",
             )
+            _shape(namespace, device, bits_per_s)
+        return replace(one, address=ends[0][2]), replace(other, address=ends[1][2])
+
+    def shape(self, host: Host, bits_per_s: float | None) -> None:
+        _shape(self._namespace(host), "eth0", bits_per_s)
+        _shape(self._switch, self._ports[host.name], bits_per_s)
 
     def close(self) -> None:
         names = [self._namespace(host) for host in self._hosts.values()]
         _remove((*names, self._switch))
         self._hosts.clear()
         self._cuts.clear()
+
+
+def _shape(namespace: str, device: str, bits_per_s: float | None) -> None:
+    """Limit what is sent by a device."""
+    if bits_per_s is None:
+        run("tc", "-n", namespace, "qdisc", "del", "dev", device, "root", check=False)
+        return
+    # A millisecond's worth at once, and no less than a few of the largest packets, which the kernel
+    # segments late.
+    burst = max(256 << 10, int(bits_per_s / 8 / 1000))
+    run(
+        *("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf"),
+        *("rate", f"{int(bits_per_s)}bit", "burst", str(burst), "latency", "20ms"),
+    )
 
 
 def make_network(namespaces: bool | None = None) -> Network:

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
-from _cluster.cluster import Cluster
-from _cluster.measures import MIB, Files
-from _cluster.table import Rates, Row
-from rich import box
+from harness.cluster import Cluster
 from rich.table import Table
 
 from irdmafs import client
 
+from ..command import say, turned
+from ..files import GIB, MIB, Files
+from ..machine import kernel_processor_s, processor_s
+from ..tables import Rates, Row, spread, table
+from ..workers import Worker, WorkerFailed
 from . import echo, loop, perftest, registration
+from .jobs import AT_ONCE, MESSAGE_BYTES
 from .perftest import Way
-from .usage import measure as measure_usage
-from .worker import AT_ONCE, MESSAGE_BYTES, Worker, WorkerFailed
 
 KIB = 1 << 10
-GIB = 1 << 30
 
 BASE = "perftest"
 DEVICE, MOUNT, BUFFER = "device", "mount", "buffer"
@@ -111,7 +110,6 @@ class Bench:
         metrics_port: int,
         workers: dict[str, Worker],
         start_grpc: Callable[[], AbstractContextManager[GrpcEnds]],
-        script: str,
     ) -> None:
         self.scale = scale
         self.way = way
@@ -120,7 +118,6 @@ class Bench:
         self.workers = workers
         self._start_grpc = start_grpc
         self._grpc: GrpcEnds | None = None
-        self.script = script
         self.results = Results()
         self._files = Files()
         self._number = 0
@@ -172,7 +169,7 @@ class Bench:
             measures[BASE] = self._perftest_rate
             for round_ in range(self.scale.rounds):
                 self._say(f"bandwidth: {way} {name_of(size)}", round_)
-                for column in _turned(list(measures), round_):
+                for column in turned(list(measures), round_):
                     value = measures[column](way, size) / MIB
                     for one in ours:
                         rates = tables[one.name]
@@ -188,7 +185,8 @@ class Bench:
         return perftest.bandwidth(self.way, f"ib_{way}_bw", size, total)
 
     def _device_rate(self, way: str, size: int) -> float:
-        return size / median(self.workers[VERBS].do(way, size, self.scale.repeats(size)))
+        times = self.workers[VERBS].do(way, size, count=self.scale.repeats(size))
+        return size / median(times)
 
     def _many_rate(self, way: str, size: int) -> float:
         count = max(AT_ONCE, self.scale.repeats(size))
@@ -231,10 +229,7 @@ class Bench:
         self.results.shown.append(rates)
         self.results.missed += [f"{name}: {row.title}" for row in rates.missed()]
         self.results.figures[name] = {
-            row.key: {
-                column: rates.values(column, row.key)
-                for column in dict.fromkeys((rates.base, rates.ours))
-            }
+            row.key: {column: rates.values(column, row.key) for column in (BASE, rates.ours)}
             | {"ratio": rates.ratio(rates.ours, row.key)}
             for row in rates.rows
         }
@@ -248,22 +243,22 @@ class Bench:
         for round_ in range(self.scale.rounds):
             self._say("latency", round_)
             for kind in ("blocking", "trio"):
-                script, address = self.script, self.way.address
-                found[kind].append(echo.round_trip_us(script, kind, address, asks))
+                found[kind].append(echo.round_trip_us(kind, self.way.address, asks))
             for job in ("codec", "file", "ping", "get", "one_sided"):
-                times = self.workers[VERBS].do(job, SMALL, asks if job != "codec" else 5)
+                count = asks if job != "codec" else 5
+                times = self.workers[VERBS].do(job, SMALL, count=count)
                 found[job].append(median(times) * 1e6)
             found["ib_read_lat"].append(perftest.read_latency_us(self.way, SMALL, asks))
             parts = [found[part][-1] for part in ("ping", "codec", "file")]
             found["bound"].append(2 * found["ib_read_lat"][-1] + sum(parts))
-        table = _table("latency", "", "us")
+        shown = table("latency", "", "us")
         for key, title in LATENCIES.items():
-            table.add_row(title, _spread(found[key]))
+            shown.add_row(title, spread(found[key]))
         ratio = median(get / bound for get, bound in zip(found["get"], found["bound"], strict=True))
-        table.add_row("get / that bound (bar: 1)", f"{ratio:.2f}")
+        shown.add_row("get / that bound (bar: 1)", f"{ratio:.2f}")
         if ratio > 1:
             self.results.missed.append("latency: get of 4 KiB")
-        self.results.shown.append(table)
+        self.results.shown.append(shown)
         self.results.figures["latency"] = found | {"ratio": ratio}
 
     # -- the others ----------------------------------------------------------------------------
@@ -271,7 +266,7 @@ class Bench:
     def alternatives(self) -> None:
         """The same versions by verbs, over TCP and by gRPC."""
         figures: dict[str, Any] = {}
-        table = _table(
+        shown = table(
             "alternatives, MiB/s", "", *CONTENDERS, "verbs / message", "verbs / streamed",
         )  # fmt: skip
         measured, without = self._beside_grpc()
@@ -284,15 +279,15 @@ class Bench:
                 )
                 for other in (UNARY, STREAMED)
             }
-            table.add_row(
+            shown.add_row(
                 f"{way} {name_of(size)}",
-                *(_spread(values[one]) for one in CONTENDERS),
+                *(spread(values[one]) for one in CONTENDERS),
                 *(f"x{ratio:.2f}" for ratio in ratios.values()),
             )
             figures[f"{way}-{size}"] = values | {"ratios": ratios}
         chunk = name_of(self.scale.chunk)
         self.results.shown += [
-            table,
+            shown,
             f"gRPC: bytes without protobuf, chunks of {chunk}, insecure, one channel, malloc keeps memory, "
             "from a file in a tmpfs\ninto one that is there already, as on the device. Below 64 KiB the "
             "device's versions travel in a control message.\n",
@@ -331,17 +326,17 @@ class Bench:
             self._ask(contender, way, size, 2)
         for round_ in range(self.scale.rounds):
             self._say(f"alternatives: {way} {name_of(size)}", round_)
-            for contender in _turned(CONTENDERS, round_):
+            for contender in turned(CONTENDERS, round_):
                 times = self._ask(contender, way, size, self.scale.repeats(size))
                 values[contender].append(size / median(times) / MIB)
         return values
 
     def _ask(self, contender: str, way: str, size: int, count: int) -> list[float]:
         if contender in (VERBS, TCP):
-            return self.workers[contender].do(way, size, count)
+            return self.workers[contender].do(way, size, count=count)
         suffix = "_stream" if contender == STREAMED else ""
         assert self._grpc is not None
-        return self._grpc.client.do(f"{way}{suffix}", size, count)
+        return self._grpc.client.do(f"{way}{suffix}", size, count=count)
 
     # -- at what cost --------------------------------------------------------------------------
 
@@ -353,17 +348,17 @@ class Bench:
         with self._grpc_running():
             for round_ in range(self.scale.rounds):
                 self._say(f"processor time, {name_of(size)}", round_)
-                for contender in _turned(CONTENDERS, round_):
+                for contender in turned(CONTENDERS, round_):
                     client, node = self._pids(contender)
                     for way in WAYS:
                         self._ask(contender, way, size, 2)
-                        before = measure_usage(client, node)
+                        before = usage(client, node)
                         self._ask(contender, way, size, count)
-                        used = measure_usage(client, node).since(before)
-                        per_gib = tuple(seconds * GIB / (size * count) for seconds in used)
+                        used = zip(usage(client, node), before, strict=True)
+                        per_gib = tuple((t - t0) * GIB / (size * count) for t, t0 in used)
                         found.setdefault(f"{way}, {contender}", []).append(per_gib)
         self._release(size)
-        table = _table(
+        shown = table(
             f"processor seconds per GiB, versions of {name_of(size)}",
             "", "client's process", "node's process", "kernel's threads",
         )  # fmt: skip
@@ -371,9 +366,9 @@ class Bench:
             for contender in CONTENDERS:
                 rounds = found[f"{way}, {contender}"]
                 sides = zip(*rounds, strict=True)
-                table.add_row(f"{way}, {contender}", *(_spread(list(side)) for side in sides))
+                shown.add_row(f"{way}, {contender}", *(spread(list(side)) for side in sides))
         self.results.shown += [
-            table,
+            shown,
             "Software RDMA does a card's work in kernel threads, soft interrupts and whoever posts.\n",
         ]
         self.results.figures["cpu"] = found
@@ -398,20 +393,20 @@ class Bench:
         with registrar.opened():
             for round_ in range(self.scale.rounds):
                 self._say("registration", round_)
-                for kind in _turned(list(kinds), round_):
+                for kind in turned(list(kinds), round_):
                     found[kind].append(kinds[kind]())
-        table = _table(
+        shown = table(
             f"registration: {len(wanted)} tensors of Llama 3.1 405B, widths / {registration.SCALE}, "
             f"{registrar.size / MIB:.0f} MiB",
             "", "regions", "ms to register", "ms to give up",
         )  # fmt: skip
         for kind, rounds in found.items():
-            table.add_row(
+            shown.add_row(
                 kind, str(rounds[0].regions),
-                _spread([one.seconds * 1e3 for one in rounds]),
-                _spread([one.closing_seconds * 1e3 for one in rounds]),
+                spread([one.seconds * 1e3 for one in rounds]),
+                spread([one.closing_seconds * 1e3 for one in rounds]),
             )  # fmt: skip
-        self.results.shown.append(table)
+        self.results.shown.append(shown)
         self.results.figures["registration"] = {
             kind: [one._asdict() for one in rounds] for kind, rounds in found.items()
         }
@@ -425,13 +420,13 @@ class Bench:
         outcome = loop.Loop(
             self.cluster, self.way.device, self.metrics_port, scale.version_bytes
         ).run(scale.versions)
-        table = _table(
+        shown = table(
             f"training loop: {scale.versions} versions of {name_of(scale.version_bytes)}, after "
             f"{loop.WARM_UP} to warm up", "", "counted", "expected", "",
         )  # fmt: skip
         for row in outcome.rows:
             expected = "" if row.expected is None else f"{row.expected:,g}"
-            table.add_row(
+            shown.add_row(
                 row.what,
                 f"{row.counted:,g}",
                 expected,
@@ -439,12 +434,12 @@ class Bench:
             )
             if row.is_wrong:
                 self.results.wrong.append(f"{row.what}: {row.counted:,g}, not {row.expected:,g}")
-        told = _table("what the processes counted meanwhile", "", "more by", "per version")
+        told = table("what the processes counted meanwhile", "", "more by", "per version")
         for name, value in sorted(outcome.changed.items()):
             told.add_row(name, f"{value:,g}", f"{value / scale.versions:,.4g}")
         took_ms = median(outcome.seconds) * 1e3
         self.results.shown += [
-            table,
+            shown,
             f"{took_ms:.0f} ms to write a version on one mount and read it on the other\n",
             told,
         ]
@@ -455,13 +450,12 @@ class Bench:
         }
 
     def _say(self, what: str, round_: int | None) -> None:
-        of = "" if round_ is None else f"round {round_ + 1}/{self.scale.rounds}: "
-        print(f"{of}{what}", file=sys.stderr, flush=True)
+        say(what, round_, self.scale.rounds)
 
 
-def _row(way: str, size: int, bar: float) -> Row:
-    title = f"{way} {name_of(size)}"
-    return Row(f"{way}-{size}", title, "MiB/s", bar if size >= BAR_SIZE else None)
+def usage(client: int, node: int) -> tuple[float, float, float]:
+    """Processor seconds until now: of two processes by their numbers, and of the kernel's threads."""
+    return processor_s(client), processor_s(node), kernel_processor_s()
 
 
 def name_of(size: int) -> str:
@@ -469,24 +463,3 @@ def name_of(size: int) -> str:
         if size >= unit:
             return f"{size / unit:g} {name}"
     return f"{size} B"
-
-
-def _turned(names: Sequence[str], round_: int) -> list[str]:
-    """Beginning with another one each round."""
-    first = round_ % len(names)
-    return [*names[first:], *names[:first]]
-
-
-def _spread(values: Sequence[float]) -> str:
-    text = f"[bold]{median(values):,.4g}[/]"
-    return text if len(values) < 2 else f"{text} [dim]({min(values):,.4g}-{max(values):,.4g})[/]"
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(
-        title=title, title_justify="left",
-        box=box.SIMPLE_HEAD, pad_edge=False,
-    )  # fmt: skip
-    for column in columns:
-        table.add_column(column, no_wrap=True)
-    return table

@@ -1,0 +1,200 @@
+"""Mounts and store nodes on hosts of a network, beside iperf3, shaped links and embedded mode."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+from harness.cluster import Cluster, Plan
+
+from .command import (
+    SETTINGS,
+    Names,
+    Size,
+    asserting,
+    json_file,
+    measuring,
+    say,
+    turned,
+    wide_console,
+)
+from .files import MIB, Files
+from .iperf import iperf3, need_iperf3
+from .machine import huge_page_tmpfs, make_real
+from .mounts import mounted
+from .tables import Rates, Row
+
+OURS = "irdmafs"
+BASE = "base"
+PLAIN = "iperf3"
+STREAMS = (1, 2, 4)
+GIGABIT = 1_000_000_000
+SHAPED = {"1g": 1 * GIGABIT, "10g": 10 * GIGABIT}
+ROWS = {
+    "link": (
+        Row("read", "read what another host published; base: iperf3 -F", "MiB/s", 0.90),
+        Row("fetch", "  until open() returns", "MiB/s"),
+        Row("write", "write, 2 replicas; base: iperf3 -F", "MiB/s", 0.80),
+        Row("close", "  close() alone", "MiB/s"),
+    ),
+    "shaped": (
+        Row("read-10g", "read, 10 Gbit/s; base: that rate", "MiB/s", 0.97),
+        Row("fetch-10g", "  until open() returns", "MiB/s"),
+        Row("write-10g", "write, 2 replicas, 10 Gbit/s", "MiB/s", 0.97),
+        Row("close-10g", "  close() alone", "MiB/s"),
+        Row("read-1g", "read, 1 Gbit/s", "MiB/s", 0.97),
+        Row("fetch-1g", "  until open() returns", "MiB/s"),
+        Row("write-1g", "write, 2 replicas, 1 Gbit/s", "MiB/s", 0.97),
+        Row("close-1g", "  close() alone", "MiB/s"),
+    ),
+    "local": (
+        Row("local-write", "write, store on the same host; base: embedded", "MiB/s", 0.90),
+        Row("local-read", "read, store on the same host; base: embedded", "MiB/s", 0.90),
+    ),
+}
+PARTS = tuple(ROWS)
+
+
+class Bench:
+    """`size`: bytes of every file."""
+
+    def __init__(self, size: int, rates: Rates) -> None:
+        self._size = size
+        self._rates = rates
+        self._files = Files()
+        self._number = 0
+
+    def _add(self, column: str, row: str, round_: int, seconds: float) -> None:
+        self._rates.add(column, row, round_, self._size / MIB / seconds)
+
+    def _add_both_ends(self, cluster: Cluster, round_: int, suffix: str = "") -> None:
+        """Write on one host, read on the other."""
+        one, other = (mount.path / "large" for mount in cluster.mounts)
+        self._number += 1
+        # Both replicas, the writer's copy and the reader's.
+        make_real(4 * self._size)
+        whole, closing = self._files.write_timed(one, self._size, self._number)
+        opening, reading = self._files.read_timed(other, self._size, self._number)
+        for row, seconds in (
+            ("write", whole),
+            ("read", reading),
+            ("close", closing),
+            ("fetch", opening),
+        ):
+            self._add(OURS, f"{row}{suffix}", round_, seconds)
+        os.unlink(one)
+
+    def link(self, cluster: Cluster, memory: Path, round_: int) -> None:
+        """At the speed of the link."""
+        sender, receiver = (mount.host for mount in cluster.mounts)
+        make_real(self._size)
+        stored = max(iperf3(sender, receiver, self._size, n, memory / "sink") for n in STREAMS)
+        plain = max(iperf3(sender, receiver, self._size, n) for n in STREAMS)
+        for row in ROWS["link"]:
+            self._rates.add(BASE, row.key, round_, stored / MIB)
+            self._rates.add(PLAIN, row.key, round_, plain / MIB)
+        self._add_both_ends(cluster, round_)
+
+    def shaped(self, cluster: Cluster, memory: Path, round_: int) -> None:
+        """With every host's link limited, each way; what iperf3 stores over it is shown, too."""
+        sender, receiver = (mount.host for mount in cluster.mounts)
+        for name, bits_per_s in SHAPED.items():
+            parts = [*cluster.nodes, *cluster.mounts]
+            for part in parts:
+                cluster.slow_down(part, bits_per_s)
+            make_real(self._size)
+            sink = memory / "sink"
+            stored = max(iperf3(sender, receiver, self._size, n, sink) for n in STREAMS[1:])
+            for row in ("read", "fetch", "write", "close"):
+                self._rates.add(BASE, f"{row}-{name}", round_, bits_per_s / 8 / MIB)
+                self._rates.add(PLAIN, f"{row}-{name}", round_, stored / MIB)
+            self._add_both_ends(cluster, round_, f"-{name}")
+            for part in parts:
+                cluster.slow_down(part, None)
+
+    def local(self, cluster: Cluster, embedded: Path, round_: int) -> None:
+        """A mount beside the only store node, and an embedded mount."""
+        one, other = (mount.path for mount in cluster.mounts)
+        for column, writer, reader in turned(
+            ((OURS, one, other), (BASE, embedded, embedded)), round_
+        ):
+            self._number += 1
+            make_real(self._size)
+            seconds = self._files.write(writer / "large", self._size, self._number)
+            self._add(column, "local-write", round_, seconds)
+            seconds = self._files.read(reader / "large", self._size, self._number)
+            self._add(column, "local-read", round_, seconds)
+            os.unlink(writer / "large")
+
+
+@contextlib.contextmanager
+def running(size: int, nodes: int, **plan: Any) -> Iterator[tuple[Cluster, Path]]:
+    """Nodes that keep a replica each, two mounts, and a tmpfs of the kind that they use."""
+    room = 3 * size + 256 * MIB
+    whole = Plan(
+        nodes=nodes,
+        mounts=2,
+        replicas=nodes,
+        lease_ttl_s=10,
+        store_bytes=room,
+        cache_bytes=room,
+        namespaces=True,
+        **plan,
+    )
+    with (
+        Cluster(whole) as cluster,
+        huge_page_tmpfs(cluster.directory / "beside", room) as memory,
+    ):
+        yield cluster, memory
+
+
+@click.command(context_settings=SETTINGS)
+@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
+@click.option("--size", type=Size(MIB), default="1G", show_default=True, help="Of the files.")
+@click.option(
+    "--only",
+    type=Names("part", PARTS),
+    default=",".join(PARTS),
+    show_default=True,
+    metavar="PART,...",
+)
+@json_file
+@asserting
+def cluster(
+    rounds: int, size: int, only: tuple[str, ...], json_file: Path | None, assert_: bool
+) -> None:
+    """Measure reading and writing between hosts beside iperf3, shaped links and embedded mode.
+
+    Hosts are namespaces on this machine, as root. Beside the cluster, in the same round, stand iperf3 with
+    its best number of streams (storing what it receives in the same kind of tmpfs), the rate that a link is
+    shaped to, and embedded mode.
+    """
+    linked = [part for part in ("link", "shaped") if part in only]
+    if linked:
+        need_iperf3()
+    rates = Rates([row for part in PARTS if part in only for row in ROWS[part]], OURS, BASE)
+    bench = Bench(size, rates)
+    with measuring():
+        if linked:
+            with running(size, 2) as (made, memory):
+                for round_ in range(rounds):
+                    say("between hosts", round_, rounds)
+                    for part in linked:
+                        getattr(bench, part)(made, memory, round_)
+        if "local" in only:
+            with (
+                running(size, 1, beside={0: 0, 1: 0}) as (made, memory),
+                mounted("kernel", memory / "store") as embedded,
+            ):
+                for round_ in range(rounds):
+                    say("on one host", round_, rounds)
+                    bench.local(made, embedded.path, round_)
+    rates.show(wide_console(150))
+    if json_file is not None:
+        rates.save(json_file)
+    sys.exit(1 if assert_ and rates.missed() else 0)

@@ -1,0 +1,1 @@
+"""The verbs transport beside perftest, TCP and gRPC: registrations, a training loop."""
