@@ -3,30 +3,19 @@
 import errno
 import secrets
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from .history import read_epoch, read_reports, report_key
-from .kv import Compare, Conflict, Delete, Put, SharedEngine
+from .kv import Compare, Conflict, Delete, Put
+from .kv.etcd import EtcdEngine
 from .records import EPOCH_KEY, Epoch, Report, encode
 
-__all__ = ["LiftedEngine", "accept", "goal"]
+__all__ = ["accept", "goal"]
 
 # Nodes remember what they saw a moment later; mounts' transactions since are unknown.
 _MARGIN_REVISIONS = 10_000
 _STEP_REVISIONS = 1000
 _COMPACTED_EVERY = 50
-
-
-class LiftedEngine(SharedEngine, Protocol):
-    """An engine whose revision can be raised."""
-
-    async def spend(self, count: int) -> None:
-        """Let the revision grow by `count`, changing nothing. Raises OSError."""
-        ...
-
-    async def compact(self, revision: int) -> None:
-        """Forget what was before `revision`. Raises OSError."""
-        ...
 
 
 def goal(reports: dict[int, Report], above: int = 0) -> int:
@@ -35,17 +24,17 @@ def goal(reports: dict[int, Report], above: int = 0) -> int:
 
 
 async def accept(
-    engine: LiftedEngine, floor: int, progress: Callable[[int, int], Any]
+    engine: EtcdEngine, floor: int, progress: Callable[[int, int], Any]
 ) -> Epoch | None:
     """Lift etcd's revision to `floor`, and begin a new epoch. None: there is no report any more. Raises
     OSError, and EBUSY when another report came meanwhile; what was done so far is kept."""
     start, steps = engine.revision, 0
     while engine.revision < floor:
-        await engine.spend(min(_STEP_REVISIONS, floor - engine.revision))
+        await engine.admin.spend(min(_STEP_REVISIONS, floor - engine.revision))
         progress(min(engine.revision, floor) - start, floor - start)
         steps += 1
         if steps % _COMPACTED_EVERY == 0:
-            await engine.compact(engine.revision)
+            await engine.admin.compact(engine.revision)
     reports = await read_reports(engine)
     if not reports:
         return None

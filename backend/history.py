@@ -3,7 +3,7 @@
 Store nodes free what etcd does not name, and mounts believe what it says; so nobody may act on an etcd that
 has forgotten something. It is found out in three ways:
 
-    by the engine   while a process runs (kv/etcd.py)
+    by the engine   while a process runs (kv/etcd_past.py)
     by a mark       the newest transaction that a node had heard of, which its store remembers: etcd must
                     still have it in its history, if that goes back so far
     by a witness    a random value that a node puts into etcd now and then, and remembers: only this node
@@ -53,7 +53,7 @@ class History:
         """Nothing may be done until etcd's newest data are back, or a new epoch has begun. Returns whether
         it is the former, so that nothing has changed meanwhile."""
         log.error("%s", error.strerror)
-        self._engine.doubt(error)
+        self._engine.past.doubt(error)
         self.on_doubt()
         while True:
             await trio.sleep(LOOK_AGAIN_S)
@@ -62,13 +62,13 @@ class History:
                 if await read_reports(self._engine):
                     continue
                 if epoch.number > self.epoch.number:
-                    self._engine.trust()
+                    self._engine.past.trust()
                     log.warning("etcd's restored state was accepted: everything is read anew")
                     self.epoch = epoch
                     self.on_accepted()
                     return False
-                if epoch == self.epoch and await self._engine.is_continued():
-                    self._engine.trust()
+                if epoch == self.epoch and await self._engine.past.is_continued():
+                    self._engine.past.trust()
                     log.warning("etcd's newest data are back")
                     return True
             except OSError as failure:
@@ -92,7 +92,7 @@ class History:
                 self.epoch = decode(value, Epoch)
             elif key.startswith(REPORT):
                 number = int.from_bytes(key[1:], "big")
-                self._engine.doubt(WentBack(described({number: decode(value, Report)})))
+                self._engine.past.doubt(WentBack(described({number: decode(value, Report)})))
         except msgspec.DecodeError as error:
             log.error("the record %r in etcd is damaged: %s", key, error)
 

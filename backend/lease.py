@@ -19,7 +19,7 @@ from typing import Protocol
 import msgspec
 import trio
 
-from .kv import Compare, Conflict, Engine, Exists, Put, WentBack
+from .kv import Compare, Conflict, Exists, Put, SharedEngine, WentBack
 from .records import MountRecord, NodeAddress, decode, encode, key_of
 
 __all__ = ["MOUNT", "NODE", "LeaseEngine", "Removed", "Session", "SessionEnded", "now_s"]
@@ -54,11 +54,11 @@ class SessionEnded(OSError):
         super().__init__(errno.ESHUTDOWN, "the session has been ended")
 
 
-class LeaseEngine(Engine, Protocol):
-    """An engine that has leases."""
+class Leases(Protocol):
+    """Leases of etcd. Methods raise OSError."""
 
     async def grant(self, ttl_s: int) -> int:
-        """A new lease, its id."""
+        """Return the id of a new lease."""
         ...
 
     def keep_alive(self, lease: int) -> AsyncIterator[tuple[float, float]]:
@@ -69,6 +69,13 @@ class LeaseEngine(Engine, Protocol):
     async def revoke(self, lease: int) -> None:
         """End a lease now; its keys go. One that does not exist is no error."""
         ...
+
+
+class LeaseEngine(SharedEngine, Protocol):
+    """An engine that has leases."""
+
+    @property
+    def leases(self) -> Leases: ...
 
 
 def now_s() -> float:
@@ -164,7 +171,7 @@ class Session:
             self._keeping.cancel()
         if self.lease:
             try:
-                await self._engine.revoke(self.lease)
+                await self._engine.leases.revoke(self.lease)
             except OSError as error:
                 log.warning("the lease could not be given back and will expire: %s", error)
 
@@ -220,7 +227,7 @@ class Session:
         while not self.released:
             try:
                 # The old lease may live on if only its key was lost.
-                await self._engine.revoke(self.lease)
+                await self._engine.leases.revoke(self.lease)
                 await self._register()
                 return
             except Removed:
@@ -236,7 +243,7 @@ class Session:
         async with self._writing:
             lease, sent_s = await self._put_with_lease()
         if self.released:  # meanwhile
-            await self._engine.revoke(lease)
+            await self._engine.leases.revoke(lease)
             return
         self._keeping = None
         self._extend(sent_s, self.ttl_s)
@@ -247,7 +254,7 @@ class Session:
         """The lease of the key that was put, and when it was asked for."""
         while True:
             sent_s = now_s()
-            lease = self.lease = await self._engine.grant(self.ttl_s)
+            lease = self.lease = await self._engine.leases.grant(self.ttl_s)
             try:
                 self.number = await self._put_key(lease)
                 return lease, sent_s
@@ -303,7 +310,7 @@ class Session:
             # the request, so adding the older distance errs towards an earlier end.
             ahead_s = now_s() - time.monotonic()
             try:
-                async for sent_s, ttl_s in self._engine.keep_alive(self.lease):
+                async for sent_s, ttl_s in self._engine.leases.keep_alive(self.lease):
                     self._extend(sent_s + ahead_s, ttl_s)
                     delay_s = RETRY_FIRST_S
                     ahead_s = now_s() - time.monotonic()

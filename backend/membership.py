@@ -15,7 +15,7 @@ from typing import TypeVar
 import msgspec
 import trio
 
-from .kv import Compare, Conflict, Engine, Event, KeyValue, Put
+from .kv import Compare, Conflict, Event, KeyValue, Put, SharedEngine
 from .lease import MOUNT, NODE, LeaseEngine, Removed, Session, now_s
 from .placement import Candidate, Placement, Targets, policy_of
 from .policy import parse_policy
@@ -79,7 +79,7 @@ def removed_for_good(nodes: Iterable[int]) -> list[Compare]:
     return [(key_of(kind, node), 0) for node in nodes for kind in (NODE, b"N")]
 
 
-async def admit(engine: Engine, node: int, record: NodeRecord) -> bool:
+async def admit(engine: SharedEngine, node: int, record: NodeRecord) -> bool:
     """Make a node known to the cluster (a store's first start). False: it is known already."""
     key = key_of(b"N", node)
     try:
@@ -389,7 +389,7 @@ class Groups:
 
     async def want(
         self,
-        engine: Engine,
+        engine: SharedEngine,
         pool: int,
         settings: Settings,
         place: Callable[[int], Sequence[int]],
@@ -416,7 +416,7 @@ class Groups:
 
     async def ensure(
         self,
-        engine: Engine,
+        engine: SharedEngine,
         pool: int,
         settings: Settings,
         place: Callable[[int], Sequence[int]],
@@ -435,7 +435,7 @@ class Groups:
 
     async def change(
         self,
-        engine: Engine,
+        engine: SharedEngine,
         changes: Mapping[int, tuple[int, GroupConfig]],
         guards: Sequence[Compare] = (),
     ) -> tuple[int, set[int]]:
@@ -465,7 +465,7 @@ class Groups:
         return newest, late
 
     async def _create(
-        self, engine: Engine, missing: Sequence[int], place: Callable[[int], Sequence[int]]
+        self, engine: SharedEngine, missing: Sequence[int], place: Callable[[int], Sequence[int]]
     ) -> None:
         while missing:
             puts = []
@@ -478,7 +478,7 @@ class Groups:
                 await engine.transact([(put.key, 0) for put in puts], puts)
                 return
             except Conflict:
-                found = await engine.range(
+                found = await engine.page(
                     group_key(missing[0]), group_key(missing[-1]) + b"\0", len(missing)
                 )
                 known = {int.from_bytes(record.key[1:], "big") for record in found}

@@ -15,7 +15,7 @@ from .cluster_config import ClusterConfig
 from .config_values import ConfigError
 from .groups import degraded, leader
 from .history import described, read_reports
-from .kv import Engine, KeyValue, SharedEngine, WentBack
+from .kv import KeyValue, SharedEngine, WentBack
 from .membership import Groups, Members
 from .namespace import Inode
 from .placement import Placement, Targets, bytes_of_groups, plan, policy_of, replicas_of, retargeted
@@ -499,7 +499,7 @@ async def begin_scrub(
     return refused
 
 
-async def name_files(found: Cluster, engine: Engine) -> None:
+async def name_files(found: Cluster, engine: SharedEngine) -> None:
     """Find the paths of damaged files, by reading every name if there are any. Raises OSError."""
     damaged = found.damaged()
     if not damaged:
@@ -507,7 +507,7 @@ async def name_files(found: Cluster, engine: Engine) -> None:
     names: dict[int, tuple[int, bytes]] = {}
     start = b"d"
     while True:
-        page = await engine.range(start, b"e", _SCAN_KEYS)
+        page = await engine.page(start, b"e", _SCAN_KEYS)
         for record in page:
             ino = int.from_bytes(record.value, "big")
             names[ino] = int.from_bytes(record.key[1:9], "big"), record.key[9:]
@@ -534,12 +534,12 @@ def _after(prefix: bytes) -> bytes:
     return prefix[:-1] + bytes([prefix[-1] + 1])
 
 
-async def read_group_bytes(engine: Engine, buckets: int) -> dict[int, int]:
+async def read_group_bytes(engine: SharedEngine, buckets: int) -> dict[int, int]:
     """What one replica of each group holds, in bytes, by reading every inode (1000 at a time)."""
     held: Counter[int] = Counter()
     start = b"i"
     while True:
-        page = await engine.range(start, b"j", _SCAN_KEYS)
+        page = await engine.page(start, b"j", _SCAN_KEYS)
         held.update(bytes_of_groups(_layouts(page), buckets))
         if len(page) < _SCAN_KEYS:
             return dict(held)

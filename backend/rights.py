@@ -7,7 +7,7 @@ belongs to that certificate alone. Admins may do everything. docs/security.md ha
 
 from typing import NamedTuple
 
-from .kv.etcd import LEASE_BITS, OWNER_BYTES
+from .kv.etcd_leases import LEASE_BITS, OWNER_BYTES
 from .security import Role
 
 __all__ = ["Range", "own_ranges", "shared_ranges"]

@@ -236,7 +236,7 @@ def init(
             if etcd_hosts:
                 await protect(engine)
             await register(engine, config, replicas, buckets or BUCKETS, stripe_bytes, lease_ttl)
-            return await engine.weaknesses()
+            return await engine.admin.weaknesses()
 
         try:
             weaknesses = [] if prepare else with_etcd(config, make)
@@ -300,7 +300,7 @@ def status_command(ctx: click.Context, watch: bool, as_json: bool, config_path: 
                 "cluster": config.cluster.name,
                 "etcd": list(config.cluster.etcd),
                 **found.to_json(),
-                "warnings": await engine.weaknesses(),
+                "warnings": await engine.admin.weaknesses(),
             }
             if watch and sys.stdout.isatty():
                 click.clear()

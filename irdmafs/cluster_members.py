@@ -13,7 +13,7 @@ import msgspec
 from .backend.config_values import ConfigError
 from .backend.etcd.auth import ROOT
 from .backend.kv import Conflict, Delete, Put
-from .backend.kv.etcd import LEASE_BITS
+from .backend.kv.etcd_leases import LEASE_BITS
 from .backend.lease import MOUNT, NODE
 from .backend.records import (
     CertificateRecord,
@@ -85,7 +85,7 @@ async def list_members(engine: EtcdEngine) -> list[Member]:
 async def register_all(engine: EtcdEngine, paths: Iterable[str]) -> None:
     """Have etcd know certificates, and what each may write, if it can tell who asks. What it knows already
     stays. Raises ConfigError when one of them is revoked."""
-    if engine.secure:
+    if engine.admin.secure:
         await _set_shared_roles(engine)
     known = {member.serial: member.record for member in await list_members(engine)}
     owners = {record.owner: serial for serial, record in known.items()}
@@ -114,7 +114,7 @@ async def register_all(engine: EtcdEngine, paths: Iterable[str]) -> None:
 
 
 async def _know(engine: EtcdEngine, serial: str, record: CertificateRecord) -> None:
-    if engine.secure:
+    if engine.admin.secure:
         await _add_user(engine, record)
     key = certificate_key(serial)
     try:
@@ -129,9 +129,9 @@ async def protect(engine: EtcdEngine) -> None:
 
     Raises ConfigError where etcd is not the cluster's own.
     """
-    auth = engine.auth
+    auth = engine.admin.auth
     is_enabled = await auth.is_enabled()
-    if not is_enabled and await engine.has_others():
+    if not is_enabled and await engine.admin.has_others():
         raise ConfigError(
             "this etcd has keys of others, too, who would be shut out: give the cluster an etcd of its own"
         )
@@ -147,11 +147,11 @@ async def _set_shared_roles(engine: EtcdEngine) -> None:
     everything = engine.prefix, _after(engine.prefix)
     for role in _SHARED_ROLES:
         ranges = [_absolute(engine, one) for one in shared_ranges(role)]
-        await engine.auth.set_role(_shared_name(engine, role), [everything], ranges)
+        await engine.admin.auth.set_role(_shared_name(engine, role), [everything], ranges)
 
 
 async def _add_user(engine: EtcdEngine, record: CertificateRecord) -> None:
-    auth, user = engine.auth, _user_of(record)
+    auth, user = engine.admin.auth, _user_of(record)
     if record.role == "admin":
         await auth.add_user(user, [ROOT])
         return
@@ -168,7 +168,7 @@ async def uses_of(engine: EtcdEngine, name: str) -> list[Use]:
     owners = {one.record.owner for one in members if one.record.name == name and one.record.owner}
     found = []
     for kind in (MOUNT, NODE):
-        leases = await engine.leases_in(kind, _after(kind))
+        leases = await engine.leases.used_in(kind, _after(kind))
         for pair in await engine.range(kind, _after(kind)):
             lease = leases.get(pair.key, 0)
             what, said = _describe(pair.key, pair.value)
@@ -201,14 +201,14 @@ async def revoke(engine: EtcdEngine, name: str) -> list[Member]:
         member for member in members if not member.record.revoked_s and await _mark(engine, member)
     ]
     for member in members:
-        if engine.secure:
+        if engine.admin.secure:
             user = _user_of(member.record)
-            await engine.auth.delete_user(user)
-            await engine.auth.delete_role(_own_name(engine, user))
+            await engine.admin.auth.delete_user(user)
+            await engine.admin.auth.delete_role(_own_name(engine, user))
     # Nodes and mounts have cut them off, and etcd lets them make no others.
     for use in await uses_of(engine, name):
         if use.lease:
-            await engine.revoke(use.lease)
+            await engine.leases.revoke(use.lease)
         else:
             await engine.transact((), [Delete(use.key)])
     for member in members:
@@ -220,7 +220,7 @@ async def revoke(engine: EtcdEngine, name: str) -> list[Member]:
 async def _remove_own(engine: EtcdEngine, role: Role, owner: int) -> None:
     """Remove what is left of a certificate's own keys: some may hang on no lease, or on one kept alive."""
     for start, end in own_ranges(role, owner):
-        while found := await engine.range(start, end, _REMOVED_AT_ONCE):
+        while found := await engine.page(start, end, _REMOVED_AT_ONCE):
             await engine.transact((), [Delete(pair.key) for pair in found])
 
 

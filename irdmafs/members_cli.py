@@ -181,7 +181,7 @@ def protect_command(config_path: str | None) -> None:
     directory = os.path.dirname(config.cluster.ca)
 
     async def work(engine: Any) -> None:
-        if not engine.secure:
+        if not engine.admin.secure:
             raise MountError(
                 "etcd knows nobody by a certificate: it is spoken to in clear, or with a password "
                 "(etcd_ca, etcd_cert, etcd_key in [cluster])"

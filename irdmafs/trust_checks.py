@@ -63,7 +63,7 @@ def _check_certificate(credentials: Credentials) -> Check:
 def _check_etcd(section: ClusterSection, role: Role) -> Check:
     async def ask() -> list[str]:
         async with section.engine(role, _ETCD_TIMEOUT_S) as engine:
-            return await engine.weaknesses()
+            return await engine.admin.weaknesses()
 
     try:
         weaknesses = trio.run(ask)

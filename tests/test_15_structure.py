@@ -22,8 +22,6 @@ LONG = {
     "irdmafs.cluster_cli": 530,
     "irdmafs.operations": 1210,
     "irdmafs.session.kernel": 890,
-    "irdmafs.backend.kv.etcd": 700,
-    "irdmafs.backend.kv.sqlite": 540,
     "irdmafs.backend.membership": 540,
     "irdmafs.backend.namespace": 510,
     "irdmafs.backend.overview": 570,

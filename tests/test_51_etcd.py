@@ -18,7 +18,8 @@ import trio
 import trustme
 from etcd_server import PASSWORD, USER, EtcdServer, etcd, free_port, new_prefix  # noqa: F401
 from irdmafs.backend.kv import Change, Compacted, Compare, Conflict, Delete, Event, NoSpace, Put
-from irdmafs.backend.kv.etcd import EtcdEngine, LeaseEnded
+from irdmafs.backend.kv.etcd import EtcdEngine
+from irdmafs.backend.kv.etcd_leases import LeaseEnded
 
 END = b"\xff"
 
@@ -496,8 +497,8 @@ class TestCompaction:
     ) -> None:
         async with EtcdEngine(compacted_etcd.endpoints, new_prefix()) as engine:
             revision = await engine.transact((), [Put(b"a", b"1")])
-            await engine.compact(revision)
-            await engine.compact(revision)
+            await engine.admin.compact(revision)
+            await engine.admin.compact(revision)
 
 
 @in_trio
@@ -535,10 +536,10 @@ class TestLease:
     @in_trio
     async def test_takes_its_keys_along_when_it_is_revoked(self, etcd: EtcdServer) -> None:
         async with EtcdEngine(etcd.endpoints, new_prefix()) as engine:
-            lease = await engine.grant(60)
+            lease = await engine.leases.grant(60)
             put = await engine.transact((), [Put(b"a", b"", lease), Put(b"b", b"")])
-            await engine.revoke(lease)
-            await engine.revoke(lease)
+            await engine.leases.revoke(lease)
+            await engine.leases.revoke(lease)
             assert await engine.get(b"a") is None
             assert await engine.get(b"b") is not None
             watch = engine.watch(b"a", b"b", put)
@@ -549,24 +550,24 @@ class TestLease:
     @in_trio
     async def test_ends_by_itself_and_keeping_it_alive_tells(self, etcd: EtcdServer) -> None:
         async with EtcdEngine(etcd.endpoints, new_prefix()) as engine:
-            lease = await engine.grant(1)
+            lease = await engine.leases.grant(1)
             revision = await engine.transact((), [Put(b"a", b"", lease)])
             gone = await anext(engine.watch(b"a", b"b", revision))
             assert gone.events[0].value is None
-            assert [renewed async for renewed in engine.keep_alive(lease)] == []
+            assert [renewed async for renewed in engine.leases.keep_alive(lease)] == []
 
     @in_trio
     async def test_is_kept_alive_over_lost_connections(self, etcd: EtcdServer) -> None:
         async with proxied(etcd, new_prefix()) as (proxy, engine, direct):
-            lease = await engine.grant(2)
+            lease = await engine.leases.grant(2)
             await engine.transact((), [Put(b"a", b"", lease)])
             renewals = []
-            async for sent, ttl_s in engine.keep_alive(lease):
+            async for sent, ttl_s in engine.leases.keep_alive(lease):
                 assert ttl_s == 2
                 renewals.append(sent)
                 await proxy.cut()
                 if len(renewals) == 5:
-                    await direct.revoke(lease)
+                    await direct.leases.revoke(lease)
             assert renewals == sorted(renewals)
             assert renewals[4] - renewals[0] >= 2
 
@@ -574,12 +575,12 @@ class TestLease:
     async def test_is_kept_alive_by_who_comes_late(self, etcd: EtcdServer) -> None:
         """A process that was stopped, or had much to do, renews at once."""
         async with EtcdEngine(etcd.endpoints, new_prefix()) as engine:
-            lease = await engine.grant(1)
+            lease = await engine.leases.grant(1)
             renewals = 0
-            async for _, ttl_s in engine.keep_alive(lease):
+            async for _, ttl_s in engine.leases.keep_alive(lease):
                 renewals += 1
                 if renewals == 3:
-                    await engine.revoke(lease)
+                    await engine.leases.revoke(lease)
                 await trio.sleep(0.6 * ttl_s)  # the next one was due after a third
             assert renewals == 3
 

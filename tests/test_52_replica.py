@@ -76,6 +76,7 @@ def test_loading_anew_after_lost_events_tells_exactly_what_differs(
     async def test() -> None:
         async with host(etcd, etcd_prefix) as namespace:
             engine = namespace._engine
+            assert isinstance(engine, EtcdEngine)
             worker = Worker(namespace, random.Random(seed))
             behind = Namespace(engine)
             for _ in range(4):

@@ -15,6 +15,7 @@ import trio.testing
 from etcd_server import EtcdServer
 from irdmafs.backend.kv import Change, Compacted, Delete, KeyValue, Put
 from irdmafs.backend.kv.etcd import EtcdEngine
+from irdmafs.backend.kv.etcd_leases import EtcdLeases
 from irdmafs.backend.membership import (
     MOUNT,
     NODE,
@@ -165,7 +166,7 @@ async def _lost_session_registers_anew(
 
 
 async def _revoke(session: Session, mount: Process) -> None:
-    await mount.engine.revoke(session.lease)
+    await mount.engine.leases.revoke(session.lease)
 
 
 async def _delete_key(session: Session, mount: Process) -> None:
@@ -229,7 +230,7 @@ async def _node_verifies_first(server: EtcdServer, prefix: bytes) -> None:
         )
         node.members.attach(session)
         await nursery.start(session.run)
-        await node.engine.revoke(session.lease)
+        await node.engine.leases.revoke(session.lease)
         await again.wait()
         assert seen == [None, None, None]  # the second try failed, and was repeated
         await session.release()
@@ -273,7 +274,7 @@ class GoneOnceSeen(EtcdEngine):
 
     async def get(self, key: bytes) -> KeyValue | None:
         found = await super().get(key)
-        await self.revoke(self.lease)
+        await self.leases.revoke(self.lease)
         return found
 
 
@@ -346,7 +347,7 @@ async def _removed_node(server: EtcdServer, prefix: bytes) -> None:
         await nursery.start(run)
         # Removed while it was cut off, for so long that its lease is over.
         await engine.transact((), [Delete(key_of(b"N", 7))])
-        await engine.revoke(session.lease)
+        await engine.leases.revoke(session.lease)
         await told.wait()
         assert await engine.get(session.key) is None
         assert not session.valid()
@@ -597,7 +598,7 @@ async def notice(made: Cluster, node: int) -> None:
     """Kill a node, and have etcd notice at once."""
     lease = await made.kill(node)
     async with EtcdEngine(made.server.endpoints, made.prefix) as engine:
-        await engine.revoke(lease)
+        await engine.leases.revoke(lease)
 
 
 def assert_readable(made: Cluster, writer: Writer) -> None:
@@ -909,17 +910,16 @@ def test_live_member_is_evicted_only_by_one_in_sync_that_cannot_reach_it(
     trio.run(_unreachable_member_is_evicted, etcd, etcd_prefix)
 
 
-class GoneOnceGranted(EtcdEngine):
+class GoneOnceGranted(EtcdLeases):
     """The first lease is over before a key is attached to it, as this process stood still."""
 
     granted = 0
 
     async def grant(self, ttl_s: int) -> int:
         lease = await super().grant(ttl_s)
-        if ttl_s == TTL_S:  # not the engine's own
-            self.granted += 1
-            if self.granted == 1:
-                await self.revoke(lease)
+        self.granted += 1
+        if self.granted == 1:
+            await self.revoke(lease)
         return lease
 
 
@@ -930,14 +930,15 @@ def test_a_lease_that_ends_before_it_is_registered_is_followed_by_another(
     async def test() -> None:
         record = MOUNT_RECORD if kind == MOUNT else address(7)
         async with (
-            GoneOnceGranted(etcd.endpoints, etcd_prefix) as engine,
+            EtcdEngine(etcd.endpoints, etcd_prefix) as engine,
             trio.open_nursery() as nursery,
         ):
+            leases = engine.leases = GoneOnceGranted(engine._calls, 0)
             await admit(engine, 7, UP)
             session = Session(engine, kind, record, TTL_S, node=7)
             await nursery.start(session.run)
             assert session.valid()
-            assert engine.granted == 2
+            assert leases.granted == 2
             await session.release()
 
     trio.run(test)
@@ -1059,7 +1060,7 @@ async def _random_life(server: EtcdServer, prefix: bytes, steps: int) -> None:
 
         async def lose_session() -> None:
             node = random.choice(list(made.running.values()))
-            await writer.engine.revoke(node.session.lease)
+            await writer.engine.leases.revoke(node.session.lease)
 
         async def leave() -> None:
             await random.choice(list(made.running.values())).agent.leave()

@@ -117,9 +117,9 @@ async def test_a_mount_has_its_own_session_and_no_other_s(made: SecureCluster) -
 
         await victim.transact((), [Put(pin_key(5, theirs.lease), b"", theirs.lease)])
         assert await allowed_writes(engine, of(theirs.lease)) == []
-        assert await refused(engine.revoke(theirs.lease))
+        assert await refused(engine.leases.revoke(theirs.lease))
         fences = await engine.range(b"x", b"y")
-        ours_begin = engine.owner.to_bytes(3, "big")
+        ours_begin = engine.leases.owner.to_bytes(3, "big")
         foreign = {f"fence {one.key!r}": one.key for one in fences if one.key[1:4] != ours_begin}
         assert foreign
         assert await allowed_writes(engine, foreign) == []
@@ -141,7 +141,7 @@ async def test_a_reader_changes_nothing_but_its_own_session(made: SecureCluster)
         theirs, ours = session(victim), session(engine)
         await nursery.start(theirs.run)
         await nursery.start(ours.run)
-        assert await refused(engine.revoke(theirs.lease))
+        assert await refused(engine.leases.revoke(theirs.lease))
         await engine.transact((), [Put(pin_key(5, ours.lease), b"", ours.lease)])
         assert await engine.get(SETTINGS_KEY) is not None
         nursery.cancel_scope.cancel()
@@ -151,7 +151,7 @@ async def test_a_reader_changes_nothing_but_its_own_session(made: SecureCluster)
 async def test_a_node_changes_neither_names_nor_sessions(made: SecureCluster) -> None:
     async with made.engine("node", "node") as engine, made.engine("mount", "mount") as mount:
         names = {what: key for what, key in NAMESPACE.items() if what != "the last transaction"}
-        lease = await mount.grant(5)
+        lease = await mount.leases.grant(5)
         of_mount = {"a session": key_of(MOUNT, lease), "a pin": pin_key(5, lease)}
         assert await allowed_writes(engine, names | of_mount | CLUSTER) == []
         assert len(await allowed_writes(engine, NODE_RECORDS | PLACEMENT)) == 8
@@ -161,15 +161,15 @@ async def test_a_node_changes_neither_names_nor_sessions(made: SecureCluster) ->
 @in_trio
 async def test_nobody_gives_himself_rights(made: SecureCluster, role: Role) -> None:
     async with made.engine(role, role) as engine:
-        assert await refused(engine.auth.add_user("thief", ["root"]))
-        assert await refused(engine.auth.set_role("thief", [], [(b"\0", b"\xff")]))
-        assert await refused(engine.auth.delete_user("mount"))
+        assert await refused(engine.admin.auth.add_user("thief", ["root"]))
+        assert await refused(engine.admin.auth.set_role("thief", [], [(b"\0", b"\xff")]))
+        assert await refused(engine.admin.auth.delete_user("mount"))
 
 
 @in_trio
 async def test_the_keys_of_others_in_the_same_etcd_are_not_read(made: SecureCluster) -> None:
     async with made.engine("mount", "mount") as engine:
-        assert await refused(engine.has_others())
+        assert await refused(engine.admin.has_others())
 
 
 @in_trio

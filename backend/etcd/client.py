@@ -26,10 +26,8 @@ __all__ = [
     "COMPACT",
     "GRANT",
     "KEEP_ALIVE",
-    "MEMBERS",
     "RANGE",
     "REVOKE",
-    "STATUS",
     "TXN",
     "WATCH",
     "Client",
@@ -89,8 +87,6 @@ KEEP_ALIVE: Method[pb.LeaseKeepAliveResponse] = _method(
 AUTHENTICATE: Method[pb.AuthenticateResponse] = _method(
     "Auth/Authenticate", pb.AuthenticateResponse
 )
-STATUS: Method[pb.StatusResponse] = _method("Maintenance/Status", pb.StatusResponse)
-MEMBERS: Method[pb.MemberListResponse] = _method("Cluster/MemberList", pb.MemberListResponse)
 
 
 class Unsent(Exception):

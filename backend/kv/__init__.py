@@ -2,8 +2,8 @@
 
 The model is etcd's, cut down to what a namespace needs. One counter, the revision, grows by one
 with every transaction that changes something; a key remembers the revision that last put it
-(`mod_revision`). A transaction can compare that, or ask that a key exists, or that a range is empty.
-Deleting a key that does not exist changes nothing.
+(`mod_revision`). On an engine that others change, too, a transaction can compare that, or ask that
+a key exists, or that a range is empty.
 """
 
 import errno
@@ -24,7 +24,9 @@ __all__ = [
     "Exists",
     "KeyValue",
     "NoSpace",
+    "Past",
     "Put",
+    "SharedEngine",
     "WentBack",
 ]
 
@@ -120,7 +122,7 @@ class WentBack(OSError):
 
 
 class Engine(Protocol):
-    """An ordered map from bytes to bytes with compare-and-swap transactions.
+    """An ordered map from bytes to bytes, changed by transactions.
 
     Every method raises OSError when the storage fails, Damaged when it holds nonsense and
     trio.ClosedResourceError after `close`.
@@ -128,21 +130,11 @@ class Engine(Protocol):
 
     @property
     def shared(self) -> bool:
-        """Whether others may change keys. What one process has to itself it need not compare."""
+        """Return whether it is a SharedEngine: others may change keys."""
         ...
 
-    @property
-    def revision(self) -> int:
-        """Revision of the newest transaction that is visible here."""
-        ...
-
-    async def get(self, key: bytes) -> KeyValue | None: ...
-
-    async def range(self, start: bytes, end: bytes, limit: int = 0) -> list[KeyValue]:
-        """Keys with start <= key < end in order, at most `limit` of them (0: all).
-
-        The next page starts at the last key + b"\\0".
-        """
+    async def range(self, start: bytes, end: bytes) -> list[KeyValue]:
+        """Return the keys with start <= key < end in order."""
         ...
 
     async def transact(
@@ -153,7 +145,7 @@ class Engine(Protocol):
         durable: bool = True,
         urgent: bool = False,
     ) -> int:
-        """Apply all operations if every compare holds.
+        """Apply all operations if every compare holds; an engine that is not shared takes none.
 
         A key may occur in one operation only (ValueError). Returns the revision of the transaction,
         or the current one if nothing changed.
@@ -176,31 +168,13 @@ class Engine(Protocol):
         """Make every transaction so far durable. Raises NoSpace: all stay visible, try again."""
         ...
 
-    async def snapshot(self, start: bytes, end: bytes) -> tuple[int, list[KeyValue]]:
-        """A range and the revision it is of, from which watching goes on without a gap."""
-        ...
-
-    async def barrier(self) -> int:
-        """A revision not older than the newest transaction anybody had been told of when this was
-        called. What is known here up to it is up to date."""
-        ...
-
-    def watch(self, start: bytes, end: bytes, from_revision: int) -> AsyncIterator[Change]:
-        """Every transaction with events of start <= key < end after `from_revision`, exactly once and
-        in order.
-
-        Ends when the engine is closed. Raises Compacted, here or from the iterator, when the
-        events are too old to be kept.
-        """
-        ...
-
     async def close(self) -> None:
         """Flush and release the storage, even if flushing raises. Closing twice does nothing."""
         ...
 
 
-class SharedEngine(Engine, Protocol):
-    """An engine whose changes come from a watch, those of this process, too."""
+class Past(Protocol):
+    """Whether the stored state continues from the one that this process knew."""
 
     # The newest transaction that came by `snapshot` or `watch`: the key "s" as it was then.
     known: KeyValue | None
@@ -219,9 +193,47 @@ class SharedEngine(Engine, Protocol):
         ...
 
     def trust(self) -> None:
-        """Take what is stored now for the truth, whatever was known before."""
+        """Take the stored state for the truth from now on, whatever was known before."""
         ...
+
+
+class SharedEngine(Engine, Protocol):
+    """An engine whose keys others change, too. A watch gives all changes, also those of this process."""
 
     # Told what a transaction of this process did as soon as it is known to be applied, before
     # `transact` returns; the watch tells it again.
     on_answer: Callable[[int, Sequence[Event]], None] | None
+
+    @property
+    def past(self) -> Past: ...
+
+    @property
+    def revision(self) -> int:
+        """Return the newest revision that is known here."""
+        ...
+
+    async def get(self, key: bytes) -> KeyValue | None: ...
+
+    async def page(self, start: bytes, end: bytes, limit: int) -> list[KeyValue]:
+        """Return the first `limit` keys with start <= key < end.
+
+        The next page starts at the last key + b"\\0".
+        """
+        ...
+
+    async def snapshot(self, start: bytes, end: bytes) -> tuple[int, list[KeyValue]]:
+        """Return a range and the revision it is of, from which watching goes on without a gap."""
+        ...
+
+    async def barrier(self) -> int:
+        """Return a revision not older than the newest transaction anybody had been told of when this was
+        called. A replica that is as far is up to date."""
+        ...
+
+    def watch(self, start: bytes, end: bytes, from_revision: int) -> AsyncIterator[Change]:
+        """Yield every transaction with events of start <= key < end after `from_revision`, exactly once and
+        in order.
+
+        Ends when the engine is closed. Raises Compacted when the events are too old to be kept.
+        """
+        ...

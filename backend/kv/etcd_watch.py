@@ -3,15 +3,17 @@
 import errno
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
 from typing import Self
+from weakref import WeakSet
 
 import trio
 
 from ..etcd import etcd_pb2 as pb
-from ..etcd.client import WATCH, Client, Pauses, RpcError, Unsent
+from ..etcd.client import WATCH, Pauses, RpcError, Unsent
 from ..etcd.stream import Stream
 from . import Change, Compacted, Event, WentBack
+from .etcd_calls import Calls
+from .etcd_past import EtcdPast
 
 log = logging.getLogger(__name__)
 
@@ -19,28 +21,19 @@ log = logging.getLogger(__name__)
 class Watch:
     """The changes of keys with prefix + start <= key < prefix + end after a revision.
 
-    `heard` is told each revision that etcd mentions, `check` is awaited before the watch goes on after an
-    interruption, and what it raises ends the iteration. `on_event` is told each event before it is
-    given out. Iterating may be cancelled and gone on with.
+    `past` is checked before the watch goes on after an interruption, which may end the iteration, and is
+    told each event before it is given out. Iterating may be cancelled and gone on with.
     """
 
     def __init__(
-        self,
-        client: Client,
-        prefix: bytes,
-        start: bytes,
-        end: bytes,
-        from_revision: int,
-        heard: Callable[[int], None],
-        check: Callable[[], Awaitable[None]],
+        self, calls: Calls, past: EtcdPast, start: bytes, end: bytes, from_revision: int
     ) -> None:
-        self._client = client
-        self._skip = len(prefix)
-        self._key, self._range_end = prefix + start, prefix + end
+        self._calls = calls
+        self._client = calls.client
+        self._skip = len(calls.prefix)
+        self._key, self._range_end = calls.prefix + start, calls.prefix + end
         self._revision = from_revision
-        self._heard = heard
-        self._check = check
-        self.on_event: Callable[[Event], None] = lambda event: None
+        self._past = past
         self._error: OSError | None = None
         self._began = False
         self._changes: deque[Change] = deque()
@@ -60,7 +53,7 @@ class Watch:
                 raise self._error
             try:
                 if self._stream is None and self._began:
-                    await self._check()
+                    await self._past.check()
                 await self._receive()
             except trio.ClosedResourceError:
                 raise StopAsyncIteration from None
@@ -111,7 +104,7 @@ class Watch:
             log.info("etcd: the watch goes on after revision %d", self._revision)
             self._failing = False
         self._pauses = Pauses()
-        self._heard(response.header.revision)
+        self._calls.heard(response.header.revision)
         if response.canceled:
             self._stream.close()
             self._stream = None
@@ -134,7 +127,7 @@ class Watch:
             revision = found.mod_revision
             value = found.value if event.type == pb.Event.PUT else None
             events.append(Event(revision, found.key[skip:], value))
-            self.on_event(events[-1])
+            self._past.on_event(events[-1])
         if events:
             self._changes.append(Change(revision, tuple(events)))
         self._revision = revision
@@ -149,3 +142,29 @@ class Watch:
         with trio.move_on_after(self._pauses.next_s):
             await self._closed.wait()
         self._pauses.longer()
+
+
+class Watches:
+    """The watches of one process, which end together."""
+
+    def __init__(self, calls: Calls, past: EtcdPast) -> None:
+        self._calls = calls
+        self._past = past
+        self._begun: WeakSet[Watch] = WeakSet()
+
+    def begin(self, start: bytes, end: bytes, from_revision: int) -> Watch:
+        """Return a watch of start <= key < end after a revision. Raises WentBack."""
+        self._calls.check_open()
+        self._calls.check_trusted()
+        watch = Watch(self._calls, self._past, start, end, from_revision)
+        self._begun.add(watch)
+        return watch
+
+    def fail(self, error: OSError) -> None:
+        """End all with an error."""
+        for watch in list(self._begun):
+            watch.fail(error)
+
+    def close(self) -> None:
+        for watch in list(self._begun):
+            watch.close()

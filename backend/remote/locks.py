@@ -15,7 +15,8 @@ import msgspec
 import trio
 
 from ..kv import Compare, Conflict, Delete, Event, KeyValue, Put
-from ..kv.etcd import EtcdEngine, LeaseEnded
+from ..kv.etcd import EtcdEngine
+from ..kv.etcd_leases import LeaseEnded
 from ..lock_claims import (
     ENTRY,
     GUARD,

@@ -202,7 +202,7 @@ class RemoteStore(Pinned):
         self.namespace.after_commit = self.leases.wait_for_followers
         await self._nursery.start(self.session.run)
         await self._ensure_root()
-        await self.engine.warn()
+        await self.engine.admin.warn()
 
     async def _ensure_root(self) -> None:
         if not self.namespace.read_only:

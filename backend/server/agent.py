@@ -15,13 +15,14 @@ import trio
 
 from ..groups import degraded, emptied, leader, next_step, refenced, without
 from ..kv import Conflict
+from ..kv.etcd import EtcdEngine
 from ..lease import SessionEnded
 from ..membership import Groups, Members, Session, removed_for_good
 from ..placement import replicas_of
 from ..records import GROUP_BUCKET_BITS, GroupConfig
 from ..replica import Replica
 from .handover import Handover
-from .housekeeping import HistoryEngine, Housekeeping
+from .housekeeping import Housekeeping
 from .resync import Resync
 
 __all__ = ["Agent"]
@@ -49,7 +50,7 @@ class Agent:
     def __init__(
         self,
         node: int,
-        engine: HistoryEngine,
+        engine: EtcdEngine,
         replica: Replica,
         members: Members,
         groups: Groups,

@@ -20,7 +20,7 @@ from ..._version import __version__
 from ..certificates import Certificates
 from ..cluster_config import ClusterConfig
 from ..config_values import ConfigError
-from ..kv import Conflict, Engine, Put, WentBack
+from ..kv import Conflict, Put, SharedEngine, WentBack
 from ..lease import NODE, Removed, Session
 from ..logs import identify
 from ..membership import Groups, Members, admit
@@ -135,7 +135,7 @@ class _Node:
                 settings = await _settings(self._config, self._engine)
                 self._files.identity.bind(settings.cluster_id)
                 identify("node", f"{self._files.node:016x}")
-                await self._engine.warn()
+                await self._engine.admin.warn()
                 self._history = NodeHistory(self._engine, self._files)
                 await self._history.wait_trusted(patient=self._turn.patient)
                 async with trio.open_nursery() as self._nursery:
@@ -365,7 +365,7 @@ class _Node:
         return dict(states)
 
 
-async def _settings(config: ClusterConfig, engine: Engine) -> Settings:
+async def _settings(config: ClusterConfig, engine: SharedEngine) -> Settings:
     found = await engine.get(SETTINGS_KEY)
     if found is None:
         raise ConfigError(
@@ -381,7 +381,7 @@ async def _settings(config: ClusterConfig, engine: Engine) -> Settings:
         ) from error
 
 
-async def _admit(engine: Engine, files: Files, weight: float, labels: dict[str, str]) -> None:
+async def _admit(engine: SharedEngine, files: Files, weight: float, labels: dict[str, str]) -> None:
     """Make the node known with this weight and these labels; a known one stays up or draining. Raises
     Removed."""
     if not files.identity.admitted:

@@ -9,18 +9,18 @@ import errno
 import logging
 import time
 from collections import deque
-from typing import Protocol
 
 import trio
 
-from ..kv import Conflict, Engine, Put
+from ..kv import Conflict, Put
+from ..kv.etcd import EtcdEngine
 from ..membership import Groups, Members, Session
 from ..placement import Candidate, policy_of, replicas_of, retargeted
 from ..policy import POLICIES_MAX, REPLICAS_MAX
 from ..records import GROUP_BUCKET_BITS, encode, targets_key
 from ..replica import Replica
 
-__all__ = ["HistoryEngine", "Housekeeping"]
+__all__ = ["Housekeeping"]
 
 log = logging.getLogger(__name__)
 
@@ -31,21 +31,13 @@ FORGET_PERIOD_S = 120.0
 _FORGET_TIMEOUT_S = 10.0
 
 
-class HistoryEngine(Engine, Protocol):
-    """An engine that keeps its history until it is told to forget."""
-
-    async def compact(self, revision: int) -> None:
-        """Forget what was before `revision`. Raises OSError."""
-        ...
-
-
 class Housekeeping:
     """Of the store node `node`."""
 
     def __init__(
         self,
         node: int,
-        engine: HistoryEngine,
+        engine: EtcdEngine,
         replica: Replica,
         members: Members,
         groups: Groups,
@@ -177,7 +169,7 @@ class Housekeeping:
             return
         try:
             with trio.fail_after(_FORGET_TIMEOUT_S):
-                await self._engine.compact(old)
+                await self._engine.admin.compact(old)
             self._forgotten = old
         except (OSError, trio.TooSlowError) as error:
             log.info("etcd's history before revision %d is kept for now: %s", old, error)

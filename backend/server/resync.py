@@ -16,7 +16,7 @@ from typing import NamedTuple
 import trio
 
 from ..groups import demoted, promoted, refenced, without
-from ..kv import Engine
+from ..kv import SharedEngine
 from ..membership import Groups, Members, Session
 from ..records import GroupConfig
 from ..replica import Replica
@@ -62,7 +62,7 @@ class Resync:
     def __init__(
         self,
         node: int,
-        engine: Engine,
+        engine: SharedEngine,
         replica: Replica,
         members: Members,
         groups: Groups,

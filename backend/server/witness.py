@@ -67,7 +67,7 @@ class NodeHistory(History):
         WentBack if not `patient`."""
         told = ""
         while True:
-            self._engine.trust()
+            self._engine.past.trust()
             try:
                 await self.check()
                 return
@@ -112,7 +112,7 @@ class NodeHistory(History):
                 "this store is older than what etcd knows of it: was a copy of it put back? What it lacks "
                 "comes from other nodes"
             )
-        if not await self._engine.has_transaction(*known.mark):
+        if not await self._engine.past.has_transaction(*known.mark):
             return f"revision {known.mark[0]}, which this store knows, is not there"
         return ""
 
@@ -154,7 +154,7 @@ class NodeHistory(History):
 
     async def wait_resolved(self, error: WentBack) -> bool:
         """Raise it: the node begins anew."""
-        self._engine.doubt(error)
+        self._engine.past.doubt(error)
         try:
             await self._save()
         except OSError as failure:
@@ -169,8 +169,8 @@ class NodeHistory(History):
             if trio.current_time() >= due and self._changed:
                 await self.put(session)
                 due = trio.current_time() + max(_WITNESS_PERIOD_S, nodes() / _WITNESSES_PER_S)
-            if self._engine.known is not None and (
-                self._engine.known.mod_revision > self._identity.mark[0]
+            if self._engine.past.known is not None and (
+                self._engine.past.known.mod_revision > self._identity.mark[0]
             ):
                 try:
                     await self._save()
@@ -197,7 +197,7 @@ class NodeHistory(History):
 
     async def _save(self) -> None:
         async with self._saving:
-            known = self._engine.known
+            known = self._engine.past.known
             if known is not None and known.mod_revision > self._identity.mark[0]:
                 self._identity.mark = known.mod_revision, known.value
             await trio.to_thread.run_sync(self._identity.save)

@@ -1,0 +1,105 @@
+"""Administration of an etcd: its users, its history, and how well it is protected."""
+
+import logging
+
+import trio
+
+from ..etcd import etcd_pb2 as pb
+from ..etcd.auth import Auth
+from ..etcd.client import COMPACT, RANGE, TXN, RpcError
+from .etcd_calls import OUT_OF_RANGE, PERMISSION_DENIED, Calls
+
+__all__ = ["EtcdAdmin"]
+
+log = logging.getLogger(__name__)
+
+# Behind all keys that anybody follows.
+_SPENT_KEY = b"\xff"
+_SPENDING_AT_ONCE = 32
+
+
+class EtcdAdmin:
+    """The etcd that a cluster's keys are in. Methods raise OSError."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+
+    @property
+    def auth(self) -> Auth:
+        """Return the users and roles."""
+        return Auth(self._calls.client, self._calls.timeout_s)
+
+    @property
+    def secure(self) -> bool:
+        """Return whether etcd is spoken to over TLS, and so can know who asks."""
+        return self._calls.client.secure and self._calls.client.user is None
+
+    async def has_others(self) -> bool:
+        """Return whether there are keys of others in this etcd."""
+        prefix = self._calls.prefix
+        after = prefix[:-1] + bytes([prefix[-1] + 1])
+        for start, end in ((b"\0", prefix), (after, b"\0")):
+            request = pb.RangeRequest(key=start, range_end=end, limit=1, keys_only=True)
+            if (await self._calls.call(RANGE, request)).kvs:
+                return True
+        return False
+
+    async def weaknesses(self) -> list[str]:
+        """Return why others than the cluster's members, or all of these alike, may change its keys."""
+        client = self._calls.client
+        where = ", ".join(map(str, client.endpoints))
+        if not client.secure:
+            return [
+                f"etcd ({where}) is spoken to in clear: whoever reaches it can read and change everything;"
+                " irdmafs cluster init makes certificates for it"
+            ]
+        if client.user:
+            return [
+                f"all processes are the one user {client.user!r} of etcd: any of them can change"
+                " everything; certificates made by irdmafs cluster init tell them apart"
+            ]
+        if not await self._is_restricted() and not await self.auth.is_enabled():
+            return [
+                f"etcd ({where}) does not check what a certificate may do: any member of the cluster can"
+                " change everything; irdmafs cluster protect has it checked"
+            ]
+        return []
+
+    async def _is_restricted(self) -> bool:
+        """Return whether etcd keeps us from keys of others. Admins are not."""
+        try:
+            await self._calls.ask(RANGE, pb.RangeRequest(key=b"\0", keys_only=True))
+        except RpcError as error:
+            return error.code == PERMISSION_DENIED
+        return False
+
+    async def warn(self) -> None:
+        """Log the weaknesses. An etcd that cannot be asked stops nobody."""
+        try:
+            for weakness in await self.weaknesses():
+                log.warning("%s", weakness)
+        except (OSError, RpcError) as error:
+            log.info("whether etcd checks who asks is not known: %s", error)
+
+    async def compact(self, revision: int) -> None:
+        """Let etcd, for all its users, forget the history before `revision`."""
+        try:
+            await self._calls.ask(COMPACT, pb.CompactionRequest(revision=revision))
+        except RpcError as error:
+            if error.code != OUT_OF_RANGE:  # it is forgotten already
+                raise self._calls.failure(error) from None
+
+    async def spend(self, count: int) -> None:
+        """Let etcd's revision grow by `count`, changing nothing."""
+        request = pb.TxnRequest(
+            success=[pb.RequestOp(request_put=pb.PutRequest(key=self._calls.prefix + _SPENT_KEY))]
+        )
+        left = iter(range(count))
+
+        async def put() -> None:
+            for _ in left:
+                await self._calls.call(TXN, request)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(_SPENDING_AT_ONCE):
+                nursery.start_soon(put)

@@ -1,0 +1,139 @@
+"""Calls of an etcd below one prefix: repeated until they are answered, refused in words, and no longer
+believed when etcd went back in time."""
+
+import errno
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import trio
+
+from ..etcd import etcd_pb2 as pb
+from ..etcd.client import RANGE, TXN, Client, Message, Method, RpcError, Unsent
+from . import NoSpace, WentBack
+
+__all__ = ["LAST_KEY", "Answered", "Calls"]
+
+Answer = TypeVar("Answer", bound="Answered")
+
+# Put by every transaction: its revision is the newest transaction's, its value says which that is.
+LAST_KEY = b"s"
+
+# gRPC status codes
+PERMISSION_DENIED, RESOURCE_EXHAUSTED, UNAUTHENTICATED = 7, 8, 16
+NOT_FOUND, FAILED_PRECONDITION, OUT_OF_RANGE = 5, 9, 11
+
+
+class Answered(Protocol):
+    """Any answer of etcd."""
+
+    @property
+    def header(self) -> pb.ResponseHeader: ...
+
+
+class Calls:
+    """Calls of one process. `revision` is the newest one that any answer has told of.
+
+    After `doubt`, and until `trust`, nothing goes on that rests on what etcd says (see `check_trusted`).
+    """
+
+    def __init__(self, client: Client, prefix: bytes, timeout_s: float) -> None:
+        self.client = client
+        self.prefix = prefix
+        self.timeout_s = timeout_s
+        self.revision = 0
+        self.on_doubt: Callable[[WentBack], None] = lambda error: None
+        self.on_trust: Callable[[], None] = lambda: None
+        self._went_back: WentBack | None = None
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def trusted(self) -> bool:
+        return self._went_back is None
+
+    def close(self) -> None:
+        """Refuse further calls. Those of `client` go on until it is closed."""
+        self._closed = True
+
+    async def ask(
+        self, method: Method[Answer], request: Message, timeout_s: float | None = None
+    ) -> Answer:
+        """Repeat a call until it has an answer. Raises RpcError and OSError."""
+        self.check_open()
+        before = self.revision
+        try:
+            answer = await self.client.call(
+                method, request, timeout_s=self.timeout_s if timeout_s is None else timeout_s
+            )
+        except OSError:
+            self.check_open()
+            raise
+        if method is RANGE or method is TXN:
+            self.check_order(before, answer.header.revision)
+        self.heard(answer.header.revision)
+        return answer
+
+    async def call(
+        self, method: Method[Answer], request: Message, timeout_s: float | None = None
+    ) -> Answer:
+        """Repeat a call until it has an answer. Raises OSError."""
+        try:
+            return await self.ask(method, request, timeout_s)
+        except RpcError as error:
+            raise self.failure(error) from None
+
+    def heard(self, revision: int) -> None:
+        if revision > self.revision:
+            self.revision = revision
+
+    def check_open(self) -> None:
+        if self._closed:
+            raise trio.ClosedResourceError("the engine is closed")
+
+    def check_trusted(self) -> None:
+        """Raise WentBack after `doubt`."""
+        if self._went_back is not None:
+            raise WentBack(self._went_back.what)
+
+    def check_order(self, before: int, revision: int) -> None:
+        """Doubt a linearizable answer that is older than `before`, known when the question was sent."""
+        if revision < before and self.trusted:
+            self.doubt(WentBack(f"it is at revision {revision}, and {before} was known here"))
+
+    def doubt(self, error: WentBack) -> None:
+        """Believe nothing any more, because of this error. Doubting twice does nothing."""
+        if self.trusted:
+            self._went_back = error
+            self.on_doubt(error)
+
+    def trust(self) -> None:
+        """Believe what etcd says, as if nothing had been known before."""
+        self._went_back = None
+        self.revision = 0
+        self.on_trust()
+
+    def given_up(self, error: Unsent) -> OSError:
+        """Return the error of a call that was never sent."""
+        self.check_open()
+        if error.final:
+            return self.client.refused(str(error))
+        return self.client.timed_out(self.timeout_s)
+
+    def failure(self, error: RpcError) -> OSError:
+        """Return a refusal of etcd as an error that says what to do."""
+        where = f"etcd at {self.client.address}"
+        if error.code == RESOURCE_EXHAUSTED and "space exceeded" in error.text:
+            return NoSpace(f"{where} (compact and defragment it, then `etcdctl alarm disarm`)")
+        if error.code in (PERMISSION_DENIED, UNAUTHENTICATED) or "user name is" in error.text:
+            who = "this user" if self.client.user else "nobody without a user and password"
+            return OSError(
+                errno.EACCES,
+                f"{where} lets {who} do this ({error.text}); `etcdctl user` and `etcdctl role` show"
+                f" who may use the keys under {self.prefix!r}",
+            )
+        if "request is too large" in error.text or "larger than max" in error.text:
+            return OSError(errno.EMSGSIZE, f"{where}: a transaction is too large ({error.text})")
+        return OSError(errno.EIO, f"{where}: {error.text}")

@@ -1,0 +1,67 @@
+"""Find out whether an etcd still has the history that this process knew.
+
+An etcd that was restored from a backup must not be taken for the one that was known before. It is told by
+an answer whose revision is lower than one that was heard before the question was sent (answers are
+linearizable), and, whenever a watch begins again, by the key "s": at the newest revision that is known it
+must be what it was. If it is not, nothing is asked any more but what does no harm (`doubt`).
+"""
+
+from ..etcd import etcd_pb2 as pb
+from ..etcd.client import RANGE, RpcError
+from . import Event, KeyValue, WentBack
+from .etcd_calls import LAST_KEY, OUT_OF_RANGE, Calls
+
+__all__ = ["EtcdPast"]
+
+
+class EtcdPast:
+    """The newest transaction that this process knew. A Past."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self.known: KeyValue | None = None
+
+    async def is_continued(self, timeout_s: float | None = None) -> bool:
+        if self.known is None:
+            return True
+        return await self.has_transaction(self.known.mod_revision, self.known.value, timeout_s)
+
+    async def has_transaction(
+        self, revision: int, last_id: bytes, timeout_s: float | None = None
+    ) -> bool:
+        if not revision:
+            return True
+        calls, key = self._calls, self._calls.prefix + LAST_KEY
+        try:
+            answer = await calls.ask(RANGE, pb.RangeRequest(key=key, revision=revision), timeout_s)
+        except RpcError as error:
+            if error.code != OUT_OF_RANGE:
+                raise calls.failure(error) from None
+            if "future" in error.text:
+                return False
+            answer = await calls.call(RANGE, pb.RangeRequest(key=key))
+            return answer.header.revision >= revision
+        return any((found.mod_revision, found.value) == (revision, last_id) for found in answer.kvs)
+
+    def doubt(self, error: WentBack) -> None:
+        self._calls.doubt(error)
+
+    def trust(self) -> None:
+        self._calls.trust()
+
+    async def check(self, timeout_s: float | None = None) -> None:
+        """Doubt an etcd that does not continue from `known`. Raises WentBack, OSError."""
+        if self._calls.trusted and not await self.is_continued(timeout_s):
+            assert self.known is not None
+            missing = self.known.mod_revision
+            self.doubt(WentBack(f"revision {missing}, which this process knew, is not there"))
+        self._calls.check_trusted()
+
+    def learn(self, last: KeyValue) -> None:
+        """Remember the key "s", if it is newer than what is known."""
+        if self.known is None or last.mod_revision > self.known.mod_revision:
+            self.known = last
+
+    def on_event(self, event: Event) -> None:
+        if event.key == LAST_KEY and event.value is not None:
+            self.learn(KeyValue(LAST_KEY, event.value, event.revision))

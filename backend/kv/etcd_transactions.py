@@ -1,0 +1,241 @@
+"""Transactions of etcd that are applied once, and whose outcome is known whatever happens on the way.
+
+A transaction must not be applied twice, and its caller must learn whether it was applied, although
+the connection may break, or etcd's leader die, while it is on its way; and what was on its way may
+arrive much later (a member that was stopped and goes on). Therefore every transaction compares the
+mod_revision of a key that this process alone writes, its *fence*. When the outcome of a try is not
+known, the process puts its fence anew, at some revision F. From then on the try cannot be applied any
+more; whether it was before F is found in the history of "s" up to F. If not, it is tried again, with
+the new fence. Keys: "s", and "x" + owner + 8 random bytes (leased) for each process's fence.
+
+A "reader", which may change nothing that others see, may not write "s" either: nobody has to wait for what
+it does for itself, its session for example. Its transactions put a key beside its fence instead.
+"""
+
+import errno
+import secrets
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import trio
+
+from ..etcd import etcd_pb2 as pb
+from ..etcd.client import REVOKE, TRY_S, TXN, Pauses, RpcError, Uncertain, Unsent
+from . import Compacted, Compare, Conflict, Delete, Put
+from .etcd_calls import LAST_KEY, NOT_FOUND, Calls
+from .etcd_leases import OWNER_BYTES, EtcdLeases, LeaseEnded
+from .etcd_messages import compare_of, differing, operation_of, question_of
+from .etcd_past import EtcdPast
+from .etcd_watch import Watches
+
+__all__ = ["FENCE_KIND", "TRANSACTION_OPERATIONS", "EtcdTransactions"]
+
+FENCE_KIND = b"x"
+# etcd's default --max-txn-ops is 128; one of each is ours.
+TRANSACTION_OPERATIONS = 127
+# A fence that nobody renews goes away; a process that lives longer makes another one.
+_FENCE_TTL_S = 3600
+_REVOKE_S = 2.0
+
+
+class _Fence(NamedTuple):
+    """The mod_revision of this process's fence, and "s" as it was then."""
+
+    revision: int
+    last_revision: int
+    last_id: bytes
+
+
+class EtcdTransactions:
+    """The transactions of one process, and its fence. `mark` is the key that says whose one is."""
+
+    def __init__(
+        self, calls: Calls, past: EtcdPast, watches: Watches, leases: EtcdLeases, *, reader: bool
+    ) -> None:
+        self._calls = calls
+        self._past = past
+        self._watches = watches
+        self._leases = leases
+        self._process = secrets.token_bytes(8)
+        key = FENCE_KIND + leases.owner.to_bytes(OWNER_BYTES, "big") + self._process
+        self._fence_key = calls.prefix + key
+        self.mark = key + LAST_KEY if reader else LAST_KEY
+        self._fence: _Fence | None = None
+        self._lease = 0
+        self._fencing = trio.Lock()
+
+    def is_ours(self, last_id: bytes) -> bool:
+        """Return whether a value of the key "s" says that this process made the transaction."""
+        return last_id.startswith(self._process)
+
+    async def carry_out(
+        self, compares: Sequence[Compare], operations: Sequence[Put | Delete]
+    ) -> tuple[int, bytes]:
+        """Apply a transaction once. Returns its revision, and the value it put into `mark`.
+
+        Raises Conflict, LeaseEnded, OSError.
+        """
+        prefix = self._calls.prefix
+        # Nobody can claim to have made a transaction of ours before it is applied.
+        identity = self._process + secrets.token_bytes(8)
+        mark = Put(self.mark, identity)
+        request = pb.TxnRequest(
+            compare=[compare_of(prefix, compare) for compare in compares],
+            success=[operation_of(prefix, operation) for operation in (*operations, mark)],
+            failure=[question_of(prefix, compare) for compare in compares],
+        )
+        request.compare.add().CopyFrom(
+            pb.Compare(key=self._fence_key, target=pb.Compare.MOD, mod_revision=0)
+        )
+        return await self._apply(compares, request, identity), identity
+
+    async def compare(self, compares: Sequence[Compare]) -> int:
+        """Return the revision at which all compares hold. Raises Conflict, OSError."""
+        prefix = self._calls.prefix
+        request = pb.TxnRequest(
+            compare=[compare_of(prefix, compare) for compare in compares],
+            failure=[question_of(prefix, compare) for compare in compares],
+        )
+        answer = await self._calls.call(TXN, request)
+        self._calls.check_trusted()
+        if not answer.succeeded:
+            raise Conflict(differing(compares, answer) or b"")
+        return answer.header.revision
+
+    async def settle(self) -> None:
+        """Return when no transaction can be applied any more whose caller was not told its outcome."""
+        self._calls.check_trusted()
+        await self._put_fence(self._fence, trio.current_time() + self._calls.timeout_s)
+
+    def forget(self) -> None:
+        """Put the fence anew before the next transaction: another etcd may have answered for it."""
+        self._fence = None
+
+    async def end(self) -> None:
+        """End the fence's lease, unless that takes too long: it ends by itself."""
+        if not self._lease:
+            return
+        try:
+            with trio.move_on_after(_REVOKE_S):
+                request = pb.LeaseRevokeRequest(ID=self._lease)
+                await self._calls.client.attempt(REVOKE, request, _REVOKE_S)
+        except (RpcError, Unsent, Uncertain):
+            pass
+
+    async def _apply(
+        self, compares: Sequence[Compare], request: pb.TxnRequest, identity: bytes
+    ) -> int:
+        calls = self._calls
+        deadline = trio.current_time() + calls.timeout_s
+        since = calls.revision
+        pauses = Pauses()
+        was_cut_off = False
+        while True:
+            calls.check_open()
+            if was_cut_off:
+                await self._past.check(max(deadline - trio.current_time(), 0.0))
+                was_cut_off = False
+            calls.check_trusted()
+            fence = self._fence or await self._put_fence(None, deadline)
+            request.compare[-1].mod_revision = fence.revision
+            if self.mark != LAST_KEY:
+                request.success[-1].request_put.lease = self._lease
+            before = calls.revision
+            try:
+                answer = await calls.client.attempt(
+                    TXN, request, min(TRY_S, deadline - trio.current_time())
+                )
+            except Unsent as error:
+                if error.final or trio.current_time() + pauses.next_s >= deadline:
+                    raise calls.given_up(error) from None
+                was_cut_off = True
+                await pauses.wait()
+                continue
+            except Uncertain:
+                await self._past.check(max(deadline - trio.current_time(), 0.0))
+                fence = await self._put_fence(fence, deadline)
+                revision = await self._find(identity, since, fence, deadline)
+                if revision is not None:
+                    return revision
+                continue
+            except RpcError as error:
+                if error.code == NOT_FOUND:
+                    raise LeaseEnded from None
+                raise calls.failure(error) from None
+            except BaseException:
+                # Cancelled: what was sent must not be applied after what the caller does next.
+                self._drop_fence(fence)
+                raise
+            calls.check_order(before, answer.header.revision)
+            calls.check_trusted()
+            calls.heard(answer.header.revision)
+            if answer.succeeded:
+                return answer.header.revision
+            key = differing(compares, answer)
+            if key is not None:
+                raise Conflict(key)
+            self._drop_fence(fence)
+            was_cut_off = True
+
+    def _drop_fence(self, fence: _Fence) -> None:
+        if self._fence is fence:
+            self._fence = None
+
+    async def _put_fence(self, than: _Fence | None, deadline: float) -> _Fence:
+        """Return a newer fence than this one: a try with that one has been applied or never will be."""
+        calls = self._calls
+        async with self._fencing:
+            if self._fence is not None and self._fence is not than:
+                return self._fence
+            self._fence = None
+            request = pb.TxnRequest(
+                success=[
+                    pb.RequestOp(request_put=pb.PutRequest(key=self._fence_key)),
+                    pb.RequestOp(request_range=pb.RangeRequest(key=calls.prefix + self.mark)),
+                ]
+            )
+            while True:
+                if not self._lease:
+                    self._lease = await self._leases.grant(_FENCE_TTL_S)
+                request.success[0].request_put.lease = self._lease
+                try:
+                    answer = await calls.ask(
+                        TXN, request, timeout_s=max(deadline - trio.current_time(), 0.0)
+                    )
+                    break
+                except RpcError as error:
+                    if error.code != NOT_FOUND:
+                        raise calls.failure(error) from None
+                    self._lease = 0
+            last_revision, last_id = 0, b""
+            for last in answer.responses[1].response_range.kvs:
+                last_revision, last_id = last.mod_revision, last.value
+            self._fence = _Fence(answer.header.revision, last_revision, last_id)
+            return self._fence
+
+    async def _find(
+        self, identity: bytes, since: int, fence: _Fence, deadline: float
+    ) -> int | None:
+        """Return the revision after `since` and before `fence` of the transaction `identity`, if any."""
+        if fence.last_id == identity:
+            return fence.last_revision
+        if fence.last_revision <= since:
+            return None
+        history = self._watches.begin(self.mark, self.mark + b"\0", since)
+        try:
+            with trio.move_on_at(deadline):
+                async for change in history:
+                    if change.events[0].value == identity:
+                        return change.revision
+                    if change.revision >= fence.last_revision:
+                        return None
+        except Compacted:
+            raise OSError(
+                errno.EIO,
+                "etcd lost the connection, and compacted its history before it could be asked whether"
+                " a transaction was applied; let it keep some minutes (--auto-compaction-retention)",
+            ) from None
+        finally:
+            history.close()
+        self._calls.check_open()
+        raise self._calls.client.timed_out(self._calls.timeout_s)

@@ -1,0 +1,285 @@
+"""An engine whose keys others change, too: compares, snapshots, pages and watches, on etcd."""
+
+import functools
+import random
+from collections.abc import Awaitable, Callable
+
+import pytest
+import trio
+from etcd_server import etcd, new_prefix  # noqa: F401
+from irdmafs.backend.kv import (
+    Change,
+    Compare,
+    Conflict,
+    Delete,
+    Empty,
+    Event,
+    Exists,
+    KeyValue,
+    Put,
+    SharedEngine,
+)
+from irdmafs.backend.kv.etcd import EtcdEngine
+
+END = b"\xff"
+Open = Callable[[], SharedEngine]
+
+
+def in_trio(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(*args: object, **kwargs: object) -> None:
+        async def call() -> None:
+            await test(*args, **kwargs)
+
+        trio.run(call)
+
+    return run
+
+
+async def contents(engine: SharedEngine) -> dict[bytes, bytes]:
+    """Return everything but the keys of the engine itself."""
+    found = await engine.range(b"", END)
+    return {key: value for key, value, _ in found if not key.startswith((b"s", b"x"))}
+
+
+async def changes(
+    engine: SharedEngine, start: bytes, end: bytes, after: int, until: int
+) -> list[tuple[int, list[Event]]]:
+    """What a watch gives up to the revision `until`, which must have an event in the range."""
+    seen = []
+    async for change in engine.watch(start, end, after):
+        seen.append((change.revision, list(change.events)))
+        if change.revision >= until:
+            break
+    return seen
+
+
+@pytest.fixture
+def open_engine(request: pytest.FixtureRequest) -> Open:
+    """Opens the engine of this test: the same store every time."""
+    server, prefix = request.getfixturevalue("etcd"), new_prefix()
+    return lambda: EtcdEngine(server.endpoints, prefix)
+
+
+@in_trio
+async def test_get_returns_what_was_put_with_its_revision(open_engine: Open) -> None:
+    engine = open_engine()
+    assert await engine.barrier() == 0
+    assert await engine.get(b"a") is None
+    assert (await engine.snapshot(b"", END))[1] == []
+    first = await engine.transact((), [Put(b"a", b"1"), Put(b"\0\0", b"")])
+    second = await engine.transact((), [Put(b"a", b"2")])
+    assert await engine.get(b"a") == KeyValue(b"a", b"2", second)
+    assert await engine.get(b"\0\0") == KeyValue(b"\0\0", b"", first)
+    assert engine.revision == await engine.barrier() == second
+    await engine.close()
+
+
+@in_trio
+async def test_range_comes_in_pages(open_engine: Open) -> None:
+    engine = open_engine()
+    keys = [b"a", b"a\0", b"aa", b"b", b"b\xff", b"c"]
+    await engine.transact((), [Put(key, key) for key in reversed(keys)])
+    pages, start = [], b""
+    while page := await engine.page(start, b"d", 2):
+        assert len(page) <= 2
+        pages += page
+        start = page[-1].key + b"\0"
+    assert [found.key for found in pages] == keys
+    await engine.close()
+
+
+@in_trio
+async def test_closed_engine_answers_no_question(open_engine: Open) -> None:
+    engine = open_engine()
+    await engine.close()
+    with pytest.raises(trio.ClosedResourceError):
+        await engine.get(b"a")
+    with pytest.raises(trio.ClosedResourceError):
+        await engine.page(b"", END, 1)
+    with pytest.raises(trio.ClosedResourceError):
+        await engine.snapshot(b"", END)
+    with pytest.raises(trio.ClosedResourceError):
+        await engine.barrier()
+
+
+@in_trio
+async def test_a_range_of_any_length_is_of_one_revision(open_engine: Open) -> None:
+    engine = open_engine()
+    keys = [b"k%05d" % number for number in range(2500)]
+    for offset in range(0, len(keys), 100):
+        await engine.transact((), [Put(key, b"") for key in keys[offset : offset + 100]])
+
+    async def overwrite_from_behind() -> None:
+        for key in reversed(keys[::100]):
+            await engine.transact((), [Put(key, b"new")])
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(overwrite_from_behind)
+        for _ in range(5):
+            revision, found = await engine.snapshot(b"k", b"l")
+            assert [one.key for one in found] == keys
+            assert max(one.mod_revision for one in found) <= revision
+            # What is old lies before what is new: it was overwritten in that order.
+            values = [one.value for one in found if one.key in set(keys[::100])]
+            assert values == sorted(values)
+    assert len(await engine.page(b"k", b"l", 2222)) == 2222
+    await engine.close()
+
+
+@in_trio
+async def test_a_transaction_with_a_failing_compare_changes_nothing(open_engine: Open) -> None:
+    engine = open_engine()
+    first = await engine.transact((), [Put(b"a", b"1")])
+    second = await engine.transact((), [Put(b"b", b"2")])
+    wrong: list[list[Compare]] = [
+        [(b"a", first), (b"b", first)],
+        [(b"a", 0)],
+        [(b"none", 1)],
+        [(b"a", second)],
+        [Exists(b"none")],
+        [Exists(b"a"), Empty(b"b", b"c")],
+    ]
+    for compares in wrong:
+        with pytest.raises(Conflict):
+            await engine.transact(compares, [Put(b"a", b"9"), Delete(b"b")])
+    assert await contents(engine) == {b"a": b"1", b"b": b"2"}
+    assert await engine.barrier() == second
+    right: list[Compare] = [(b"a", first), (b"b", second), (b"none", 0), Exists(b"a")]
+    right.append(Empty(b"c", b"d"))
+    third = await engine.transact(right, [Put(b"none", b"3")])
+    assert third == await engine.barrier() > second
+    await engine.close()
+
+
+@in_trio
+async def test_a_conflict_names_the_first_compare_that_did_not_hold(open_engine: Open) -> None:
+    engine = open_engine()
+    revision = await engine.transact((), [Put(b"a", b"1"), Put(b"d\0", b"")])
+    cases: list[tuple[list[Compare], bytes]] = [
+        ([(b"a", revision), (b"b", 7), (b"c", 7)], b"b"),
+        ([(b"a", 0), Exists(b"b")], b"a"),
+        ([Exists(b"a"), Exists(b"b"), (b"a", 0)], b"b"),
+        ([Empty(b"b", b"d"), Empty(b"d", b"e"), Exists(b"b")], b"d"),
+    ]
+    for compares, key in cases:
+        for operations in ([Put(b"a", b"2")], []):
+            with pytest.raises(Conflict) as refused:
+                await engine.transact(compares, operations)
+            assert refused.value.key == key
+    await engine.close()
+
+
+@in_trio
+async def test_a_range_is_empty_after_its_keys_were_deleted(open_engine: Open) -> None:
+    engine = open_engine()
+    await engine.transact((), [Put(b"a1", b""), Put(b"a2", b""), Put(b"b", b"")])
+    await engine.range(b"", END)
+    await engine.transact((), [Delete(b"a1")])
+    with pytest.raises(Conflict):
+        await engine.transact([Empty(b"a", b"b")], [Put(b"done", b"")])
+    await engine.transact((), [Delete(b"a2")])
+    await engine.transact([Empty(b"a", b"b")], [Put(b"done", b"")])
+    with pytest.raises(Conflict):
+        await engine.transact([Exists(b"a2")], [Put(b"done", b"")])
+    await engine.close()
+
+
+@in_trio
+async def test_deleting_what_is_not_there_leaves_no_event(open_engine: Open) -> None:
+    engine = open_engine()
+    first = await engine.transact((), [Put(b"a", b"1")])
+    await engine.transact((), [Delete(b"b")])
+    assert await engine.transact([(b"a", first)], []) == await engine.barrier()
+    second = await engine.transact((), [Delete(b"b"), Delete(b"a")])
+    await engine.transact((), [Delete(b"a")])
+    last = await engine.transact((), [Put(b"c", b"")])
+    assert await changes(engine, b"a", b"d", first - 1, last) == [
+        (first, [Event(first, b"a", b"1")]),
+        (second, [Event(second, b"a", None)]),
+        (last, [Event(last, b"c", b"")]),
+    ]
+    await engine.close()
+
+
+@in_trio
+async def test_a_watch_gives_every_change_of_its_range_once_in_order(open_engine: Open) -> None:
+    engine = open_engine()
+    old = await engine.transact((), [Put(b"a", b"old")])
+    first = await engine.transact((), [Put(b"a", b"1"), Put(b"z", b"no"), Put(b"b", b"2")])
+    watch = engine.watch(b"a", b"c", old)
+    assert await anext(watch) == Change(first, (Event(first, b"a", b"1"), Event(first, b"b", b"2")))
+    seen: list[Change] = []
+    came = trio.lowlevel.ParkingLot()
+
+    async def follow() -> None:
+        async for change in watch:
+            seen.append(change)
+            came.unpark_all()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(follow)
+        await engine.transact((), [Put(b"z", b"no")])
+        third = await engine.transact((), [Delete(b"a"), Delete(b"bb")])
+        with pytest.raises(Conflict):
+            await engine.transact([(b"b", 9)], [Put(b"b", b"no")])
+        fourth = await engine.transact((), [Put(b"b", b"3")])
+        while len(seen) < 2:
+            await came.park()
+        assert seen == [
+            Change(third, (Event(third, b"a", None),)),
+            Change(fourth, (Event(fourth, b"b", b"3"),)),
+        ]
+        fifth = await engine.transact((), [Put(b"b", b"4")])
+        while len(seen) < 3:
+            await came.park()
+        await engine.close()
+    assert seen[2:] == [Change(fifth, (Event(fifth, b"b", b"4"),))]
+
+
+@in_trio
+async def test_watching_from_a_snapshot_leaves_no_gap(open_engine: Open) -> None:
+    """Random transactions, over which replicas are begun at any time. All end up the same."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    engine = open_engine()
+    model: dict[bytes, bytes] = {}
+    replicas: list[tuple[int, dict[bytes, bytes]]] = []
+    for step in range(300):
+        if step % 30 == 0:
+            revision, found = await engine.snapshot(b"0", b":")
+            assert {one.key: one.value for one in found} == model
+            replicas.append((revision, dict(model)))
+        keys = [b"%d" % key for key in chance.sample(range(20), chance.randint(1, 4))]
+        operations = [
+            Delete(key) if chance.random() < 0.4 else Put(key, b"%d" % step) for key in keys
+        ]
+        compares: list[Compare] = [
+            Exists(key) if key in model else Empty(key, key + b"\0") for key in keys
+        ]
+        if chance.random() < 0.2:
+            wrong = chance.choice(keys)
+            compares.append(Empty(wrong, wrong + b"\0") if wrong in model else Exists(wrong))
+            with pytest.raises(Conflict) as refused:
+                await engine.transact(compares, operations)
+            assert refused.value.key == wrong
+            continue
+        await engine.transact(compares, operations)
+        for operation in operations:
+            if isinstance(operation, Put):
+                model[operation.key] = operation.value
+            else:
+                model.pop(operation.key, None)
+    last = await engine.transact((), [Put(b"9999", b"last")])
+    model[b"9999"] = b"last"
+    assert await contents(engine) == model
+    for revision, replica in replicas:
+        for _, events in await changes(engine, b"0", b":", revision, last):
+            for event in events:
+                if event.value is None:
+                    del replica[event.key]
+                else:
+                    replica[event.key] = event.value
+        assert replica == model
+    await engine.close()
