@@ -45,6 +45,7 @@ class StoreNode(Pinned):
 
     shared = False
     locks = None
+    size_max = 2**63 - 1
     namespace: Namespace
     extents: ExtentStore
     engine: SQLiteEngine

@@ -40,6 +40,8 @@ class Store(Protocol):
     """Contents by number and the namespace that names them. Methods raise OSError."""
 
     namespace: Namespace
+    # Bytes. Larger files are refused with EFBIG.
+    size_max: int
     watcher: Watcher | None
     # Called with an inode number when a version was published by another host.
     on_version: Callable[[int], None]

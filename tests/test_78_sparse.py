@@ -107,3 +107,21 @@ def test_what_does_not_fit_is_refused_by_its_data_not_by_its_length(cluster: Clu
     write_with_holes(one.path / "fits", 4096 * MIB, {0: pattern(3, MIB)})
     check(one.path / "fits", 4096 * MIB, {0: pattern(3, MIB)})
     (one.path / "fits").unlink()
+
+
+def test_a_file_that_is_longer_than_a_cluster_keeps_is_refused_and_stays_as_it_was(
+    cluster: Cluster,
+) -> None:
+    file = cluster.mounts[0].path / "endless"
+    file.write_bytes(b"short")
+    with pytest.raises(OSError, match="too large"):
+        os.truncate(file, 999_999_999_999_999)
+    with file.open("r+b") as opened, pytest.raises(OSError, match="too large"):
+        os.posix_fallocate(opened.fileno(), 1 << 50, 1)
+    assert file.read_bytes() == b"short"
+    fd = os.open(file, os.O_RDWR)
+    os.pwrite(fd, b"far", 1 << 50)
+    with pytest.raises(OSError, match="too large"):
+        os.close(fd)
+    assert (cluster.mounts[1].path / "endless").read_bytes() == b"short"
+    file.unlink()

@@ -62,6 +62,8 @@ log = logging.getLogger(__name__)
 _GONE_BEFORE_PIN = 3
 _LOOK_AGAIN_S = 0.2
 _RELEASE_S = 3.0
+# A version is digested and laid out by stripes, holes as well: some 2 s for 1 TiB of holes.
+_SIZE_MAX = 16 << 40
 _NUMBERS = 1 << CONTENT_NUMBER_BITS
 
 
@@ -118,6 +120,7 @@ class RemoteStore(Pinned):
 
     shared = True
     waits = True
+    size_max = _SIZE_MAX
 
     def __init__(
         self,
@@ -548,6 +551,8 @@ class RemoteStore(Pinned):
         base: int | None = None,
     ) -> Inode:
         size = status.st_size
+        if size > self.size_max:
+            raise fail(errno.EFBIG)
         layout = self._layout_of(self.namespace.inode(ino))
         commit = partial(
             self._commit, ino, status=status, mtime_ns=mtime_ns, ctime_ns=ctime_ns, base=base,
