@@ -102,6 +102,10 @@ class Cache:
         content = self._current(inode)
         return content is not None and content.own
 
+    def is_written(self, ino: int) -> bool:
+        """Return whether somebody has the file open for writing."""
+        return any(node.content and node.content.writers for node in self.nodes.of(ino))
+
     def is_written_in_place(self, inode: Inode) -> bool:
         """Return whether opens for reading see what is not published."""
         content = self._current(inode)
@@ -564,7 +568,7 @@ class Cache:
             return
         if content.seen is None and handle.killed and self._inodes[content.ino].nlink:
             await self.publisher.keep(content)
-        elif content.seen is None or (handle.aborted and self.publisher.is_written(content)):
+        elif handle.aborted and (content.seen is None or self.publisher.is_written(content)):
             self.table.supersede(content)  # its writer was told that it is not published
 
     def _rest(self, content: Content) -> None:

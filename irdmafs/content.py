@@ -201,10 +201,18 @@ class ContentTable:
         """The content is the file's from now on; the one before stays with those who have it."""
         if content.private:
             self._remove_private(content)
+        content.superseded = False
         before = self.current.get(content.ino)
         if before is not None and before is not content:
-            self.supersede(before)
+            self.replace(before, content.version)
         self.current[content.ino] = content
+
+    def replace(self, content: Content, version: int) -> None:
+        """This host has published another content as this version. A writer in place goes on from
+        there: its close wins, as of two that replace a file."""
+        if content.writers:
+            content.version = version
+        self.supersede(content)
 
     def supersede(self, content: Content) -> None:
         """Nobody else is to open this content; whoever has it keeps it."""

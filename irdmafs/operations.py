@@ -37,7 +37,15 @@ from .kernel_cache import Name
 from .locking import Locking
 from .locks import Lock
 from .nodes import INO_BITS, Handle, Node
-from .privileges import CAPABILITY, SET_IDS, Closer, may_keep_set_ids, mode_left, privileges_of
+from .privileges import (
+    CAPABILITY,
+    SET_IDS,
+    Closer,
+    may_keep_set_ids,
+    mode_left,
+    privileges_of,
+    refuse_stranger,
+)
 from .privileges import Caller as Changer
 from .processes import ids_of, open_thread
 
@@ -511,7 +519,9 @@ class Operations(pyfuse3.Operations):
         sets_times = (fields.update_atime or fields.update_mtime) and not touch
         asked_for = fields.update_mode or fields.update_uid or fields.update_gid or sets_times
         if lose_set_ids or fields.update_uid or fields.update_gid:
-            changes["mode"] = await mode_left(self._inodes[node.ino], ctx, self.processes)
+            changes["mode"] = await mode_left(found, ctx, self.processes)
+            if lose_set_ids and not fields.update_size and not self._cache.is_written(found.ino):
+                await refuse_stranger(found, changes["mode"], ctx, self.processes)
         if fields.update_mode:
             changes["mode"] = attr.st_mode
         if fields.update_uid:
@@ -539,6 +549,8 @@ class Operations(pyfuse3.Operations):
             raise fail(errno.EPERM)
         if not 0 <= size <= _OFFSET_MAX:
             raise fail(errno.EINVAL)
+        if size > self._store.size_max:
+            raise fail(errno.EFBIG)
         handle = self.nodes.handles.get(fh) if fh is not None else None
         if handle is not None and handle.writing:
             await self._cache.change(handle, lambda fd: os.ftruncate(fd, size))
@@ -1005,6 +1017,8 @@ class Operations(pyfuse3.Operations):
         protected = self._inodes[handle.node.ino].flags
         if protected & IMMUTABLE or (protected & APPEND and mode & ~_FALLOC_FL_KEEP_SIZE):
             raise fail(errno.EPERM)
+        if offset + length > self._store.size_max:
+            raise fail(errno.EFBIG)
 
         def change(fd: int) -> None:
             if _libc.fallocate(fd, mode, offset, length):

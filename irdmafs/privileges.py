@@ -8,11 +8,12 @@ the node that is written: a file may have got them by another node, or on anothe
 was written. These it loses when the copy is published.
 """
 
+import errno
 import stat
 from typing import Final, NamedTuple, Protocol
 
-from .backend.namespace import Inode
-from .credentials import CAP_FSETID
+from .backend.namespace import Inode, fail
+from .credentials import CAP_FOWNER, CAP_FSETID
 from .processes import Processes
 
 CAPABILITY: Final = b"security.capability"
@@ -24,6 +25,8 @@ _HAS_CAPABILITY: Final = 1 << 16
 
 class Caller(Protocol):
     @property
+    def uid(self) -> int: ...
+    @property
     def gid(self) -> int: ...
     @property
     def pid(self) -> int: ...
@@ -34,6 +37,7 @@ class Closer(NamedTuple):
 
     pid: int
     gid: int = -1
+    uid: int = -1
 
 
 def privileges_of(inode: Inode) -> int:
@@ -59,6 +63,15 @@ async def mode_left(inode: Inode, caller: Caller, processes: Processes) -> int:
 async def may_keep_set_ids(caller: Caller, processes: Processes) -> bool:
     """Return whether a write by this caller leaves set-user-id and set-group-id as they are."""
     return (await processes.credentials(caller.pid)).has(CAP_FSETID)
+
+
+async def refuse_stranger(inode: Inode, mode: int, caller: Caller, processes: Processes) -> None:
+    """Raise OSError EPERM if somebody who may not change a file's mode is to do it by a chown(2) that
+    changes neither owner nor group. The kernel tells of it in the same words as of a write."""
+    if mode == inode.mode or caller.uid == inode.uid:
+        return
+    if not (await processes.credentials(caller.pid)).has(CAP_FOWNER):
+        raise fail(errno.EPERM)
 
 
 async def _is_in_group(caller: Caller, gid: int, processes: Processes) -> bool:

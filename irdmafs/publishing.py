@@ -174,11 +174,15 @@ class Publisher:
         return bool(room.f_blocks) and room.f_bavail * room.f_frsize < _FULL_BYTES
 
     async def last_release(self, handle: Handle, content: Content) -> None:
-        """The last descriptor of the only writer is gone, and its mappings: publish what is not yet."""
+        """The last descriptor of the only writer is gone, and its mappings: publish what is not yet.
+
+        A file without a name may still be named by descriptors that never opened it (O_PATH), and opened
+        through them, except in a cluster.
+        """
         inode = self._inodes[content.ino]
         while (
             not (handle.aborted or content.discarded)
-            and bool(inode.nlink)
+            and (bool(inode.nlink) or not self._store.shared)
             and not (content.superseded and not self.is_written(content))
             and content.writers == 1
             and await self._is_changed(handle, content)
@@ -253,8 +257,10 @@ class Publisher:
         written = content.private or content.dirty or self._differs(content, status)
         ctime_ns = status.st_ctime_ns if written else 0
         dirty, content.dirty = content.dirty, False
-        # A writer that replaces a file does so whatever others published meanwhile.
-        base = None if content.private or content.whole else content.version
+        # A writer that replaces a file does so whatever others published meanwhile. On one host the last
+        # close wins.
+        replaces = content.private or content.whole or not self._store.shared
+        base = None if replaces else content.version
         try:
             if stays and status.st_size and self._copies(content):
                 extent, shape = await self._copy(content)
@@ -285,14 +291,14 @@ class Publisher:
         content.kept = False
         if extent != content.extent and content.private:
             # It goes on being private; the copy is the file's version.
-            content.version = inode.version
+            content.published, content.version = inode, inode.version
             self._supersede_before(inode)
         else:
             content.show(inode)
             content.whole = False
             if extent == content.extent:
                 self._handed_over(content, inode)
-            if content.private:
+            if content.private or content.superseded:
                 self._table.make_current(content)
         await self._announce(inode, content, naming=naming)
 
@@ -307,7 +313,7 @@ class Publisher:
     def _supersede_before(self, inode: Inode) -> None:
         before = self._table.current.get(inode.ino)
         if before is not None:
-            self._table.supersede(before)
+            self._table.replace(before, inode.version)
 
     async def _copy(self, content: Content) -> tuple[int, os.stat_result]:
         """A copy in an extent of its own, and how it looks."""

@@ -532,6 +532,20 @@ def test_writing_and_chown_drop_the_setuid_bit(folder: Path, nobody: Process) ->
     assert stat.S_IMODE(os.stat(file).st_mode) == 0o755
 
 
+def test_chown_to_nobody_by_a_stranger_leaves_the_setuid_bit(folder: Path, nobody: Process) -> None:
+    file = folder / "program"
+    file.write_text("x")
+    os.chmod(file, 0o6755)
+    with pytest.raises(PermissionError):
+        nobody.do("os.chown(file, -1, -1)", file=str(file))
+    assert stat.S_IMODE(os.stat(file).st_mode) == 0o6755
+    os.chmod(file, 0o755)
+    nobody.do("os.chown(file, -1, -1)", file=str(file))
+    os.chmod(file, 0o6755)
+    os.chown(file, -1, -1)
+    assert stat.S_IMODE(os.stat(file).st_mode) == 0o755
+
+
 def test_times_are_kept_to_the_nanosecond(folder: Path, process: TakeProcess) -> None:
     file = folder / "file"
     file.write_text("x")

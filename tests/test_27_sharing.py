@@ -139,6 +139,50 @@ def test_an_empty_version_that_nobody_wrote_gives_way_to_one_published_meanwhile
     assert file.read_bytes() == b""
 
 
+def test_a_writer_in_place_whose_version_is_replaced_on_the_same_host_closes_last_and_wins(
+    folder: Path,
+) -> None:
+    file = folder / "file"
+    reader = os.open(file, os.O_RDONLY | os.O_CREAT)
+    replaces = os.open(file, os.O_RDWR | os.O_TRUNC)
+    in_place = os.open(f"/proc/self/fd/{reader}", os.O_WRONLY)
+    os.write(in_place, b"in place")
+    os.write(replaces, b"replacement")
+    os.close(replaces)
+    assert file.read_bytes() == b"replacement"
+    os.close(in_place)
+    assert file.read_bytes() == b"in place"
+    with file.open("ab") as more:
+        more.write(b", and more")
+    assert file.read_bytes() == b"in place, and more"
+    os.close(reader)
+    assert os.listdir(folder) == ["file"]
+
+
+def test_a_replacement_that_could_be_mapped_is_published_once(folder: Path) -> None:
+    file = folder / "file"
+    file.write_bytes(b"version before")
+    before = version(file)
+    with file.open("w+b") as replacement:
+        replacement.write(b"content")
+    with file.open("rb") as reader:
+        assert reader.read() == b"content"
+    assert version(file) == before + 1
+
+
+def test_a_new_file_whose_first_writers_wrote_nothing_is_seen_as_it_grows(folder: Path) -> None:
+    file = folder / "file"
+    fd = os.open(file, os.O_WRONLY | os.O_CREAT)
+    for flags in (os.O_WRONLY | os.O_APPEND, os.O_RDONLY, os.O_RDWR):
+        again = os.open(f"/proc/self/fd/{fd}", flags)
+        os.close(fd)
+        fd = again
+    os.write(fd, b"content")
+    assert file.read_bytes() == b"content"
+    os.close(fd)
+    assert file.read_bytes() == b"content"
+
+
 def test_a_temporary_file_that_others_fill_by_name_keeps_what_they_wrote(folder: Path) -> None:
     script = """
 import subprocess, sys, tempfile
