@@ -1,7 +1,6 @@
 """The whole list of what a mount may do otherwise than a tmpfs, each entry with its reason and its test.
 
-All but the first are plain rules. The first needs to know who has which file open, which `Replaced`
-follows from the steps and what the tmpfs answered.
+Some are plain rules. The others need to know who has which file open, which `Uncertain` follows.
 """
 
 import os
@@ -9,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from differential_holders import Holders
+from differential_holders import Holder, Holders, slot_of
 from differential_steps import Step
 
 Value = Any
+_LOCK_OPS = ("flock", "lock", "lock_test")
 NumberOf = Callable[[int], int | None]
 
 
@@ -32,6 +32,13 @@ def _differs_by_process(step: Step, tmpfs: Value, mount: Value) -> bool:
     if step.arguments["kind"] == "none":
         return True
     return tuple(tmpfs[0][:-1]) == tuple(mount[0][:-1]) and bool(tmpfs[1] == mount[1])
+
+
+def _seeks_in_directory(step: Step, tmpfs: Value, mount: Value) -> bool:
+    """ENXIO instead of EINVAL for lseek(directory, SEEK_DATA)."""
+    if step.op != "seek_data" or tmpfs[0] != "EINVAL" or mount[0] != "ENXIO":
+        return False
+    return bool(tmpfs[1] == mount[1])
 
 
 def _keeps_pages(step: Step, tmpfs: Value, mount: Value) -> bool:
@@ -63,43 +70,72 @@ ALLOWED: tuple[Allowed, ...] = (
         ("cluster",),
         _keeps_pages,
     ),
+    Allowed(
+        "The kernel's FUSE knows of no data in a directory",
+        "docs/posix.md",
+        ("kernel", "cluster"),
+        _seeks_in_directory,
+    ),
 )
 
 
-class Replaced:
-    """Files that were replaced by an open with O_TRUNC.
+class Uncertain:
+    """Files of which less is compared, and what follows from the steps and what the tmpfs answered.
 
-    Allowed: until the descriptor that did it is closed, others see the content before by the file's name.
-    Whoever has the file open then, keeps it. So from the moment on in which two processes may see different
-    contents, the contents, sizes, positions and times of that file are not compared; everything else is.
+    Contents, sizes, positions and times of a *parted* file are not compared; everything else is. That is
+    allowed in three cases:
 
-    Test: test_20_promises.py, test_reader_keeps_its_version_when_file_is_republished and others there.
+    - The file was replaced by an open with O_TRUNC. Until the descriptor that did it is closed, others see
+      the content before by the file's name. Whoever has the file open then, keeps it. It is parted from the
+      moment on in which two processes may see different contents.
+      Test: test_20_promises.py, test_reader_keeps_its_version_when_file_is_republished and others there.
+    - The file was mapped, its last descriptor is closed, and it was empty or is emptied then. An empty
+      version has no extent, so the map is that of a file which is gone. The kernel tells nobody of a map
+      that passes through.
+      Test: test_45_differential.py, test_map_without_a_descriptor_keeps_its_extent.
+
+    - O_APPEND was taken off a descriptor: writes that pass through go on appending (docs/sharing.md).
+
+    A map that passes through is one of the extent: it does not keep the description open through which
+    it was made. So locks that belong to a description end when the last descriptor is closed, where on a
+    tmpfs a map keeps them. From then on the file's locks are not compared.
+    Test: test_45_differential.py, test_flock_ends_with_the_last_descriptor_whatever_is_mapped.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, isolated: bool, passes_through: bool) -> None:
+        self._isolated = isolated
+        self._passes_through = passes_through
         self._holders = Holders()
         self._known: set[int] = set()
         self._private: set[int] = set()
         self._parted: set[int] = set()
+        self._empty_maps: set[int] = set()
+        self._outlived: set[int] = set()  # mapped, and not open any more
+        self._locks_unknown: set[int | None] = set()
 
     def note(self, step: Step, tmpfs: Value) -> None:
         """Follow what a step opened or closed."""
         result = tmpfs[0] if isinstance(tmpfs, tuple) else tmpfs
-        if step.op in ("open", "reopen") and isinstance(result, tuple):
+        if self._isolated and step.op in ("open", "reopen") and isinstance(result, tuple):
             self._note_open(step, result[1][1])
         source, target = self._holders.of(step, "source"), self._holders.of(step, "target")
         if source in self._parted and target is not None:
             self._parted.add(target)
+        before = self._holders.inodes.copy()
         self._holders.note(step, tmpfs)
+        if self._passes_through:
+            self._note_maps(step, result, before)
+            if step.op == "status_flags" and not step.arguments["flags"] & os.O_APPEND:
+                ino = self._holders.of(step, "slot")
+                if ino is not None and self._holders.flags[slot_of(step)] & os.O_APPEND:
+                    self._parted.add(ino)
         self._private &= set(self._holders.inodes.values())
         if step.op in ("truncate", "rename", "link"):
             self._parted |= self._private
 
     def _note_open(self, step: Step, ino: int) -> None:
         flags = step.arguments["flags"]
-        if flags & os.O_PATH:
-            pass
-        elif flags & os.O_TRUNC and ino in self._known:
+        if flags & os.O_TRUNC and not flags & os.O_PATH and ino in self._known:
             if ino in self._holders.inodes.values():
                 self._parted.add(ino)
             self._private.add(ino)
@@ -107,14 +143,37 @@ class Replaced:
             self._parted.add(ino)
         self._known.add(ino)
 
+    def _note_maps(self, step: Step, result: Value, before: dict[Holder, int]) -> None:
+        if step.op == "mmap" and isinstance(result, tuple) and result[2] == 0:
+            self._empty_maps.add(result[1][1])
+        holders, mapped = self._holders.inodes, self._holders.mapped()
+        closed = [holder for holder, ino in before.items() if holders.get(holder) != ino]
+        if step.op in ("open", "reopen", "dup") and not isinstance(result, str):
+            closed.append(slot_of(step))  # what was in the slot before
+        self._locks_unknown |= mapped & {before.get(holder) for holder in closed}
+        if not isinstance(result, str) and empties(step):
+            self._parted |= self._outlived
+        self._outlived = mapped - self._holders.opened()
+        self._empty_maps &= mapped
+        self._parted |= self._empty_maps & self._outlived
+
     def allows(self, step: Step, tmpfs: Value, mount: Value) -> bool:
-        """Return whether both are the same but for contents that may differ."""
+        """Return whether both are the same but for what may differ."""
+        if step.op in _LOCK_OPS and self._holders.of(step, "slot") in self._locks_unknown:
+            return True
         uncertain = set(self._parted)
         if "slot" not in step.arguments or "path" in step.arguments:
             uncertain |= self._private
         if self._holders.all_of(step) & self._parted:
             return without_contents(tmpfs) == without_contents(mount)
         return veiled(tmpfs, uncertain) == veiled(mount, uncertain)
+
+
+def empties(step: Step) -> bool:
+    """Return whether the step cuts a file to nothing, if it succeeds."""
+    if step.op in ("truncate", "ftruncate"):
+        return not step.arguments["size"]
+    return step.op in ("open", "reopen") and bool(step.arguments["flags"] & os.O_TRUNC)
 
 
 def veiled(value: Value, inodes: set[int]) -> object:
@@ -150,18 +209,19 @@ def without_contents(value: Value) -> object:
 
 
 class Leniency:
-    """Applies the list to one mount. `kind` is its session; `isolated`: it replaces as `Replaced` says."""
+    """Applies the list to one mount. `kind` is its session; `isolated`: it replaces files."""
 
     batch_max = 16  # steps of one process that are carried out without a look at the others
 
     def __init__(self, kind: str, *, isolated: bool = True) -> None:
         self._rules = [rule for rule in ALLOWED if kind in rule.sessions]
         self._isolated = isolated
-        self._replaced: Replaced | None = None
+        self._passes_through = kind in ("kernel", "cluster")
+        self._uncertain: Uncertain
 
     def begin(self, _root: Path, _number_of: NumberOf) -> None:
         """A program begins in an empty directory of the tmpfs. `number_of` numbers its inodes."""
-        self._replaced = Replaced() if self._isolated else None
+        self._uncertain = Uncertain(isolated=self._isolated, passes_through=self._passes_through)
 
     def before(self, _step: Step) -> list[Step]:
         """Return the steps to carry out before this one."""
@@ -173,11 +233,10 @@ class Leniency:
 
     def note(self, step: Step, tmpfs: Value) -> None:
         """A step was carried out, and the tmpfs answered this."""
-        if self._replaced is not None:
-            self._replaced.note(step, tmpfs)
+        self._uncertain.note(step, tmpfs)
 
     def allows(self, step: Step, tmpfs: Value, mount: Value) -> bool:
         """Return whether the list has the difference between these answers."""
         if any(rule.applies(step, tmpfs, mount) for rule in self._rules):
             return True
-        return self._replaced is not None and self._replaced.allows(step, tmpfs, mount)
+        return self._uncertain.allows(step, tmpfs, mount)

@@ -2,7 +2,7 @@
 
 As a program it is the long run, and replays what differed:
 
-    python tests/differential.py --session kernel --steps 200000
+    python tests/differential.py --session kernel --steps 200000 --found DIRECTORY
     python tests/differential.py --session kernel -o isolation=off --replay FILE
 """
 
@@ -14,6 +14,7 @@ import random
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
@@ -27,6 +28,9 @@ from differential_steps import ACTORS, Program, Step, Vocabulary, parse
 
 # These are carried out alone: more than one process goes on behind them, or another program.
 _ALONE = ("fork", "exec", "exit")
+
+
+REPLAY = "to replay it:\n"
 
 
 class Difference(Exception):
@@ -253,9 +257,9 @@ def mounts_of(session: str, options: Sequence[str]) -> Iterator[tuple[list[Path]
         yield [mount.path for mount in mounts], Hosts(len(mounts))
 
 
-def compare(pair: Pair, vocabulary: Vocabulary, seed: int, steps: int) -> None:
-    """Run that many steps of programs drawn from the seed. Raises AssertionError with the shortest program
-    that was found to differ."""
+def reports(pair: Pair, vocabulary: Vocabulary, seed: int, steps: int) -> Iterator[str]:
+    """Run that many steps of programs drawn from the seed. Yields the shortest program found for each that
+    differs."""
     until = pair.steps + steps
     for program in programs(seed, vocabulary):
         if pair.steps >= until:
@@ -266,7 +270,29 @@ def compare(pair: Pair, vocabulary: Vocabulary, seed: int, steps: int) -> None:
             again = difference(pair, program) is not None
             short = shrink(program, lambda one: difference(pair, one)) if again else program
             found = difference(pair, short) or found
-            raise AssertionError(f"seed {seed}:\n{short}\n{found}\nto replay it:\n{saved(short)}")
+            yield f"seed {seed}:\n{short}\n{found}\n{REPLAY}{saved(short)}"
+
+
+def compare(pair: Pair, vocabulary: Vocabulary, seed: int, steps: int) -> None:
+    """The same. Raises AssertionError with the first report."""
+    for report in reports(pair, vocabulary, seed, steps):
+        raise AssertionError(report)
+
+
+def _long_run(pair: Pair, vocabulary: Vocabulary, seed: int, steps: int, found: Path | None) -> int:
+    """Print what differs, or write it into files of a directory and go on. Returns how much differed."""
+    print(f"seed {seed}", flush=True)
+    start = time.monotonic()
+    count = 0
+    for report in reports(pair, vocabulary, seed, steps):
+        count += 1
+        if found is None:
+            print(report)
+            break
+        (found / f"{seed}-{count}").write_text(report)
+    rate = pair.steps / (time.monotonic() - start)
+    print(f"{pair.steps} steps, {rate:.0f} a second, {count or 'no'} differences")
+    return count
 
 
 def main() -> int:
@@ -278,6 +304,7 @@ def main() -> int:
         "--without", default="", help="operations to leave out, by commas, or times"
     )
     parser.add_argument("--replay", type=Path, help="a program that was written down")
+    parser.add_argument("--found", type=Path, help="a directory for what differs; then go on")
     parser.add_argument("-o", dest="options", action="append", default=[], help="mount options")
     given = parser.parse_args()
     without = frozenset(given.without.split(",")) | REFUSED.get(given.session, frozenset())
@@ -289,13 +316,12 @@ def main() -> int:
         Pair(mounts, tmpfs, leniency, times="times" not in without) as pair,
     ):
         if given.replay:
-            found = difference(pair, loaded(given.replay.read_text()))
+            _, _, steps = given.replay.read_text().rpartition(REPLAY)
+            found = difference(pair, loaded(steps))
             print(found or "no difference")
             return found is not None
-        print(f"seed {given.seed}", flush=True)
-        compare(pair, Vocabulary(without), given.seed, given.steps)
-        print(f"{pair.steps} steps without a difference")
-    return 0
+        count = _long_run(pair, Vocabulary(without), given.seed, given.steps, given.found)
+    return bool(count)
 
 
 if __name__ == "__main__":

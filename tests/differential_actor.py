@@ -79,9 +79,9 @@ def _checked(result: int) -> int:
     return result
 
 
-def _status(found: os.stat_result) -> Value:
+def _status(found: os.stat_result, *, nameless: bool = False) -> Value:
     """A stat, marked so that the comparison knows numbers that mean something from those that do not."""
-    size = 0 if stat.S_ISDIR(found.st_mode) else found.st_size
+    size = 0 if stat.S_ISDIR(found.st_mode) or nameless else found.st_size
     owner = (found.st_nlink, found.st_uid, found.st_gid)
     times = (found.st_atime_ns, found.st_mtime_ns, found.st_ctime_ns)
     return ("stat", found.st_ino, found.st_mode, *owner, size, *times)
@@ -99,10 +99,12 @@ def _payload(mark: int, length: int) -> bytes:
 class Map:
     """One mapping; the address stays valid in a forked child."""
 
-    def __init__(self, address: int, length: int, ino: int) -> None:
+    def __init__(self, address: int, length: int, ino: int, size: int) -> None:
+        """`size`: of the file, as far as it is known."""
         self.address = address
         self.length = length
         self.ino = ino
+        self.size = size
 
 
 class Actor:
@@ -187,7 +189,16 @@ class Actor:
         self._put(slot, fd)
         return ("opened", ("ino", os.fstat(fd).st_ino))
 
+    def _is_nameless(self, slot: int) -> bool:
+        """Return whether a descriptor names a file that has no name. What is left of one that nobody has
+        open differs between filesystems."""
+        fd = self._fd(slot)
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        return bool(flags & os.O_PATH) and not os.fstat(fd).st_nlink
+
     def do_reopen(self, slot: int, source: int, flags: int) -> Value:
+        if self._is_nameless(source):
+            return "nameless"
         return self.do_open(slot, f"/proc/self/fd/{self._fd(source)}", flags)
 
     def do_close(self, slot: int) -> Value:
@@ -308,9 +319,9 @@ class Actor:
             _checked(-1)
         if self.maps[where] is not None:
             self.do_munmap(where)
-        ino = os.fstat(self._fd(slot)).st_ino
-        self.maps[where] = Map(address, length, ino)
-        return ("mapped", ("ino", ino))
+        found = os.fstat(self._fd(slot))
+        self.maps[where] = Map(address, length, found.st_ino, found.st_size)
+        return ("mapped", ("ino", found.st_ino), found.st_size)
 
     def do_munmap(self, where: int) -> Value:
         mapping = self._map(where)
@@ -324,10 +335,10 @@ class Actor:
         end = min(offset + length, mapping.length)
         pages = -(-mapping.length // PAGE_BYTES) * PAGE_BYTES
         area = f"{mapping.address:x}-{mapping.address + pages:x}"
-        with contextlib.suppress(OSError):  # it takes a capability
-            size = os.stat(f"/proc/self/map_files/{area}").st_size
-            if offset < -(-size // PAGE_BYTES) * PAGE_BYTES:
-                end = min(end, size)
+        with contextlib.suppress(OSError):  # it takes a capability, and the file may be gone
+            mapping.size = os.stat(f"/proc/self/map_files/{area}").st_size
+        if offset < -(-mapping.size // PAGE_BYTES) * PAGE_BYTES:
+            end = min(end, mapping.size)
         return max(0, end - offset)
 
     def do_load(self, where: int, offset: int, length: int) -> Value:
@@ -399,7 +410,7 @@ class Actor:
         return _status(os.lstat(path))
 
     def do_fstat(self, slot: int) -> Value:
-        return _status(os.fstat(self._fd(slot)))
+        return _status(os.fstat(self._fd(slot)), nameless=self._is_nameless(slot))
 
     def do_access(self, path: str, mode: int) -> Value:
         return os.access(path, mode, effective_ids=True)

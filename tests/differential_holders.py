@@ -1,6 +1,7 @@
 """The files that each process has open in a differential test."""
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from differential_steps import Step
@@ -10,13 +11,20 @@ Holder = tuple[str, int, int]  # "slot" or "map", the process, the number there
 
 
 class Holders:
-    """The descriptors and mappings of each process, with their files. Inodes are numbered as in
-    results."""
+    """The descriptors and mappings of each process, with their files and the flags that they were opened
+    with. Inodes are numbered as in results."""
 
     def __init__(self) -> None:
         self.inodes: dict[Holder, int] = {}
-        self.writers: set[Holder] = set()
+        self.flags: dict[Holder, int] = {}
         self._closed_by_exec: set[Holder] = set()
+
+    @property
+    def writers(self) -> Iterator[Holder]:
+        """What a file can be written through."""
+        for holder, flags in self.flags.items():
+            if flags & os.O_ACCMODE and not flags & os.O_PATH:
+                yield holder
 
     def note(self, step: Step, tmpfs: Value) -> None:
         """Follow what a step opened or closed."""
@@ -37,21 +45,30 @@ class Holders:
             named.add(self.inodes.get(("map", step.actor, step.arguments["where"])))
         return named
 
-    def _hold(self, holder: Holder, ino: int, *, writes: bool, cloexec: bool = False) -> None:
-        self.inodes[holder] = ino
-        (self.writers.add if writes else self.writers.discard)(holder)
+    def opened(self) -> set[int]:
+        """Return the inodes that have a descriptor through which they can be read or written."""
+        return {
+            ino
+            for holder, ino in self.inodes.items()
+            if holder[0] == "slot" and not self.flags[holder] & os.O_PATH
+        }
+
+    def mapped(self) -> set[int]:
+        """Return the inodes that have a mapping."""
+        return {ino for holder, ino in self.inodes.items() if holder[0] == "map"}
+
+    def _hold(self, holder: Holder, ino: int, flags: int, *, cloexec: bool = False) -> None:
+        self.inodes[holder], self.flags[holder] = ino, flags
         (self._closed_by_exec.add if cloexec else self._closed_by_exec.discard)(holder)
 
     def _drop(self, holder: Holder) -> None:
         self.inodes.pop(holder, None)
-        self.writers.discard(holder)
+        self.flags.pop(holder, None)
 
     def _note_open(self, step: Step, result: Value) -> None:
         if isinstance(result, tuple):
             flags = step.arguments["flags"]
-            writes = bool(flags & os.O_ACCMODE) and not flags & os.O_PATH
-            cloexec = bool(flags & os.O_CLOEXEC)
-            self._hold(slot_of(step), result[1][1], writes=writes, cloexec=cloexec)
+            self._hold(slot_of(step), result[1][1], flags, cloexec=bool(flags & os.O_CLOEXEC))
 
     _note_reopen = _note_open
 
@@ -61,13 +78,12 @@ class Holders:
     def _note_dup(self, step: Step, _result: Value) -> None:
         ino, source = self.of(step, "source"), slot_of(step, "source")
         if ino is not None:
-            self._hold(slot_of(step), ino, writes=source in self.writers)
+            self._hold(slot_of(step), ino, self.flags[source])
 
     def _note_mmap(self, step: Step, result: Value) -> None:
         if isinstance(result, tuple):
             where = ("map", step.actor, step.arguments["where"])
-            writes = slot_of(step) in self.writers
-            self._hold(where, result[1][1], writes=writes, cloexec=True)
+            self._hold(where, result[1][1], self.flags[slot_of(step)], cloexec=True)
 
     def _note_munmap(self, step: Step, _result: Value) -> None:
         self._drop(("map", step.actor, step.arguments["where"]))
@@ -78,7 +94,7 @@ class Holders:
             if actor == step.actor:
                 copy = (kind, step.arguments["child"], number)
                 cloexec = holder in self._closed_by_exec
-                self._hold(copy, ino, writes=holder in self.writers, cloexec=cloexec)
+                self._hold(copy, ino, self.flags[holder], cloexec=cloexec)
 
     def _note_exec(self, step: Step, _result: Value) -> None:
         for holder in [one for one in self.inodes if one in self._closed_by_exec]:

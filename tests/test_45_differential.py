@@ -3,7 +3,9 @@
 differences.py lists what may differ. `python tests/differential.py --help` is the long run.
 """
 
+import ctypes
 import fcntl
+import mmap
 import os
 import random
 import struct
@@ -34,6 +36,15 @@ SESSIONS = (*_SESSIONS, CLUSTER)
 PROGRAMS_AT_ONCE = 20
 STEPS = 1_000
 OFD_GETLK = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    *(ctypes.c_int,) * 3,
+    ctypes.c_int64,
+)
 
 
 @pytest.fixture
@@ -101,6 +112,39 @@ def test_map_of_a_file_that_is_emptied_can_still_be_read(
     os.close(os.open(file, os.O_RDONLY | os.O_TRUNC))
     assert reader.do("m[:]") == b"content"
     assert file.read_bytes() == b""
+
+
+def _map(fd: int) -> int:
+    """Map a page of a file to share it, without the duplicate that Python's mmap keeps."""
+    address = _libc.mmap(None, mmap.PAGESIZE, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+    assert address not in (None, ctypes.c_void_p(-1).value)
+    return int(address)
+
+
+@pytest.mark.kernel_session("with pyfuse3 the kernel keeps locks and maps")
+def test_flock_ends_with_the_last_descriptor_whatever_is_mapped(folder: Path) -> None:
+    file = folder / "file"
+    file.write_bytes(b"content")
+    with file.open("r+b") as holder, file.open("rb") as other:
+        address = _map(holder.fileno())
+        fcntl.flock(holder, fcntl.LOCK_EX)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        holder.close()
+        fcntl.flock(other, fcntl.LOCK_EX)  # nobody unlocks it
+    _libc.munmap(address, mmap.PAGESIZE)
+
+
+@pytest.mark.kernel_session("with pyfuse3 maps are the kernel's")
+def test_map_without_a_descriptor_keeps_its_extent(folder: Path) -> None:
+    file = folder / "file"
+    file.write_bytes(b"content")
+    with file.open("rb") as opened:
+        address = _map(opened.fileno())
+    os.truncate(file, 0)
+    file.write_bytes(b"another")
+    assert ctypes.string_at(address, 7) == b"content"
+    _libc.munmap(address, mmap.PAGESIZE)
 
 
 def test_two_directories_of_a_tmpfs_do_not_differ(reference: Path) -> None:
