@@ -130,7 +130,7 @@ class Uncertain:
                 if ino is not None and self._holders.flags[slot_of(step)] & os.O_APPEND:
                     self._parted.add(ino)
         self._private &= set(self._holders.inodes.values())
-        if step.op in ("truncate", "rename", "link"):
+        if step.op in ("truncate", "rename", "link", "link_fd"):
             self._parted |= self._private
 
     def _note_open(self, step: Step, ino: int) -> None:
@@ -162,7 +162,7 @@ class Uncertain:
         if step.op in _LOCK_OPS and self._holders.of(step, "slot") in self._locks_unknown:
             return True
         uncertain = set(self._parted)
-        if "slot" not in step.arguments or "path" in step.arguments:
+        if "slot" not in step.arguments or step.arguments.keys() & {"path", "new"}:
             uncertain |= self._private
         if self._holders.all_of(step) & self._parted:
             return without_contents(tmpfs) == without_contents(mount)
