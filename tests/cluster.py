@@ -1,12 +1,12 @@
 """Clusters for tests, with skips where it cannot run and logs of what failed."""
 
 import os
-import shutil
 from types import TracebackType
 from typing import Any, cast
 
 import mountpoint
 import pytest
+from etcd_server import need_etcd
 from harness import cluster as _cluster
 from harness.cluster import MIB, Plan
 from harness.daemons import Daemon
@@ -40,9 +40,7 @@ def counters(mount: ClusterMount) -> dict[str, Any]:
 
 def need_cluster() -> None:
     """Skip the test where no cluster can run."""
-    for program in ("etcd", "etcdctl"):
-        if shutil.which(program) is None:
-            pytest.skip(f"{program} is not installed (etcd-server, etcd-client)")
+    need_etcd()
     if not os.path.exists("/dev/fuse"):
         pytest.skip("no /dev/fuse on this machine")
 

@@ -11,26 +11,12 @@ import tempfile
 from itertools import count
 from pathlib import Path
 
-import pytest
-from etcd_server import EtcdServer
+from etcd_server import need_etcd, shared_etcd
 from mountpoint import Mount, eventually, run_checked
 
 CLUSTER = "cluster"
 
 _numbers = count()
-_etcd: list[EtcdServer] = []
-
-
-def _shared_etcd() -> EtcdServer:
-    if not _etcd:
-        _etcd.append(EtcdServer())
-        _etcd[0].__enter__()
-    return _etcd[0]
-
-
-def end_etcd() -> None:
-    while _etcd:
-        _etcd.pop().close()
 
 
 class OneNodeMount(Mount):
@@ -38,15 +24,14 @@ class OneNodeMount(Mount):
     host than the node, so that contents really travel."""
 
     def __init__(self, arguments: tuple[str, ...] = (), store_size: str | None = None) -> None:
-        if shutil.which("etcd") is None:
-            pytest.skip("etcd is not installed (etcd-server)")
+        need_etcd()
         super().__init__("kernel", arguments=arguments, store_size=store_size)
         self._directory = Path(tempfile.mkdtemp(prefix="test-irdmafs-node-", dir="/dev/shm"))
         self._node: subprocess.Popen[bytes] | None = None
         self._name = name = f"test{os.getpid()}-{next(_numbers)}"
         run_checked(
             *(sys.executable, "-m", "irdmafs", "cluster", "init", "--no-tls"),
-            *("--etcd", _shared_etcd().endpoint, "--name", name, "--out", self._directory),
+            *("--etcd", shared_etcd().endpoint, "--name", name, "--out", self._directory),
             *("--replicas", "1", "--buckets", "8", "--lease-ttl", "3"),
         )
         self._config = self._directory / "cluster.toml"
@@ -71,7 +56,7 @@ class OneNodeMount(Mount):
         assert self._node is not None
         self._node.send_signal(signal.SIGKILL)
         self._node.wait()
-        etcd = _shared_etcd()
+        etcd = shared_etcd()
         found = json.loads(etcd.ctl("get", "--prefix", f"/irdmafs/{self._name}/n", "-w", "json"))
         for pair in found["kvs"]:
             etcd.ctl("lease", "revoke", f"{pair['lease']:x}")

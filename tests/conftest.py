@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cluster_mount import CLUSTER, OneNodeMount, end_etcd
+from cluster_mount import CLUSTER, OneNodeMount
+from etcd_server import end_shared_etcd
 from mountpoint import PLAIN, Mount, PlainMount, living
 from processes import Process
 
@@ -132,7 +133,7 @@ def _end_idle_processes() -> Iterator[None]:
     yield
     while _idle_processes:
         _idle_processes.pop().close()
-    end_etcd()
+    end_shared_etcd()
 
 
 @pytest.fixture(autouse=True)

@@ -156,7 +156,7 @@ class Faults:
         if len(members) < 3 or any(member.name in self._hurt for member in members):
             return
         leader = self._random.random() < 0.5
-        member = self._cluster.etcd.leader() if leader else self._random.choice(members)
+        member = members[self._cluster.etcd.leader()] if leader else self._random.choice(members)
         member.kill9()
         what = member.name + (", the leader" if leader else "")
         self._begin("kill etcd", [member], self._any_duration_s(), member.start, what)

@@ -2,7 +2,6 @@
 
 import functools
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -28,12 +27,7 @@ class SecureEtcd(EtcdServer):
     """etcd with the certificates that the command made in a directory."""
 
     def __init__(self, directory: Path) -> None:
-        super().__init__()
-        self.ca_file = str(directory / "ca.pem")
-        self.cert_file = str(directory / "admin.pem")
-        self.key_file = str(directory / "admin.key")
-        for kind in ("pem", "key"):
-            shutil.copy(directory / f"etcd.{kind}", self.directory / f"server.{kind}")
+        super().__init__(credentials=directory)
 
 
 class SecureCluster:

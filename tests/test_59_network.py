@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from cluster import need_network
-from harness.cluster import Cluster, Plan, sweep
+from harness.cluster import Cluster, Plan
 from harness.network import NETNS_DIRECTORY, Host, Loopback, Network
+from harness.scratch import sweep
 
 PORT = 5000
 ECHO = """

@@ -135,7 +135,7 @@ def test_what_is_revoked_stays_so_when_etcd_forgets_it(made: Cluster) -> None:
     made.irdmafs("cluster", "revoke", "w3", "--cluster", made.config)
     eventually(lambda: "'w3' is revoked" in made.nodes[0].log_tail(), "the node knows")
     key = f"/irdmafs/default/K{identity.serial}"
-    made.etcd.control("del", key)
+    made.etcd.ctl("del", key)
     credentials = Credentials(
         *(str(made.config_directory / name) for name in ("ca.pem", "mount-w3.pem", "mount-w3.key"))
     )

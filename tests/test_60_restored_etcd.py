@@ -37,7 +37,7 @@ def data_of(cluster: Cluster) -> Path:
 def backup(cluster: Cluster) -> Path:
     """`etcdctl snapshot save`."""
     path = cluster.directory / "backup.db"
-    cluster.etcd.control("snapshot", "save", str(path))
+    cluster.etcd.ctl("snapshot", "save", str(path))
     return path
 
 

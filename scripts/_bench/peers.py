@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import click
 from harness.cluster import Cluster, Plan
 from harness.network import make_network
+from harness.scratch import scratch_directory
 
 from . import files
 from .command import SETTINGS, Size, asserting, json_file, measuring, say, turned, wide_console
@@ -75,9 +75,9 @@ def start_irdmafs(stack: contextlib.ExitStack, scale: Scale) -> System:
 def start_gluster(stack: contextlib.ExitStack, scale: Scale) -> System:
     network = stack.enter_context(make_network(True))
     hosts = network.add_hosts(["server0", "server1", "client0", "client1"])
-    parent = tempfile.mkdtemp(prefix=f"irdmafs-cluster-{os.getpid()}-", dir="/dev/shm")
+    parent = scratch_directory()
     stack.callback(shutil.rmtree, parent, ignore_errors=True)
-    gluster = Gluster(hosts[:2], hosts[2:], Path(parent) / "gluster", scale.room)
+    gluster = Gluster(hosts[:2], hosts[2:], parent / "gluster", scale.room)
     stack.enter_context(gluster)
     return System("gluster", *gluster.mounts)
 

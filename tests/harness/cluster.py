@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
-import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Container, Mapping
@@ -22,12 +20,12 @@ from irdmafs.backend.records import GroupConfig, NodeAddress, decode
 
 from .daemons import Daemon
 from .etcd import Etcd
-from .network import CommandFailed, Host, Network, make_network, run
+from .network import CommandFailed, Host, Network, make_network
 from .parts import ClusterMount, StoreNode, run_irdmafs, write_toml
+from .scratch import scratch_directory, sweep
 
 MIB = 1 << 20
 CLUSTER_NAME = "default"
-_DIRECTORY = re.compile(r"irdmafs-cluster-(\d+)-.*")
 
 Part = TypeVar("Part", bound=Daemon)
 
@@ -66,11 +64,7 @@ class Cluster:
         self.timings_s: dict[str, float] = {}
         sweep()
         self.network: Network = make_network(plan.namespaces)
-        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        self.directory = Path(
-            tempfile.mkdtemp(prefix=f"irdmafs-cluster-{os.getpid()}-", dir=memory)
-        )
-        self.directory.chmod(0o755)
+        self.directory = scratch_directory()
         self.config_directory = self.directory / "config"
         try:
             self.admin, *members = self.network.add_hosts(
@@ -316,31 +310,3 @@ class Cluster:
         _traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def sweep() -> None:
-    """Take away the processes, mounts and directories of clusters whose makers were killed."""
-    parent = Path("/dev/shm")
-    if not parent.is_dir():
-        return
-    for path in parent.glob("irdmafs-cluster-*"):
-        match = _DIRECTORY.fullmatch(path.name)
-        if match is None or Path(f"/proc/{match[1]}").exists():
-            continue
-        _kill_users_of(path)
-        with open("/proc/self/mounts") as mounts:
-            points = [line.split()[1] for line in mounts]
-        for point in points:
-            if point.startswith(f"{path}/"):
-                run("umount", "-l", point, check=False)
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _kill_users_of(directory: Path) -> None:
-    """Kill the processes whose command line names something below a directory."""
-    needle = os.fsencode(directory) + b"/"
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            with contextlib.suppress(OSError):
-                if needle in (entry / "cmdline").read_bytes():
-                    os.kill(int(entry.name), signal.SIGKILL)

@@ -1,16 +1,18 @@
-"""etcd members on the hosts of a network."""
+"""etcd members on the hosts of a network, or on this machine alone."""
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
+import random
 import shutil
-import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from irdmafs.cluster_admin import etcd_arguments
 
@@ -30,12 +32,29 @@ ALONE_ELECTION_MS = 100
 KEPT_REVISIONS = 5000
 
 
-def _listens(pid: int, host: Host, port: int) -> bool:
+def free_port(address: str = "127.0.0.1") -> int:
+    """A port below those that the kernel gives to outgoing connections, so that it stays free while
+    a server that was killed is not running."""
+    for _ in range(1000):
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((address, port))
+            return port
+    raise AssertionError("no free port")
+
+
+def missing_programs() -> str:
+    """Why no etcd can run on this machine; empty if it can."""
+    missing = [name for name in ("etcd", "etcdctl") if shutil.which(name) is None]
+    return f"{missing[0]} is not installed (etcd-server, etcd-client)" if missing else ""
+
+
+def _listens(member: Daemon, port: int) -> bool:
     # The process sees its host's sockets, which nobody outside can connect to.
-    address = int.from_bytes(socket.inet_aton(host.address), sys.byteorder)
+    address = int.from_bytes(socket.inet_aton(member.host.address), sys.byteorder)
     wanted = [f"{address:08X}:{port:04X}", "00000000:0000", "0A"]
     try:
-        with open(f"/proc/{pid}/net/tcp") as sockets:
+        with open(f"/proc/{member.pid}/net/tcp") as sockets:
             return any(line.split()[1:4] == wanted for line in sockets)
     except OSError:  # it has just ended
         return False
@@ -43,120 +62,146 @@ def _listens(pid: int, host: Host, port: int) -> bool:
 
 class Etcd:
     """A cluster of etcd members, one on each of `hosts`, with its data below `directory`. With
-    `credentials`, the directory that `irdmafs cluster init --prepare` fills before they start, they speak
-    TLS to members of the cluster only."""
+    `credentials`, a directory such as `irdmafs cluster init --prepare` fills, they speak TLS to members of
+    the cluster only. `user` is "name:password", once they ask for one. Members go by their numbers."""
+
+    user = ""
 
     def __init__(
-        self, hosts: Sequence[Host], directory: Path, credentials: Path | None = None
+        self,
+        hosts: Sequence[Host],
+        directory: Path,
+        credentials: Path | None = None,
+        arguments: Sequence[str] = (),
     ) -> None:
+        self.directory = directory
         self._credentials = credentials
         self._scheme = "http" if credentials is None else "https"
-        self._private = bool(hosts[0].launcher)
-        self._ports = [self._choose_ports(host) for host in hosts]
+        self._arguments = arguments
+        # Without a namespace of its own, a host's address is shared with the rest of the machine.
+        self._ports = [
+            (CLIENT_PORT, PEER_PORT)
+            if host.launcher
+            else (free_port(host.address), free_port(host.address))
+            for host in hosts
+        ]
         self.endpoints = [
             f"{host.address}:{client}" for host, (client, _) in zip(hosts, self._ports, strict=True)
         ]
-        members = ",".join(
+        all_members = ",".join(
             f"{host.name}={self._scheme}://{host.address}:{peer}"
             for host, (_, peer) in zip(hosts, self._ports, strict=True)
         )
         self.members = [
-            self._member(host, ports, members, directory)
+            self._member(host, ports, all_members)
             for host, ports in zip(hosts, self._ports, strict=True)
         ]
 
-    def _choose_ports(self, host: Host) -> tuple[int, int]:
-        if self._private:
-            return CLIENT_PORT, PEER_PORT
-        # The address is shared with the rest of the machine; both ports are held until both are known.
-        first = socket.create_server((host.address, 0))
-        with first, socket.create_server((host.address, 0)) as second:
-            return first.getsockname()[1], second.getsockname()[1]
+    @property
+    def endpoint(self) -> str:
+        """The address of the first member, "host:port"."""
+        return self.endpoints[0]
 
-    def _member(self, host: Host, ports: tuple[int, int], members: str, directory: Path) -> Daemon:
+    def _member(self, host: Host, ports: tuple[int, int], all_members: str) -> Daemon:
         client, peer = (f"{self._scheme}://{host.address}:{port}" for port in ports)
         alone = len(self._ports) == 1
         command = [
             "etcd",
             f"--name={host.name}",
-            f"--data-dir={directory / host.name}",
+            f"--data-dir={self.directory / host.name}",
             f"--listen-client-urls={client}",
             f"--advertise-client-urls={client}",
             f"--listen-peer-urls={peer}",
             f"--initial-advertise-peer-urls={peer}",
-            f"--initial-cluster={members}",
-            f"--initial-cluster-token={directory.name}",
+            f"--initial-cluster={all_members}",
+            f"--initial-cluster-token={self.directory.name}",
             f"--heartbeat-interval={ALONE_HEARTBEAT_MS if alone else HEARTBEAT_MS}",
             f"--election-timeout={ALONE_ELECTION_MS if alone else ELECTION_MS}",
             "--auto-compaction-mode=revision",
             f"--auto-compaction-retention={KEPT_REVISIONS}",
             "--logger=zap",
             "--log-level=warn",
+            *self._arguments,
             *(etcd_arguments(str(self._credentials)) if self._credentials else ()),
         ]
-        return Daemon(host.name, host, command, directory / f"{host.name}.log")
+        return Daemon(host.name, host, command, self.directory / f"{host.name}.log")
 
-    def start(self) -> None:
-        """Raises CommandFailed when it does not come up."""
-        for program in ("etcd", "etcdctl"):
-            if shutil.which(program) is None:
-                raise CommandFailed(f"{program} is not installed (etcd-server, etcd-client)")
-        for member in self.members:
-            member.start()
-        self.wait_ready()
+    # -- starting and ending -------------------------------------------------------------------
 
-    def wait_ready(self, within_s: float = START_TIMEOUT_S) -> None:
-        """Until the members that run answer a linearizable read. Raises CommandFailed."""
+    def _chosen(self, member: int | None) -> Sequence[Daemon]:
+        return self.members if member is None else [self.members[member]]
+
+    def start(self, member: int | None = None) -> None:
+        """Start a member, or all; data of earlier starts is still there. Raises CommandFailed."""
+        if missing := missing_programs():
+            raise CommandFailed(missing)
+        for one in self._chosen(member):
+            one.start()
+        self.wait_ready(member)
+
+    def stop(self, member: int | None = None) -> None:
+        """End a member, or all, in order: they say good-bye to their clients."""
+        for one in self._chosen(member):
+            one.terminate()
+
+    def kill9(self, member: int | None = None) -> None:
+        for one in self._chosen(member):
+            one.kill9()
+
+    def pause(self, member: int | None = None) -> None:
+        """SIGSTOP: a member keeps its connections and answers nothing."""
+        for one in self._chosen(member):
+            one.pause()
+
+    def resume(self, member: int | None = None) -> None:
+        for one in self._chosen(member):
+            one.resume()
+
+    def wait_ready(self, member: int | None = None, within_s: float = START_TIMEOUT_S) -> None:
+        """Wait until a member, or all that run, answer a linearizable read. Raises CommandFailed."""
         deadline = time.monotonic() + within_s
-        # etcdctl waits for a second when it is refused.
-        while time.monotonic() < deadline and not self._all_listen():
-            time.sleep(0.01)
-        while True:
-            try:
-                self.control("get", "health")
-                return
-            except CommandFailed as error:
-                dead = next((m for m in self.members if m.exit_status not in (None, -9)), None)
-                if dead is not None or time.monotonic() > deadline:
-                    log = (dead or self.members[0]).log_tail()
-                    raise CommandFailed(f"etcd does not answer: {error}\n{log}") from None
-            time.sleep(0.02)
+        for number in self._running() if member is None else [member]:
+            one, (port, _) = self.members[number], self._ports[number]
+            while True:
+                try:
+                    # etcdctl waits for a second when it is refused.
+                    if _listens(one, port):
+                        self.ctl("get", "health", member=number)
+                        break
+                    said = f"{one.name} does not listen"
+                except CommandFailed as error:
+                    said = str(error)
+                if not one.alive or time.monotonic() > deadline:
+                    raise CommandFailed(f"etcd does not answer: {said}\n{one.log_tail()}") from None
+                time.sleep(0.01)
 
-    def _all_listen(self) -> bool:
-        """Whether every member that runs accepts connections, or one has ended by itself."""
-        for member, (port, _) in zip(self.members, self._ports, strict=True):
-            if member.exit_status not in (None, -signal.SIGKILL):
-                return True
-            if member.alive and not member.stopped and not _listens(member.pid, member.host, port):
-                return False
-        return True
+    def _running(self) -> Iterable[int]:
+        return [i for i, one in enumerate(self.members) if one.alive and not one.stopped]
 
-    def control(self, *arguments: str) -> str:
-        """etcdctl, from the host of a member that runs. Raises CommandFailed."""
-        running = [
-            (member, endpoint)
-            for member, endpoint in zip(self.members, self.endpoints, strict=True)
-            if member.alive and not member.stopped
-        ]
-        if not running:
+    # -- asking --------------------------------------------------------------------------------
+
+    def ctl(self, *arguments: str, member: int | None = None) -> str:
+        """Run etcdctl on the host of a member, and ask it, or all that run. Raises CommandFailed."""
+        asked = self._running() if member is None else [member]
+        if not asked:
             raise CommandFailed("no etcd member runs")
-        endpoints = ",".join(f"{self._scheme}://{endpoint}" for _, endpoint in running)
-        shown: tuple[str, ...] = ()
+        endpoints = ",".join(f"{self._scheme}://{self.endpoints[number]}" for number in asked)
+        shown: list[str] = []
         if self._credentials is not None:
-            ca, cert, key = (
-                self._credentials / name for name in ("ca.pem", "admin.pem", "admin.key")
-            )
-            shown = (f"--cacert={ca}", f"--cert={cert}", f"--key={key}")
+            names = {"cacert": "ca.pem", "cert": "admin.pem", "key": "admin.key"}
+            shown = [f"--{option}={self._credentials / name}" for option, name in names.items()]
+        if self.user:
+            shown.append(f"--user={self.user}")
         return run(
-            *running[0][0].host.launcher,
+            *self.members[next(iter(asked))].host.launcher,
             *("env", "ETCDCTL_API=3", "etcdctl", f"--endpoints={endpoints}", *shown),
-            *("--command-timeout=3s", "--dial-timeout=1s", *arguments),
+            *("--command-timeout=10s", "--dial-timeout=1s", *arguments),
         )
 
     def get(self, prefix: bytes) -> dict[bytes, bytes]:
         """All keys that begin with `prefix`, without it, and their values."""
         # etcdctl takes keys as text; those asked for here begin with printable characters.
-        answer = json.loads(self.control("get", "--prefix", prefix.decode(), "-w", "json"))
+        answer = json.loads(self.ctl("get", "--prefix", prefix.decode(), "-w", "json"))
         decode = base64.b64decode
         return {
             decode(pair["key"])[len(prefix) :]: decode(pair.get("value", ""))
@@ -166,28 +211,36 @@ class Etcd:
     def count(self, prefix: bytes) -> int:
         """How many keys begin with `prefix`."""
         # The answer's count is of all keys in the range, however few are sent.
-        answer = self.control("get", "--prefix", prefix.decode(), "--limit=1", "-w", "json")
+        answer = self.ctl("get", "--prefix", prefix.decode(), "--limit=1", "-w", "json")
         return int(json.loads(answer).get("count", 0))
 
-    def leader(self) -> Daemon:
-        """The member that leads; waits until there is one. Raises CommandFailed."""
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while True:
-            try:
-                answers = json.loads(self.control("endpoint", "status", "-w", "json"))
-            except CommandFailed:  # a member that was just started may not answer in time
-                if time.monotonic() > deadline:
-                    raise
-                continue
-            for answer in answers:
-                status = answer["Status"]
-                if status.get("leader", 0) == status["header"]["member_id"]:
-                    endpoint = answer["Endpoint"].removeprefix(f"{self._scheme}://")
-                    return self.members[self.endpoints.index(endpoint)]
-            if time.monotonic() > deadline:
-                raise CommandFailed("etcd has no leader")
-            time.sleep(0.05)
+    def _status(self, member: int) -> dict[str, Any]:
+        # A value of 0 is left out of etcdctl's JSON: "leader" is missing while there is none.
+        answer = self.ctl("endpoint", "status", "-w", "json", member=member)
+        status: dict[str, Any] = json.loads(answer)[0]["Status"]
+        return status
 
-    def kill9(self) -> None:
-        for member in self.members:
-            member.kill9()
+    def leader(self) -> int:
+        """The number of the member that leads; waits until there is one. Raises CommandFailed."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            for member in self._running():
+                # A member that was just started may not answer in time.
+                with contextlib.suppress(CommandFailed):
+                    status = self._status(member)
+                    if status.get("leader", 0) == status["header"]["member_id"]:
+                        return member
+            time.sleep(0.05)
+        raise CommandFailed(f"etcd has no leader\n{self.log_tail()}")
+
+    def revision(self, member: int = 0) -> int:
+        return int(self._status(member)["header"]["revision"])
+
+    def compact(self, revision: int | None = None) -> int:
+        """Forget the history before `revision` (default: the newest). Returns it."""
+        revision = self.revision() if revision is None else revision
+        self.ctl("compact", str(revision), "--physical")
+        return revision
+
+    def log_tail(self) -> str:
+        return "\n".join(f"{one.name}:\n{one.log_tail()}" for one in self.members)

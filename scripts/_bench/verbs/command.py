@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import socket
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from typing import Any, NoReturn
 import click
 import trio
 from harness.cluster import Cluster, Plan
+from harness.etcd import free_port
 from irdmafs.backend.placement import replicas_of
 from irdmafs.backend.transport.verbs import devices
 
@@ -70,12 +70,6 @@ QUICK = Scale(
 )
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextlib.contextmanager
 def _grpc(address: str, place: Path, chunk: int) -> Iterator[GrpcEnds]:
     def plan(kept: Path) -> dict[str, Any]:
@@ -103,7 +97,7 @@ def prepared(scale: Scale, parts: Sequence[str]) -> Iterator[Bench]:
     needs_grpc = bool({"alternatives", "cpu"} & set(parts))
     if needs_grpc and importlib.util.find_spec("grpc") is None:
         raise WorkerFailed("grpcio is not installed: scripts/install test verbs bench")
-    metrics_port = _free_port()
+    metrics_port = free_port()
     largest = max(*scale.sizes, *scale.all_sizes, scale.version_bytes)
     # Of each of two workers the version that it keeps, those that come, and those that are being freed.
     room = 5 * largest + 256 * MIB

@@ -1,0 +1,52 @@
+"""Directories in memory, with the mounts in them and the processes that use them, for as long as a run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+
+from .network import run
+
+PARENT = Path("/dev/shm")
+PREFIX = "irdmafs-cluster"
+_DIRECTORY = re.compile(rf"{PREFIX}-(\d+)-.*")
+
+
+def scratch_directory() -> Path:
+    """Make a directory that others can look into. `sweep` removes it if this process is killed."""
+    memory = PARENT if os.access(PARENT, os.W_OK) else None
+    directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}-{os.getpid()}-", dir=memory))
+    directory.chmod(0o755)
+    return directory
+
+
+def sweep() -> None:
+    """Take away the processes, mounts and directories of runs that were killed."""
+    if not PARENT.is_dir():
+        return
+    for path in PARENT.glob(f"{PREFIX}-*"):
+        match = _DIRECTORY.fullmatch(path.name)
+        if match is None or Path(f"/proc/{match[1]}").exists():
+            continue
+        _kill_users_of(path)
+        with open("/proc/self/mounts") as mounts:
+            points = [line.split()[1] for line in mounts]
+        for point in points:
+            if point.startswith(f"{path}/"):
+                run("umount", "-l", point, check=False)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _kill_users_of(directory: Path) -> None:
+    """Kill the processes whose command line names something below a directory."""
+    needle = os.fsencode(directory) + b"/"
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if needle in (entry / "cmdline").read_bytes():
+                    os.kill(int(entry.name), signal.SIGKILL)
