@@ -2,12 +2,11 @@
 
 import os
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
-import mountpoint
+import harness.cluster
 import pytest
 from etcd_server import need_etcd
-from harness import cluster as _cluster
 from harness.cluster import MIB, Plan
 from harness.daemons import Daemon
 from harness.network import CommandFailed, Host, Network, NoNamespaces, make_network
@@ -53,23 +52,8 @@ def need_network() -> Network:
         pytest.skip(f"links cannot be cut: {error}")
 
 
-class _Part:
-    """What conftest knows of a mount, for any process of a cluster: its log is shown when a test fails,
-    and it is killed when a test hangs."""
-
-    def __init__(self, part: Daemon) -> None:
-        self._part = part
-        self.path = part.name
-
-    def log_tail(self) -> str:
-        return self._part.log_tail()
-
-    def abort(self) -> None:
-        self._part.kill9()
-
-
-class Cluster(_cluster.Cluster):
-    """A cluster whose processes conftest looks after. Skips the test where it cannot run.
+class Cluster(harness.cluster.Cluster):
+    """A cluster for a test, which is skipped where it cannot run.
 
     links: they are to be cut or slowed down, so that it takes namespaces."""
 
@@ -77,28 +61,7 @@ class Cluster(_cluster.Cluster):
         need_cluster()
         if links:
             need_network().close()
-        self._known: list[mountpoint.Mount] = []
         super().__init__(plan)
-
-    def __enter__(self) -> "Cluster":
-        super().__enter__()
-        for part in self.parts():
-            self._add(part)
-        return self
-
-    def _add(self, part: Daemon) -> None:
-        self._known.append(cast(mountpoint.Mount, _Part(part)))
-        mountpoint.living.add(self._known[-1])
-
-    def add_node(self) -> StoreNode:
-        node = super().add_node()
-        self._add(node)
-        return node
-
-    def add_mount(self, *arguments: str, **options: Any) -> ClusterMount:
-        mount = super().add_mount(*arguments, **options)
-        self._add(mount)
-        return mount
 
     def __exit__(
         self,
@@ -107,10 +70,6 @@ class Cluster(_cluster.Cluster):
         traceback: TracebackType | None,
     ) -> None:
         if error is not None and not isinstance(error, pytest.skip.Exception):
-            # conftest comes too late for those of a cluster that is the test's own.
+            # conftest comes too late for a cluster that is the test's own.
             print(self.logs())
         super().__exit__(kind, error, traceback)
-
-    def close(self) -> None:
-        mountpoint.living.difference_update(self._known)
-        super().close()

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from cluster_mount import CLUSTER, OneNodeMount
 from etcd_server import end_shared_etcd
+from harness.cluster import living as clusters
 from mountpoint import PLAIN, Mount, PlainMount, living
 from processes import Process
 
@@ -143,9 +144,13 @@ def _abort_mounts_that_hang(request: pytest.FixtureRequest) -> Iterator[None]:
     limit_s = marker.args[0] if marker else float(request.config.getini("timeout") or 120)
 
     def abort() -> None:
-        print(f"aborting {[str(mount.path) for mount in living]}: {limit_s * 0.8} s are over")
+        parts = [part for cluster in clusters for part in cluster.parts()]
+        names = [*(str(mount.path) for mount in living), *(part.name for part in parts)]
+        print(f"aborting {names}: {limit_s * 0.8} s are over")
         for mount in list(living):
             mount.abort()
+        for part in parts:
+            part.kill9()
 
     timer = threading.Timer(limit_s * 0.8, abort)
     timer.daemon = True
@@ -162,4 +167,6 @@ def pytest_runtest_makereport(
     if report.failed:
         for mount in living:
             report.sections.append((f"log of {mount.path}", mount.log_tail()))
+        for cluster in clusters:
+            report.sections.append(("logs of a cluster", cluster.logs()))
     return report

@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from irdmafs.backend.placement import replicas_of
 from irdmafs.backend.records import GroupConfig, NodeAddress, decode
@@ -27,7 +27,8 @@ from .scratch import scratch_directory, sweep
 MIB = 1 << 20
 CLUSTER_NAME = "default"
 
-Part = TypeVar("Part", bound=Daemon)
+# The clusters that run, for whoever has to end or explain them.
+living: set[Cluster] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ class Cluster:
     # -- from nothing to a healthy cluster -----------------------------------------------------
 
     def __enter__(self) -> Self:
+        living.add(self)
         try:
             if self.plan.tls:
                 self._timed("prepare", lambda: self._init("--prepare"))
@@ -293,6 +295,7 @@ class Cluster:
 
     def close(self) -> None:
         """Whatever state it is in. What cannot be taken away is left to `sweep`."""
+        living.discard(self)
         with contextlib.ExitStack() as stack:
             stack.callback(shutil.rmtree, self.directory, ignore_errors=True)
             stack.callback(self.network.close)
