@@ -474,7 +474,7 @@ async def ask_nodes(found: Cluster, config: ClusterConfig) -> None:
         except OSError as error:
             found.notes.append(f"node {node:016x} does not answer: {error.strerror or error}")
 
-    peers = Peers(found.members.address, credentials=credentials, name="status", role="admin")
+    peers = Peers(found.members.address, (), credentials=credentials, name="status", role="admin")
     async with peers, trio.open_nursery() as nursery:
         for node in found.live:
             nursery.start_soon(ask, node, peers)
@@ -486,7 +486,7 @@ async def begin_scrub(
     """Have these nodes look over everything they keep. Returns why some do not. Raises ConfigError."""
     refused: dict[int, str] = {}
     credentials = config.cluster.credentials("admin")
-    peers = Peers(found.members.address, credentials=credentials, name="scrub", role="admin")
+    peers = Peers(found.members.address, (), credentials=credentials, name="scrub", role="admin")
     async with peers:
         for node in nodes:
             try:

@@ -27,25 +27,9 @@ LONG = {
     "irdmafs.backend.overview": 570,
     "irdmafs.backend.remote.store": 880,
     "irdmafs.backend.server.files": 560,
-    "irdmafs.backend.transport.messages": 510,
-    "irdmafs.backend.transport.peers": 580,
-    "irdmafs.backend.transport.server": 530,
 }
 # Modules that import each other, directly or by others.
 CIRCLES: list[set[str]] = [
-    {
-        "irdmafs.backend.transport.verbs.adapter",
-        "irdmafs.backend.transport.verbs.queue",
-        "irdmafs.backend.transport.verbs.staging",
-        "irdmafs.backend.transport.verbs.windows",
-    },
-    {
-        "irdmafs.backend.transport.caller",
-        "irdmafs.backend.transport.link",
-        "irdmafs.backend.transport.peers",
-        "irdmafs.backend.transport.verbs.lanes",
-        "irdmafs.backend.transport.verbs.path",
-    },
     {"_verbs.grpc_ends", "_verbs.worker"},
 ]
 

@@ -27,13 +27,16 @@ from irdmafs.backend.transport import (
     FileRange,
     Target,
     Unreachable,
-    data,
     messages,
-    server,
-    wire,
 )
+from irdmafs.backend.transport.codec import Codec, decode_welcome
+from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.peers import Peers
-from irdmafs.backend.transport.rights import RIGHTS, ROLES, Scope, may
+from irdmafs.backend.transport.rights import ROLES, Scope, may
+from irdmafs.backend.transport.tcp import data, tickets, wire
+from irdmafs.backend.transport.tcp import messages as tcp
+from irdmafs.backend.transport.tcp.serving import TcpServing
+from irdmafs.backend.transport.verbs import messages as verbs
 from irdmafs.backend.transport.verbs.ends import QueueEnd
 from test_53_strangers import connect, data_connection, frame, hello, is_closed, receive_frame
 from test_53_transport import TIMEOUT_S, in_cluster
@@ -41,7 +44,8 @@ from transport_place import MiB, Place, memory, mounted, random_bytes, until
 
 __all__ = ["memory"]
 
-SERVER = "irdmafs.backend.transport.server"
+DOOR = "irdmafs.backend.transport.door"
+CODEC = Codec(mover.messages for mover in all_movers())
 TARGET = Target(1, 1, ())
 TO_NODE, TO_MOUNT = 0, 1
 
@@ -113,7 +117,7 @@ async def on_the_way(
 ) -> AsyncIterator[tuple[Relay, Peers]]:
     """A relay before node 1's port of that kind, and a mount that knows no other way."""
     listener = cluster.nodes[1].listener
-    relay = Relay(listener.data_port if kind == "data" else listener.control_port)
+    relay = Relay(listener.ports["tcp"] if kind == "data" else listener.control_port)
 
     def resolve(node: int) -> NodeAddress | None:
         found = cluster.peers.resolve(node)
@@ -125,11 +129,11 @@ async def on_the_way(
         await nursery.start(relay.serve)
         async with Peers(
             resolve,
+            all_movers(streams=2),
             name="victim",
             role="mount",
             credentials=credentials,
             timeout_s=TIMEOUT_S,
-            streams=2,
         ) as peers:
             yield relay, peers
         nursery.cancel_scope.cancel()
@@ -152,7 +156,7 @@ def attacked(
     in_cluster(memory, test, count, credentials=certificates["node"], mount=mount, **options)
 
 
-def warnings(caplog: pytest.LogCaptureFixture, name: str = SERVER) -> list[str]:
+def warnings(caplog: pytest.LogCaptureFixture, name: str = DOOR) -> list[str]:
     return [
         record.getMessage()
         for record in caplog.records
@@ -237,7 +241,7 @@ def test_a_preamble_that_passed_opens_nothing(
     async def attack(cluster: Place, relay: Relay, peers: Peers) -> None:
         await write(peers, cluster, Extent(1, 0), b"secret")
         preamble = bytes(relay.passages[0].passed[TO_NODE][: wire.PREAMBLE_BYTES])
-        stream = await connect(cluster, "data_port")
+        stream = await connect(cluster, "tcp")
         await stream.send_all(preamble + header(wire.Op.READ, Extent(1, 0), 6))
         assert await is_closed(stream)
         await stream.aclose()
@@ -304,7 +308,7 @@ def test_bytes_that_were_changed_on_the_way_from_a_node_are_not_used(
         )
         with pytest.raises(Unreachable):
             await read(peers, cluster, Extent(1, 0), len(content))
-        assert len(warnings(caplog, "irdmafs.backend.transport.peers")) == 1
+        assert len(warnings(caplog, "irdmafs.backend.transport.tcp.way")) == 1
         relay.change = lambda direction, passage, data: data
         assert await read(peers, cluster, Extent(1, 0), len(content)) == content
 
@@ -370,15 +374,15 @@ REQUESTS: dict[type[messages.Message], messages.Request] = {
         messages.Abort(1, "", EXTENT.content),
         messages.Suspect(1, "", 1, 2),
         messages.Status(1, ""),
-        messages.Tickets(1, "", 1),
-        messages.Rails(1, ""),
+        tcp.Tickets(1, "", 1),
+        verbs.Rails(1, ""),
         messages.Doubt(1, "", EXTENT),
         messages.Digest(1, "", EXTENT),
         messages.Map(1, "", EXTENT),
         messages.Scrub(1, ""),
-        messages.Attach(1, "", END, 0, "rxe0", bytes(16)),
-        messages.Expose(1, "", EXTENT, 0, 10, 0),
-        messages.Reserve(1, "", EXTENT, TARGET, 10, 10, 2, 0),
+        verbs.Attach(1, "", END, 0, "rxe0", bytes(16)),
+        verbs.Expose(1, "", EXTENT, 0, 10, 0),
+        verbs.Reserve(1, "", EXTENT, TARGET, 10, 10, 2, 0),
     )
 }
 
@@ -387,8 +391,8 @@ async def asked(cluster: Place, role: str, request: messages.Request, **more: An
     """The node's answer to a peer of a role."""
     stream = await connect(cluster)
     await stream.send_all(hello(cluster, role=role, **more) + frame(request))
-    messages.decode_welcome(await receive_frame(stream))
-    answer = messages.decode_answer(await receive_frame(stream))
+    decode_welcome(await receive_frame(stream))
+    answer = CODEC.decode_answer(await receive_frame(stream))
     await stream.aclose()
     return answer
 
@@ -398,11 +402,7 @@ def is_denied(answer: Any) -> bool:
 
 
 def test_every_request_is_tried() -> None:
-    assert set(REQUESTS) == {
-        kind
-        for kind in RIGHTS
-        if not isinstance(kind, wire.Op) and issubclass(kind, messages.Request)
-    }
+    assert set(REQUESTS) == {kind for kind in CODEC.rights if issubclass(kind, messages.Request)}
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -411,7 +411,11 @@ def test_a_role_is_refused_what_it_may_not_ask_for(memory: Path, role: str) -> N
         Path(cluster.service(1).directory, f"incoming/{EXTENT.content:x}").write_bytes(b"copy")
         for kind, request in REQUESTS.items():
             answer = await asked(cluster, role, request, session=5)
-            assert is_denied(answer) == (may(role, kind) is Scope.NONE), (role, kind, answer)
+            assert is_denied(answer) == (may(CODEC.rights, role, kind) is Scope.NONE), (
+                role,
+                kind,
+                answer,
+            )
         service = cluster.service(1)
         if role != "mount":
             assert service.aborted == []
@@ -429,12 +433,12 @@ def test_a_mount_is_refused_what_is_of_another_session(
     async def test(cluster: Place) -> None:
         cluster.service(1).owners = {5: b"the key of the victim's session", 6: key}
         for kind, request in REQUESTS.items():
-            if may("mount", kind) is Scope.OWN:
+            if may(CODEC.rights, "mount", kind) is Scope.OWN:
                 assert is_denied(await asked(cluster, "mount", request, session=5, session_key=key))
         assert not cluster.service(1).sealed
         assert not cluster.service(1).aborted
         assert not cluster.service(1).leftovers
-        told = warnings(caplog, "irdmafs.backend.transport.control")
+        told = warnings(caplog, "irdmafs.backend.transport.rights")
         assert len(told) == cluster.nodes[1].listener.counters.denied == 4
 
     in_cluster(memory, test, 1)
@@ -493,15 +497,15 @@ def test_one_peers_tickets_do_not_displace_anothers(memory: Path) -> None:
         for stream in (victim, greedy):
             await stream.send_all(hello(cluster))
             await receive_frame(stream)
-        await victim.send_all(frame(messages.Tickets(1, "", 1)))
+        await victim.send_all(frame(tcp.Tickets(1, "", 1)))
         await receive_frame(victim)
-        listener = cluster.nodes[1].listener
-        [number] = listener._tickets
-        for _ in range(server.TICKETS_OF_ONE_MAX // messages.TICKETS_MAX + 2):
-            await greedy.send_all(frame(messages.Tickets(1, "", messages.TICKETS_MAX)))
+        office = cluster.nodes[1].serving(TcpServing).office
+        [number] = office.pending
+        for _ in range(tickets.TICKETS_OF_ONE_MAX // tcp.TICKETS_MAX + 2):
+            await greedy.send_all(frame(tcp.Tickets(1, "", tcp.TICKETS_MAX)))
             await receive_frame(greedy)
-        assert number in listener._tickets
-        assert len(listener._tickets) == server.TICKETS_OF_ONE_MAX + 1
+        assert number in office.pending
+        assert len(office.pending) == tickets.TICKETS_OF_ONE_MAX + 1
         for stream in (victim, greedy):
             await stream.aclose()
 
@@ -534,15 +538,15 @@ def test_what_a_connection_took_is_free_when_it_has_ended(
 
     async def test(cluster: Place) -> None:
         listener = cluster.nodes[1].listener
-        await until(lambda: not listener._strangers)
+        await until(lambda: not listener.door.strangers)
         gc.collect()
         gc.disable()
         try:
             before = connections()
-            for port in (listener.control_port, listener.data_port):
+            for port in (listener.control_port, listener.ports["tcp"]):
                 for _ in range(10):
                     await trio.to_thread.run_sync(greet, port)
-            await until(lambda: not listener._strangers)
+            await until(lambda: not listener.door.strangers)
             await until(lambda: connections() <= before)
         finally:
             gc.enable()
@@ -554,7 +558,7 @@ def test_who_speaks_another_version_is_told_what_to_do(memory: Path) -> None:
     async def test(cluster: Place) -> None:
         stream = await connect(cluster)
         await stream.send_all(hello(cluster, version=messages.VERSION - 1))
-        refused = messages.decode_welcome(await receive_frame(stream))
+        refused = decode_welcome(await receive_frame(stream))
         assert isinstance(refused, messages.Refused)
         assert refused.for_good
         assert "have the same version of irdmafs on both hosts" in refused.text

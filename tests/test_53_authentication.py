@@ -12,18 +12,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from irdmafs.backend.transport import messages
-from irdmafs.backend.transport.authentication import (
+from irdmafs.backend.transport.codec import Codec
+from irdmafs.backend.transport.complaints import BURST, PER_S, Complaints
+from irdmafs.backend.transport.movers import all_movers
+from irdmafs.backend.transport.rights import ROLES, Scope, may, need
+from irdmafs.backend.transport.session_keys import session_digest
+from irdmafs.backend.transport.tcp.authentication import (
     CODE_BYTES,
     Authentication,
     Forged,
     Ticket,
-    session_digest,
 )
-from irdmafs.backend.transport.channel import AuthenticatedChannel, Patience
-from irdmafs.backend.transport.complaints import BURST, PER_S, Complaints
-from irdmafs.backend.transport.rights import RIGHTS, ROLES, Scope, may, need
-from irdmafs.backend.transport.streams import receive_range, send_range
-from irdmafs.backend.transport.wire import Op
+from irdmafs.backend.transport.tcp.channel import AuthenticatedChannel, Patience
+from irdmafs.backend.transport.tcp.messages import RIGHTS
+from irdmafs.backend.transport.tcp.streams import receive_range, send_range
+from irdmafs.backend.transport.tcp.wire import Op
+from irdmafs.backend.transport.verbs.messages import Reserve
 
 MiB = 1 << 20
 TIMEOUT_S = 20.0
@@ -175,35 +179,44 @@ def test_a_flood_of_complaints_is_cut_short_and_counted(caplog: pytest.LogCaptur
 
 # -- rights --------------------------------------------------------------------------------------
 
+MOVERS = all_movers()
+TABLE = Codec(mover.messages for mover in MOVERS).rights
 HANDSHAKE = {messages.Hello, messages.Welcome, messages.Refused}
-BASES = {messages.Message, messages.Request, messages.Answer}
+BASES = {messages.Message, messages.Request, messages.AboutExtent, messages.Answer}
 
 
 def test_every_message_that_a_peer_may_send_is_in_the_table() -> None:
     kinds = {
         kind
-        for _, kind in inspect.getmembers(messages, inspect.isclass)
+        for mover in MOVERS
+        for module in (messages, inspect.getmodule(mover.messages.check))
+        for _, kind in inspect.getmembers(module, inspect.isclass)
         if issubclass(kind, messages.Message) and not issubclass(kind, messages.Answer)
     }
-    assert kinds - HANDSHAKE - BASES == {kind for kind in RIGHTS if not isinstance(kind, Op)}
-    assert {kind for kind in RIGHTS if isinstance(kind, Op)} == set(Op)
+    assert kinds - HANDSHAKE - BASES == set(TABLE)
+    assert set(RIGHTS) == set(Op)
 
 
 def test_only_mounts_and_nodes_write_and_mounts_only_their_own() -> None:
-    writing = (messages.Put, messages.Reserve, messages.Adopt, messages.Abort, Op.WRITE)
-    for kind in writing:
-        assert may("mount", kind) is Scope.OWN
-        assert may("reader", kind) is may("admin", kind) is Scope.NONE
+    for kind in (messages.Put, Reserve, messages.Adopt, messages.Abort):
+        assert may(TABLE, "mount", kind) is Scope.OWN
+        assert may(TABLE, "reader", kind) is may(TABLE, "admin", kind) is Scope.NONE
+    for op in (Op.WRITE, Op.SPARSE, Op.PART):
+        assert may(RIGHTS, "mount", op) is Scope.OWN
+        assert may(RIGHTS, "reader", op) is may(RIGHTS, "admin", op) is Scope.NONE
     for role in ROLES:
-        assert may(role, messages.Ping) is Scope.ANY
+        assert may(TABLE, role, messages.Ping) is Scope.ANY
 
 
 @pytest.mark.parametrize("role", ["", "king", "etcd", "NODE"])
 def test_a_role_that_is_not_known_has_no_rights(role: str) -> None:
-    for kind in RIGHTS:
+    for kind in TABLE:
         with pytest.raises(PermissionError):
-            need(role, kind)
+            need(TABLE, role, kind)
+    for op in RIGHTS:
+        with pytest.raises(PermissionError):
+            need(RIGHTS, role, op)
 
 
 def test_a_message_that_is_not_in_the_table_is_nobodys_right() -> None:
-    assert may("node", messages.Hello) is Scope.NONE
+    assert may(TABLE, "node", messages.Hello) is Scope.NONE

@@ -26,19 +26,26 @@ from irdmafs.backend.transport import (
     FileRange,
     Target,
     Unreachable,
+    door,
     messages,
-    server,
-    wire,
 )
-from irdmafs.backend.transport.authentication import CODE_BYTES, Authentication, Ticket
+from irdmafs.backend.transport.codec import Codec, decode_welcome
+from irdmafs.backend.transport.frames import HELLO_BYTES_MAX
+from irdmafs.backend.transport.movers import all_movers
+from irdmafs.backend.transport.tcp import messages as tcp
+from irdmafs.backend.transport.tcp import tickets, wire
+from irdmafs.backend.transport.tcp.authentication import CODE_BYTES, Authentication, Ticket
+from irdmafs.backend.transport.tcp.serving import TcpServing
+from irdmafs.backend.transport.verbs import messages as verbs
 from irdmafs.backend.transport.verbs.ends import QueueEnd
 from test_53_transport import TIMEOUT_S, in_cluster
 from transport_place import MiB, Place, memory, mounted, until
 
 __all__ = ["memory"]
 
-LOGGER = "irdmafs.backend.transport.server"
+LOGGER = "irdmafs.backend.transport.door"
 HUGE = 1 << 60
+CODEC = Codec(mover.messages for mover in all_movers())
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +77,11 @@ def frame(message: msgspec.Struct) -> bytes:
     return len(body).to_bytes(4, "big") + body
 
 
-async def connect(cluster: Place, port: str = "control_port") -> trio.SocketStream:
-    return await trio.open_tcp_stream("127.0.0.1", getattr(cluster.nodes[1].listener, port))
+async def connect(cluster: Place, port: str = "control") -> trio.SocketStream:
+    """To a port of node 1: "control", or a mover's."""
+    listener = cluster.nodes[1].listener
+    number = listener.control_port if port == "control" else listener.ports[port]
+    return await trio.open_tcp_stream("127.0.0.1", number)
 
 
 async def introduced(cluster: Place) -> trio.SocketStream:
@@ -79,7 +89,7 @@ async def introduced(cluster: Place) -> trio.SocketStream:
     stream = await connect(cluster)
     await stream.send_all(hello(cluster))
     welcome = await receive_frame(stream)
-    assert isinstance(messages.decode_welcome(welcome), messages.Welcome)
+    assert isinstance(decode_welcome(welcome), messages.Welcome)
     return stream
 
 
@@ -148,10 +158,10 @@ class DataConnection:
 async def with_ticket(cluster: Place) -> DataConnection:
     """One in which nothing was said yet."""
     control = await introduced(cluster)
-    await control.send_all(frame(messages.Tickets(1, "", 1)))
-    answer = messages.decode_answer(await receive_frame(control))
-    assert isinstance(answer, messages.Granted)
-    stream = await connect(cluster, "data_port")
+    await control.send_all(frame(tcp.Tickets(1, "", 1)))
+    answer = CODEC.decode_answer(await receive_frame(control))
+    assert isinstance(answer, tcp.Granted)
+    stream = await connect(cluster, "tcp")
     return DataConnection(control, stream, Ticket.unpack(answer.tickets[0]))
 
 
@@ -181,7 +191,7 @@ class Usage:
 
 async def unchanged(cluster: Place, before: Usage) -> None:
     """The node still serves, and nothing has grown."""
-    await until(lambda: len(cluster.nodes[1].listener._strangers) == 0)
+    await until(lambda: cluster.nodes[1].listener.door.strangers == 0)
     await cluster.peers.device(1).put(Extent(1 << 40, 0), Target(1, 1, ()), b"works")
     await until(lambda: len(os.listdir("/proc/self/fd")) <= before.files + 4)
     after = Usage()
@@ -193,7 +203,7 @@ async def unchanged(cluster: Place, before: Usage) -> None:
 # -- strangers -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("port", ["control_port", "data_port"])
+@pytest.mark.parametrize("port", ["control", "tcp"])
 @pytest.mark.parametrize("secured", [False, True])
 def test_nonsense_from_strangers_is_logged_once_each_and_does_no_harm(
     memory: Path,
@@ -236,7 +246,7 @@ def test_a_long_frame_before_the_hello_is_refused_before_it_is_read(
 ) -> None:
     async def test(cluster: Place) -> None:
         stream = await connect(cluster)
-        await stream.send_all((messages.HELLO_BYTES_MAX + 1).to_bytes(4, "big"))
+        await stream.send_all((HELLO_BYTES_MAX + 1).to_bytes(4, "big"))
         assert await is_closed(stream)
         await stream.aclose()
         assert "a frame of 4097 bytes, 4096 are allowed" in lines(caplog)[0]
@@ -244,13 +254,13 @@ def test_a_long_frame_before_the_hello_is_refused_before_it_is_read(
     in_cluster(memory, test, 1)
 
 
-@pytest.mark.parametrize("port", ["control_port", "data_port"])
+@pytest.mark.parametrize("port", ["control", "tcp"])
 def test_slow_strangers_do_not_keep_members_out(
     memory: Path, monkeypatch: pytest.MonkeyPatch, port: str
 ) -> None:
     async def test(cluster: Place) -> None:
         strangers = []
-        for _ in range(server.STRANGERS_MAX + 50):
+        for _ in range(door.STRANGERS_MAX + 50):
             stream = await connect(cluster, port)
             await stream.send_all(b"\0")
             strangers.append(stream)
@@ -259,25 +269,25 @@ def test_slow_strangers_do_not_keep_members_out(
             Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, 20 * MiB)
         )
         os.close(source)
-        assert 0 < len(cluster.nodes[1].listener._strangers) <= server.STRANGERS_MAX
+        assert 0 < cluster.nodes[1].listener.door.strangers <= door.STRANGERS_MAX
         # The first ones had to go for those who came later.
-        for stream in strangers[: -server.STRANGERS_MAX]:
+        for stream in strangers[: -door.STRANGERS_MAX]:
             assert await is_closed(stream)
         for stream in strangers:
             await stream.aclose()
 
     # Nobody waits until they are cut off.
-    monkeypatch.setattr(server, "HANDSHAKE_S", 60.0)
+    monkeypatch.setattr(door, "HANDSHAKE_S", 60.0)
     in_cluster(memory, test, 1, timeout_s=10.0)
 
 
-@pytest.mark.parametrize("port", ["control_port", "data_port"])
+@pytest.mark.parametrize("port", ["control", "tcp"])
 def test_who_does_not_say_who_it_is_is_cut_off(
     memory: Path, monkeypatch: pytest.MonkeyPatch, port: str
 ) -> None:
     async def test(cluster: Place) -> None:
         strangers = []
-        for _ in range(server.STRANGERS_MAX):
+        for _ in range(door.STRANGERS_MAX):
             stream = await connect(cluster, port)
             await stream.send_all(b"\0")
             strangers.append(stream)
@@ -285,7 +295,7 @@ def test_who_does_not_say_who_it_is_is_cut_off(
             assert await is_closed(stream)
             await stream.aclose()
 
-    monkeypatch.setattr(server, "HANDSHAKE_S", 3.0)
+    monkeypatch.setattr(door, "HANDSHAKE_S", 3.0)
     in_cluster(memory, test, 1)
 
 
@@ -296,7 +306,7 @@ def test_who_does_not_fit_is_told_why(
     async def test(cluster: Place) -> None:
         stream = await connect(cluster)
         await stream.send_all(hello(cluster, **changes))
-        refused = messages.decode_welcome(await receive_frame(stream))
+        refused = decode_welcome(await receive_frame(stream))
         assert isinstance(refused, messages.Refused)
         assert refused.text in lines(caplog)[0]
         assert await is_closed(stream)
@@ -390,8 +400,8 @@ def test_a_ticket_is_good_for_one_connection(
         first = await with_ticket(cluster)
         preamble = first.preamble()
         await first.send(preamble)
-        await until(lambda: not cluster.nodes[1].listener._tickets)
-        second = await connect(cluster, "data_port")
+        await until(lambda: not cluster.nodes[1].serving(TcpServing).office.pending)
+        second = await connect(cluster, "tcp")
         await second.send_all(preamble)
         assert await is_closed(second)
         assert "no valid ticket" in lines(caplog)[0]
@@ -420,7 +430,7 @@ def test_an_invalid_ticket_opens_nothing(
         await connection.aclose()
 
     if what == "expired":
-        monkeypatch.setattr(server, "TICKET_S", -1.0)
+        monkeypatch.setattr(tickets, "TICKET_S", -1.0)
     in_cluster(memory, test, 1)
 
 
@@ -483,14 +493,14 @@ def test_nonsense_from_a_member_costs_it_the_connection_and_nobody_else(
         messages.Abort(5, "", 3),
         messages.Suspect(6, "", 1, 2),
         messages.Status(7, ""),
-        messages.Tickets(8, "", 2),
+        tcp.Tickets(8, "", 2),
         messages.Renewed(9),
-        messages.Attach(10, "", QueueEnd(bytes(16), 0, 5, 6, 1024, 16), 3, "rxe0", bytes(16)),
-        messages.Expose(11, "", extent, 0, 1000, 3),
-        messages.Reserve(12, "", extent, target, 1 << 20, 1 << 18, 13, 3),
-        messages.Rails(14, ""),
-        messages.Release(1),
-        messages.Detach(3),
+        verbs.Attach(10, "", QueueEnd(bytes(16), 0, 5, 6, 1024, 16), 3, "rxe0", bytes(16)),
+        verbs.Expose(11, "", extent, 0, 1000, 3),
+        verbs.Reserve(12, "", extent, target, 1 << 20, 1 << 18, 13, 3),
+        verbs.Rails(14, ""),
+        verbs.Release(1),
+        verbs.Detach(3),
     ]
 
     async def test(cluster: Place) -> None:

@@ -8,15 +8,15 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from irdmafs.backend.transport.authentication import Authentication
-from irdmafs.backend.transport.channel import Channel, Patience
-from irdmafs.backend.transport.streams import (
+from irdmafs.backend.transport.tcp.authentication import Authentication
+from irdmafs.backend.transport.tcp.channel import Channel, Patience
+from irdmafs.backend.transport.tcp.streams import (
     piece_bytes,
     receive_range,
     send_range,
     wait_for_reply,
 )
-from irdmafs.backend.transport.wire import Reply, ReplyKind
+from irdmafs.backend.transport.tcp.wire import Reply, ReplyKind
 
 MiB = 1 << 20
 TIMEOUT_S = 20.0

@@ -23,6 +23,7 @@ __all__ = ["memory"]
 
 # Long enough for a busy machine, short enough to wait for.
 TIMEOUT_S = 2.0
+STREAMS = 4
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +237,7 @@ def test_the_other_messages_reach_the_service(memory: Path) -> None:
         assert cluster.service(1).aborted == [99]
         assert cluster.service(1).suspected == [(5, 2)]
         resolve = cluster.peers.resolve
-        async with Peers(resolve, name="admin", role="admin", timeout_s=TIMEOUT_S) as admin:
+        async with Peers(resolve, (), name="admin", role="admin", timeout_s=TIMEOUT_S) as admin:
             assert await admin.status(1) == {"node": "1", "extents": 0}
 
     in_cluster(memory, test, 1)
@@ -588,7 +589,7 @@ def test_a_cancelled_transfer_ends_at_once_and_leaves_nothing(memory: Path, kind
                 assert not (memory / str(node) / "1.0").exists()
             await peers.ping(1)
             # Threads of trio's cache end by themselves after a while; no new ones are needed.
-            assert threading.active_count() <= threads + peers.streams + 1
+            assert threading.active_count() <= threads + STREAMS + 1
 
     trio.run(main)
 

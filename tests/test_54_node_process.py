@@ -42,8 +42,9 @@ from irdmafs.backend.records import (
 )
 from irdmafs.backend.replica import Replica
 from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable
-from irdmafs.backend.transport.authentication import make_session_key, session_digest
+from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.peers import Peers
+from irdmafs.backend.transport.session_keys import make_session_key, session_digest
 
 __all__ = ["etcd"]
 
@@ -295,6 +296,7 @@ async def writing(place: Place) -> AsyncIterator[Writer]:
         await writer.namespace.ensure_root()
         async with Peers(
             writer.members.address,
+            all_movers(),
             credentials=None,
             name="test",
             role="mount",
@@ -531,7 +533,7 @@ def test_a_node_tells_what_it_is_and_has(place: Place) -> None:
         await writer.ensure_groups()
         await writer.publish(b"name", b"x" * 1000)
         await writer.put(writer.content(), b"pending", writer.layout())
-        async with Peers(writer.members.address, name="admin", role="admin") as admin:
+        async with Peers(writer.members.address, (), name="admin", role="admin") as admin:
             status = await admin.status(node.id)
         assert status["node"] == f"{node.id:016x}"
         assert (status["extents"], status["pending_extents"], status["bytes"]) == (2, 1, 1007)

@@ -98,7 +98,7 @@ def test_an_open_connection_of_a_revoked_certificate_is_cut_by_the_node(made: Cl
     [node] = nodes
 
     async def converse() -> None:
-        peers = Peers(nodes.get, credentials=credentials, name="thief", role="mount")
+        peers = Peers(nodes.get, (), credentials=credentials, name="thief", role="mount")
         async with peers:
             await peers.ping(node)
             await trio.to_thread.run_sync(
@@ -142,7 +142,7 @@ def test_what_is_revoked_stays_so_when_etcd_forgets_it(made: Cluster) -> None:
     nodes = made.live_nodes()
 
     async def ask() -> None:
-        async with Peers(nodes.get, credentials=credentials, name="w3", role="mount") as peers:
+        async with Peers(nodes.get, (), credentials=credentials, name="w3", role="mount") as peers:
             with pytest.raises(OSError, match="its certificate was revoked"):
                 await peers.ping(next(iter(nodes)))
 

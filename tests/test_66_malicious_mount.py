@@ -18,8 +18,9 @@ from irdmafs.backend.placement import group_of
 from irdmafs.backend.records import MountRecord
 from irdmafs.backend.replica import Replica
 from irdmafs.backend.transport import Extent, FileRange, Target
-from irdmafs.backend.transport.authentication import make_session_key, session_digest
+from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.peers import Peers
+from irdmafs.backend.transport.session_keys import make_session_key, session_digest
 from striped import folder
 
 __all__ = ["folder"]
@@ -73,6 +74,7 @@ async def attacking(cluster: Cluster, of_certificate: str = "") -> AsyncIterator
         await nursery.start(attacker.session.run)
         async with Peers(
             attacker.members.address,
+            all_movers(),
             credentials=config.credentials("mount"),
             name="attacker",
             role="mount",

@@ -175,6 +175,7 @@ async def slander(cluster: Cluster) -> None:
     config = ClusterConfig.load(str(cluster.config))
     async with Peers(
         cluster.live_nodes().get,
+        (),
         credentials=config.cluster.credentials("mount"),
         name="liar",
         role="mount",

@@ -15,14 +15,15 @@ import trio
 from cluster import Cluster as WholeCluster
 from cluster import Plan
 from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable
-from irdmafs.backend.transport.messages import Reserve
+from irdmafs.backend.transport.growth import Growth
 from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.verbs import devices, lanes
 from irdmafs.backend.transport.verbs.adapter import Adapter
-from irdmafs.backend.transport.verbs.growth import Growth
+from irdmafs.backend.transport.verbs.messages import Reserve
 from irdmafs.backend.transport.verbs.queue import INLINE_BYTES, Broken, Piece, QueuePair
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 from irdmafs.backend.transport.verbs.regions import Regions
+from irdmafs.backend.transport.verbs.way import VerbsWay
 from irdmafs.backend.transport.verbs.windows import grant
 from rdma import need_address
 from transport_nodes import Node, NodeProcess, serving
@@ -106,8 +107,8 @@ def test_a_written_extent_is_on_every_node_of_the_chain_and_can_be_read(
             os.close(target)
         os.close(source)
         # Nothing of it went over TCP: once from here, once from node to node, and back twice.
-        assert cluster.peers.counters.verbs_bytes == 3 * length
-        assert cluster.nodes[1].peers.counters.verbs_bytes == length
+        assert cluster.peers.counters.moved_bytes["verbs"] == 3 * length
+        assert cluster.nodes[1].peers.counters.moved_bytes["verbs"] == length
         assert cluster.peers.counters.fallbacks == 0
 
     in_cluster(memory, address, test, choice=Choice(threshold_bytes=1))
@@ -137,9 +138,9 @@ def test_what_is_short_goes_over_tcp(memory: Path, address: str) -> None:
         source = cluster.file("source", bytes(64 * KiB))
         device = cluster.peers.device(1)
         await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, 64 * KiB - 1))
-        assert cluster.peers.counters.verbs_bytes == 0
+        assert cluster.peers.counters.moved_bytes["verbs"] == 0
         await device.write(Extent(2, 0), Target(1, 1, ()), FileRange(source, 0, 64 * KiB))
-        assert cluster.peers.counters.verbs_bytes == 64 * KiB
+        assert cluster.peers.counters.moved_bytes["verbs"] == 64 * KiB
         os.close(source)
 
     in_cluster(memory, address, test, 1)
@@ -198,9 +199,10 @@ def test_what_is_handed_on_is_registered_as_what_comes_in_is(memory: Path, addre
         readable = os.open(cluster.memory / "source", os.O_RDONLY)
         options: dict[str, Any] = {"rdma": cluster.rdma, "stages": False}
         async with mounted(memory, timeout_s=TIMEOUT_S, **options) as peers:
-            await peers.remote_device(1).pass_on(
-                Extent(1, 0), Target(1, 1, ()), readable, MiB, Growth(MiB, MiB), lambda: None
-            )
+            await peers.device(1).pass_on(
+                Extent(1, 0), Target(1, 1, ()), FileRange(readable, 0, MiB), Growth(MiB, MiB),
+                lambda: None,
+            )  # fmt: skip
             assert peers.counters.fallbacks == 0
         region = cluster.regions.find(source, 0, MiB, writable=True)
         assert region is not None
@@ -364,7 +366,7 @@ def test_what_cannot_be_registered_goes_over_tcp(memory: Path, address: str) -> 
         assert os.pread(target, len(data) + 1, 0) == data
         assert cluster.have(Extent(1, 0), data) == [1, 2]
         assert cluster.peers.counters.fallbacks == 2
-        assert cluster.peers.counters.verbs_bytes == 0
+        assert cluster.peers.counters.moved_bytes["verbs"] == 0
         os.close(source)
         os.close(target)
 
@@ -388,7 +390,7 @@ def test_a_node_that_may_not_lock_memory_is_written_to_over_tcp(memory: Path, ad
                     Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, MiB)
                 )
                 os.close(source)
-                assert peers.counters.verbs_bytes == 0
+                assert peers.counters.moved_bytes["verbs"] == 0
         assert (memory / "1" / "1.0").read_bytes() == data
 
     with NodeProcess(
@@ -424,9 +426,9 @@ def test_a_broken_queue_pair_costs_no_operation_and_is_replaced(
         assert pairs
         assert cluster.peers.counters.fallbacks + cluster.nodes[1].peers.counters.fallbacks == 2
         await usable_again(cluster.peers, 1)
-        before = cluster.peers.counters.verbs_bytes
+        before = cluster.peers.counters.moved_bytes["verbs"]
         await device.write(Extent(2, 0), Target(1, 1, (2,)), FileRange(source, 0, len(data)))
-        assert cluster.peers.counters.verbs_bytes == before + len(data)
+        assert cluster.peers.counters.moved_bytes["verbs"] == before + len(data)
         os.close(source)
         os.close(target)
 
@@ -437,7 +439,7 @@ def test_a_broken_queue_pair_costs_no_operation_and_is_replaced(
 
 async def usable_again(peers: Peers, node: int, count: int = 1) -> None:
     """Until so many pairs of rails to a node work."""
-    each = peers.link(node)._lanes
+    each = peers.device(node).way(VerbsWay).lanes
     assert each is not None
     await until(lambda: len(each.usable) == count)
 
@@ -476,7 +478,7 @@ def test_a_node_that_is_killed_meanwhile_is_noticed(
                 os.write(source, random_bytes(length))
                 device = peers.device(1)
                 await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, length))
-                assert peers.counters.verbs_bytes == length
+                assert peers.counters.moved_bytes["verbs"] == length
                 killed_while_posting(monkeypatch, node)
                 with pytest.raises(Unreachable):
                     if operation == "read":
@@ -516,7 +518,9 @@ def test_a_writer_that_dies_leaves_nothing_on_the_node(memory: Path, address: st
         service = cluster.service(1)
         source = cluster.file("source", bytes(8 * MiB))
         async with mounted(memory, timeout_s=TIMEOUT_S, rdma=cluster.rdma) as dying:
-            each = await dying.link(1).lanes(8 * MiB)
+            way = dying.device(1).way(VerbsWay)
+            assert await way.reach() is not None
+            each = way.lanes
             assert each is not None
             path = each._lanes[0].path
             assert path is not None

@@ -3,8 +3,8 @@
 import ipaddress
 
 import pytest
-from irdmafs.backend.transport import messages
-from irdmafs.backend.transport.verbs import devices, networks
+from irdmafs.backend.transport.frames import BadMessage
+from irdmafs.backend.transport.verbs import devices, messages, networks
 from irdmafs.backend.transport.verbs.devices import Device, Gid, Obstacle, Port, Route
 from irdmafs.backend.transport.verbs.ends import RAILS_MAX, Rail
 from irdmafs.backend.transport.verbs.rails import OwnRail, find_rails, pair
@@ -161,10 +161,10 @@ def test_what_a_node_says_of_its_rails_is_checked(changes: dict[str, object]) ->
     good = rail("a/1", "10.1.0.1/24")
     messages.check_rails([good] * RAILS_MAX)
     fields = {name: getattr(good, name) for name in good.__struct_fields__}
-    with pytest.raises(messages.BadMessage):
+    with pytest.raises(BadMessage):
         messages.check_rails([Rail(**{**fields, **changes})])
-    with pytest.raises(messages.BadMessage):
+    with pytest.raises(BadMessage):
         messages.check_rails([good] * (RAILS_MAX + 1))
     for number in (-1, messages.QUEUE_PAIRS_MAX):
-        with pytest.raises(messages.BadMessage):
+        with pytest.raises(BadMessage):
             messages.check_pair(number)

@@ -13,14 +13,15 @@ from cluster import Cluster, Plan
 from irdmafs.backend.server.files import Files, Held, Incoming
 from irdmafs.backend.sparse import segments
 from irdmafs.backend.transport import Extent, FileRange, Target
-from irdmafs.backend.transport.messages import Expose, Exposed, Release, Reserve
 from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.rights import Peer
 from irdmafs.backend.transport.verbs import devices
 from irdmafs.backend.transport.verbs import lanes as lanes_module
+from irdmafs.backend.transport.verbs.messages import Expose, Exposed, Release, Reserve
 from irdmafs.backend.transport.verbs.path import Path as VerbsPath
 from irdmafs.backend.transport.verbs.queue import Broken, Piece
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
+from irdmafs.backend.transport.verbs.way import VerbsWay
 from rdma import need_address, ports
 from transport_nodes import Node, serving
 from transport_place import MiB, memory, mounted
@@ -147,10 +148,14 @@ class FilesService:
 class Nodes:
     """Two nodes in this process, and two mounts that ask them: one by verbs, one over TCP."""
 
-    def __init__(self, memory: Path, nodes: list[Node], rdma: Rdma, mounts: list[Peers]) -> None:
+    def __init__(
+        self, memory: Path, nodes: list[Node], rdma: Rdma, mounts: list[Peers], gone: set[int]
+    ) -> None:
         self.files: list[Files] = [node.service.files for node in nodes]
         self.listeners = [node.listener for node in nodes]
         self.rdma = rdma
+        # Sessions that the nodes know to be over.
+        self.gone = gone
         self.verbs, self.tcp = mounts
         self.source = os.open(memory / "source", os.O_RDWR | os.O_CREAT)
         self.target = os.open(memory / "target", os.O_RDWR | os.O_CREAT)
@@ -193,6 +198,7 @@ def with_nodes(memory: Path, address: str, test: Any) -> None:
             device = devices.choose(devices.find(), address).device
             rdma = stack.enter_context(Rdma(Choice(device=device)))
             served: list[Node] = []
+            gone: set[int] = set()
             for node in (1, 2):
                 service = FilesService(memory / str(node), node, rdma)
                 stack.enter_context(service.files)
@@ -200,6 +206,7 @@ def with_nodes(memory: Path, address: str, test: Any) -> None:
                     serving(
                         f"{memory}/{node}", node, f"{memory}/addresses", address,
                         service=service, timeout_s=TIMEOUT_S, rdma=rdma,
+                        is_gone=lambda peer: peer.session in gone,
                     )
                 ))  # fmt: skip
             mounts = [
@@ -208,7 +215,7 @@ def with_nodes(memory: Path, address: str, test: Any) -> None:
                 )
                 for each in (rdma, None)
             ]
-            nodes = Nodes(memory, served, rdma, mounts)
+            nodes = Nodes(memory, served, rdma, mounts, gone)
             await test(nodes)
             os.close(nodes.source)
             os.close(nodes.target)
@@ -252,15 +259,16 @@ def test_what_a_node_has_sent_over_tcp_is_not_used_again(
 
 
 async def path_to_first(nodes: Nodes) -> VerbsPath:
-    found = await nodes.verbs.link(1).lanes(MiB)
-    assert found is not None
-    (lane,) = found._lanes
+    way = nodes.verbs.device(1).way(VerbsWay)
+    assert await way.reach() is not None
+    assert way.lanes is not None
+    (lane,) = way.lanes._lanes
     assert lane.path is not None
     return lane.path
 
 
 async def path_to_first_again(nodes: Nodes) -> None:
-    while not (found := await nodes.verbs.link(1).lanes(MiB)) or not found.is_usable:
+    while await nodes.verbs.device(1).way(VerbsWay).reach() is None:
         await trio.sleep(0.05)
 
 
@@ -307,18 +315,18 @@ def test_what_a_peer_was_given_ends_with_its_session(
         (listener, _) = nodes.listeners
         listener.end_rights(SESSION + 1)
         assert await read_window(nodes, path, exposed) == data
-        listener.is_gone = lambda peer: peer.session == SESSION
+        nodes.gone.add(SESSION)
         listener.end_rights()
         assert not nodes.incoming(1), "what it was writing is dropped"
         with pytest.raises(Broken):
             await read_window(nodes, path, exposed)
         # It gets no other way in, until it has another session; TCP asks for no rights in memory.
-        moved = nodes.verbs.counters.verbs_bytes
+        moved = nodes.verbs.counters.moved_bytes["verbs"]
         assert await nodes.read(1) == data
-        assert nodes.verbs.counters.verbs_bytes == moved
-        listener.is_gone = lambda peer: False
+        assert nodes.verbs.counters.moved_bytes["verbs"] == moved
+        nodes.gone.clear()
         await path_to_first_again(nodes)
         assert await nodes.read(1) == data
-        assert nodes.verbs.counters.verbs_bytes == moved + MiB
+        assert nodes.verbs.counters.moved_bytes["verbs"] == moved + MiB
 
     with_nodes(memory, address, test)

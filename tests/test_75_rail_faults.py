@@ -15,14 +15,18 @@ import pytest
 import rdma as rdma_ports
 import trio
 from irdmafs.backend.transport import Extent, FileRange, Target, Unreachable
-from irdmafs.backend.transport.messages import HANDLES_MAX, QUEUE_PAIRS_MAX
+from irdmafs.backend.transport.mover import NotThisWay
+from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.verbs import lanes, networks
 from irdmafs.backend.transport.verbs.lanes import Lanes
-from irdmafs.backend.transport.verbs.queue import NotByVerbs, QueuePair
+from irdmafs.backend.transport.verbs.messages import HANDLES_MAX, QUEUE_PAIRS_MAX
+from irdmafs.backend.transport.verbs.queue import QueuePair
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 from irdmafs.backend.transport.verbs.regions import Regions
+from irdmafs.backend.transport.verbs.serving import VerbsServing
 from irdmafs.backend.transport.verbs.staging import Staging
-from transport_nodes import NodeProcess, serving
+from irdmafs.backend.transport.verbs.way import VerbsWay
+from transport_nodes import Node, NodeProcess, serving
 from transport_place import MiB, Place, memory, mounted, until
 
 __all__ = ["memory"]
@@ -54,11 +58,18 @@ def links() -> Iterator[tuple[str, ...]]:
 class TwoNodes(Place):
     """Nodes 1 and 2, and a mount with adapters of its own."""
 
+    def __init__(
+        self, memory: Path, peers: Peers, nodes: dict[int, Node], rdma: Rdma, of_nodes: Rdma
+    ) -> None:
+        super().__init__(memory, peers, nodes)
+        self.rdma = rdma
+        self.of_nodes = of_nodes
+
     async def lanes(self, node: int = 1, count: int = 2) -> Lanes:
         """Of the mount to a node, when so many pairs of rails work."""
-        found = await self.peers.link(node).lanes(MiB)
-        if found is None:
-            found = self.peers.link(node)._lanes
+        way = self.peers.device(node).way(VerbsWay)
+        await way.reach()
+        found = way.lanes
         assert found is not None
         await until(lambda: len(found.usable) == count)
         return found
@@ -105,7 +116,7 @@ def in_place(
             peers = await stack.enter_async_context(
                 mounted(memory, timeout_s=timeout_s, rdma=of_mount)
             )
-            await test(TwoNodes(memory, peers, nodes))
+            await test(TwoNodes(memory, peers, nodes, of_mount, of_nodes))
 
     trio.run(main)
 
@@ -135,7 +146,7 @@ def when_posted(
 
 
 def goes_through(device: str) -> Callable[[QueuePair], bool]:
-    return lambda pair: pair._adapter.name == device
+    return lambda pair: pair._port.name == device
 
 
 def break_it(pair: QueuePair) -> None:
@@ -176,7 +187,9 @@ def test_there_are_as_many_queue_pairs_as_are_asked_for_and_a_node_bounds_them(
         found = await place.lanes()
         await until(lambda: all(lane.is_usable for lane in found._lanes))
         assert len(found._lanes) == 6
-        (responder,) = (each for each in place.nodes[1].listener._responders if len(each._ends))
+        (responder,) = (
+            each for each in place.nodes[1].serving(VerbsServing).responders if len(each._ends)
+        )
         assert len(responder._ends) == 6
         used = {id(lane.path) for lane in found._lanes}
         assert len(used) == 6
@@ -185,9 +198,6 @@ def test_there_are_as_many_queue_pairs_as_are_asked_for_and_a_node_bounds_them(
         found.control.close("the test ends it")
         # Everything goes with the connection.
         await until(lambda: not responder._ends)
-        for node in place.nodes.values():
-            rdma = node.peers.rdma
-            assert rdma is not None
         await until(lambda: not any(lane.is_usable for lane in found._lanes))
 
     in_place(memory, test, Choice(queue_pairs=3))
@@ -255,9 +265,9 @@ def test_the_last_link_that_goes_down_leaves_tcp_until_it_is_up_again(
         assert not found.is_usable
         set_link("roce0", "up")
         await until(lambda: len(found.usable) == 1)
-        before = counters.verbs_bytes
+        before = counters.moved_bytes["verbs"]
         await place.there_and_back(100, 5 * MiB)
-        assert counters.verbs_bytes == before + 3 * 5 * MiB
+        assert counters.moved_bytes["verbs"] == before + 3 * 5 * MiB
 
     in_place(memory, test, Choice(device="rxe0"))
 
@@ -323,9 +333,7 @@ def test_a_rail_that_was_down_at_first_is_used_when_it_comes_up(
 def test_a_device_that_is_gone_is_left_alone(memory: Path) -> None:
     async def test(place: TwoNodes) -> None:
         found = await place.lanes()
-        rdma = place.peers.rdma
-        assert rdma is not None
-        (adapter,) = (each for each in rdma.adapters if each.name == "rxe0")
+        (adapter,) = (each for each in place.rdma.adapters if each.name == "rxe0")
         # Its port is not there when the kernel tells of something next.
         adapter.port = 200
         set_link("roce0", "down")
@@ -385,7 +393,9 @@ def test_a_queue_pair_that_broke_at_the_node_is_noticed_by_who_uses_it_next(
 
     async def test(place: TwoNodes) -> None:
         found = await place.lanes()
-        (responder,) = (each for each in place.nodes[1].listener._responders if each._ends)
+        (responder,) = (
+            each for each in place.nodes[1].serving(VerbsServing).responders if each._ends
+        )
         first = found._lanes[0]
         path = first.path
         responder._ends[first.number].pair.fail("the node's device broke it")
@@ -414,7 +424,7 @@ def test_a_node_that_is_killed_takes_all_rails_along(
                 os.write(source, bytes(length))
                 device = peers.device(1)
                 await device.write(Extent(1, 0), Target(1, 1, ()), FileRange(source, 0, length))
-                found = peers.link(1)._lanes
+                found = peers.device(1).way(VerbsWay).lanes
                 assert found is not None
                 await until(lambda: len(found.usable) == 2)
                 killed = when_posted(monkeypatch, 1, lambda pair: node.kill())
@@ -448,8 +458,7 @@ def test_memory_that_cannot_be_registered_is_moved_over_tcp_and_the_rails_stay(
 ) -> None:
     async def test(place: TwoNodes) -> None:
         found = await place.lanes()
-        rdma = (place.peers if whose == "caller" else place.nodes[1].peers).rdma
-        assert rdma is not None
+        rdma = place.rdma if whose == "caller" else place.of_nodes
         failing: set[object] = set()
         for adapter in rdma.adapters:
             failing |= {adapter.regions, adapter.staging}
@@ -462,7 +471,7 @@ def test_memory_that_cannot_be_registered_is_moved_over_tcp_and_the_rails_stay(
 
         async def cannot_make(self: Staging) -> None:
             if self in failing:
-                raise NotByVerbs("memory cannot be registered")
+                raise NotThisWay("memory cannot be registered")
             await make(self)
 
         monkeypatch.setattr(Regions, "acquire", cannot_acquire)
@@ -484,9 +493,7 @@ def test_a_window_that_cannot_be_had_makes_it_tcp_and_nothing_stays_in_use(
 ) -> None:
     async def test(place: TwoNodes) -> None:
         await place.lanes()
-        rdma = place.nodes[1].peers.rdma
-        assert rdma is not None
-        library = rdma.adapters[0].library
+        library = place.of_nodes.adapters[0].library
 
         def none(*arguments: Any) -> Any:
             raise OSError(12, "Cannot allocate memory")
@@ -495,7 +502,7 @@ def test_a_window_that_cannot_be_had_makes_it_tcp_and_nothing_stays_in_use(
             patch.setattr(library, "MW", none)
             await place.there_and_back(1, MiB)
         assert place.peers.counters.fallbacks == 3
-        for adapter in rdma.adapters:
+        for adapter in place.of_nodes.adapters:
             assert not any(region.users for region in adapter.regions._regions)
         await place.there_and_back(2, MiB)
         assert place.peers.counters.fallbacks == 3

@@ -12,17 +12,19 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import trio
 from irdmafs.backend.records import NodeAddress
 from irdmafs.backend.security import Credentials
 from irdmafs.backend.sparse import segments
 from irdmafs.backend.transport import Extent, Fenced, Target
+from irdmafs.backend.transport.mover import Mover, Serving
+from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.rights import Peer
 from irdmafs.backend.transport.server import Listener
@@ -175,10 +177,18 @@ def resolver(addresses: str) -> Callable[[int], NodeAddress | None]:
     return resolve
 
 
+S = TypeVar("S", bound=Serving)
+
+
 class Node(NamedTuple):
     service: Any
     listener: Listener
     peers: Peers
+
+    def serving(self, kind: type[S]) -> S:
+        """The node's end of a mover."""
+        (found,) = (each for each in self.listener._serving.values() if isinstance(each, kind))
+        return found
 
 
 @asynccontextmanager
@@ -188,16 +198,22 @@ async def serving(
     addresses: str,
     host: str = "127.0.0.1",
     service: Service[Any] | None = None,
+    *,
+    movers: Sequence[Mover] | None = None,
+    rdma: Rdma | None = None,
+    encrypt_data: bool = False,
+    is_gone: Callable[[Peer], bool] = lambda peer: False,
     **options: Any,
 ) -> AsyncIterator[Node]:
-    """A node in this process, with an ExtentDirectory unless told otherwise; `options` are those that
-    Peers and Listener share."""
+    """A node in this process, with an ExtentDirectory and all movers unless told otherwise; `options` are
+    those that Peers and Listener share."""
     service = service or ExtentDirectory(directory, node)
+    movers = movers or all_movers(rdma, encrypt_data=encrypt_data)
     async with (
-        Peers(resolver(addresses), name=f"{node:x}", role="node", **options) as peers,
-        Listener(service, peers, host, **options) as listener,
+        Peers(resolver(addresses), movers, name=f"{node:x}", role="node", **options) as peers,
+        Listener(service, peers, movers, host, is_gone=is_gone, **options) as listener,
     ):
-        ports = (host, listener.control_port, listener.data_port, directory)
+        ports = (host, listener.control_port, listener.ports["tcp"], directory)
         Path(f"{addresses}/{node:x}.new").write_text(json.dumps(ports))
         os.rename(f"{addresses}/{node:x}.new", f"{addresses}/{node:x}")
         yield Node(service, listener, peers)

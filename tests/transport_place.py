@@ -4,7 +4,7 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 import trio
 from irdmafs.backend.transport import Extent
+from irdmafs.backend.transport.mover import Mover
+from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.peers import Peers
+from irdmafs.backend.transport.verbs.rdma import Rdma
 from transport_nodes import ExtentDirectory, Node, resolver
 
 KiB = 1 << 10
@@ -52,10 +55,20 @@ class Place:
 
 
 @asynccontextmanager
-async def mounted(memory: Path, **options: Any) -> AsyncIterator[Peers]:
-    """A mount's end of the transport; `options` are those of Peers."""
+async def mounted(
+    memory: Path,
+    *,
+    movers: Sequence[Mover] | None = None,
+    rdma: Rdma | None = None,
+    encrypt_data: bool = False,
+    stages: bool = True,
+    **options: Any,
+) -> AsyncIterator[Peers]:
+    """A mount's end of the transport, with all movers unless told otherwise; `options` are those of
+    Peers."""
+    movers = movers or all_movers(rdma, encrypt_data=encrypt_data, stages=stages)
     async with Peers(
-        resolver(f"{memory}/addresses"), name="test", role="mount", **options
+        resolver(f"{memory}/addresses"), movers, name="test", role="mount", **options
     ) as peers:
         yield peers
 

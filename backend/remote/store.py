@@ -40,8 +40,9 @@ from ..replica import Replica
 from ..sparse import allocated_bytes
 from ..store import Watcher
 from ..storedir import lock_directory
-from ..transport.authentication import make_session_key, session_digest
+from ..transport.movers import all_movers
 from ..transport.peers import Peers, patience_s
+from ..transport.session_keys import make_session_key, session_digest
 from ..transport.verbs.devices import local_address
 from ..transport.verbs.rdma import Rdma
 from ..unwrap import first_error, only_error
@@ -250,21 +251,21 @@ class RemoteStore(Pinned):
 
     def _make_peers(self) -> Peers:
         config = self.config
-        peers = Peers(
+        movers = all_movers(
+            self.rdma, streams=config.mount.streams, encrypt_data=config.mount.encrypt_data,
+            stages=True,
+        )  # fmt: skip
+        return Peers(
             self.members.address,
+            movers,
             credentials=config.cluster.credentials(self.role),
             name=f"{config.mount.host}:{os.getpid()}",
             role=self.role,
-            stages=True,
             session=lambda: self.session.number,
             session_key=self.session_key,
-            streams=config.mount.streams,
-            encrypt_data=config.mount.encrypt_data,
             timeout_s=patience_s(self.settings),
-            rdma=self.rdma,
+            is_revoked=self.certificates.is_revoked,
         )
-        peers.is_revoked = self.certificates.is_revoked
-        return peers
 
     def _make_parts(self) -> None:
         self.cluster = Cluster(
@@ -821,7 +822,7 @@ class RemoteStore(Pinned):
         counters.barriers = self.replica.barriers
         counters.round_trips = peers.round_trips
         counters.message_bytes = peers.message_bytes
-        counters.rdma_bytes, counters.rdma_fallbacks = peers.verbs_bytes, peers.fallbacks
+        counters.rdma_bytes, counters.rdma_fallbacks = peers.moved_bytes["verbs"], peers.fallbacks
         rdma = self.rdma.figures()
         counters.rdma_staged_bytes = rdma.staged_bytes
         counters.rdma_registrations = rdma.registrations
@@ -868,7 +869,7 @@ class RemoteStore(Pinned):
                 "published_bytes": self.published_bytes,
                 "node_round_trips": self.peers.counters.round_trips,
                 "rdma": self.rdma.why_not or "on",
-                "rdma_bytes": self.peers.counters.verbs_bytes,
+                "rdma_bytes": self.peers.counters.moved_bytes["verbs"],
                 "rdma_fallbacks": self.peers.counters.fallbacks,
                 "rdma_staged_bytes": rdma.staged_bytes,
                 "rdma_registrations": rdma.registrations,

@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -36,8 +36,11 @@ from ..records import (
     key_of,
 )
 from ..replica import Replica
+from ..transport.mover import Mover
+from ..transport.movers import all_movers
 from ..transport.peers import Peers, patience_s
-from ..transport.server import Listener, Peer
+from ..transport.rights import Peer
+from ..transport.server import Listener
 from ..transport.verbs.rdma import Rdma
 from ..unwrap import only_error
 from .agent import Agent
@@ -167,7 +170,10 @@ class _Node:
         config, files = self._config, self._files
         self._session = Session(self._engine, NODE, address, settings.lease_ttl_s, node=files.node)
         self._members.attach(self._session)
-        async with self._peers(settings) as peers:
+        movers = all_movers(
+            self._rdma, streams=config.node.streams, encrypt_data=config.node.encrypt_data
+        )
+        async with self._peers(settings, movers) as peers:
             self._members.node_changed.append(peers.node_changed)
             self._resync = Resync(
                 files.node, self._engine, self._replica, self._members, self._groups,
@@ -194,24 +200,24 @@ class _Node:
                 files, self._catalog, self._replica, self._members, self._groups, self._session,
                 self._agent.evict, self._figures, self._resync.report_damage, scrub=self._scrub,
             )  # fmt: skip
-            await self._serve(peers, ready)
+            await self._serve(peers, movers, ready)
 
-    async def _serve(self, peers: Peers, ready: Callable[[str], None]) -> None:
+    async def _serve(
+        self, peers: Peers, movers: Sequence[Mover], ready: Callable[[str], None]
+    ) -> None:
         config = self._config
         where = config.listen()
         self._rdma.check(where.advertised)
         self._listener = Listener(
-            self._service, peers, where.bind, where.port,
-            credentials=config.cluster.credentials("node"), encrypt_data=config.node.encrypt_data,
-            rdma=self._rdma,
+            self._service, peers, movers, where.bind, where.port,
+            credentials=config.cluster.credentials("node"), is_gone=self._is_gone,
+            is_revoked=self._certificates.is_revoked,
         )  # fmt: skip
-        self._listener.is_gone = self._is_gone
-        self._listener.is_revoked = peers.is_revoked = self._certificates.is_revoked
         self._certificates.revoked.append(self._listener.cut)
         self._members.session_gone.append(self._listener.end_rights)
         self._members.node_changed.append(lambda node: self._listener.end_rights())
         async with self._listener as listener, self._metrics():
-            await self._register(where.advertised, listener.control_port, listener.data_port)
+            await self._register(where.advertised, listener.control_port, listener.ports)
             for task in (
                 self._resync.run, self._agent.run, self._catalog.run, self._scrub.run,
                 self._tell_space,
@@ -237,26 +243,25 @@ class _Node:
 
     # -- beginning -------------------------------------------------------------------------------
 
-    def _peers(self, settings: Settings) -> Peers:
+    def _peers(self, settings: Settings, movers: Sequence[Mover]) -> Peers:
         config = self._config
         return Peers(
             self._members.address,
+            movers,
             credentials=config.cluster.credentials("node"),
             name=f"{self._files.node:x}",
             role="node",
             session=lambda: self._session.number,
-            streams=config.node.streams,
-            encrypt_data=config.node.encrypt_data,
             timeout_s=patience_s(settings),
-            rdma=self._rdma,
+            is_revoked=self._certificates.is_revoked,
         )
 
-    async def _register(self, address: str, control_port: int, data_port: int) -> None:
+    async def _register(self, address: str, control_port: int, ports: dict[str, int]) -> None:
         node = self._config.node
         await _admit(self._engine, self._files, node.weight, node.labels)
         self._session.record = msgspec.structs.replace(
-            self._with_space(), address=address, control_port=control_port, data_port=data_port,
-            transports=["tcp", "verbs"] if self._rdma.is_usable else ["tcp"],
+            self._with_space(), address=address, control_port=control_port, data_port=ports["tcp"],
+            transports=sorted(ports),
         )  # fmt: skip
         await self._nursery.start(self._session.run)
 

@@ -18,8 +18,8 @@ from ..records import session_of
 from ..replica import Replica
 from ..sparse import segments
 from ..transport import Extent, Fenced, Target, Unreachable
-from ..transport.authentication import session_digest
 from ..transport.rights import Peer
+from ..transport.session_keys import session_digest
 from .catalog import Catalog
 from .files import Files, Held, Incoming
 from .scrub import Scrub

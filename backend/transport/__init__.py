@@ -23,6 +23,7 @@ __all__ = [
     "Memory",
     "Target",
     "Unreachable",
+    "landed_from",
     "nothing_landed",
 ]
 
@@ -33,6 +34,15 @@ Landed: TypeAlias = Callable[[int, int, memoryview | None], None]
 
 def nothing_landed(start: int, length: int, data: memoryview | None) -> None:
     """For who does not want to know."""
+
+
+def landed_from(landed: Landed, begin: int) -> Landed:
+    """Return a function that tells `landed` of bytes whose range begins at `begin` of its own."""
+
+    def land(start: int, length: int, data: memoryview | None) -> None:
+        landed(begin + start, length, data)
+
+    return land
 
 
 class Memory(Enum):

@@ -1,34 +1,35 @@
-"""The caller's end of one control connection."""
+"""The caller's end of one control connection, and who it is that calls."""
 
 import itertools
 import logging
+import socket
 import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import trio
 
+from ..records import NodeAddress
 from ..security import describe_tls_error
 from . import Unreachable
+from .codec import Codec
+from .counters import Counters
+from .frames import BadMessage, Frames
 from .messages import (
     REQUESTS_AT_ONCE,
-    AnyAnswer,
-    AnyRequest,
-    BadMessage,
+    VERSION,
+    Answer,
     Failed,
-    Frames,
+    Hello,
     Message,
     Ping,
     Renewed,
-    decode_answer,
+    Request,
     error_of,
 )
 from .prompt import acquire
-
-if TYPE_CHECKING:
-    from .link import Link
-    from .peers import Peers
 
 log = logging.getLogger(__name__)
 
@@ -41,19 +42,59 @@ ANSWER_LIMIT_S = 300.0
 _PUT_OFF_S = 0.01
 
 
+@dataclass(frozen=True)
+class Caller:
+    """Who asks store nodes, and how. `resolve` tells where a node is (None: it is not registered),
+    `session` the number of this process's session, which `session_key` shows to be its own. `context` is
+    for TLS, None where there are no certificates; `is_revoked` tells whether a node's certificate, by its
+    serial number, is not accepted any more, and `trusted` whose certificates are. A node that is silent
+    for `timeout_s` is given up. `nursery` outlives all connections."""
+
+    name: str
+    role: str
+    resolve: Callable[[int], NodeAddress | None]
+    session: Callable[[], int]
+    session_key: bytes
+    context: ssl.SSLContext | None
+    trusted: str
+    is_revoked: Callable[[str], bool]
+    timeout_s: float
+    codec: Codec
+    counters: Counters
+    nursery: trio.Nursery
+
+    @property
+    def writing_session(self) -> int:
+        """The session that the right to write hangs on; 0: none, as a node's does."""
+        return self.session() if self.role == "mount" else 0
+
+    def hello(self, node: int) -> Hello:
+        return Hello(VERSION, self.role, self.name, self.session(), node, self.session_key)
+
+
+class Ends(NamedTuple):
+    """Between which addresses a control connection is. `there` is as the kernel tells it, `record` what
+    the node is registered with."""
+
+    family: socket.AddressFamily
+    here: str
+    there: tuple[Any, ...]
+    record: NodeAddress
+
+
 class Expected:
     """An answer that is to come."""
 
     def __init__(self, control: "ControlClient", number: int) -> None:
         self._control = control
         self._event = trio.Event()
-        self._answer: AnyAnswer | None = None
+        self._answer: Answer | None = None
         self._why = ""
         self.number = number
         # When it was first seen to be late, if it was.
         self.late_since: float | None = None
 
-    def take(self, answer: AnyAnswer) -> None:
+    def take(self, answer: Answer) -> None:
         self._answer = answer
         self._event.set()
 
@@ -61,7 +102,7 @@ class Expected:
         self._why = why
         self._event.set()
 
-    async def answer(self, group: int = 0) -> AnyAnswer:
+    async def answer(self, group: int = 0) -> Answer:
         """Raises OSError: Unreachable, or what the node answers; `group` is the one that a Fenced is
         about."""
         if self._control.is_open and not self._event.is_set():
@@ -75,14 +116,23 @@ class Expected:
 
 
 class ControlClient:
-    """The caller's end of one control connection, with any number of calls at once."""
+    """The caller's end of one control connection, with any number of calls at once. `silent(why)` is called
+    when the node is given up because it says nothing."""
 
-    def __init__(self, peers: "Peers", link: "Link", frames: Frames) -> None:
-        self._peers = peers
-        self._link = link
-        self.node = link.node
+    def __init__(
+        self,
+        caller: Caller,
+        node: int,
+        frames: Frames,
+        ends: Ends,
+        silent: Callable[[str], None],
+    ) -> None:
+        self._caller = caller
+        self.node = node
+        self.ends = ends
         self._frames = frames
-        self._session = peers.session()
+        self._silent = silent
+        self._session = caller.session()
         self._numbers = itertools.count(1)
         self._waiting: dict[int, Expected] = {}
         self._slots = trio.Semaphore(REQUESTS_AT_ONCE - 2)
@@ -99,14 +149,14 @@ class ControlClient:
         self.is_open = True
 
     def start(self) -> None:
-        self._peers.counters.connections += 1
-        self._peers.nursery.start_soon(self._run)
+        self._caller.counters.connections += 1
+        self._caller.nursery.start_soon(self._run)
 
     def close(self, why: str) -> None:
         if self.is_open:
             self.is_open = False
             self.why = why
-            self._peers.counters.connections -= 1
+            self._caller.counters.connections -= 1
             for expected in self._waiting.values():
                 expected.give_up(why)
             for close in self.closers:
@@ -127,9 +177,9 @@ class ControlClient:
             self._began += 1
             self._wake.set()
 
-    async def ask(self, make: Callable[[int], AnyRequest], group: int = 0) -> AnyAnswer:
+    async def ask(self, make: Callable[[int], Request], group: int = 0) -> Answer:
         """Raises as `Expected.answer`."""
-        counters = self._peers.counters
+        counters = self._caller.counters
         await acquire(self._slots)
         try:
             with self.expecting() as expected:
@@ -175,8 +225,8 @@ class ControlClient:
         finally:
             self._waiting.pop(expected.number, None)
 
-    async def _send(self, request: AnyRequest) -> None:
-        session = self._peers.session()
+    async def _send(self, request: Request) -> None:
+        session = self._caller.session()
         if session != self._session:
             self._session = session
             await self.say(Renewed(session))
@@ -206,7 +256,7 @@ class ControlClient:
 
     async def _receive(self) -> None:
         while True:
-            answer = decode_answer(await self._frames.receive())
+            answer = self._caller.codec.decode_answer(await self._frames.receive())
             self._heard += 1
             expected = self._waiting.get(answer.number)
             if expected is not None:
@@ -214,7 +264,7 @@ class ControlClient:
 
     async def _watch(self) -> None:
         """Ask the node whether it is alive while somebody waits for it, and now and then."""
-        timeout_s = self._peers.timeout_s
+        timeout_s = self._caller.timeout_s
         look_s = timeout_s / _LOOKS
         heard, began = self._heard, self._began
         heard_at = silent_since = trio.current_time()
@@ -231,11 +281,11 @@ class ControlClient:
             heard, began = self._heard, self._began
             if self._is_awaited and now - silent_since >= timeout_s:
                 why = f"it was silent for {timeout_s:g} s"
-                self._link.silent(why)
+                self._silent(why)
                 self.close(why)
                 return
             if now - heard_at >= timeout_s / 4:
-                self._peers.nursery.start_soon(self._ping)
+                self._caller.nursery.start_soon(self._ping)
             self._give_up_late_ones(now)
 
     def _give_up_late_ones(self, now: float) -> None:

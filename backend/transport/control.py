@@ -5,77 +5,50 @@ import logging
 import os
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import trio
 
 from .. import logs
 from . import Extent, Fenced, FileRange, Target
+from .codec import Codec
 from .counters import Counters
+from .frames import BadMessage, Frames
 from .messages import (
     GET_BYTES_MAX,
-    GET_EXTENTS_MAX,
-    HANDLES_MAX,
-    NAME_MAX,
-    PUT_BYTES_MAX,
+    LASTING_MAX,
     REQUESTS_AT_ONCE,
-    TICKETS_MAX,
     Abort,
+    AboutExtent,
     Adopt,
-    AnyAnswer,
-    AnyRequest,
-    Attach,
-    Attached,
-    BadMessage,
+    Answer,
     Contents,
-    Detach,
     Digest,
     Digested,
     Done,
     Doubt,
-    Expose,
-    Exposed,
     Failed,
-    Frames,
     Get,
-    Granted,
     Map,
     Mapped,
-    OneWay,
+    Message,
     Ping,
     Put,
-    Rails,
-    RailsFound,
-    Release,
     Renewed,
     Report,
-    Reserve,
+    Request,
     Scrub,
     Status,
     Suspect,
-    Tickets,
     Verdict,
-    check_end,
-    check_extent,
-    check_numbers,
-    check_pair,
-    check_range,
-    check_reservation,
-    check_target,
-    decode_request,
     failure_of,
 )
+from .mover import Connection, Lasting, Others
 from .prompt import acquire
-from .rights import Peer, Scope, may, need
+from .rights import Peer, Scope, may, need, tell_of_denial
 from .service import Service
-from .verbs.responder import Responder
-
-if TYPE_CHECKING:
-    from .peers import Peers
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _IN_A_ROW = 8
 # Reading more small files than this is left to a thread.
@@ -83,38 +56,38 @@ _READ_AT_ONCE = 16
 
 
 class Control:
-    """`grant(peer, count)` gives tickets for data connections, `give_up(content)` ends what is coming in
-    of a content, `respond(nursery)` serves what is done by verbs."""
+    """`give_up(content)` ends what is coming in of a content; `connect(nursery)` gives who does what the
+    messages of movers ask for."""
 
-    _responder: Responder
+    _connections: dict[type[Message], Connection]
 
     def __init__(
         self,
         frames: Frames,
         peer: Peer,
+        codec: Codec,
         service: Service[Any],
-        peers: "Peers",
+        others: Others,
         counters: Counters,
-        grant: Callable[[Peer, int], list[bytes]],
         give_up: Callable[[int], None],
-        respond: Callable[[trio.Nursery], AbstractContextManager[Responder]],
+        connect: Callable[[trio.Nursery], AbstractContextManager[dict[type[Message], Connection]]],
         *,
         idle_s: float,
         patience_s: float,
     ) -> None:
         self._frames = frames
         self._peer = peer
+        self._codec = codec
         self._service = service
-        self._peers = peers
+        self._others = others
         self._counters = counters
-        self._grant = grant
         self._give_up = give_up
-        self._respond = respond
+        self._connect = connect
         self._idle_s = idle_s
         self._patience_s = patience_s
         self._heard = 0
         # What is being written to is not answered for long.
-        self._slots = trio.Semaphore(REQUESTS_AT_ONCE + HANDLES_MAX)
+        self._slots = trio.Semaphore(REQUESTS_AT_ONCE + LASTING_MAX)
 
     async def run(self) -> None:
         """Until the peer closes the connection or says nothing for `idle_s` or somewhat longer; what is not
@@ -123,7 +96,7 @@ class Control:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch, nursery.cancel_scope)
             try:
-                with self._respond(nursery) as self._responder:
+                with self._connect(nursery) as self._connections:
                     while True:
                         await self._take_request(nursery)
             except Exception as ended:
@@ -145,81 +118,43 @@ class Control:
         if self._frames.has_received and self._heard % _IN_A_ROW == 0:
             # It has sent much at once: the others have their turn, too.
             await trio.lowlevel.checkpoint()
-        request = decode_request(await self._frames.receive())
+        message = self._codec.decode(await self._frames.receive())
         self._heard += 1
-        if isinstance(request, OneWay) and may(self._peer.role, type(request)) is Scope.NONE:
-            raise BadMessage(f"a {self._peer.role} may not send {type(request).__name__}")
-        match request:
-            case Renewed():
-                self._peer.session = request.session
-            case Release():
-                self._responder.release(request.handle)
-            case Detach():
-                self._responder.detach("the peer gave it up", request.pair)
-            case _:
-                self._check(request)
-                await acquire(self._slots)
-                if _is_short(request):
-                    await self._serve(request, nursery.cancel_scope)
-                else:
-                    nursery.start_soon(self._serve, request, nursery.cancel_scope)
+        if not isinstance(message, Request):
+            self._take(message)
+            return
+        self._codec.check(message)
+        await acquire(self._slots)
+        if _is_short(message):
+            await self._serve(message, nursery.cancel_scope)
+        else:
+            nursery.start_soon(self._serve, message, nursery.cancel_scope)
 
-    def _check(self, request: AnyRequest) -> None:
-        """Raises BadMessage for what our own software never sends."""
-        match request:
-            case Put():
-                check_target(request.target)
-                check_extent(request.extent)
-                if len(request.data) > PUT_BYTES_MAX:
-                    raise BadMessage(f"an extent of {len(request.data)} bytes in a message")
-            case Adopt():
-                check_target(request.target)
-                check_extent(request.extent)
-                if len(request.name) > NAME_MAX:
-                    raise BadMessage(f"a file name of {len(request.name)} characters")
-            case Abort():
-                check_numbers(request.content)
-            case Suspect():
-                check_numbers(request.group, request.node)
-            case Get():
-                if len(request.extents) > GET_EXTENTS_MAX or request.limit > PUT_BYTES_MAX:
-                    raise BadMessage("more is asked for than a message can hold")
-                for extent in request.extents:
-                    check_extent(extent)
-            case Tickets():
-                if not 0 < request.count <= TICKETS_MAX:
-                    raise BadMessage(f"{request.count} tickets are asked for")
-            case Attach():
-                check_end(request.end)
-                check_pair(request.pair)
-            case Expose():
-                check_pair(request.pair)
-                check_extent(request.extent)
-                check_range(request.start, request.length)
-            case Doubt() | Digest() | Map():
-                check_extent(request.extent)
-            case Reserve():
-                check_pair(request.pair)
-                check_target(request.target)
-                check_extent(request.extent)
-                check_reservation(request.length, request.piece)
+    def _take(self, message: Message) -> None:
+        """Take a message that has no answer. Raises BadMessage if it is not the peer's right."""
+        kind = type(message)
+        if may(self._codec.rights, self._peer.role, kind) is Scope.NONE:
+            raise BadMessage(f"a {self._peer.role} may not send {kind.__name__}")
+        if isinstance(message, Renewed):
+            self._peer.session = message.session
+        else:
+            self._connections[kind].take(message)
 
-    async def _serve(self, request: AnyRequest, connection: trio.CancelScope) -> None:
+    async def _serve(self, request: Request, connection: trio.CancelScope) -> None:
         self._counters.requests[type(request).__name__.lower()] += 1
         try:
             with logs.request(request.trace):
                 answer = await self._answer(request, request.number, self._do(request))
-                if isinstance(request, Reserve) and isinstance(answer, Exposed):
-                    await self._send(answer, connection)
-                    sealed = self._seal(answer.handle, request.sealed)
-                    answer = await self._answer(request, request.sealed, sealed)
+                while isinstance(answer, Lasting):
+                    await self._send(answer.first, connection)
+                    answer = await self._answer(request, answer.number, answer.then())
             await self._send(answer, connection)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             connection.cancel()
         finally:
             self._slots.release()
 
-    async def _send(self, answer: AnyAnswer, connection: trio.CancelScope) -> None:
+    async def _send(self, answer: Answer, connection: trio.CancelScope) -> None:
         self._frames.put(answer)
         if not self._frames.flush_now():
             with trio.move_on_after(self._patience_s) as sending:
@@ -229,8 +164,8 @@ class Control:
                 connection.cancel()
 
     async def _answer(
-        self, request: AnyRequest, number: int, done: Awaitable[AnyAnswer]
-    ) -> AnyAnswer:
+        self, request: Request, number: int, done: Awaitable[Answer | Lasting]
+    ) -> Answer | Lasting:
         """What is done, or why it failed."""
         try:
             return await done
@@ -247,18 +182,14 @@ class Control:
             log.exception("%s: %s", self._peer, type(request).__name__.lower())
             return Failed(number, errno.EIO, self._service.node, "internal error; see its log")
 
-    async def _seal(self, handle: int, number: int) -> AnyAnswer:
-        await self._responder.seal(handle)
-        return Done(number)
-
-    async def _check_right(self, request: AnyRequest) -> None:
+    async def _check_right(self, request: Request) -> None:
         """Raises OSError EACCES, and what Service.check_owner raises."""
-        if need(self._peer.role, type(request)) is Scope.OWN:
-            assert isinstance(request, (Put, Adopt, Abort, Reserve))
+        if need(self._codec.rights, self._peer.role, type(request)) is Scope.OWN:
+            assert isinstance(request, (AboutExtent, Abort))
             content = request.content if isinstance(request, Abort) else request.extent.content
             await self._service.check_owner(self._peer, self._peer.session, content)
 
-    async def _do(self, request: AnyRequest) -> AnyAnswer:
+    async def _do(self, request: Request) -> Answer | Lasting:
         service, number = self._service, request.number
         await self._check_right(request)
         match request:
@@ -290,23 +221,7 @@ class Control:
                 return Done(number)
             case Status():
                 return Report(number, service.status())
-            case Tickets():
-                return Granted(number, self._grant(self._peer, request.count))
-            case Attach():
-                end = self._responder.attach(request.end, request.pair, request.rail, request.gid)
-                return Attached(number, end)
-            case Rails():
-                return RailsFound(number, self._responder.rails())
-            case Expose():
-                exposed = await self._responder.expose(
-                    request.extent, request.start, request.length, request.pair
-                )
-                return Exposed(number, *exposed)
-            case Reserve():
-                reserved = await self._responder.reserve(
-                    request.extent, request.target, request.length, request.piece, request.pair
-                )
-                return Exposed(number, *reserved)
+        return await self._connections[type(request)].answer(request)
 
     async def _put(self, extent: Extent, target: Target, data: bytes) -> None:
         await self._service.admit(extent, target)
@@ -324,7 +239,7 @@ class Control:
             self._counters.received_bytes += len(data)
 
         async def forward(node: int, rest: Target) -> None:
-            await self._peers.device(node).put(extent, rest, data)
+            await self._others.device(node).put(extent, rest, data)
             self._counters.sent_bytes += len(data)
 
         await _here_and_further(target, store, forward)
@@ -348,7 +263,7 @@ class Control:
 
         async def forward(node: int, rest: Target) -> None:
             size = os.fstat(fd).st_size
-            await self._peers.device(node).write(extent, rest, FileRange(fd, 0, size))
+            await self._others.device(node).write(extent, rest, FileRange(fd, 0, size))
             self._counters.sent_bytes += size
 
         try:
@@ -365,13 +280,7 @@ class Control:
         return data
 
 
-def tell_of_denial(peer: Peer, error: PermissionError) -> None:
-    """Log the first thing that a peer asked for without the right to it."""
-    peer.denials += 1
-    log.log(logging.WARNING if peer.denials == 1 else logging.DEBUG, "%s: %s", peer, error.strerror)
-
-
-def _is_short(request: AnyRequest) -> bool:
+def _is_short(request: Request) -> bool:
     """Whether it waits for nothing, so that a task of its own would cost more than the answer."""
     match request:
         case Ping() | Doubt():

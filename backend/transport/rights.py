@@ -1,41 +1,49 @@
-"""The rights of each kind of peer at a store node, in one table, and who a peer is.
+"""The rights of each kind of peer at a store node, and who a peer is.
 
 A mount writes contents of its own session and no others, a reader none, and an administrator touches no
 content at all. A node hands on what others gave it, so it may write any content; it is trusted with all
-that a group keeps anyway. A role that is not in the table has no rights.
+that a group keeps anyway. A role or a message that is not in the table has no rights. The table has a part
+here, and one beside the messages of each mover.
 """
 
+import enum
 import errno
+import logging
+from collections.abc import Mapping
 from enum import Enum, auto
-from typing import TypeAlias
-
-import trio
+from typing import Any, TypeAlias
 
 from .messages import (
     Abort,
     Adopt,
-    Attach,
-    Detach,
     Digest,
     Doubt,
-    Expose,
     Get,
     Map,
     Message,
     Ping,
     Put,
-    Rails,
-    Release,
     Renewed,
-    Reserve,
     Scrub,
     Status,
     Suspect,
-    Tickets,
 )
-from .wire import Op
 
-__all__ = ["RIGHTS", "ROLES", "Peer", "Scope", "may", "need"]
+__all__ = [
+    "ANY",
+    "NONE",
+    "OWN",
+    "RIGHTS",
+    "ROLES",
+    "Peer",
+    "Row",
+    "Scope",
+    "may",
+    "need",
+    "tell_of_denial",
+]
+
+log = logging.getLogger(__name__)
 
 
 class Scope(Enum):
@@ -47,43 +55,32 @@ class Scope(Enum):
     ANY = auto()
 
 
-# A message on a control connection, or an operation on a data connection.
-Asked: TypeAlias = type[Message] | Op
-
+NONE, OWN, ANY = Scope.NONE, Scope.OWN, Scope.ANY
 ROLES = ("node", "mount", "reader", "admin")
-_NONE, _OWN, _ANY = Scope.NONE, Scope.OWN, Scope.ANY
 
-# In the order of ROLES.
-RIGHTS: dict[Asked, tuple[Scope, Scope, Scope, Scope]] = {
-    Ping: (_ANY, _ANY, _ANY, _ANY),
-    Renewed: (_ANY, _ANY, _ANY, _ANY),
-    Status: (_ANY, _NONE, _NONE, _ANY),
-    Scrub: (_NONE, _NONE, _NONE, _ANY),
+# For each of ROLES, in their order.
+Row: TypeAlias = tuple[Scope, Scope, Scope, Scope]
+# A message on a control connection, or an operation on another one.
+Asked: TypeAlias = type[Message] | enum.IntEnum
+
+RIGHTS: Mapping[type[Message], Row] = {
+    Ping: (ANY, ANY, ANY, ANY),
+    Renewed: (ANY, ANY, ANY, ANY),
+    Status: (ANY, NONE, NONE, ANY),
+    Scrub: (NONE, NONE, NONE, ANY),
     # Reading.
-    Get: (_ANY, _ANY, _ANY, _NONE),
-    Op.READ: (_ANY, _ANY, _ANY, _NONE),
-    Map: (_ANY, _ANY, _ANY, _NONE),
-    Expose: (_ANY, _ANY, _ANY, _NONE),
+    Get: (ANY, ANY, ANY, NONE),
+    Map: (ANY, ANY, ANY, NONE),
     # It has the node look for itself whether its bytes are right.
-    Doubt: (_ANY, _ANY, _ANY, _NONE),
+    Doubt: (ANY, ANY, ANY, NONE),
     # It makes the node read much for little.
-    Digest: (_ANY, _NONE, _NONE, _NONE),
+    Digest: (ANY, NONE, NONE, NONE),
     # Writing.
-    Put: (_ANY, _OWN, _NONE, _NONE),
-    Op.WRITE: (_ANY, _OWN, _NONE, _NONE),
-    Op.SPARSE: (_ANY, _OWN, _NONE, _NONE),
-    Op.PART: (_ANY, _OWN, _NONE, _NONE),
-    Reserve: (_ANY, _OWN, _NONE, _NONE),
-    Adopt: (_NONE, _OWN, _NONE, _NONE),
-    Abort: (_NONE, _OWN, _NONE, _NONE),
+    Put: (ANY, OWN, NONE, NONE),
+    Adopt: (NONE, OWN, NONE, NONE),
+    Abort: (NONE, OWN, NONE, NONE),
     # It asks the node to look for itself whether another one can be reached.
-    Suspect: (_NONE, _ANY, _NONE, _NONE),
-    # Connections of its own, over which the above is done.
-    Tickets: (_ANY, _ANY, _ANY, _NONE),
-    Rails: (_ANY, _ANY, _ANY, _NONE),
-    Attach: (_ANY, _ANY, _ANY, _NONE),
-    Detach: (_ANY, _ANY, _ANY, _NONE),
-    Release: (_ANY, _ANY, _ANY, _NONE),
+    Suspect: (NONE, ANY, NONE, NONE),
 }
 
 
@@ -116,38 +113,33 @@ class Peer:
         self.serial = serial
         # The session that was last found to be its own.
         self.owned = 0
-        # Numbers of tickets that it has not used yet, the oldest first.
-        self.tickets: dict[bytes, None] = {}
-        # The cancel scopes of data connections that wait for a request.
-        self.waiting: set[trio.CancelScope] = set()
-        self.has_left = False
         self.denials = 0
-
-    def leave(self) -> None:
-        """The control connection ended, and all rights with it."""
-        self.has_left = True
-        for scope in self.waiting:
-            scope.cancel()
 
     def __str__(self) -> str:
         return f"{self.role} {self.name!r} at {self.address}"
 
 
-def may(role: str, asked: Asked) -> Scope:
+def may(rights: Mapping[Any, Row], role: str, asked: Asked) -> Scope:
     """Return the scope in which a role may ask for something."""
-    if role not in ROLES or asked not in RIGHTS:
+    if role not in ROLES or asked not in rights:
         return Scope.NONE
-    return RIGHTS[asked][ROLES.index(role)]
+    return rights[asked][ROLES.index(role)]
 
 
-def need(role: str, asked: Asked) -> Scope:
+def need(rights: Mapping[Any, Row], role: str, asked: Asked) -> Scope:
     """As `may`; raises OSError EACCES for what a role may not do at all."""
-    scope = may(role, asked)
+    scope = may(rights, role, asked)
     if scope is Scope.NONE:
         raise PermissionError(errno.EACCES, f"a {role} may not {_verb(asked)}")
     return scope
 
 
+def tell_of_denial(peer: Peer, error: PermissionError) -> None:
+    """Log the first thing that a peer asked for without the right to it."""
+    peer.denials += 1
+    log.log(logging.WARNING if peer.denials == 1 else logging.DEBUG, "%s: %s", peer, error.strerror)
+
+
 def _verb(asked: Asked) -> str:
-    name = asked.name if isinstance(asked, Op) else asked.__name__
+    name = asked.name if isinstance(asked, enum.IntEnum) else asked.__name__
     return f"send {name.lower()} to a store node"

@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 from harness.network import Host, Namespaces
 from irdmafs.backend.transport import Extent, FileRange, Target
+from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.peers import Peers
 from rich.console import Console
 from transport_nodes import NodeProcess, resolver
@@ -48,9 +49,8 @@ class Jobs:
         self._content += 1
         extent = Extent(self._content, 0)
         chain = (2,) if what == "write 2 replicas" else ()
-        async with Peers(
-            resolver(f"{directory}/addresses"), name="bench", role="mount", streams=streams
-        ) as peers:
+        where, movers = resolver(f"{directory}/addresses"), all_movers(streams=streams)
+        async with Peers(where, movers, name="bench", role="mount") as peers:
             device = peers.device(1)
             # Connections are made before the clock runs, as they live longer than one transfer.
             warm_up = FileRange(self._source, 0, min(WARM_UP_BYTES, size))

@@ -3,27 +3,25 @@
 A lane is one queue pair between a rail here and one there. They are set up when the first operation
 asks, and lost ones are tried again every RETRY_S, and when a port of this host comes back; nobody waits for
 that. An operation goes to the lane that would be done with it first; if the lane breaks meanwhile it
-begins again on another one, and raises NotByVerbs when none is left.
+begins again on another one, and raises NotThisWay when none is left.
 """
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
 
 import trio
 
 from .. import Extent, FileRange, Landed, Target, nothing_landed
+from ..caller import ControlClient
 from ..counters import Counters
-from ..messages import QUEUE_PAIRS_MAX, BadMessage, Rails, RailsFound, check_rails
+from ..frames import BadMessage
+from ..growth import Growth
+from ..mover import NotThisWay
 from .ends import Rail
-from .growth import Growth
+from .messages import QUEUE_PAIRS_MAX, Rails, RailsFound, check_rails
 from .path import Path, ask, open_path
-from .queue import NotByVerbs
 from .rails import OwnRail, name_of, pair
 from .rdma import Rdma
-
-if TYPE_CHECKING:
-    from ..caller import ControlClient
 
 log = logging.getLogger(__name__)
 
@@ -69,9 +67,8 @@ class Lanes:
 
     def __init__(
         self,
-        control: "ControlClient",
+        control: ControlClient,
         rdma: Rdma,
-        own_address: str,
         nursery: trio.Nursery,
         patience_s: float,
         counters: Counters,
@@ -80,7 +77,6 @@ class Lanes:
     ) -> None:
         self.control = control
         self._rdma = rdma
-        self._own_address = own_address
         self._nursery = nursery
         self._patience_s = patience_s
         self._counters = counters
@@ -99,6 +95,11 @@ class Lanes:
         return any(lane.is_usable for lane in self._lanes)
 
     @property
+    def mbit_s(self) -> int:
+        """Of all pairs of rails that bytes go over now."""
+        return sum({lane.name: lane.mbit_s for lane in self._lanes if lane.is_usable}.values())
+
+    @property
     def usable(self) -> list[str]:
         """The pairs of rails that bytes go over now."""
         return list(dict.fromkeys(lane.name for lane in self._lanes if lane.is_usable))
@@ -111,7 +112,7 @@ class Lanes:
     # -- moving bytes ----------------------------------------------------------------------------
 
     async def read(self, extent: Extent, start: int, into: FileRange, landed: Landed) -> None:
-        """As Device.read; the file is long enough. Raises OSError, NotByVerbs."""
+        """As Device.read; the file is long enough. Raises OSError, NotThisWay."""
 
         async def read_part(at: int, count: int) -> None:
             def landed_there(begin: int, count: int, data: memoryview | None) -> None:
@@ -126,12 +127,12 @@ class Lanes:
         if len(parts) == 1:
             await read_part(0, into.length)
             return
-        errors: list[OSError | NotByVerbs] = []
+        errors: list[OSError | NotThisWay] = []
 
         async def attempt(at: int, count: int, scope: trio.CancelScope) -> None:
             try:
                 await read_part(at, count)
-            except (OSError, NotByVerbs) as error:
+            except (OSError, NotThisWay) as error:
                 errors.append(error)
                 scope.cancel()
 
@@ -150,7 +151,7 @@ class Lanes:
         passed: Landed = nothing_landed,
     ) -> None:
         """As Device.write. With `growth`, the bytes are still coming into the file. Raises OSError,
-        NotByVerbs."""
+        NotThisWay."""
         await self._move(
             source.length, lambda path: path.write(extent, target, source, growth, passed)
         )
@@ -167,7 +168,7 @@ class Lanes:
             lane.bytes_under_way += length
             try:
                 await move(path)
-            except NotByVerbs as error:
+            except NotThisWay as error:
                 if not path.failure:
                     raise
                 why = str(error)
@@ -178,7 +179,7 @@ class Lanes:
                 return
             finally:
                 lane.bytes_under_way -= length
-        raise NotByVerbs(why)
+        raise NotThisWay(why)
 
     def _shares(self, length: int) -> list[tuple[int, int]]:
         """Where the ranges of a READ begin, and how long they are: one for each rail, by its speed."""
@@ -225,12 +226,12 @@ class Lanes:
     async def _set_up(self) -> None:
         """Have queue pairs between all rails that reach each other."""
         try:
-            own = self._rdma.rails(self._own_address)
+            own = self._rdma.rails(self.control.ends.here)
             answer = await ask(self.control, lambda number: Rails(number, ""))
             if not isinstance(answer, RailsFound):
-                raise NotByVerbs("the node's answer makes no sense")
+                raise NotThisWay("the node's answer makes no sense")
             check_rails(answer.rails)
-        except (OSError, NotByVerbs, BadMessage) as error:
+        except (OSError, NotThisWay, BadMessage) as error:
             self._cannot(_text(error))
             return
         each = self._rdma.choice.queue_pairs
@@ -261,7 +262,7 @@ class Lanes:
                 self.control, adapter, gid_index, lane.other, lane.number,
                 self._nursery, self._patience_s, self._stages,
             )  # fmt: skip
-        except (OSError, NotByVerbs) as error:
+        except (OSError, NotThisWay) as error:
             self._cannot(_text(error), lane)
             return
         lane.path = path

@@ -8,38 +8,34 @@ caller moves the bytes in another way.
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING
 
 import trio
 
 from ...logs import current_request
 from .. import Extent, FileRange, Landed, Memory, Target, Unreachable, nothing_landed
-from ..messages import (
+from ..caller import ControlClient
+from ..frames import BadMessage
+from ..growth import Growth
+from ..messages import Answer, Done, Request
+from ..mover import NotThisWay
+from .adapter import Adapter
+from .ends import Rail
+from .messages import (
     NO_QUEUE_PAIR,
     NOT_BY_VERBS,
     PIECES_MAX,
-    AnyAnswer,
-    AnyRequest,
     Attach,
     Attached,
-    BadMessage,
     Detach,
-    Done,
     Expose,
     Exposed,
     Release,
     Reserve,
     check_end,
 )
-from .adapter import Adapter
-from .ends import Rail
-from .growth import Growth
-from .queue import Broken, NotByVerbs, Piece, QueuePair
+from .queue import Broken, Piece, QueuePair
 from .regions import Region
 from .staging import Remote
-
-if TYPE_CHECKING:
-    from ..caller import ControlClient
 
 _PIECE_BYTES_MAX = 16 << 20
 # A node hands a piece on while it receives the next; each costs both ends a look.
@@ -63,7 +59,7 @@ class Path:
 
     def __init__(
         self,
-        control: "ControlClient",
+        control: ControlClient,
         adapter: Adapter,
         pair: QueuePair,
         number: int,
@@ -92,7 +88,7 @@ class Path:
         into: FileRange,
         landed: Landed = nothing_landed,
     ) -> None:
-        """As Device.read; the file is long enough. Raises OSError, NotByVerbs."""
+        """As Device.read; the file is long enough. Raises OSError, NotThisWay."""
         length = into.length
         async with self._using(into, writable=True) as regions:
             exposed = await self._ask(
@@ -119,7 +115,7 @@ class Path:
         passed: Landed = nothing_landed,
     ) -> None:
         """As Device.write. With `growth`, the bytes are still coming into the file. Raises OSError,
-        NotByVerbs."""
+        NotThisWay."""
         length = source.length
         # What is handed on comes in here, too, by another adapter the next time.
         async with self._using(source, writable=False, is_whole=growth is not None) as regions:
@@ -127,7 +123,7 @@ class Path:
             if region is None:
                 piece = self._adapter.staging.piece_bytes(length)
                 if length > piece * PIECES_MAX:
-                    raise NotByVerbs(f"{length} bytes are too many pieces")
+                    raise NotThisWay(f"{length} bytes are too many pieces")
             else:
                 piece = piece_bytes(length, growth is not None or bool(target.chain))
             with self._control.expecting() as sealed:
@@ -185,7 +181,7 @@ class Path:
         self, file: FileRange, writable: bool, is_whole: bool = False
     ) -> AsyncIterator[list[Region]]:
         """What covers the range: one region, or several of memory that is lent. None at all: to go through
-        the slots of `staging`. Raises NotByVerbs: what cannot be registered can still be sent over TCP."""
+        the slots of `staging`. Raises NotThisWay: what cannot be registered can still be sent over TCP."""
         regions = await self._acquire(file, writable, is_whole)
         if not regions:
             await self._adapter.staging.make()
@@ -196,7 +192,7 @@ class Path:
                 self._adapter.regions.release(region)
 
     async def _acquire(self, file: FileRange, writable: bool, is_whole: bool) -> list[Region]:
-        """Raises NotByVerbs."""
+        """Raises NotThisWay."""
         regions = self._adapter.regions
         try:
             if file.memory is not Memory.FILE:
@@ -212,11 +208,11 @@ class Path:
         except OSError as error:
             if file.memory is Memory.LENT:
                 return []
-            raise NotByVerbs(
+            raise NotThisWay(
                 f"{file.length} bytes cannot be registered: {error.strerror}"
             ) from None
 
-    async def _ask(self, make: Callable[[int], AnyRequest], group: int = 0) -> Exposed:
+    async def _ask(self, make: Callable[[int], Request], group: int = 0) -> Exposed:
         try:
             answer = await ask(self._control, make, group)
         except OSError as error:
@@ -243,7 +239,7 @@ class Path:
 
 
 async def open_path(
-    control: "ControlClient",
+    control: ControlClient,
     adapter: Adapter,
     gid_index: int,
     rail: Rail,
@@ -253,7 +249,7 @@ async def open_path(
     stages: bool,
 ) -> Path:
     """Set a queue pair up with a rail of the node, and see that it works. `stages`: files are used once,
-    and are not registered. Raises OSError, NotByVerbs."""
+    and are not registered. Raises OSError, NotThisWay."""
     pair = adapter.queue_pair(gid_index)
     try:
         answer = await ask(
@@ -280,22 +276,20 @@ async def open_path(
     return path
 
 
-async def ask(
-    control: "ControlClient", make: Callable[[int], AnyRequest], group: int = 0
-) -> AnyAnswer:
-    """Raises OSError: what the node answers; NotByVerbs."""
+async def ask(control: ControlClient, make: Callable[[int], Request], group: int = 0) -> Answer:
+    """Raises OSError: what the node answers; NotThisWay."""
     with _told_apart():
         return await control.ask(make, group)
 
 
 @contextmanager
 def _told_apart() -> Iterator[None]:
-    """Raises NotByVerbs for what a node answers that can do it in another way."""
+    """Raises NotThisWay for what a node answers that can do it in another way."""
     try:
         yield
     except OSError as error:
         if error.errno == NOT_BY_VERBS:
-            raise NotByVerbs(str(error.strerror)) from None
+            raise NotThisWay(str(error.strerror)) from None
         raise
 
 

@@ -13,18 +13,16 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import trio
 
+from ..mover import NotThisWay
 from ..prompt import acquire
 from .completions import Completions
 from .ends import QueueEnd
-from .library import Library, immediate, status_name
-
-if TYPE_CHECKING:
-    from .adapter import Adapter
-    from .windows import Window
+from .library import immediate, status_name
+from .opened import OpenedPort
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +35,7 @@ INLINE_BYTES = 64
 RECEIVES = 256
 # What is posted to a queue pair in error comes back at once; a device that does not do it is broken.
 FLUSH_S = 2.0
-# Seven is for ever on soft-RoCE.
+# retry_cnt 7 means on soft-RoCE: retry forever.
 _RETRIES = 6
 _TRIES_ARE_FOREVER = 7
 # Of the time after which a silent peer is given up: the hardware is to say so before anybody else.
@@ -47,11 +45,7 @@ _RNR_TIMER = 12  # 0.64 ms
 _READS_MAX = 16
 
 
-class NotByVerbs(Exception):
-    """This cannot be moved by verbs, though it may be over TCP; the text says why."""
-
-
-class Broken(NotByVerbs):
+class Broken(NotThisWay):
     """The queue pair is of no use any more; the text says why."""
 
 
@@ -73,19 +67,27 @@ class Batch:
         self.succeeded = False
 
 
+class Granted(Protocol):
+    """A right that the peer was given."""
+
+    def close(self) -> None: ...
+
+
 class QueuePair:
     """Made by Adapter.queue_pair, in a task of `nursery`. `arrived(number)` is called for each WRITE of the
-    peer that carries a number; `receives` says whether there are such."""
+    peer that carries a number; `receives` says whether there are such. `closed` is called in the end."""
 
     def __init__(
         self,
-        adapter: "Adapter",
+        port: OpenedPort,
         gid_index: int,
         receives: bool,
         arrived: Callable[[int], None] = lambda number: None,
+        closed: Callable[["QueuePair"], None] = lambda pair: None,
     ) -> None:
-        self._adapter = adapter
-        self._library: Library = adapter.library
+        self._port = port
+        self._library = port.library
+        self._closed = closed
         self._gid_index = gid_index
         self._arrived = arrived
         self._receives = RECEIVES if receives else 0
@@ -97,17 +99,17 @@ class QueuePair:
         self.failed = trio.Event()
         self.is_closed = False
         # What was granted to the peer: a window that is bound keeps its queue pair in being.
-        self.windows: set[Window] = set()
+        self.windows: set[Granted] = set()
         library = self._library
         self._sent = Completions(
             # Every request may complete with an error.
-            library, adapter.context, SENDS + 1, self._take_sent, lambda: bool(self._batches),
+            library, port.context, SENDS + 1, self._take_sent, lambda: bool(self._batches),
         )  # fmt: skip
         self._arrivals = self._sent
         try:
             if receives:
                 self._arrivals = Completions(
-                    library, adapter.context, RECEIVES, self._take_arrival, lambda: True
+                    library, port.context, RECEIVES, self._take_arrival, lambda: True
                 )
                 self._arrivals.arm()
             try:
@@ -135,7 +137,7 @@ class QueuePair:
                 max_send_sge=1, max_recv_sge=1, max_inline_data=inline_bytes,
             )  # fmt: skip
             return library.QP(
-                self._adapter.pd,
+                self._port.pd,
                 library.QPInitAttr(
                     qp_type=library.enum("QPT_RC"),
                     scq=self._sent.queue,
@@ -145,24 +147,24 @@ class QueuePair:
             )
 
     def end(self) -> QueueEnd:
-        adapter = self._adapter
+        port = self._port
         return QueueEnd(
-            adapter.gid(self._gid_index), adapter.lid, int(self._pair.qp_num), self._psn,
-            adapter.mtu, min(_READS_MAX, adapter.reads_answered),
+            port.gid(self._gid_index), port.lid, int(self._pair.qp_num), self._psn,
+            port.mtu, min(_READS_MAX, port.reads_answered),
         )  # fmt: skip
 
     def connect(self, peer: QueueEnd, patience_s: float) -> None:
         """Raises OSError. A peer that does not answer for about half of `patience_s` is given up."""
-        library, adapter = self._library, self._adapter
+        library, port = self._library, self._port
         route = library.GlobalRoute(
             dgid=library.GID(_gid_text(peer.gid)), sgid_index=self._gid_index, hop_limit=64
         )
         attributes = library.QPAttr(
-            port_num=adapter.port, path_mtu=library.enum(f"MTU_{min(peer.mtu, adapter.mtu)}")
+            port_num=port.port, path_mtu=library.enum(f"MTU_{min(peer.mtu, port.mtu)}")
         )
         with library.errors:
             attributes.ah_attr = library.AHAttr(
-                port_num=adapter.port, dlid=peer.lid, is_global=1, gr=route
+                port_num=port.port, dlid=peer.lid, is_global=1, gr=route
             )
             attributes.qp_access_flags = (
                 library.enum("ACCESS_REMOTE_READ") | library.enum("ACCESS_REMOTE_WRITE")
@@ -171,8 +173,8 @@ class QueuePair:
             )
             attributes.dest_qp_num = peer.number
             attributes.sq_psn, attributes.rq_psn = self._psn, peer.psn
-            attributes.max_rd_atomic = max(1, min(_READS_MAX, peer.reads, adapter.reads_asked))
-            attributes.max_dest_rd_atomic = min(_READS_MAX, adapter.reads_answered)
+            attributes.max_rd_atomic = max(1, min(_READS_MAX, peer.reads, port.reads_asked))
+            attributes.max_dest_rd_atomic = min(_READS_MAX, port.reads_answered)
             attributes.min_rnr_timer = _RNR_TIMER
             attributes.timeout = timeout_exponent(patience_s)
             attributes.retry_cnt = _RETRIES
@@ -312,7 +314,7 @@ class QueuePair:
             for batch in list(self._batches.values()):
                 await batch.done.wait()
         if self._batches and not self.is_closed:
-            log.warning("RDMA device %s does not give back what is posted", self._adapter.name)
+            log.warning("RDMA device %s does not give back what is posted", self._port.name)
 
     def _take_sent(self, completion: Any) -> None:
         if completion.status:
@@ -360,7 +362,7 @@ class QueuePair:
         if self.is_closed:
             return
         self.is_closed = True
-        self._adapter.pairs.discard(self)
+        self._closed(self)
         self.failure = self.failure or "the queue pair was closed"
         self.failed.set()
         for window in list(self.windows):

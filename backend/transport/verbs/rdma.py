@@ -62,7 +62,7 @@ class Rdma:
 
     def __init__(self, choice: Choice) -> None:
         self.choice = choice
-        self.why_not = ""
+        self.why_not = "RDMA was not looked for"
         self._adapters: dict[tuple[str, int], Adapter] = {}
         self._open = ExitStack()
         self._watching = trio.Lock()

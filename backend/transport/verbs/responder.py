@@ -8,25 +8,22 @@ import errno
 import itertools
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import trio
 
-from .. import Extent, Target
-from ..counters import Counters
-from ..messages import HANDLES_MAX, NO_QUEUE_PAIR, NOT_BY_VERBS
-from ..service import Held, Service
+from .. import Extent, FileRange, Target
+from ..growth import Growth
+from ..mover import Host
+from ..service import Held
 from .adapter import Adapter
 from .ends import QueueEnd, Rail
-from .growth import Growth
+from .messages import HANDLES_MAX, NO_QUEUE_PAIR, NOT_BY_VERBS
 from .queue import Broken, QueuePair
 from .rdma import Rdma
 from .regions import Region
 from .windows import Window, grant
-
-if TYPE_CHECKING:
-    from ..peers import Peers
 
 log = logging.getLogger(__name__)
 
@@ -81,23 +78,20 @@ class Responder:
 
     def __init__(
         self,
-        service: Service[Any],
-        peers: "Peers",
-        counters: Counters,
-        rdma: Rdma | None,
+        host: Host,
+        rdma: Rdma,
         local: str,
         nursery: trio.Nursery,
-        patience_s: float,
-        is_gone: Callable[[], bool] = lambda: False,
+        is_gone: Callable[[], bool],
     ) -> None:
         self._is_gone = is_gone
-        self._service = service
-        self._peers = peers
-        self._counters = counters
+        self._service = host.service
+        self._others = host.others
+        self._counters = host.counters
+        self._patience_s = host.timeout_s
         self._rdma = rdma
         self._local = local
         self._nursery = nursery
-        self._patience_s = patience_s
         self._handles = itertools.count(1)
         self._ends: dict[int, _End] = {}
         self._given: dict[int, _Given] = {}
@@ -133,12 +127,9 @@ class Responder:
 
     def _usable(self) -> Rdma:
         """Raises OSError."""
-        rdma = self._rdma
-        if rdma is None or not rdma.is_usable:
-            raise OSError(
-                NOT_BY_VERBS, rdma.why_not if rdma is not None else "RDMA is switched off"
-            )
-        return rdma
+        if not self._rdma.is_usable:
+            raise OSError(NOT_BY_VERBS, self._rdma.why_not)
+        return self._rdma
 
     def detach(self, why: str, number: int | None = None) -> None:
         """A queue pair (all of them) and what was given for it are of no use any more."""
@@ -298,10 +289,9 @@ class Responder:
         length = arrival.growth.length
         try:
             with arrival.onward:
-                device = self._peers.remote_device(node)
                 held = arrival.held
-                await device.pass_on(
-                    arrival.extent, target, held.fd, length, arrival.growth, held.lend
+                await self._others.device(node).pass_on(
+                    arrival.extent, target, FileRange(held.fd, 0, length), arrival.growth, held.lend
                 )
                 self._counters.sent_bytes += length
         except OSError as error:

@@ -24,9 +24,10 @@ import trio
 
 from ...unwrap import first_error
 from .. import FileRange, Landed, Memory, nothing_landed
+from ..mover import NotThisWay
 from ..prompt import acquire
 from .library import Library
-from .queue import NotByVerbs, Piece, QueuePair
+from .queue import Piece, QueuePair
 from .regions import Regions, populate
 
 BYTES_MAX = 32 << 20
@@ -78,7 +79,7 @@ class Staging:
         self.staged_bytes = 0
 
     async def make(self) -> None:
-        """Have slots. Raises NotByVerbs."""
+        """Have slots. Raises NotThisWay."""
         if self._memory is None:
             async with self._making:
                 if self._memory is None:
@@ -86,7 +87,7 @@ class Staging:
 
     async def _make(self) -> None:
         if time.monotonic() < self._after:
-            raise NotByVerbs(self._why)
+            raise NotThisWay(self._why)
         regions = self._regions
         # The other half is for queue pairs, and for what has to be registered itself.
         size = min(BYTES_MAX, regions.limit_bytes // 2)
@@ -100,7 +101,7 @@ class Staging:
                 size //= 2
         else:
             self._why, self._after = why, time.monotonic() + _PAUSE_S
-            raise NotByVerbs(why)
+            raise NotThisWay(why)
         for slot in self._memory.slots:
             self._give_back(slot)
 
@@ -310,7 +311,7 @@ def _processors() -> int:
 def _reason(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """An OSError, or else why it cannot be done by verbs."""
     error = first_error(group)
-    broken = group.subgroup(NotByVerbs)
+    broken = group.subgroup(NotThisWay)
     if error is group and broken is not None:
         error = broken
         while isinstance(error, BaseExceptionGroup):

@@ -28,8 +28,11 @@ from irdmafs.backend.records import (
     group_key,
 )
 from irdmafs.backend.transport import Extent, FileRange, Target, messages
-from irdmafs.backend.transport.authentication import make_session_key, session_digest
-from irdmafs.backend.transport.peers import Peers, RemoteDevice
+from irdmafs.backend.transport.codec import Codec
+from irdmafs.backend.transport.device import RemoteDevice
+from irdmafs.backend.transport.movers import all_movers
+from irdmafs.backend.transport.peers import Peers
+from irdmafs.backend.transport.session_keys import make_session_key, session_digest
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 
 from ..workers import serve_jobs
@@ -51,7 +54,7 @@ class DeviceJobs:
     def __init__(self, peers: Peers, node: int, target: Target, first: int, place: Path) -> None:
         self._peers = peers
         self._node = node
-        self._device: RemoteDevice = peers.remote_device(node)
+        self._device: RemoteDevice = peers.device(node)
         self._target = target
         self._contents = first
         self._files = Kept(place)
@@ -162,10 +165,11 @@ class DeviceJobs:
         """Both ends' encoding and decoding of a get and its answer."""
         asked = messages.Get(1, "", [Extent(self._contents, 0)], size)
         answer = messages.Contents(1, [bytes(size)])
+        known = Codec()
         began = time.perf_counter()
         for _ in range(_CODEC_ROUNDS):
-            messages.decode_request(msgspec.msgpack.encode(asked))
-            messages.decode_answer(msgspec.msgpack.encode(answer))
+            known.decode(msgspec.msgpack.encode(asked))
+            known.decode_answer(msgspec.msgpack.encode(answer))
         return (time.perf_counter() - began) / _CODEC_ROUNDS
 
     async def release(self, size: int) -> float:
@@ -223,9 +227,9 @@ async def work(
         session, key = await stack.enter_async_context(_session(config))
         peers = await stack.enter_async_context(
             Peers(
-                lambda _node: address,
+                lambda _node: address, all_movers(rdma, stages=False),
                 name="bench", role="mount", session=lambda: session, session_key=key,
-                timeout_s=30.0, rdma=rdma, stages=False,
+                timeout_s=30.0,
             )
         )  # fmt: skip
         target = Target(group, revision, ())

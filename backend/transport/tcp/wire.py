@@ -7,9 +7,10 @@ import enum
 import struct
 from typing import NamedTuple
 
-from . import Extent, Target
-from .authentication import CODE_BYTES
-from .messages import CHAIN_MAX, TICKET_NUMBER_BYTES, VERSION, BadMessage
+from .. import Extent, Target
+from ..frames import BadMessage
+from ..messages import CHAIN_MAX, VERSION, describe_version
+from .authentication import CODE_BYTES, TICKET_NUMBER_BYTES
 
 _MAGIC = b"irDM"
 _PREAMBLE = struct.Struct(f">4sHH{TICKET_NUMBER_BYTES}s")
@@ -118,11 +119,3 @@ def unpack_preamble(data: bytes) -> bytes:
     if version != VERSION:
         raise BadMessage(describe_version(version))
     return bytes(number)
-
-
-def describe_version(version: int) -> str:
-    """Why a peer of another version is not served."""
-    return (
-        f"protocol version {version}, this node speaks {VERSION}: "
-        "have the same version of irdmafs on both hosts"
-    )

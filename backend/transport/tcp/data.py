@@ -9,21 +9,20 @@ from typing import Any
 
 import trio
 
-from .. import logs
+from ... import logs
+from ..counters import Counters
+from ..frames import BadMessage
+from ..messages import RECEIVER_PATIENCE, failure_of
+from ..mover import Others
+from ..rights import Peer, Scope, need, tell_of_denial
+from ..service import Service
 from .channel import Channel, Patience
-from .control import tell_of_denial
-from .counters import Counters
-from .messages import (
-    BadMessage,
-    failure_of,
-)
+from .messages import RIGHTS
 from .onward import Onward
-from .peers import Peers
-from .rights import Peer, Scope, need
-from .service import Service
 from .streams import send_range
 from .threads import in_threads
-from .transfers import RECEIVER_PATIENCE, Transfers, take_extent
+from .transfers import Transfers, take_extent
+from .way import TcpWay
 from .wire import Header, Op, Reply, ReplyKind
 
 log = logging.getLogger(__name__)
@@ -40,13 +39,13 @@ class Data:
     def __init__(
         self,
         service: Service[Any],
-        peers: Peers,
+        others: Others,
         transfers: Transfers,
         counters: Counters,
         timeout_s: float,
     ) -> None:
         self._service = service
-        self._peers = peers
+        self._others = others
         self._transfers = transfers
         self._counters = counters
         self._timeout_s = timeout_s
@@ -86,7 +85,7 @@ class Data:
 
     async def _check_right(self, channel: Channel, peer: Peer, header: Header) -> None:
         """Raises OSError EACCES, and what Service.check_owner raises."""
-        if need(peer.role, header.op) is Scope.OWN:
+        if need(RIGHTS, peer.role, header.op) is Scope.OWN:
             await self._service.check_owner(peer, channel.session, header.extent.content)
 
     async def _give(self, channel: Channel, header: Header) -> Reply:
@@ -164,7 +163,8 @@ class Data:
 
     async def _hand_on(self, node: int, onward: Onward) -> None:
         try:
-            borrowed = await self._peers.borrow(node, 1)
+            pool = self._others.device(node).way(TcpWay).pool
+            borrowed = await pool.borrow(1)
         except OSError as error:
             onward.fail(error)
             return
@@ -173,7 +173,7 @@ class Data:
             # Each of these belongs to a thread that receives, so they are limited already.
             await in_threads([partial(onward.run, next_node)], next_node.shutdown, self._unlimited)
         finally:
-            self._peers.give_back(node, borrowed)
+            pool.give_back(borrowed)
 
 
 def _conclude(channel: Channel, reply: Reply, patience_s: float) -> None:

@@ -17,9 +17,10 @@ from typing import TypeAlias
 
 import trio
 
-from . import Landed, nothing_landed
+from .. import Landed, nothing_landed
+from ..frames import BadMessage
+from ..messages import TEXT_MAX
 from .authentication import CODE_BYTES, Authentication, ByteCode, Forged
-from .messages import TEXT_MAX, BadMessage
 from .wire import HEADER_BYTES, REPLY, Header, Reply, ReplyKind, pack_preamble
 
 # A blocking call returns at least this often, so that a thread notices that it is to stop.

@@ -16,11 +16,12 @@ from typing import Any
 
 import trio
 
-from . import Extent, Unreachable
+from .. import Extent, Unreachable
+from ..frames import BadMessage
+from ..messages import RECEIVER_PATIENCE, failure_of
+from ..service import Incoming, Service
 from .channel import Channel, Lost, Patience
-from .messages import BadMessage, failure_of
 from .onward import Onward
-from .service import Incoming, Service
 from .streams import receive_range
 from .threads import Promise
 from .wire import Header, Op, Reply, ReplyKind
@@ -31,8 +32,6 @@ BUSY_LIMIT_S = 120.0
 _ANNOUNCED_S = 5.0
 # A sender is told that this node is alive so many times in the time after which it would give up.
 _SIGNS_OF_LIFE = 5
-# A receiver is more patient than a sender, so that the sender is the one who says what is wrong.
-RECEIVER_PATIENCE = 3
 
 
 class Receiving:

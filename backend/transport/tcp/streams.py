@@ -26,9 +26,9 @@ import errno
 from collections.abc import Callable
 from functools import partial
 
-from . import Landed, nothing_landed
+from .. import Landed, nothing_landed
+from ..frames import BadMessage
 from .channel import Channel, Lost, Patience
-from .messages import BadMessage
 from .wire import Reply, ReplyKind
 
 # What one call sends or receives at most: a huge page.

@@ -5,8 +5,8 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
+from ..messages import error_of
 from .channel import Channel, Lost, Patience
-from .messages import error_of
 from .streams import send_range, wait_for_reply
 from .wire import Header, Reply, ReplyKind
 

@@ -8,9 +8,10 @@ import threading
 
 import msgspec
 
-from . import Unreachable
+from .. import Unreachable
+from ..frames import BadMessage
+from ..messages import error_of
 from .channel import TICK_S, Channel, Lost, Patience
-from .messages import BadMessage, error_of
 from .streams import send_range, wait_for_reply
 from .wire import Header, Reply, ReplyKind
 

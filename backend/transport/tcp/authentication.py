@@ -16,22 +16,16 @@ import hmac
 import secrets
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from .messages import TICKET_BYTES, TICKET_KEY_BYTES, TICKET_NUMBER_BYTES, BadMessage
+from ..frames import BadMessage
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers import AEADEncryptionContext
 
-__all__ = [
-    "CODE_BYTES",
-    "Authentication",
-    "ByteCode",
-    "Forged",
-    "Ticket",
-    "make_session_key",
-    "session_digest",
-]
+__all__ = ["CODE_BYTES", "TICKET_NUMBER_BYTES", "Authentication", "ByteCode", "Forged", "Ticket"]
 
+TICKET_NUMBER_BYTES = 16
 CODE_BYTES = 16
+_TICKET_KEY_BYTES = 32
 _COUNT_BYTES = 12  # A nonce of GCM.
 # The purposes of derived keys: BLAKE2b's personalization.
 _TO_NODE = b"irdmafs to node"
@@ -52,28 +46,17 @@ class Ticket(NamedTuple):
 
     @classmethod
     def make(cls) -> Self:
-        return cls(secrets.token_bytes(TICKET_NUMBER_BYTES), secrets.token_bytes(TICKET_KEY_BYTES))
+        return cls(secrets.token_bytes(TICKET_NUMBER_BYTES), secrets.token_bytes(_TICKET_KEY_BYTES))
 
     @classmethod
     def unpack(cls, data: bytes) -> Self:
         """Raises BadMessage."""
-        if len(data) != TICKET_BYTES:
+        if len(data) != TICKET_NUMBER_BYTES + _TICKET_KEY_BYTES:
             raise BadMessage("its ticket makes no sense")
         return cls(data[:TICKET_NUMBER_BYTES], data[TICKET_NUMBER_BYTES:])
 
     def pack(self) -> bytes:
         return self.number + self.key
-
-
-def make_session_key() -> bytes:
-    """By which a mount shows to nodes that a session is its own."""
-    return secrets.token_bytes(TICKET_KEY_BYTES)
-
-
-def session_digest(key: bytes) -> bytes:
-    """Return the digest of a session's key for the session's record. A reader of the record cannot
-    show the key."""
-    return hashlib.sha256(key).digest()
 
 
 class ByteCode:

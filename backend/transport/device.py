@@ -1,0 +1,213 @@
+"""A store node as a device: each transfer takes the way that suits it."""
+
+import errno
+import logging
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+
+import trio
+
+from ..logs import current_request
+from ..sparse import empty, is_sparse
+from . import Extent, FileRange, Landed, Target, Unreachable, landed_from, nothing_landed
+from .growth import Growth
+from .link import Link
+from .messages import (
+    CHAIN_MAX,
+    EXTENT_BYTES_MAX,
+    GET_EXTENTS_MAX,
+    PUT_BYTES_MAX,
+    Abort,
+    Adopt,
+    Contents,
+    Digest,
+    Digested,
+    Doubt,
+    Get,
+    Map,
+    Mapped,
+)
+from .mover import NotThisWay, Operation, Transfer, W, Way
+
+__all__ = ["RemoteDevice"]
+
+log = logging.getLogger(__name__)
+
+
+class RemoteDevice:
+    """A store node that is reached over a link, and in `ways`, of which the first are better."""
+
+    def __init__(self, link: Link, ways: Sequence[Way]) -> None:
+        self.link = link
+        self._counters = link.caller.counters
+        self._ways = ways
+
+    async def put(self, extent: Extent, target: Target, data: bytes) -> None:
+        _check_chain(target)
+        if len(data) > PUT_BYTES_MAX:
+            raise OSError(errno.EMSGSIZE, f"{len(data)} bytes do not fit into a message")
+        transfer = Transfer(Operation.PUT, len(data))
+        await self._move(transfer, lambda way: way.put(extent, target, data))
+        self._counters.sent_bytes += len(data)
+
+    async def get(self, extents: Sequence[Extent], limit: int) -> list[bytes | None]:
+        found: list[bytes | None] = []
+        limit = min(limit, PUT_BYTES_MAX)
+        while len(found) < len(extents):
+            wanted = list(extents[len(found) : len(found) + GET_EXTENTS_MAX])
+            answer = await self.link.ask(partial(_get, wanted, limit))
+            if not isinstance(answer, Contents) or not 0 < len(answer.data) <= len(wanted):
+                raise OSError(errno.EPROTO, "a node's answer makes no sense")
+            found += answer.data
+        received = sum(len(data) for data in found if data is not None)
+        self._counters.received_bytes += received
+        self._counters.message_bytes += received
+        return found
+
+    async def adopt(self, extent: Extent, target: Target, name: str) -> None:
+        _check_chain(target)
+        await self.link.ask(
+            lambda number: Adopt(number, current_request(), extent, target, name), target.group
+        )
+
+    async def read_sparse(
+        self, extent: Extent, into: FileRange, landed: Landed = nothing_landed
+    ) -> None:
+        answer = await self.link.ask(lambda number: Map(number, current_request(), extent))
+        if not isinstance(answer, Mapped):
+            raise OSError(errno.EPROTO, "a node's answer makes no sense")
+        fd, offset, length, _ = into
+        _lengthen(into)
+        await trio.to_thread.run_sync(empty, fd, offset, length)
+        for start, count in answer.segments:
+            if not 0 <= start < start + count <= length:
+                raise OSError(errno.EIO, "the extent has not the length that it should have")
+            shown = landed_from(landed, start)
+            await self.read(extent, start, into.part(start, count), shown)
+
+    async def digest(self, extent: Extent) -> bytes:
+        """Return the digest of the bytes that the node has. Raises OSError: ENOENT."""
+        answer = await self.link.ask(lambda number: Digest(number, current_request(), extent))
+        return answer.digest if isinstance(answer, Digested) else b""
+
+    async def doubt(self, extent: Extent) -> None:
+        """Tell the node that it sent other bytes than were published. Raises OSError."""
+        await self.link.ask(lambda number: Doubt(number, current_request(), extent))
+
+    async def abort(self, content: int) -> None:
+        await self.link.ask(lambda number: Abort(number, current_request(), content))
+
+    async def write(
+        self,
+        extent: Extent,
+        target: Target,
+        source: FileRange,
+        passed: Landed = nothing_landed,
+    ) -> None:
+        _check_chain(target)
+        status = os.fstat(source.fd)
+        transfer = Transfer(
+            Operation.WRITE, source.length, is_sparse=is_sparse(status.st_size, status.st_blocks)
+        )
+        async with self.link.operation():
+            await self._move(transfer, lambda way: way.write(extent, target, source, passed))
+        self._counters.sent_bytes += source.length
+
+    async def pass_on(
+        self,
+        extent: Extent,
+        target: Target,
+        source: FileRange,
+        growth: Growth,
+        lend: Callable[[], None],
+    ) -> None:
+        """As Way.pass_on. It waits for no other operation, as chains that cross would wait for each
+        other."""
+        _check_chain(target)
+        transfer = Transfer(Operation.WRITE, source.length)
+        await self._move(transfer, lambda way: way.pass_on(extent, target, source, growth, lend))
+        self._counters.sent_bytes += source.length
+
+    async def read(
+        self,
+        extent: Extent,
+        start: int,
+        into: FileRange,
+        landed: Landed = nothing_landed,
+    ) -> None:
+        _lengthen(into)
+        transfer = Transfer(Operation.READ, into.length, into.memory)
+        async with self.link.operation():
+            await self._move(transfer, lambda way: way.read(extent, start, into, landed))
+        self._counters.received_bytes += into.length
+
+    # -- ways ------------------------------------------------------------------------------------
+
+    def way(self, kind: type[W]) -> W:
+        """Return the way of this kind. Raises Unreachable."""
+        for way in self._ways:
+            if isinstance(way, kind):
+                return way
+        raise Unreachable(self.link.node, f"this process has no {kind.__name__}")
+
+    def shows_bytes(self) -> bool:
+        """Whether what is written passes through memory of this process, most likely."""
+        much = Transfer(Operation.WRITE, EXTENT_BYTES_MAX)
+        return any(way.shows_bytes for way in [way for way in self._ways if way.suits(much)][:1])
+
+    def give_up(self, why: str) -> None:
+        """Whoever waits for the node learns so now."""
+        for way in self._ways:
+            way.give_up(why)
+        self.link.give_up(why)
+
+    def tidy(self) -> None:
+        for way in self._ways:
+            way.tidy()
+
+    async def _move(self, transfer: Transfer, move: Callable[[Way], Awaitable[None]]) -> None:
+        """Raises OSError: what the node answers; EOPNOTSUPP when there is no way."""
+        ways = await self._reaching(transfer)
+        kind = transfer.operation.value
+        why = f"nothing moves a {kind} of {transfer.memory.name.lower()} memory to the node"
+        for number, way in enumerate(ways):
+            if transfer.operation is not Operation.PUT:
+                self._counters.requests[kind] += 1
+            try:
+                await move(way)
+            except NotThisWay as error:
+                why = str(error)
+                if number + 1 < len(ways):
+                    self._counters.fallbacks += 1
+                    after = ways[number + 1].name.upper()
+                    log.info("store node %x: over %s: %s", self.link.node, after, why)
+            else:
+                self._counters.moved_bytes[way.name] += transfer.length
+                return
+        raise OSError(errno.EOPNOTSUPP, f"store node {self.link.node:x}: {why}")
+
+    async def _reaching(self, transfer: Transfer) -> list[Way]:
+        """The ways that suit it, fastest first. Raises Unreachable."""
+        found = [
+            (mbit_s, way)
+            for way in self._ways
+            if way.suits(transfer) and (mbit_s := await way.reach()) is not None
+        ]
+        found.sort(key=lambda each: -each[0])
+        return [way for _, way in found]
+
+
+def _lengthen(into: FileRange) -> None:
+    """The file's end is behind the range."""
+    if os.fstat(into.fd).st_size < into.offset + into.length:
+        os.ftruncate(into.fd, into.offset + into.length)
+
+
+def _get(extents: list[Extent], limit: int, number: int) -> Get:
+    return Get(number, current_request(), extents, limit)
+
+
+def _check_chain(target: Target) -> None:
+    if len(target.chain) > CHAIN_MAX:
+        raise OSError(errno.EINVAL, f"a chain has at most {CHAIN_MAX + 1} nodes")

@@ -1,0 +1,156 @@
+"""Where a node lets others in: whoever connects to one of its ports is a stranger, then a member.
+
+Strangers cost little: they have HANDSHAKE_S to say who they are, in messages of a few KiB, and when
+more than STRANGERS_MAX are at it the one that has been trying longest is cut off. A peer that makes no
+sense loses its connection, with one line in the log.
+"""
+
+import logging
+import socket
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import trio
+
+from ..security import Identity, peer_identity
+from .complaints import Complaints
+from .counters import Counters
+from .frames import BadMessage
+from .rights import ROLES
+
+__all__ = ["Door", "begins_with_tls", "identity_of", "listen"]
+
+log = logging.getLogger(__name__)
+
+HANDSHAKE_S = 5.0
+STRANGERS_MAX = 128
+MEMBERS_MAX = 16384
+_BACKLOG = 1024
+_SETBACK_S = 0.1
+_TLS_HANDSHAKE = 0x16
+_ENDS = (
+    OSError,
+    trio.BrokenResourceError,
+    trio.ClosedResourceError,
+    trio.EndOfChannel,
+    trio.TooSlowError,
+)
+
+
+class Door:
+    """Of one node: all its ports share the room for strangers and for members. `nursery` ends with the
+    node."""
+
+    def __init__(self, nursery: trio.Nursery, counters: Counters) -> None:
+        self._nursery = nursery
+        self._counters = counters
+        self._strangers: OrderedDict[int, trio.CancelScope] = OrderedDict()
+        self._complaints = Complaints(log)
+
+    @property
+    def strangers(self) -> int:
+        """How many there are now."""
+        return len(self._strangers)
+
+    def open(
+        self,
+        listening: trio.socket.SocketType,
+        serve: Callable[[trio.socket.SocketType, str], Awaitable[None]],
+    ) -> None:
+        """Have `serve(sock, address)` called, in a task of its own, for each that connects. It ends the
+        connection by returning, or by raising one of the errors of sockets and streams, or BadMessage."""
+        self._nursery.start_soon(self._accept, listening, serve)
+
+    async def _accept(
+        self,
+        listening: trio.socket.SocketType,
+        serve: Callable[[trio.socket.SocketType, str], Awaitable[None]],
+    ) -> None:
+        with listening:
+            while True:
+                try:
+                    sock, address = await listening.accept()
+                except OSError as error:
+                    # Out of descriptors or memory, or the peer is gone already.
+                    log.warning("a connection could not be accepted: %s", error)
+                    await trio.sleep(_SETBACK_S)
+                    continue
+                self._nursery.start_soon(self._serve, serve, sock, address[0])
+
+    async def _serve(
+        self,
+        serve: Callable[[trio.socket.SocketType, str], Awaitable[None]],
+        sock: trio.socket.SocketType,
+        address: str,
+    ) -> None:
+        try:
+            with sock:
+                await serve(sock, address)
+        except BadMessage as error:
+            self._counters.rejected += 1
+            self._complaints.warn("connection from %s closed: %s", address, str(error))
+        except _ENDS as error:
+            log.debug("connection from %s ended: %s", address, str(error))
+        except Exception:
+            log.exception("connection from %s", address)
+
+    @contextmanager
+    def stranger(self) -> Iterator[None]:
+        """What is done inside has to end soon. Raises BadMessage if it does not."""
+        if len(self._strangers) >= STRANGERS_MAX:
+            self._strangers.popitem(last=False)[1].cancel()
+        with trio.move_on_after(HANDSHAKE_S) as scope:
+            self._strangers[id(scope)] = scope
+            try:
+                yield
+            finally:
+                self._strangers.pop(id(scope), None)
+        if scope.cancelled_caught:
+            raise BadMessage("it did not say in time who it is")
+
+    @contextmanager
+    def member(self) -> Iterator[None]:
+        """Somebody is served inside. Raises BadMessage when there are too many."""
+        if self._counters.connections >= MEMBERS_MAX:
+            raise BadMessage(f"there are {MEMBERS_MAX} connections already")
+        self._counters.connections += 1
+        try:
+            yield
+        finally:
+            self._counters.connections -= 1
+
+
+async def listen(address: str, port: int = 0) -> trio.socket.SocketType:
+    """Return a socket that listens; port 0 takes a free one. Raises OSError."""
+    found = await trio.socket.getaddrinfo(
+        address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    family, kind, protocol, _, where = found[0]
+    sock = trio.socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        await sock.bind(where)
+        sock.listen(_BACKLOG)
+    except OSError as error:
+        sock.close()
+        text = f"cannot listen on {address} port {port}: {error.strerror}"
+        raise OSError(error.errno, text) from error
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def begins_with_tls(first: bytes) -> bool:
+    """Return whether a connection that begins with this byte is encrypted."""
+    return first == bytes([_TLS_HANDSHAKE])
+
+
+def identity_of(connection: Any) -> Identity:
+    """Return the identity in the certificate at the other end. Raises BadMessage if it may not ask us."""
+    identity = peer_identity(connection)
+    if identity is None or identity.role not in ROLES:
+        raise BadMessage("its certificate names no role that may use store nodes")
+    return identity

@@ -1,0 +1,39 @@
+"""The messages by which data connections are asked for, and the rights of who uses them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..codec import MessageSet
+from ..frames import BadMessage
+from ..messages import Answer, Request
+from ..rights import ANY, NONE, OWN, Row
+from .wire import Op
+
+TICKETS_MAX = 64
+
+
+class Tickets(Request, tag=17):
+    """Asks for the right to open `count` data connections."""
+
+    count: int
+
+
+class Granted(Answer, tag=24):
+    tickets: list[bytes]
+
+
+def check(request: Any) -> None:
+    """Raise BadMessage for what our own software never sends."""
+    if isinstance(request, Tickets) and not 0 < request.count <= TICKETS_MAX:
+        raise BadMessage(f"{request.count} tickets are asked for")
+
+
+MESSAGES = MessageSet({Tickets: (ANY, ANY, ANY, NONE)}, (Granted,), check)
+
+# What is asked for on data connections.
+RIGHTS: Mapping[Op, Row] = {
+    Op.READ: (ANY, ANY, ANY, NONE),
+    Op.WRITE: (ANY, OWN, NONE, NONE),
+    Op.SPARSE: (ANY, OWN, NONE, NONE),
+    Op.PART: (ANY, OWN, NONE, NONE),
+}

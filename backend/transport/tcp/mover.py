@@ -1,0 +1,42 @@
+"""Extents over TCP: it reaches every node, and moves everything but a device's memory."""
+
+import math
+from contextlib import AbstractAsyncContextManager
+
+import trio
+
+from ..link import Link
+from ..mover import Host, Mover, Serving
+from .messages import MESSAGES
+from .serving import serving
+from .way import TcpWay
+
+__all__ = ["Tcp"]
+
+_THREADS_MAX = 512
+
+
+class Tcp(Mover):
+    """Over `streams` data connections for each extent that is long enough, encrypted or not."""
+
+    name = TcpWay.name
+    messages = MESSAGES
+    is_usable = True
+
+    def __init__(self, streams: int = 4, encrypt: bool = False) -> None:
+        self._streams = streams
+        self._encrypt = encrypt
+        self._limiter = trio.CapacityLimiter(_THREADS_MAX)
+        self._unlimited = trio.CapacityLimiter(math.inf)
+
+    def way(self, link: Link) -> TcpWay:
+        return TcpWay(link, self._streams, self._encrypt, self._limiter, self._unlimited)
+
+    def serving(self, host: Host) -> AbstractAsyncContextManager[Serving]:
+        return serving(host, self._encrypt)
+
+    async def run(self) -> None:
+        """All that is done is done for somebody."""
+
+    def tidy(self) -> None:
+        """Each way has connections of its own."""

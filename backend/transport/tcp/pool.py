@@ -1,0 +1,157 @@
+"""Data connections to one store node, kept for a while after they were used."""
+
+import socket
+import ssl
+import time
+from collections.abc import Iterable
+
+import trio
+
+from .. import Unreachable
+from ..caller import ControlClient
+from ..frames import BadMessage
+from ..link import USER_TIMEOUTS, Link, Refusal, check_node
+from .authentication import Authentication, Ticket
+from .channel import (
+    AuthenticatedChannel,
+    Channel,
+    EncryptedChannel,
+    Lost,
+    Patience,
+    choose_congestion_control,
+)
+from .messages import TICKETS_MAX, Granted, Tickets
+from .threads import in_threads
+
+__all__ = ["Pool"]
+
+IDLE_CHANNEL_S = 15.0
+_CHANNELS_KEPT = 16
+
+
+class Pool:
+    """`limiter` is for the threads that open connections."""
+
+    def __init__(self, link: Link, encrypt: bool, limiter: trio.CapacityLimiter) -> None:
+        self._link = link
+        self._caller = link.caller
+        self._encrypt = encrypt
+        self._limiter = limiter
+        # The connections were opened with tickets of this one.
+        self._control: ControlClient | None = None
+        self._idle: list[Channel] = []
+
+    async def borrow(self, count: int) -> list[Channel]:
+        """Return connections for one request each; to be given back. Raises Unreachable."""
+        control = await self._link.connected()
+        if control is not self._control:
+            self.drop()
+            self._control = control
+        session = self._caller.writing_session
+        found: list[Channel] = []
+        while self._idle and len(found) < count:
+            channel = self._idle.pop()
+            if channel.session != session or channel.is_closed_by_peer():
+                channel.close()
+            else:
+                found.append(channel)
+        try:
+            while len(found) < count:
+                wanted = min(count - len(found), TICKETS_MAX)
+                found += await self._open(control, wanted)
+        except BaseException:
+            self.give_back(found)
+            raise
+        return found
+
+    def give_back(self, channels: Iterable[Channel]) -> None:
+        """Connections that are not clean are closed."""
+        for channel in channels:
+            if channel.clean and self._control is not None and len(self._idle) < _CHANNELS_KEPT:
+                channel.idle_since = time.monotonic()
+                channel.was_idle = True
+                self._idle.append(channel)
+            else:
+                channel.close()
+
+    def drop(self) -> None:
+        """Close what is not in use."""
+        for channel in self._idle:
+            channel.close()
+        self._idle.clear()
+
+    def close(self) -> None:
+        """Keep nothing any more, until the node is reached again."""
+        self.drop()
+        self._control = None
+
+    def tidy(self) -> None:
+        """Close what has not been used for long."""
+        old = time.monotonic() - IDLE_CHANNEL_S
+        while self._idle and self._idle[0].idle_since < old:
+            self._idle.pop(0).close()
+
+    async def _open(self, control: ControlClient, count: int) -> list[Channel]:
+        node = self._link.node
+        session = self._caller.writing_session
+        answer = await control.ask(lambda number: Tickets(number, "", count))
+        if not isinstance(answer, Granted) or len(answer.tickets) != count:
+            raise Unreachable(node, "its answer makes no sense")
+        opened: list[Channel] = []
+        errors: list[Unreachable] = []
+
+        async def open_one(ticket: bytes) -> None:
+            try:
+                with trio.fail_after(self._caller.timeout_s):
+                    channel = await self._open_channel(control, Ticket.unpack(ticket))
+                    channel.session = session
+                    opened.append(channel)
+            except (OSError, Lost, trio.TooSlowError, BadMessage, Refusal) as error:
+                why = str(error) or "no data connection could be opened in time"
+                errors.append(Unreachable(node, why))
+
+        try:
+            async with trio.open_nursery() as nursery:
+                for ticket in answer.tickets:
+                    nursery.start_soon(open_one, ticket)
+            if errors:
+                raise errors[0]
+        except BaseException:
+            self.give_back(opened)
+            raise
+        return opened
+
+    async def _open_channel(self, control: ControlClient, ticket: Ticket) -> Channel:
+        """To the address that was found to work."""
+        caller, ends = self._caller, control.ends
+        with trio.socket.socket(ends.family, socket.SOCK_STREAM) as sock:
+            choose_congestion_control(sock)
+            await sock.connect((ends.there[0], ends.record.data_port, *ends.there[2:]))
+            plain = socket.socket(fileno=sock.detach())
+        channel = self._channel(plain)
+        try:
+            if isinstance(channel, EncryptedChannel):
+                channel.sock.settimeout(caller.timeout_s)
+                await in_threads([channel.sock.do_handshake], channel.shutdown, self._limiter)
+                check_node(channel.sock, caller.is_revoked)
+            channel.authentication = Authentication(ticket.key, listens=False)
+            # Fits into the empty buffer of the new connection.
+            channel.send_preamble(ticket.number, Patience(caller.timeout_s))
+        except BaseException:
+            channel.close()
+            raise
+        return channel
+
+    def _channel(self, plain: socket.socket) -> Channel:
+        context = self._caller.context
+        user_timeout_s = self._caller.timeout_s * USER_TIMEOUTS
+        try:
+            if context is None:
+                return Channel(plain, user_timeout_s)
+            if not self._encrypt:
+                return AuthenticatedChannel(plain, user_timeout_s)
+            secure: ssl.SSLSocket = context.wrap_socket(plain, do_handshake_on_connect=False)
+            return EncryptedChannel(secure, user_timeout_s)
+        except BaseException:
+            plain.close()
+            raise

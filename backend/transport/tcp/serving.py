@@ -1,0 +1,181 @@
+"""The node's end over TCP: tickets are given out, and data connections that show them are served."""
+
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import trio
+
+from ...security import describe_tls_error
+from ..door import begins_with_tls, identity_of, listen
+from ..frames import BadMessage
+from ..messages import RECEIVER_PATIENCE, Answer, Message, Request
+from ..mover import Connection, Host, Lasting, Serving
+from ..rights import Peer
+from .channel import (
+    AuthenticatedChannel,
+    Channel,
+    EncryptedChannel,
+    Lost,
+    choose_congestion_control,
+)
+from .data import Data
+from .messages import Granted, Tickets
+from .tickets import Guest, Office
+from .transfers import Transfers
+from .wire import PREAMBLE_BYTES
+
+__all__ = ["TcpServing", "serving"]
+
+# Callers give idle connections up earlier.
+IDLE_S = 60.0
+
+
+@asynccontextmanager
+async def serving(host: Host, encrypt: bool) -> AsyncIterator["TcpServing"]:
+    """Listen for data connections. `encrypt` refuses those that are not encrypted; with credentials those
+    that are, are always welcome. Raises OSError."""
+    listening = await listen(host.address)
+    choose_congestion_control(listening)
+    served = TcpServing(host, encrypt, listening.getsockname()[1])
+    host.door.open(listening, served.serve)
+    yield served
+
+
+class TcpServing(Serving):
+    """Of one node; made by `serving`."""
+
+    def __init__(self, host: Host, encrypt: bool, port: int) -> None:
+        credentials = host.credentials
+        self._door = host.door
+        self._context = credentials.server_context() if credentials is not None else None
+        self._encrypt = encrypt
+        self._timeout_s = host.timeout_s
+        self._port = port
+        self._transfers = Transfers(host.service, host.nursery)
+        self._data = Data(host.service, host.others, self._transfers, host.counters, host.timeout_s)
+        self.office = Office()
+
+    @property
+    def port(self) -> int:
+        return self._port
+
+    def connected(self, peer: Peer, local: str, nursery: trio.Nursery) -> Connection:
+        return _TicketWindow(self.office, Guest(peer))
+
+    def give_up(self, content: int) -> None:
+        self._transfers.give_up(content)
+
+    def end_rights(self, is_over: Callable[[Peer], bool]) -> None:
+        """Every request is checked by itself."""
+
+    async def serve(self, sock: trio.socket.SocketType, address: str) -> None:
+        """Serve one data connection. Raises as Door.open allows."""
+        channel: Channel | None = None
+        try:
+            with self._door.stranger():
+                channel = await self._open_channel(sock)
+                guest = self.office.redeem(channel, await _preamble(channel))
+            with self._door.member():
+                while await _has_request(channel, guest):
+                    if not await self._data.serve(channel, guest.peer):
+                        break
+        except Lost as error:
+            raise trio.BrokenResourceError(str(error)) from None
+        finally:
+            if channel is not None:
+                channel.close()
+
+    async def _open_channel(self, sock: trio.socket.SocketType) -> Channel:
+        """Encrypted if the peer begins so."""
+        start = await sock.recv(1, socket.MSG_PEEK)
+        user_timeout_s = self._timeout_s * RECEIVER_PATIENCE
+        encrypted = begins_with_tls(start) and self._context is not None
+        if self._encrypt and not encrypted:
+            raise BadMessage("it opened a data connection that is not encrypted")
+        plain = socket.socket(fileno=sock.detach())
+        try:
+            if not encrypted:
+                kind = Channel if self._context is None else AuthenticatedChannel
+                return kind(plain, user_timeout_s)
+            assert self._context is not None
+            secure = self._context.wrap_socket(
+                plain, server_side=True, do_handshake_on_connect=False
+            )
+            channel = EncryptedChannel(secure, user_timeout_s)
+        except BaseException:
+            plain.close()
+            raise
+        try:
+            await _shake_hands(secure)
+            identity_of(secure)
+        except BaseException as error:
+            channel.close()
+            if isinstance(error, ssl.SSLError):
+                raise BadMessage(describe_tls_error(error)) from None
+            raise
+        return channel
+
+
+class _TicketWindow(Connection):
+    """Where one peer gets its tickets."""
+
+    def __init__(self, office: Office, guest: Guest) -> None:
+        self._office = office
+        self._guest = guest
+
+    async def answer(self, request: Request) -> Answer | Lasting:
+        assert isinstance(request, Tickets)
+        return Granted(request.number, self._office.grant(self._guest, request.count))
+
+    def take(self, message: Message) -> None:
+        """There is no such message."""
+
+    def close(self, why: str) -> None:
+        self._guest.leave()
+        self._office.forget(self._guest)
+
+
+async def _preamble(channel: Channel) -> bytes:
+    """Not in a thread, as members would have to wait for one until strangers give theirs back."""
+    preamble = bytearray(PREAMBLE_BYTES)
+    done = 0
+    with memoryview(preamble) as view:
+        while done < len(preamble):
+            try:
+                with view[done:] as rest:
+                    done += channel.receive(rest, wait=False)
+            except BlockingIOError:
+                await trio.lowlevel.wait_readable(channel.sock)
+    return bytes(preamble)
+
+
+async def _has_request(channel: Channel, guest: Guest) -> bool:
+    """Wait for one. False: there is none for long, or the peer's rights ended."""
+    if guest.has_left:
+        return False
+    if channel.has_input():
+        return True
+    with trio.move_on_after(IDLE_S) as scope:
+        guest.waiting.add(scope)
+        try:
+            await trio.lowlevel.wait_readable(channel.sock)
+            return True
+        finally:
+            guest.waiting.discard(scope)
+    return False
+
+
+async def _shake_hands(secure: ssl.SSLSocket) -> None:
+    """Raises ssl.SSLError and other OSErrors."""
+    secure.setblocking(False)
+    while True:
+        try:
+            secure.do_handshake()
+        except ssl.SSLWantReadError:
+            await trio.lowlevel.wait_readable(secure)
+        except ssl.SSLWantWriteError:
+            await trio.lowlevel.wait_writable(secure)
+        else:
+            return

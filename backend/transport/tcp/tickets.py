@@ -1,0 +1,101 @@
+"""Tickets that were given out on control connections, until a data connection shows them."""
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+import trio
+
+from ..frames import BadMessage
+from ..rights import Peer
+from .authentication import CODE_BYTES, Authentication, Forged, Ticket
+from .channel import Channel
+from .wire import unpack_preamble
+
+__all__ = ["Guest", "Office"]
+
+TICKET_S = 30.0
+TICKETS_PENDING_MAX = 16384
+TICKETS_OF_ONE_MAX = 512
+
+
+class Guest:
+    """A peer that may open data connections, as long as its control connection is open."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        # Numbers of tickets that it has not used yet, the oldest first.
+        self.tickets: dict[bytes, None] = {}
+        # The cancel scopes of data connections that wait for a request.
+        self.waiting: set[trio.CancelScope] = set()
+        self.has_left = False
+
+    def leave(self) -> None:
+        """The control connection ended, and all rights with it."""
+        self.has_left = True
+        for scope in self.waiting:
+            scope.cancel()
+
+
+class _Granted(NamedTuple):
+    """A ticket that was not used yet; `session` is the one whose rights it gives."""
+
+    key: bytes
+    end: float
+    guest: Guest
+    session: int
+
+
+class Office:
+    """Gives tickets out and takes them back, of all peers of a node."""
+
+    def __init__(self) -> None:
+        self._tickets: OrderedDict[bytes, _Granted] = OrderedDict()
+
+    @property
+    def pending(self) -> list[bytes]:
+        """The numbers of tickets that were not used yet, the oldest first."""
+        return list(self._tickets)
+
+    def grant(self, guest: Guest, count: int) -> list[bytes]:
+        now = trio.current_time()
+        while len(guest.tickets) > TICKETS_OF_ONE_MAX - count:
+            self._forget(next(iter(guest.tickets)))
+        while self._tickets:
+            number, first = next(iter(self._tickets.items()))
+            if first.end > now and len(self._tickets) + count <= TICKETS_PENDING_MAX:
+                break
+            self._forget(number)
+        granted = []
+        for _ in range(count):
+            ticket = Ticket.make()
+            self._tickets[ticket.number] = _Granted(
+                ticket.key, now + TICKET_S, guest, guest.peer.session
+            )
+            guest.tickets[ticket.number] = None
+            granted.append(ticket.pack())
+        return granted
+
+    def redeem(self, channel: Channel, preamble: bytes) -> Guest:
+        """Return who the ticket was given to; its key is the channel's from now on. Raises BadMessage. A
+        ticket is good for one try."""
+        granted = self._forget(unpack_preamble(preamble[:-CODE_BYTES]))
+        if granted is None or granted.end < trio.current_time():
+            raise BadMessage("it shows no valid ticket for a data connection")
+        channel.authentication = Authentication(granted.key, listens=True)
+        channel.session = granted.session
+        try:
+            channel.checked(preamble)
+        except Forged:
+            raise BadMessage("it shows a ticket that is not its own") from None
+        return granted.guest
+
+    def forget(self, guest: Guest) -> None:
+        """It uses no ticket any more."""
+        for number in list(guest.tickets):
+            self._forget(number)
+
+    def _forget(self, number: bytes) -> _Granted | None:
+        granted = self._tickets.pop(number, None)
+        if granted is not None:
+            del granted.guest.tickets[number]
+        return granted

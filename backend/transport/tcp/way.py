@@ -1,0 +1,273 @@
+"""The caller's end over TCP: extents are divided among data connections, each used by a thread."""
+
+import errno
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from functools import partial
+
+import trio
+
+from ...logs import current_request
+from ...sparse import is_sparse, segments
+from .. import Extent, FileRange, Landed, Memory, Target, Unreachable, landed_from, nothing_landed
+from ..frames import BadMessage
+from ..growth import Growth
+from ..link import Link
+from ..messages import Put, error_of
+from ..mover import Transfer, Way
+from .channel import Channel, Lost, Patience, Silent
+from .parts import Parts
+from .pool import Pool
+from .streams import receive_range, send_range, wait_for_reply
+from .threads import in_threads
+from .wire import Header, Op, Reply, ReplyKind
+
+__all__ = ["TcpWay"]
+
+log = logging.getLogger(__name__)
+
+# A stream of its own is not worth it for less.
+_STREAM_BYTES_MIN = 4 << 20
+# Two threads that touch one huge page of a file at once get into each other's way.
+_STREAM_ALIGNMENT_BYTES = 2 << 20
+
+
+class TcpWay(Way):
+    """Over up to `streams` connections, encrypted or not. `limiter` is for threads that move what this
+    process wants, `unlimited` for those that pass on what is limited by what it receives."""
+
+    name = "tcp"
+
+    def __init__(
+        self,
+        link: Link,
+        streams: int,
+        encrypt: bool,
+        limiter: trio.CapacityLimiter,
+        unlimited: trio.CapacityLimiter,
+    ) -> None:
+        self.pool = Pool(link, encrypt, limiter)
+        self._link = link
+        self._streams = streams
+        self._limiter = limiter
+        self._unlimited = unlimited
+        self._timeout_s = link.caller.timeout_s
+        self._counters = link.caller.counters
+        # What ends each operation whose data is on its way.
+        self._stops: set[Callable[[], None]] = set()
+
+    def suits(self, transfer: Transfer) -> bool:
+        return transfer.memory is not Memory.DEVICE
+
+    async def reach(self) -> int | None:
+        return 0
+
+    @property
+    def shows_bytes(self) -> bool:
+        # Where there are certificates, they have a code or are encrypted.
+        return self._link.caller.context is not None
+
+    async def put(self, extent: Extent, target: Target, data: bytes) -> None:
+        await self._link.ask(
+            lambda number: Put(number, current_request(), extent, target, data), target.group
+        )
+        self._counters.message_bytes += len(data)
+
+    async def read(self, extent: Extent, start: int, into: FileRange, landed: Landed) -> None:
+        nowhere = Target(0, 0, ())
+        headers = self._headers(Op.READ, extent, nowhere, start, into.length, self._streams)
+
+        def work(channel: Channel, header: Header) -> Reply:
+            return self._receive(channel, header, into.fd, into.offset, start, landed)
+
+        await self._run(headers, work, self._limiter)
+
+    async def write(
+        self, extent: Extent, target: Target, source: FileRange, passed: Landed
+    ) -> None:
+        status = os.fstat(source.fd)
+        if is_sparse(status.st_size, status.st_blocks):
+            await self._send_sparse(extent, target, source)
+        else:
+            await self._send_all(extent, target, source, self._streams, self._limiter, passed)
+
+    async def pass_on(
+        self,
+        extent: Extent,
+        target: Target,
+        source: FileRange,
+        growth: Growth,
+        lend: Callable[[], None],
+    ) -> None:
+        lend()
+        await growth.complete()
+        await self._send_all(extent, target, source, 1, self._unlimited)
+
+    def give_up(self, why: str) -> None:
+        for stop in list(self._stops):
+            stop()
+        self.pool.close()
+
+    def tidy(self) -> None:
+        self.pool.tidy()
+
+    async def _send_sparse(self, extent: Extent, target: Target, source: FileRange) -> None:
+        fd, offset, length, _ = source
+        found = await trio.to_thread.run_sync(segments, fd, offset, length)
+        data = sum(count for _, count in found)
+        base = Header(
+            Op.SPARSE, extent, target, secrets.randbits(63), length, 0, data, current_request()
+        )
+        streams = min(self._streams, len(found))
+        headers = [base, *([base._replace(op=Op.PART)] * streams)]
+        parts = Parts(fd, offset, found, self._timeout_s)
+
+        def work(channel: Channel, header: Header) -> Reply:
+            move = parts.begin if header.op is Op.SPARSE else parts.send
+            return self._checked(move(channel, header), header)
+
+        # `parts` knows only what was sent, not what arrived. So it begins anew with the caller's next try.
+        await self._run(headers, work, self._limiter, repeats=False)
+
+    async def _send_all(
+        self,
+        extent: Extent,
+        target: Target,
+        source: FileRange,
+        streams: int,
+        limiter: trio.CapacityLimiter,
+        passed: Landed = nothing_landed,
+    ) -> None:
+        fd, offset, length, _ = source
+        headers = self._headers(Op.WRITE, extent, target, 0, length, streams, total=length)
+
+        def work(channel: Channel, header: Header) -> Reply:
+            return self._send(channel, header, fd, offset, passed)
+
+        await self._run(headers, work, limiter)
+
+    def _headers(
+        self,
+        op: Op,
+        extent: Extent,
+        target: Target,
+        start: int,
+        length: int,
+        streams: int,
+        total: int = 0,
+    ) -> list[Header]:
+        """One per stream."""
+        count = max(1, min(streams, length // _STREAM_BYTES_MIN))
+        share = -(-length // count)
+        if count > 1:
+            share += -share % _STREAM_ALIGNMENT_BYTES
+        transfer = secrets.randbits(63)
+        trace = current_request()
+        return [
+            Header(
+                op, extent, target, transfer, total, start + done, min(share, length - done), trace
+            )
+            for done in range(0, max(length, 1), max(share, 1))
+        ]
+
+    async def _run(
+        self,
+        headers: list[Header],
+        work: Callable[[Channel, Header], Reply],
+        limiter: trio.CapacityLimiter,
+        repeats: bool = True,
+    ) -> None:
+        """Have each header's work done on a connection. If one that had been idle turns out to be broken,
+        and the work `repeats`, all is done once more on new ones."""
+        link, counters = self._link, self._counters
+        counters.round_trips += 1
+        channels = await self.pool.borrow(len(headers))
+        repeats = repeats and any(channel.was_idle for channel in channels)
+        try:
+            try:
+                await self._run_on(channels, headers, work, limiter)
+            except Lost as error:
+                if not repeats or isinstance(error, Silent):
+                    raise
+                log.info("store node %x: on new data connections: %s", link.node, error)
+                transfer = secrets.randbits(63)
+                headers = [header._replace(transfer=transfer) for header in headers]
+                channels = await self.pool.borrow(len(headers))
+                await self._run_on(channels, headers, work, limiter)
+        except (Lost, BadMessage) as error:
+            counters.errors["ENOTCONN"] += 1
+            raise Unreachable(link.node, str(error)) from None
+        except OSError as error:
+            counters.errors[errno.errorcode.get(error.errno or 0, "EIO")] += 1
+            raise
+
+    async def _run_on(
+        self,
+        channels: list[Channel],
+        headers: list[Header],
+        work: Callable[[Channel, Header], Reply],
+        limiter: trio.CapacityLimiter,
+    ) -> None:
+        link = self._link
+
+        def stop() -> None:
+            for channel in channels:
+                channel.shutdown()
+
+        self._stops.add(stop)
+        try:
+            with link.watched():
+                await in_threads(
+                    [partial(work, *pair) for pair in zip(channels, headers, strict=True)],
+                    stop,
+                    limiter,
+                )
+        except (Lost, BadMessage) as error:
+            if isinstance(error, BadMessage):
+                self._counters.rejected += 1
+                log.warning("store node %x: a data connection is given up: %s", link.node, error)
+            self.pool.drop()
+            raise
+        finally:
+            self._stops.remove(stop)
+            self.pool.give_back(channels)
+
+    def _send(
+        self, channel: Channel, header: Header, fd: int, offset: int, passed: Landed
+    ) -> Reply:
+        timeout_s, begin = self._timeout_s, header.offset
+        if passed is not nothing_landed:
+            passed = landed_from(passed, begin)
+        channel.clean = False
+        patience = Patience(timeout_s)
+        channel.send_header(header, patience)
+        reply = send_range(channel, fd, offset + begin, header.length, timeout_s, passed)
+        if reply is None:
+            patience.renew()
+            channel.end_sending(patience)
+            reply = wait_for_reply(channel, timeout_s)
+            channel.clean = not reply.closing
+        return self._checked(reply, header)
+
+    def _receive(
+        self, channel: Channel, header: Header, fd: int, offset: int, start: int, landed: Landed
+    ) -> Reply:
+        timeout_s = self._timeout_s
+        channel.clean = False
+        channel.send_header(header, Patience(timeout_s))
+        reply = wait_for_reply(channel, timeout_s)
+        if reply.kind is ReplyKind.OK:
+            begin = header.offset - start
+            receive_range(
+                channel, fd, offset + begin, header.length, timeout_s,
+                landed=landed_from(landed, begin),
+            )  # fmt: skip
+        channel.clean = True
+        return self._checked(reply, header)
+
+    def _checked(self, reply: Reply, header: Header) -> Reply:
+        if reply.kind is ReplyKind.FAILED:
+            raise error_of(reply.code, reply.node, reply.text, header.target.group)
+        return reply

@@ -1,0 +1,69 @@
+"""An opened port of a device, and the addresses by which it is reached."""
+
+import errno
+import os
+from types import TracebackType
+from typing import Any, Self
+
+from .devices import Route
+from .library import Library
+
+__all__ = ["OpenedPort"]
+
+_MTUS = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}
+
+
+class OpenedPort:
+    """Use as a context manager; what was made from `context` and `pd` is closed before it. Raises
+    OSError. `mtu` is in bytes, `events` the descriptor of the device's asynchronous events."""
+
+    def __init__(self, library: Library, route: Route) -> None:
+        self.library = library
+        self.name = route.device
+        self.port = route.port
+        self.lid = route.lid
+        self._gids: dict[int, bytes] = {}
+        self.context: Any
+        self.context, self.events = library.open(route.device)
+        try:
+            with library.errors:
+                limits = self.context.query_device()
+                port = self.context.query_port(route.port)
+                self.pd = library.PD(self.context)
+        except BaseException:
+            self.context.close()
+            raise
+        self.mtu = _MTUS.get(int(port.active_mtu), 256)
+        self.reads_answered = max(1, int(limits.max_qp_rd_atom))
+        self.reads_asked = max(1, int(limits.max_qp_init_rd_atom))
+        self.bytes_max = int(limits.max_mr_size)
+        kinds = library.enum("DEVICE_MEM_WINDOW_TYPE_2B")
+        self.has_windows = bool(int(limits.device_cap_flags) & kinds)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        with self.library.errors:
+            self.pd.close()
+            self.context.close()
+
+    def add_gid(self, index: int, value: bytes) -> None:
+        """One that routes lead to."""
+        self._gids[index] = value
+
+    def gid(self, index: int) -> bytes:
+        """Raises OSError for an index that no route leads to."""
+        if index not in self._gids:
+            raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+        return self._gids[index]
+
+    def state(self) -> int:
+        """Return IBV_PORT_ACTIVE or another state, as it is now. Raises OSError."""
+        with self.library.errors:
+            return int(self.context.query_port(self.port).state)
