@@ -29,9 +29,7 @@ LONG = {
     "irdmafs.backend.server.files": 560,
 }
 # Modules that import each other, directly or by others.
-CIRCLES: list[set[str]] = [
-    {"_verbs.grpc_ends", "_verbs.worker"},
-]
+CIRCLES: list[set[str]] = []
 
 
 def modules() -> dict[str, Path]:
@@ -118,6 +116,23 @@ def test_store_does_not_import_mount() -> None:
         if name.startswith("irdmafs.backend"):
             outside = {other for other in others if not other.startswith("irdmafs.backend")}
             assert outside <= {VERSION}, f"{name} imports {outside - {VERSION}}"
+
+
+def test_transport_knows_its_movers_by_one_list_only() -> None:
+    transport = "irdmafs.backend.transport"
+    found = imports()
+    # A mover is a package with a module of this name.
+    movers = [name.rpartition(".")[0] for name in found if name.endswith(".mover")]
+    movers.remove(transport)
+    for name, others in found.items():
+        if name.startswith(transport) and name != f"{transport}.movers":
+            known = {mover for mover in movers if any(_is_in(other, mover) for other in others)}
+            own = {mover for mover in movers if _is_in(name, mover)}
+            assert known <= own, f"{name} imports {known - own}"
+
+
+def _is_in(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
 
 
 def test_circle_is_found_with_all_its_modules() -> None:

@@ -160,8 +160,15 @@ class ExtentDirectory:
         return {"node": f"{self.node:x}", "extents": len(self.sealed)}
 
 
-def address_of(host: str, control_port: int, data_port: int, store: str = "") -> NodeAddress:
-    return NodeAddress(host, control_port, data_port, ["tcp", "verbs"], host, store, 0, 0, "test")
+def address_of(
+    host: str,
+    control_port: int,
+    data_port: int,
+    store: str = "",
+    transports: Sequence[str] = ("tcp", "verbs"),
+) -> NodeAddress:
+    """A node that has no RDMA says so only when it is asked."""
+    return NodeAddress(host, control_port, data_port, list(transports), host, store, 0, 0, "test")
 
 
 def resolver(addresses: str) -> Callable[[int], NodeAddress | None]:
@@ -213,7 +220,8 @@ async def serving(
         Peers(resolver(addresses), movers, name=f"{node:x}", role="node", **options) as peers,
         Listener(service, peers, movers, host, is_gone=is_gone, **options) as listener,
     ):
-        ports = (host, listener.control_port, listener.ports["tcp"], directory)
+        transports = sorted({"tcp", "verbs", *listener.ports})
+        ports = (host, listener.control_port, listener.ports["tcp"], directory, transports)
         Path(f"{addresses}/{node:x}.new").write_text(json.dumps(ports))
         os.rename(f"{addresses}/{node:x}.new", f"{addresses}/{node:x}")
         yield Node(service, listener, peers)

@@ -256,16 +256,11 @@ class RemoteStore(Pinned):
             stages=True,
         )  # fmt: skip
         return Peers(
-            self.members.address,
-            movers,
-            credentials=config.cluster.credentials(self.role),
-            name=f"{config.mount.host}:{os.getpid()}",
-            role=self.role,
-            session=lambda: self.session.number,
-            session_key=self.session_key,
-            timeout_s=patience_s(self.settings),
-            is_revoked=self.certificates.is_revoked,
-        )
+            self.members.address, movers, credentials=config.cluster.credentials(self.role),
+            name=f"{config.mount.host}:{os.getpid()}", role=self.role,
+            session=lambda: self.session.number, session_key=self.session_key,
+            timeout_s=patience_s(self.settings), is_revoked=self.certificates.is_revoked,
+        )  # fmt: skip
 
     def _make_parts(self) -> None:
         self.cluster = Cluster(

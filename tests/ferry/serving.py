@@ -1,0 +1,99 @@
+"""The node's end."""
+
+import errno
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import trio
+from irdmafs.backend.transport import Extent, FileRange, Target
+from irdmafs.backend.transport.growth import Growth
+from irdmafs.backend.transport.messages import Answer, Done, Message, Request
+from irdmafs.backend.transport.mover import Connection, Host, Lasting, Serving
+from irdmafs.backend.transport.rights import Peer
+
+from .messages import Bring, Fetch, Laid
+
+
+class FerryServing(Serving):
+    """Of one node, with files in `pier`."""
+
+    port = 0
+
+    def __init__(self, host: Host, pier: Path) -> None:
+        self._host = host
+        self._pier = pier
+
+    def connected(self, peer: Peer, local: str, nursery: trio.Nursery) -> Connection:
+        return _Ferryman(self._host, self._pier)
+
+    def give_up(self, content: int) -> None:
+        """What comes is here at once, or not at all."""
+
+    def end_rights(self, is_over: Callable[[Peer], bool]) -> None:
+        """Each request is checked by itself."""
+
+
+class _Ferryman(Connection):
+    def __init__(self, host: Host, pier: Path) -> None:
+        self._host = host
+        self._pier = pier
+
+    async def answer(self, request: Request) -> Answer | Lasting:
+        if isinstance(request, Fetch):
+            return self._lay(request)
+        assert isinstance(request, Bring)
+        await self._take(request.extent, request.target, request.length, request.name)
+        return Done(request.number)
+
+    def take(self, message: Message) -> None:
+        """There is no such message."""
+
+    def close(self, why: str) -> None:
+        """Nothing was given."""
+
+    def _lay(self, request: Fetch) -> Laid:
+        held = self._host.service.hold(request.extent)
+        try:
+            data = os.pread(held.fd, request.length, request.start)
+        finally:
+            held.close()
+        if len(data) < request.length:
+            raise OSError(errno.EINVAL, "the extent is shorter than what is asked for")
+        name = secrets.token_hex(16)
+        (self._pier / name).write_bytes(data)
+        self._host.counters.sent_bytes += len(data)
+        return Laid(request.number, name)
+
+    async def _take(self, extent: Extent, target: Target, length: int, name: str) -> None:
+        service = self._host.service
+        data = (self._pier / name).read_bytes()
+        if len(data) != length:
+            raise OSError(errno.EINVAL, "the extent is not as long as was said")
+        await service.admit(extent, target)
+        if service.size(extent) != length:
+            incoming = await service.create(extent, length)
+            try:
+                try:
+                    os.pwrite(incoming.fd, data, 0)
+                except BaseException:
+                    service.drop(incoming)
+                    raise
+                await service.seal(extent, incoming)
+            finally:
+                incoming.close()
+        if target.chain:
+            await self._hand_on(extent, target, length)
+
+    async def _hand_on(self, extent: Extent, target: Target, length: int) -> None:
+        node, *rest = target.chain
+        further = msgspec.structs.replace(target, chain=tuple(rest))
+        held = self._host.service.hold(extent)
+        try:
+            await self._host.others.device(node).pass_on(
+                extent, further, FileRange(held.fd, 0, length), Growth(length, length), held.lend
+            )
+        finally:
+            held.close()

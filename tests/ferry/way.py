@@ -1,0 +1,89 @@
+"""The caller's end."""
+
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+from irdmafs.backend.transport import Extent, FileRange, Landed, Memory, Target, Unreachable
+from irdmafs.backend.transport.growth import Growth
+from irdmafs.backend.transport.link import Link
+from irdmafs.backend.transport.mover import NotThisWay, Operation, Transfer, Way
+
+from .messages import Bring, Fetch, Laid
+
+# Fewer bytes are sent sooner than laid on the pier.
+BYTES_MIN = 4096
+SPEED_MBIT_S = 10
+
+
+class FerryWay(Way):
+    """By files in `pier`."""
+
+    name = "ferry"
+    shows_bytes = False
+
+    def __init__(self, link: Link, pier: Path) -> None:
+        self._link = link
+        self._pier = pier
+
+    def suits(self, transfer: Transfer) -> bool:
+        return (
+            transfer.operation is not Operation.PUT
+            and transfer.memory is Memory.FILE
+            and transfer.length >= BYTES_MIN
+            and not transfer.is_sparse
+        )
+
+    async def reach(self) -> int | None:
+        record = self._link.caller.resolve(self._link.node)
+        return SPEED_MBIT_S if record is not None and self.name in record.transports else None
+
+    async def put(self, extent: Extent, target: Target, data: bytes) -> None:
+        raise NotThisWay("small extents are sent in messages")
+
+    async def read(self, extent: Extent, start: int, into: FileRange, landed: Landed) -> None:
+        answer = await self._link.ask(lambda number: Fetch(number, "", extent, start, into.length))
+        if not isinstance(answer, Laid):
+            raise Unreachable(self._link.node, "its answer makes no sense")
+        path = self._pier / os.path.basename(answer.name)
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise NotThisWay(f"the pier: {error.strerror}") from None
+        path.unlink()
+        os.pwrite(into.fd, data, into.offset)
+        landed(0, len(data), memoryview(data))
+
+    async def write(
+        self, extent: Extent, target: Target, source: FileRange, passed: Landed
+    ) -> None:
+        path = self._pier / secrets.token_hex(16)
+        try:
+            path.write_bytes(os.pread(source.fd, source.length, source.offset))
+        except OSError as error:
+            raise NotThisWay(f"the pier: {error.strerror}") from None
+        try:
+            await self._link.ask(
+                lambda number: Bring(number, "", extent, target, source.length, path.name),
+                target.group,
+            )
+        finally:
+            path.unlink(missing_ok=True)
+
+    async def pass_on(
+        self,
+        extent: Extent,
+        target: Target,
+        source: FileRange,
+        growth: Growth,
+        lend: Callable[[], None],
+    ) -> None:
+        await growth.complete()
+        await self.write(extent, target, source, lambda start, length, data: None)
+
+    def give_up(self, why: str) -> None:
+        """What is under way ends with the control connection."""
+
+    def tidy(self) -> None:
+        """Nothing is kept."""

@@ -1,0 +1,186 @@
+"""A mover is added by a folder and a line, and has all the promises that the others have.
+
+The one that is added here, tests/ferry, moves extents through files in a directory that both ends see.
+"""
+
+import errno
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from ferry.messages import MESSAGES, Bring, Fetch
+from ferry.mover import Ferry
+from ferry.way import BYTES_MIN
+from irdmafs.backend.transport import Extent, FileRange, Target
+from irdmafs.backend.transport.codec import Codec
+from irdmafs.backend.transport.mover import Mover
+from irdmafs.backend.transport.movers import all_movers
+from irdmafs.backend.transport.rights import ROLES, Scope, may
+from transport_nodes import serving
+from transport_place import MiB, Place, memory, mounted, random_bytes
+
+__all__ = ["memory"]
+
+TIMEOUT_S = 20.0
+SESSION, KEY = 7, b"k" * 32
+
+
+def at_the_pier(
+    memory: Path,
+    test: Callable[[Place], Awaitable[None]],
+    without: Sequence[int] = (),
+    **options: Any,
+) -> None:
+    """Nodes 1 to 3 and a mount, all of them with the ferry but the nodes `without`."""
+    pier = memory / "pier"
+    pier.mkdir()
+
+    def movers(node: int) -> Sequence[Mover]:
+        # The line of movers.py.
+        return all_movers() if node in without else (Ferry(pier), *all_movers())
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            nodes = {
+                node: await stack.enter_async_context(
+                    serving(
+                        f"{memory}/{node}", node, f"{memory}/addresses",
+                        movers=movers(node), timeout_s=TIMEOUT_S,
+                    )
+                )
+                for node in (1, 2, 3)
+            }  # fmt: skip
+            peers = await stack.enter_async_context(
+                mounted(memory, movers=movers(0), timeout_s=TIMEOUT_S, **options)
+            )
+            await test(Place(memory, peers, nodes))
+        assert not pier.exists() or not list(pier.iterdir())
+
+    trio.run(main)
+
+
+async def written(place: Place, extent: Extent, data: bytes, *chain: int) -> None:
+    source = place.file(f"source{extent.content}", data)
+    try:
+        where = FileRange(source, 0, len(data))
+        await place.peers.device(1).write(extent, Target(1, 1, chain), where)
+    finally:
+        os.close(source)
+
+
+async def read(place: Place, node: int, extent: Extent, start: int, length: int) -> bytes:
+    target = place.file(f"target{node}")
+    try:
+        await place.peers.device(node).read(extent, start, FileRange(target, 0, length))
+        return os.pread(target, length, 0)
+    finally:
+        os.close(target)
+
+
+def test_an_extent_goes_down_the_chain_and_comes_back_by_another_mover(memory: Path) -> None:
+    data = random_bytes(3 * MiB + 5)
+
+    async def test(place: Place) -> None:
+        await written(place, Extent(1, 0), data, 2, 3)
+        assert place.have(Extent(1, 0), data) == [1, 2, 3]
+        for node in place.nodes:
+            assert await read(place, node, Extent(1, 0), 77, MiB) == data[77 : 77 + MiB]
+        assert place.peers.counters.moved_bytes == {"ferry": len(data) + 3 * MiB}
+        for node in (1, 2):
+            assert place.nodes[node].peers.counters.moved_bytes == {"ferry": len(data)}
+
+    at_the_pier(memory, test)
+
+
+def test_a_node_without_the_mover_is_reached_in_another_way(memory: Path) -> None:
+    data = random_bytes(MiB)
+
+    async def test(place: Place) -> None:
+        await written(place, Extent(1, 0), data, 2, 3)
+        assert place.have(Extent(1, 0), data) == [1, 2, 3]
+        assert await read(place, 2, Extent(1, 0), 0, MiB) == data
+        assert place.peers.counters.moved_bytes == {"ferry": MiB, "tcp": MiB}
+        assert place.nodes[1].peers.counters.moved_bytes == {"tcp": MiB}
+        assert place.peers.counters.fallbacks == 0
+
+    at_the_pier(memory, test, without=[2])
+
+
+def test_the_length_decides_which_mover_it_is(memory: Path) -> None:
+    async def test(place: Place) -> None:
+        for content, length in enumerate((BYTES_MIN - 1, BYTES_MIN), 1):
+            await written(place, Extent(content, 0), bytes(length))
+        await place.peers.device(1).put(Extent(3, 0), Target(1, 1, ()), bytes(BYTES_MIN))
+        assert place.peers.counters.moved_bytes == {"tcp": 2 * BYTES_MIN - 1, "ferry": BYTES_MIN}
+
+    at_the_pier(memory, test)
+
+
+def test_what_a_mover_cannot_do_after_all_is_done_by_the_next(memory: Path) -> None:
+    data = random_bytes(MiB)
+
+    async def test(place: Place) -> None:
+        (memory / "pier").rmdir()
+        await written(place, Extent(1, 0), data, 2)
+        assert place.have(Extent(1, 0), data) == [1, 2]
+        assert place.peers.counters.moved_bytes == {"tcp": MiB}
+        assert place.peers.counters.fallbacks == 1
+
+    at_the_pier(memory, test)
+
+
+def test_an_error_of_the_node_is_the_callers_and_tried_in_no_other_way(memory: Path) -> None:
+    async def test(place: Place) -> None:
+        with pytest.raises(FileNotFoundError):
+            await read(place, 1, Extent(9, 0), 0, MiB)
+        place.service(1).limit_bytes = BYTES_MIN
+        with pytest.raises(OSError) as caught:
+            await written(place, Extent(1, 0), bytes(MiB))
+        assert caught.value.errno == errno.ENOSPC
+        assert place.peers.counters.fallbacks == 0
+        assert not place.service(1).leftovers
+
+    at_the_pier(memory, test)
+
+
+@pytest.mark.parametrize("key", [KEY, bytes(32)], ids=["its own", "another's"])
+def test_the_rights_to_a_movers_messages_are_checked_for_it(memory: Path, key: bytes) -> None:
+    async def test(place: Place) -> None:
+        place.service(1).owners = {SESSION: KEY}
+        if key == KEY:
+            await written(place, Extent(1, 0), bytes(MiB))
+        else:
+            with pytest.raises(PermissionError):
+                await written(place, Extent(1, 0), bytes(MiB))
+        assert place.have(Extent(1, 0), bytes(MiB)) == ([1] if key == KEY else [])
+
+    at_the_pier(memory, test, session=lambda: SESSION, session_key=key)
+
+
+def test_each_role_has_the_rights_that_the_mover_says() -> None:
+    rights = Codec([MESSAGES]).rights
+    assert [may(rights, role, Bring) for role in ROLES] == [
+        Scope.ANY, Scope.OWN, Scope.NONE, Scope.NONE,
+    ]  # fmt: skip
+    assert may(rights, "admin", Fetch) is Scope.NONE
+    assert may(Codec().rights, "node", Fetch) is Scope.NONE
+
+
+def test_two_movers_with_one_tag_are_refused_at_once() -> None:
+    class Other(Fetch, tag=64):
+        pass
+
+    other = MESSAGES._replace(rights={Other: MESSAGES.rights[Fetch]}, answers=())
+    with pytest.raises(TypeError, match="tag"):
+        Codec([MESSAGES, other])
+
+
+def test_only_what_is_about_an_extent_can_be_somebodys_own() -> None:
+    from irdmafs.backend.transport.messages import Ping
+
+    with pytest.raises(TypeError, match="nobody owns"):
+        Codec([MESSAGES._replace(rights={Ping: MESSAGES.rights[Bring]})])
