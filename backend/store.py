@@ -175,6 +175,10 @@ class Store(Protocol):
 
     def is_here(self, extent: int) -> bool: ...
 
+    def count_open(self, extent: int) -> None:
+        """Count an open that gets this content as one that found it here or had it fetched."""
+        ...
+
     async def read(self, inode: Inode, extent: int, offset: int, size: int) -> bytes:
         """Some bytes of a content that is not on this host."""
         ...

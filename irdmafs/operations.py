@@ -793,6 +793,8 @@ class Operations(pyfuse3.Operations):
         found = await self._refreshed(found, bring=not flags & os.O_TRUNC)
         handle = await self._cache.open_any(found, flags, ctx.pid)
         handle.node.lookups += 1
+        if not truncates(flags):
+            self._store.count_open(found.extent)
         return self._opened(handle), self._attributes(handle.node, found)
 
     async def _brought(self, inode: Inode) -> Inode:
@@ -939,6 +941,8 @@ class Operations(pyfuse3.Operations):
                 if name is not None:
                     self._glances.lead(ctx.pid, (name.parent, name.name), found.ino)
             raise
+        if self._shared and not truncates(flags):
+            self._store.count_open(found.extent)
         return self._opened(handle)
 
     def _opened(self, handle: Handle) -> OpenInfo:

@@ -402,6 +402,27 @@ def test_a_version_is_fetched_once(cluster: Cluster, two: tuple[Path, Path]) -> 
     assert counters(cluster.mounts[1])["fetched_bytes"] - before == MIB
 
 
+@pytest.mark.parametrize("size", [5000, MIB])
+def test_every_open_counts_once_as_found_in_the_cache_or_fetched(
+    cluster: Cluster, two: tuple[Path, Path], size: int
+) -> None:
+    def opens() -> tuple[int, int]:
+        found = counters(cluster.mounts[1])
+        return found["cache_hits"], found["cache_misses"]
+
+    one, other = two
+    write(one / "file", pattern(1, size))
+    hits, misses = opens()
+    assert read_version(other / "file") == 1
+    assert opens() == (hits, misses + 1)
+    for _ in range(3):
+        assert read_version(other / "file") == 1
+    assert opens() == (hits + 3, misses + 1)
+    write(one / "file", pattern(2, size))
+    assert read_version(other / "file") == 2
+    assert opens() == (hits + 3, misses + 2)
+
+
 def test_what_is_overwritten_is_not_fetched_first(cluster: Cluster, two: tuple[Path, Path]) -> None:
     one, other = two
     write(one / "small", pattern(1, 5000))

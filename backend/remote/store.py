@@ -141,6 +141,8 @@ class RemoteStore(Pinned):
         self._pinned_afar: set[int] = set()
         # Numbers that may not be used for other bytes: sent once, or named by a version.
         self._used: set[int] = set()
+        # Fetched for an open that is not counted yet.
+        self._fetched: set[int] = set()
         self._number = 0
         self._number_session = 0
         self.contents = Contents(
@@ -277,7 +279,9 @@ class RemoteStore(Pinned):
         self._nursery.start_soon(self.abandoned.run)
         self._lender = Lender(self._nursery, self.rdma.forget)
         self.ahead = ReadAhead(self.namespace)
-        self.prefetcher = Prefetcher(self.namespace, self._nursery, self.bring)
+        self.prefetcher = Prefetcher(
+            self.namespace, self._nursery, partial(self._bring, ahead=True)
+        )
         self.members.node_changed.append(self._node_changed)
         self._find_node_here()
 
@@ -366,19 +370,28 @@ class RemoteStore(Pinned):
 
     def _free(self, extent: int) -> None:
         self._used.discard(extent)
+        self._fetched.discard(extent)
         self.contents.free(extent)
 
     def is_here(self, extent: int) -> bool:
         pinned = extent in self._pins and extent not in self._pinned_afar
-        here = pinned or self.contents.has(extent)
-        if here:
+        return pinned or self.contents.has(extent)
+
+    def count_open(self, extent: int) -> None:
+        if extent in self._fetched:
+            self._fetched.remove(extent)
+            self.misses += 1
+        elif extent:
             self.hits += 1
-        return here
 
     async def bring(self, ino: int) -> Inode:
+        return await self._bring(ino, ahead=False)
+
+    async def _bring(self, ino: int, *, ahead: bool) -> Inode:
         async def fetch(inode: Inode) -> Inode | None:
-            self.misses += 1
             await self.fetcher.fetch(inode, partial(self.ahead.after, inode))
+            if not ahead:
+                self._fetched.add(inode.extent)
             if not self.contents.has(inode.extent):
                 return inode if await self._pin_afar(inode) else None
             if inode.extent in self._pinned_afar:
