@@ -38,6 +38,7 @@ from irdmafs.backend.transport.tcp import messages as tcp
 from irdmafs.backend.transport.tcp.serving import TcpServing
 from irdmafs.backend.transport.verbs import messages as verbs
 from irdmafs.backend.transport.verbs.ends import QueueEnd
+from irdmafs.backend.transport.verbs.rdma import Rdma
 from test_53_strangers import connect, data_connection, frame, hello, is_closed, receive_frame
 from test_53_transport import TIMEOUT_S, in_cluster
 from transport_place import MiB, Place, memory, mounted, random_bytes, until
@@ -113,7 +114,11 @@ class Relay:
 
 @asynccontextmanager
 async def on_the_way(
-    cluster: Place, memory: Path, credentials: Credentials, kind: str = "data"
+    cluster: Place,
+    memory: Path,
+    credentials: Credentials,
+    kind: str = "data",
+    rdma: Rdma | None = None,
 ) -> AsyncIterator[tuple[Relay, Peers]]:
     """A relay before node 1's port of that kind, and a mount that knows no other way."""
     listener = cluster.nodes[1].listener
@@ -129,7 +134,7 @@ async def on_the_way(
         await nursery.start(relay.serve)
         async with Peers(
             resolve,
-            all_movers(streams=2),
+            all_movers(rdma, streams=2),
             name="victim",
             role="mount",
             credentials=credentials,

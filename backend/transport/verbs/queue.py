@@ -75,7 +75,8 @@ class Granted(Protocol):
 
 class QueuePair:
     """Made by Adapter.queue_pair, in a task of `nursery`. `arrived(number)` is called for each WRITE of the
-    peer that carries a number; `receives` says whether there are such. `closed` is called in the end."""
+    peer that carries a number; `receives` says whether there are such. `closed` is called in the
+    end. What the peer is given is of the protection domain `pd`."""
 
     def __init__(
         self,
@@ -106,7 +107,12 @@ class QueuePair:
             library, port.context, SENDS + 1, self._take_sent, lambda: bool(self._batches),
         )  # fmt: skip
         self._arrivals = self._sent
+        self.pd = port.pd
         try:
+            if receives and not port.has_windows:
+                # Without windows a right is a registration: its key works in all of a protection domain.
+                with library.errors:
+                    self.pd = library.PD(port.context)
             if receives:
                 self._arrivals = Completions(
                     library, port.context, RECEIVES, self._take_arrival, lambda: True
@@ -117,7 +123,7 @@ class QueuePair:
             except OSError:
                 self._pair, self.inline_bytes = self._make(0), 0
         except BaseException:
-            self._close_completions()
+            self._close_rest()
             raise
         # A WRITE puts nothing there; pyverbs wants an element all the same.
         self._receive = library.RecvWR(num_sge=1, sg=[library.SGE(0, 0, 0)])
@@ -137,7 +143,7 @@ class QueuePair:
                 max_send_sge=1, max_recv_sge=1, max_inline_data=inline_bytes,
             )  # fmt: skip
             return library.QP(
-                self._port.pd,
+                self.pd,
                 library.QPInitAttr(
                     qp_type=library.enum("QPT_RC"),
                     scq=self._sent.queue,
@@ -369,15 +375,18 @@ class QueuePair:
             window.close()
         with self._library.errors:
             self._pair.close()
-        self._close_completions()
+        self._close_rest()
         for batch in self._batches.values():
             batch.done.set()
             self._room.release()
         self._batches.clear()
 
-    def _close_completions(self) -> None:
+    def _close_rest(self) -> None:
         for completions in {self._sent, self._arrivals}:
             completions.close()
+        if self.pd is not self._port.pd:
+            with self._library.errors:
+                self.pd.close()
 
 
 def timeout_exponent(patience_s: float) -> int:

@@ -3,8 +3,10 @@
 On a device that has them it is a memory window of type 2: its key works on one queue pair only, for
 one range, for reading or for writing, and not any more when it is closed, while the registration below,
 which has no remote rights, stays. Making one costs a system call and a work request. (Soft-RoCE checks
-only that a key's range lies in the registration, which is one extent's file.) On other devices, and on a
-file that this process may only read, it is a registration of its own that lives as long.
+only that a key's range lies in the registration, which is one extent's file.) On other devices it
+is a registration of its own that lives as long, in a protection domain that only the peer's queue pair is
+in. So it is on a file that this process may only read; there the device's other queue pairs share the
+domain.
 """
 
 from typing import Any
@@ -40,7 +42,7 @@ async def grant(
     if not (adapter.has_windows and region.writable):
         rights |= library.enum("ACCESS_LOCAL_WRITE") if writable else 0
         with library.errors:
-            registration = library.MR(adapter.pd, length, rights, address=address)
+            registration = library.MR(pair.pd, length, rights, address=address)
         return Window(pair, registration, address, registration.rkey)
     with library.errors:
         handle = library.MW(adapter.pd, library.enum("MW_TYPE_2"))

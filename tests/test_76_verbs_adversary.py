@@ -1,0 +1,343 @@
+"""Set-up messages of queue pairs that are forged, or repeated by somebody who saw them.
+
+What two ends say to each other to move an extent by verbs (numbers of queue pairs, addresses, keys,
+handles) is of no use to anybody else: whoever has it all reads nothing by it, writes nothing, and keeps
+nobody from being served. The attacker is another member of the cluster, or on the way of a control
+connection that has certificates.
+"""
+
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+import trio
+from irdmafs.backend.security import Credentials
+from irdmafs.backend.transport import Extent, FileRange, Target
+from irdmafs.backend.transport.messages import Answer, Request
+from irdmafs.backend.transport.peers import Peers
+from irdmafs.backend.transport.verbs.devices import Route
+from irdmafs.backend.transport.verbs.ends import QueueEnd
+from irdmafs.backend.transport.verbs.library import Library
+from irdmafs.backend.transport.verbs.messages import (
+    QUEUE_PAIRS_MAX,
+    Attach,
+    Attached,
+    Detach,
+    Expose,
+    Exposed,
+    Release,
+    Reserve,
+)
+from irdmafs.backend.transport.verbs.opened import OpenedPort
+from irdmafs.backend.transport.verbs.path import Path as VerbsPath
+from irdmafs.backend.transport.verbs.queue import Broken, Piece, QueuePair
+from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
+from irdmafs.backend.transport.verbs.serving import VerbsServing
+from irdmafs.backend.transport.verbs.way import VerbsWay
+from rdma import need_ports
+from test_53_adversary import TO_MOUNT, TO_NODE, Passage, Relay, certificates, on_the_way
+from test_53_strangers import frame
+from transport_nodes import Node, serving
+from transport_place import KiB, Place, memory, mounted, random_bytes, until
+
+__all__ = ["certificates", "memory"]
+
+pytestmark = [pytest.mark.verbs, pytest.mark.timeout(300)]
+
+TIMEOUT_S = 20.0
+LENGTH = 256 * KiB
+TARGET = Target(1, 1, ())
+SECRET, COMING = Extent(1, 0), Extent(2, 0)
+
+
+class Party:
+    """A mount with adapters of its own, and one queue pair to node 1."""
+
+    def __init__(self, peers: Peers, rdma: Rdma, path: VerbsPath, file: int) -> None:
+        self.peers = peers
+        self.rdma = rdma
+        self.path = path
+        self.file = file
+
+    async def ask(self, make: Callable[[int], Request]) -> Answer:
+        return await self.path._control.ask(make)
+
+    async def expose(self) -> Exposed:
+        exposed = await self.ask(lambda number: Expose(number, "", SECRET, 0, LENGTH))
+        assert isinstance(exposed, Exposed)
+        return exposed
+
+    async def reserve(self) -> Exposed:
+        reserved = await self.ask(
+            lambda number: Reserve(number, "", COMING, TARGET, LENGTH, LENGTH, 0)
+        )
+        assert isinstance(reserved, Exposed)
+        return reserved
+
+    async def move(self, way: str, given: Exposed, number: int | None = None) -> None:
+        """Between the file and the node's memory, by this party's queue pair. Raises Broken."""
+        async with self.path._adapter.regions.using(self.file, 0, LENGTH, True) as mine:
+            piece = Piece(mine.address(0), LENGTH, mine.key, given.address, given.key)
+            if way == "read":
+                await self.path._pair.read([piece])
+            else:
+                await self.path._pair.write([piece], number)
+
+    def bytes(self) -> bytes:
+        return os.pread(self.file, LENGTH, 0)
+
+
+class Scene(Place):
+    """Node 1 has an extent. The victim may read it, and is writing another one; the attacker knows all that
+    the victim and the node said."""
+
+    def __init__(self, memory: Path, node: Node, victim: Party, attacker: Party) -> None:
+        super().__init__(memory, victim.peers, {1: node})
+        self.victim = victim
+        self.attacker = attacker
+        self.secret = random_bytes(LENGTH)
+
+    async def begin(self) -> None:
+        """What is said is said."""
+        source = self.file("secret", self.secret)
+        await self.victim.peers.device(1).write(SECRET, TARGET, FileRange(source, 0, LENGTH))
+        os.close(source)
+        self.exposed = await self.victim.expose()
+        self.reserved = await self.victim.reserve()
+        responders = self.nodes[1].serving(VerbsServing).responders
+        # The node's end of the victim's control connection, and of its queue pair.
+        [self.responder] = [each for each in responders if each._arrivals]
+        [self.node_end] = [end.pair.end() for end in self.responder._ends.values()]
+
+    async def end(self) -> None:
+        """Nothing was read or written, and the victim's transfers end as if nobody had been there."""
+        assert self.attacker.bytes() == bytes(LENGTH)
+        assert not self.have(COMING, bytes(LENGTH))
+        await self.victim.move("read", self.exposed)
+        assert self.victim.bytes() == self.secret
+        assert self.responder._arrivals[self.reserved.handle].growth.done == 0
+        await self.victim.move("write", self.reserved, self.reserved.handle)
+        await until(lambda: self.have(COMING, self.secret) == [1])
+
+
+@asynccontextmanager
+async def party(memory: Path, name: str) -> AsyncIterator[Party]:
+    file = os.open(memory / name, os.O_RDWR | os.O_CREAT)
+    try:
+        os.posix_fallocate(file, 0, LENGTH)
+        with Rdma(Choice(device="rxe0")) as rdma:
+            async with mounted(memory, timeout_s=TIMEOUT_S, rdma=rdma) as peers:
+                way = peers.device(1).way(VerbsWay)
+                assert await way.reach() is not None
+                assert way.lanes is not None
+                (lane,) = way.lanes._lanes
+                assert lane.path is not None
+                yield Party(peers, rdma, lane.path, file)
+    finally:
+        os.close(file)
+
+
+@pytest.fixture(params=["windows", "none"])
+def windows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices with memory windows, and devices without."""
+    make = OpenedPort.__init__
+
+    def made(port: OpenedPort, library: Library, route: Route) -> None:
+        make(port, library, route)
+        port.has_windows = False
+
+    if request.param == "none":
+        monkeypatch.setattr(OpenedPort, "__init__", made)
+
+
+def on_scene(memory: Path, attack: Callable[[Scene], Awaitable[None]]) -> None:
+    need_ports()
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            rdma = stack.enter_context(Rdma(Choice(device="rxe0")))
+            node = await stack.enter_async_context(
+                serving(f"{memory}/1", 1, f"{memory}/addresses", timeout_s=TIMEOUT_S, rdma=rdma)
+            )
+            victim = await stack.enter_async_context(party(memory, "victim"))
+            attacker = await stack.enter_async_context(party(memory, "attacker"))
+            scene = Scene(memory, node, victim, attacker)
+            await scene.begin()
+            await attack(scene)
+            await scene.end()
+
+    trio.run(main)
+
+
+# -- another member ------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("windows")
+@pytest.mark.parametrize("way", ["read", "write"])
+@pytest.mark.parametrize("what", ["exposed", "reserved"])
+def test_an_address_and_a_key_are_of_no_use_to_another_member(
+    memory: Path, way: str, what: str
+) -> None:
+    async def attack(scene: Scene) -> None:
+        given = scene.exposed if what == "exposed" else scene.reserved
+        with pytest.raises(Broken, match=r"REM_(ACCESS|OP|INV_REQ)_ERR"):
+            await scene.attacker.move(way, given)
+
+    on_scene(memory, attack)
+
+
+def test_a_handle_completes_nothing_of_another_member(memory: Path) -> None:
+    async def attack(scene: Scene) -> None:
+        # A WRITE of nothing takes no right, and carries the victim's number.
+        await scene.attacker.path._pair.write([Piece(0, 0, 0, 0, 0)], scene.reserved.handle)
+        await scene.attacker.peers.ping(1)
+        assert scene.service(1).leftovers
+
+    on_scene(memory, attack)
+
+
+def test_handles_and_queue_pairs_of_others_cannot_be_given_up(memory: Path) -> None:
+    async def attack(scene: Scene) -> None:
+        control = scene.attacker.path._control
+        for handle in range(max(scene.exposed.handle, scene.reserved.handle) + 3):
+            await control.say(Release(handle))
+        for pair in range(QUEUE_PAIRS_MAX):
+            await control.say(Detach(pair))
+        await scene.attacker.peers.ping(1)
+        assert scene.service(1).leftovers
+
+    on_scene(memory, attack)
+
+
+@pytest.mark.usefixtures("windows")
+@pytest.mark.parametrize("whose", ["the victim's", "the node's"])
+def test_a_queue_pair_that_is_somebody_elses_brings_no_bytes(memory: Path, whose: str) -> None:
+    """A replayed Attach names the victim's queue pair; a forged one the node's own for the victim."""
+
+    async def attack(scene: Scene) -> None:
+        theirs = scene.victim.path._pair.end() if whose == "the victim's" else scene.node_end
+        (lane,) = scene.attacker.peers.device(1).way(VerbsWay).lanes._lanes  # type: ignore[union-attr]
+        rail, other = lane.other, 1
+        attached = await scene.attacker.ask(
+            lambda number: Attach(number, "", theirs, other, rail.name, rail.gid)
+        )
+        assert isinstance(attached, Attached)
+        exposed = await scene.attacker.ask(
+            lambda number: Expose(number, "", SECRET, 0, LENGTH, other)
+        )
+        assert isinstance(exposed, Exposed)
+        # The right is the other queue pair's, which nobody here can use.
+        with pytest.raises(Broken, match=r"REM_(ACCESS|OP|INV_REQ)_ERR"):
+            await scene.attacker.move("read", exposed)
+
+    on_scene(memory, attack)
+
+
+@pytest.mark.usefixtures("windows")
+def test_a_right_is_over_for_its_owner_too_once_it_was_given_up(memory: Path) -> None:
+    """Replaying one's own messages later is of no use either."""
+
+    async def attack(scene: Scene) -> None:
+        mine = await scene.attacker.expose()
+        await scene.attacker.path._control.say(Release(mine.handle))
+        await scene.attacker.peers.ping(1)
+        with pytest.raises(Broken, match=r"REM_(ACCESS|OP|INV_REQ)_ERR"):
+            await scene.attacker.move("read", mine)
+
+    on_scene(memory, attack)
+
+
+# -- on the way ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def connected(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[QueueEnd]]:
+    """Whom queue pairs of this process were connected to."""
+    ends: list[QueueEnd] = []
+    connect = QueuePair.connect
+
+    def connecting(pair: QueuePair, peer: QueueEnd, patience_s: float) -> None:
+        ends.append(peer)
+        connect(pair, peer, patience_s)
+
+    monkeypatch.setattr(QueuePair, "connect", connecting)
+    yield ends
+
+
+@pytest.mark.parametrize("what", ["injected", "repeated", "changed for it", "changed for us"])
+def test_who_is_on_the_way_of_the_set_up_attaches_nothing(
+    memory: Path,
+    certificates: dict[str, Credentials],
+    connected: list[QueueEnd],
+    what: str,
+) -> None:
+    need_ports()
+    data = random_bytes(LENGTH)
+    changes = 0
+
+    def change(direction: int, passage: Passage, passed: bytes) -> bytes:
+        """One bit of all that follows the handshake, once."""
+        nonlocal changes
+        wanted = TO_NODE if what == "changed for it" else TO_MOUNT
+        if direction != wanted or len(passage.passed[TO_MOUNT]) < 2 * KiB or changes:
+            return passed
+        changes += 1
+        return passed[:-1] + bytes([passed[-1] ^ 1])
+
+    async def attack(cluster: Place, relay: Relay, victim: Peers, forged: QueueEnd) -> None:
+        if what.startswith("changed"):
+            relay.change = change
+        source = cluster.file("source", data)
+        write = partial(victim.device(1).write, source=FileRange(source, 0, LENGTH))
+        for content in (1, 2):
+            await at_last(partial(write, Extent(content, 0), TARGET))
+            if what == "injected":
+                said = frame(Attach(1, "", forged, 0, "rxe0/1", forged.gid))
+                await relay.passages[-1].speak(TO_NODE, said)
+            elif what == "repeated":
+                await relay.passages[-1].speak(TO_NODE, bytes(relay.passages[0].passed[TO_NODE]))
+            assert cluster.have(Extent(content, 0), data) == [1]
+        await at_last(lambda: victim.device(1).read(Extent(1, 0), 0, FileRange(source, 0, LENGTH)))
+        assert os.pread(source, LENGTH, 0) == data
+        os.close(source)
+        assert len(relay.passages) > 1, "it noticed"
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            rdma = stack.enter_context(Rdma(Choice(device="rxe0")))
+            ours = stack.enter_context(Rdma(Choice(device="rxe0")))
+            theirs = stack.enter_context(Rdma(Choice(device="rxe0")))
+            node = await stack.enter_async_context(
+                serving(
+                    f"{memory}/1", 1, f"{memory}/addresses", timeout_s=TIMEOUT_S, rdma=rdma,
+                    credentials=certificates["node"],
+                )
+            )  # fmt: skip
+            direct = await stack.enter_async_context(
+                mounted(memory, timeout_s=TIMEOUT_S, credentials=certificates["mount"])
+            )
+            cluster = Place(memory, direct, {1: node})
+            adapter, gid_index = theirs.open(theirs.rails("127.0.0.1")[0].route)
+            pair = adapter.queue_pair(gid_index)
+            credentials = certificates["mount"]
+            async with on_the_way(cluster, memory, credentials, "control", ours) as (relay, peers):
+                with trio.fail_after(120):
+                    await attack(cluster, relay, peers, pair.end())
+            assert pair.end().number not in [end.number for end in connected]
+            assert [end.number for end in connected], "the victim moved by verbs"
+            pair.close()
+
+    trio.run(main)
+
+
+async def at_last(work: Callable[[], Awaitable[None]]) -> None:
+    """A connection that was given up is made anew after a moment."""
+    while True:
+        try:
+            await work()
+            return
+        except OSError:
+            await trio.sleep(0.1)
