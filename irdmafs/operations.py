@@ -1,4 +1,4 @@
-"""The POSIX operations of a mount, as a pyfuse3.Operations object that both sessions run.
+"""The POSIX operations of a mount, which both sessions run.
 
 Names and attributes are answered from the namespace's replica; contents are the cache's business.
 Methods raise OSError. Those of the kernel session that pyfuse3 has no name for (fallocate, lseek,
@@ -14,7 +14,7 @@ import stat
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import pyfuse3
 
@@ -28,6 +28,7 @@ from .backend.protection import APPEND, IMMUTABLE, refuse_open
 from .backend.store import Store
 from .beliefs import Beliefs
 from .cache import Cache, truncates
+from .calls import Attributes, Caller, Fields, OpenInfo
 from .config import MountOptions
 from .content import Content
 from .credentials import CAP_SYS_ADMIN
@@ -100,57 +101,13 @@ def _name_of(node: Node | None, names: Sequence[Glance]) -> Glance | None:
     return Glance(*node.name, node.ino) if node.name is not None else None
 
 
-class Caller(Protocol):
-    """Who made a request; pyfuse3's RequestContext is one."""
-
-    @property
-    def uid(self) -> int: ...
-    @property
-    def gid(self) -> int: ...
-    @property
-    def pid(self) -> int: ...
-    @property
-    def umask(self) -> int: ...
-
-
-class Fields(Protocol):
-    """Which attributes a setattr changes; pyfuse3's SetattrFields is one."""
-
-    @property
-    def update_mode(self) -> bool: ...
-    @property
-    def update_uid(self) -> bool: ...
-    @property
-    def update_gid(self) -> bool: ...
-    @property
-    def update_size(self) -> bool: ...
-    @property
-    def update_atime(self) -> bool: ...
-    @property
-    def update_mtime(self) -> bool: ...
-
-
-class Attributes(pyfuse3.EntryAttributes):
-    """`st_ino` is the node id, which pyfuse3 hands to the kernel; `ino` is what stat(2) shows."""
-
-    ino: int
-
-
-class OpenInfo(pyfuse3.FileInfo):
-    """The answer to an open; the kernel session passes the handle's node through when `passthrough`."""
-
-    handle: Handle
-    passthrough: bool
-    noflush: bool
-
-
-class Operations(pyfuse3.Operations):
+class Operations:
     """One mounted filesystem."""
 
-    supports_dot_lookup = True
-    enable_writeback_cache = False
     # True if the session has the kernel check ACLs. Otherwise there are none.
     enforces_acls = False
+    # How the session takes an entry of a directory; False: it has no room for it.
+    readdir_reply: Callable[[Any, bytes, Attributes, int], bool]
 
     def __init__(
         self,
@@ -159,7 +116,6 @@ class Operations(pyfuse3.Operations):
         options: MountOptions,
         status: Callable[[], dict[str, Any]],
     ) -> None:
-        super().__init__()
         self._store = store
         self._namespace: Namespace = store.namespace
         self._cache = cache
@@ -180,7 +136,6 @@ class Operations(pyfuse3.Operations):
         self._umask = options.umask or 0
         self.locking = Locking(options.locks, store.locks, cache, store.namespace.describe)
         store.may_publish = self.locking.check_publishing
-        self.readdir_reply: Callable[[Any, bytes, Attributes, int], bool] = pyfuse3.readdir_reply
 
     # -- helpers ---------------------------------------------------------------------------------
 
@@ -330,29 +285,40 @@ class Operations(pyfuse3.Operations):
         return self._attributes(node, inode)
 
     async def lookup(self, parent_inode: int, name: bytes, ctx: Caller) -> Attributes:
+        found = self.find(parent_inode, name, ctx.pid)
+        if found is not None:
+            return found
+        parent = self._inode(parent_inode)
+        await self._freshen(parent)
+        inode = self._namespace.lookup(parent.ino, name)
+        if inode is None:
+            self._glances.forget(ctx.pid)
+            return self._missing()
+        return self._entry(parent.ino, name, inode, ctx.pid)
+
+    def find(self, parent_inode: int, name: bytes, pid: int) -> Attributes | None:
+        """Return the answer to a lookup by a thread; None: the namespace has to be fresh first."""
         if name == b".":
             return self._found_by_handle(parent_inode)
-        if name == b"..":
-            return self._found_by_handle(self._namespace.parent_of(self._inode(parent_inode).ino))
         parent = self._inode(parent_inode)
+        if name == b"..":
+            return self._found_by_handle(self._namespace.parent_of(parent.ino))
         inode = self._namespace.lookup(parent.ino, name)
         if self._shared:
-            led = self._inodes.get(self._glances.led(ctx.pid, (parent.ino, name)))
-            if led is not None and self._cache.is_promised(ctx.pid, led.ino):
-                return self._entry(parent.ino, name, led, ctx.pid)
+            led = self._inodes.get(self._glances.led(pid, (parent.ino, name)))
+            if led is not None and self._cache.is_promised(pid, led.ino):
+                return self._entry(parent.ino, name, led, pid)
             if inode is None:
-                await self._freshen(parent)
-                inode = self._namespace.lookup(parent.ino, name)
-                if inode is None:
-                    self._glances.forget(ctx.pid)
-            else:
-                self._glances.note(ctx.pid, parent.ino, name, inode)
+                return None
+            self._glances.note(pid, parent.ino, name, inode)
         if inode is None:
-            missing = Attributes()
-            missing.ino = missing.st_ino = 0
-            missing.entry_timeout = self._valid_s
-            return missing
-        return self._entry(parent.ino, name, inode, ctx.pid)
+            return self._missing()
+        return self._entry(parent.ino, name, inode, pid)
+
+    def _missing(self) -> Attributes:
+        answer = Attributes()
+        answer.entry_timeout = self._valid_s
+        return answer
 
     async def _freshen(self, inode: Inode, *, content: bool = False) -> bool:
         """See to it that the namespace is fresh; whether it was without asking. `content`: a small
@@ -488,7 +454,10 @@ class Operations(pyfuse3.Operations):
     # -- attributes ------------------------------------------------------------------------------
 
     async def getattr(self, inode: int, ctx: Caller) -> Attributes:
-        node, found = self._node(inode)
+        return self.attributes(inode)
+
+    def attributes(self, node_id: int) -> Attributes:
+        node, found = self._node(node_id)
         entry = self._attributes(node, found)
         if self._shared:
             self._let_believe_attributes(entry, found)
@@ -497,7 +466,7 @@ class Operations(pyfuse3.Operations):
     async def setattr(
         self,
         inode: int,
-        attr: pyfuse3.EntryAttributes,
+        attr: Attributes | pyfuse3.EntryAttributes,
         fields: Fields,
         fh: int | None,
         ctx: Caller,

@@ -22,15 +22,17 @@ import trio
 from .. import inline, ioctls
 from ..backend import acl
 from ..backend.namespace import fail
+from ..calls import Attributes, OpenInfo
 from ..kernel_cache import KernelCache, Name
 from ..locks import Lock
 from ..nodes import Node
-from ..operations import OWN_XATTRS, Attributes, OpenInfo, Operations
+from ..operations import OWN_XATTRS, Operations
 from ..privileges import CAPABILITY
 from . import passthrough, wire
 from .interrupts import Waiting
 from .replies import (
     DirectoryReply,
+    missing,
     pack_attributes,
     pack_entry,
     pack_statx,
@@ -154,7 +156,7 @@ class KernelSession(KernelCache):
         self._released: list[int] = []
         self._forgotten: list[tuple[int, int]] = []
         self.errors: dict[str, int] = {}
-        self._handlers: dict[int, Callable[[int, int, Caller, int], Answer]] = {
+        self._handlers: dict[int, Callable[[int, int, Caller, int], Answer | bytes]] = {
             opcode: getattr(self, f"_{opcode.name.lower()}")
             for opcode in Opcode
             if hasattr(self, f"_{opcode.name.lower()}")
@@ -302,13 +304,14 @@ class KernelSession(KernelCache):
         if handler is None:
             self._send(wire.error_reply(unique, errno.ENOSYS))
             return
-        coro = handler(unique, nodeid, Caller(uid, gid, pid), length)
         try:
-            self._send(inline.run(coro))
+            answer = handler(unique, nodeid, Caller(uid, gid, pid), length)
+            self._send(answer if isinstance(answer, bytes) else inline.run(answer))
         except inline.Detached:
+            assert not isinstance(answer, bytes)
             waiting = Waiting(opcode, pid, trio.CancelScope(), trio.Event())
             self._waiting[unique] = waiting
-            self._nursery.start_soon(self._finish, unique, waiting, coro)
+            self._nursery.start_soon(self._finish, unique, waiting, answer)
         except Exception as error:
             self._fail(unique, opcode, error)
 
@@ -445,17 +448,22 @@ class KernelSession(KernelCache):
 
     # -- names -----------------------------------------------------------------------------------
 
-    async def _lookup(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+    def _lookup(self, unique: int, nodeid: int, caller: Caller, end: int) -> Answer | bytes:
         name, _ = wire.decode_name(self._buffer, BODY, end)
-        entry = await self._operations.lookup(nodeid, name, caller)
-        return wire.reply(unique, pack_entry(entry, entry.st_ino))
+        entry = self._operations.find(nodeid, name, caller.pid)
+        if entry is None:
+            return self._look_up(unique, nodeid, name, caller)
+        return _found(unique, entry)
 
-    async def _forget(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+    async def _look_up(self, unique: int, nodeid: int, name: bytes, caller: Caller) -> bytes:
+        return _found(unique, await self._operations.lookup(nodeid, name, caller))
+
+    def _forget(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         (lookups,) = wire.decode(wire.FORGET_IN, self._buffer, end)
         self._forgotten.append((nodeid, lookups))
         return b""
 
-    async def _batch_forget(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+    def _batch_forget(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         count, _ = wire.decode(wire.BATCH_FORGET_IN, self._buffer, end)
         start = BODY + wire.BATCH_FORGET_IN.size
         if start + count * wire.FORGET_ONE.size > end:
@@ -529,9 +537,8 @@ class KernelSession(KernelCache):
 
     # -- attributes ------------------------------------------------------------------------------
 
-    async def _getattr(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
-        entry = await self._operations.getattr(nodeid, caller)
-        return wire.reply(unique, pack_attributes(entry))
+    def _getattr(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        return wire.reply(unique, pack_attributes(self._operations.attributes(nodeid)))
 
     async def _setattr(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         (
@@ -571,13 +578,18 @@ class KernelSession(KernelCache):
         )
         return wire.reply(unique)
 
-    async def _getxattr(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+    def _getxattr(self, unique: int, nodeid: int, caller: Caller, end: int) -> Answer | bytes:
         size, _ = wire.decode(wire.GETXATTR_IN, self._buffer, end)
         name, _ = wire.decode_name(self._buffer, BODY + wire.GETXATTR_IN.size, end)
-        if name.startswith(OWN_XATTRS):
-            self.settle()  # who asks what is open is not to see what is closed
         if name in _ASKED_OFTEN and not self._operations.has_xattrs(nodeid):
             return wire.error_reply(unique, errno.ENODATA)
+        if name.startswith(OWN_XATTRS):
+            self.settle()  # who asks what is open is not to see what is closed
+        return self._get_xattr(unique, nodeid, name, size, caller)
+
+    async def _get_xattr(
+        self, unique: int, nodeid: int, name: bytes, size: int, caller: Caller
+    ) -> bytes:
         return sized(unique, await self._operations.getxattr(nodeid, name, caller), size)
 
     async def _listxattr(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
@@ -590,8 +602,8 @@ class KernelSession(KernelCache):
         await self._operations.removexattr(nodeid, name, caller)
         return wire.reply(unique)
 
-    async def _statx(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
-        entry = await self._operations.getattr(nodeid, caller)
+    def _statx(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+        entry = self._operations.attributes(nodeid)
         birth_ns = self._operations.birth_ns(nodeid)
         return wire.reply(unique, pack_statx(entry, birth_ns))
 
@@ -699,7 +711,7 @@ class KernelSession(KernelCache):
         await self._operations.close(fh, caller.pid, owner)
         return wire.reply(unique)
 
-    async def _release(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+    def _release(self, unique: int, nodeid: int, caller: Caller, end: int) -> Answer | bytes:
         fh, _, flags, _ = wire.decode(wire.RELEASE_IN, self._buffer, end)
         operations = self._operations
         if fh in self._released:
@@ -708,7 +720,10 @@ class KernelSession(KernelCache):
         if not locked and operations.release_can_wait(fh):
             self._released.append(fh)
             return wire.reply(unique)
-        await operations.release_locked(fh)
+        return self._release_now(unique, fh)
+
+    async def _release_now(self, unique: int, fh: int) -> bytes:
+        await self._operations.release_locked(fh)
         return wire.reply(unique)
 
     async def _fsync(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
@@ -735,7 +750,7 @@ class KernelSession(KernelCache):
         copied = await self._operations.copy_file_range(fh_in, off_in, fh_out, off_out, length)
         return wire.reply(unique, wire.WRITE_OUT.pack(copied, 0))
 
-    async def _poll(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+    def _poll(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         """A file is always readable and writable; POLLPRI says that a newer version was published."""
         fh, kernel_handle, flags, _ = wire.decode(wire.POLL_IN, self._buffer, end)
         ino, newer = self._operations.newer_version(fh)
@@ -754,7 +769,7 @@ class KernelSession(KernelCache):
         flags = Open_CACHE_DIR if self._operations.listings_stay else 0
         return wire.reply(unique, wire.OPEN_OUT.pack(fh, flags, 0))
 
-    async def _readdir(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+    def _readdir(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         fh, offset, size, _, _, _, _ = wire.decode(wire.READ_IN, self._buffer, end)
         parts: list[bytes] = []
         for next_id, ino, name, mode in self._operations.names(fh, offset):
@@ -810,14 +825,14 @@ class KernelSession(KernelCache):
         await self._operations.lock(fh, owner, lock, flock=flock, wait=True)
         return wire.reply(unique)
 
-    async def _interrupt(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+    def _interrupt(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         (interrupted,) = wire.decode(wire.INTERRUPT_IN, self._buffer, end)
         waiting = self._waiting.get(interrupted)
         if waiting is not None:
             self._nursery.start_soon(waiting.interrupted, self._operations.processes)
         return b""
 
-    async def _destroy(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
+    def _destroy(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         return wire.reply(unique)
 
 
@@ -825,6 +840,13 @@ Open_CACHE_DIR = int(wire.Open.CACHE_DIR | wire.Open.KEEP_CACHE)
 Open_KEEP_CACHE = int(wire.Open.KEEP_CACHE)
 Open_NOFLUSH = int(wire.Open.NOFLUSH)
 Open_PASSTHROUGH = int(wire.Open.PASSTHROUGH)
+
+
+def _found(unique: int, entry: Attributes) -> bytes:
+    """The answer to a lookup."""
+    node_id = entry.st_ino
+    packed = pack_entry(entry, node_id) if node_id else missing(entry.entry_timeout)
+    return wire.reply(unique, packed)
 
 
 def _name(opcode: int) -> str:

@@ -15,9 +15,10 @@ from typing import Any
 import pyfuse3
 import trio
 
+from ..calls import Attributes
 from ..kernel_cache import KernelCache, Name
 from ..nodes import Node
-from ..operations import Attributes, Operations
+from ..operations import Operations
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +29,10 @@ _REQUESTS = (
     "lookup", "getattr", "setattr", "readlink", "mknod", "mkdir", "unlink", "rmdir", "symlink",
     "rename", "link", "open", "read", "write", "flush", "release", "fsync", "opendir", "readdir",
     "releasedir", "fsyncdir", "statfs", "setxattr", "getxattr", "listxattr", "removexattr",
-    "access", "create", "forget",
+    "create", "forget",
 )  # fmt: skip
+
+_ATTRIBUTES = [name for name in Attributes.__annotations__ if name != "ino"]
 
 
 class PortableSession(KernelCache):
@@ -106,7 +109,7 @@ class PortableSession(KernelCache):
         """Nothing to let go of: there is no passthrough."""
 
 
-def _adapted(operations: Operations, session: PortableSession) -> Operations:
+def _adapted(operations: Operations, session: PortableSession) -> pyfuse3.Operations:
     """The operations as pyfuse3 wants them: counted, errors as FUSEError, inode numbers its way.
 
     pyfuse3 has one number for the node id and for what stat(2) shows. Where they differ (a second
@@ -137,20 +140,23 @@ def _adapted(operations: Operations, session: PortableSession) -> Operations:
 
         return wrapped
 
+    adapted = pyfuse3.Operations()
     for name in _REQUESTS:
-        setattr(operations, name, wrap(name, getattr(operations, name)))
-    reply = operations.readdir_reply
+        setattr(adapted, name, wrap(name, getattr(operations, name)))
 
     def readdir_reply(token: Any, name: bytes, entry: Attributes, next_id: int) -> bool:
-        return reply(token, name, _numbered(entry, shown=False), next_id)
+        return pyfuse3.readdir_reply(token, name, _numbered(entry, shown=False), next_id)
 
     operations.readdir_reply = readdir_reply
-    return operations
+    return adapted
 
 
-def _numbered(entry: Attributes, *, shown: bool) -> Attributes:
+def _numbered(entry: Attributes, *, shown: bool) -> pyfuse3.EntryAttributes:
+    answer = pyfuse3.EntryAttributes()
+    for name in _ATTRIBUTES:
+        setattr(answer, name, getattr(entry, name))
     if shown:
-        entry.st_ino = entry.ino
+        answer.st_ino = entry.ino
     elif entry.ino != entry.st_ino:
-        entry.attr_timeout = 0
-    return entry
+        answer.attr_timeout = 0
+    return answer
