@@ -4,12 +4,15 @@
     user.irdmafs.stripe_size   "64M"; 0: not striped
     user.irdmafs.placement     see policy.parse_policy
     user.irdmafs.isolation     on or off; not only for what is created: the mounts look it up
+    user.irdmafs.quota_bytes, user.irdmafs.quota_inodes     see quotas
 
-The nearest directory that has an attribute decides; a file keeps what it was created with.
+The nearest directory that has an attribute decides; a file keeps what it was created with. Quotas of all
+directories above hold.
 """
 
 from .namespace import ROOT_INO, Namespace
 from .policy import REPLICAS_MAX, Policy, parse_policy
+from .quotas import QUOTA_NAMES, parse_limit
 from .records import Settings
 from .sizes import parse_size
 
@@ -31,6 +34,8 @@ def check(name: bytes, value: bytes) -> None:
         _stripe_bytes(value)
     elif name == PLACEMENT:
         parse_policy(_text(value))
+    elif name in QUOTA_NAMES:
+        parse_limit(name, value)
     elif name == ISOLATION and value not in (b"on", b"off"):
         raise ValueError(f"user.irdmafs.isolation is on or off, not {_text(value)!r}")
 

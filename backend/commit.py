@@ -18,6 +18,7 @@ import trio
 
 from .inode import ROOT_INO, Inode, fail, inode_key, name_key, time_key
 from .kv import Compare, Conflict, Delete, Empty, Engine, Exists, Put
+from .quotas import Charge
 from .records import NEXT_INO_KEY
 from .tree import Tree
 
@@ -62,6 +63,7 @@ class Commit:
     local = False  # a change of local orphans that nobody else is to know
     durable = True
     urgent = False
+    charge: Charge | None = None  # of `inode`, where that takes room of a quota
 
 
 class Committer(Tree):
@@ -118,6 +120,8 @@ class Committer(Tree):
         if commit.gone:
             for inode in commit.gone:
                 self._let_go(inode.ino, keep=commit.keep)
+        if self.quotas.in_use:
+            self.quotas.update(inode.ino for inode in (*commit.inodes, *commit.gone))
         return commit.inode
 
     def _enact_locally(self, commit: Commit) -> None:
@@ -190,6 +194,8 @@ class Committer(Tree):
             elif commit.local:
                 self._enact_locally(commit)
                 return commit.inode
+            elif commit.charge is not None and commit.charge.is_near and not fresh:
+                pass
             elif await self._succeeds(commit, guards):
                 return commit.inode
             await self.hub.barrier()
@@ -204,6 +210,8 @@ class Committer(Tree):
         if commit.new is not None:
             keeping.append(commit.new.ino)
         self._keeping += keeping
+        if commit.charge is not None and commit.inode is not None:
+            self.quotas.expect(commit.inode.ino, commit.charge)
         try:
             revision = await self._engine.transact(
                 [*self._compares(commit), *guards], self._operations(commit)
@@ -218,6 +226,8 @@ class Committer(Tree):
         finally:
             for ino in keeping:
                 self._keeping.remove(ino)
+            if commit.charge is not None and commit.inode is not None:
+                self.quotas.update((commit.inode.ino,))
         for inode in commit.inodes:
             inode.revision = revision
         if commit.inode is not None:

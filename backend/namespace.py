@@ -107,6 +107,8 @@ class Namespace(LoadedTree):
             commit.times = ((parent, now),)
             commit.fixed = (directory,)  # its group, ACL and flags may be handed down
             commit.durable = durable
+            if self.quotas.in_use:
+                commit.charge = self.quotas.admit(inode.ino, self.quotas.above(parent), 0)
             return commit
 
         made = await self._carry_out(plan)
@@ -148,6 +150,12 @@ class Namespace(LoadedTree):
             commit.names = ((parent, name, ino),)
             commit.times = ((parent, now),)
             commit.within = (parent,)
+            if self.quotas.in_use:
+                if inode.nlink > 1:
+                    self.quotas.refuse_to_enter(self.quotas.of(ino), parent)
+                else:
+                    above = self.quotas.above(parent)
+                    commit.charge = self.quotas.admit(ino, above, inode.blocks)
             return commit
 
         if self._linking:
@@ -247,6 +255,10 @@ class Namespace(LoadedTree):
                 refuse_new_name(self.inodes[new_parent])
             else:
                 refuse_lost_name(self.inodes[new_parent], replaced)
+            if self.quotas.in_use:
+                self.quotas.refuse_to_enter(self.quotas.of(moved.ino), new_parent)
+                if flags & RENAME_EXCHANGE and replaced is not None:
+                    self.quotas.refuse_to_enter(self.quotas.of(replaced.ino), parent)
             commit, now = Commit(), time.time_ns()
             changed = moved.copy()
             changed.ctime_ns = now
@@ -316,6 +328,7 @@ class Namespace(LoadedTree):
         layout: Layout | None = None,
         digests: bytes = b"",
         guards: Sequence[Compare] = (),
+        within_quotas: bool = True,
     ) -> Inode:
         """Make an extent the file's next version. Acknowledged: it survives a crash.
 
@@ -323,7 +336,8 @@ class Namespace(LoadedTree):
         on top, unless `base` says which version it was made of: raises Outdated if that is not the
         newest. `ctime_ns`: when the content changed, None: now, 0: not at all. `guards` must hold,
         too: raises kv.Conflict when one of them does not. The last name may have gone: then nlink is
-        0 and the version is known here only.
+        0 and the version is known here only. Raises OSError EDQUOT where a quota has no room for it,
+        unless `within_quotas` is false: then it is only charged.
         """
 
         def plan() -> Commit:
@@ -345,6 +359,8 @@ class Namespace(LoadedTree):
                 commit.local = True
             # A file that could not be written whole has to stay, cut, on a full store.
             commit.urgent = size < found.size or not found.version
+            if self.quotas.in_use and within_quotas:
+                commit.charge = self.quotas.admit(ino, self.quotas.of(ino), blocks)
             return commit
 
         if self._linking:
@@ -352,6 +368,20 @@ class Namespace(LoadedTree):
         published = await self._carry_out(plan, guards)
         assert published is not None
         return published
+
+    async def check_room(self, ino: int, blocks: int) -> None:
+        """Raise OSError EDQUOT when quotas have no room for a version of so many blocks, before anything is
+        sent for it."""
+        quotas = self.quotas
+        if not quotas.in_use:
+            return
+        try:
+            quotas.admit(ino, quotas.of(ino), blocks)
+        except OSError:
+            if not self._shared:
+                raise
+            await self.hub.barrier()
+            quotas.admit(ino, quotas.of(ino), blocks)
 
     async def set_attributes(
         self,

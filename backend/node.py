@@ -118,7 +118,7 @@ class StoreNode(Pinned):
                 log.info("%s: what was written in place before the crash is kept", where)
                 await self.publish(
                     inode.ino, inode.extent, status, status.st_mtime_ns,
-                    ctime_ns=status.st_ctime_ns,
+                    ctime_ns=status.st_ctime_ns, within_quotas=False,
                 )  # fmt: skip
 
     def _free_leftovers(self) -> None:
@@ -149,11 +149,12 @@ class StoreNode(Pinned):
         ctime_ns: int | None = None,
         mapped: bool = False,
         base: int | None = None,
+        within_quotas: bool = True,
     ) -> Inode:
         """Make `extent` the file's next version; `status` is its stat. Durable when it returns.
 
         Waits for the disk when the store is on one (`waits`). An empty extent is not kept: the version
-        is recorded as empty. Raises OSError ENOSPC, and the file keeps its present version.
+        is recorded as empty. Raises OSError ENOSPC, EDQUOT, and the file keeps its present version.
         """
         size = status.st_size
         if size and self.waits:
@@ -161,8 +162,9 @@ class StoreNode(Pinned):
         before = self.namespace.inode(ino).extent
         kept = extent if size else 0
         inode = await self.namespace.publish(
-            ino, kept, size, status.st_blocks, mtime_ns, ctime_ns=ctime_ns, base=base
-        )
+            ino, kept, size, status.st_blocks, mtime_ns,
+            ctime_ns=ctime_ns, base=base, within_quotas=within_quotas,
+        )  # fmt: skip
         self._retired.discard(kept)
         if before != kept:
             self.retire(before)

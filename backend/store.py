@@ -102,7 +102,7 @@ class Store(Protocol):
         """Make a content the file's next version; `status` is its stat. Acknowledged when it
         returns. `mapped`: programs may have its file mapped, and change it without a trace. `base`: the
         version it was made of, if it must still be the newest. An empty content is not kept. Raises
-        OSError ENOSPC: the present version stays; Outdated."""
+        OSError ENOSPC and EDQUOT: the present version stays; Outdated."""
         ...
 
     async def save_aside(self, ino: int, extent: int, status: os.stat_result, mtime_ns: int) -> str:

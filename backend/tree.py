@@ -27,6 +27,7 @@ from .inode import (
     time_key,
 )
 from .kv import Event, KeyValue
+from .quotas import Quotas
 from .records import NEXT_INO_KEY
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class Tree:
         self._parents: dict[int, list[int]] = {}
         # Inodes that the caller of a mutation which is under way wants to keep.
         self._keeping: list[int] = []
+        self.quotas = Quotas(self.inodes, self._children, self.parents_of, self.path_of)
         # The next number nobody has taken, and the revision of that record.
         self._next_block = (ROOT_INO + 1, 0)
 
@@ -232,6 +234,10 @@ class Tree:
             self._set_name(parent, name, target, revision)
         for ino in gone:
             self._let_go(ino, keep=ino in self._keeping)
+        if self.quotas.in_use:
+            self.quotas.update(
+                (*(inode.ino for inode in inodes), *gone, *(name[2] for name in names))
+            )
 
     def _complain(self, message: str) -> None:
         """A record makes no sense. In a cluster the rest goes on without it."""
@@ -276,6 +282,8 @@ class Tree:
                 inode.ctime_ns = max(inode.ctime_ns, touched)
             if known is None:
                 self._children[ino] = {}
+            if inode.xattrs or self.quotas.in_use:
+                self.quotas.take_limits(inode)
         self.inodes[ino] = inode
 
     def _set_name(self, parent: int, name: bytes, ino: int, revision: int) -> None:
@@ -340,6 +348,7 @@ class Tree:
         if is_dir:
             self._times.pop(ino, None)
             self._names.pop(ino, None)
+            self.quotas.forget(ino)
         if not (keep or self.held(ino)):
             self.inodes.pop(ino, None)
             if is_dir:

@@ -545,10 +545,13 @@ class Cache:
                 if content.writers == 1:
                     await self._last_writer_leaves(handle, content)
             except OSError as error:
+                handle.aborted = True
                 where = self.store.namespace.describe(content.ino)
                 log.error("%s: its last changes could not be published: %s", where, error)
             finally:
                 content.leaving -= 1
+            if handle.aborted and content.writers == 1:
+                self.publisher.cut_unpublished(content)
         self.nodes.close(fh)
         if not content.writers:
             self.table.close(content)
@@ -652,6 +655,12 @@ class Cache:
         content.dirty = True
         handle.since = None
 
+    def refuse_growth(self, ino: int, fd: int, offset: int, length: int) -> None:
+        """Raise OSError EDQUOT when an extent of the file may not get so many more bytes."""
+        quotas = self.store.namespace.quotas
+        if quotas.in_use:
+            quotas.refuse_growth(ino, os.fstat(fd), offset, length)
+
     async def truncate(self, inode: Inode, size: int) -> None:
         """truncate(2) by name: everybody on this host sees the file cut at once."""
         content = self.table.newest_private(inode.ino) or self._current_or_new(inode)
@@ -730,6 +739,7 @@ class Cache:
         written = 0
         try:
             with self.store.extents.opened(content.extent, os.O_RDWR) as fd:
+                self.refuse_growth(content.ino, fd, offset, len(view))
                 while written < len(view):
                     written += os.pwrite(fd, view[written:], offset + written)
         except OSError:

@@ -14,7 +14,7 @@ from typing import Any
 
 import trio
 
-from . import mounting
+from . import mounting, quotas
 from ._version import __version__
 from .backend.config_values import ConfigError
 from .backend.kv import Damaged
@@ -284,6 +284,7 @@ class _Daemon:
             "kernel": platform.release(),
             "uptime_s": round(time.monotonic() - self._started, 3),
             **self._operations.count(),
+            "quotas": quotas.report(self._store.namespace),
             **self._store.status(),
             "store_free_bytes": free,
             "store_total_bytes": total,

@@ -12,19 +12,17 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pyfuse3
 
+from . import own_xattrs, quotas
 from .atimes import Atimes
 from .backend import acl
-from .backend.attributes import ISOLATION as XATTR_ISOLATION
-from .backend.attributes import NAMES as POLICY_XATTRS
-from .backend.attributes import check as check_policy
 from .backend.namespace import RENAME_EXCHANGE, ROOT_INO, Inode, Namespace, fail
 from .backend.protection import APPEND, IMMUTABLE, refuse_open
+from .backend.quotas import QUOTA_NAMES
 from .backend.store import Store
 from .beliefs import Beliefs
 from .cache import Cache, truncates
@@ -50,21 +48,6 @@ from .privileges import (
 from .privileges import Caller as Changer
 from .processes import ids_of, open_thread
 
-XATTR_DISCARD = b"user.irdmafs.discard"
-XATTR_PREFETCH = b"user.irdmafs.prefetch"
-# Reading it begins a prefetch: that takes no right to write, and goes on a read-only mount.
-XATTR_PREFETCH_NOW = b"user.irdmafs.prefetch_now"
-# Followed by the numbers of two descriptors of the caller: ".5.6".
-XATTR_READ_INTO = b"user.irdmafs.read_into"
-XATTR_STATUS = b"user.irdmafs.status"
-XATTR_VERSION = b"user.irdmafs.version"
-XATTR_VERSIONS = b"user.irdmafs.versions"
-OWN_XATTRS = b"user.irdmafs."
-# What an array file consists of (irdmafs.client), and how a cluster is to keep what a directory gets.
-_DIRECTORY_XATTRS = {XATTR_ISOLATION, *POLICY_XATTRS}
-_KEPT_XATTRS = {b"user.irdmafs.dtype", b"user.irdmafs.shape", *_DIRECTORY_XATTRS}
-_SETTABLE_XATTRS = {XATTR_DISCARD, XATTR_PREFETCH, *_KEPT_XATTRS}
-
 log = logging.getLogger(__name__)
 
 _OFFSET_MAX = 2**63 - 1
@@ -76,6 +59,7 @@ _GENERATION = 2**31 - 1
 _LEADS_MAX = 20
 _WHY_MAX = 96
 _FALLOC_FL_KEEP_SIZE = 1
+_FALLOC_FL_PUNCH_HOLE = 2
 _TRUSTED = b"trusted."
 _XATTR_NAMESPACES = (b"user.", _TRUSTED, b"security.")
 
@@ -541,15 +525,20 @@ class Operations:
     ) -> None:
         found = self._inode(inode)
         self._refuse_unknown_xattr(name)
-        if name == XATTR_PREFETCH:
+        if name == own_xattrs.PREFETCH:
             self._store.prefetch(found.ino)
             return
-        if name.startswith(OWN_XATTRS):
-            with self._saying_why(found, name):
-                if name == XATTR_DISCARD:
+        if name.startswith(own_xattrs.PREFIX):
+            with own_xattrs.saying_why(self._namespace, found, name):
+                if name == own_xattrs.DISCARD:
                     self._cache.discard(self._node(inode)[0])
                     return
-                await self._check_own_xattr(found, name, value)
+                own_xattrs.refuse_nonsense(found, name, value)
+                if name in QUOTA_NAMES:
+                    await quotas.refuse_setting(ctx.uid, ctx.pid, self.processes)
+                if self._shared:
+                    await detach()
+                    await self._store.check_attribute(found, name, value)
         elif self._shared:
             await detach()
         await self._namespace.set_xattr(found.ino, name, value, flags, drop_set_gid=drop_set_gid)
@@ -567,52 +556,27 @@ class Operations:
             return
         raise fail(errno.EOPNOTSUPP)
 
-    @contextmanager
-    def _saying_why(self, inode: Inode, name: bytes) -> Iterator[None]:
-        """Log why an attribute is refused: the caller hears an error code only."""
-        try:
-            yield
-        except OSError as error:
-            where = self._namespace.describe(inode.ino)
-            log.info("%s: %r is refused: %s", where, os.fsdecode(name), error.strerror)
-            raise
-
-    async def _check_own_xattr(self, inode: Inode, name: bytes, value: bytes) -> None:
-        """Raises OSError for what means nothing, rather than to keep a slip of the pen: EINVAL, EPERM."""
-        if name in (XATTR_STATUS, XATTR_VERSION, XATTR_VERSIONS):
-            raise fail(errno.EPERM, "it tells something, and cannot be set")
-        if name not in _KEPT_XATTRS:
-            known = ", ".join(sorted(map(os.fsdecode, _SETTABLE_XATTRS)))
-            raise fail(errno.EINVAL, f"it means nothing; there are {known}")
-        if name in _DIRECTORY_XATTRS:
-            if not inode.is_dir:
-                raise fail(errno.EINVAL, "only directories have it, for what is below")
-            try:
-                check_policy(name, value)
-            except ValueError as error:
-                raise fail(errno.EINVAL, str(error)) from None
-        if self._shared:
-            await detach()
-            await self._store.check_attribute(inode, name, value)
-
     async def getxattr(self, inode: int, name: bytes, ctx: Caller) -> bytes:
         found = self._inode(inode)
         self._refuse_unknown_xattr(name)
         value = found.xattrs.get(name)
         if value is not None:
             return value
-        if name == XATTR_VERSION and found.is_file:
+        if name == own_xattrs.VERSION and found.is_file:
             node, _ = self._node(inode)
             return b"%d" % self._cache.version(node, found)
-        if name == XATTR_VERSIONS and found.is_file:
-            return json.dumps(self._versions(found)).encode()
-        if name == XATTR_PREFETCH_NOW:
+        if name == own_xattrs.VERSIONS and found.is_file:
+            return json.dumps(own_xattrs.versions(found, self._cache, self.nodes)).encode()
+        if name == own_xattrs.PREFETCH_NOW:
             self._store.prefetch(found.ino)
-        if name in (XATTR_PREFETCH, XATTR_PREFETCH_NOW):
+        if name in (own_xattrs.PREFETCH, own_xattrs.PREFETCH_NOW):
             return json.dumps(self._store.prefetch_progress(found.ino)).encode()
-        if name == XATTR_STATUS and found.ino == ROOT_INO:
+        if name == own_xattrs.STATUS and found.ino == ROOT_INO:
             return json.dumps(self._status()).encode()
-        if name.startswith(XATTR_READ_INTO) and found.is_file and self._shared:
+        if name in (own_xattrs.QUOTA_USED_BYTES, own_xattrs.QUOTA_USED_INODES):
+            await self._freshen(found)
+            return quotas.used(self._namespace, found.ino, name)
+        if name.startswith(own_xattrs.READ_INTO) and found.is_file and self._shared:
             try:
                 answer = await self._read_into(inode, name, ctx)
             except OSError as error:
@@ -626,7 +590,7 @@ class Operations:
         """Read a file's current version, as an open would find it, into memory that the caller lends. An
         answer is short enough for what getxattr(2) is first called with. Raises OSError EOPNOTSUPP, which
         says why, where the file had better be opened."""
-        _, *numbers = name.removeprefix(XATTR_READ_INTO).split(b".")
+        _, *numbers = name.removeprefix(own_xattrs.READ_INTO).split(b".")
         if len(numbers) != 2 or not all(map(bytes.isdigit, numbers)):
             raise fail(errno.EINVAL)
         lent = [*map(int, numbers)]
@@ -659,7 +623,8 @@ class Operations:
         return bool(self._inode(node_id).xattrs)
 
     async def listxattr(self, inode: int, ctx: Caller) -> list[bytes]:
-        names = list(self._inode(inode).xattrs)
+        # A quota belongs to its place, so `cp -a` and `rsync -X` are not to copy it.
+        names = [name for name in self._inode(inode).xattrs if name not in QUOTA_NAMES]
         trusted = any(name.startswith(_TRUSTED) for name in names)
         if trusted and not (await self.processes.credentials(ctx.pid)).has(CAP_SYS_ADMIN):
             names = [name for name in names if not name.startswith(_TRUSTED)]
@@ -668,43 +633,12 @@ class Operations:
     async def removexattr(self, inode: int, name: bytes, ctx: Caller) -> None:
         found = self._inode(inode)
         self._refuse_unknown_xattr(name)
+        if name in QUOTA_NAMES:
+            await quotas.refuse_setting(ctx.uid, ctx.pid, self.processes)
         if self._shared:
             await detach()
         await self._namespace.remove_xattr(found.ino, name)
         self._refresh_several(found.ino)
-
-    def _versions(self, inode: Inode) -> dict[str, Any]:
-        """Every content of a file that is kept, newest first, and who keeps it."""
-        openers: dict[Content, list[int]] = {}
-        for handle in self.nodes.handles.values():
-            if handle.content is not None and handle.node.ino == inode.ino:
-                openers.setdefault(handle.content, []).append(handle.pid)
-        working: list[dict[str, Any]] = []
-        old: list[dict[str, Any]] = []
-        current_openers: set[int] = set()
-        for content, pids in openers.items():
-            if not content.is_changing and not content.superseded:
-                current_openers.update(pids)
-                continue
-            size, _, mtime_ns, _ = self._cache.look_of(content, inode)
-            (working if content.is_changing else old).append(
-                {
-                    "version": None if content.is_changing else content.version,
-                    "size": size,
-                    "mtime_ns": mtime_ns,
-                    "state": "working" if content.is_changing else "open",
-                    "openers": sorted(set(pids)),
-                }
-            )
-        current = {
-            "version": inode.version,
-            "size": inode.size,
-            "mtime_ns": inode.mtime_ns,
-            "state": "current",
-            "openers": sorted(current_openers),
-        }
-        old.sort(key=lambda row: row["version"] or 0, reverse=True)
-        return {"ino": inode.ino, "versions": [*working, current, *old]}
 
     def birth_ns(self, node_id: int) -> int:
         """When an inode was made, 0: before that was kept."""
@@ -721,7 +655,8 @@ class Operations:
         await self._namespace.set_attributes(node.ino, flags=flags)
         self._refresh_other_nodes(None, node.ino)
 
-    async def statfs(self, ctx: Caller) -> pyfuse3.StatvfsData:
+    async def statfs(self, ctx: Caller, node_id: int = ROOT_INO) -> pyfuse3.StatvfsData:
+        """Return the space of the filesystem, or what quotas leave of it at the node."""
         below = self._store.statvfs()
         data = pyfuse3.StatvfsData()
         data.f_bsize, data.f_frsize = below.f_bsize, below.f_frsize
@@ -729,6 +664,10 @@ class Operations:
         data.f_files = below.f_files
         data.f_ffree = data.f_favail = below.f_ffree
         data.f_namemax = 255
+        node = self.nodes.by_id.get(node_id)
+        if self._namespace.quotas.in_use and node is not None:
+            for usage in self._namespace.quotas.around(node.ino):
+                quotas.limit(data, usage)
         return data
 
     # -- files -----------------------------------------------------------------------------------
@@ -994,6 +933,8 @@ class Operations:
             raise fail(errno.EFBIG)
 
         def change(fd: int) -> None:
+            if not mode & _FALLOC_FL_PUNCH_HOLE:
+                self._cache.refuse_growth(handle.node.ino, fd, offset, length)
             if _libc.fallocate(fd, mode, offset, length):
                 raise fail(ctypes.get_errno())
 
@@ -1024,6 +965,8 @@ class Operations:
             nonlocal copied
             if source.extent:
                 with self.extents.opened(source.extent) as fd:
+                    left = max(0, os.fstat(fd).st_size - off_in)
+                    self._cache.refuse_growth(target.node.ino, out, off_out, min(length, left))
                     copied = os.copy_file_range(fd, out, length, off_in, off_out)
 
         await self._cache.change(target, change)

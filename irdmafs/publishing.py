@@ -229,6 +229,15 @@ class Publisher:
         else:
             await self._publish_locked(content, stays=False)
 
+    def cut_unpublished(self, content: Content) -> None:
+        """Nobody writes a content any more whose end could not be published: where it is the very extent
+        of a version, that gets its length again."""
+        inode = self._inodes[content.ino]
+        if not content.extent or content.own or content.extent != inode.extent or not inode.nlink:
+            return
+        if self._size(content) > inode.size:
+            self._store.extents.truncate(content.extent, inode.size)
+
     # -- publishing ------------------------------------------------------------------------------
 
     async def _publish_locked(self, content: Content, *, stays: bool, naming: bool = False) -> None:

@@ -77,6 +77,9 @@ def _sane(found: dict[str, Any]) -> dict[str, Any]:
     for name in ("warnings",):
         if not isinstance(kept.get(name, []), list):
             del kept[name]
+    quotas = kept.get("quotas", [])
+    if not isinstance(quotas, list) or not all(isinstance(one, dict) for one in quotas):
+        del kept["quotas"]
     for name in ("requests", "errors", "cluster"):
         if not isinstance(kept.get(name, {}), dict):
             del kept[name]
@@ -290,6 +293,7 @@ def print_mount(entry: MountReport) -> None:
     ]
     rows += _cluster_rows(data.get("cluster") or {})
     print_table(("", ""), rows, title=entry.mount.mountpoint)
+    _print_quotas(data.get("quotas") or ())
     for title in ("requests", "errors"):
         counts = data.get(title) or {}
         if counts:
@@ -305,6 +309,24 @@ def print_mount(entry: MountReport) -> None:
         print()
     for warning in warnings:
         print(printable(f"warning: {warning}"))
+
+
+def _print_quotas(quotas: Sequence[Mapping[str, Any]]) -> None:
+    if not quotas:
+        return
+    rows = [
+        (
+            str(quota.get("path", "-")),
+            human_bytes(quota.get("bytes")),
+            human_bytes(quota.get("limit_bytes")),
+            _count(quota.get("inodes")),
+            _count(quota.get("limit_inodes")),
+        )
+        for quota in quotas
+    ]
+    print()
+    columns = ("quota of", "bytes", "limit", "inodes", "limit")
+    print_table(columns, rows, right=frozenset({1, 2, 3, 4}))
 
 
 def _cluster_rows(cluster: Mapping[str, Any]) -> list[tuple[str, str]]:

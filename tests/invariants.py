@@ -17,6 +17,13 @@ def walk(
             yield path + b"/" + name, namespace.inodes[child]
 
 
+def recount(namespace: Namespace, directory: int) -> tuple[int, int]:
+    """How many inodes there are below a directory, and the bytes allocated for them."""
+    below = {inode.ino: inode for _, inode in walk(namespace, directory)}
+    del below[directory]
+    return len(below), sum(512 * inode.blocks for inode in below.values() if inode.is_file)
+
+
 def check(namespace: Namespace, nameless: frozenset[int] = frozenset()) -> None:
     """Link counts, parents and reachability. `nameless`: the inodes that something holds open."""
     parents: dict[int, list[int]] = {ROOT_INO: []}
@@ -37,6 +44,9 @@ def check(namespace: Namespace, nameless: frozenset[int] = frozenset()) -> None:
         assert inode.nlink == expected, f"inode {ino} has nlink {inode.nlink}, not {expected}"
         assert inode.parent == (found[0] if len(found) == 1 else 0)
         assert sorted(namespace.parents_of(ino)) == sorted(found)
+    for ino in namespace.quotas.directories():
+        usage = namespace.quotas.usage(ino)
+        assert usage is not None and (usage.inodes, usage.bytes) == recount(namespace, ino)
     left_over = set(namespace.inodes) - set(parents)
     assert left_over == nameless
     assert all(namespace.inodes[ino].nlink == 0 for ino in left_over)

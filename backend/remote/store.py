@@ -576,6 +576,7 @@ class RemoteStore(Pinned):
             except Conflict as conflict:
                 log.info("inode %d, empty: %s; again", ino, conflict)
                 await self.replica.barrier()
+        await self.namespace.check_room(ino, status.st_blocks)
         await self._ensure_pool(layout)
         fd = self.contents.open(extent)
         transfer: Transfer | None = None
@@ -649,7 +650,7 @@ class RemoteStore(Pinned):
                 )  # fmt: skip
         except OSError as error:
             if transfer is not None:
-                certain = isinstance(error, Outdated)
+                certain = isinstance(error, Outdated) or error.errno == errno.EDQUOT
                 self.abandoned.give_up(content, transfer.asked, is_certain=certain)
             raise
         self.publishes += 1

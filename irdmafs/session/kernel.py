@@ -26,7 +26,8 @@ from ..calls import Attributes, OpenInfo
 from ..kernel_cache import KernelCache, Name
 from ..locks import Lock
 from ..nodes import Node
-from ..operations import OWN_XATTRS, Operations
+from ..operations import Operations
+from ..own_xattrs import PREFIX as OWN_XATTRS
 from ..privileges import CAPABILITY
 from . import passthrough, wire
 from .interrupts import Waiting
@@ -621,7 +622,7 @@ class KernelSession(KernelCache):
         return wire.reply(unique, wire.IOCTL_OUT.pack(0, 0, 0, 0) + answer)
 
     async def _statfs(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
-        data = await self._operations.statfs(caller)
+        data = await self._operations.statfs(caller, nodeid)
         return wire.reply(
             unique,
             wire.STATFS_OUT.pack(

@@ -1,0 +1,291 @@
+"""Quotas in the namespace: the account agrees with a recount whatever happens, and nothing exceeds it."""
+
+import os
+import tempfile
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import trio
+from etcd_server import EtcdServer, etcd, etcd_prefix
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from invariants import check, recount, walk
+from irdmafs.backend.kv.sqlite import SQLiteEngine
+from irdmafs.backend.namespace import RENAME_EXCHANGE, ROOT_INO, Inode, Namespace
+from irdmafs.backend.quotas import QUOTA_BYTES, QUOTA_INODES, parse_limit
+from namespace_model import DIRECTORY, FILE, SYMLINK
+from shared_namespaces import Lagging, error_of, host, hosts, run
+
+__all__ = ["etcd", "etcd_prefix"]
+
+BLOCK = 512
+
+
+async def quota(namespace: Namespace, directory: int, name: bytes, limit: int) -> None:
+    await namespace.set_xattr(directory, name, b"%d" % limit)
+
+
+async def make(namespace: Namespace, parent: int, name: bytes, mode: int = FILE) -> Inode:
+    return await namespace.create(parent, name, mode | 0o644, 0, 0)
+
+
+def used(namespace: Namespace, directory: int) -> tuple[int, int]:
+    """Inodes and bytes that are charged to a directory."""
+    usage = namespace.quotas.usage(directory)
+    assert usage is not None
+    return usage.inodes, usage.bytes
+
+
+# -- the account, against a recount ----------------------------------------------------------------
+
+
+class Step(NamedTuple):
+    """One change. Numbers choose among what there is."""
+
+    kind: str
+    host: int
+    what: int
+    where: int
+    name: bytes
+    blocks: int
+
+
+KINDS = (
+    "create", "create", "create", "mkdir", "mkdir", "symlink", "tmpfile", "link", "unlink", "rmdir",
+    "rename", "rename", "exchange", "publish", "publish", "limit", "limit", "lift",
+)  # fmt: skip
+small = st.integers(0, 30)
+steps = st.lists(
+    st.builds(
+        Step, st.sampled_from(KINDS), st.integers(0, 1), small, small,
+        st.sampled_from([b"a", b"b", b"c"]), st.integers(0, 40),
+    ),
+    max_size=60,
+)  # fmt: skip
+
+
+async def do(namespace: Namespace, step: Step) -> None:
+    inodes = list(namespace.inodes.values())
+    directories = [inode.ino for inode in inodes if inode.is_dir]
+    files = [inode.ino for inode in inodes if inode.is_file]
+    parent, other = (directories[at % len(directories)] for at in (step.where, step.what))
+    file = files[step.what % len(files)] if files else 0
+    match step.kind:
+        case "create":
+            await make(namespace, parent, step.name)
+        case "mkdir":
+            await make(namespace, parent, step.name, DIRECTORY)
+        case "symlink":
+            await make(namespace, parent, step.name, SYMLINK)
+        case "tmpfile":
+            namespace.orphan(FILE | 0o600, 0, 0, directory=parent)
+        case "link":
+            await namespace.link(file, parent, step.name)
+        case "unlink":
+            await namespace.unlink(parent, step.name, in_use=step.blocks > 20)
+        case "rmdir":
+            await namespace.rmdir(parent, step.name, in_use=False)
+        case "rename" | "exchange":
+            flags = RENAME_EXCHANGE if step.kind == "exchange" else 0
+            target = b"b" if step.blocks % 2 else step.name
+            await namespace.rename(other, step.name, parent, target, flags, in_use=False)
+        case "publish":
+            await namespace.publish(file, step.blocks, step.blocks * BLOCK, step.blocks, 1)
+        case "limit":
+            if step.blocks % 2:
+                await quota(namespace, parent, QUOTA_INODES, 1 + step.blocks)
+            else:
+                await quota(namespace, parent, QUOTA_BYTES, BLOCK * (1 + 3 * step.blocks))
+        case "lift":
+            await namespace.remove_xattr(parent, QUOTA_BYTES if step.blocks % 2 else QUOTA_INODES)
+
+
+def nameless(namespace: Namespace) -> frozenset[int]:
+    return frozenset(ino for ino, inode in namespace.inodes.items() if not inode.nlink)
+
+
+def limits_hold(namespace: Namespace, before: dict[int, tuple[int, int]]) -> None:
+    """Nothing is above a limit that was not above it before."""
+    for directory in namespace.quotas.directories():
+        usage = namespace.quotas.usage(directory)
+        assert usage is not None
+        inodes, size = before.get(directory, (2**63, 2**63))
+        assert usage.inodes <= max(usage.limit_inodes, inodes)
+        assert usage.bytes <= max(usage.limit_bytes, size)
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps)
+def test_the_account_is_what_a_recount_finds(steps: Sequence[Step]) -> None:
+    async def test() -> None:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+            engine = SQLiteEngine(f"{directory}/kv.sqlite", power_safe=False)
+            namespace = Namespace(engine)
+            await namespace.load()
+            for step in steps:
+                before = {ino: used(namespace, ino) for ino in namespace.quotas.directories()}
+                await error_of(do(namespace, step))
+                check(namespace, nameless(namespace))
+                limits_hold(namespace, before)
+            account = {ino: used(namespace, ino) for ino in namespace.quotas.directories()}
+            unpublished = any(
+                inode.is_file and inode.nlink and not inode.version
+                for inode in namespace.inodes.values()
+            )
+            await engine.close()
+            engine = SQLiteEngine(f"{directory}/kv.sqlite", power_safe=False)
+            again = Namespace(engine)
+            await again.load()
+            check(again)
+            found = {ino: used(again, ino) for ino in again.quotas.directories()}
+            assert found.keys() == account.keys()
+            assert unpublished or found == account
+            await engine.close()
+
+    trio.run(test)
+
+
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(steps)
+def test_the_account_is_what_a_recount_finds_on_every_host(
+    etcd: EtcdServer, etcd_prefix: bytes, steps: Sequence[Step]
+) -> None:
+    """Their replicas lag behind, and a host that starts later agrees with them."""
+    prefix = etcd_prefix + os.urandom(8).hex().encode() + b"/"
+
+    async def test() -> None:
+        async with hosts(etcd, prefix, 2, Lagging) as namespaces:
+            for step in steps:
+                await error_of(do(namespaces[step.host], step))
+            accounts: list[dict[int, tuple[int, int]]] = []
+            for namespace in namespaces:
+                await namespace.hub.barrier()
+                check(namespace, nameless(namespace))
+                accounts.append(
+                    {ino: used(namespace, ino) for ino in namespace.quotas.directories()}
+                )
+            async with host(etcd, prefix) as fresh:
+                check(fresh)
+                accounts.append({ino: used(fresh, ino) for ino in fresh.quotas.directories()})
+            assert accounts[0] == accounts[1] == accounts[2]
+
+    run(test)
+
+
+# -- what holds when several change the tree at once -----------------------------------------------
+
+
+def test_a_host_never_exceeds_a_quota_by_doing_much_at_once(
+    etcd: EtcdServer, etcd_prefix: bytes
+) -> None:
+    async def test() -> None:
+        async with host(etcd, etcd_prefix) as namespace:
+            place = await make(namespace, ROOT_INO, b"place", DIRECTORY)
+            file = await make(namespace, ROOT_INO, b"file")
+            await quota(namespace, place.ino, QUOTA_INODES, 10)
+            errors: list[str] = []
+
+            async def create(number: int) -> None:
+                errors.append(await error_of(make(namespace, place.ino, b"%d" % number)))
+
+            async with trio.open_nursery() as nursery:
+                for number in range(40):
+                    nursery.start_soon(create, number)
+            assert sorted(errors) == ["EDQUOT"] * 30 + ["ok"] * 10
+            assert used(namespace, place.ino) == (10, 0) == recount(namespace, place.ino)
+            assert await error_of(namespace.link(file.ino, place.ino, b"link")) == "EXDEV"
+
+    run(test)
+
+
+def test_hosts_exceed_a_quota_by_no_more_than_they_do_at_the_same_moment(
+    etcd: EtcdServer, etcd_prefix: bytes
+) -> None:
+    async def test() -> None:
+        async with hosts(etcd, etcd_prefix, 3) as namespaces:
+            place = await make(namespaces[0], ROOT_INO, b"place", DIRECTORY)
+            await quota(namespaces[0], place.ino, QUOTA_INODES, 20)
+            for namespace in namespaces:
+                await namespace.hub.barrier()
+
+            async def fill(number: int) -> None:
+                for attempt in range(30):
+                    await error_of(
+                        make(namespaces[number], place.ino, b"%d.%d" % (number, attempt))
+                    )
+
+            async with trio.open_nursery() as nursery:
+                for number in range(3):
+                    nursery.start_soon(fill, number)
+            for namespace in namespaces:
+                await namespace.hub.barrier()
+                check(namespace)
+                assert 20 <= used(namespace, place.ino)[0] <= 22
+                assert await error_of(make(namespace, place.ino, b"more")) == "EDQUOT"
+
+    run(test)
+
+
+def test_room_that_another_host_made_is_there_at_once(etcd: EtcdServer, etcd_prefix: bytes) -> None:
+    async def test() -> None:
+        async with hosts(etcd, etcd_prefix, 2, Lagging) as (here, there):
+            place = await make(here, ROOT_INO, b"place", DIRECTORY)
+            await quota(here, place.ino, QUOTA_INODES, 1)
+            for _ in range(20):
+                await make(here, place.ino, b"file")
+                assert await error_of(make(there, place.ino, b"file 2")) == "EDQUOT"
+                await here.unlink(place.ino, b"file", in_use=False)
+                await make(there, place.ino, b"file 2")
+                await there.unlink(place.ino, b"file 2", in_use=False)
+
+    run(test)
+
+
+def test_a_change_that_fails_charges_nothing(tmp_path: Any) -> None:
+    async def test() -> None:
+        engine = SQLiteEngine(f"{tmp_path}/kv.sqlite", power_safe=False)
+        namespace = Namespace(engine)
+        await namespace.load()
+        place = await make(namespace, ROOT_INO, b"place", DIRECTORY)
+        await quota(namespace, place.ino, QUOTA_BYTES, 10 * BLOCK)
+        file = await make(namespace, place.ino, b"file")
+        await namespace.publish(file.ino, 1, 1, 8, 1)
+        assert await error_of(namespace.publish(file.ino, 2, 1, 11, 1)) == "EDQUOT"
+        assert used(namespace, place.ino) == (1, 8 * BLOCK)
+        await namespace.publish(file.ino, 2, 1, 10, 1)
+        other = await make(namespace, place.ino, b"other")
+        assert await error_of(namespace.publish(other.ino, 3, 1, 1, 1)) == "EDQUOT"
+        await namespace.publish(other.ino, 3, 1, 1, 1, within_quotas=False)
+        assert used(namespace, place.ino) == (2, 11 * BLOCK)
+        await namespace.publish(file.ino, 4, 1, 9, 1)  # above the limit, and smaller: admitted
+        check(namespace)
+        assert [path for path, _ in walk(namespace, place.ino)][1:] == [b"/file", b"/other"]
+        await engine.close()
+
+    trio.run(test)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "limit"),
+    [
+        (QUOTA_BYTES, b"10G", 10 << 30),
+        (QUOTA_BYTES, b"4096", 4096),
+        (QUOTA_INODES, b"1000", 1000),
+        (QUOTA_BYTES, b"0", None),
+        (QUOTA_BYTES, b"50%", None),
+        (QUOTA_BYTES, b"", None),
+        (QUOTA_INODES, b"0", None),
+        (QUOTA_INODES, b"1K", None),
+        (QUOTA_INODES, b"-1", None),
+        (QUOTA_INODES, b"\xff", None),
+    ],
+)
+def test_a_limit_is_a_size_or_a_number(name: bytes, value: bytes, limit: int | None) -> None:
+    if limit is None:
+        with pytest.raises(ValueError, match=r"size|number"):
+            parse_limit(name, value)
+    else:
+        assert parse_limit(name, value) == limit
