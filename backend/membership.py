@@ -1,18 +1,15 @@
-"""Who is in the cluster and who keeps what, as the replica of etcd tells it.
+"""Nodes, mounts and followers of a cluster, as the replica of etcd tells of them.
 
-`Members` knows nodes, mounts and followers, `Groups` the configuration of every placement group. Both
-are consumers of the replica hub (backend/replica.py): all changes come in the order of their
-revisions, and what is read here is as new as `Replica.applied`. Listeners are called from inside that
-loop: they must not block and not raise.
+`Members` is a consumer of the replica hub (backend/replica.py), as `Groups` is (backend/group_configs.py):
+all changes come in the order of their revisions, and what is read here is as new as `Replica.applied`.
+Listeners are called from inside that loop: they must not block and not raise.
 """
 
 import errno
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-import msgspec
 import trio
 
 from .kv import Compare, Conflict, Event, KeyValue, Put, SharedEngine
@@ -20,25 +17,21 @@ from .lease import MOUNT, NODE, LeaseEngine, Removed, Session, now_s
 from .placement import Candidate, Placement, Targets, policy_of
 from .policy import parse_policy
 from .records import (
-    GROUP_BUCKET_BITS,
     SETTINGS_KEY,
     GroupConfig,
     MountRecord,
     NodeAddress,
     NodeRecord,
     Settings,
-    decode,
     encode,
-    group_key,
     key_of,
-    pool_key,
+    sound,
     targets_key,
 )
 
 __all__ = [
     "MOUNT",
     "NODE",
-    "Groups",
     "LeaseEngine",
     "Members",
     "Removed",
@@ -52,16 +45,9 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-# etcd takes 128 operations in a transaction.
-CREATED_AT_ONCE = 100
-# Fewer, as one that is not as it was stops the others.
-CHANGED_AT_ONCE = 60
-_LOOK_AGAIN_S = 1.0
 _KEY_BYTES = {NODE: 9, b"N": 9, MOUNT: 9, b"a": 9, b"f": 17}
 
 _NO_TARGETS = Targets("", (), 0, b"")
-
-T = TypeVar("T")
 
 
 def followed_key(directory: int, lease: int) -> bytes:
@@ -271,13 +257,13 @@ class Members:
             return  # a shorter one could mean somebody else's
         if key == SETTINGS_KEY:
             if value is not None:  # nobody deletes it while the cluster is in use
-                self.settings = _decoded(key, value, Settings) or self.settings
+                self.settings = sound(key, value, Settings) or self.settings
         elif kind == NODE:
-            self._take_node(number, _decoded(key, value, NodeAddress))
+            self._take_node(number, sound(key, value, NodeAddress))
         elif kind == b"N":
-            self._take_record(number, _decoded(key, value, NodeRecord))
+            self._take_record(number, sound(key, value, NodeRecord))
         elif kind == MOUNT:
-            self._take_mount(number, _decoded(key, value, MountRecord), revision)
+            self._take_mount(number, sound(key, value, MountRecord), revision)
         elif kind == b"P":
             if value is not None:  # stays for ever, as groups are numbered by it
                 self.policies[number] = value.decode(errors="replace")
@@ -322,7 +308,7 @@ class Members:
             self.targets.pop(pool, None)
         else:
             # In place of a damaged record another one can be put, if its revision is known.
-            self.targets[pool] = _decoded(key, value, Targets) or _NO_TARGETS, revision
+            self.targets[pool] = sound(key, value, Targets) or _NO_TARGETS, revision
         _call(self.targets_changed, pool)
 
     def _take_mount(self, lease: int, record: MountRecord | None, revision: int) -> None:
@@ -349,190 +335,6 @@ class Members:
     def _wake(self) -> None:
         self._moved.set()
         self._moved = trio.Event()
-
-
-class Groups:
-    """The configuration of every placement group, with the revision that put it. Nodes make the groups of
-    the pools that mounts want."""
-
-    prefixes = (b"g", b"w")
-
-    def __init__(self) -> None:
-        self._configs: dict[int, tuple[GroupConfig, int]] = {}
-        self.wanted: set[int] = set()
-        self._moved = trio.Event()
-        # Called with a group's id after its configuration changed.
-        self.group_changed: list[Callable[[int], None]] = []
-        # Called with a pool's number when somebody wants its groups.
-        self.pool_wanted: list[Callable[[int], None]] = []
-
-    def get(self, group: int) -> tuple[GroupConfig, int] | None:
-        """A group's configuration and its mod_revision; None: it has not been created."""
-        return self._configs.get(group)
-
-    def all(self) -> dict[int, tuple[GroupConfig, int]]:
-        """Every group; not to be changed."""
-        return self._configs
-
-    def pools(self) -> set[int]:
-        """Pools (see placement.pool_of) that have groups."""
-        return {group >> GROUP_BUCKET_BITS for group in self._configs}
-
-    async def changed(self) -> None:
-        """Wait for the next change of any group."""
-        await self._moved.wait()
-
-    def missing(self, pool: int, settings: Settings) -> list[int]:
-        """The groups of a pool that have not been created."""
-        wanted = (pool << GROUP_BUCKET_BITS | bucket for bucket in range(settings.buckets))
-        return [group for group in wanted if group not in self._configs]
-
-    async def want(
-        self,
-        engine: SharedEngine,
-        pool: int,
-        settings: Settings,
-        place: Callable[[int], Sequence[int]],
-        timeout_s: float,
-    ) -> None:
-        """Have the nodes create the groups of a pool, if this is the first use of it; returns when all are
-        known here. `place` is as for `ensure`.
-
-        Raises OSError: EHOSTUNREACH if there is no node to keep them, ETIMEDOUT.
-        """
-        with trio.move_on_after(timeout_s):
-            while missing := self.missing(pool, settings):
-                if not place(missing[0]):
-                    raise OSError(errno.EHOSTUNREACH, "no store node is up to keep data")
-                if pool not in self.wanted:
-                    await engine.transact((), [Put(pool_key(pool), b"")])
-                # Nodes that come and go are no change of a group.
-                with trio.move_on_after(_LOOK_AGAIN_S):
-                    await self.changed()
-            return
-        raise OSError(
-            errno.ETIMEDOUT, f"the store nodes have made no placement groups for {timeout_s:g} s"
-        )
-
-    async def ensure(
-        self,
-        engine: SharedEngine,
-        pool: int,
-        settings: Settings,
-        place: Callable[[int], Sequence[int]],
-    ) -> None:
-        """Create the groups of a pool, if this is the first use of it.
-
-        `place` (Members.placement().target) gives the nodes that a new group is to be kept by, the
-        primary first. When others create the same groups, whoever is first decides. Returns when all
-        are known here. Raises EHOSTUNREACH if `place` finds no node, or says so itself.
-        """
-        missing = self.missing(pool, settings)
-        for at in range(0, len(missing), CREATED_AT_ONCE):
-            await self._create(engine, missing[at : at + CREATED_AT_ONCE], place)
-        while self.missing(pool, settings):
-            await self.changed()
-
-    async def change(
-        self,
-        engine: SharedEngine,
-        changes: Mapping[int, tuple[int, GroupConfig]],
-        guards: Sequence[Compare] = (),
-    ) -> tuple[int, set[int]]:
-        """Put new configurations of groups, each if its present one is still of the given revision.
-
-        Returns the revision of the last transaction (0: none succeeded) and the groups that had
-        changed meanwhile and were left alone. Raises Conflict when one of `guards` does not hold; some
-        may have been put then.
-        """
-        late: set[int] = set()
-        newest = 0
-        todo = list(changes)
-        while todo:
-            batch = todo[:CHANGED_AT_ONCE]
-            try:
-                newest = await engine.transact(
-                    [*((group_key(group), changes[group][0]) for group in batch), *guards],
-                    [Put(group_key(group), encode(changes[group][1])) for group in batch],
-                )
-                del todo[: len(batch)]
-            except Conflict as conflict:
-                if not conflict.key.startswith(self.prefixes):
-                    raise
-                group = int.from_bytes(conflict.key[1:], "big")
-                late.add(group)
-                todo.remove(group)
-        return newest, late
-
-    async def _create(
-        self, engine: SharedEngine, missing: Sequence[int], place: Callable[[int], Sequence[int]]
-    ) -> None:
-        while missing:
-            puts = []
-            for group in missing:
-                nodes = tuple(place(group))
-                if not nodes:
-                    raise OSError(errno.EHOSTUNREACH, "no store node is up to keep data")
-                puts.append(Put(group_key(group), encode(GroupConfig(1, nodes))))
-            try:
-                await engine.transact([(put.key, 0) for put in puts], puts)
-                return
-            except Conflict:
-                found = await engine.page(
-                    group_key(missing[0]), group_key(missing[-1]) + b"\0", len(missing)
-                )
-                known = {int.from_bytes(record.key[1:], "big") for record in found}
-                missing = [group for group in missing if group not in known]
-
-    # --- consumer of the replica
-
-    def load(self, records: Sequence[KeyValue], revision: int) -> None:
-        present = {record.key for record in records}
-        self.wanted.clear()
-        for group in [group for group in self._configs if group_key(group) not in present]:
-            self._take(group_key(group), None, revision)
-        for record in records:
-            self._take(record.key, record.value, record.mod_revision)
-        self._wake()
-
-    def apply(self, revision: int, events: Sequence[Event]) -> None:
-        for event in events:
-            self._take(event.key, event.value, event.revision)
-        self._wake()
-
-    def _take(self, key: bytes, value: bytes | None, revision: int) -> None:
-        group = int.from_bytes(key[1:], "big")
-        if key[:1] == b"w":
-            if value is not None:
-                self.wanted.add(group)
-                _call(self.pool_wanted, group)
-            return
-        if value is None:
-            if self._configs.pop(group, None) is None:
-                return
-        else:
-            config = _decoded(key, value, GroupConfig)
-            known = self._configs.get(group)
-            # A damaged record is as good as none for reading, but the key is there: no leader can
-            # build on it, and nobody creates it anew.
-            if config is None or (known is not None and known[1] == revision):
-                return
-            self._configs[group] = (config, revision)
-        _call(self.group_changed, group)
-
-    def _wake(self) -> None:
-        self._moved.set()
-        self._moved = trio.Event()
-
-
-def _decoded(key: bytes, value: bytes | None, kind: type[T]) -> T | None:
-    if value is None:
-        return None
-    try:
-        return decode(value, kind)
-    except msgspec.DecodeError as error:
-        log.error("the record %r in etcd is damaged and is passed over: %s", key, error)
-        return None
 
 
 def _call(listeners: Sequence[Callable[[int], None]], number: int) -> None:

@@ -31,9 +31,12 @@ A *content* is the bytes of one version: session << 24 | number. Its extents on 
 are its stripes, (content, stripe index).
 """
 
+import logging
 from typing import NamedTuple, TypeVar
 
 import msgspec
+
+log = logging.getLogger(__name__)
 
 GROUP_BUCKET_BITS = 16
 CONTENT_NUMBER_BITS = 24
@@ -217,3 +220,14 @@ def encode(record: msgspec.Struct) -> bytes:
 def decode(value: bytes, kind: type[T]) -> T:
     """Raises msgspec.DecodeError (a ValueError) for a damaged record."""
     return msgspec.msgpack.decode(value, type=kind)
+
+
+def sound(key: bytes, value: bytes | None, kind: type[T]) -> T | None:
+    """Return a record, None if there is none, or a damaged one, which is logged."""
+    if value is None:
+        return None
+    try:
+        return decode(value, kind)
+    except msgspec.DecodeError as error:
+        log.error("the record %r in etcd is damaged and is passed over: %s", key, error)
+        return None

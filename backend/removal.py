@@ -16,9 +16,10 @@ from typing import NamedTuple
 import trio
 
 from .config_values import ConfigError
+from .group_configs import Groups
 from .groups import refenced
 from .kv import Conflict, SharedEngine
-from .membership import Groups, Members, removed_for_good
+from .membership import Members, removed_for_good
 from .namespace import Inode, Namespace
 from .placement import groups_of
 from .replica import Replica

@@ -29,6 +29,7 @@ from .config import (
 )
 from .members_cli import cluster
 from .mount_users import holders_of, users_of
+from .nodes_cli import admit, drain, remove, scrub
 from .recover_cli import recover
 from .restore_cli import accept_restore
 from .serve_cli import serve
@@ -479,6 +480,7 @@ def _print_json(value: object) -> None:
     click.echo(status.printable(json.dumps(value, indent=2, ensure_ascii=True)))
 
 
-cluster.add_command(accept_restore)
+for _command in (accept_restore, admit, drain, remove, scrub):
+    cluster.add_command(_command)
 for _command in (cluster, prefetch, rebalance, recover, serve):
     main.add_command(_command)

@@ -67,7 +67,7 @@ def rebalance(
     config = load(config_path)
 
     async def dry(engine: EtcdEngine) -> dict[str, Any]:
-        from .backend.overview import read_group_bytes
+        from .backend.inquiry import read_group_bytes
         from .backend.policy import Candidate
 
         found = await read_state(config, engine)

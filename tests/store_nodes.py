@@ -13,10 +13,11 @@ from contextlib import asynccontextmanager
 
 import trio
 from etcd_server import EtcdServer
+from irdmafs.backend.group_configs import Groups
 from irdmafs.backend.groups import has_still
 from irdmafs.backend.kv import Conflict, Event, KeyValue, Put
 from irdmafs.backend.kv.etcd import EtcdEngine
-from irdmafs.backend.membership import MOUNT, NODE, Groups, Members, Session, admit
+from irdmafs.backend.membership import MOUNT, NODE, Members, Session, admit
 from irdmafs.backend.namespace import Inode
 from irdmafs.backend.placement import group_of
 from irdmafs.backend.records import (

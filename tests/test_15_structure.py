@@ -19,12 +19,9 @@ VERSION = "irdmafs._version"  # belongs to both sides
 # Modules longer than LINES_MAX.
 LONG = {
     "irdmafs.cache",
-    "irdmafs.cluster_cli",
     "irdmafs.operations",
     "irdmafs.session.kernel",
-    "irdmafs.backend.membership",
     "irdmafs.backend.namespace",
-    "irdmafs.backend.overview",
     "irdmafs.backend.remote.store",
     "irdmafs.backend.server.files",
 }

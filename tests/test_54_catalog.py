@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from irdmafs.backend.group_configs import Groups
 from irdmafs.backend.kv import Event, KeyValue
-from irdmafs.backend.membership import Groups
 from irdmafs.backend.namespace import Inode
 from irdmafs.backend.placement import group_of
 from irdmafs.backend.records import (

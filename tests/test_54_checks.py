@@ -12,9 +12,10 @@ import pytest
 import trio
 import trio.testing
 from irdmafs.backend.digest import digest_of_bytes, fold
+from irdmafs.backend.group_configs import Groups
 from irdmafs.backend.groups import without
 from irdmafs.backend.kv import KeyValue
-from irdmafs.backend.membership import Groups, Members
+from irdmafs.backend.membership import Members
 from irdmafs.backend.namespace import Inode
 from irdmafs.backend.placement import group_of
 from irdmafs.backend.records import GroupConfig, Layout, NodeAddress, encode, group_key, key_of

@@ -23,9 +23,10 @@ from pathlib import Path
 import pytest
 import trio
 from etcd_server import EtcdServer, etcd
+from irdmafs.backend.group_configs import Groups
 from irdmafs.backend.kv import Conflict, Put
 from irdmafs.backend.kv.etcd import EtcdEngine
-from irdmafs.backend.membership import MOUNT, Groups, Members, Session
+from irdmafs.backend.membership import MOUNT, Members, Session
 from irdmafs.backend.namespace import ROOT_INO, Inode, Namespace
 from irdmafs.backend.placement import group_of
 from irdmafs.backend.records import (

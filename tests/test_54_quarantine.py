@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from irdmafs.backend.membership import Groups
+from irdmafs.backend.group_configs import Groups
 from irdmafs.backend.records import key_of
 from irdmafs.backend.server.catalog import Catalog
 from irdmafs.backend.server.files import Files

@@ -13,13 +13,13 @@ import pytest
 import trio
 import trio.testing
 from etcd_server import EtcdServer
+from irdmafs.backend.group_configs import Groups
 from irdmafs.backend.kv import Change, Compacted, Delete, KeyValue, Put
 from irdmafs.backend.kv.etcd import EtcdEngine
 from irdmafs.backend.kv.etcd_leases import EtcdLeases
 from irdmafs.backend.membership import (
     MOUNT,
     NODE,
-    Groups,
     Members,
     Removed,
     Session,

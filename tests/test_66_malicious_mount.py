@@ -10,9 +10,10 @@ import pytest
 import trio
 from cluster import MIB, Cluster, Plan
 from irdmafs.backend.cluster_config import ClusterConfig
+from irdmafs.backend.group_configs import Groups
 from irdmafs.backend.kv.etcd import EtcdEngine
 from irdmafs.backend.lease import MOUNT, Session
-from irdmafs.backend.membership import Groups, Members
+from irdmafs.backend.membership import Members
 from irdmafs.backend.namespace import Inode, Namespace
 from irdmafs.backend.placement import group_of
 from irdmafs.backend.records import MountRecord

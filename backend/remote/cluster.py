@@ -5,7 +5,8 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from ..membership import Groups, Members
+from ..group_configs import Groups
+from ..membership import Members
 from ..placement import group_of
 from ..records import Layout, Settings
 from ..replica import Replica

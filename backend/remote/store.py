@@ -18,10 +18,11 @@ from ..certificates import Certificates
 from ..cluster_config import ClusterConfig
 from ..config_values import ConfigError
 from ..extents import copy_contents
+from ..group_configs import Groups
 from ..history import History
 from ..kv import Compare, Conflict, Delete, Put
 from ..kv.etcd import EtcdEngine
-from ..membership import MOUNT, Groups, Members, Session
+from ..membership import MOUNT, Members, Session
 from ..metrics import MountCounters
 from ..namespace import ROOT_INO, Inode, Namespace, Outdated, fail
 from ..pins import Pinned

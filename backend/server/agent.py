@@ -13,11 +13,12 @@ from typing import Any
 
 import trio
 
+from ..group_configs import Groups
 from ..groups import degraded, emptied, leader, next_step, refenced, without
 from ..kv import Conflict
 from ..kv.etcd import EtcdEngine
 from ..lease import SessionEnded
-from ..membership import Groups, Members, Session, removed_for_good
+from ..membership import Members, Session, removed_for_good
 from ..placement import replicas_of
 from ..records import GROUP_BUCKET_BITS, GroupConfig
 from ..replica import Replica

@@ -27,8 +27,8 @@ import msgspec
 import trio
 
 from ..digest import Digests
+from ..group_configs import Groups
 from ..kv import Event, KeyValue
-from ..membership import Groups
 from ..namespace import Inode
 from ..placement import group_of
 from ..records import GROUP_BUCKET_BITS, STRIPE_GROUPS_MAX, Layout, session_of

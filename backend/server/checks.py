@@ -15,7 +15,8 @@ from enum import Enum, auto
 from typing import Protocol
 
 from ..digest import digest_at_rest
-from ..membership import Groups, Members
+from ..group_configs import Groups
+from ..membership import Members
 from ..transport import Extent
 from .catalog import Check
 from .files import Files

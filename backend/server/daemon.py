@@ -20,10 +20,11 @@ from ..._version import __version__
 from ..certificates import Certificates
 from ..cluster_config import ClusterConfig
 from ..config_values import ConfigError
+from ..group_configs import Groups
 from ..kv import Conflict, Put, SharedEngine, WentBack
 from ..lease import NODE, Removed, Session
 from ..logs import identify
-from ..membership import Groups, Members, admit
+from ..membership import Members, admit
 from ..metrics import Collector, NodeCounters, serve_metrics
 from ..process import calm_the_collector, raise_open_files_limit
 from ..records import (

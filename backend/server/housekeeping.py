@@ -12,9 +12,10 @@ from collections import deque
 
 import trio
 
+from ..group_configs import Groups
 from ..kv import Conflict, Put
 from ..kv.etcd import EtcdEngine
-from ..membership import Groups, Members, Session
+from ..membership import Members, Session
 from ..placement import Candidate, policy_of, replicas_of, retargeted
 from ..policy import POLICIES_MAX, REPLICAS_MAX
 from ..records import GROUP_BUCKET_BITS, encode, targets_key

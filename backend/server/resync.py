@@ -15,9 +15,10 @@ from typing import NamedTuple
 
 import trio
 
+from ..group_configs import Groups
 from ..groups import demoted, promoted, refenced, without
 from ..kv import SharedEngine
-from ..membership import Groups, Members, Session
+from ..membership import Members, Session
 from ..records import GroupConfig
 from ..replica import Replica
 from ..transport import Extent

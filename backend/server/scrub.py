@@ -24,7 +24,8 @@ import msgspec
 import trio
 
 from ..digest import digest_at_rest
-from ..membership import Groups, Members
+from ..group_configs import Groups
+from ..membership import Members
 from ..transport import Extent
 from .catalog import Catalog
 from .checks import Checks, Verdict

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 import trio
 
-from ..membership import Groups, Members, Session
+from ..group_configs import Groups
+from ..membership import Members, Session
 from ..records import session_of
 from ..replica import Replica
 from ..sparse import segments
