@@ -75,6 +75,8 @@ class Cache:
 
     def look_of(self, content: Content, inode: Inode) -> Shown:
         """How one of the file's contents looks."""
+        if content.private and content.begun and not (content.opens or content.dirty):
+            return Shown(0, 0, content.begun[1], inode.ctime_ns)  # nobody has had it open
         if content.is_changing and content.extent:
             status = self.table.stat(content)
             ctime_ns = inode.ctime_ns
@@ -246,9 +248,11 @@ class Cache:
         return self._add_node(inode)
 
     def _add_node(self, inode: Inode) -> Node:
-        """From now on what is written through one node changes what others are to show."""
-        for other in self.nodes.of(inode.ino):
-            self.kernel.invalidate_attributes(other)
+        """From now on what is written in place through one node changes what others are to show."""
+        current = self.table.current.get(inode.ino)
+        if current is not None and current.is_changing:
+            for other in self.nodes.of(inode.ino):
+                self.kernel.invalidate_attributes(other)
         return self.nodes.add(inode)
 
     def _promise(

@@ -59,7 +59,7 @@ def test_a_new_file_is_opened_once_and_looked_at_a_few_times(
     assert stats(calls) <= 5, calls
     calls = each(mount, writer, WRITE, d=str(folder / "d"))
     assert calls["openat"] <= 1, f"overwriting: {calls}"
-    assert stats(calls) <= 7, f"overwriting: {calls}"
+    assert stats(calls) <= 5, f"overwriting: {calls}"
 
 
 def test_attributes_of_a_file_that_nobody_has_open_take_no_look_at_its_extent(

@@ -721,10 +721,11 @@ class KernelSession(KernelCache):
         if not locked and operations.release_can_wait(fh):
             self._released.append(fh)
             return wire.reply(unique)
-        return self._release_now(unique, fh)
+        release = operations.release_locked if locked else operations.release
+        return self._release_now(unique, release(fh))
 
-    async def _release_now(self, unique: int, fh: int) -> bytes:
-        await self._operations.release_locked(fh)
+    async def _release_now(self, unique: int, release: Coroutine[Any, Any, None]) -> bytes:
+        await release
         return wire.reply(unique)
 
     async def _fsync(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
