@@ -306,6 +306,7 @@ class Cache:
                 nameless = promise is not None and promise.is_nameless(node)
                 await self._empty(inode, node, nameless=nameless)
                 inode = self._inodes[inode.ino]
+            inode = await self._settled(inode, flags)
             content, cut = self._choose(inode, node, flags, pid, promise)
             handle = self._open(node, content, flags, pid)
         finally:
@@ -314,6 +315,19 @@ class Cache:
         await self._make_ready(handle, content, cut=cut)
         return handle
 
+    async def _settled(self, inode: Inode, flags: int) -> Inode:
+        """Return the inode when no store node is taking over the file that a writer would share. Who had
+        that open goes on with it alone."""
+        while flags & os.O_ACCMODE != os.O_RDONLY:
+            content = self.table.newest_private(inode.ino) or self.table.current.get(inode.ino)
+            if content is None or not content.leaves:
+                break
+            await detach()
+            async with content.locked():
+                pass
+            inode = self._inodes[inode.ino]
+        return inode
+
     async def _make_ready(self, handle: Handle, content: Content, *, cut: bool) -> None:
         if handle.writing:
             await self._prepare(handle, content, cut=cut)
@@ -321,8 +335,10 @@ class Cache:
             # A copy is made of what a store node lent, for somebody who writes: read that, too.
             try:
                 await detach()
-                async with content.locked():
-                    pass
+                while content.is_busy and self._is_lent(content):
+                    async with content.locked():
+                        # Who is about to prepare it may come to the lock only now.
+                        await trio.lowlevel.checkpoint()
             except BaseException:
                 await self.release(handle.fh)
                 raise
@@ -334,7 +350,7 @@ class Cache:
 
     async def open_any(self, inode: Inode, flags: int, pid: int) -> Handle:
         """Open the file for a request that takes whichever node it is given."""
-        content, cut = self._content_for(inode, flags)
+        content, cut = self._content_for(await self._settled(inode, flags), flags)
         handle = self._open(self.node_for(inode, content), content, flags, pid)
         await self._make_ready(handle, content, cut=cut)
         return handle
@@ -406,10 +422,15 @@ class Cache:
 
     async def _make_writable(self, content: Content) -> None:
         if self.store.waits or content.is_busy:
-            await detach()
-            async with content.locked():
-                if not content.writable:
-                    await self._begin_in_place(content)
+            # From now on, as others who come before this task goes on are to share the copy.
+            content.preparing += 1
+            try:
+                await detach()
+                async with content.locked():
+                    if not content.writable:
+                        await self._begin_in_place(content)
+            finally:
+                content.preparing -= 1
         else:
             await self._begin_in_place(content)
 

@@ -29,7 +29,8 @@ class Content:
     goes with this object; `fd` may be open on it while it is written, else -1. `version` is the published
     version that the content is, or began as, and `published` the inode as it then was.
     `holds` counts handles and promised opens, `opens` and `writers` handles alone; `leaving` those
-    writers whose last descriptor is closed and whose release is not carried out yet.
+    writers whose last descriptor is closed and whose release is not carried out yet; `preparing` those
+    that are about to make it writable. `leaves`: a store node is taking its very file over.
 
     `writable`: the extent may be written, because nobody else relies on what it holds. `dirty`: a
     request of ours changed it since it was published. `seen` is the stamp at its last publication, or
@@ -40,9 +41,9 @@ class Content:
     """
 
     __slots__ = (
-        "begun", "blocks", "dirty", "discarded", "extent", "fd", "holds", "ino", "kept", "leaving", "lock",
-        "mapped", "mtime_ns", "opens", "own", "pinned", "private", "published", "seen", "size",
-        "superseded", "version", "whole", "writable", "writers",
+        "begun", "blocks", "dirty", "discarded", "extent", "fd", "holds", "ino", "kept", "leaves",
+        "leaving", "lock", "mapped", "mtime_ns", "opens", "own", "pinned", "preparing", "private",
+        "published", "seen", "size", "superseded", "version", "whole", "writable", "writers",
     )  # fmt: skip
 
     def __init__(self, inode: Inode, *, private: bool = False) -> None:
@@ -52,6 +53,8 @@ class Content:
         self.opens = 0
         self.writers = 0
         self.leaving = 0
+        self.preparing = 0
+        self.leaves = False
         self.holds = 0
         self.pinned = 0
         self.own = False
@@ -94,7 +97,7 @@ class Content:
 
     @property
     def is_busy(self) -> bool:
-        return self.lock is not None and self.lock.locked()
+        return bool(self.preparing) or (self.lock is not None and self.lock.locked())
 
     def __repr__(self) -> str:
         kind = "private" if self.private else "superseded" if self.superseded else "current"

@@ -247,7 +247,13 @@ class Publisher:
             async with content.locked():
                 if content.seen != seen and not self.is_written(content):
                     return  # somebody else has published it meanwhile
-                await self._publish(content, stays=stays, naming=naming)
+                content.leaves = not stays and self._store.hands_over(content.extent)
+                if content.leaves and content.holds > 1:
+                    content.leaves, stays = False, True  # somebody has opened it meanwhile
+                try:
+                    await self._publish(content, stays=stays, naming=naming)
+                finally:
+                    content.leaves = False
         else:
             await self._publish(content, stays=stays, naming=naming)
 
