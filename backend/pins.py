@@ -1,5 +1,8 @@
 """Pins: what keeps a content although its file moves on to another version."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class Pinned:
     """A store whose contents are freed, by `_free`, once no version names them and nothing pins them.
@@ -30,6 +33,15 @@ class Pinned:
         if extent in self._retired:
             self._retired.remove(extent)
             self._free(extent)
+
+    @contextmanager
+    def pinned(self, extent: int) -> Iterator[None]:
+        """Pin a content for a while."""
+        self.pin(extent)
+        try:
+            yield
+        finally:
+            self.unpin(extent)
 
     def retire(self, extent: int) -> None:
         """No version names this content any more: free it as soon as nothing pins it."""

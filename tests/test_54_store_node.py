@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from irdmafs.backend.kv import Damaged
+from irdmafs.backend.remote.holds import Holds
 from irdmafs.backend.server.files import Files, StoreInUse
 from irdmafs.backend.transport import Extent
 
@@ -272,3 +273,23 @@ def test_on_a_disk_bytes_are_safe_before_the_name_and_the_name_before_the_answer
         keep(files, Extent(CONTENT, 0), b"bytes")
         done.append("answered")
     assert done == ["sync _1", "rename", "sync extents", "answered"]
+
+
+def test_what_a_mount_holds_stays_until_it_has_ended(memory: Path) -> None:
+    store = f"{memory}/store"
+    extent = Extent(CONTENT, 0)
+    with Files(store) as files:
+        keep(files, extent, b"bytes")
+        living, dead = Holds(store), Holds(store)
+        path = f"{store}/extents/{CONTENT:x}.0"
+        mine, orphaned = (Path(one.add(path, f"{CONTENT:x}")) for one in (living, dead))
+        os.close(dead._fd)  # as at the end of its process
+        files.free(extent)
+        files.reap()
+        assert mine.read_bytes() == b"bytes"
+        assert not orphaned.parent.exists()
+    with Files(store) as files:
+        files.reap()
+        assert mine.read_bytes() == b"bytes", "its mount outlives the store node's process"
+        living.close()
+        assert not os.listdir(f"{store}/held")

@@ -1,6 +1,5 @@
 """Files that are written in place, and what other hosts of a cluster see of them."""
 
-import contextlib
 import errno
 import os
 from collections.abc import Callable, Iterator
@@ -187,37 +186,3 @@ def test_truncating_by_name_beside_a_close_leaves_one_length_everywhere(
         length = here.stat().st_size
         assert length in (size, 5000)
         assert (len(here.read_bytes()), len(there.read_bytes())) == (length, length)
-
-
-def extents_of(store: Path) -> dict[str, bytes]:
-    found = {}
-    for path in (store / "extents").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # it has gone meanwhile
-            found[path.name] = path.read_bytes()
-    return found
-
-
-def test_beside_a_store_node_nothing_that_is_stored_is_ever_written(
-    process: TakeProcess,
-) -> None:
-    """Through descriptors of any kind: readers of old versions, duplicates, maps."""
-    plan = Plan(nodes=1, mounts=1, replicas=1, beside={0: 0})
-    with Cluster(plan) as beside:
-        (mount,), (node,) = beside.mounts, beside.nodes
-        file, size = mount.path / "file", 3 << 20
-        stored: dict[str, bytes] = {}
-        reader, writer = process(), process()
-        for number in range(1, 9):
-            file.write_bytes(pattern(number, size))
-            if number % 2:
-                reader.do("f = open(file, 'rb'); f.read(10)", file=str(file))
-            stored |= extents_of(node.store)
-            writer.do(
-                "f = open(file, 'r+b', buffering=0); f.write(b'edited'); g = os.dup(f.fileno())\n"
-                "f.close(); os.pwrite(g, b'again', 100); os.close(g)",
-                file=str(file),
-            )
-            for name, content in extents_of(node.store).items():
-                assert stored.setdefault(name, content) == content, "a stored file changed"
-            found = file.read_bytes()
-            assert (found[:6], found[100:105]) == (b"edited", b"again")

@@ -1,10 +1,10 @@
 """Contents on this host: fetched ones, working copies, and what a store node here shares with us.
 
 The directory is a cache: it starts and ends empty, and what nothing pins may go, least recently used
-first. A content that lies in the directory of a store node on this host is used where it lies; a
-descriptor that is held while it is pinned keeps it there. The node uses the files of superseded contents
-again, but not those that a mount has opened: what we give to applications may stay in their pipes and
-sockets. So before one is opened, it gets a name in the node's directory lent/ (server/files.py).
+first. A content that lies in the directory of a store node on this host is used where it lies; while it
+is pinned, a name of our own keeps it (holds.py). The node uses the files of superseded contents again,
+but not those that a mount has opened: what we give to applications may stay in their pipes and sockets.
+So before one is opened, it gets a name in the node's directory lent/ (server/files.py).
 """
 
 import errno
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ..extents import OPEN_FLAGS, ExtentStore
+from .holds import Holds
 
 # The rest is for working copies: the kernel fills them without asking us, and must find room.
 _KEPT_SHARE = 0.75
@@ -35,7 +36,8 @@ class Contents(ExtentStore):
         self._new_number = new_number
         self._gone = gone
         self._elsewhere: dict[int, str] = {}
-        self._held: dict[int, int] = {}
+        self._holds: dict[str, Holds] = {}  # by store directory
+        self._held: dict[int, str] = {}
         self._kept: OrderedDict[int, int] = OrderedDict()
         # Working copies that become versions now: they may be named before we hear of it.
         self._publishing: set[int] = set()
@@ -44,8 +46,8 @@ class Contents(ExtentStore):
         self.evictions = 0
 
     def close(self) -> None:
-        for fd in self._held.values():
-            os.close(fd)
+        for holds in self._holds.values():
+            holds.close()
         self._held.clear()
         self._empty()
         super().close()
@@ -61,6 +63,14 @@ class Contents(ExtentStore):
             return self._limit_bytes
         below = self.statvfs()
         return int(below.f_blocks * below.f_frsize * _KEPT_SHARE)
+
+    def status(self) -> dict[str, int]:
+        """Return the figures for `irdmafs status`."""
+        return {
+            "cache_bytes": self.kept_bytes,
+            "cache_limit_bytes": self.limit_bytes,
+            "cache_evictions": self.evictions,
+        }
 
     # -- files -----------------------------------------------------------------------------------
 
@@ -88,17 +98,24 @@ class Contents(ExtentStore):
 
     @contextmanager
     def publishing(self, extent: int) -> Iterator[None]:
-        """Take a working copy for a published content that is here, while it becomes one."""
+        """Take a working copy for a published content that is here, while it becomes one. If it does not,
+        it is ours again, whoever has taken it over. It has to be pinned."""
         self._publishing.add(extent)
         try:
             yield
+        except BaseException:
+            if self.adoptable(extent) and not os.path.exists(self._elsewhere[extent]):
+                os.link(self._held[extent], self._elsewhere[extent])
+            raise
         finally:
             self._publishing.discard(extent)
 
     def published(self, extent: int, size: int, store: str) -> None:
         """The working copy is a version now. `store` is the directory of the node on this host."""
         if self.adoptable(extent):
-            self.borrow(extent, store)
+            left = self._elsewhere[extent]
+            if self.borrow(extent, store) and os.path.exists(left):
+                os.unlink(left)  # of an attempt that failed
         self.keep(extent, size)
 
     def renumber(self, extent: int) -> int:
@@ -109,9 +126,9 @@ class Contents(ExtentStore):
         if path is None:
             os.link(super().path(extent), super().path(renamed))
         else:
-            store = os.path.dirname(os.path.dirname(path))
-            self._elsewhere[renamed] = f"{store}/incoming/{renamed:x}"
-            os.link(path, self._elsewhere[renamed])
+            renamed_path = f"{_store_of(path)}/incoming/{renamed:x}"
+            os.link(self._path_now(extent), renamed_path)
+            self._elsewhere[renamed] = renamed_path
         return renamed
 
     def is_lent(self, extent: int) -> bool:
@@ -138,24 +155,18 @@ class Contents(ExtentStore):
         path = self._elsewhere.get(extent)
         if path is None:
             return super().open(extent, flags)
-        held = self._held.get(extent)
-        if held is None:
-            try:
-                return _open_there(path, flags)
-            except FileNotFoundError:
-                if flags or not self.adoptable(extent):
-                    raise
-                return _open_there(_taken_over(path), flags)
-        return os.open(f"/proc/self/fd/{held}", flags | os.O_CLOEXEC)
+        if extent in self._held:
+            return os.open(self._held[extent], flags | os.O_CLOEXEC)
+        return _open_there(path, flags)
 
     def stat(self, extent: int) -> os.stat_result:
-        path = self._elsewhere.get(extent)
-        if path is None:
+        if extent not in self._elsewhere:
             return super().stat(extent)
-        try:
-            return os.stat(path)
-        except FileNotFoundError:
-            return os.stat(_taken_over(path))
+        return os.stat(self._path_now(extent))
+
+    def _path_now(self, extent: int) -> str:
+        """A name of a file in a store node's directory which is there for as long as it is pinned."""
+        return self._held.get(extent) or self._elsewhere[extent]
 
     def free(self, extent: int) -> None:
         self.kept_bytes -= self._kept.pop(extent, 0)
@@ -240,14 +251,29 @@ class Contents(ExtentStore):
             self._kept[extent] = size
 
     def hold(self, extent: int) -> None:
-        """It is pinned: what a store node keeps for us must not go."""
-        if extent in self._elsewhere and extent not in self._held:
-            self._held[extent] = _open_there(self._elsewhere[extent], os.O_RDONLY)
+        """It is pinned: what a store node keeps for us, or takes over, must not go. Raises
+        FileNotFoundError when its node has let it go already."""
+        path = self._elsewhere.get(extent)
+        if path is None or extent in self._held:
+            return
+        store = _store_of(path)
+        holds = self._holds.get(store)
+        if holds is None:
+            holds = self._holds[store] = Holds(store)
+        lent = _lend(path) if _is_sealed(path) else path
+        held = self._held[extent] = holds.add(path, f"{extent:x}")
+        # Both names could be of other files, if the content went and came again meanwhile.
+        if not os.path.samestat(os.stat(lent), os.stat(held)):
+            self.let_go(extent)
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
     def let_go(self, extent: int) -> None:
-        fd = self._held.pop(extent, None)
-        if fd is not None:
-            os.close(fd)
+        held = self._held.pop(extent, None)
+        if held is not None:
+            try:
+                os.unlink(held)
+            except FileNotFoundError:
+                pass  # the store has gone
 
     def make_room(self, size: int, pinned: "dict[int, int]") -> bool:
         """Evict what is not pinned until `size` more bytes may be kept and find room beside the working
@@ -264,23 +290,31 @@ class Contents(ExtentStore):
         return True
 
 
-def _taken_over(path: str) -> str:
-    """Return where a working copy is that a store node here has just taken over."""
-    incoming, name = os.path.split(path)
-    return f"{os.path.dirname(incoming)}/extents/{name}.0"
+def _store_of(path: str) -> str:
+    return os.path.dirname(os.path.dirname(path))
 
 
-def _open_there(path: str, flags: int) -> int:
-    """Open a file in the directory of a store node: an extent, or a working copy of ours, which the node
-    uses for nothing else anyway. Raises FileNotFoundError when the node has let it go."""
-    directory, name = os.path.split(path)
-    if not directory.endswith("/extents"):
-        return os.open(path, flags | os.O_CLOEXEC)
-    lent = f"{os.path.dirname(directory)}/lent/{name}"
+def _is_sealed(path: str) -> bool:
+    """Return whether it is an extent in the directory of a store node, and no working copy of ours, which
+    the node uses for nothing else anyway."""
+    return os.path.dirname(path).endswith("/extents")
+
+
+def _lend(path: str) -> str:
+    """Tell a store node that its extent is about to be opened. Return the name that tells it."""
+    lent = f"{_store_of(path)}/lent/{os.path.basename(path)}"
     try:
         os.link(path, lent)
     except FileExistsError:
         pass  # it was opened before
+    return lent
+
+
+def _open_there(path: str, flags: int) -> int:
+    """Open a file of a store node. Raises FileNotFoundError when the node has let it go."""
+    if not _is_sealed(path):
+        return os.open(path, flags | os.O_CLOEXEC)
+    lent = _lend(path)
     fd = os.open(path, flags | os.O_CLOEXEC)
     try:
         # Both names could be of other files, if the content went and came again meanwhile.

@@ -103,6 +103,18 @@ class Fetcher:
         self.wrong = 0
         self.borrowed = 0
 
+    def status(self) -> dict[str, int]:
+        """Return the figures for `irdmafs status`."""
+        return {
+            "fetched_files": self.fetched_files,
+            "fetched_bytes": self.fetched_bytes,
+            "checked_bytes": self.checked_bytes,
+            "lent_files": self.lent_files,
+            "lent_bytes": self.lent_bytes,
+            "wrong_fetches": self.wrong,
+            "borrowed": self.borrowed,
+        }
+
     async def fetch(self, inode: Inode, ahead: Callable[[], Iterable[Inode]] | None = None) -> None:
         """Bring the inode's current content to this host, once however many ask for it.
 

@@ -5,8 +5,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, closing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,6 @@ from ..pins import Pinned
 from ..placement import local_seed, pool_of, seed_of
 from ..policy import Policy, parse_policy, policy_id
 from ..records import (
-    CONTENT_NUMBER_BITS,
     Layout,
     MountRecord,
     Settings,
@@ -54,6 +53,7 @@ from .fetcher import Fetcher, Gone, Wrong
 from .leases import Leases, Transactions
 from .lent import Declined, Lender
 from .locks import SharedLocks
+from .numbers import ContentNumbers
 from .prefetch import Prefetcher
 from .readahead import ReadAhead
 from .writer import Transfer, digests_of
@@ -66,7 +66,6 @@ _LOOK_AGAIN_S = 0.2
 _RELEASE_S = 3.0
 # A version is digested and laid out by stripes, holes as well: some 2 s for 1 TiB of holes.
 _SIZE_MAX = 16 << 40
-_NUMBERS = 1 << CONTENT_NUMBER_BITS
 
 
 @asynccontextmanager
@@ -144,11 +143,10 @@ class RemoteStore(Pinned):
         self._used: set[int] = set()
         # Fetched for an open that is not counted yet.
         self._fetched: set[int] = set()
-        self._number = 0
-        self._number_session = 0
         self.contents = Contents(
-            f"{directory}/extents", self._new_number, self._content_gone, config.mount.cache_size
-        )
+            f"{directory}/extents", ContentNumbers(lambda: self.session.number).new,
+            self._content_gone, config.mount.cache_size,
+        )  # fmt: skip
         self.members = Members()
         self.groups = Groups()
         self.namespace = Namespace(engine)
@@ -349,19 +347,13 @@ class RemoteStore(Pinned):
 
     # -- contents on this host -------------------------------------------------------------------
 
-    def _new_number(self) -> int:
-        session = self.session.number
-        if session != self._number_session:
-            self._number_session, self._number = session, 0
-        self._number += 1
-        if self._number >= _NUMBERS:
-            raise fail(errno.ENOSPC, "this session has no content numbers left; mount again")
-        return session << CONTENT_NUMBER_BITS | self._number
-
     def pin(self, extent: int) -> None:
-        super().pin(extent)
-        if extent:
+        """Raises OSError ESTALE when a store node here has let it go: the file has a newer version."""
+        try:
             self.contents.hold(extent)
+        except FileNotFoundError:
+            raise fail(errno.ESTALE) from None
+        super().pin(extent)
 
     def unpin(self, extent: int) -> None:
         super().unpin(extent)
@@ -579,9 +571,14 @@ class RemoteStore(Pinned):
                 await self.replica.barrier()
         await self.namespace.check_room(ino, status.st_blocks)
         await self._ensure_pool(layout)
-        fd = self.contents.open(extent)
-        transfer: Transfer | None = None
-        try:
+        begun_as, transfer = extent, None
+        with ExitStack() as ending:
+            # A store node here may take it over, and let it go, while it is still to be found.
+            ending.enter_context(self.pinned(extent))
+            fd = self.contents.open(extent)
+            # A descriptor that stays open, or a later one if this failed, may truncate it.
+            ending.callback(os.close, fd)
+            ending.callback(self.rdma.forget, fd)
             while True:
                 session = await self.session.wait_valid()
                 if session != begun_in:
@@ -589,18 +586,16 @@ class RemoteStore(Pinned):
                 if session_of(extent) != session or (transfer is None and extent in self._used):
                     # What an old session sent may be dropped any time; and a number stands for the
                     # same bytes for ever, though the file may be written on in place.
+                    if extent != begun_as:
+                        self.retire(extent)
                     extent, transfer = self.contents.renumber(extent), None
+                    ending.enter_context(self._renumbered(extent))
                 if transfer is None:
                     transfer = Transfer(
-                        self.cluster,
-                        extent,
-                        layout,
-                        fd,
-                        size,
+                        self.cluster, extent, layout, fd, size,
                         self.contents.adoptable(extent) if layout.stripes(size) == 1 else "",
-                        verify=self.config.mount.verify,
-                        mapped=mapped,
-                    )
+                        verify=self.config.mount.verify, mapped=mapped,
+                    )  # fmt: skip
                 self._used.add(extent)
                 try:
                     with self.contents.publishing(extent):
@@ -615,10 +610,16 @@ class RemoteStore(Pinned):
                     log.info("content %x: %s; again under another number", extent, error)
                     await self.replica.barrier()
                     transfer = None
-        finally:
-            # A descriptor that stays open, or a later one if this failed, may truncate it.
-            self.rdma.forget(fd)
-            os.close(fd)
+
+    @contextmanager
+    def _renumbered(self, extent: int) -> Iterator[None]:
+        """Keep another number of a working copy until its publish has ended, and longer if it is named."""
+        with self.pinned(extent):
+            try:
+                yield
+            except BaseException:
+                self.retire(extent)
+                raise
 
     async def _commit(
         self,
@@ -863,18 +864,10 @@ class RemoteStore(Pinned):
                 "acknowledgements": self.leases.acknowledgements,
                 "cache_hits": self.hits,
                 "cache_misses": self.misses,
-                "cache_bytes": self.contents.kept_bytes,
-                "cache_limit_bytes": self.contents.limit_bytes,
-                "cache_evictions": self.contents.evictions,
-                "fetched_files": self.fetcher.fetched_files,
-                "fetched_bytes": self.fetcher.fetched_bytes,
+                **self.contents.status(),
+                **self.fetcher.status(),
                 "verify": self.config.mount.verify,
-                "checked_bytes": self.fetcher.checked_bytes,
                 "lent_buffers": len(self._lender),
-                "lent_files": self.fetcher.lent_files,
-                "lent_bytes": self.fetcher.lent_bytes,
-                "wrong_fetches": self.fetcher.wrong,
-                "borrowed": self.fetcher.borrowed,
                 "publishes": self.publishes,
                 "published_bytes": self.published_bytes,
                 "node_round_trips": self.peers.counters.round_trips,

@@ -7,6 +7,7 @@
     STORE/incoming/_N           being received, on its way out, or spare
     STORE/incoming/CONTENT      a working copy of a mount on this host, to be adopted
     STORE/lent/CONTENT.STRIPE   another name of an extent that a mount on this host has opened
+    STORE/held/ID/CONTENT       another name of a file that a mount on this host needs (held.py)
     STORE/quarantine/CONTENT.STRIPE     an extent that nothing names, kept for a while (quarantine.py)
 
 An extent comes into being by a rename into extents/, so what lies there is whole. Its file may be used
@@ -30,6 +31,7 @@ from ..sole import is_only_opener
 from ..sparse import allocated_bytes
 from ..storedir import StoreInUse, in_memory, lock_directory
 from ..transport import Extent
+from .held import drop_orphans
 from .identity import Identity
 from .quarantine import (
     KEPT_IN_MEMORY_S,
@@ -114,12 +116,12 @@ class Files:
         os.makedirs(self.directory, mode=0o700, exist_ok=True)
         try:
             self._fds.append(lock_directory(self.directory, "store is in use by another process"))
-            for name in ("", "extents", "incoming", "lent", "quarantine"):
+            for name in ("", "extents", "incoming", "lent", "held", "quarantine"):
                 path = f"{self.directory}/{name}"
                 os.makedirs(path, mode=0o700, exist_ok=True)
                 os.chmod(path, 0o700)
                 self._fds.append(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-            _, self._top, self._sealed, self._incoming, self._lent, aside = self._fds
+            _, self._top, self._sealed, self._incoming, self._lent, self._held, aside = self._fds
             self.power_safe = not in_memory(self.directory)
             usual_s = KEPT_ON_DISK_S if self.power_safe else KEPT_IN_MEMORY_S
             kept_s = usual_s if self._quarantine_s is None else self._quarantine_s
@@ -516,8 +518,9 @@ class Files:
         return bool(self._condemned)
 
     def reap(self) -> int:
-        """Give back the memory of freed extents; returns how many. May be called in any thread."""
-        done = 0
+        """Give back the memory of freed extents, and of those that only mounts which have ended held;
+        returns how many. May be called in any thread."""
+        done = drop_orphans(self._held)
         while True:
             try:
                 name = self._condemned.pop()

@@ -1,0 +1,136 @@
+"""A mount on the host of a store node, which opens the node's very files and gives it its own."""
+
+import contextlib
+import os
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cluster import Cluster, Plan
+from patterns import pattern
+from processes import Process
+
+MIB = 1 << 20
+TakeProcess = Callable[[], Process]
+
+
+@pytest.fixture
+def beside() -> Iterator[Cluster]:
+    with Cluster(Plan(nodes=1, mounts=1, replicas=1, beside={0: 0})) as made:
+        yield made
+
+
+def extents_of(store: Path) -> dict[str, bytes]:
+    found = {}
+    for path in (store / "extents").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it has gone meanwhile
+            found[path.name] = path.read_bytes()
+    return found
+
+
+def test_nothing_that_is_stored_is_ever_written(beside: Cluster, process: TakeProcess) -> None:
+    """Through descriptors of any kind: readers of old versions, duplicates, maps."""
+    (mount,), (node,) = beside.mounts, beside.nodes
+    file, size = mount.path / "file", 3 * MIB
+    stored: dict[str, bytes] = {}
+    reader, writer = process(), process()
+    for number in range(1, 9):
+        file.write_bytes(pattern(number, size))
+        if number % 2:
+            reader.do("f = open(file, 'rb'); f.read(10)", file=str(file))
+        stored |= extents_of(node.store)
+        writer.do(
+            "f = open(file, 'r+b', buffering=0); f.write(b'edited'); g = os.dup(f.fileno())\n"
+            "f.close(); os.pwrite(g, b'again', 100); os.close(g)",
+            file=str(file),
+        )
+        for name, content in extents_of(node.store).items():
+            assert stored.setdefault(name, content) == content, "a stored file changed"
+        found = file.read_bytes()
+        assert (found[:6], found[100:105]) == (b"edited", b"again")
+
+
+WRITE_IN_PLACE = """
+for turn in range(turns):
+    fd = os.open(file, os.O_RDWR)
+    os.pwrite(fd, turn.to_bytes(8, "big"), 8 * number)
+    if turn % 5 == 1:
+        os.fsync(fd)
+    if turn % 5 == 2:
+        duplicate = os.dup(fd)
+        os.close(fd)
+        fd = duplicate
+    if turn % 5 == 3:
+        reader = os.open(file, os.O_RDONLY)
+        assert os.pread(reader, 8, 8 * number) == turn.to_bytes(8, "big"), turn
+        os.close(reader)
+    if turn % 5 == 4:
+        os.pwrite(fd, bytes(100_000), 100 + number * 200_000)
+    os.close(fd)
+"""
+
+
+def test_several_who_write_one_file_in_place_get_along(
+    beside: Cluster, process: TakeProcess
+) -> None:
+    (mount,), (node,) = beside.mounts, beside.nodes
+    file, turns = mount.path / "file", 200
+    file.write_bytes(pattern(1, 3 * MIB))
+    writers = [process() for _ in range(4)]
+    for number, writer in enumerate(writers):
+        writer.start(WRITE_IN_PLACE, file=str(file), number=number, turns=turns)
+    stored: dict[str, bytes] = {}
+    while not all(writer.finished() for writer in writers):
+        for name, content in extents_of(node.store).items():
+            assert stored.setdefault(name, content) == content, "a stored file changed"
+    for writer in writers:
+        writer.result()
+    assert file.read_bytes()[:32] == 4 * (turns - 1).to_bytes(8, "big")
+    assert os.listdir(mount.path) == ["file"], "writers of one host were in conflict"
+
+
+def test_the_open_files_of_one_process_do_not_make_writes_of_others_fail(
+    beside: Cluster, process: TakeProcess
+) -> None:
+    (mount,) = beside.mounts
+    for number in range(300):
+        (mount.path / f"old{number}").write_bytes(pattern(number, 10_000))
+    in_use = len(os.listdir(f"/proc/{mount.pid}/fd"))
+    resource.prlimit(mount.pid, resource.RLIMIT_NOFILE, (in_use + 40, in_use + 40))
+    victim, greedy = process(), process()
+    victim.do("fd = os.open(file, os.O_RDWR | os.O_CREAT)", file=str(mount.path / "victim"))
+    greedy.do(
+        "fds = [os.open(f'{folder}/old{n}', os.O_RDONLY) for n in range(300)]\n"
+        "new = [os.open(f'{folder}/new{n}', os.O_WRONLY | os.O_CREAT) for n in range(300)]\n"
+        "edited = [os.open(f'{folder}/old{n}', os.O_RDWR) for n in range(50)]\n",
+        folder=str(mount.path),
+    )
+    assert victim.do("os.pwrite(fd, b'new', 0)") == 3
+    victim.do("os.close(fd)")
+    assert (mount.path / "victim").read_bytes() == b"new"
+    greedy.do("for fd in new: os.write(fd, b'x'); os.close(fd)")
+    assert (mount.path / "new299").read_bytes() == b"x"
+    assert greedy.do("os.pread(fds[299], 8, 0)") == pattern(299, 10_000)[:8]
+    greedy.do("for fd in fds + edited: os.close(fd)")
+
+
+def test_who_has_an_old_version_open_keeps_it_and_its_memory_goes_with_the_last_of_them(
+    beside: Cluster, process: TakeProcess
+) -> None:
+    (mount,), (node,) = beside.mounts, beside.nodes
+    file, reader = mount.path / "file", process()
+    file.write_bytes(b"")
+    os.truncate(file, 1)  # by now it is known who is to keep the file
+    file.write_bytes(pattern(1, MIB))
+    reader.do("f = open(file, 'rb', buffering=0)", file=str(file))
+    for number in range(2, 5):
+        file.write_bytes(pattern(number, MIB))
+    assert reader.do("os.fstat(f.fileno()).st_size, f.read(100)") == (MIB, pattern(1, MIB)[:100])
+    held = node.store / "held"
+    assert any(list(owner.iterdir()) for owner in held.iterdir())
+    reader.do("f.close()")
+    assert file.read_bytes() == pattern(4, MIB)
+    assert not any(list(owner.iterdir()) for owner in held.iterdir())
+    mount.terminate()
+    assert not list(held.iterdir())
