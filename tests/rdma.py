@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.network import Unavailable
+from harness.roce import find_way
 
 DEVICES = Path("/sys/class/infiniband")
 IN_GUEST = "IRDMAFS_GUEST" in os.environ
@@ -72,16 +74,11 @@ def need_ports(count: int = 1) -> list[Port]:
 
 def need_address() -> str:
     """One of this host's that a usable device has. Skips the test as `need_ports` does."""
-    from irdmafs.backend.transport.verbs import devices
-
     need_ports()
-    found = devices.find()
-    for device in found:
-        for port in device.ports if not device.obstacle else ():
-            for gid in port.gids:
-                if port.state == "ACTIVE" and gid.kind == "RoCE v2" and gid.address.version == 4:
-                    return str(gid.address)
-    pytest.skip(f"{devices.explain(found) or 'no RDMA device has an IPv4 address'}; {REMEDY}")
+    try:
+        return find_way().address
+    except Unavailable as error:
+        pytest.skip(f"{error}; {REMEDY}")
 
 
 def constant(name: str) -> Any:

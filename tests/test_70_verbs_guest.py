@@ -11,13 +11,11 @@ from pathlib import Path
 
 import pytest
 import rdma
+from harness.guest.kernel import built_kernel
 from mountpoint import eventually
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 GUEST = REPOSITORY / "scripts/rdma_guest"
-sys.path.insert(0, str(REPOSITORY / "scripts"))
-
-from _rdma_guest.kernel import built_kernel  # noqa: E402
 
 pytestmark = pytest.mark.skipif(rdma.IN_GUEST, reason="this is a guest already")
 

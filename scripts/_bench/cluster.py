@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,7 @@ from typing import Any
 import click
 from harness.cluster import Cluster, Plan
 
-from .command import (
-    SETTINGS,
-    Names,
-    Size,
-    asserting,
-    json_file,
-    measuring,
-    say,
-    turned,
-    wide_console,
-)
+from .command import SETTINGS, Size, asserting, finish, json_file, measuring, only, say, turned
 from .files import MIB, Files
 from .iperf import iperf3, need_iperf3
 from .machine import huge_page_tmpfs, make_real
@@ -78,15 +67,12 @@ class Bench:
         self._number += 1
         # Both replicas, the writer's copy and the reader's.
         make_real(4 * self._size)
-        whole, closing = self._files.write_timed(one, self._size, self._number)
-        opening, reading = self._files.read_timed(other, self._size, self._number)
-        for row, seconds in (
-            ("write", whole),
-            ("read", reading),
-            ("close", closing),
-            ("fetch", opening),
-        ):
-            self._add(OURS, f"{row}{suffix}", round_, seconds)
+        written = self._files.write(one, self._size, self._number)
+        read = self._files.read(other, self._size, self._number)
+        self._add(OURS, f"write{suffix}", round_, written.whole)
+        self._add(OURS, f"read{suffix}", round_, read.whole)
+        self._add(OURS, f"close{suffix}", round_, written.part)
+        self._add(OURS, f"fetch{suffix}", round_, read.part)
         os.unlink(one)
 
     def link(self, cluster: Cluster, memory: Path, round_: int) -> None:
@@ -125,10 +111,10 @@ class Bench:
         ):
             self._number += 1
             make_real(self._size)
-            seconds = self._files.write(writer / "large", self._size, self._number)
-            self._add(column, "local-write", round_, seconds)
-            seconds = self._files.read(reader / "large", self._size, self._number)
-            self._add(column, "local-read", round_, seconds)
+            took = self._files.write(writer / "large", self._size, self._number)
+            self._add(column, "local-write", round_, took.whole)
+            took = self._files.read(reader / "large", self._size, self._number)
+            self._add(column, "local-read", round_, took.whole)
             os.unlink(writer / "large")
 
 
@@ -156,13 +142,7 @@ def running(size: int, nodes: int, **plan: Any) -> Iterator[tuple[Cluster, Path]
 @click.command(context_settings=SETTINGS)
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--size", type=Size(MIB), default="1G", show_default=True, help="Of the files.")
-@click.option(
-    "--only",
-    type=Names("part", PARTS),
-    default=",".join(PARTS),
-    show_default=True,
-    metavar="PART,...",
-)
+@only("part", PARTS, "PART,...")
 @json_file
 @asserting
 def cluster(
@@ -194,7 +174,4 @@ def cluster(
                 for round_ in range(rounds):
                     say("on one host", round_, rounds)
                     bench.local(made, embedded.path, round_)
-    rates.show(wide_console(150))
-    if json_file is not None:
-        rates.save(json_file)
-    sys.exit(1 if assert_ and rates.missed() else 0)
+    finish(rates, 150, json_file, assert_)

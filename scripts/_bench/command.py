@@ -6,10 +6,10 @@ import contextlib
 import gc
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import click
 from harness.network import CommandFailed, Unavailable
@@ -18,9 +18,11 @@ from rich.console import Console
 from irdmafs.config import MountError, parse_size
 
 from .files import WrongData
+from .tables import Rates
 
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 
+F = TypeVar("F", bound=Callable[..., object])
 T = TypeVar("T")
 
 
@@ -85,6 +87,16 @@ json_file = click.option(
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
     help="Write every number there.",
 )
+
+
+def only(kind: str, known: Sequence[str], metavar: str) -> Callable[[F], F]:
+    """The option --only: some of the known names, by default all."""
+    default = ",".join(known)
+    return click.option(
+        "--only", type=Names(kind, known), default=default, show_default=True, metavar=metavar
+    )
+
+
 asserting = click.option("--assert", "assert_", is_flag=True, help="Fail if a bar is missed.")
 
 
@@ -132,3 +144,11 @@ def say(what: str, round_: int | None = None, rounds: int = 0) -> None:
 def wide_console(least: int) -> Console:
     """A console whose terminal breaks lines where it is narrow, so that no number is cut off."""
     return Console(width=max(Console().width, least))
+
+
+def finish(rates: Rates, width: int, json_file: Path | None, assert_: bool) -> NoReturn:
+    """Show what was measured, save it, and end."""
+    rates.show(wide_console(width))
+    if json_file is not None:
+        rates.save(json_file)
+    sys.exit(1 if assert_ and rates.missed() else 0)

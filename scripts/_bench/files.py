@@ -11,6 +11,7 @@ import struct
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from irdmafs import client
 
@@ -26,6 +27,13 @@ now = time.perf_counter
 
 class WrongData(Exception):
     """A read returned other bytes than were written last, or a call moved fewer than asked for."""
+
+
+class Took(NamedTuple):
+    """Seconds from open to close, and of a part of it."""
+
+    whole: float
+    part: float
 
 
 def mark(view: memoryview, number: int, position: int) -> None:
@@ -55,19 +63,8 @@ class Files:
         number: int,
         chunk: int = CHUNK,
         flags: int = os.O_CREAT | os.O_TRUNC,
-    ) -> float:
-        """Write a file of `size` bytes (a multiple of 1 MiB). Seconds from open to close."""
-        return self.write_timed(path, size, number, chunk, flags)[0]
-
-    def write_timed(
-        self,
-        path: str | Path,
-        size: int,
-        number: int,
-        chunk: int = CHUNK,
-        flags: int = os.O_CREAT | os.O_TRUNC,
-    ) -> tuple[float, float]:
-        """Write a file. Seconds for all, and for close() alone."""
+    ) -> Took:
+        """Write a file of `size` bytes (a multiple of 1 MiB); `part` is close() alone."""
         view = memoryview(self.buffer)[:chunk]
         start = now()
         fd = os.open(path, os.O_WRONLY | flags, 0o644)
@@ -81,14 +78,10 @@ class Files:
             written = now()
             os.close(fd)
         end = now()
-        return end - start, end - written
+        return Took(end - start, end - written)
 
-    def read(self, path: str | Path, size: int, number: int) -> float:
-        """Read that file by 4 MiB a call. Seconds from open to close. Raises WrongData."""
-        return self.read_timed(path, size, number)[1]
-
-    def read_timed(self, path: str | Path, size: int, number: int) -> tuple[float, float]:
-        """Read a file. Seconds until open() returned, and for all. Raises WrongData."""
+    def read(self, path: str | Path, size: int, number: int) -> Took:
+        """Read that file by 4 MiB a call; `part` is until open() returned. Raises WrongData."""
         view = memoryview(self.buffer)
         target = [view]
         position = 0
@@ -104,7 +97,7 @@ class Files:
                 position += count
         finally:
             os.close(fd)
-        return opened - start, now() - start
+        return Took(now() - start, opened - start)
 
     def fill(self, path: Path, buffer: client.Buffer, size: int, number: int) -> float:
         """Read a file into a buffer. Seconds for all but looking at it. Raises WrongData."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.daemons import Daemon
+from harness.daemons import Daemon, wait_until
 from harness.network import CommandFailed, Host, run
 from harness.parts import mount_tmpfs
 
@@ -71,25 +71,25 @@ class Gluster:
         daemon.start()
         self._daemons.append(daemon)
         # Until then it is not in the namespace in which it is asked.
-        while b"glusterd\0-N" not in Path(f"/proc/{daemon.pid}/cmdline").read_bytes():
-            if not daemon.alive:
-                raise CommandFailed(f"glusterd does not start: {daemon.log_tail()}")
-            time.sleep(0.005)
+        command = Path(f"/proc/{daemon.pid}/cmdline")
+        wait_until(
+            lambda: b"glusterd\0-N" in command.read_bytes(),
+            "glusterd does not start:",
+            START_TIMEOUT_S,
+            daemon,
+        )
         self._command(daemon, "pool", "list")
 
     def _command(self, server: Daemon, *words: str) -> str:
         """gluster's command line where that glusterd runs; waits for a glusterd that is not ready."""
-        deadline = time.monotonic() + START_TIMEOUT_S
         inside = ("nsenter", f"--target={server.pid}", "--mount", "--net", "--")
+        command = ("gluster", "--mode=script", f"--glusterd-sock={_SOCKET}", *words)
+        deadline = time.monotonic() + START_TIMEOUT_S
         while True:
             try:
-                return run(
-                    *(*inside, "gluster", "--mode=script", f"--glusterd-sock={_SOCKET}", *words)
-                )
+                return run(*inside, *command)
             except CommandFailed as error:
-                if not server.alive:
-                    raise CommandFailed(f"glusterd: {server.log_tail()}") from None
-                if time.monotonic() > deadline:
+                if not server.alive or time.monotonic() > deadline:
                     raise CommandFailed(f"{error}\n{server.log_tail()}") from None
             time.sleep(0.2)
 
@@ -97,11 +97,12 @@ class Gluster:
         first = self._daemons[0]
         for host in self._servers[1:]:
             self._command(first, "peer", "probe", host.address)
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while self._command(first, "peer", "status").count("(Connected)") < len(self._servers) - 1:
-            if time.monotonic() > deadline:
-                raise CommandFailed("the gluster servers do not find each other")
-            time.sleep(0.1)
+        others = len(self._servers) - 1
+        wait_until(
+            lambda: self._command(first, "peer", "status").count("(Connected)") >= others,
+            "the gluster servers do not find each other",
+            START_TIMEOUT_S,
+        )
         bricks = [f"{h.address}:{self._directory / h.name / 'brick'}" for h in self._servers]
         replicas = str(len(self._servers))
         self._command(first, "volume", "create", VOLUME, "replica", replicas, *bricks, "force")
@@ -122,11 +123,7 @@ class Gluster:
         )
         client.start()
         self._daemons.append(client)
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while str(path) not in Path("/proc/self/mounts").read_text():
-            if not client.alive or time.monotonic() > deadline:
-                raise CommandFailed(f"glusterfs does not mount:\n{client.log_tail()}")
-            time.sleep(0.05)
+        wait_until(path.is_mount, "glusterfs does not mount:", START_TIMEOUT_S, client)
         self._mounted.append(path)
         self.mounts.append(path)
 

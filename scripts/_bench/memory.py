@@ -18,7 +18,14 @@ from rich.console import Console
 
 from .command import SETTINGS, asserting, measuring
 from .files import MIB, WrongData, now
-from .machine import cached_bytes, huge_page_tmpfs, meminfo, process_status, temporary_directory
+from .machine import (
+    cached_bytes,
+    huge_page_tmpfs,
+    meminfo,
+    process_status,
+    resident_bytes,
+    temporary_directory,
+)
 from .mounts import Mount, mounted, read_status
 from .tables import table
 
@@ -91,7 +98,7 @@ class Report:
     def add(self, when: str, mount: Mount, seconds: float | None = None) -> None:
         status = read_status(mount.path)
         told = int(status["daemon_rss_bytes"])
-        resident = mount.resident_bytes()
+        resident = resident_bytes(mount.pid)
         self.daemon.add_row(
             when,
             f"{told / MIB:.1f}",
@@ -137,7 +144,7 @@ def measure_copies(
         space = os.statvfs(store)
         used = (space.f_blocks - space.f_bfree) * space.f_frsize
         above = (cached_bytes(large) or 0) if large.exists() else 0
-        return used, above, mount.resident_bytes(), meminfo()["Shmem"]
+        return used, above, resident_bytes(mount.pid), meminfo()["Shmem"]
 
     start = look()
 

@@ -16,8 +16,6 @@ import mountpoint
 from harness.network import Unavailable
 from harness.parts import STATUS_XATTR
 
-from . import machine
-
 
 def read_status(path: Path) -> dict[str, Any]:
     """Return the status that a mount tells of itself. Raises OSError where it is none."""
@@ -56,12 +54,6 @@ class Mount:
             time.sleep(0.01)
         self._asked += self._cost_of_asking
         return counts - self._asked
-
-    def processor_s(self) -> float:
-        return machine.processor_s(self.pid)
-
-    def resident_bytes(self) -> int:
-        return machine.resident_bytes(self.pid)
 
     def kill(self) -> None:
         """Kill the daemon: every call that waits for an answer of it ends with an error."""

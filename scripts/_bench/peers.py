@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from harness.network import make_network
 from harness.scratch import scratch_directory
 
 from . import files
-from .command import SETTINGS, Size, asserting, json_file, measuring, say, turned, wide_console
+from .command import SETTINGS, Size, asserting, finish, json_file, measuring, say, turned
 from .files import MIB, SMALL_FILE, Files
 from .gluster import Gluster
 from .machine import make_real
@@ -88,25 +86,22 @@ def measure(system: System, scale: Scale, round_: int, through: Files, rates: Ra
     def add(row: str, amount: float, seconds: float) -> None:
         rates.add(system.name, row, round_, amount / seconds)
 
-    def paths(top: Path, kind: str, count: int) -> Sequence[str]:
-        return files.paths_in(top / kind, count)
-
     folder = f"round{round_}"
     here, there = system.writer / folder, system.reader / folder
     here.mkdir()
     # The copies of both replicas, the writer's and the reader's.
     make_real(4 * scale.size)
-    add("write", scale.size / MIB, through.write(here / "large", scale.size, round_))
-    add("read", scale.size / MIB, through.read(there / "large", scale.size, round_))
+    add("write", scale.size / MIB, through.write(here / "large", scale.size, round_).whole)
+    add("read", scale.size / MIB, through.read(there / "large", scale.size, round_).whole)
     os.unlink(here / "large")
     count = scale.small
     (here / "small").mkdir()
     make_real(4 * count * SMALL_FILE)
-    add("small-write", count, through.write_small(paths(here, "small", count), round_))
-    add("small-read", count, through.read_small(paths(there, "small", count), round_))
+    add("small-write", count, through.write_small(files.paths_in(here / "small", count), round_))
+    add("small-read", count, through.read_small(files.paths_in(there / "small", count), round_))
     shutil.rmtree(here / "small")
     (here / "names").mkdir()
-    names = paths(here, "names", scale.names)
+    names = files.paths_in(here / "names", scale.names)
     add("create", scale.names, files.create_names(names))
     add("stat", scale.names, files.stat_names(names))
     add("list", scale.names, files.list_names(here / "names", scale.names))
@@ -148,7 +143,4 @@ def peers(
             for system in turned(systems, round_):
                 say(system.name, round_, rounds)
                 measure(system, scale, round_, through, rates)
-    rates.show(wide_console(120))
-    if json_file is not None:
-        rates.save(json_file)
-    sys.exit(1 if assert_ and rates.missed() else 0)
+    finish(rates, 120, json_file, assert_)

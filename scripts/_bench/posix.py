@@ -16,7 +16,7 @@ from rich.console import Console
 
 from .command import SETTINGS, Names, Size, json_file, measuring, turned, wide_console
 from .files import CHUNK, WrongData
-from .machine import huge_page_tmpfs, meminfo, temporary_directory
+from .machine import huge_page_tmpfs, meminfo, processor_s, resident_bytes, temporary_directory
 from .mounts import Mount, mount_of, mounted
 from .posix_measures import BY_ROW, MEASURES, Measure
 from .posix_results import Cost, Results
@@ -52,12 +52,12 @@ class Target:
             measure.prepare(self.workspace)
             if self.mount is None:
                 return list(measure.run(self.workspace)), None
-            requests, cpu = self.mount.requests(), self.mount.processor_s()
+            requests, cpu = self.mount.requests(), processor_s(self.mount.pid)
             values = list(measure.run(self.workspace))
             # Asking for the requests waits for those that trail the measure, so it comes first.
             requests = self.mount.requests() - requests
-            cpu = self.mount.processor_s() - cpu
-            return values, Cost(requests, cpu, self.mount.resident_bytes())
+            cpu = processor_s(self.mount.pid) - cpu
+            return values, Cost(requests, cpu, resident_bytes(self.mount.pid))
         finally:
             watchdog.cancel()
 

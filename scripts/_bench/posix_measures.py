@@ -6,11 +6,12 @@ import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from .files import CHUNK, GIB, MIB, PAGE, SMALL_FILE, WrongData, now
 from .machine import drop_caches, make_real
 from .tables import Row
-from .workspace import Workspace
+from .workspace import Scale, Workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +84,6 @@ def _stat(ws: Workspace) -> Sequence[float]:
 # -- what comes before -------------------------------------------------------------------------
 
 
-def _written(ws: Workspace) -> None:
-    ws.need_large()
-
-
 def _read(ws: Workspace) -> None:
     ws.need_large()
     ws.read_large()
@@ -122,37 +119,28 @@ def _small(ws: Workspace) -> None:
     make_real(4 * len(ws.small) * SMALL_FILE)
 
 
-def _no_names(ws: Workspace) -> None:
-    ws.remove_names()
-
-
-def _names(ws: Workspace) -> None:
-    ws.need_names()
-
-
 # -- the measures ------------------------------------------------------------------------------
 
 Prepare = Callable[[Workspace], None]
-Seconds = Callable[[Workspace], float]
 
 
-def _of_large(name: str, title: str, prepare: Prepare, seconds: Seconds) -> Measure:
-    rows = (Row(name, title, "GiB/s"),)
-    return Measure(name, rows, prepare, lambda ws: (ws.scale.size / GIB / seconds(ws),))
-
-
-def _of_small(
-    name: str, title: str, prepare: Prepare, seconds: Seconds, unit: str = "files/s"
+def _rate(
+    unit: str,
+    amount: Callable[[Scale], float],
+    name: str,
+    title: str,
+    prepare: Prepare,
+    seconds: Callable[[Workspace], float],
 ) -> Measure:
     rows = (Row(name, title, unit),)
-    return Measure(name, rows, prepare, lambda ws: (ws.scale.small_files / seconds(ws),))
+    return Measure(name, rows, prepare, lambda ws: (amount(ws.scale) / seconds(ws),))
 
 
-def _of_names(
-    name: str, title: str, prepare: Prepare, seconds: Seconds, unit: str = "files/s"
-) -> Measure:
-    rows = (Row(name, title, unit),)
-    return Measure(name, rows, prepare, lambda ws: (ws.scale.names / seconds(ws),))
+_of_large = partial(_rate, "GiB/s", lambda scale: scale.size / GIB)
+_of_small = partial(_rate, "files/s", lambda scale: scale.small_files)
+_small_entries = partial(_rate, "entries/s", lambda scale: scale.small_files)
+_of_names = partial(_rate, "files/s", lambda scale: scale.names)
+_name_entries = partial(_rate, "entries/s", lambda scale: scale.names)
 
 
 def _latency(
@@ -169,17 +157,19 @@ WS = Workspace
 MEASURES: tuple[Measure, ...] = (
     _of_large("write-1m", "write, 1 MiB a call", _no_large, lambda ws: ws.write_large(MIB)),
     _of_large("write", "write, 4 MiB a call", _no_large, lambda ws: ws.write_large(CHUNK)),
-    _of_large("read-first", "read what was just written, 4 MiB a call", _written, WS.read_large),
+    _of_large(
+        "read-first", "read what was just written, 4 MiB a call", WS.need_large, WS.read_large
+    ),
     _of_large("read", "read it again", _read, WS.read_large),
-    _of_large("mmap", "mmap and add up", _written, WS.scan_large),
-    _of_large("edit", _EDIT, _written, lambda ws: ws.write_large(flags=0)),
-    _of_large("edit-mmap", "write it in place through a mapping", _written, WS.fill_large),
-    _latency("pread", "pread 4 KiB, random, p50", _written, _random_read),
+    _of_large("mmap", "mmap and add up", WS.need_large, WS.scan_large),
+    _of_large("edit", _EDIT, WS.need_large, lambda ws: ws.write_large(flags=0)),
+    _of_large("edit-mmap", "write it in place through a mapping", WS.need_large, WS.fill_large),
+    _latency("pread", "pread 4 KiB, random, p50", WS.need_large, _random_read),
     _of_small("small-write", "write new 64 KiB files", _no_small, WS.write_small),
     _of_small("small-overwrite", "overwrite 64 KiB files", _small, WS.write_small),
     _of_small("small-read", "read them, warm", _warm, WS.read_small),
     _of_small("small-cold", "read them, cold", _cold, WS.read_small),
-    _of_small("ls", "ls -l, second time", _listed, WS.list_small, "entries/s"),
+    _small_entries("ls", "ls -l, second time", _listed, WS.list_small),
     Measure(
         "open",
         (Row("open", f"{_OPEN}, p50", "us"), Row("open-p99", f"{_OPEN}, p99", "us")),
@@ -188,10 +178,10 @@ MEASURES: tuple[Measure, ...] = (
     ),
     _latency("edit-small", "open, write 4 KiB in place, close, p50", _warm, _open_edit_close),
     _latency("stat", "stat, p50", _warm, _stat),
-    _of_names("names-create", "create empty files", _no_names, WS.create_names),
-    _of_names("names-stat", "stat them", _names, WS.stat_names),
-    _of_names("names-list", "list them", _names, WS.list_names, "entries/s"),
-    _of_names("names-rename", "rename them", _names, WS.rename_names),
-    _of_names("names-unlink", "unlink them", _names, WS.unlink_names),
+    _of_names("names-create", "create empty files", WS.remove_names, WS.create_names),
+    _of_names("names-stat", "stat them", WS.need_names, WS.stat_names),
+    _name_entries("names-list", "list them", WS.need_names, WS.list_names),
+    _of_names("names-rename", "rename them", WS.need_names, WS.rename_names),
+    _of_names("names-unlink", "unlink them", WS.need_names, WS.unlink_names),
 )
 BY_ROW = {row.key: measure for measure in MEASURES for row in measure.rows}

@@ -6,7 +6,7 @@ import os
 import platform
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -20,8 +20,7 @@ from .tables import Rates, table, three_digits
 from .workspace import Scale
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(NamedTuple):
     """What one run of a measure cost the daemon: requests by kind, processor time in seconds, and
     its resident bytes afterwards."""
 
@@ -147,14 +146,7 @@ class Results:
             },
             "costs": {
                 target: {
-                    measure.name: [
-                        {
-                            "requests": dict(cost.requests),
-                            "cpu_seconds": cost.cpu_seconds,
-                            "rss_bytes": cost.rss_bytes,
-                        }
-                        for cost in self.costs[target, measure.name]
-                    ]
+                    measure.name: [cost._asdict() for cost in self.costs[target, measure.name]]
                     for measure in self.measures
                     if self.costs.get((target, measure.name))
                 }

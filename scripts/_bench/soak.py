@@ -82,16 +82,6 @@ def growth(values: Sequence[float]) -> tuple[float, float]:
     return median(values[third : 2 * third]), median(values[2 * third :])
 
 
-def limit_for(who: str, what: str) -> Limit:
-    return ETCD_MEMORY if who.startswith("etcd") and what == "memory" else LIMITS[what]
-
-
-def is_flat(who: str, what: str, values: Sequence[float]) -> bool:
-    before, after = growth(values)
-    limit = limit_for(who, what)
-    return after - before <= max(before * limit.share, limit.least)
-
-
 def churn_names(folders: Sequence[Path], round_: int) -> None:
     """Many small files: made on one host, read and listed on another, removed by it."""
     here, there = folders[round_ % len(folders)], folders[(round_ + 1) % len(folders)]
@@ -112,12 +102,12 @@ def report(samples: Samples, console: Console) -> bool:
     flat = True
     for (who, what), values in samples.values.items():
         before, after = growth(values)
-        good = is_flat(who, what, values)
+        limit = ETCD_MEMORY if who.startswith("etcd") and what == "memory" else LIMITS[what]
+        good = after - before <= max(before * limit.share, limit.least)
         flat = flat and good
         cells = [f"{value:,.1f}" for value in (values[0], before, after, max(values))]
-        unit = limit_for(who, what).unit
         verdict = "flat" if good else "[bold red]grows[/]"
-        shown.add_row(who, f"{what} {unit}".strip(), *cells, verdict)
+        shown.add_row(who, f"{what} {limit.unit}".strip(), *cells, verdict)
     console.print(shown)
     return flat
 

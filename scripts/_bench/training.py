@@ -6,10 +6,10 @@ import statistics
 
 import click
 from harness.cluster import MIB, Cluster, Plan
+from harness.roce import find_way
 from harness.training import train
 
 from .command import SETTINGS, measuring
-from .verbs.perftest import find_way
 
 
 @click.command(context_settings=SETTINGS)

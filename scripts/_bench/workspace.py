@@ -54,7 +54,8 @@ class Workspace:
 
     def write_large(self, chunk: int = CHUNK, flags: int = os.O_CREAT | os.O_TRUNC) -> float:
         self._generation += 1
-        return self._files.write(self.large, self.scale.size, self._generation, chunk, flags)
+        number = self._generation
+        return self._files.write(self.large, self.scale.size, number, chunk, flags).whole
 
     def fill_large(self) -> float:
         """Map the file and write it in place through the mapping."""
@@ -70,7 +71,7 @@ class Workspace:
         return now() - start
 
     def read_large(self) -> float:
-        return self._files.read(self.large, self.scale.size, self._generation)
+        return self._files.read(self.large, self.scale.size, self._generation).whole
 
     def scan_large(self) -> float:
         """Map the file and add up its 64-bit words."""

@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from .network import Host
+from .network import CommandFailed, Host
 
 END_TIMEOUT_S = 10.0
+# In /proc/net/tcp.
+LISTENS = "0A"
 LOG_TAIL_CHARACTERS = 8000
 
 
@@ -111,3 +116,29 @@ class Daemon:
     def __repr__(self) -> str:
         state = "stopped" if self.stopped else "runs" if self.alive else "down"
         return f"<{self.name} {state}>"
+
+
+def wait_until(
+    condition: Callable[[], bool], failure: str, within_s: float, daemon: Daemon | None = None
+) -> None:
+    """Wait for what sends no event. Raises CommandFailed, at once if the daemon that it takes ends."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline or (daemon is not None and not daemon.alive):
+            raise CommandFailed(f"{failure}\n{daemon.log_tail()}" if daemon else failure)
+        time.sleep(0.01)
+
+
+def is_listened_on(port: int, address: str = "", pid: int | str = "self") -> bool:
+    """Whether somebody accepts connections to a port on the host of a process; it may be another's, which
+    nobody outside can connect to."""
+    packed = int.from_bytes(socket.inet_aton(address or "0.0.0.0"), sys.byteorder)
+    wanted = f"{packed:08X}" if address else ""
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/net/{name}") as sockets:
+            for line in sockets.readlines()[1:]:
+                _, local, _, state, *_ = line.split()
+                host, _, number = local.rpartition(":")
+                if state == LISTENS and int(number, 16) == port and host.startswith(wanted):
+                    return True
+    return False

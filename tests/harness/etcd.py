@@ -8,7 +8,6 @@ import json
 import random
 import shutil
 import socket
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 from irdmafs.cluster_admin import etcd_arguments
 
-from .daemons import Daemon
+from .daemons import Daemon, is_listened_on
 from .network import CommandFailed, Host, run
 
 CLIENT_PORT = 2379
@@ -47,17 +46,6 @@ def missing_programs() -> str:
     """Why no etcd can run on this machine; empty if it can."""
     missing = [name for name in ("etcd", "etcdctl") if shutil.which(name) is None]
     return f"{missing[0]} is not installed (etcd-server, etcd-client)" if missing else ""
-
-
-def _listens(member: Daemon, port: int) -> bool:
-    # The process sees its host's sockets, which nobody outside can connect to.
-    address = int.from_bytes(socket.inet_aton(member.host.address), sys.byteorder)
-    wanted = [f"{address:08X}:{port:04X}", "00000000:0000", "0A"]
-    try:
-        with open(f"/proc/{member.pid}/net/tcp") as sockets:
-            return any(line.split()[1:4] == wanted for line in sockets)
-    except OSError:  # it has just ended
-        return False
 
 
 class Etcd:
@@ -165,7 +153,7 @@ class Etcd:
             while True:
                 try:
                     # etcdctl waits for a second when it is refused.
-                    if _listens(one, port):
+                    if is_listened_on(port, one.host.address, one.pid):
                         self.ctl("get", "health", member=number)
                         break
                     said = f"{one.name} does not listen"

@@ -8,14 +8,13 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from irdmafs.mounting import ask_mount
 
-from .daemons import Daemon
+from .daemons import Daemon, wait_until
 from .network import CommandFailed, Host, run
 
 COMMAND_TIMEOUT_S = 60.0
@@ -139,11 +138,7 @@ class ClusterMount(Daemon):
 
     def wait_ready(self, within_s: float = COMMAND_TIMEOUT_S) -> None:
         """Until it is mounted and answers. Raises CommandFailed."""
-        deadline = time.monotonic() + within_s
-        while not self.is_mounted():
-            if not self.alive or time.monotonic() > deadline:
-                raise CommandFailed(f"{self.name} does not mount:\n{self.log_tail()}")
-            time.sleep(0.01)
+        wait_until(self.is_mounted, f"{self.name} does not mount:", within_s, self)
         try:
             self.status()
         except OSError as error:

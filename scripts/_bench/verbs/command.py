@@ -17,10 +17,12 @@ import click
 import trio
 from harness.cluster import Cluster, Plan
 from harness.etcd import free_port
+from harness.guest.guest import IN_GUEST
+from harness.roce import find_way
 from irdmafs.backend.placement import replicas_of
 from irdmafs.backend.transport.verbs import devices
 
-from ..command import SETTINGS, Names, Size, Sizes, asserting, measuring, wide_console
+from ..command import SETTINGS, Size, Sizes, asserting, measuring, only, wide_console
 from ..files import MIB
 from ..tables import Rates
 from ..workers import PROGRAM, Worker, WorkerFailed
@@ -28,7 +30,6 @@ from . import perftest
 from .jobs import plan_of
 from .parts import KIB, TCP, VERBS, Bench, GrpcEnds, Results, Scale
 
-IN_GUEST = "IRDMAFS_GUEST"
 GUEST_TOOL = PROGRAM.with_name("rdma_guest")
 # For gRPC, which allocates every message: memory that was freed is used again, and not mapped anew.
 KEEPS_MEMORY = {
@@ -91,7 +92,7 @@ def _grpc(address: str, place: Path, chunk: int) -> Iterator[GrpcEnds]:
 @contextlib.contextmanager
 def prepared(scale: Scale, parts: Sequence[str]) -> Iterator[Bench]:
     """The cluster, and whoever the parts need to ask it."""
-    way = perftest.find_way()
+    way = find_way()
     if {"bandwidth", "at_once", "posix", "buffer", "latency"} & set(parts):
         perftest.need()
     needs_grpc = bool({"alternatives", "cpu"} & set(parts))
@@ -142,13 +143,7 @@ def describe_host() -> str:
 
 @click.command(context_settings=SETTINGS)
 @click.option("--rounds", type=click.IntRange(1), help="[default: 5; quick: 2]")
-@click.option(
-    "--only",
-    type=Names("part", PARTS),
-    default=",".join(PARTS),
-    show_default=True,
-    metavar="PART,...",
-)
+@only("part", PARTS, "PART,...")
 @click.option("--quick", is_flag=True, help="Few rounds and sizes: less than a minute.")
 @click.option("--sizes", type=Sizes(), metavar="SIZE,...", help="Such as 1M,64M, for all parts.")
 @click.option("--versions", type=click.IntRange(1), help="Of the loop  [default: 200; quick: 10]")

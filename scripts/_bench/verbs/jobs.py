@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -135,21 +135,14 @@ class DeviceJobs:
     async def one_sided(self, size: int) -> float:
         """A read that the node's memory answers, however short."""
         extent = await self._extent(size)
-        sink = self._files.fd("sink", size)
-        began = time.perf_counter()
-        await self._device.read(extent, 0, FileRange(sink, 0, size))
-        return time.perf_counter() - began
+        into = FileRange(self._files.fd("sink", size), 0, size)
+        return await _timed(self._device.read(extent, 0, into))
 
     async def get(self, size: int) -> float:
-        extent = await self._extent(size)
-        began = time.perf_counter()
-        await self._device.get([extent], size)
-        return time.perf_counter() - began
+        return await _timed(self._device.get([await self._extent(size)], size))
 
     async def ping(self, size: int) -> float:
-        began = time.perf_counter()
-        await self._peers.ping(self._node)
-        return time.perf_counter() - began
+        return await _timed(self._peers.ping(self._node))
 
     async def file(self, size: int) -> float:
         """What the node does for a get, in its store."""
@@ -183,6 +176,12 @@ class DeviceJobs:
         if size not in self._kept:
             await self.write(size)
         return self._kept[size]
+
+
+async def _timed(asked: Awaitable[object]) -> float:
+    began = time.perf_counter()
+    await asked
+    return time.perf_counter() - began
 
 
 class Kept:

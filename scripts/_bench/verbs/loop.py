@@ -13,16 +13,16 @@ import os
 import subprocess
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
 from harness.cluster import Cluster
 from harness.daemons import Daemon
-from harness.parts import ClusterMount, StoreNode
+from harness.parts import StoreNode
 from irdmafs.backend.transport.verbs.library import load
 
 from ..files import MIB, Files
@@ -32,14 +32,6 @@ _SCRAPE_S = 10.0
 # What these say changes by itself.
 _CLOCKS = ("uptime", "valid", "age", "pid")
 _PREFIX = "irdmafs_"
-
-
-@dataclass
-class Seen:
-    """Of one process: the numbers of its registrations, and the inodes of its files."""
-
-    registrations: set[int] = field(default_factory=set)
-    files: set[tuple[int, int]] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -74,7 +66,9 @@ class Loop:
         self._metrics_port = metrics_port
         self._size = size
         self._files = Files()
-        self._seen: dict[str, Seen] = {part.name: Seen() for part in self._parts}
+        # Of each process: the numbers of its registrations, and the inodes of its files.
+        self._registrations: dict[str, set[int]] = {part.name: set() for part in self._parts}
+        self._inodes: dict[str, set[tuple[int, int]]] = {part.name: set() for part in self._parts}
 
     @property
     def _parts(self) -> tuple[Daemon, ...]:
@@ -84,7 +78,7 @@ class Loop:
         """Raises WrongData."""
         for number in range(WARM_UP):
             self._version(number)
-        seen = {name: (len(one.registrations), len(one.files)) for name, one in self._seen.items()}
+        registered, files = _counts(self._registrations), _counts(self._inodes)
         before, first = self._figures(), next_registration(self._device)
         seconds = [self._version(WARM_UP + number) for number in range(versions)]
         # The last of these two is one itself.
@@ -96,16 +90,15 @@ class Loop:
             if value != before.get(name, 0.0) and not any(word in name for word in _CLOCKS)
         }
         rows = []
-        for name, one in self._seen.items():
-            registrations, files = seen[name]
-            rows.append(Row(f"registrations, {name}", len(one.registrations) - registrations, 0))
-            is_node = name == self._node.name
-            rows.append(Row(f"files made, {name}", len(one.files) - files, 0 if is_node else None))
+        for name in registered:
+            more = len(self._registrations[name]) - registered[name]
+            rows.append(Row(f"registrations, {name}", more, 0))
+            expected = 0 if name == self._node.name else None
+            rows.append(Row(f"files made, {name}", len(self._inodes[name]) - files[name], expected))
         rows.append(Row("registrations, all processes, by the kernel's count", made, 0))
         for mount in (self._writer, self._reader):
-            count = sum(
-                changed.get(f"{mount.name}.requests.{kind}", 0) for kind in ("READ", "WRITE")
-            )
+            requests = f"{mount.name}.requests"
+            count = changed.get(f"{requests}.READ", 0) + changed.get(f"{requests}.WRITE", 0)
             rows.append(Row(f"reads and writes through Python, {mount.name}", count, 0))
         fallbacks = sum(value for name, value in changed.items() if "fallbacks" in name)
         rows.append(Row("transfers that fell back to TCP", fallbacks, 0))
@@ -125,16 +118,21 @@ class Loop:
     def _look(self) -> None:
         by_pid = registrations_by_pid()
         for part in self._parts:
-            self._seen[part.name].registrations |= by_pid.get(part.pid, set())
-        self._seen[self._node.name].files |= files_below(self._node.store)
+            self._registrations[part.name] |= by_pid.get(part.pid, set())
+        self._inodes[self._node.name] |= files_below(self._node.store)
         for mount in (self._writer, self._reader):
-            self._seen[mount.name].files |= files_below(mount.cache)
+            self._inodes[mount.name] |= files_below(mount.cache)
 
     def _figures(self) -> dict[str, float]:
+        """Every metric of the node, and every number of the mounts' status."""
         found = node_figures(self._node, self._metrics_port)
         for mount in (self._writer, self._reader):
-            found |= mount_figures(mount)
+            found |= dict(_numbers(mount.name, mount.status()))
         return found
+
+
+def _counts(sets: Mapping[str, Collection[object]]) -> dict[str, int]:
+    return {name: len(one) for name, one in sets.items()}
 
 
 def registrations_by_pid() -> dict[int, set[int]]:
@@ -179,11 +177,6 @@ def files_below(directory: Path) -> set[tuple[int, int]]:
                 if status.st_size >= MIB:
                     found.add((status.st_dev, status.st_ino))
     return found
-
-
-def mount_figures(mount: ClusterMount) -> dict[str, float]:
-    """Every number of its status."""
-    return dict(_numbers(mount.name, mount.status()))
 
 
 def node_figures(node: StoreNode, metrics_port: int) -> dict[str, float]:

@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from harness.cluster import Cluster
+from harness.roce import Way
 from rich.table import Table
 
 from irdmafs import client
@@ -22,7 +23,6 @@ from ..tables import Rates, Row, spread, table
 from ..workers import Worker, WorkerFailed
 from . import echo, loop, perftest, registration
 from .jobs import AT_ONCE, MESSAGE_BYTES
-from .perftest import Way
 
 KIB = 1 << 10
 
@@ -92,6 +92,10 @@ class Ours(NamedTuple):
     def covers(self, way: str, size: int) -> bool:
         return way in self.ways and size >= self.least
 
+    def row(self, way: str, size: int) -> Row:
+        bar = self.bar if size >= BAR_SIZE else None
+        return Row(f"{way}-{size}", f"{way} {name_of(size)}", "MiB/s", bar)
+
 
 class GrpcEnds(NamedTuple):
     client: Worker
@@ -144,37 +148,21 @@ class Bench:
         """Through the device interface, and from programs on the two mounts."""
         keys = [(way, size) for size in self.scale.sizes for way in WAYS]
         tables = {
-            one.name: Rates(
-                [
-                    Row(
-                        f"{way}-{size}",
-                        f"{way} {name_of(size)}",
-                        "MiB/s",
-                        one.bar if size >= BAR_SIZE else None,
-                    )
-                    for way, size in keys
-                    if one.covers(way, size)
-                ],
-                ours=one.name,
-                base=BASE,
-            )
+            one.name: Rates([one.row(*key) for key in keys if one.covers(*key)], one.name, BASE)
             for one in ours
         }
         for way, size in keys:
-            measures: dict[str, Rate] = {
-                one.name: one.rate for one in ours if one.covers(way, size)
-            }
-            for rate in measures.values():
-                rate(way, size)
-            measures[BASE] = self._perftest_rate
+            asked = [one for one in ours if one.covers(way, size)]
+            for one in asked:
+                one.rate(way, size)
+            measures = {one.name: one.rate for one in asked} | {BASE: self._perftest_rate}
             for round_ in range(self.scale.rounds):
                 self._say(f"bandwidth: {way} {name_of(size)}", round_)
                 for column in turned(list(measures), round_):
                     value = measures[column](way, size) / MIB
-                    for one in ours:
-                        rates = tables[one.name]
-                        if column in (BASE, one.name) and one.covers(way, size):
-                            rates.add(column, f"{way}-{size}", round_, value)
+                    for one in asked:
+                        if column in (BASE, one.name):
+                            tables[one.name].add(column, f"{way}-{size}", round_, value)
             if way == "read":
                 self._release(size)
         for name, rates in tables.items():
@@ -199,8 +187,8 @@ class Bench:
         times: dict[str, list[float]] = {"write": [], "read": []}
         for _ in range(max(2, self.scale.repeats(size) // 4)):
             self._number += 1
-            times["write"].append(self._files.write(writer, size, self._number))
-            times["read"].append(self._files.read(reader, size, self._number))
+            times["write"].append(self._files.write(writer, size, self._number).whole)
+            times["read"].append(self._files.read(reader, size, self._number).whole)
         return size / median(times[way])
 
     def _buffer_rate(self, way: str, size: int) -> float:

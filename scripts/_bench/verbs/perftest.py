@@ -8,11 +8,10 @@ import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import NamedTuple
 
+from harness.daemons import is_listened_on
 from harness.network import Unavailable
-from irdmafs.backend.transport.verbs import devices
+from harness.roce import Way
 
 PROGRAMS = ("ib_write_bw", "ib_read_bw", "ib_read_lat")
 # It takes fewer requests than five for a mistake.
@@ -26,32 +25,11 @@ _RUN_TIMEOUT_S = 600.0
 # 4.096 us * 2 ** 18: with its own 67 ms, a busy processor looks like lost packets to software RDMA.
 _TIMEOUT_EXPONENT = 18
 _TRIES = 3
-_LISTENS = "0A"
 _NUMBERS = re.compile(r"^\s*\d+\s+\d+\s+[\d.]+\s+[\d.]+")
 
 
 class PerftestFailed(Unavailable):
     """The text says what it printed."""
-
-
-class Way(NamedTuple):
-    """What perftest and we use alike."""
-
-    device: str
-    port: int
-    gid_index: int
-    address: str
-
-
-def find_way() -> Way:
-    """The first RoCE v2 entry with an IPv4 address that can be used. Raises PerftestFailed."""
-    found = devices.find()
-    for device in found:
-        for port in device.ports if not device.obstacle else ():
-            for gid in port.gids:
-                if port.state == "ACTIVE" and gid.kind == "RoCE v2" and gid.address.version == 4:
-                    return Way(device.name, port.number, gid.number, str(gid.address))
-    raise PerftestFailed(devices.explain(found) or "no RDMA device has an IPv4 address")
 
 
 def need() -> None:
@@ -119,19 +97,10 @@ def _try(way: Way, program: str, *options: object) -> list[float]:
 
 def _wait_for_port(free: bool, server: subprocess.Popen[bytes] | None = None) -> None:
     deadline = time.monotonic() + _START_TIMEOUT_S
-    while _is_listened_on(_PORT) == free:
+    while is_listened_on(_PORT) == free:
         if time.monotonic() > deadline or (server is not None and server.poll() is not None):
             raise PerftestFailed(f"port {_PORT} {'is in use' if free else 'is not listened on'}")
         time.sleep(0.02)
-
-
-def _is_listened_on(port: int) -> bool:
-    for name in ("tcp", "tcp6"):
-        for line in Path("/proc/net", name).read_text().splitlines()[1:]:
-            _, local, _, state, *_ = line.split()
-            if state == _LISTENS and int(local.rpartition(":")[2], 16) == port:
-                return True
-    return False
 
 
 def _last(*texts: str) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 SOURCE_PACKAGE = "linux-source-6.12"
 SOURCE = Path("/usr/src") / f"{SOURCE_PACKAGE}.tar.xz"
 CONFIG = Path(__file__).resolve().with_name("kernel.config")
-INSTALL = Path(__file__).resolve().parents[1] / "install"
+INSTALL = Path(__file__).resolve().parents[3] / "scripts/install"
 # What no guest has, and half of the source: drivers and documentation. Kconfig files stay.
 LEFT_OUT = (
     *("*/drivers/gpu/*.[ch]", "*/drivers/media/*.[ch]", "*/sound/*.[ch]"),
