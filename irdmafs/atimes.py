@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
+from .backend.extents import ExtentStore
 from .backend.namespace import Inode
 from .backend.protection import NOATIME
 from .config import MountOptions
@@ -35,13 +36,12 @@ class _Passed(NamedTuple):
 
 
 class Atimes:
-    """Access times that are newer than the inodes' records. `path_of`: an extent as a file; `in_use`:
-    whether somebody has an inode open."""
+    """Access times that are newer than the inodes' records. `in_use`: whether an inode is open."""
 
     def __init__(
-        self, options: MountOptions, path_of: Callable[[int], str], in_use: Callable[[int], bool]
+        self, options: MountOptions, extents: ExtentStore, in_use: Callable[[int], bool]
     ) -> None:
-        self._path_of = path_of
+        self._extents = extents
         self._in_use = in_use
         self._noatime = options.noatime
         self._nodiratime = options.noatime or options.nodiratime
@@ -102,7 +102,7 @@ class Atimes:
         times = _TIMES.pack(seconds, rest, 0, _UTIME_OMIT)
         nodes = self._passed.get(inode.ino, {})
         for node, passed in nodes.items():
-            path = os.fsencode(self._path_of(passed.extent))
+            path = os.fsencode(self._extents.path(passed.extent))
             if _libc.utimensat(_AT_FDCWD, path, times, 0) == 0:
                 nodes[node] = passed._replace(atime_ns=inode.atime_ns)
 
@@ -120,7 +120,7 @@ class Atimes:
         nodes = self._passed.get(ino, {})
         for node, passed in nodes.items():
             try:
-                found = os.stat(self._path_of(passed.extent)).st_atime_ns
+                found = self._extents.stat(passed.extent).st_atime_ns
             except OSError:
                 continue
             if found != passed.atime_ns:

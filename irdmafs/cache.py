@@ -578,7 +578,7 @@ class Cache:
             if handle.aborted and content.writers == 1:
                 self.publisher.cut_unpublished(content)
         self.nodes.close(fh)
-        if not content.writers:
+        if content.fd >= 0 and not content.writers:
             self.table.close(content)
         if self.table.let_go(content):
             self._rest(content)

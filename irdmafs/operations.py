@@ -13,6 +13,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pyfuse3
@@ -68,10 +69,9 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 
 def _refuse_other_than_file(inode: Inode) -> None:
-    if inode.is_dir:
-        raise fail(errno.EISDIR)
     if not inode.is_file:
-        raise fail(errno.EINVAL)  # the kernel opens devices and fifos itself
+        # The kernel opens devices and fifos itself.
+        raise fail(errno.EISDIR if inode.is_dir else errno.EINVAL)
 
 
 def _name_of(node: Node | None, names: Sequence[Glance]) -> Glance | None:
@@ -116,7 +116,7 @@ class Operations:
         self._beliefs = Beliefs(store.namespace, cache.nodes, cache.kernel)
         store.watcher = self._beliefs
         self._options = options
-        self.atimes = Atimes(options, store.extents.path, cache.nodes.in_use)
+        self.atimes = Atimes(options, store.extents, cache.nodes.in_use)
         self._umask = options.umask or 0
         self.locking = Locking(options.locks, store.locks, cache, store.namespace.describe)
         store.may_publish = self.locking.check_publishing
@@ -364,7 +364,7 @@ class Operations:
             await detach()
         found = self._namespace.lookup(parent, name)
         in_use = found is not None and self.nodes.has_nodes(found.ino)
-        with self._beliefs.changing((parent, name)):
+        with self._changing((parent, name)):
             inode = await self._namespace.unlink(parent, name, in_use=in_use)
         await self._unnamed(inode, in_use)
 
@@ -375,7 +375,7 @@ class Operations:
         found = self._namespace.lookup(parent, name)
         # Whoever stands in it still asks us about it.
         in_use = found is not None and any(self.nodes.of(found.ino))
-        with self._beliefs.changing((parent, name)):
+        with self._changing((parent, name)):
             await self._namespace.rmdir(parent, name, in_use=in_use)
 
     async def _unnamed(self, inode: Inode, in_use: bool) -> None:
@@ -407,7 +407,7 @@ class Operations:
             raise fail(errno.ENAMETOOLONG)
         replaced = self._namespace.lookup(new, name_new)
         in_use = replaced is not None and self.nodes.has_nodes(replaced.ino)
-        with self._beliefs.changing((old, name_old), (new, name_new)):
+        with self._changing((old, name_old), (new, name_new)):
             unnamed = await self._namespace.rename(
                 old, name_old, new, name_new, flags, in_use=in_use
             )
@@ -424,6 +424,10 @@ class Operations:
             await self._unnamed(unnamed, in_use)
         elif replaced is not None:
             self._refresh_several(replaced.ino)
+
+    def _changing(self, *names: Name) -> AbstractContextManager[None]:
+        """While a program here changes names. Where nobody else does, the kernel knows all of it."""
+        return self._beliefs.changing(*names) if self._shared else nullcontext()
 
     def _renamed(self, inode: Inode, old: Name, new: Name) -> None:
         for node in self.nodes.of(inode.ino):

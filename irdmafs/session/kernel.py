@@ -639,7 +639,11 @@ class KernelSession(KernelCache):
             self.settle()  # who still writes a file decides what it gets
         lose_set_ids = bool(more & wire.OPEN_KILL_SUIDGID)
         info = await self._operations.open(nodeid, flags, caller, lose_set_ids=lose_set_ids)
-        return wire.reply(unique, await self._pack_open(info))
+        try:
+            return wire.reply(unique, self._pack_open(info))
+        except OSError:
+            await self._operations.cancel_open(info.handle)
+            raise
 
     async def _create(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         flags, mode, caller.umask, _ = wire.decode(wire.CREATE_IN, self._buffer, end)
@@ -654,12 +658,13 @@ class KernelSession(KernelCache):
 
     async def _pack_created(self, info: OpenInfo, entry: Attributes) -> bytes:
         try:
-            return pack_entry(entry, entry.st_ino) + await self._pack_open(info)
+            return pack_entry(entry, entry.st_ino) + self._pack_open(info)
         except OSError:
+            await self._operations.cancel_open(info.handle)
             await self._operations.forget([(entry.st_ino, 1)])
             raise
 
-    async def _pack_open(self, info: OpenInfo) -> bytes:
+    def _pack_open(self, info: OpenInfo) -> bytes:
         flags = Open_NOFLUSH if info.noflush else 0
         if not info.passthrough:
             return wire.OPEN_OUT.pack(
@@ -667,11 +672,7 @@ class KernelSession(KernelCache):
             )
         node = info.handle.node
         if not node.backing_id:
-            try:
-                self._register(node)
-            except OSError:
-                await self._operations.cancel_open(info.handle)
-                raise
+            self._register(node)
         if info.handle.flags & os.O_ACCMODE != os.O_WRONLY:
             self._operations.atimes.opened(node.ino)
         return wire.OPEN_OUT.pack(info.fh, flags | Open_PASSTHROUGH, node.backing_id)
