@@ -331,14 +331,10 @@ class Cache:
     async def _make_ready(self, handle: Handle, content: Content, *, cut: bool) -> None:
         if handle.writing:
             await self._prepare(handle, content, cut=cut)
-        elif content.is_busy and self._is_lent(content):
-            # A copy is made of what a store node lent, for somebody who writes: read that, too.
+        elif content.preparing:
+            # The file that writers write is the one to read.
             try:
-                await detach()
-                while content.is_busy and self._is_lent(content):
-                    async with content.locked():
-                        # Who is about to prepare it may come to the lock only now.
-                        await trio.lowlevel.checkpoint()
+                await self._make_writable(content)
             except BaseException:
                 await self.release(handle.fh)
                 raise

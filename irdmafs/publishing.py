@@ -78,25 +78,15 @@ class Publisher:
         # An empty copy that nobody wrote gives way to a version that was published meanwhile.
         return inode.version == content.version or self.is_written(content)
 
-    async def _is_changed(self, handle: Handle, content: Content) -> bool:
-        """Return whether closing the handle has something to publish."""
+    def _is_changed(self, handle: Handle, content: Content) -> bool:
+        """Return whether closing the handle has something to publish, as far as stat can tell."""
         wrote_nothing = handle.since is not None and self._table.stamp(content) == handle.since
-        if not wrote_nothing and self._is_unpublished(content):
-            return True
-        if not self._store.shared or not self._may_hide_stores(content):
-            return False
-        # Stores through a mapping: other hosts would never see them. Meanwhile somebody may cut the file.
-        return not await self._is_version(content) or self.is_written(content)
-
-    async def _is_version(self, content: Content) -> bool:
-        """Return whether the bytes are those of the content's version. False if that cannot be known."""
-        await detach()
-        return await self._store.is_same(content.published, content.extent)
+        return not wrote_nothing and self._is_unpublished(content)
 
     def _may_hide_stores(self, content: Content) -> bool:
-        """Return whether only a comparison can tell that somebody stored through a mapping. The first store
-        to a page changes the time of the extent. A store to a page that was stored to before does not."""
-        return content.mapped and content.seen is not None and content.seen != content.begun
+        """Return whether only a comparison can tell that somebody stored through a mapping. A store to a
+        page that was stored to before, or read before where the extent is in a tmpfs, changes no time."""
+        return content.mapped and content.seen is not None
 
     def _size(self, content: Content) -> int:
         return self._table.stamp(content)[0]
@@ -139,10 +129,12 @@ class Publisher:
                 # A write that the kernel refused for want of room did not come to us.
                 handle.aborted = True
                 raise fail(errno.ENOSPC, "the store is full; the version before stays")
-        if not await self._is_changed(handle, content):
+        changed = self._is_changed(handle, content)
+        if not changed and not self._is_to_be_compared(content):
             return
         try:
-            await self._publish_locked(content, stays=await self._stays(handle, content, pid))
+            stays = await self._stays(handle, content, pid)
+            await self._publish_locked(content, stays=stays, changed=changed)
         except OSError as error:
             # Whoever closes it is told, and may write it anew: that must not be overwritten by this.
             # Later writes through a mapping have not been refused.
@@ -185,9 +177,12 @@ class Publisher:
             and (bool(inode.nlink) or not self._store.shared)
             and not (content.superseded and not self.is_written(content))
             and content.writers == 1
-            and await self._is_changed(handle, content)
         ):
-            await self._publish_locked(content, stays=False)
+            changed = self._is_changed(handle, content)
+            if not changed and not self._is_to_be_compared(content):
+                return
+            if not await self._publish_locked(content, stays=False, changed=changed):
+                return
             inode = self._inodes[content.ino]
 
     # -- other occasions -------------------------------------------------------------------------
@@ -196,17 +191,19 @@ class Publisher:
         """fsync(2): publish what is written so far; the descriptor stays open for more."""
         if content.discarded or (content.superseded and not self.is_written(content)):
             return
-        may_have_stored = not self._store.shared and self._may_hide_stores(content)
-        if may_have_stored or await self._is_changed(handle, content):
-            await self._publish_locked(content, stays=True)
+        changed = self._is_changed(handle, content)
+        if not self._store.shared:
+            changed = changed or self._may_hide_stores(content)
+        if changed or self._is_to_be_compared(content):
+            await self._publish_locked(content, stays=True, changed=changed)
 
     async def publish_so_far(self, content: Content) -> None:
         """Publish what was written in place, whoever wrote it; nothing where nobody wrote."""
         if not content.extent or content.discarded:
             return
-        stored = self._may_hide_stores(content) and not await self._is_version(content)
-        if stored or self.is_written(content):
-            await self._publish_locked(content, stays=True)
+        changed = self.is_written(content)
+        if changed or self._is_to_be_compared(content):
+            await self._publish_locked(content, stays=True, changed=changed)
 
     async def publish_named(self, content: Content) -> None:
         """Publish what is being written to a file whose name is about to mean something new."""
@@ -240,22 +237,37 @@ class Publisher:
 
     # -- publishing ------------------------------------------------------------------------------
 
-    async def _publish_locked(self, content: Content, *, stays: bool, naming: bool = False) -> None:
-        if self._store.waits or content.is_busy or (stays and self._copies(content)):
-            await detach()
-            seen = content.seen
-            async with content.locked():
-                if content.seen != seen and not self.is_written(content):
-                    return  # somebody else has published it meanwhile
-                content.leaves = not stays and self._store.hands_over(content.extent)
-                if content.leaves and content.holds > 1:
-                    content.leaves, stays = False, True  # somebody has opened it meanwhile
-                try:
-                    await self._publish(content, stays=stays, naming=naming)
-                finally:
-                    content.leaves = False
-        else:
+    async def _publish_locked(
+        self, content: Content, *, stays: bool, changed: bool = True, naming: bool = False
+    ) -> bool:
+        """Publish a content, with `changed` False only if a comparison finds it changed. Return whether it
+        was published."""
+        if not self._store.waits and not content.is_busy and not (stays and self._copies(content)):
             await self._publish(content, stays=stays, naming=naming)
+            return True
+        await detach()
+        seen = content.seen
+        async with content.locked():
+            # Somebody else may have published it meanwhile.
+            certain = changed and content.seen == seen
+            if not certain and not self.is_written(content):
+                if not self._is_to_be_compared(content):
+                    return False
+                same = await self._store.is_same(content.published, content.extent)
+                if same and not self.is_written(content):  # somebody may have cut the file
+                    return False
+            content.leaves = not stays and self._store.hands_over(content.extent)
+            if content.leaves and content.holds > 1:
+                content.leaves, stays = False, True  # somebody has opened it meanwhile
+            try:
+                await self._publish(content, stays=stays, naming=naming)
+            finally:
+                content.leaves = False
+            return True
+
+    def _is_to_be_compared(self, content: Content) -> bool:
+        """Return whether its bytes have to be compared with those that other hosts have."""
+        return self._store.shared and self._may_hide_stores(content)
 
     def _copies(self, content: Content) -> bool:
         """Return whether a copy is published while the content is written on. Readers of a private content
@@ -266,6 +278,7 @@ class Publisher:
         """`naming`: the kernel keeps directories locked until we return."""
         if not content.extent:
             return
+        stays = stays or content.writers > 1  # others may have come since
         status = shape = self._table.stat(content)
         extent = content.extent
         mapped = content.mapped

@@ -106,6 +106,20 @@ def test_stores_through_a_mapping_that_stays_reach_other_hosts(
     assert there.read_bytes()[5] == 9
 
 
+def test_stores_through_a_mapping_that_was_read_first_reach_other_hosts(
+    two: tuple[Path, Path], process: TakeProcess
+) -> None:
+    """In a tmpfs they change no time of the file."""
+    here, there = two[0] / "file", two[1] / "file"
+    here.write_bytes(bytes(100_000))
+    writer = process()
+    for number in (1, 2):
+        writer.do(
+            "with open(file, 'r+b') as f, mmap.mmap(f.fileno(), 0) as m: m[5] += 1", file=str(here)
+        )
+        assert [path.read_bytes()[5] for path in (here, there)] == [number, number]
+
+
 def test_a_file_that_another_host_wrote_can_be_cut_without_being_opened(
     two: tuple[Path, Path],
 ) -> None:
