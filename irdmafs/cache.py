@@ -196,13 +196,16 @@ class Cache:
             for key in self.redirects.stale():
                 self._withdraw(key)  # nobody is to join what no open came for
         current = self._current_or_new(inode)
+        private = self.table.newest_private(inode.ino)
         if truncates(flags):
-            if self._is_replaced(current, inode):
+            if private is not None and (private.awaited or not private.whole):
+                return private, True  # somebody writes it in place, as others may from now on
+            if private is not None or self._is_replaced(current, inode):
                 return self._begin_private(inode), False
             return current, True
         if flags & os.O_ACCMODE == os.O_RDONLY:
             return current, False
-        content = self.table.newest_private(inode.ino) or current
+        content = private or current
         if content.opens and not content.is_busy and self._is_lent(content):
             # The processes that have it open read a store node's own file, which nobody may write.
             self.table.supersede(content)
@@ -212,7 +215,8 @@ class Cache:
     def _is_replaced(self, current: Content, inode: Inode) -> bool:
         """Return whether emptying the file begins a version of its own, which nobody sees before it is
         closed."""
-        written = current.private or current.kept or current.writers > current.leaving
+        writers = current.writers + current.awaited - current.leaving
+        written = current.private or current.kept or writers > 0
         return bool(inode.version) and not written and self._isolation.of(inode)
 
     def _begin_private(self, inode: Inode) -> Content:
@@ -265,7 +269,9 @@ class Cache:
             node.content = content
         node.promised += 1
         self.table.hold(content)
-        self.redirects.add(Promise(key, came_to, node, content, flags, cut=cut))
+        promise = Promise(key, came_to, node, content, flags, cut=cut)
+        content.awaited += promise.joins
+        self.redirects.add(promise)
 
     def promise(self, inode: Inode, flags: int, pid: int) -> None:
         """Have everything ready for the thread's second try, which comes by name."""
@@ -281,6 +287,7 @@ class Cache:
         """The open came, or never will."""
         node = promise.node
         node.promised -= 1
+        promise.content.awaited -= promise.joins
         if self.table.let_go(promise.content):
             self._rest(promise.content)
         if not node.is_bound:
@@ -586,7 +593,8 @@ class Cache:
     async def _last_writer_leaves(self, handle: Handle, content: Content) -> None:
         """Nobody writes the content any more: it is a version again, or nothing."""
         if content.private:
-            self.table.supersede(content)  # given up; published ones are not private any more
+            if handle.aborted or content.discarded or not content.awaited:
+                self.table.supersede(content)  # given up, or published by a copy
             return
         if content.superseded or not content.extent or not content.own:
             return

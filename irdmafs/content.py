@@ -30,7 +30,8 @@ class Content:
     version that the content is, or began as, and `published` the inode as it then was.
     `holds` counts handles and promised opens, `opens` and `writers` handles alone; `leaving` those
     writers whose last descriptor is closed and whose release is not carried out yet; `preparing` those
-    that are about to make it writable. `leaves`: a store node is taking its very file over.
+    that are about to make it writable; `awaited` those who join it and whose promised open has not come
+    yet. `leaves`: a store node is taking its very file over.
 
     `writable`: the extent may be written, because nobody else relies on what it holds. `dirty`: a
     request of ours changed it since it was published. `seen` is the stamp at its last publication, or
@@ -41,8 +42,8 @@ class Content:
     """
 
     __slots__ = (
-        "begun", "blocks", "dirty", "discarded", "extent", "fd", "holds", "ino", "kept", "leaves",
-        "leaving", "lock", "mapped", "mtime_ns", "opens", "own", "pinned", "preparing", "private",
+        "awaited", "begun", "blocks", "dirty", "discarded", "extent", "fd", "holds", "ino", "kept",
+        "leaves", "leaving", "lock", "mapped", "mtime_ns", "opens", "own", "pinned", "preparing", "private",
         "published", "seen", "size", "superseded", "version", "whole", "writable", "writers",
     )  # fmt: skip
 
@@ -54,6 +55,7 @@ class Content:
         self.writers = 0
         self.leaving = 0
         self.preparing = 0
+        self.awaited = 0
         self.leaves = False
         self.holds = 0
         self.pinned = 0

@@ -179,9 +179,9 @@ class Publisher:
             and content.writers == 1
         ):
             changed = self._is_changed(handle, content)
-            if not changed and not self._is_to_be_compared(content):
-                return
-            if not await self._publish_locked(content, stays=False, changed=changed):
+            if changed or (self._is_to_be_compared(content) and not content.superseded):
+                await self._publish_locked(content, stays=False, changed=changed)
+            if not changed:
                 return
             inode = self._inodes[content.ino]
 
@@ -326,7 +326,9 @@ class Publisher:
             content.whole = False
             if extent == content.extent:
                 self._handed_over(content, inode)
-            if content.private or content.superseded:
+            if content.private and (content.writers > 1 or content.awaited):
+                self._supersede_before(inode)  # somebody has joined meanwhile, and goes on
+            elif content.private or content.superseded:
                 self._table.make_current(content)
         await self._announce(inode, content, naming=naming)
 

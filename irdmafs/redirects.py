@@ -38,6 +38,12 @@ class Promise:
         self.looked_up = False
         self.since = time.monotonic()
 
+    @property
+    def joins(self) -> bool:
+        """Return whether the open is to write what others may write, too."""
+        writes = self.flags & os.O_ACCMODE != os.O_RDONLY
+        return writes and (self.cut or not self.flags & os.O_TRUNC)
+
     def is_kept_by(self, node: Node, flags: int) -> bool:
         """Return whether an open by the thread is the one that this was promised to."""
         return self.node is node and not (self.flags ^ flags) & (os.O_TRUNC | os.O_ACCMODE)

@@ -708,11 +708,11 @@ class RemoteStore(Pinned):
         return bool(self.contents.adoptable(extent))
 
     async def is_same(self, inode: Inode, extent: int) -> bool:
-        if not inode.digests:
-            return False
         with self.contents.opened(extent) as fd:
             if os.fstat(fd).st_size != inode.size:
                 return False
+            if not inode.size or not inode.digests:
+                return not inode.size
             return await digests_of(fd, inode.size, inode.layout) == inode.digests
 
     async def _ensure_pool(self, layout: Layout) -> None:
