@@ -541,7 +541,7 @@ def test_what_a_program_wrote_as_its_output_is_there_when_it_has_ended(
     file = folder / "log"
     run = {
         "output": "subprocess.run(['echo', 'done'], stdout=fd, check=True)",
-        "pass_fds": "subprocess.run(['sh', '-c', f'echo done >&{fd}'], pass_fds=[fd], check=True)",
+        "pass_fds": "subprocess.run(['bash', '-c', f'echo done >&{fd}'], pass_fds=[fd], check=True)",
     }
     writer = process()
     writer.do("import subprocess; fd = os.open(file, os.O_WRONLY | os.O_CREAT)", file=str(file))
