@@ -22,7 +22,9 @@ from .cluster_cli import (
 from .config import MountError
 
 if TYPE_CHECKING:
+    from .backend.cluster_config import ClusterConfig
     from .backend.kv.etcd import EtcdEngine
+    from .backend.overview import Cluster
     from .backend.removal import Lost
 
 __all__ = ["admit", "drain", "remove", "scrub"]
@@ -31,6 +33,15 @@ WATCH_PERIOD_S = 1.0
 # The elected node looks every second for groups that it can begin anew.
 _BEGIN_ANEW_S = 30.0
 _PATHS_SHOWN = 20
+
+
+async def _read_trusted(config: ClusterConfig, engine: EtcdEngine) -> Cluster:
+    """As `read_state`. Raises WentBack while nobody may act on what etcd says: it was restored from a
+    backup, and what it says of nodes may not be so any more."""
+    from .backend.history import History
+
+    await History(engine).check()
+    return await read_state(config, engine)
 
 
 @click.command()
@@ -56,7 +67,7 @@ def drain(
 
     async def begin(engine: EtcdEngine) -> int:
         nonlocal number
-        found = await read_state(config, engine)
+        found = await _read_trusted(config, engine)
         number = find_node(found, node)
         if not cancel:
             others = [n for n in found.live if n != number and found.state_of(n) == "up"]
@@ -69,7 +80,7 @@ def drain(
 
     async def wait(engine: EtcdEngine) -> None:
         with Progress(f"draining {number:016x}", "groups", total) as progress:
-            while left := (await read_state(config, engine)).groups_of(number):
+            while left := (await _read_trusted(config, engine)).groups_of(number):
                 progress.update(max(total - left, 0))
                 await trio.sleep(WATCH_PERIOD_S)
             progress.update(total)
@@ -136,7 +147,7 @@ def remove(node: str, force: bool, yes: bool, config_path: str | None) -> None:
     async def look(engine: EtcdEngine) -> tuple[int, Lost]:
         from .backend.removal import Lost, removal
 
-        found = await read_state(config, engine)
+        found = await _read_trusted(config, engine)
         number = find_node(found, node)
         name = f"{number:016x}"
         kept, alone = found.groups_of(number), found.only_copies(number)
@@ -188,9 +199,11 @@ def _consent(name: str, lost: Lost, yes: bool) -> None:
 async def _take_out(engine: EtcdEngine, node: int, is_needed: bool) -> None:
     """Remove a node, and what nobody has without it (`is_needed`)."""
     from .backend.cluster_report import counted
+    from .backend.history import History
     from .backend.removal import removal
     from .cluster_admin import forget_node
 
+    await History(engine).check()
     await forget_node(engine, node)
     say(f"node {node:016x} is removed")
     if not is_needed:

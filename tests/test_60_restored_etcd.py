@@ -171,6 +171,13 @@ def test_the_restored_state_is_accepted_and_nothing_is_mixed_up(cluster: Cluster
     # A node, too, if it is to be left in the background.
     late = run_irdmafs(away.host, "serve", away.store, "--config", away.config)
     assert (late.returncode, "went back in time" in late.stderr) == (1, True), late.stderr
+    # Nobody's place is changed by what an old etcd says of it.
+    for command in (
+        ("drain", f"{cluster.nodes[0].node_id:x}"),
+        ("remove", f"{away.node_id:x}", "--force", "--yes"),
+    ):
+        done = run_irdmafs(cluster.admin, "cluster", *command, "--cluster", cluster.config)
+        assert (done.returncode, "cluster accept-restore" in done.stderr) == (1, True), done.stderr
     accept = ("cluster", "accept-restore", "--cluster", cluster.config)
     refused = run_irdmafs(cluster.admin, *accept)
     assert (refused.returncode, "--yes accepts" in refused.stderr) == (1, True)
