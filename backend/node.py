@@ -18,7 +18,7 @@ import trio
 from .aside import make_aside
 from .extents import ExtentStore
 from .kv.sqlite import SQLiteEngine
-from .namespace import Inode, Namespace, fail
+from .namespace import Inode, Namespace, fail, load_own
 from .pins import Pinned
 from .records import Layout
 from .store import Watcher
@@ -57,6 +57,7 @@ class StoreNode(Pinned):
         self.waits = False
         self.watcher: Watcher | None = None
         self.on_version: Callable[[int], None] = lambda ino: None
+        self.is_held: Callable[[int], bool] = lambda ino: False
         self.may_publish: Callable[[int], None] = lambda ino: None
 
     async def __aenter__(self) -> Self:
@@ -67,10 +68,9 @@ class StoreNode(Pinned):
             self.waits = not in_memory(self.directory)
             self.engine = SQLiteEngine(f"{self.directory}/kv.sqlite", power_safe=self.waits)
             resources.push_async_callback(self.engine.close)
-            self.namespace = Namespace(self.engine)
             self.extents = ExtentStore(f"{self.directory}/extents")
             resources.callback(self.extents.close)
-            await self.namespace.load()
+            self.namespace = await load_own(self.engine, lambda ino: self.is_held(ino))
             self._free_leftovers()
             if not self._begin():
                 await self._take_what_was_written()

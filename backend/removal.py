@@ -20,7 +20,7 @@ from .group_configs import Groups
 from .groups import refenced
 from .kv import Conflict, SharedEngine
 from .membership import Members, removed_for_good
-from .namespace import Inode, Namespace
+from .namespace import Inode, Namespace, SharedCommitter, Tree
 from .placement import groups_of
 from .replica import Replica
 from .unwrap import only_error
@@ -50,10 +50,10 @@ class Removal:
         self._engine = engine
         self._members = Members()
         self._groups = Groups()
-        self._namespace = Namespace(engine)
-        self._replica = Replica(engine, (self._members, self._groups, self._namespace))
-        self._namespace.hub = self._replica
-        self._namespace.after_commit = self._note
+        tree = Tree()
+        self._replica = Replica(engine, (self._members, self._groups, tree))
+        committer = SharedCommitter(tree, engine, self._replica, after_commit=self._note)
+        self._namespace = Namespace(tree, committer)
         self._newest = 0
 
     async def start(self, nursery: trio.Nursery) -> None:

@@ -43,6 +43,8 @@ class Store(Protocol):
     # Bytes. Larger files are refused with EFBIG.
     size_max: int
     watcher: Watcher | None
+    # Whether the mount has an inode open, which stays then when its last name is removed.
+    is_held: Callable[[int], bool]
     # Called with an inode number when a version was published by another host.
     on_version: Callable[[int], None]
     # Called with an inode number when what was begun in a session that is lost is about to be published

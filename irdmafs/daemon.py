@@ -199,8 +199,7 @@ class _Daemon:
         )
         self._cache.kernel = session
         self._store.on_version = session.version_published
-        if self._store.shared:
-            self._store.namespace.held = self._cache.is_held
+        self._store.is_held = self._cache.is_held
         self._operations = Operations(self._store, self._cache, self._config.options, self.status)
         return self._operations
 

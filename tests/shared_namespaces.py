@@ -12,12 +12,15 @@ from etcd_server import EtcdServer
 from invariants import check, walk
 from irdmafs.backend.kv import Event
 from irdmafs.backend.kv.etcd import EtcdEngine
+from irdmafs.backend.names.tree import Listener
 from irdmafs.backend.namespace import (
     RENAME_EXCHANGE,
     RENAME_NOREPLACE,
     ROOT_INO,
     Inode,
     Namespace,
+    SharedCommitter,
+    Tree,
 )
 from irdmafs.backend.replica import Replica
 from namespace_model import DIRECTORY, FILE
@@ -47,17 +50,43 @@ class Lagging(Replica):
             super()._apply(*self._held_back.popleft())
 
 
+class HostNamespace(Namespace):
+    """One host's namespace. Tests may set what it is told, and what it is to hold, at any time."""
+
+    def __init__(self, engine: EtcdEngine, hub: type[Replica] = Replica) -> None:
+        self.engine = engine
+        self.held: Callable[[int], bool] = lambda ino: False
+        self.listener: Listener | None = None
+        self.after_commit: Callable[[tuple[int, ...], int], Awaitable[None]] | None = None
+        tree = Tree(held=lambda ino: self.held(ino), listener=self)
+        self.hub = hub(engine, (tree,))
+        committer = SharedCommitter(tree, engine, self.hub, after_commit=self._committed)
+        super().__init__(tree, committer)
+
+    async def start(self, nursery: trio.Nursery) -> None:
+        await self.hub.start(nursery)
+        await self.ensure_root()
+
+    def inode_changed(self, old: Inode | None, new: Inode | None) -> None:
+        if self.listener is not None:
+            self.listener.inode_changed(old, new)
+
+    def name_changed(self, parent: int, name: bytes, old_ino: int, new_ino: int) -> None:
+        if self.listener is not None:
+            self.listener.name_changed(parent, name, old_ino, new_ino)
+
+    async def _committed(self, directories: tuple[int, ...], revision: int) -> None:
+        if self.after_commit is not None:
+            await self.after_commit(directories, revision)
+
+
 @asynccontextmanager
 async def host(
     server: EtcdServer, prefix: bytes, hub: type[Replica] = Replica
-) -> AsyncIterator[Namespace]:
-    """One host's namespace. Its hub is its `hub`, its engine its `_engine`."""
+) -> AsyncIterator[HostNamespace]:
     async with EtcdEngine(server.endpoints, prefix) as engine, trio.open_nursery() as nursery:
-        namespace = Namespace(engine)
-        replica = hub(engine, (namespace,))
-        namespace.hub = replica
-        await replica.start(nursery)
-        await namespace.ensure_root()
+        namespace = HostNamespace(engine, hub)
+        await namespace.start(nursery)
         yield namespace
         nursery.cancel_scope.cancel()
 
@@ -65,7 +94,7 @@ async def host(
 @asynccontextmanager
 async def hosts(
     server: EtcdServer, prefix: bytes, count: int, hub: type[Replica] = Replica
-) -> AsyncIterator[list[Namespace]]:
+) -> AsyncIterator[list[HostNamespace]]:
     async with AsyncExitStack() as stack:
         yield [await stack.enter_async_context(host(server, prefix, hub)) for _ in range(count)]
 
@@ -87,7 +116,9 @@ def everything(namespace: Namespace) -> dict[Any, Any]:
     return shown | {ino: fields(inode) for ino, inode in namespace.inodes.items()}
 
 
-async def expect_all_equal(server: EtcdServer, prefix: bytes, namespaces: list[Namespace]) -> None:
+async def expect_all_equal(
+    server: EtcdServer, prefix: bytes, namespaces: Sequence[HostNamespace]
+) -> None:
     """All replicas are the same, sound, and what a host that starts now loads."""
     for namespace in namespaces:
         await namespace.hub.barrier()
@@ -187,14 +218,13 @@ class Worker:
 class Mirror:
     """A copy of a namespace, without local orphans, kept by what its listeners are told alone."""
 
-    def __init__(self, namespace: Namespace) -> None:
+    def __init__(self, namespace: HostNamespace) -> None:
         self.namespace = namespace
         self.inodes = {ino: fields(inode) for ino, inode in namespace.inodes.items()}
-        self.names: dict[tuple[int, bytes], int] = {}
-        namespace.on_change = self.changed
-        namespace.on_name_change = self.name_changed
+        self.names = _names_in(namespace)
+        namespace.listener = self
 
-    def changed(self, old: Inode | None, new: Inode | None) -> None:
+    def inode_changed(self, old: Inode | None, new: Inode | None) -> None:
         known = new or old
         assert known is not None
         expected = fields(old) if old is not None and old.nlink else None
@@ -211,9 +241,13 @@ class Mirror:
         assert self.inodes == {
             ino: fields(inode) for ino, inode in self.namespace.inodes.items() if inode.nlink
         }
-        assert self.names == {
-            (ino, name): child
-            for ino, inode in self.namespace.inodes.items()
-            if inode.is_dir
-            for name, child in self.namespace.children(ino)
-        }
+        assert self.names == _names_in(self.namespace)
+
+
+def _names_in(namespace: Namespace) -> dict[tuple[int, bytes], int]:
+    return {
+        (ino, name): child
+        for ino, inode in namespace.inodes.items()
+        if inode.is_dir
+        for name, child in namespace.children(ino)
+    }

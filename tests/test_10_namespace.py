@@ -22,6 +22,7 @@ from irdmafs.backend.namespace import (
     XATTR_SIZE_MAX,
     Inode,
     Namespace,
+    load_own,
 )
 from namespace_model import DIRECTORY, FILE, SYMLINK, NamespaceAgainstModel, error_of, tree
 
@@ -35,9 +36,8 @@ Result = TypeVar("Result")
 
 def opened(directory: Path) -> tuple[SQLiteEngine, Namespace]:
     engine = SQLiteEngine(str(directory / "kv.sqlite"), power_safe=False)
-    namespace = Namespace(engine)
     try:
-        run(namespace.load())
+        namespace = run(load_own(engine))
     except BaseException:
         run(engine.close())
         raise
@@ -147,9 +147,7 @@ def namespace(engine: SQLiteEngine) -> Namespace:
 
 
 def reloaded(engine: SQLiteEngine) -> Namespace:
-    namespace = Namespace(engine)
-    run(namespace.load())
-    return namespace
+    return run(load_own(engine))
 
 
 def make(namespace: Namespace, parent: int, name: bytes, mode: int, version: int = 1) -> Inode:

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from invariants import check, recount, walk
 from irdmafs.backend.kv.sqlite import SQLiteEngine
-from irdmafs.backend.namespace import RENAME_EXCHANGE, ROOT_INO, Inode, Namespace
+from irdmafs.backend.namespace import RENAME_EXCHANGE, ROOT_INO, Inode, Namespace, load_own
 from irdmafs.backend.quotas import QUOTA_BYTES, QUOTA_INODES, parse_limit
 from namespace_model import DIRECTORY, FILE, SYMLINK
 from shared_namespaces import Lagging, error_of, host, hosts, run
@@ -121,8 +121,7 @@ def test_the_account_is_what_a_recount_finds(steps: Sequence[Step]) -> None:
     async def test() -> None:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
             engine = SQLiteEngine(f"{directory}/kv.sqlite", power_safe=False)
-            namespace = Namespace(engine)
-            await namespace.load()
+            namespace = await load_own(engine)
             for step in steps:
                 before = {ino: used(namespace, ino) for ino in namespace.quotas.directories()}
                 await error_of(do(namespace, step))
@@ -135,8 +134,7 @@ def test_the_account_is_what_a_recount_finds(steps: Sequence[Step]) -> None:
             )
             await engine.close()
             engine = SQLiteEngine(f"{directory}/kv.sqlite", power_safe=False)
-            again = Namespace(engine)
-            await again.load()
+            again = await load_own(engine)
             check(again)
             found = {ino: used(again, ino) for ino in again.quotas.directories()}
             assert found.keys() == account.keys()
@@ -247,8 +245,7 @@ def test_room_that_another_host_made_is_there_at_once(etcd: EtcdServer, etcd_pre
 def test_a_change_that_fails_charges_nothing(tmp_path: Any) -> None:
     async def test() -> None:
         engine = SQLiteEngine(f"{tmp_path}/kv.sqlite", power_safe=False)
-        namespace = Namespace(engine)
-        await namespace.load()
+        namespace = await load_own(engine)
         place = await make(namespace, ROOT_INO, b"place", DIRECTORY)
         await quota(namespace, place.ino, QUOTA_BYTES, 10 * BLOCK)
         file = await make(namespace, place.ino, b"file")
@@ -273,8 +270,7 @@ def test_a_file_with_names_inside_and_outside_is_charged_until_the_inner_one_goe
 ) -> None:
     async def test() -> None:
         engine = SQLiteEngine(f"{tmp_path}/kv.sqlite", power_safe=False)
-        namespace = Namespace(engine)
-        await namespace.load()
+        namespace = await load_own(engine)
         file = await make(namespace, ROOT_INO, b"file")
         await namespace.publish(file.ino, 1, 1, 8, 1)
         places = [await make(namespace, ROOT_INO, name, DIRECTORY) for name in (b"a", b"b")]

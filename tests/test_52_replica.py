@@ -6,8 +6,7 @@ import queue
 import random
 import threading
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import trio
@@ -16,10 +15,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import rule, run_state_machine_as_test
 from irdmafs.backend.kv import Change, Delete, Event, KeyValue, Put
 from irdmafs.backend.kv.etcd import EtcdEngine
-from irdmafs.backend.namespace import ROOT_INO, Namespace
+from irdmafs.backend.namespace import ROOT_INO
 from irdmafs.backend.replica import Replica
 from namespace_model import DIRECTORY, FILE, NamespaceAgainstModel, Thing
 from shared_namespaces import (
+    HostNamespace,
     Lagging,
     Mirror,
     Worker,
@@ -62,8 +62,14 @@ class Recorded:
                 self.records[key] = KeyValue(key, value, revision)
 
 
-def _tell(told: list[object], *change: object) -> None:
-    told.append(change)
+class _Telling(NamedTuple):
+    told: list[object]
+
+    def inode_changed(self, *change: object) -> None:
+        self.told.append(change)
+
+    def name_changed(self, *change: object) -> None:
+        self.told.append(change)
 
 
 def test_loading_anew_after_lost_events_tells_exactly_what_differs(
@@ -75,29 +81,23 @@ def test_loading_anew_after_lost_events_tells_exactly_what_differs(
 
     async def test() -> None:
         async with host(etcd, etcd_prefix) as namespace:
-            engine = namespace._engine
+            engine = namespace.engine
             assert isinstance(engine, EtcdEngine)
             worker = Worker(namespace, random.Random(seed))
-            behind = Namespace(engine)
+            behind = HostNamespace(engine)
+            behind.tree.load((), 0)
             for _ in range(4):
                 await worker.work(40)
                 revision, records = await engine.snapshot(b"", b"\xff")
-                prefixes = behind.prefixes
+                prefixes = behind.tree.prefixes
                 mirror = Mirror(behind)
-                mirror.names = {
-                    (ino, name): child
-                    for ino, inode in behind.inodes.items()
-                    if inode.is_dir
-                    for name, child in behind.children(ino)
-                }
-                behind.load([r for r in records if r.key.startswith(prefixes)], revision)
+                behind.tree.load([r for r in records if r.key.startswith(prefixes)], revision)
                 mirror.expect_equal()
                 assert everything(behind) == everything(namespace)
                 # Nothing is different now.
                 told: list[object] = []
-                behind.on_change = partial(_tell, told)
-                behind.on_name_change = partial(_tell, told)
-                behind.load([r for r in records if r.key.startswith(prefixes)], revision)
+                behind.listener = _Telling(told)
+                behind.tree.load([r for r in records if r.key.startswith(prefixes)], revision)
                 assert not told
 
     run(test)
@@ -134,10 +134,10 @@ def test_a_host_whose_events_were_compacted_away_catches_up_and_tells_what_chang
                 await other.create(ROOT_INO, name, FILE, 0, 0)
             place = await other.create(ROOT_INO, b"place", DIRECTORY, 0, 0)
             late = engine.late = trio.Event()
-            namespace = Namespace(engine)
-            mirror = Mirror(namespace)
-            namespace.hub = replica = Replica(engine, (namespace,))
+            namespace = HostNamespace(engine)
+            replica = namespace.hub
             await replica.start(nursery)
+            mirror = Mirror(namespace)
             namespace.held = lambda ino: ino == gone.ino
             gone = await other.unlink(ROOT_INO, b"goes", in_use=False)
             await other.rename(ROOT_INO, b"moves", place.ino, b"moved", 0, in_use=False)
@@ -180,14 +180,14 @@ def test_records_that_make_no_sense_are_told_of_and_passed_over(
                 b"dangling": b"\xff" * 20,
                 b"us": b"?",
             }
-            await here._engine.transact((), [Put(*item) for item in nonsense.items()])
+            await here.engine.transact((), [Put(*item) for item in nonsense.items()])
             for what in (f"inode {2**40} is damaged", "b'dangling'", "b'nowhere'"):
                 await here.hub.barrier()
                 assert what in caplog.text
             await here.create(ROOT_INO, b"other", FILE, 0, 0)
             await expect_all_equal(etcd, etcd_prefix, [here, there])
             assert [name for name, _ in here.children(ROOT_INO)] == [b"file", b"other"]
-            await here._engine.transact((), [Delete(key) for key in nonsense])
+            await here.engine.transact((), [Delete(key) for key in nonsense])
             await expect_all_equal(etcd, etcd_prefix, [here, there])
 
     run(test)
@@ -370,7 +370,7 @@ class Cluster:
         self._ready = trio.Event()
         self._end = trio.Event()
         self._ended = trio.Event()
-        self.namespaces: list[Namespace] = []
+        self.namespaces: list[HostNamespace] = []
 
     async def start(self) -> None:
         trio.lowlevel.spawn_system_task(self._keep)
@@ -389,6 +389,8 @@ class Cluster:
 
 class NamespaceOnEtcd(NamespaceAgainstModel):
     """Two hosts take turns; each is up to date only as far as its operations see to it."""
+
+    namespace: HostNamespace
 
     def __init__(self, server: EtcdServer) -> None:
         super().__init__()
@@ -412,7 +414,7 @@ class NamespaceOnEtcd(NamespaceAgainstModel):
         held = in_use or any(thing in self.model.held for thing in things)
         self.turn = 0 if held else 1 - self.turn
         self.namespace = self.hosts[self.turn]
-        self.engine = self.namespace._engine
+        self.engine = self.namespace.engine
         if in_use:
             # It has found what it has open.
             self.settle()

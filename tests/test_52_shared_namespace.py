@@ -12,6 +12,7 @@ from irdmafs.backend.records import Layout
 from irdmafs.backend.replica import Replica
 from namespace_model import DIRECTORY, FILE, SYMLINK
 from shared_namespaces import (
+    HostNamespace,
     Lagging,
     Mirror,
     Worker,
@@ -148,7 +149,7 @@ def test_times_of_a_directory_are_those_of_the_last_change_whatever_the_hosts_cl
             place = await namespace.create(ROOT_INO, b"place", DIRECTORY | 0o755, 0, 0)
             key = b"t" + place.ino.to_bytes(8, "big")
             for time_ns in (2**62, place.ctime_ns - 5, 2**62 - 1, place.ctime_ns + 5):
-                await namespace._engine.transact((), [Put(key, time_ns.to_bytes(8, "big"))])
+                await namespace.engine.transact((), [Put(key, time_ns.to_bytes(8, "big"))])
                 await expect_all_equal(etcd, etcd_prefix, [namespace])
                 assert namespace.inode(place.ino).mtime_ns == time_ns
                 assert namespace.inode(place.ino).ctime_ns == max(place.ctime_ns, time_ns)
@@ -200,7 +201,7 @@ def test_a_file_that_another_host_removes_stays_for_who_holds_it(
             changed = await here.publish(file.ino, 5, 6, 8, 7)
             assert changed.version == 1
             await here.set_attributes(file.ino, mode=0o600)
-            records = await here._engine.range(b"i", b"j")
+            records = await here.engine.range(b"i", b"j")
             assert [record.key for record in records] == [b"i" + bytes(7) + b"\1"]
             await here.drop(file.ino)
             await expect_all_equal(etcd, etcd_prefix, [here, there])
@@ -340,7 +341,7 @@ def test_a_publish_whose_guard_fails_changes_nothing_and_says_which(
     async def test() -> None:
         async with hosts(etcd, etcd_prefix, 2) as (here, there):
             file = await here.create(ROOT_INO, b"file", FILE, 0, 0)
-            engine = here._engine
+            engine = here.engine
             first = await engine.transact((), [Put(b"g1", b"")])
             guards: list[Compare] = [(b"g1", first), Exists(b"g1")]
             assert (await here.publish(file.ino, 1, 1, 8, 1, guards=guards)).version == 1
@@ -393,12 +394,12 @@ def test_creates_in_one_directory_are_not_in_each_others_way(
     async def test() -> None:
         async with hosts(etcd, etcd_prefix, 2) as namespaces:
 
-            async def create(namespace: Namespace, first: int) -> None:
+            async def create(namespace: HostNamespace, first: int) -> None:
                 for number in range(first, first + 20):
                     await namespace.create(ROOT_INO, b"%d" % number, FILE, 0, 0)
-                    assert namespace.hub.barriers == barriers[namespace]  # type: ignore[attr-defined]
+                    assert namespace.hub.barriers == barriers[namespace]
 
-            barriers = {n: n.hub.barriers for n in namespaces}  # type: ignore[attr-defined]
+            barriers = {n: n.hub.barriers for n in namespaces}
             async with trio.open_nursery() as nursery:
                 for number, namespace in enumerate(namespaces):
                     nursery.start_soon(create, namespace, 100 * number)

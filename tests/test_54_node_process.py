@@ -27,7 +27,7 @@ from irdmafs.backend.group_configs import Groups
 from irdmafs.backend.kv import Conflict, Put
 from irdmafs.backend.kv.etcd import EtcdEngine
 from irdmafs.backend.membership import MOUNT, Members, Session
-from irdmafs.backend.namespace import ROOT_INO, Inode, Namespace
+from irdmafs.backend.namespace import ROOT_INO, Inode, Namespace, SharedCommitter, Tree
 from irdmafs.backend.placement import group_of
 from irdmafs.backend.records import (
     SETTINGS_KEY,
@@ -186,9 +186,9 @@ class Writer:
         self.engine = engine
         self.members = Members()
         self.groups = Groups()
-        self.namespace = Namespace(engine)
-        self.replica = Replica(engine, (self.members, self.groups, self.namespace))
-        self.namespace.hub = self.replica
+        tree = Tree()
+        self.replica = Replica(engine, (self.members, self.groups, tree))
+        self.namespace = Namespace(tree, SharedCommitter(tree, engine, self.replica))
         self.session_key = make_session_key()
         digest = session_digest(self.session_key)
         record = MountRecord("test", "/mnt", os.getpid(), "0", key_digest=digest)

@@ -14,7 +14,7 @@ from irdmafs.backend.group_configs import Groups
 from irdmafs.backend.kv.etcd import EtcdEngine
 from irdmafs.backend.lease import MOUNT, Session
 from irdmafs.backend.membership import Members
-from irdmafs.backend.namespace import Inode, Namespace
+from irdmafs.backend.namespace import Inode, Tree
 from irdmafs.backend.placement import group_of
 from irdmafs.backend.records import MountRecord
 from irdmafs.backend.replica import Replica
@@ -45,8 +45,8 @@ class Attacker:
         self.key = make_session_key()
         self.members = Members()
         self.groups = Groups()
-        self.namespace = Namespace(engine)
-        self.replica = Replica(engine, (self.members, self.groups, self.namespace))
+        self.tree = Tree()
+        self.replica = Replica(engine, (self.members, self.groups, self.tree))
         record = MountRecord(
             "attacker", "/mnt", 1, "0", name, role, session_digest(self.key)
         )  # fmt: skip
@@ -55,7 +55,7 @@ class Attacker:
         self.peers: Peers
 
     def file(self, size: int) -> Inode:
-        [found] = [each for each in self.namespace.inodes.values() if each.size == size]
+        [found] = [each for each in self.tree.inodes.values() if each.size == size]
         return found
 
     def target(self, inode: Inode) -> Target:

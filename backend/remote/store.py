@@ -24,7 +24,7 @@ from ..kv import Compare, Conflict, Delete, Put
 from ..kv.etcd import EtcdEngine
 from ..membership import MOUNT, Members, Session
 from ..metrics import MountCounters
-from ..namespace import ROOT_INO, Inode, Namespace, Outdated, fail
+from ..namespace import ROOT_INO, Inode, Namespace, Outdated, SharedCommitter, Tree, fail
 from ..pins import Pinned
 from ..placement import local_seed, pool_of, seed_of
 from ..policy import Policy, parse_policy, policy_id
@@ -149,7 +149,8 @@ class RemoteStore(Pinned):
         )  # fmt: skip
         self.members = Members()
         self.groups = Groups()
-        self.namespace = Namespace(engine)
+        self.is_held: Callable[[int], bool] = lambda ino: False
+        tree = Tree(held=lambda ino: self.is_held(ino), listener=self)
         self.locks = SharedLocks(engine, self.members, timeout_s)
         self._transactions = Transactions()
         self.history = History(engine)
@@ -160,15 +161,18 @@ class RemoteStore(Pinned):
                 self.members,
                 self.groups,
                 self.certificates,
-                self.namespace,
+                tree,
                 self.locks,
                 self._transactions,
             ),
             history=self.history,
         )
-        self.namespace.hub = self.replica
         self.role = config.cluster.mount_role
-        self.namespace.read_only = self.role == "reader"
+        committer = SharedCommitter(
+            tree, engine, self.replica,
+            after_commit=self._wait_for_followers, read_only=self.role == "reader",
+        )  # fmt: skip
+        self.namespace = Namespace(tree, committer)
         self.session: Session
         self.leases: Leases
         self.rdma: Rdma
@@ -202,9 +206,6 @@ class RemoteStore(Pinned):
         self.history.on_accepted = self.session.lose
         self.leases = Leases(self.engine, self.replica, self.namespace, self.members, self.session)
         self._transactions.on_transaction = self._transaction
-        self.namespace.on_change = self._inode_changed
-        self.namespace.on_name_change = self._name_changed
-        self.namespace.after_commit = self.leases.wait_for_followers
         await self._nursery.start(self.session.run)
         await self._ensure_root()
         await self.engine.admin.warn()
@@ -311,7 +312,7 @@ class RemoteStore(Pinned):
 
     # -- what changed, told by the replica -------------------------------------------------------
 
-    def _inode_changed(self, old: Inode | None, new: Inode | None) -> None:
+    def inode_changed(self, old: Inode | None, new: Inode | None) -> None:
         known = new or old
         assert known is not None
         if self.watcher is not None:
@@ -330,7 +331,10 @@ class RemoteStore(Pinned):
         if new is not None and old is not None and new.is_dir and new.revision != old.revision:
             self.leases.directory_changed(moved=new.parent != old.parent)
 
-    def _name_changed(self, parent: int, name: bytes, old_ino: int, new_ino: int) -> None:
+    async def _wait_for_followers(self, directories: tuple[int, ...], revision: int) -> None:
+        await self.leases.wait_for_followers(directories, revision)
+
+    def name_changed(self, parent: int, name: bytes, old_ino: int, new_ino: int) -> None:
         if self.watcher is not None:
             self.watcher.name_changed(parent, name, old_ino)
         self.leases.changed((parent,))

@@ -1,9 +1,9 @@
-"""The replica of the directory tree in memory, which answers every read.
+"""The directory tree in memory, which answers every read: data and what holds of it, no engine.
 
-It is changed in two ways: by the transactions of an engine that is this process's alone (see
-namespace), or by what the watch of a shared engine tells (a consumer of the replica hub). Both end
-in the same few steps, in this order: times, inodes, names, and last the inodes that are gone, so that
-each step finds what it needs to derive parents and link counts.
+It is changed in two ways: by the commits of an engine that is this process's alone (`enact`), or by what
+the watch of a shared engine tells (`load` and `apply`, as a consumer of the replica hub). Both end in the
+same few steps, in this order: times, inodes, names, and last the inodes that are gone, so that each step
+finds what it needs to derive parents and link counts.
 """
 
 import contextlib
@@ -11,11 +11,12 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Protocol
 
 import msgspec
 
-from .inode import (
+from ..inode import (
     NAME_MAX,
     ROOT_INO,
     Dentry,
@@ -26,11 +27,28 @@ from .inode import (
     nearest_time,
     time_key,
 )
-from .kv import Event, KeyValue
-from .quotas import Quotas
-from .records import NEXT_INO_KEY
+from ..kv import Event, KeyValue
+from ..quotas import Quotas
+from ..records import NEXT_INO_KEY
+from .changes import Commit
 
 log = logging.getLogger(__name__)
+
+
+__all__ = ["Listener", "Tree"]
+
+
+class Listener(Protocol):
+    """Told of everything that the watch tells after the first load, this process's own changes too, once
+    all of a transaction is applied. Must not block and not raise."""
+
+    def inode_changed(self, old: Inode | None, new: Inode | None) -> None:
+        """None stands for an inode that did not exist or is gone."""
+        ...
+
+    def name_changed(self, parent: int, name: bytes, old_ino: int, new_ino: int) -> None:
+        """0 stands for a name that did not exist or is gone."""
+        ...
 
 
 class Tree:
@@ -38,18 +56,27 @@ class Tree:
 
     held(ino): whether something has the inode open; then it stays without a name when another host
     removes its last one (a *local orphan*: nlink 0, revision 0, known to this process alone).
-    on_change(old, new), on_name_change(parent, name, old ino, new ino): called for everything the
-    watch tells, this process's own changes too, once all of a transaction is applied; None (0) stands
-    for an inode (a name) that did not exist or is gone. They must not block and not raise.
+    `strict`: a record that makes no sense raises OSError EIO, and names without an inode are kept in
+    `dangling` to be removed. Otherwise both are passed over and logged.
     """
 
     prefixes: tuple[bytes, ...] = (b"d", b"i", b"t", NEXT_INO_KEY)
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        held: Callable[[int], bool] = lambda ino: False,
+        listener: Listener | None = None,
+        strict: bool = False,
+    ) -> None:
         self.inodes: dict[int, Inode] = {}
-        self.held: Callable[[int], bool] = lambda ino: False
-        self.on_change: Callable[[Inode | None, Inode | None], None] | None = None
-        self.on_name_change: Callable[[int, bytes, int, int], None] | None = None
+        self.dangling: list[tuple[int, bytes]] = []
+        # The next number nobody has taken, and the revision of that record.
+        self.next_block = (ROOT_INO + 1, 0)
+        self._held = held
+        self._listener = listener
+        self._strict = strict
+        self._is_loaded = False
         self._children: dict[int, dict[bytes, Dentry]] = {}
         # Of directories: when their names last changed, and the ctime of the inode record.
         self._times: dict[int, int] = {}
@@ -60,8 +87,6 @@ class Tree:
         # Inodes that the caller of a mutation which is under way wants to keep.
         self._keeping: list[int] = []
         self.quotas = Quotas(self.inodes, self._children, self.parents_of, self.path_of)
-        # The next number nobody has taken, and the revision of that record.
-        self._next_block = (ROOT_INO + 1, 0)
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -95,6 +120,9 @@ class Tree:
         """Names in a directory and their inode numbers, a snapshot."""
         return [(name, dentry.ino) for name, dentry in self._children[ino].items()]
 
+    def is_empty(self, directory: int) -> bool:
+        return not self._children[directory]
+
     def parents_of(self, ino: int) -> Sequence[int]:
         """The directories that hold an inode, once for each name."""
         parents = self._parents.get(ino)
@@ -112,6 +140,16 @@ class Tree:
             for parent in set(self.parents_of(ino))
             for name, dentry in self._children[parent].items()
             if dentry.ino == ino
+        ]
+
+    def names_of_all(self, inos: Collection[int]) -> list[tuple[int, bytes]]:
+        """Every (parent, name) of these inodes, by looking at all names once."""
+        wanted = set(inos)
+        return [
+            (parent, name)
+            for parent, children in (self._children.items() if wanted else ())
+            for name, dentry in children.items()
+            if dentry.ino in wanted
         ]
 
     def path_of(self, directory: int) -> bytes:
@@ -132,13 +170,33 @@ class Tree:
                 return os.fsdecode(self.path_of(parent) + b"/" + name)
         return f"inode {ino}"
 
+    def existing(self, parent: int, name: bytes) -> Inode:
+        """Return the inode behind a name, but not behind "." and "..". Raises OSError ENOENT, ENOTDIR,
+        ESTALE, ENAMETOOLONG."""
+        ino = self.ino_behind(parent, name)
+        if not ino:
+            self.lookup(parent, name)  # there may be a better reason than ENOENT
+            raise fail(errno.ENOENT)
+        return self.inodes[ino]
+
+    def ino_behind(self, parent: int, name: bytes) -> int:
+        """Return the number of the inode behind a name, 0: there is none."""
+        children = self._children.get(parent)
+        dentry = children.get(name) if children is not None else None
+        return dentry.ino if dentry is not None else 0
+
+    def name_revision(self, parent: int, name: bytes) -> int:
+        """Return the revision that last put a name, 0: there is none."""
+        dentry = self._children[parent].get(name)
+        return dentry.revision if dentry is not None else 0
+
     # -- consumer of the replica hub ---------------------------------------------------------------
 
-    def take_all(self, records: Iterable[KeyValue], revision: int) -> None:
+    def load(self, records: Iterable[KeyValue], revision: int) -> None:
         """Become what the records are. What differs counts as events that come now."""
         events: list[Event] = []
         present: set[bytes] = set()
-        known = bool(self.inodes)
+        known, self._is_loaded = self._is_loaded, True
         for record in records:
             if known:
                 present.add(record.key)
@@ -146,7 +204,9 @@ class Tree:
                 events.append(Event(record.mod_revision, record.key, record.value))
         if known:
             events += [Event(revision, key, None) for key in self._keys() if key not in present]
-        self.apply(revision, events)
+            self.apply(revision, events)
+        else:
+            self.take(events)
 
     def _differs(self, record: KeyValue) -> bool:
         kind, ino = record.key[:1], int.from_bytes(record.key[1:9], "big")
@@ -171,37 +231,32 @@ class Tree:
             yield time_key(ino)
 
     def apply(self, revision: int, events: Sequence[Event]) -> None:
-        if self.on_change is None and self.on_name_change is None:
-            self._take(events)
+        listener = self._listener
+        if listener is None:
+            self.take(events)
             return
         touched = {int.from_bytes(event.key[1:9], "big") for event in events}
         inodes = {ino: self.inodes.get(ino) for ino in touched}
         names = [
-            (parent, name, self._ino_behind(parent, name))
+            (parent, name, self.ino_behind(parent, name))
             for parent, name in (
                 (int.from_bytes(event.key[1:9], "big"), event.key[9:])
                 for event in events
                 if event.key.startswith(b"d")
             )
         ]
-        self._take(events)
-        if self.on_change is not None:
-            for ino, old in inodes.items():
-                new = self.inodes.get(ino)
-                if new is not old:
-                    self.on_change(old, new)
-        if self.on_name_change is not None:
-            for parent, name, old_ino in names:
-                new_ino = self._ino_behind(parent, name)
-                if new_ino != old_ino:
-                    self.on_name_change(parent, name, old_ino, new_ino)
+        self.take(events)
+        for ino, old in inodes.items():
+            new = self.inodes.get(ino)
+            if new is not old:
+                listener.inode_changed(old, new)
+        for parent, name, old_ino in names:
+            new_ino = self.ino_behind(parent, name)
+            if new_ino != old_ino:
+                listener.name_changed(parent, name, old_ino, new_ino)
 
-    def _ino_behind(self, parent: int, name: bytes) -> int:
-        children = self._children.get(parent)
-        dentry = children.get(name) if children is not None else None
-        return dentry.ino if dentry is not None else 0
-
-    def _take(self, events: Iterable[Event]) -> None:
+    def take(self, events: Iterable[Event]) -> None:
+        """Become what the events of one transaction, or of several at once, make of it."""
         inodes: list[Inode] = []
         names: list[tuple[int, bytes, int, int]] = []
         gone: list[int] = []
@@ -220,7 +275,7 @@ class Tree:
             elif kind == b"t":
                 self._set_time(ino, _time_of(value) if value is not None else None)
             elif key == NEXT_INO_KEY and value is not None:
-                self._next_block = (int.from_bytes(value, "big"), revision)
+                self.next_block = (int.from_bytes(value, "big"), revision)
         for inode in inodes:
             self._put(inode)
         now = time.time_ns()
@@ -241,11 +296,62 @@ class Tree:
 
     def _complain(self, message: str) -> None:
         """A record makes no sense. In a cluster the rest goes on without it."""
+        if self._strict:
+            raise fail(errno.EIO, message)
         log.error("%s; it is passed over", message)
 
-    def _dangling(self, parent: int, name: bytes) -> None:
-        """A name leads to an inode that does not exist; it is not shown."""
-        self._complain(f"name {name!r} in directory {parent} leads to no inode")
+    # -- own changes -----------------------------------------------------------------------------
+
+    def enact(self, commit: Commit, revision: int) -> None:
+        """Become what a commit makes of it that the engine has applied."""
+        for ino, time_ns in commit.times:
+            self._set_time(ino, time_ns)
+        for inode in commit.inodes:
+            inode.revision = revision
+            if inode.is_dir:
+                self._put(inode)
+            else:
+                self.inodes[inode.ino] = inode
+        for inode in commit.gone:
+            inode.revision = 0
+            self.inodes[inode.ino] = inode
+        for parent, name, ino in commit.names:
+            self._set_name(parent, name, ino, revision)
+        for inode in commit.gone:
+            self._let_go(inode.ino, keep=commit.keep)
+        if self.quotas.in_use:
+            self.quotas.update(inode.ino for inode in (*commit.inodes, *commit.gone))
+
+    def enact_locally(self, commit: Commit) -> None:
+        """Change local orphans, of which nobody else is to know."""
+        for inode in commit.inodes:
+            self.inodes[inode.ino] = inode
+
+    @contextlib.contextmanager
+    def keeping(self, commit: Commit) -> Iterator[None]:
+        """While a commit is under way, let what its caller is to find afterwards stay, though the watch
+        tells that it is gone; and charge what it takes of a quota."""
+        inos = [inode.ino for inode in commit.gone] if commit.keep else []
+        if commit.new is not None:
+            inos.append(commit.new.ino)
+        self._keeping += inos
+        charged = commit.inode if commit.charge is not None else None
+        if charged is not None and commit.charge is not None:
+            self.quotas.expect(charged.ino, commit.charge)
+        try:
+            yield
+        finally:
+            for ino in inos:
+                self._keeping.remove(ino)
+            if charged is not None:
+                self.quotas.update((charged.ino,))
+
+    def drop(self, ino: int) -> None:
+        """Forget an inode without a name."""
+        inode = self.inodes.get(ino)
+        if inode is not None and inode.nlink == 0:
+            del self.inodes[ino]
+            self._children.pop(ino, None)
 
     # -- the steps of a change -------------------------------------------------------------------
 
@@ -264,7 +370,7 @@ class Tree:
     def _changing(self, ino: int) -> Inode:
         """An inode to change in what is derived: in place when nobody is told of changes."""
         inode = self.inodes[ino]
-        if self.on_change is not None:
+        if self._listener is not None:
             inode = self.inodes[ino] = inode.copy()
         return inode
 
@@ -303,7 +409,10 @@ class Tree:
         if ino:
             if ino not in self.inodes:
                 children.pop(name, None)
-                self._dangling(parent, name)
+                if self._strict:
+                    self.dangling.append((parent, name))
+                else:
+                    self._complain(f"name {name!r} in directory {parent} leads to no inode")
             else:
                 if known is None or ino != known.ino:
                     subdirectories += self._linked(ino, parent, name)
@@ -349,7 +458,7 @@ class Tree:
             self._times.pop(ino, None)
             self._names.pop(ino, None)
             self.quotas.forget(ino)
-        if not (keep or self.held(ino)):
+        if not (keep or self._held(ino)):
             self.inodes.pop(ino, None)
             if is_dir:
                 self._children.pop(ino, None)
