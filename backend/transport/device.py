@@ -28,7 +28,7 @@ from .messages import (
     Map,
     Mapped,
 )
-from .mover import NotThisWay, Operation, Transfer, W, Way
+from .mover import NotThisWay, PuttingWay, Transfer, W, Way
 
 __all__ = ["RemoteDevice"]
 
@@ -42,13 +42,21 @@ class RemoteDevice:
         self.link = link
         self._counters = link.caller.counters
         self._ways = ways
+        self._putting = [way for way in ways if isinstance(way, PuttingWay)]
 
     async def put(self, extent: Extent, target: Target, data: bytes) -> None:
         _check_chain(target)
         if len(data) > PUT_BYTES_MAX:
             raise OSError(errno.EMSGSIZE, f"{len(data)} bytes do not fit into a message")
-        transfer = Transfer(Operation.PUT, len(data))
-        await self._move(transfer, lambda way: way.put(extent, target, data))
+        for way in self._putting:
+            try:
+                await way.put(extent, target, data)
+                break
+            except NotThisWay as error:
+                log.info("store node %x: not over %s: %s", self.link.node, way.name, error)
+        else:
+            raise OSError(errno.EOPNOTSUPP, f"no mover puts to store node {self.link.node:x}")
+        self._counters.moved_bytes[way.name] += len(data)
         self._counters.sent_bytes += len(data)
 
     async def get(self, extents: Sequence[Extent], limit: int) -> list[bytes | None]:
@@ -108,7 +116,7 @@ class RemoteDevice:
         _check_chain(target)
         status = os.fstat(source.fd)
         transfer = Transfer(
-            Operation.WRITE, source.length, is_sparse=is_sparse(status.st_size, status.st_blocks)
+            "write", source.length, is_sparse=is_sparse(status.st_size, status.st_blocks)
         )
         async with self.link.operation():
             await self._move(transfer, lambda way: way.write(extent, target, source, passed))
@@ -125,7 +133,7 @@ class RemoteDevice:
         """As Way.pass_on. It waits for no other operation, as chains that cross would wait for each
         other."""
         _check_chain(target)
-        transfer = Transfer(Operation.WRITE, source.length)
+        transfer = Transfer("write", source.length)
         await self._move(transfer, lambda way: way.pass_on(extent, target, source, growth, lend))
         self._counters.sent_bytes += source.length
 
@@ -137,7 +145,7 @@ class RemoteDevice:
         landed: Landed = nothing_landed,
     ) -> None:
         _lengthen(into)
-        transfer = Transfer(Operation.READ, into.length, into.memory)
+        transfer = Transfer("read", into.length, into.memory)
         async with self.link.operation():
             await self._move(transfer, lambda way: way.read(extent, start, into, landed))
         self._counters.received_bytes += into.length
@@ -153,7 +161,7 @@ class RemoteDevice:
 
     def shows_bytes(self) -> bool:
         """Whether what is written passes through memory of this process, most likely."""
-        much = Transfer(Operation.WRITE, EXTENT_BYTES_MAX)
+        much = Transfer("write", EXTENT_BYTES_MAX)
         return any(way.shows_bytes for way in [way for way in self._ways if way.suits(much)][:1])
 
     def give_up(self, why: str) -> None:
@@ -168,34 +176,32 @@ class RemoteDevice:
 
     async def _move(self, transfer: Transfer, move: Callable[[Way], Awaitable[None]]) -> None:
         """Raises OSError: what the node answers; EOPNOTSUPP when there is no way."""
-        ways = await self._reaching(transfer)
-        kind = transfer.operation.value
-        why = f"nothing moves a {kind} of {transfer.memory.name.lower()} memory to the node"
-        for number, way in enumerate(ways):
-            if transfer.operation is not Operation.PUT:
-                self._counters.requests[kind] += 1
+        ways = [way for way in self._ways if way.suits(transfer)]
+        if len(ways) > 1:
+            ways = await _fastest_first(ways)
+        counters, why = self._counters, ""
+        for number, way in enumerate(ways, 1):
+            counters.requests[transfer.operation] += 1
             try:
                 await move(way)
             except NotThisWay as error:
                 why = str(error)
-                if number + 1 < len(ways):
-                    self._counters.fallbacks += 1
-                    after = ways[number + 1].name.upper()
+                if number < len(ways):
+                    counters.fallbacks += 1
+                    after = ways[number].name.upper()
                     log.info("store node %x: over %s: %s", self.link.node, after, why)
             else:
-                self._counters.moved_bytes[way.name] += transfer.length
+                counters.moved_bytes[way.name] += transfer.length
                 return
+        why = why or f"no mover takes a {transfer.operation} of {transfer.memory.name} memory"
         raise OSError(errno.EOPNOTSUPP, f"store node {self.link.node:x}: {why}")
 
-    async def _reaching(self, transfer: Transfer) -> list[Way]:
-        """The ways that suit it, fastest first. Raises Unreachable."""
-        found = [
-            (mbit_s, way)
-            for way in self._ways
-            if way.suits(transfer) and (mbit_s := await way.reach()) is not None
-        ]
-        found.sort(key=lambda each: -each[0])
-        return [way for _, way in found]
+
+async def _fastest_first(ways: Sequence[Way]) -> list[Way]:
+    """The ones that reach the node. Raises Unreachable."""
+    found = [(mbit_s, way) for way in ways if (mbit_s := await way.reach()) is not None]
+    found.sort(key=lambda each: -each[0])
+    return [way for _, way in found]
 
 
 def _lengthen(into: FileRange) -> None:

@@ -12,8 +12,7 @@ cannot do it after all raises NotThisWay, and the next one does it; nothing is l
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import trio
 
@@ -34,8 +33,8 @@ __all__ = [
     "Lasting",
     "Mover",
     "NotThisWay",
-    "Operation",
     "Others",
+    "PuttingWay",
     "Serving",
     "Transfer",
     "Way",
@@ -46,16 +45,10 @@ class NotThisWay(Exception):
     """This cannot be moved in this way, though it may be in another one; the text says why."""
 
 
-class Operation(Enum):
-    PUT = "put"
-    READ = "read"
-    WRITE = "write"
-
-
 class Transfer(NamedTuple):
     """What is to be moved: `length` bytes between a node and `memory`."""
 
-    operation: Operation
+    operation: Literal["read", "write"]
     length: int
     memory: Memory = Memory.FILE
     is_sparse: bool = False
@@ -76,16 +69,13 @@ class Way(Protocol):
 
     async def reach(self) -> int | None:
         """Return the Mbit/s at which the node is reached (0: not known), None if it is not reached in
-        this way now. What is missing for it is set up first. Raises Unreachable."""
+        this way now. What is missing for it is set up first. Asked where several ways suit a transfer.
+        Raises Unreachable."""
         ...
 
     @property
     def shows_bytes(self) -> bool:
         """Whether what is written passes through memory of this process."""
-        ...
-
-    async def put(self, extent: Extent, target: Target, data: bytes) -> None:
-        """As Device.put."""
         ...
 
     async def read(self, extent: Extent, start: int, into: FileRange, landed: Landed) -> None:
@@ -116,6 +106,15 @@ class Way(Protocol):
 
     def tidy(self) -> None:
         """Let go of what was not used for long. Called now and then."""
+        ...
+
+
+@runtime_checkable
+class PuttingWay(Way, Protocol):
+    """A way that moves small extents, too, out of this process's memory."""
+
+    async def put(self, extent: Extent, target: Target, data: bytes) -> None:
+        """As Device.put. Raises NotThisWay, too."""
         ...
 
 

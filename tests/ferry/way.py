@@ -8,7 +8,7 @@ from pathlib import Path
 from irdmafs.backend.transport import Extent, FileRange, Landed, Memory, Target, Unreachable
 from irdmafs.backend.transport.growth import Growth
 from irdmafs.backend.transport.link import Link
-from irdmafs.backend.transport.mover import NotThisWay, Operation, Transfer, Way
+from irdmafs.backend.transport.mover import NotThisWay, Transfer, Way
 
 from .messages import Bring, Fetch, Laid
 
@@ -29,8 +29,7 @@ class FerryWay(Way):
 
     def suits(self, transfer: Transfer) -> bool:
         return (
-            transfer.operation is not Operation.PUT
-            and transfer.memory is Memory.FILE
+            transfer.memory is Memory.FILE
             and transfer.length >= BYTES_MIN
             and not transfer.is_sparse
         )
@@ -38,9 +37,6 @@ class FerryWay(Way):
     async def reach(self) -> int | None:
         record = self._link.caller.resolve(self._link.node)
         return SPEED_MBIT_S if record is not None and self.name in record.transports else None
-
-    async def put(self, extent: Extent, target: Target, data: bytes) -> None:
-        raise NotThisWay("small extents are sent in messages")
 
     async def read(self, extent: Extent, start: int, into: FileRange, landed: Landed) -> None:
         answer = await self._link.ask(lambda number: Fetch(number, "", extent, start, into.length))

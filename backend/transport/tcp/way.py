@@ -16,7 +16,7 @@ from ..frames import BadMessage
 from ..growth import Growth
 from ..link import Link
 from ..messages import Put, error_of
-from ..mover import Transfer, Way
+from ..mover import PuttingWay, Transfer
 from .channel import Channel, Lost, Patience, Silent
 from .parts import Parts
 from .pool import Pool
@@ -34,7 +34,7 @@ _STREAM_BYTES_MIN = 4 << 20
 _STREAM_ALIGNMENT_BYTES = 2 << 20
 
 
-class TcpWay(Way):
+class TcpWay(PuttingWay):
     """Over up to `streams` connections, encrypted or not. `limiter` is for threads that move what this
     process wants, `unlimited` for those that pass on what is limited by what it receives."""
 

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from .. import Extent, FileRange, Landed, Memory, Target
 from ..growth import Growth
 from ..link import Link
-from ..mover import NotThisWay, Operation, Transfer, Way
+from ..mover import Transfer, Way
 from .lanes import Lanes
 from .rdma import Rdma
 
@@ -27,7 +27,7 @@ class VerbsWay(Way):
 
     def suits(self, transfer: Transfer) -> bool:
         rdma = self._rdma
-        if not rdma.is_usable or transfer.is_sparse or transfer.operation is Operation.PUT:
+        if transfer.is_sparse or not rdma.is_usable:
             return False
         if transfer.length < rdma.choice.threshold_bytes and transfer.memory is not Memory.DEVICE:
             return False
@@ -50,9 +50,6 @@ class VerbsWay(Way):
     @property
     def shows_bytes(self) -> bool:
         return self._stages
-
-    async def put(self, extent: Extent, target: Target, data: bytes) -> None:
-        raise NotThisWay("small extents are sent in messages")
 
     async def read(self, extent: Extent, start: int, into: FileRange, landed: Landed) -> None:
         await self._move(lambda lanes: lanes.read(extent, start, into, landed))
@@ -79,7 +76,8 @@ class VerbsWay(Way):
         """Adapters keep what is registered, for all nodes."""
 
     async def _move(self, move: Callable[[Lanes], Awaitable[None]]) -> None:
-        if self.lanes is None:
-            raise NotThisWay("there is no queue pair")
+        if self.lanes is None or not self.lanes.is_usable:
+            await self.reach()
+        assert self.lanes is not None
         with self._link.watched():
             await move(self.lanes)
