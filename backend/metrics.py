@@ -1,9 +1,6 @@
-"""Prometheus metrics. What is counted are plain numbers in plain objects, which cost nothing to keep;
-they become metrics only when somebody asks.
+"""Prometheus metrics: figures (backend/figures.py), walked when somebody asks.
 
-`NodeCounters` and `MountCounters` say what there is. Their fields are the metrics: a number is a
-metric, a dict one metric with a label. Fields that must be looked up rather than counted are set by a
-`refresh` function, which runs in the event loop when a scrape comes.
+`NodeCounters` has those of a store node, brought up to date in the event loop when a scrape comes.
 """
 
 # Functions that return dataclasses.field are called in the class bodies below.
@@ -13,14 +10,15 @@ import dataclasses
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from socketserver import ThreadingMixIn
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import trio
 
 from .config_values import ConfigError
+from .figures import count, counts, gauge, gauges
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -31,120 +29,89 @@ __all__ = ["Collector", "MetricsServer", "MountCounters", "NodeCounters", "serve
 SCRAPE_TIMEOUT_S = 10.0
 SCRAPES_AT_ONCE = 8
 
-Kind = Literal["counter", "gauge"]
-
-
-def _count(help: str) -> Any:
-    return dataclasses.field(default=0, metadata={"kind": "counter", "help": help})
-
-
-def _counts(help: str, label: str) -> Any:
-    metadata = {"kind": "counter", "help": help, "label": label}
-    return dataclasses.field(default_factory=Counter, metadata=metadata)
-
-
-def _gauge(help: str) -> Any:
-    return dataclasses.field(default=0, metadata={"kind": "gauge", "help": help})
-
-
-def _gauges(help: str, label: str) -> Any:
-    metadata = {"kind": "gauge", "help": help, "label": label}
-    return dataclasses.field(default_factory=dict, metadata=metadata)
-
 
 @dataclasses.dataclass(slots=True)
 class NodeCounters:
     """Of one store node."""
 
-    requests: Counter[str] = _counts("Requests served, by kind", "kind")
-    errors: Counter[str] = _counts("Requests that failed, by errno name", "errno")
-    received_bytes: int = _count("Bytes of extents received")
-    sent_bytes: int = _count("Bytes of extents sent, also down the chain")
-    rejected_peers: int = _count("Connections refused: not authenticated, or not understood")
-    resync_bytes: int = _count("Bytes copied to fill groups that this node joined")
-    freed_extents: int = _count("Extents removed: superseded, deleted or never published")
-    created_files: int = _count("Files made for extents")
-    reused_files: int = _count("Files of superseded extents that were used for new ones")
-    rdma_registrations: int = _count("Ranges of files registered for RDMA")
-    rdma_registered_bytes: int = _gauge("Bytes registered for RDMA")
-    store_bytes: int = _gauge("Bytes of extents kept")
-    store_free_bytes: int = _gauge("Bytes free in the store directory")
-    extents: int = _gauge("Extents kept")
-    pending_extents: int = _gauge("Extents kept that are not published yet")
-    groups: dict[str, int] = _gauges("Placement groups, by this node's state in them", "state")
-    resync_groups_left: int = _gauge("Groups still to be filled")
-    resync_bytes_left: int = _gauge("Bytes still to be copied to fill them")
-    scrubbed_bytes: int = _count("Bytes kept here that were read again and compared")
-    scrub_finished_seconds: float = _gauge(
+    requests: Counter[str] = counts("Requests served, by kind", "kind")
+    errors: Counter[str] = counts("Requests that failed, by errno name", "errno")
+    received_bytes: int = count("Bytes of extents received")
+    sent_bytes: int = count("Bytes of extents sent, also down the chain")
+    rejected_peers: int = count("Connections refused: not authenticated, or not understood")
+    resync_bytes: int = count("Bytes copied to fill groups that this node joined")
+    freed_extents: int = count("Extents removed: superseded, deleted or never published")
+    created_files: int = count("Files made for extents")
+    reused_files: int = count("Files of superseded extents that were used for new ones")
+    rdma_registrations: int = count("Ranges of files registered for RDMA")
+    rdma_registered_bytes: int = gauge("Bytes registered for RDMA")
+    store_bytes: int = gauge("Bytes of extents kept")
+    store_free_bytes: int = gauge("Bytes free in the store directory")
+    extents: int = gauge("Extents kept")
+    pending_extents: int = gauge("Extents kept that are not published yet")
+    groups: dict[str, int] = gauges("Placement groups, by this node's state in them", "state")
+    resync_groups_left: int = gauge("Groups still to be filled")
+    resync_bytes_left: int = gauge("Bytes still to be copied to fill them")
+    scrubbed_bytes: int = count("Bytes kept here that were read again and compared")
+    scrub_finished_seconds: float = gauge(
         "When all extents had last been read again, in seconds since 1970; 0: never"
     )
-    wrong_found: int = _count("Extents found not to be what was published any more")
-    wrong_mended: int = _count("Of them, replaced by a right copy")
-    wrong_extents: int = _gauge("Extents here that are not what was published")
-    broken_extents: int = _gauge("Of them, those that no node has right")
-    lease_valid_seconds: float = _gauge("How long this node may still serve without etcd")
-    connections: int = _gauge("Connections of peers")
+    wrong_found: int = count("Extents found not to be what was published any more")
+    wrong_mended: int = count("Of them, replaced by a right copy")
+    wrong_extents: int = gauge("Extents here that are not what was published")
+    broken_extents: int = gauge("Of them, those that no node has right")
+    lease_valid_seconds: float = gauge("How long this node may still serve without etcd")
+    connections: int = gauge("Connections of peers")
 
 
 @dataclasses.dataclass(slots=True)
 class MountCounters:
-    """Of one mount."""
+    """Of one mount, beside those of its store."""
 
-    requests: Counter[str] = _counts("Requests of the kernel, by kind", "kind")
-    errors: Counter[str] = _counts("Requests answered with an error, by errno name", "errno")
-    cache_hits: int = _count("Opens of a version that was in the cache")
-    cache_misses: int = _count("Opens of a version that had to be fetched")
-    cache_evictions: int = _count("Versions removed from the cache to make room")
-    fetched_bytes: int = _count("Bytes fetched from store nodes")
-    checked_bytes: int = _count("Bytes of them that were found to be what was published")
-    lent_bytes: int = _count("Bytes read into memory that programs lent, past the cache")
-    wrong_fetches: int = _count("Fetches that were dropped: not the bytes that were published")
-    published_bytes: int = _count("Bytes of published versions sent to store nodes")
-    prefetched_bytes: int = _count("Bytes fetched before anybody opened the file")
-    barriers: int = _count("Times that etcd was asked whether the replica is up to date")
-    round_trips: int = _count("Round trips to store nodes that a caller waited for")
-    message_bytes: int = _count("Bytes of small files that came or went inside messages")
-    rdma_bytes: int = _count("Bytes moved by RDMA")
-    rdma_fallbacks: int = _count("Transfers that began by RDMA and were moved over TCP")
-    rdma_staged_bytes: int = _count("Bytes that passed memory which stays registered")
-    rdma_registrations: int = _count("Registrations of memory for RDMA")
-    rdma_registered_bytes: int = _gauge("Bytes of memory registered for RDMA")
-    cache_bytes: int = _gauge("Bytes of versions in the cache")
-    cache_limit_bytes: int = _gauge("What the cache may hold")
-    followed_directories: int = _gauge("Directories that are read without asking etcd")
-    session_valid_seconds: float = _gauge("How long this mount's session lasts without etcd")
-    open_handles: int = _gauge("Open files and directories")
+    requests: Counter[str] = counts("Requests of the kernel, by kind", "kind")
+    errors: Counter[str] = counts("Requests answered with an error, by errno name", "errno")
+    open_handles: int = gauge("Open files and directories")
 
 
 class Collector:
-    """Makes metrics `irdmafs_NAME_...` of a dataclass of counters when it is asked for them."""
+    """Makes metrics `irdmafs_NAME_...` of dataclasses of figures when it is asked for them.
+
+    `figures` gives the dataclasses, in the event loop of `token`; without one, in any thread.
+    """
 
     def __init__(
         self,
         name: str,
-        counters: NodeCounters | MountCounters,
-        refresh: Callable[[], None] | None = None,
+        figures: Callable[[], Iterable[Any]],
         labels: Mapping[str, str] | None = None,
+        token: trio.lowlevel.TrioToken | None = None,
     ) -> None:
         self._name = name
-        self._counters = counters
-        self._refresh = refresh
+        self._figures = figures
         self._labels = dict(labels or {})
-        self._token = None if refresh is None else trio.lowlevel.current_trio_token()
+        self._token = token
 
     def collect(self) -> Iterator["Metric"]:
         """Called from threads of the HTTP server."""
+        figures = self._figures
+        found = (
+            figures()
+            if self._token is None
+            else trio.from_thread.run_sync(lambda: list(figures()), trio_token=self._token)
+        )
+        for each in found:
+            yield from self._metrics_of(each)
+
+    def _metrics_of(self, figures: Any) -> Iterator["Metric"]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        if self._refresh is not None:
-            trio.from_thread.run_sync(self._refresh, trio_token=self._token)
         names, values = list(self._labels), list(self._labels.values())
-        for field in dataclasses.fields(self._counters):
+        for field in dataclasses.fields(figures):
             family = (
                 CounterMetricFamily if field.metadata["kind"] == "counter" else GaugeMetricFamily
             )
             metric_name = f"irdmafs_{self._name}_{field.name}"
-            value = getattr(self._counters, field.name)
+            value = getattr(figures, field.name)
             label = field.metadata.get("label")
             if label is None:
                 metric = family(metric_name, field.metadata["help"], labels=names)

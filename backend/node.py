@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import trio
 
@@ -23,9 +23,6 @@ from .pins import Pinned
 from .records import Layout
 from .store import Watcher
 from .storedir import in_memory, lock_directory
-
-if TYPE_CHECKING:
-    from .metrics import MountCounters
 
 log = logging.getLogger(__name__)
 
@@ -249,8 +246,8 @@ class StoreNode(Pinned):
     async def check_attribute(self, inode: Inode, name: bytes, value: bytes) -> None:
         pass
 
-    def count(self, counters: "MountCounters") -> None:
-        pass
+    def figures(self) -> list[Any]:
+        return []
 
     def status(self) -> dict[str, Any]:
         return {}

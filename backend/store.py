@@ -2,15 +2,12 @@
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from .extents import ExtentStore
 from .lock_claims import HostLocks
 from .namespace import Inode, Namespace, Outdated
 from .records import Layout
-
-if TYPE_CHECKING:
-    from .metrics import MountCounters
 
 __all__ = ["Outdated", "Store", "Watcher"]
 
@@ -203,8 +200,8 @@ class Store(Protocol):
         sense. Raises OSError EINVAL."""
         ...
 
-    def count(self, counters: "MountCounters") -> None:
-        """Bring the metrics of a mount up to date."""
+    def figures(self) -> list[Any]:
+        """Return dataclasses of figures (figures.py)."""
         ...
 
     def status(self) -> dict[str, Any]:

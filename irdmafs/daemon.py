@@ -220,15 +220,13 @@ class _Daemon:
             return
         from .backend.metrics import Collector, MountCounters, serve_metrics
 
-        counters = MountCounters()
+        def figures() -> list[Any]:
+            requests, errors = Counter(self._session.requests), Counter(self._session.errors)
+            opened = self._operations.count()["open_handles"]
+            return [MountCounters(requests, errors, opened), *self._store.figures()]
 
-        def refresh() -> None:
-            self._store.count(counters)
-            counters.requests = Counter(self._session.requests)
-            counters.errors = Counter(self._session.errors)
-            counters.open_handles = self._operations.count()["open_handles"]
-
-        collector = Collector("mount", counters, refresh, {"mountpoint": self._config.mountpoint})
+        labels = {"mountpoint": self._config.mountpoint}
+        collector = Collector("mount", figures, labels, trio.lowlevel.current_trio_token())
         section = cluster.mount
         assert section.metrics_port is not None
         server = serve_metrics(collector, section.metrics_address, section.metrics_port)

@@ -353,7 +353,7 @@ def _cluster_rows(cluster: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("found to be as published", human_bytes(cluster.get("checked_bytes"))),
         ("RDMA", _rdma(cluster)),
         ("published", human_bytes(cluster.get("published_bytes"))),
-        ("directories followed", _count(cluster.get("followed"))),
+        ("directories followed", _count(cluster.get("followed_directories"))),
     ]
 
 

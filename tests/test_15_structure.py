@@ -21,7 +21,6 @@ LONG = {
     "irdmafs.cache",
     "irdmafs.operations",
     "irdmafs.session.kernel",
-    "irdmafs.backend.namespace",
     "irdmafs.backend.remote.store",
     "irdmafs.backend.server.files",
 }

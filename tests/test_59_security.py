@@ -19,7 +19,7 @@ import trio
 from irdmafs.backend import cluster_config, logs
 from irdmafs.backend.cluster_config import ClusterConfig
 from irdmafs.backend.config_values import ConfigError
-from irdmafs.backend.metrics import Collector, MountCounters, NodeCounters, serve_metrics
+from irdmafs.backend.metrics import Collector, NodeCounters, serve_metrics
 from irdmafs.backend.security import (
     Credentials,
     CredentialsError,
@@ -515,14 +515,17 @@ def test_counters_become_metrics_when_they_are_asked_for() -> None:
     counters.sent_bytes += 1 << 40
     refreshed = 0
 
-    def refresh() -> None:
+    def figures() -> list[NodeCounters]:
         nonlocal refreshed
         trio.lowlevel.current_task()  # raises outside of the event loop
         refreshed += 1
         counters.groups = {"primary": 2}
+        return [counters]
 
     async def main() -> None:
-        server = serve_metrics(Collector("node", counters, refresh, {"node": "3f"}), "127.0.0.1", 0)
+        token = trio.lowlevel.current_trio_token()
+        collector = Collector("node", figures, {"node": "3f"}, token)
+        server = serve_metrics(collector, "127.0.0.1", 0)
         try:
             assert refreshed == 0
             found = await trio.to_thread.run_sync(scrape, server.port)
@@ -538,10 +541,10 @@ def test_counters_become_metrics_when_they_are_asked_for() -> None:
 
 
 def test_a_taken_port_is_one_line() -> None:
-    server = serve_metrics(Collector("mount", MountCounters()), "127.0.0.1", 0)
+    server = serve_metrics(Collector("mount", list), "127.0.0.1", 0)
     try:
         with pytest.raises(ConfigError, match="Address already in use; choose another"):
-            serve_metrics(Collector("mount", MountCounters()), "127.0.0.1", server.port)
+            serve_metrics(Collector("mount", list), "127.0.0.1", server.port)
     finally:
         server.close()
 
@@ -549,11 +552,11 @@ def test_a_taken_port_is_one_line() -> None:
 def test_metrics_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ConfigError, match="--metrics-port needs the Python package"):
-        serve_metrics(Collector("mount", MountCounters()), "127.0.0.1", 0)
+        serve_metrics(Collector("mount", list), "127.0.0.1", 0)
 
 
 def test_idle_connections_do_not_keep_scrapes_out_for_ever() -> None:
-    server = serve_metrics(Collector("mount", MountCounters()), "127.0.0.1", 0)
+    server = serve_metrics(Collector("mount", list), "127.0.0.1", 0)
     idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(20)]
     try:
         # Above the limit, connections are closed at once; those below it keep their threads.

@@ -29,7 +29,7 @@ def counted(mount: Mount) -> dict[str, int]:
     end in the background, when a directory was asked about so many times."""
     figures = mount.status()["cluster"]
     figures["transactions"] -= figures["lease_transactions"]
-    names = ("barriers", "transactions", "node_round_trips")
+    names = ("barriers", "transactions", "round_trips")
     return {name: figures[name] for name in names}
 
 
@@ -54,7 +54,7 @@ def test_a_warm_open_deep_in_the_tree_costs_one_round_trip(mount: Mount) -> None
     assert read(folder / "file") == b"warm"
     cost = spent(mount, before)
     assert cost["barriers"] <= 1
-    assert cost["transactions"] == cost["node_round_trips"] == 0
+    assert cost["transactions"] == cost["round_trips"] == 0
 
 
 def test_a_warm_open_of_what_is_followed_costs_none(followed: Mount) -> None:
@@ -63,7 +63,7 @@ def test_a_warm_open_of_what_is_followed_costs_none(followed: Mount) -> None:
     before = counted(followed)
     for _ in range(100):
         assert read(followed.path / "file") == b"warm"
-    assert spent(followed, before) == {"barriers": 0, "transactions": 0, "node_round_trips": 0}
+    assert spent(followed, before) == {"barriers": 0, "transactions": 0, "round_trips": 0}
 
 
 def test_a_directory_that_is_read_again_and_again_is_followed_by_itself(mount: Mount) -> None:
@@ -90,11 +90,11 @@ def test_publishing_over_a_small_file_costs_two_round_trips_and_the_asking_of_it
     os.write(fd, b"two")
     at_open = spent(mount, before)
     assert at_open["barriers"] <= 1
-    assert at_open["transactions"] == at_open["node_round_trips"] == 0
+    assert at_open["transactions"] == at_open["round_trips"] == 0
     before = counted(mount)
     os.close(fd)
     cost = spent(mount, before)
-    assert cost == {"barriers": 0, "transactions": 1, "node_round_trips": 1}
+    assert cost == {"barriers": 0, "transactions": 1, "round_trips": 1}
 
 
 def test_a_large_file_is_published_in_one_transfer_and_one_transaction(mount: Mount) -> None:
@@ -106,7 +106,7 @@ def test_a_large_file_is_published_in_one_transfer_and_one_transaction(mount: Mo
     cost = spent(mount, before)
     assert cost["transactions"] == 1
     assert cost["barriers"] == 0
-    assert cost["node_round_trips"] <= 2  # data connections are opened once
+    assert cost["round_trips"] <= 2  # data connections are opened once
 
 
 def test_what_a_directory_lease_costs_is_not_counted_to_what_caused_it(mount: Mount) -> None:
@@ -131,6 +131,6 @@ def test_a_new_file_that_stays_empty_costs_one_transaction(mount: Mount) -> None
     os.close(os.open(folder / "file", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
     cost = spent(mount, before)
     assert cost["transactions"] == 1
-    assert cost["node_round_trips"] == 0
+    assert cost["round_trips"] == 0
     assert cost["barriers"] <= 1  # that there was no such name
     assert (folder / "file").stat().st_size == 0

@@ -450,7 +450,7 @@ def test_a_followed_directory_that_others_write_all_the_time_is_given_up(
     one, other = pair
     (one / "file").touch()
     believe(by_itself, other / "file")
-    followed = _status(by_itself)["cluster"]["followed"]
+    followed = _status(by_itself)["cluster"]["followed_directories"]
     i = 0
 
     def given_up() -> bool:
@@ -458,7 +458,7 @@ def test_a_followed_directory_that_others_write_all_the_time_is_given_up(
         for _ in range(20):
             i += 1
             (one / f"new{i}").touch()
-        return bool(_status(by_itself)["cluster"]["followed"] < followed)
+        return bool(_status(by_itself)["cluster"]["followed_directories"] < followed)
 
     eventually(given_up, "the directory is not followed any more", 30)
     (one / "file").unlink()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ..extents import OPEN_FLAGS, ExtentStore
+from .figures import CacheFigures
 from .holds import Holds
 
 # The rest is for working copies: the kernel fills them without asking us, and must find room.
@@ -64,13 +65,8 @@ class Contents(ExtentStore):
         below = self.statvfs()
         return int(below.f_blocks * below.f_frsize * _KEPT_SHARE)
 
-    def status(self) -> dict[str, int]:
-        """Return the figures for `irdmafs status`."""
-        return {
-            "cache_bytes": self.kept_bytes,
-            "cache_limit_bytes": self.limit_bytes,
-            "cache_evictions": self.evictions,
-        }
+    def figures(self) -> CacheFigures:
+        return CacheFigures(self.kept_bytes, self.limit_bytes, self.evictions)
 
     # -- files -----------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from ..transport import Distrusted, Extent, FileRange, Memory
 from ..unwrap import first_error
 from .cluster import Cluster, for_each_stripe
 from .contents import Contents
+from .figures import FetchFigures
 from .lent import Declined, Lent
 
 log = logging.getLogger(__name__)
@@ -95,25 +96,7 @@ class Fetcher:
         self._running: dict[int, trio.Event] = {}
         self._next_batch: dict[int, _Batch] = {}
         self._asking: dict[int, trio.Lock] = {}
-        self.fetched_files = 0
-        self.fetched_bytes = 0
-        self.checked_bytes = 0
-        self.lent_files = 0
-        self.lent_bytes = 0
-        self.wrong = 0
-        self.borrowed = 0
-
-    def status(self) -> dict[str, int]:
-        """Return the figures for `irdmafs status`."""
-        return {
-            "fetched_files": self.fetched_files,
-            "fetched_bytes": self.fetched_bytes,
-            "checked_bytes": self.checked_bytes,
-            "lent_files": self.lent_files,
-            "lent_bytes": self.lent_bytes,
-            "wrong_fetches": self.wrong,
-            "borrowed": self.borrowed,
-        }
+        self.figures = FetchFigures()
 
     async def fetch(self, inode: Inode, ahead: Callable[[], Iterable[Inode]] | None = None) -> None:
         """Bring the inode's current content to this host, once however many ask for it.
@@ -137,8 +120,8 @@ class Fetcher:
                 await self._fetch_small(inode, ahead)
             else:
                 await self._fetch_large(inode)
-            self.fetched_files += 1
-            self.fetched_bytes += room
+            self.figures.fetched_files += 1
+            self.figures.fetched_bytes += room
         except OSError as error:
             # What was evicted takes room until the kernel lets go of it.
             if error.errno != errno.ENOSPC:
@@ -168,8 +151,8 @@ class Fetcher:
         if is_checked and lent.memory is Memory.DEVICE:
             raise Declined("it is to be checked (see --no-verify)")
         await self._read_all(inode, FileRange(lent.fd, 0, size, lent.memory))
-        self.lent_files += 1
-        self.lent_bytes += size
+        self.figures.lent_files += 1
+        self.figures.lent_bytes += size
 
     async def read(self, inode: Inode, content: int, offset: int, size: int) -> bytes:
         """Bytes of a content that is not kept here (`inode` gives its layout)."""
@@ -212,7 +195,7 @@ class Fetcher:
         if not store or layout.stripes(size) > 1:
             return False
         if self._contents.borrow(content, store):
-            self.borrowed += 1
+            self.figures.borrowed += 1
             return True
         return False
 
@@ -276,7 +259,7 @@ class Fetcher:
         self, inode: Inode, copies: Sequence[tuple[int, int]], where: str = ""
     ) -> None:
         """`copies` are nodes and stripes. The nodes are told, and look for themselves."""
-        self.wrong += 1
+        self.figures.wrong_fetches += 1
         nodes = {node for node, _ in copies}
         for node, stripe in copies:
             self._cluster.peers.nursery.start_soon(self._doubt, node, Extent(inode.extent, stripe))
@@ -352,7 +335,7 @@ class Fetcher:
                 nodes.append(node)
                 found.append(digest)
             if digests.match(part, found):
-                self.checked_bytes += sum(
+                self.figures.checked_bytes += sum(
                     inode.layout.span(inode.size, stripe)[1] for stripe in stripes
                 )
                 return
@@ -467,7 +450,7 @@ class Fetcher:
             return True
         if not digests.match(0, [digest_of_bytes(data)]):
             return False
-        self.checked_bytes += len(data)
+        self.figures.checked_bytes += len(data)
         return True
 
     def _store_small(self, content: int, data: bytes) -> None:

@@ -18,12 +18,12 @@ from ..certificates import Certificates
 from ..cluster_config import ClusterConfig
 from ..config_values import ConfigError
 from ..extents import copy_contents
+from ..figures import values_of
 from ..group_configs import Groups
 from ..history import History
 from ..kv import Compare, Conflict, Delete, Put
 from ..kv.etcd import EtcdEngine
 from ..membership import MOUNT, Members, Session
-from ..metrics import MountCounters
 from ..namespace import ROOT_INO, Inode, Namespace, Outdated, SharedCommitter, Tree, fail
 from ..pins import Pinned
 from ..placement import local_seed, pool_of, seed_of
@@ -50,6 +50,7 @@ from .abandoned import Abandoned
 from .cluster import Cluster
 from .contents import Contents
 from .fetcher import Fetcher, Gone, Wrong
+from .figures import ClusterFigures, StoreFigures
 from .leases import Leases, Transactions
 from .lent import Declined, Lender
 from .locks import SharedLocks
@@ -184,7 +185,7 @@ class RemoteStore(Pinned):
         self.watcher: Watcher | None = None
         # Published since the nodes last told how much room they have.
         self._untold_bytes = 0
-        self.hits = self.misses = self.publishes = self.published_bytes = 0
+        self._figures = StoreFigures()
 
     # -- start and end ---------------------------------------------------------------------------
 
@@ -377,9 +378,9 @@ class RemoteStore(Pinned):
     def count_open(self, extent: int) -> None:
         if extent in self._fetched:
             self._fetched.remove(extent)
-            self.misses += 1
+            self._figures.cache_misses += 1
         elif extent:
-            self.hits += 1
+            self._figures.cache_hits += 1
 
     async def bring(self, ino: int) -> Inode:
         return await self._bring(ino, ahead=False)
@@ -659,9 +660,9 @@ class RemoteStore(Pinned):
                 certain = isinstance(error, Outdated) or error.errno == errno.EDQUOT
                 self.abandoned.give_up(content, transfer.asked, is_certain=certain)
             raise
-        self.publishes += 1
+        self._figures.publishes += 1
         self._untold_bytes += allocated_bytes(status.st_size, status.st_blocks)
-        self.published_bytes += status.st_size
+        self._figures.published_bytes += status.st_size
         if content:
             self.contents.published(content, status.st_blocks * 512, self.cluster.store_here)
             self._retired.discard(content)
@@ -821,32 +822,35 @@ class RemoteStore(Pinned):
              below.f_flag, 255)
         )  # fmt: skip
 
-    def count(self, counters: MountCounters) -> None:
-        """Bring the metrics of a mount up to date."""
-        contents, peers = self.contents, self.peers.counters
-        counters.cache_hits, counters.cache_misses = self.hits, self.misses
-        counters.cache_evictions = contents.evictions
-        counters.cache_bytes = contents.kept_bytes
-        counters.cache_limit_bytes = contents.limit_bytes
-        counters.fetched_bytes = self.fetcher.fetched_bytes
-        counters.checked_bytes = self.fetcher.checked_bytes
-        counters.lent_bytes = self.fetcher.lent_bytes
-        counters.wrong_fetches = self.fetcher.wrong
-        counters.prefetched_bytes = self.prefetcher.fetched_bytes
-        counters.published_bytes = self.published_bytes
-        counters.barriers = self.replica.barriers
-        counters.round_trips = peers.round_trips
-        counters.message_bytes = peers.message_bytes
-        counters.rdma_bytes, counters.rdma_fallbacks = peers.moved_bytes["verbs"], peers.fallbacks
-        rdma = self.rdma.figures()
-        counters.rdma_staged_bytes = rdma.staged_bytes
-        counters.rdma_registrations = rdma.registrations
-        counters.rdma_registered_bytes = rdma.registered_bytes
-        counters.followed_directories = self.leases.count()
-        counters.session_valid_seconds = self.session.left_s()
+    def figures(self) -> list[Any]:
+        """Return the dataclasses of figures that status and metrics show."""
+        peers, rdma = self.peers.counters, self.rdma.figures()
+        looked_up = ClusterFigures(
+            applied_revision=self.replica.applied,
+            barriers=self.replica.barriers,
+            transactions=self.engine.transactions,
+            followed_directories=self.leases.count(),
+            lease_transactions=self.leases.transactions,
+            acknowledgements=self.leases.acknowledgements,
+            locked=self.locks.count(),
+            lock_transactions=self.locks.transactions,
+            session_valid_seconds=self.session.left_s(),
+            lent_buffers=len(self._lender),
+            prefetched_bytes=self.prefetcher.fetched_bytes,
+            round_trips=peers.round_trips,
+            message_bytes=peers.message_bytes,
+            rdma_bytes=peers.moved_bytes["verbs"],
+            rdma_fallbacks=peers.fallbacks,
+            rdma_reroutes=peers.reroutes,
+            rdma_rails=peers.rails,
+            rdma_staged_bytes=rdma.staged_bytes,
+            rdma_registrations=rdma.registrations,
+            rdma_registration_hits=rdma.hits,
+            rdma_registered_bytes=rdma.registered_bytes,
+        )
+        return [self._figures, self.fetcher.figures, self.contents.figures(), looked_up]
 
     def status(self) -> dict[str, Any]:
-        rdma = self.rdma.figures()
         return {
             "cluster": {
                 "name": self.config.cluster.name,
@@ -858,33 +862,9 @@ class RemoteStore(Pinned):
                 "nodes_up": len(self.members.nodes),
                 "nodes_known": len(self.members.records),
                 "node_here": f"{self.cluster.here:x}" if self.cluster.here else None,
-                "applied_revision": self.replica.applied,
-                "barriers": self.replica.barriers,
-                "transactions": self.engine.transactions,
-                "followed": self.leases.count(),
-                "lease_transactions": self.leases.transactions,
-                "locked": self.locks.count(),
-                "lock_transactions": self.locks.transactions,
-                "acknowledgements": self.leases.acknowledgements,
-                "cache_hits": self.hits,
-                "cache_misses": self.misses,
-                **self.contents.status(),
-                **self.fetcher.status(),
                 "verify": self.config.mount.verify,
-                "lent_buffers": len(self._lender),
-                "publishes": self.publishes,
-                "published_bytes": self.published_bytes,
-                "node_round_trips": self.peers.counters.round_trips,
                 "rdma": self.rdma.why_not or "on",
-                "rdma_bytes": self.peers.counters.moved_bytes["verbs"],
-                "rdma_fallbacks": self.peers.counters.fallbacks,
-                "rdma_staged_bytes": rdma.staged_bytes,
-                "rdma_registrations": rdma.registrations,
-                "rdma_registration_hits": rdma.hits,
-                "rdma_registered_bytes": rdma.registered_bytes,
-                "message_bytes": self.peers.counters.message_bytes,
-                "rdma_reroutes": self.peers.counters.reroutes,
-                "rdma_rails": dict(self.peers.counters.rails),
+                **values_of(*self.figures()),
             }
         }
 

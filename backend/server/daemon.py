@@ -311,7 +311,10 @@ class _Node:
             yield
             return
         collector = Collector(
-            "node", self._counters, self._refresh, {"node": f"{self._files.node:016x}"}
+            "node",
+            self._refreshed,
+            {"node": f"{self._files.node:016x}"},
+            trio.lowlevel.current_trio_token(),
         )
         server = serve_metrics(collector, node.metrics_address, node.metrics_port)
         log.info("metrics are served on %s port %d", node.metrics_address, server.port)
@@ -321,7 +324,8 @@ class _Node:
             # Its thread may be waiting for this one to look figures up.
             await trio.to_thread.run_sync(server.close)
 
-    def _refresh(self) -> None:
+    def _refreshed(self) -> tuple[NodeCounters]:
+        """Return the figures, brought up to date."""
         counters, heard = self._counters, self._listener.counters
         progress, space = self._resync.progress(), self._files.space()
         counters.requests, counters.errors = heard.requests, heard.errors
@@ -346,6 +350,7 @@ class _Node:
         counters.scrub_finished_seconds = scrub.finished_at
         counters.wrong_found, counters.wrong_mended = scrub.found, scrub.mended
         counters.wrong_extents, counters.broken_extents = scrub.wrong, scrub.broken
+        return (counters,)
 
     def _figures(self) -> dict[str, Any]:
         rdma = self._rdma.figures()
