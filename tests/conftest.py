@@ -20,6 +20,11 @@ from processes import Process
 
 # A module that is to run on a mount of a cluster, too, sets SESSIONS = (*conftest.SESSIONS, CLUSTER).
 SESSIONS = ("kernel", "pyfuse3")
+# The folders of tests in the order of what builds on what: the first failure is the deepest.
+ROOMS = (
+    "tests", "project", "namespace", "kv", "store", "fuse", "posix", "client", "cli", "transport", "node",
+    "cluster", "coherence", "security", "faults", "verbs",
+)  # fmt: skip
 PLAIN_DIRECTORY = os.environ.get("IRDMAFS_TEST_DIR")
 
 
@@ -33,6 +38,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A run in a shell's background; what it starts would ignore Ctrl-C as well.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {room: number for number, room in enumerate(ROOMS)}
+    items.sort(key=lambda item: order.get(item.path.parent.name, len(ROOMS)))
 
 
 def make_mount(session: str, *arguments: str, store_size: str | None = None) -> Mount:

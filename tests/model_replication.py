@@ -10,7 +10,7 @@ etcd, a node applying one revision, a node sealing an extent. All else happens i
 * Decisions are taken on the decider's view, which may lag behind etcd by any number of revisions.
 
 The transitions of the configuration are backend.groups', not copies of them. `Rules` names what the
-protocol demands; taking one away must lead to a state that breaks an invariant (see test_55_model).
+protocol demands; taking one away must lead to a state that breaks an invariant (test_replication_protocol).
 """
 
 from collections.abc import Iterator

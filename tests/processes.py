@@ -29,7 +29,12 @@ class Process:
         self._receiver = Connection(ours[0], writable=False)
         command = [*launcher, sys.executable, __file__, str(theirs[0]), str(ours[1])]
         self._popen = subprocess.Popen(
-            command, pass_fds=(theirs[0], ours[1], *pass_fds), stdin=subprocess.DEVNULL, cwd="/"
+            command,
+            pass_fds=(theirs[0], ours[1], *pass_fds),
+            stdin=subprocess.DEVNULL,
+            cwd="/",
+            # It imports the modules of what it is sent.
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         os.close(theirs[0])
         os.close(ours[1])
@@ -164,6 +169,7 @@ def _serve(receiver: Connection, sender: Connection) -> None:
 
 
 if __name__ == "__main__":
+    os.environ.pop("PYTHONPATH", None)
     _serve(
         Connection(int(sys.argv[1]), writable=False), Connection(int(sys.argv[2]), readable=False)
     )

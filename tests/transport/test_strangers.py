@@ -38,7 +38,7 @@ from irdmafs.backend.transport.tcp.authentication import CODE_BYTES, Authenticat
 from irdmafs.backend.transport.tcp.serving import TcpServing
 from irdmafs.backend.transport.verbs import messages as verbs
 from irdmafs.backend.transport.verbs.ends import QueueEnd
-from test_53_transport import TIMEOUT_S, in_cluster
+from test_extents import TIMEOUT_S, in_cluster
 from transport_place import MiB, Place, memory, mounted, until
 
 __all__ = ["memory"]

@@ -10,8 +10,8 @@ from irdmafs.backend.records import key_of
 from irdmafs.backend.server.catalog import Catalog
 from irdmafs.backend.server.files import Files
 from irdmafs.backend.transport import Extent
-from test_54_catalog import BUCKETS, World, one_stripe, world
-from test_54_store_node import contents_of, keep, memory, small_tmpfs
+from test_catalog import BUCKETS, World, one_stripe, world
+from test_store_node import contents_of, keep, memory, small_tmpfs
 
 __all__ = ["memory", "small_tmpfs", "world"]
 

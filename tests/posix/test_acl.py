@@ -200,7 +200,7 @@ def test_acls_cost_others_a_question_for_the_root_alone(
 ) -> None:
     """The kernel made the inode of the root before it knew that it may keep ACLs."""
     if session == CLUSTER:
-        pytest.skip("what a kernel may keep of a cluster is told by test_64_kernel_beliefs")
+        pytest.skip("what a kernel may keep of a cluster is told by test_kernel_beliefs")
     mount = new_mount("-o", options)
     mount.mount()
     mount.path.chmod(0o755)

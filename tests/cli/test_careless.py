@@ -498,7 +498,7 @@ def test_umount_names_a_namespace_that_has_the_mount_still(mounted: OneNodeMount
 
 def test_documented_options_exist() -> None:
     """Every option of the README is one of a command."""
-    text = (Path(__file__).parents[1] / "README.md").read_text()
+    text = (Path(__file__).parents[2] / "README.md").read_text()
     blocks = "\n".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL))
     known = set(re.findall(r"--[a-z][a-z-]+", "".join(_helps())))
     for line in blocks.splitlines() + re.findall(r"^\| `(irdmafs .*?)` \|", text, re.MULTILINE):

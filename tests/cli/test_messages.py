@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from mountpoint import Mount, eventually, irdmafs, run_checked
 from processes import Process
-from test_cli import one_line
+from test_commands import one_line
 
 from irdmafs import mounting, status, stores
 from irdmafs.config import MountError, MountOptions

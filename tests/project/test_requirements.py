@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 LOCKED = {path.stem: path for path in (ROOT / "requirements").glob("*.txt")}
 
 

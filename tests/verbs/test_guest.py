@@ -14,7 +14,7 @@ import rdma
 from harness.guest.kernel import built_kernel
 from mountpoint import eventually
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 GUEST = REPOSITORY / "scripts/rdma_guest"
 
 pytestmark = pytest.mark.skipif(rdma.IN_GUEST, reason="this is a guest already")
@@ -91,7 +91,7 @@ def test_two_guests_move_bytes_by_rdma(guest_kernel: None) -> None:
 
 
 # Those that are over soon; the others take minutes.
-SHORT = ("tests/test_71_verbs.py", "tests/test_74_static_placement.py")
+SHORT = ("tests/verbs/test_device.py", "tests/verbs/test_memory_used_again.py")
 
 
 @pytest.mark.timeout(1500)

@@ -171,7 +171,7 @@ def comparable(found: dict[str, object]) -> dict[str, object]:
 
 STORM = """
 import random
-from test_30_crash import Tree, carry_out
+from test_crash import Tree, carry_out
 rng = random.Random(seed)
 error = None
 while error is None:

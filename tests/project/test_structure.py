@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 # Where a directory's modules are imported from.
 PLACES = {"irdmafs": "irdmafs", "backend": "irdmafs.backend", "scripts": "", "tests": ""}
 LINES_MAX = 500

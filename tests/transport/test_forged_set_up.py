@@ -38,8 +38,8 @@ from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 from irdmafs.backend.transport.verbs.serving import VerbsServing
 from irdmafs.backend.transport.verbs.way import VerbsWay
 from rdma import need_ports
-from test_53_adversary import TO_MOUNT, TO_NODE, Passage, Relay, certificates, on_the_way
-from test_53_strangers import frame
+from test_adversary import TO_MOUNT, TO_NODE, Passage, Relay, certificates, on_the_way
+from test_strangers import frame
 from transport_nodes import Node, serving
 from transport_place import KiB, Place, memory, mounted, random_bytes, until
 

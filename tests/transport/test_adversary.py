@@ -39,8 +39,8 @@ from irdmafs.backend.transport.tcp.serving import TcpServing
 from irdmafs.backend.transport.verbs import messages as verbs
 from irdmafs.backend.transport.verbs.ends import QueueEnd
 from irdmafs.backend.transport.verbs.rdma import Rdma
-from test_53_strangers import connect, data_connection, frame, hello, is_closed, receive_frame
-from test_53_transport import TIMEOUT_S, in_cluster
+from test_extents import TIMEOUT_S, in_cluster
+from test_strangers import connect, data_connection, frame, hello, is_closed, receive_frame
 from transport_place import MiB, Place, memory, mounted, random_bytes, until
 
 __all__ = ["memory"]

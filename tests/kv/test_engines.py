@@ -273,12 +273,15 @@ def test_sigkill_loses_no_durable_transaction_and_leaves_a_prefix(tmp_path: Path
     print(f"seed {seed}")
     chance = random.Random(seed)
     path = str(tmp_path / "kv.sqlite")
-    command = f"import test_kv; test_kv.write_until_killed({path!r}, {seed})"
+    command = f"import test_engines; test_engines.write_until_killed({path!r}, {seed})"
     state: dict[bytes, bytes] = {}
     replayed = 0
     for _ in range(8):
         with subprocess.Popen(
-            [sys.executable, "-c", command], stdout=subprocess.PIPE, cwd=Path(__file__).parent
+            [sys.executable, "-c", command],
+            stdout=subprocess.PIPE,
+            cwd=Path(__file__).parent,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
         ) as child:
             assert child.stdout is not None
             acknowledgements = [child.stdout.readline() for _ in range(chance.randint(1, 300))]

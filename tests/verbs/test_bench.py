@@ -11,7 +11,7 @@ import pytest
 from cluster import need_cluster
 from rdma import need_ports
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 from _bench.verbs import registration  # noqa: E402
