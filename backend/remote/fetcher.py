@@ -22,6 +22,7 @@ import trio
 
 from ..digest import Digests, Stripe, digest_of_bytes
 from ..namespace import Inode, fail
+from ..reading import read_hashed
 from ..records import Layout
 from ..sparse import allocated_bytes, is_sparse
 from ..transport import Distrusted, Extent, FileRange, Memory
@@ -349,21 +350,18 @@ class Fetcher:
     async def _read_hashed(
         self, inode: Inode, stripe: int, into: FileRange, wrong: set[int]
     ) -> tuple[int, bytes]:
-        """Read a whole stripe, whose blocks are hashed as they come. Returns the node that it came from,
-        and its digest."""
-        found = Stripe(into.fd, into.offset, into.length)
+        """Read a whole stripe. Returns the node that it came from, and its digest."""
+        found: Stripe | None = None
 
         async def take(node: int) -> None:
             nonlocal found
-            found = Stripe(into.fd, into.offset, into.length)
-            device = self._cluster.peers.device(node)
-            if is_sparse(inode.size, inode.blocks):
-                await device.read_sparse(Extent(inode.extent, stripe), into, found.landed)
-            else:
-                await device.read(Extent(inode.extent, stripe), 0, into, found.landed)
+            device, extent = self._cluster.peers.device(node), Extent(inode.extent, stripe)
+            has_holes = is_sparse(inode.size, inode.blocks)
+            found = await read_hashed(device, extent, into, is_sparse=has_holes)
 
         group = self._cluster.group(inode.layout, stripe)
         node = await self._from_any(group, inode.extent, inode.ino, wrong, take)
+        assert found is not None
         return node, await found.finish()
 
     async def _read(

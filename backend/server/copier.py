@@ -11,15 +11,17 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Protocol
 
 import trio
 
-from ..digest import Stripe, digest_of_bytes
+from .. import reading
+from ..digest import digest_of_bytes
+from ..intake import Intake
 from ..membership import Members
+from ..reading import read_hashed
 from ..records import GroupConfig
-from ..transport import Extent, FileRange, Landed
+from ..transport import Extent, FileRange
 from .checks import Verdict
 from .files import Files, Incoming
 
@@ -36,12 +38,8 @@ THROTTLED_READ_BYTES = 4 << 20
 RATE_WINDOW_S = 10.0
 
 
-class Source(Protocol):
+class Source(reading.Source, Protocol):
     """The part of a transport.Device that is needed here."""
-
-    async def read(self, extent: Extent, start: int, into: FileRange, landed: Landed) -> None: ...
-
-    async def read_sparse(self, extent: Extent, into: FileRange, landed: Landed) -> None: ...
 
     async def get(self, extents: Sequence[Extent], limit: int) -> list[bytes | None]: ...
 
@@ -187,15 +185,13 @@ class Copier:
         size = left[extent]
         refused = []
         wrong = []
-        incoming = await self._create(size, self._catalog.allocated(extent, size))
-        sealed = False
-        try:
+        with await self._begin(size, self._catalog.allocated(extent, size)) as intake:
             for node in self._sources(config, extent.content + extent.stripe):
                 if not self._catalog.is_missing(extent):
                     left.pop(extent, None)  # superseded meanwhile, or a writer brought it
                     return []
                 try:
-                    verdict = await self._try_to_read(node, extent, incoming.fd, size)
+                    verdict = await self._try_to_read(node, extent, intake.fd, size)
                 except FileNotFoundError:
                     refused.append(node)
                     continue
@@ -205,25 +201,19 @@ class Copier:
                     wrong.append(node)
                     await self._doubt(node, extent)
                     continue
-                await trio.to_thread.run_sync(self._files.harden, incoming)
-                sealed = self._seal(incoming, extent, left)
-                if sealed and verdict is Verdict.HOPELESS:
+                await trio.to_thread.run_sync(self._files.harden, intake.incoming)
+                if self._seal(intake, extent, left) and verdict is Verdict.HOPELESS:
                     self.kept_wrong(extent)
                 return []
             if not self._denied_by_all(config, refused + wrong):
                 return []
             if wrong:
                 # Once more, as somebody else may have sent a part of it since.
-                await self._read(wrong[-1], extent, incoming.fd, size)
-                await trio.to_thread.run_sync(self._files.harden, incoming)
-                sealed = self._seal(incoming, extent, left)
-                if sealed:
+                await self._read(wrong[-1], extent, intake.fd, size)
+                await trio.to_thread.run_sync(self._files.harden, intake.incoming)
+                if self._seal(intake, extent, left):
                     self.kept_wrong(extent)
                 return []
-        finally:
-            if not sealed:
-                self._files.discard(incoming)
-            incoming.close()
         return [extent]
 
     async def mend(self, config: GroupConfig, extent: Extent, size: int) -> bool | None:
@@ -231,14 +221,12 @@ class Copier:
         was replaced (or is not needed any more); None: somebody in sync could not be asked. Raises OSError
         ENOSPC."""
         unasked = set(config.in_sync) - {self._node}
-        incoming = await self._create(size, self._catalog.allocated(extent, size))
-        sealed = False
-        try:
+        with await self._begin(size, self._catalog.allocated(extent, size)) as intake:
             for node in self._everybody(config):
                 if extent not in self._files or not self._catalog.is_named(extent.content):
                     return True
                 try:
-                    verdict = await self._try_to_read(node, extent, incoming.fd, size)
+                    verdict = await self._try_to_read(node, extent, intake.fd, size)
                 except FileNotFoundError:
                     unasked.discard(node)
                     continue
@@ -247,20 +235,16 @@ class Copier:
                 if verdict is Verdict.WRONG and node in unasked:
                     await self._doubt(node, extent)
                 if verdict is Verdict.RIGHT:
-                    await trio.to_thread.run_sync(self._files.harden, incoming)
-                    sealed = extent in self._files and self._catalog.is_named(extent.content)
-                    if sealed:
-                        self._files.replace(incoming, extent)
+                    await trio.to_thread.run_sync(self._files.harden, intake.incoming)
+                    if extent in self._files and self._catalog.is_named(extent.content):
+                        self._files.replace(intake.incoming, extent)
+                        intake.take()
                         self._put_down(extent)
                         await trio.to_thread.run_sync(self._files.settle)
                         self._files.let_go()
                     return True
                 if verdict is not Verdict.UNKNOWN:
                     unasked.discard(node)
-        finally:
-            if not sealed:
-                self._files.discard(incoming)
-            incoming.close()
         return None if unasked else False
 
     def _everybody(self, config: GroupConfig) -> Iterator[int]:
@@ -292,20 +276,18 @@ class Copier:
 
     async def _read(self, node: int, extent: Extent, fd: int, size: int) -> Verdict:
         """Read a whole extent, whose blocks are hashed as they come."""
-        device = self._device(node)
-        found = Stripe(fd, 0, size)
-        if (allocated := self._catalog.allocated(extent, size)) < size:
+        allocated = self._catalog.allocated(extent, size)
+        if allocated < size:
             await self._throttle.take(allocated)
-            await device.read_sparse(extent, FileRange(fd, 0, size), found.landed)
+        found = await read_hashed(
+            self._device(node), extent, FileRange(fd, 0, size),
+            is_sparse=allocated < size,
+            take=self._throttle.take,
+            piece_bytes=THROTTLED_READ_BYTES if self._throttle.bytes_per_s else 0,
+            came=self._count,
+        )  # fmt: skip
+        if allocated < size:
             self._count(allocated)
-            return await self._judge.verdict(extent, await found.finish())
-        piece = THROTTLED_READ_BYTES if self._throttle.bytes_per_s else size
-        for offset in range(0, size, piece):
-            length = min(piece, size - offset)
-            await self._throttle.take(length)
-            landed = partial(_landed_at, found, offset)
-            await device.read(extent, offset, FileRange(fd, offset, length), landed)
-            self._count(length)
         return await self._judge.verdict(extent, await found.finish())
 
     async def _bring_small(
@@ -347,27 +329,25 @@ class Copier:
     async def _keep(
         self, extent: Extent, data: bytes, left: dict[Extent, int], verdict: Verdict
     ) -> None:
-        incoming = await self._create(len(data), len(data))
-        sealed = False
-        try:
-            os.pwrite(incoming.fd, data, 0)
+        with await self._begin(len(data), len(data)) as intake:
+            os.pwrite(intake.fd, data, 0)
             if self._files.power_safe:
-                await trio.to_thread.run_sync(self._files.harden, incoming)
+                await trio.to_thread.run_sync(self._files.harden, intake.incoming)
             self._count(len(data))
-            sealed = self._seal(incoming, extent, left)
+            sealed = self._seal(intake, extent, left)
             if sealed and verdict in (Verdict.WRONG, Verdict.HOPELESS):
                 self.kept_wrong(extent)
-        finally:
-            if not sealed:
-                self._files.discard(incoming)
-            incoming.close()
 
-    def _seal(self, incoming: Incoming, extent: Extent, left: dict[Extent, int]) -> bool:
+    async def _begin(self, size: int, allocated: int) -> Intake[Incoming]:
+        return Intake(await self._create(size, allocated), self._files.discard)
+
+    def _seal(self, intake: Intake[Incoming], extent: Extent, left: dict[Extent, int]) -> bool:
         """False if it is not needed any more: it would be nobody's to free."""
         left.pop(extent, None)
         if not self._catalog.is_missing(extent):
             return False
-        self._files.seal(incoming, extent)
+        self._files.seal(intake.incoming, extent)
+        intake.take()
         self._put_down(extent)
         return True
 
@@ -396,12 +376,6 @@ class Copier:
     def _forget_before(self, oldest: float) -> None:
         while self._recent and self._recent[0][0] < oldest:
             self._recent.popleft()
-
-
-def _landed_at(
-    found: Stripe, offset: int, start: int, length: int, data: memoryview | None
-) -> None:
-    found.landed(offset + start, length, data)
 
 
 def _batches(left: dict[Extent, int]) -> Iterator[list[Extent]]:

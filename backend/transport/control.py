@@ -10,6 +10,7 @@ from typing import Any
 import trio
 
 from .. import logs
+from ..intake import Intake
 from . import Extent, Fenced, FileRange, Target
 from .codec import Codec
 from .counters import Counters
@@ -230,12 +231,9 @@ class Control:
             if self._service.size(extent) == len(data):
                 return
             incoming = await self._service.create(extent, len(data))
-            try:
-                await sealed_or_dropped(
-                    self._service, extent, incoming, lambda fd: _write(fd, data)
-                )
-            finally:
-                incoming.close()
+            with Intake(incoming, self._service.drop) as intake:
+                _write(intake.fd, data)
+                await self._service.seal(extent, intake.take())
             self._counters.received_bytes += len(data)
 
         async def forward(node: int, rest: Target) -> None:
@@ -251,12 +249,13 @@ class Control:
             # A second try, after a node further down failed.
             fd = service.open(extent)
         else:
-            incoming = await service.adopt(extent, name)
-            try:
-                fd = os.dup(incoming.fd)
-                await sealed_or_dropped(service, extent, incoming, lambda fd: None)
-            finally:
-                incoming.close()
+            with Intake(await service.adopt(extent, name), service.drop) as intake:
+                fd = os.dup(intake.fd)
+                try:
+                    await service.seal(extent, intake.take())
+                except BaseException:
+                    os.close(fd)
+                    raise
 
         async def nothing() -> None:
             pass
@@ -288,17 +287,6 @@ def _is_short(request: Request) -> bool:
         case Get():
             return len(request.extents) <= _READ_AT_ONCE
     return False
-
-
-async def sealed_or_dropped(
-    service: Service[Any], extent: Extent, incoming: Any, fill: Callable[[int], None]
-) -> None:
-    try:
-        fill(incoming.fd)
-    except BaseException:
-        service.drop(incoming)
-        raise
-    await service.seal(extent, incoming)
 
 
 async def _here_and_further(

@@ -16,6 +16,7 @@ from typing import Any
 
 import trio
 
+from ...intake import Intake
 from .. import Extent, Unreachable
 from ..frames import BadMessage
 from ..messages import RECEIVER_PATIENCE, failure_of
@@ -45,7 +46,7 @@ class Receiving:
         self._expected = header.length if self.is_sparse else header.total
         self.begun: Promise[None] = Promise()
         self.sealed: Promise[None] = Promise()
-        self.incoming: Incoming | None = None
+        self.intake: Intake[Incoming] | None = None
         self.fd = -1
         self.is_here_already = False
         self.is_sealing = False
@@ -148,19 +149,18 @@ class Transfers:
             await receiving.begun.ended()
             if receiving.is_sealing:
                 await receiving.sealed.ended()
-        if receiving.incoming is not None and not receiving.is_sealing:
-            self._service.drop(receiving.incoming)
-        if receiving.incoming is not None:
-            receiving.incoming.close()
+        if receiving.intake is not None:
+            receiving.intake.close()
         elif receiving.fd >= 0:
             os.close(receiving.fd)
 
     def seal(self, receiving: Receiving) -> None:
         """All bytes are there; `receiving.sealed` tells the outcome."""
         receiving.is_sealing = True
+        assert receiving.intake is not None
+        incoming = receiving.intake.take()
         self._nursery.start_soon(
-            receiving.sealed.fulfil,
-            lambda: self._service.seal(receiving.extent, receiving.incoming),
+            receiving.sealed.fulfil, lambda: self._service.seal(receiving.extent, incoming)
         )
 
     async def _begin(self, receiving: Receiving, header: Header) -> None:
@@ -171,10 +171,11 @@ class Transfers:
             receiving.is_here_already = True
         else:
             allocated = header.length if receiving.is_sparse else header.total
-            receiving.incoming = await self._service.create(header.extent, header.total, allocated)
-            receiving.fd = receiving.incoming.fd
+            incoming = await self._service.create(header.extent, header.total, allocated)
+            receiving.intake = Intake(incoming, self._service.drop)
+            receiving.fd = incoming.fd
             if header.target.chain:
-                receiving.incoming.lend()
+                incoming.lend()
 
 
 def take_extent(
