@@ -202,15 +202,18 @@ class Cache:
                 return private, True  # somebody writes it in place, as others may from now on
             if private is not None or self._is_replaced(current, inode):
                 return self._begin_private(inode), False
-            return current, True
+            return self._to_share(current, inode), True
         if flags & os.O_ACCMODE == os.O_RDONLY:
             return current, False
-        content = private or current
+        return self._to_share(private or current, inode), False
+
+    def _to_share(self, content: Content, inode: Inode) -> Content:
+        """Return the content that is to be written in place for this one: another if the processes that
+        have it open read a store node's own file, which nobody may write."""
         if content.opens and not content.is_busy and self._is_lent(content):
-            # The processes that have it open read a store node's own file, which nobody may write.
             self.table.supersede(content)
-            content = self._current_or_new(inode)
-        return content, False
+            return self._current_or_new(inode)
+        return content
 
     def _is_replaced(self, current: Content, inode: Inode) -> bool:
         """Return whether emptying the file begins a version of its own, which nobody sees before it is
@@ -693,6 +696,7 @@ class Cache:
     async def truncate(self, inode: Inode, size: int) -> None:
         """truncate(2) by name: everybody on this host sees the file cut at once."""
         content = self.table.newest_private(inode.ino) or self._current_or_new(inode)
+        content = self._to_share(content, inode)
         if inode.size == size and not content.is_changing:
             return
         if not size and not content.holds and not content.kept:
@@ -715,6 +719,8 @@ class Cache:
             content = node.content
         elif self._is_replaced(content, inode):
             content = self._begin_private(inode)
+        else:
+            content = self._to_share(content, inode)
         if content.writers or content.private or self.table.stamp(content)[0]:
             await self._cut_and_publish(content, 0)
 

@@ -288,16 +288,23 @@ class Publisher:
         # A writer that replaces a file does so whatever others published meanwhile. On one host the last
         # close wins.
         replaces = content.private or content.whole or not self._store.shared
-        base = None if replaces else content.version
         try:
             if stays and status.st_size and self._copies(content):
                 extent, shape = await self._copy(content)
                 mapped = False
             try:
-                inode = await self._store.publish(
-                    content.ino, extent, shape, status.st_mtime_ns,
-                    ctime_ns=ctime_ns, mapped=mapped, base=base,
-                )  # fmt: skip
+                while True:
+                    base = None if replaces else content.version
+                    try:
+                        inode = await self._store.publish(
+                            content.ino, extent, shape, status.st_mtime_ns,
+                            ctime_ns=ctime_ns, mapped=mapped, base=base,
+                        )  # fmt: skip
+                        break
+                    except Outdated:
+                        if content.version == base:
+                            raise
+                        # This host has published a replacement meanwhile.
             except Outdated as outdated:
                 inode = self._inodes[content.ino]
                 # Two hosts that only made a file empty, as many do with one that they lock, agree.
