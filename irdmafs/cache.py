@@ -341,8 +341,8 @@ class Cache:
     async def _make_ready(self, handle: Handle, content: Content, *, cut: bool) -> None:
         if handle.writing:
             await self._prepare(handle, content, cut=cut)
-        elif content.preparing:
-            # The file that writers write is the one to read.
+        elif content.preparing or (content.awaited and self._is_lent(content)):
+            # The file that is going to be written is the one to read.
             try:
                 await self._make_writable(content)
             except BaseException:
