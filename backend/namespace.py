@@ -143,8 +143,8 @@ class Namespace:
         """
 
         made = await self._carry_out(
-            partial(
-                self._planner.create, parent, name, mode, uid, gid, rdev=rdev, target=target,
+            lambda: self._planner.create(
+                parent, name, mode, uid, gid, rdev=rdev, target=target,
                 version=version, durable=durable, layout=layout, umask=umask,
             )
         )  # fmt: skip
@@ -257,8 +257,8 @@ class Namespace:
         if self._linking:
             await self._wait_while_linking(ino)
         published = await self._carry_out(
-            partial(
-                self._planner.publish, ino, extent, size, blocks, mtime_ns, ctime_ns=ctime_ns, base=base,
+            lambda: self._planner.publish(
+                ino, extent, size, blocks, mtime_ns, ctime_ns=ctime_ns, base=base,
                 layout=layout, digests=digests, within_quotas=within_quotas,
             ),
             guards,
