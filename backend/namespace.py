@@ -13,7 +13,7 @@ from typing import Protocol
 import trio
 
 from .inode import NAME_MAX, NO_LAYOUT, ROOT_INO, Dentry, Inode, fail
-from .kv import Compare, Engine
+from .kv import Compare, OwnEngine
 from .names.changes import Commit
 from .names.local import LocalCommitter
 from .names.planner import (
@@ -78,7 +78,9 @@ class Committer(Protocol):
         ...
 
 
-async def load_own(engine: Engine, held: Callable[[int], bool] = lambda ino: False) -> "Namespace":
+async def load_own(
+    engine: OwnEngine, held: Callable[[int], bool] = lambda ino: False
+) -> "Namespace":
     """Return the namespace on an engine that is this process's alone. See LocalCommitter.load."""
     tree = Tree(held=held, strict=True)
     committer = LocalCommitter(tree, engine)

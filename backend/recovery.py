@@ -132,7 +132,7 @@ class _Repair:
             self._name(ROOT_INO, LOST_AND_FOUND, lost)
         for name, ino in found.items():
             self._name(lost, name, ino)
-        await self._engine.transact((), self._operations)
+        await self._engine.transact(self._operations)
         return dropped, tuple(os.fsdecode(name) for name in found)
 
     async def _check_names(self) -> tuple[set[int], int, int]:

@@ -73,7 +73,7 @@ class NamespaceOnSQLite(NamespaceAgainstModel):
         return run(doing)
 
     def stored(self) -> object:
-        return run(self.engine.transact((), (), durable=False)), super().stored()
+        return run(self.engine.transact((), durable=False)), super().stored()
 
     @invariant()
     def is_as_the_model_says(self) -> None:
@@ -352,7 +352,7 @@ def test_a_wrong_link_count_is_repaired_and_told(
 ) -> None:
     inode = make(namespace, ROOT_INO, b"file", FILE).copy()
     inode.nlink = 7
-    run(engine.transact((), [Put(b"i" + inode.ino.to_bytes(8, "big"), inode.encode())]))
+    run(engine.transact([Put(b"i" + inode.ino.to_bytes(8, "big"), inode.encode())]))
     with caplog.at_level(logging.WARNING):
         loaded = reloaded(engine)
     assert "nlink 7" in caplog.text
@@ -362,7 +362,7 @@ def test_a_wrong_link_count_is_repaired_and_told(
 
 def test_a_name_without_an_inode_is_removed(engine: SQLiteEngine, namespace: Namespace) -> None:
     inode = make(namespace, ROOT_INO, b"file", FILE)
-    run(engine.transact((), [Delete(b"i" + inode.ino.to_bytes(8, "big"))]))
+    run(engine.transact([Delete(b"i" + inode.ino.to_bytes(8, "big"))]))
     assert [path for path, _ in walk(reloaded(engine))] == [b"/"]
 
 
@@ -378,7 +378,7 @@ def test_a_damaged_record_is_an_error_that_names_it(
     engine: SQLiteEngine, namespace: Namespace, damage: Put
 ) -> None:
     make(namespace, ROOT_INO, b"file", FILE)
-    run(engine.transact((), [damage]))
+    run(engine.transact([damage]))
     with pytest.raises(OSError, match=r"damaged|missing") as caught:
         reloaded(engine)
     assert caught.value.errno == errno.EIO

@@ -452,7 +452,7 @@ def test_a_store_that_cannot_be_loaded_is_left_unlocked_and_closed(
 ) -> None:
     with Store(tmp_path) as store:
         make_file_of(store, b"file", b"one")
-        run(store.engine.transact((), [Put(b"i" + (2).to_bytes(8, "big"), b"garbage")]))
+        run(store.engine.transact([Put(b"i" + (2).to_bytes(8, "big"), b"garbage")]))
     before = open_files()
     for _ in range(2):
         with pytest.raises(OSError, match="damaged") as caught, Store(tmp_path):

@@ -24,6 +24,7 @@ __all__ = [
     "Exists",
     "KeyValue",
     "NoSpace",
+    "OwnEngine",
     "Past",
     "Put",
     "SharedEngine",
@@ -125,30 +126,27 @@ class Engine(Protocol):
     """An ordered map from bytes to bytes, changed by transactions.
 
     Every method raises OSError when the storage fails, Damaged when it holds nonsense and
-    trio.ClosedResourceError after `close`.
+    trio.ClosedResourceError after `close`. A transaction applies all of its operations or none; a key
+    may occur in one of them only (ValueError). It returns its revision, or the current one if nothing
+    changed.
     """
-
-    @property
-    def shared(self) -> bool:
-        """Return whether it is a SharedEngine: others may change keys."""
-        ...
 
     async def range(self, start: bytes, end: bytes) -> list[KeyValue]:
         """Return the keys with start <= key < end in order."""
         ...
 
-    async def transact(
-        self,
-        compares: Sequence[Compare],
-        operations: Sequence[Put | Delete],
-        *,
-        durable: bool = True,
-        urgent: bool = False,
-    ) -> int:
-        """Apply all operations if every compare holds; an engine that is not shared takes none.
+    async def close(self) -> None:
+        """Release the storage; what was done before is kept. Closing twice does nothing."""
+        ...
 
-        A key may occur in one operation only (ValueError). Returns the revision of the transaction,
-        or the current one if nothing changed.
+
+class OwnEngine(Engine, Protocol):
+    """An engine that this process has to itself."""
+
+    async def transact(
+        self, operations: Sequence[Put | Delete], *, durable: bool = True, urgent: bool = False
+    ) -> int:
+        """Apply all operations.
 
         durable=False: visible at once and in order, but it reaches the storage with the next
         durable transaction or `flush`. A crash loses the newest of these only, each whole, and
@@ -156,7 +154,7 @@ class Engine(Protocol):
         urgent: on a full storage, use the space that is kept back for freeing some. Transactions
         of nothing but deletes are always urgent.
 
-        Raises Conflict or NoSpace; either way nothing has changed.
+        Raises NoSpace; then nothing has changed.
         """
         ...
 
@@ -166,10 +164,6 @@ class Engine(Protocol):
 
     async def flush(self) -> None:
         """Make every transaction so far durable. Raises NoSpace: all stay visible, try again."""
-        ...
-
-    async def close(self) -> None:
-        """Flush and release the storage, even if flushing raises. Closing twice does nothing."""
         ...
 
 
@@ -210,6 +204,13 @@ class SharedEngine(Engine, Protocol):
     @property
     def revision(self) -> int:
         """Return the newest revision that is known here."""
+        ...
+
+    async def transact(
+        self, compares: Sequence[Compare], operations: Sequence[Put | Delete]
+    ) -> int:
+        """Apply all operations if every compare holds. It is durable when this returns. Raises Conflict;
+        then nothing has changed."""
         ...
 
     async def get(self, key: bytes) -> KeyValue | None: ...

@@ -92,10 +92,6 @@ class EtcdEngine:
         return self._calls.prefix
 
     @property
-    def shared(self) -> bool:
-        return True
-
-    @property
     def revision(self) -> int:
         return self._calls.revision
 
@@ -134,15 +130,9 @@ class EtcdEngine:
         return revision
 
     async def transact(
-        self,
-        compares: Sequence[Compare],
-        operations: Sequence[Put | Delete],
-        *,
-        durable: bool = True,
-        urgent: bool = False,
+        self, compares: Sequence[Compare], operations: Sequence[Put | Delete]
     ) -> int:
-        """As Engine says, but every transaction with operations has a revision of its own, and all of
-        them are durable.
+        """As SharedEngine says. Every transaction with operations has a revision of its own.
 
         Raises LeaseEnded, and ValueError for more than TRANSACTION_OPERATIONS compares or operations.
         """
@@ -167,12 +157,6 @@ class EtcdEngine:
     async def settle(self) -> None:
         """Return when no transaction can be applied any more whose caller was not told its outcome."""
         await self._transactions.settle()
-
-    async def idle(self) -> None:
-        """Do nothing: nothing is put off here."""
-
-    async def flush(self) -> None:
-        """Do nothing: every transaction is durable when it is acknowledged."""
 
     def watch(self, start: bytes, end: bytes, from_revision: int) -> Watch:
         return self._watches.begin(start, end, from_revision)

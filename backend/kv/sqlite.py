@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import msgspec
 import trio
 
-from . import Compare, Damaged, Delete, KeyValue, NoSpace, Put
+from . import Damaged, Delete, KeyValue, NoSpace, Put
 from .ballast import Ballast
 from .database import Database
 from .journal import Damage, Journal
@@ -36,7 +36,7 @@ _JOURNAL_BYTES = 1024 * 1024
 
 
 class SQLiteEngine:
-    """An Engine on the file `path`, its log `path`-wal, its journal `path`-redo and its ballast
+    """An OwnEngine on the file `path`, its log `path`-wal, its journal `path`-redo and its ballast
     `path`-ballast.
 
     power_safe: sync every durable transaction to the disk. Without it a durable transaction
@@ -65,10 +65,6 @@ class SQLiteEngine:
             raise
         self._ballast = Ballast(path + "-ballast")
 
-    @property
-    def shared(self) -> bool:
-        return False
-
     async def range(self, start: bytes, end: bytes) -> list[KeyValue]:
         settled = self._settle()
         rows = self._database.range(start, end)
@@ -85,18 +81,11 @@ class SQLiteEngine:
         return sorted(found.values())
 
     async def transact(
-        self,
-        compares: Sequence[Compare],
-        operations: Sequence[Put | Delete],
-        *,
-        durable: bool = True,
-        urgent: bool = False,
+        self, operations: Sequence[Put | Delete], *, durable: bool = True, urgent: bool = False
     ) -> int:
-        """As Engine says. There are no compares and no leases: ValueError."""
+        """As OwnEngine says. There are no leases: ValueError."""
         if self._database.closed:
             raise trio.ClosedResourceError("the engine is closed")
-        if compares:
-            raise ValueError("an engine of one process compares nothing")
         try:
             return self._transact(operations, durable)
         except OSError as error:
@@ -112,7 +101,7 @@ class SQLiteEngine:
 
     async def flush(self) -> None:
         if self._volatile:
-            await self.transact((), (), urgent=True)
+            await self.transact((), urgent=True)
 
     async def idle(self) -> None:
         """Move the pending changes to the database: there is time for it."""

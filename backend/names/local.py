@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from ..inode import ROOT_INO, Inode
-from ..kv import Compare, Engine, Event
+from ..kv import Compare, Event, OwnEngine
 from .changes import Commit, operations
 from .planner import root_of
 from .tree import Tree
@@ -23,7 +23,7 @@ class LocalCommitter:
 
     read_only = False
 
-    def __init__(self, tree: Tree, engine: Engine) -> None:
+    def __init__(self, tree: Tree, engine: OwnEngine) -> None:
         self._tree = tree
         self._engine = engine
         self._next_ino = ROOT_INO + 1
@@ -45,7 +45,7 @@ class LocalCommitter:
             self._tree.enact_locally(commit)
             return commit.inode
         revision = await self._engine.transact(
-            (), operations(commit), durable=commit.durable, urgent=commit.urgent
+            operations(commit), durable=commit.durable, urgent=commit.urgent
         )
         self._tree.enact(commit, revision)
         return commit.inode

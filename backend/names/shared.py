@@ -14,7 +14,7 @@ from typing import Protocol
 import trio
 
 from ..inode import ROOT_INO, Inode, fail
-from ..kv import Compare, Conflict, Empty, Engine, Exists, Put
+from ..kv import Compare, Conflict, Empty, Exists, Put, SharedEngine
 from ..records import NEXT_INO_KEY
 from .changes import Commit, compares, operations
 from .tree import Tree
@@ -53,7 +53,7 @@ class SharedCommitter:
     def __init__(
         self,
         tree: Tree,
-        engine: Engine,
+        engine: SharedEngine,
         hub: Hub,
         *,
         after_commit: Callable[[tuple[int, ...], int], Awaitable[None]] | None = None,

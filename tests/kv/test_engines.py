@@ -10,7 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,7 +23,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from irdmafs.backend.kv import (
     Damaged,
     Delete,
-    Engine,
     KeyValue,
     NoSpace,
     Put,
@@ -33,7 +32,6 @@ from irdmafs.backend.kv.sqlite import SQLiteEngine
 
 END = b"\xff"
 Result = TypeVar("Result")
-Open = Callable[[], Engine]
 
 
 def in_trio(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -59,11 +57,28 @@ def now(awaitable: Awaitable[Result]) -> Result:
 
 def revision_of(engine: SQLiteEngine) -> int:
     """Return the revision of the newest transaction."""
-    return now(engine.transact((), (), durable=False))
+    return now(engine.transact((), durable=False))
 
 
 def value_of(engine: SQLiteEngine, key: bytes) -> KeyValue | None:
     return next(iter(now(engine.range(key, key + b"\0"))), None)
+
+
+class Either:
+    """An engine of either kind, by what both can do."""
+
+    def __init__(self, engine: SQLiteEngine | EtcdEngine) -> None:
+        self._engine = engine
+        self.range = engine.range
+        self.close = engine.close
+
+    async def transact(self, operations: Sequence[Put | Delete], *, durable: bool = True) -> int:
+        if isinstance(self._engine, SQLiteEngine):
+            return await self._engine.transact(operations, durable=durable)
+        return await self._engine.transact((), operations)
+
+
+Open = Callable[[], Either]
 
 
 @pytest.fixture(params=["sqlite", "sqlite-power-safe", "etcd"])
@@ -71,9 +86,9 @@ def open_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
     """Opens the engine of this test: the same store every time."""
     if request.param == "etcd":
         server, prefix = request.getfixturevalue("etcd"), new_prefix()
-        return lambda: EtcdEngine(server.endpoints, prefix)
+        return lambda: Either(EtcdEngine(server.endpoints, prefix))
     power_safe = request.param == "sqlite-power-safe"
-    return lambda: SQLiteEngine(str(tmp_path / "kv.sqlite"), power_safe=power_safe)
+    return lambda: Either(SQLiteEngine(str(tmp_path / "kv.sqlite"), power_safe=power_safe))
 
 
 class TestEveryEngine:
@@ -87,8 +102,8 @@ class TestEveryEngine:
     async def test_range_returns_what_was_put_with_its_revision(self, open_engine: Open) -> None:
         engine = open_engine()
         large = random.Random(1).randbytes(1_000_000)
-        first = await engine.transact((), [Put(b"a", b"1"), Put(b"\0\0", b"")])
-        second = await engine.transact((), [Put(b"a", large)])
+        first = await engine.transact([Put(b"a", b"1"), Put(b"\0\0", b"")])
+        second = await engine.transact([Put(b"a", large)])
         assert 0 < first < second
         assert await engine.range(b"\0", b"b") == [
             KeyValue(b"\0\0", b"", first),
@@ -100,7 +115,7 @@ class TestEveryEngine:
     async def test_range_is_ordered_and_excludes_its_end(self, open_engine: Open) -> None:
         engine = open_engine()
         keys = [b"a", b"a\0", b"aa", b"b", b"b\xff", b"c"]
-        await engine.transact((), [Put(key, key) for key in reversed(keys)])
+        await engine.transact([Put(key, key) for key in reversed(keys)])
         assert [found.key for found in await engine.range(b"a\0", b"c")] == keys[1:-1]
         assert await engine.range(b"c", b"a") == await engine.range(b"b", b"b") == []
         await engine.close()
@@ -109,7 +124,7 @@ class TestEveryEngine:
     async def test_a_key_cannot_occur_twice_in_a_transaction(self, open_engine: Open) -> None:
         engine = open_engine()
         with pytest.raises(ValueError, match="one operation"):
-            await engine.transact((), [Put(b"a", b"1"), Delete(b"a")])
+            await engine.transact([Put(b"a", b"1"), Delete(b"a")])
         assert await engine.range(b"", END) == []
         await engine.close()
 
@@ -118,15 +133,15 @@ class TestEveryEngine:
         engine = open_engine()
         for number in range(20):
             durable = number % 3 == 0
-            await engine.transact((), [Put(b"%d" % number, b"x" * number)], durable=durable)
-        revision = await engine.transact((), [Delete(b"7")], durable=False)
+            await engine.transact([Put(b"%d" % number, b"x" * number)], durable=durable)
+        revision = await engine.transact([Delete(b"7")], durable=False)
         before = await engine.range(b"0", b":")
         assert len(before) == 19
         await engine.close()
         await engine.close()
         engine = open_engine()
         assert await engine.range(b"0", b":") == before
-        assert await engine.transact((), [Put(b"next", b"")]) > revision
+        assert await engine.transact([Put(b"next", b"")]) > revision
         await engine.close()
 
     @in_trio
@@ -134,11 +149,11 @@ class TestEveryEngine:
         self, open_engine: Open
     ) -> None:
         engine = open_engine()
-        await engine.transact((), [Put(b"a", b"1")])
-        deleted = await engine.transact((), [Delete(b"a")])
+        await engine.transact([Put(b"a", b"1")])
+        deleted = await engine.transact([Delete(b"a")])
         await engine.close()
         engine = open_engine()
-        assert await engine.transact((), [Put(b"a", b"2")]) > deleted
+        assert await engine.transact([Put(b"a", b"2")]) > deleted
         await engine.close()
 
     @in_trio
@@ -148,16 +163,14 @@ class TestEveryEngine:
         with pytest.raises(trio.ClosedResourceError):
             await engine.range(b"", END)
         with pytest.raises(trio.ClosedResourceError):
-            await engine.transact((), [Put(b"a", b"1")])
+            await engine.transact([Put(b"a", b"1")])
 
 
 @in_trio
-async def test_sqlite_has_no_leases_and_compares_nothing(tmp_path: Path) -> None:
+async def test_sqlite_has_no_leases(tmp_path: Path) -> None:
     engine = SQLiteEngine(str(tmp_path / "kv.sqlite"), power_safe=False)
     with pytest.raises(ValueError, match="lease"):
-        await engine.transact((), [Put(b"a", b""), Put(b"b", b"", 1)])
-    with pytest.raises(ValueError, match="compares"):
-        await engine.transact([(b"a", 0)], [Put(b"a", b"")])
+        await engine.transact([Put(b"a", b""), Put(b"b", b"", 1)])
     assert revision_of(engine) == 0
     await engine.close()
 
@@ -197,7 +210,7 @@ class SQLiteAgainstModel(RuleBasedStateMachine):
                 state.pop(operation.key, None)
         if operations:
             self.history.append(state)
-        assert now(self.engine.transact((), operations, durable=durable)) == (len(self.history) - 1)
+        assert now(self.engine.transact(operations, durable=durable)) == (len(self.history) - 1)
         if durable:
             self.durable = len(self.history) - 1
 
@@ -263,7 +276,7 @@ def write_until_killed(path: str, seed: int) -> None:
     engine = SQLiteEngine(path, power_safe=False)
     while True:
         operations, durable = transaction_of(seed, revision_of(engine) + 1)
-        revision = now(engine.transact((), operations, durable=durable))
+        revision = now(engine.transact(operations, durable=durable))
         if durable:
             os.write(1, b"%d\n" % revision)
 
@@ -331,15 +344,15 @@ class TestFullStore:
     ) -> None:
         engine = SQLiteEngine(str(small_tmpfs / "kv.sqlite"), power_safe=False)
         for number in range(200):
-            now(engine.transact((), [Put(b"k%03d" % number, b"x" * 5000)]))
-        now(engine.transact((), [Put(b"lazy", b"1")], durable=False))
-        now(engine.transact((), [Put(b"lazy", b"2"), Delete(b"k000")], durable=False))
+            now(engine.transact([Put(b"k%03d" % number, b"x" * 5000)]))
+        now(engine.transact([Put(b"lazy", b"1")], durable=False))
+        now(engine.transact([Put(b"lazy", b"2"), Delete(b"k000")], durable=False))
         fill(small_tmpfs)
         revision = revision_of(engine)
         accepted = 0
         with pytest.raises(NoSpace):
             for number in range(3000):
-                now(engine.transact((), [Put(b"more%d" % number, b"y" * 5000)]))
+                now(engine.transact([Put(b"more%d" % number, b"y" * 5000)]))
                 accepted += 1
         assert revision_of(engine) == revision + accepted
         os.unlink(small_tmpfs / "filler")
@@ -349,17 +362,17 @@ class TestFullStore:
 
         fill(small_tmpfs)
         for number in range(accepted):
-            now(engine.transact((), [Delete(b"more%d" % number)]))
+            now(engine.transact([Delete(b"more%d" % number)]))
         for number in range(1, 200):
             urgent: list[Put | Delete] = [
                 Delete(b"k%03d" % number),
                 Put(b"lazy", b"%d" % number),
             ]
-            now(engine.transact((), urgent, urgent=True))
+            now(engine.transact(urgent, urgent=True))
         assert now(engine.range(b"", END)) == [KeyValue(b"lazy", b"199", revision_of(engine))]
         assert not (small_tmpfs / "kv.sqlite-ballast").exists()
         os.unlink(small_tmpfs / "filler")
-        now(engine.transact((), [Put(b"after", b"")]))
+        now(engine.transact([Put(b"after", b"")]))
         assert (small_tmpfs / "kv.sqlite-ballast").stat().st_blocks * 512 == 4 << 20
         before = now(engine.range(b"", END))
         now(engine.close())
@@ -371,7 +384,7 @@ class TestFullStore:
     def test_flushes_what_was_acknowledged_without_being_durable(self, small_tmpfs: Path) -> None:
         engine = SQLiteEngine(str(small_tmpfs / "kv.sqlite"), power_safe=False)
         for number in range(200):
-            now(engine.transact((), [Put(b"%d" % number, b"x" * 5000)], durable=False))
+            now(engine.transact([Put(b"%d" % number, b"x" * 5000)], durable=False))
         fill(small_tmpfs)
         now(engine.close())
         engine = SQLiteEngine(str(small_tmpfs / "kv.sqlite"), power_safe=False)
@@ -406,7 +419,7 @@ class TestFullStore:
             if chance.random() < 0.3:
                 operations = [op for op in operations if isinstance(op, Delete)]
             try:
-                now(engine.transact((), operations, durable=durable))
+                now(engine.transact(operations, durable=durable))
             except NoSpace:
                 refused += 1
             else:
@@ -425,7 +438,7 @@ def store(tmp_path: Path) -> Path:
     """The file of a closed engine with 2,000 keys."""
     path = tmp_path / "kv.sqlite"
     engine = SQLiteEngine(str(path), power_safe=False)
-    now(engine.transact((), [Put(b"key %04d" % key, b"value" * 20) for key in range(2000)]))
+    now(engine.transact([Put(b"key %04d" % key, b"value" * 20) for key in range(2000)]))
     now(engine.close())
     return path
 
@@ -490,7 +503,7 @@ class TestDamagedFile:
 
     def test_with_a_broken_log_header_does_not_lose_the_log(self, store: Path) -> None:
         engine = SQLiteEngine(str(store), power_safe=False)
-        now(engine.transact((), [Put(b"new", b"1")]))
+        now(engine.transact([Put(b"new", b"1")]))
         now(engine.range(b"", END))  # the journal goes into the database and its log
         crashed = store.parent / "crashed.sqlite"
         shutil.copy(store, crashed)
@@ -543,7 +556,7 @@ def test_a_store_that_was_killed_while_it_was_made_is_made_again(tmp_path: Path)
     (tmp_path / "kv.sqlite-new").write_bytes(b"half")
     (tmp_path / "kv.sqlite-new-wal").write_bytes(b"half")
     engine = SQLiteEngine(str(tmp_path / "kv.sqlite"), power_safe=False)
-    now(engine.transact((), [Put(b"a", b"1")]))
+    now(engine.transact([Put(b"a", b"1")]))
     now(engine.close())
     assert sorted(os.listdir(tmp_path)) == [
         "kv.sqlite",
@@ -556,7 +569,7 @@ def crashed_with_three_transactions(store: Path) -> Path:
     """A copy of a store as a killed process leaves it: three transactions are in the journal alone."""
     engine = SQLiteEngine(str(store), power_safe=False)
     for number in range(3):
-        now(engine.transact((), [Put(b"%d" % number, b"value")]))
+        now(engine.transact([Put(b"%d" % number, b"value")]))
     crashed = store.parent / "crashed.sqlite"
     for suffix in ("", "-wal", "-redo"):
         shutil.copy(f"{store}{suffix}", f"{crashed}{suffix}")
@@ -574,7 +587,7 @@ def test_a_record_cut_short_by_a_crash_is_dropped_and_those_before_it_are_kept(
     engine = SQLiteEngine(str(crashed), power_safe=False)
     found = [value_of(engine, b"%d" % number) for number in range(3)]
     assert [record is not None for record in found] == [True, True, False]
-    now(engine.transact((), [Put(b"next", b"")]))
+    now(engine.transact([Put(b"next", b"")]))
     now(engine.close())
 
 
@@ -589,10 +602,10 @@ def test_an_operation_of_a_wrong_type_leaves_the_rest_of_its_transaction_out(
     store: Path,
 ) -> None:
     engine = SQLiteEngine(str(store), power_safe=False)
-    now(engine.transact((), [Put(b"lazy", b"1")], durable=False))
+    now(engine.transact([Put(b"lazy", b"1")], durable=False))
     for wrong in (Put(b"b", object()), None):  # type: ignore[arg-type]
         with pytest.raises((TypeError, AttributeError)):
-            now(engine.transact((), [Put(b"a", b"1"), wrong]))  # type: ignore[list-item]
+            now(engine.transact([Put(b"a", b"1"), wrong]))  # type: ignore[list-item]
     assert value_of(engine, b"a") is None
     assert value_of(engine, b"lazy") == KeyValue(b"lazy", b"1", 2)
     now(engine.close())
