@@ -380,7 +380,8 @@ class NamespaceAgainstModel(RuleBasedStateMachine):
     @rule(mode=st.sampled_from([0o600, 0o644]))
     def tmpfile(self, mode: int) -> None:
         self.choose_host(in_use=True)
-        thing = Thing(FILE | mode, 7, 8)
+        root = self.model.root
+        thing = Thing(FILE | mode, 7, root.gid if root.mode & stat.S_ISGID else 8)
         thing.ino = self.namespace.orphan(FILE | mode, 7, 8).ino
         self.model.held.append(thing)
 
