@@ -5,13 +5,13 @@ committed in one transaction (names.local, names.shared); so one that fails leav
 """
 
 import errno
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
 import trio
 
+from .clock import now_ns
 from .inode import NAME_MAX, NO_LAYOUT, ROOT_INO, Dentry, Inode, fail
 from .kv import Compare, OwnEngine
 from .names.changes import Commit
@@ -158,9 +158,7 @@ class Namespace:
     ) -> Inode:
         """A file without a name (O_TMPFILE), with what a directory hands down. It lives in the replica
         until link() names it."""
-        inode = self._planner.new_inode(
-            self.inode(directory), mode, uid, gid, umask, time.time_ns()
-        )
+        inode = self._planner.new_inode(self.inode(directory), mode, uid, gid, umask, now_ns())
         inode.nlink = 0
         self.inodes[inode.ino] = inode
         return inode

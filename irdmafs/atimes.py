@@ -10,10 +10,10 @@ alone, as with lazytime. Each host of a cluster knows its own reads.
 import ctypes
 import os
 import struct
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
+from .backend.clock import now_ns
 from .backend.extents import ExtentStore
 from .backend.namespace import Inode
 from .backend.protection import NOATIME
@@ -82,7 +82,7 @@ class Atimes:
         """Note that an inode is read through us."""
         if self._nodiratime if inode.is_dir else self._noatime:
             return
-        now, atime_ns = time.time_ns(), self._read.get(inode.ino, inode.atime_ns)
+        now, atime_ns = now_ns(), self._read.get(inode.ino, inode.atime_ns)
         stale = atime_ns <= max(inode.mtime_ns, inode.ctime_ns) or now - atime_ns > _DAY_NS
         if stale and not inode.flags & NOATIME:
             _limit(self._read)

@@ -89,11 +89,9 @@ class Uncertain:
       the content before by the file's name. Whoever has the file open then, keeps it. It is parted from the
       moment on in which two processes may see different contents.
       Test: test_20_promises.py, test_reader_keeps_its_version_when_file_is_republished and others there.
-    - The file was mapped, its last descriptor is closed, and it was empty or is emptied then. An empty
-      version has no extent, so the map is that of a file which is gone. The kernel tells nobody of a map
-      that passes through.
-      Test: test_45_differential.py, test_map_without_a_descriptor_keeps_its_extent.
-
+    - The file is mapped, its last descriptor is closed, and it was empty once. An empty version has no
+      extent, so the map is that of a file which is gone. The kernel tells nobody of a map that passes
+      through. Test: test_45_differential.py, test_map_without_a_descriptor_keeps_its_extent.
     - O_APPEND was taken off a descriptor: writes that pass through go on appending (docs/sharing.md).
 
     A map that passes through is one of the extent: it does not keep the description open through which
@@ -107,10 +105,10 @@ class Uncertain:
         self._passes_through = passes_through
         self._holders = Holders()
         self._known: set[int] = set()
+        self._knows_too_little = False  # mknod(2) makes files whose inodes are not told
         self._private: set[int] = set()
         self._parted: set[int] = set()
         self._empty_maps: set[int] = set()
-        self._outlived: set[int] = set()  # mapped, and not open any more
         self._locks_unknown: set[int | None] = set()
 
     def note(self, step: Step, tmpfs: Value) -> None:
@@ -121,6 +119,7 @@ class Uncertain:
         source, target = self._holders.of(step, "source"), self._holders.of(step, "target")
         if source in self._parted and target is not None:
             self._parted.add(target)
+        self._knows_too_little |= step.op == "mknod"
         before = self._holders.inodes.copy()
         self._holders.note(step, tmpfs)
         if self._passes_through:
@@ -135,7 +134,8 @@ class Uncertain:
 
     def _note_open(self, step: Step, ino: int) -> None:
         flags = step.arguments["flags"]
-        if flags & os.O_TRUNC and not flags & os.O_PATH and ino in self._known:
+        was_there = ino in self._known or self._knows_too_little or not flags & os.O_CREAT
+        if flags & os.O_TRUNC and not flags & os.O_PATH and was_there:
             if ino in self._holders.inodes.values():
                 self._parted.add(ino)
             self._private.add(ino)
@@ -152,10 +152,9 @@ class Uncertain:
             closed.append(slot_of(step))  # what was in the slot before
         self._locks_unknown |= mapped & {before.get(holder) for holder in closed}
         if not isinstance(result, str) and empties(step):
-            self._parted |= self._outlived
-        self._outlived = mapped - self._holders.opened()
+            self._empty_maps |= mapped
         self._empty_maps &= mapped
-        self._parted |= self._empty_maps & self._outlived
+        self._parted |= self._empty_maps - self._holders.opened()
 
     def allows(self, step: Step, tmpfs: Value, mount: Value) -> bool:
         """Return whether both are the same but for what may differ."""

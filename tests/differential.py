@@ -72,7 +72,10 @@ class Pair:
             self.close()
             for tops in self._tops:
                 for left in tops[0].iterdir():
-                    shutil.rmtree(left, ignore_errors=True)
+                    if left.is_dir() and not left.is_symlink():
+                        shutil.rmtree(left, ignore_errors=True)
+                    else:
+                        left.unlink()
             raise
 
     def _run(self, sides: list[Side], program: Program) -> None:

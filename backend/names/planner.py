@@ -13,10 +13,10 @@ place: two moves at once could otherwise make a circle.
 import errno
 import os
 import stat
-import time
 from collections.abc import Callable, Mapping
 
 from .. import acl
+from ..clock import now_ns
 from ..inheritance import inherited_from
 from ..inode import NAME_MAX, ROOT_INO, Inode, fail, nearest_time
 from ..protection import refuse_change, refuse_lost_name, refuse_new_name
@@ -55,7 +55,7 @@ def root_of(tree: Tree) -> Commit | None:
     """Make the root directory unless there is one."""
     if ROOT_INO in tree.inodes:
         return None
-    root = Inode(ROOT_INO, stat.S_IFDIR | 0o755, os.getuid(), os.getgid(), time.time_ns())
+    root = Inode(ROOT_INO, stat.S_IFDIR | 0o755, os.getuid(), os.getgid(), now_ns())
     commit = Commit()
     commit.inode, commit.inodes = root, (root,)
     return commit
@@ -91,7 +91,7 @@ class Planner:
         if directory.nlink == 0:
             raise fail(errno.ENOENT)  # removed while somebody stands in it
         refuse_new_name(directory)
-        now = time.time_ns()
+        now = now_ns()
         inode = self.new_inode(directory, mode, uid, gid, umask, now)
         inode.rdev, inode.target, inode.version, inode.layout = rdev, target, version, layout
         inode.size = len(target)
@@ -126,7 +126,7 @@ class Planner:
             raise fail(errno.ENOENT)
         refuse_new_name(self._tree.inodes[parent])
         refuse_change(inode)
-        now = time.time_ns()
+        now = now_ns()
         inode.nlink += 1
         inode.ctime_ns = now
         commit = Commit()
@@ -197,7 +197,7 @@ class Planner:
             self._quotas.refuse_to_enter(self._quotas.of(moved.ino), new_parent)
             if flags & RENAME_EXCHANGE and replaced is not None:
                 self._quotas.refuse_to_enter(self._quotas.of(replaced.ino), parent)
-        commit, now = Commit(), time.time_ns()
+        commit, now = Commit(), now_ns()
         changed = moved.copy()
         changed.ctime_ns = now
         commit.inodes = [changed]
@@ -265,7 +265,7 @@ class Planner:
         inode.digests = digests
         inode.mtime_ns = nearest_time(mtime_ns)
         if ctime_ns != 0:
-            inode.ctime_ns = max(inode.ctime_ns + 1, ctime_ns or time.time_ns())
+            inode.ctime_ns = max(inode.ctime_ns + 1, ctime_ns or now_ns())
         if layout is not None:
             inode.layout = layout
         commit = Commit()
@@ -296,7 +296,7 @@ class Planner:
         """Change an inode's record, or a local orphan."""
         inode = self._tree.inode(ino).copy()
         change(inode)
-        inode.ctime_ns = time.time_ns()
+        inode.ctime_ns = now_ns()
         commit = Commit()
         commit.inode, commit.inodes = inode, (inode,)
         commit.local = inode.nlink == 0
@@ -376,7 +376,7 @@ def xattr_removed(name: bytes) -> Callable[[Inode], None]:
 
 def _without_name(parent: int, name: bytes, found: Inode, keep: bool) -> Commit:
     """Take a name away."""
-    commit, now = Commit(), time.time_ns()
+    commit, now = Commit(), now_ns()
     commit.names = ((parent, name, 0),)
     commit.times = ((parent, now),)
     commit.urgent = True

@@ -10,12 +10,12 @@ import contextlib
 import errno
 import logging
 import os
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
 
+from ..clock import now_ns
 from ..inode import (
     NAME_MAX,
     ROOT_INO,
@@ -278,7 +278,7 @@ class Tree:
                 self.next_block = (int.from_bytes(value, "big"), revision)
         for inode in inodes:
             self._put(inode)
-        now = time.time_ns()
+        now = now_ns()
         for ino in gone:
             known = self.inodes.get(ino)
             if known is not None:

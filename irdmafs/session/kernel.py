@@ -21,6 +21,7 @@ import trio
 
 from .. import inline, ioctls
 from ..backend import acl
+from ..backend.clock import now_ns
 from ..backend.namespace import fail
 from ..calls import Attributes, OpenInfo
 from ..kernel_cache import KernelCache, Name
@@ -549,7 +550,7 @@ class KernelSession(KernelCache):
         if max(atime_ns, mtime_ns) >= _NS:
             raise Malformed("a time has more nanoseconds than a second")
         wanted = Attributes()
-        now = time.time_ns()
+        now = now_ns()
         wanted.st_mode, wanted.st_uid, wanted.st_gid = mode, uid, gid
         if valid & Valid.SIZE:
             if size > 2**63 - 1:
