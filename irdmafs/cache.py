@@ -80,7 +80,7 @@ class Cache:
         if content.is_changing and content.extent:
             status = self.table.stat(content)
             ctime_ns = inode.ctime_ns
-            if stamp_of(status) != content.since:
+            if content.dirty or stamp_of(status) != content.since:
                 # The kernel's clock ticks: a write may seem to lie before the change of a name.
                 ctime_ns = max(ctime_ns + 1, status.st_ctime_ns)
             return Shown(status.st_size, status.st_blocks, status.st_mtime_ns, ctime_ns)
@@ -733,7 +733,7 @@ class Cache:
     def set_mtime(self, node: Node, mtime_ns: int) -> None:
         """utimensat(2): where the time is kept in the extent, it is to be set there."""
         content = node.content if node.is_bound else self.table.current.get(node.ino)
-        if content is None or not content.is_changing or not content.extent:
+        if content is None or not content.extent or not (content.is_changing or content.own):
             return
         written = self.publisher.is_written(content)
         status = self.table.stat(content)

@@ -38,13 +38,15 @@ class Content:
     when it was first opened in place; None when nothing of it was ever published; `begun` is the stamp
     when it began to be written. `mapped`: somebody could map it to write it. `whole`: everybody who writes
     it began with an empty file, so a writer that is killed publishes nothing. `kept`: such a writer left
-    it, and it is seen on this host only. `discarded`: its writer gave it up.
+    it, and it is seen on this host only. `discarded`: its writer gave it up. `base`: the version that a
+    writer in place leaves behind.
     """
 
     __slots__ = (
-        "awaited", "begun", "blocks", "dirty", "discarded", "extent", "fd", "holds", "ino", "kept",
-        "leaves", "leaving", "lock", "mapped", "mtime_ns", "opens", "own", "pinned", "preparing", "private",
-        "published", "seen", "size", "superseded", "version", "whole", "writable", "writers",
+        "awaited", "base", "begun", "blocks", "dirty", "discarded", "extent", "fd", "holds", "ino",
+        "kept", "leaves", "leaving", "lock", "mapped", "mtime_ns", "opens", "own", "pinned",
+        "preparing", "private", "published", "seen", "size", "superseded", "version", "whole",
+        "writable", "writers",
     )  # fmt: skip
 
     def __init__(self, inode: Inode, *, private: bool = False) -> None:
@@ -76,7 +78,7 @@ class Content:
     def show(self, inode: Inode) -> None:
         """Take over what the namespace says of the version."""
         self.published = inode
-        self.version = inode.version
+        self.version = self.base = inode.version
         self.size = inode.size
         self.blocks = inode.blocks
         self.mtime_ns = inode.mtime_ns
@@ -215,8 +217,7 @@ class ContentTable:
     def replace(self, content: Content, version: int) -> None:
         """This host has published another content as this version. A writer in place goes on from
         there: its close wins, as of two that replace a file."""
-        if content.writers:
-            content.version = version
+        content.base = version
         self.supersede(content)
 
     def supersede(self, content: Content) -> None:

@@ -974,6 +974,8 @@ class Operations:
                     copied = os.copy_file_range(fd, out, length, off_in, off_out)
 
         await self._cache.change(target, change)
+        if copied:
+            self.atimes.read(self._inodes[source.ino])
         return copied
 
     def newer_version(self, fh: int) -> tuple[int, bool]:

@@ -294,7 +294,7 @@ class Publisher:
                 mapped = False
             try:
                 while True:
-                    base = None if replaces else content.version
+                    base = None if replaces else content.base
                     try:
                         inode = await self._store.publish(
                             content.ino, extent, shape, status.st_mtime_ns,
@@ -302,7 +302,7 @@ class Publisher:
                         )  # fmt: skip
                         break
                     except Outdated:
-                        if content.version == base:
+                        if content.base == base:
                             raise
                         # This host has published a replacement meanwhile.
             except Outdated as outdated:
@@ -326,7 +326,8 @@ class Publisher:
         content.kept = False
         if extent != content.extent and content.private:
             # It goes on being private; the copy is the file's version.
-            content.published, content.version = inode, inode.version
+            content.published = inode
+            content.version = content.base = inode.version
             self._supersede_before(inode)
         else:
             content.show(inode)

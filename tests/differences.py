@@ -89,24 +89,30 @@ class Uncertain:
       the content before by the file's name. Whoever has the file open then, keeps it. It is parted from the
       moment on in which two processes may see different contents.
       Test: test_20_promises.py, test_reader_keeps_its_version_when_file_is_republished and others there.
-    - The file is mapped, its last descriptor is closed, and it was empty once. An empty version has no
-      extent, so the map is that of a file which is gone. The kernel tells nobody of a map that passes
-      through. Test: test_45_differential.py, test_map_without_a_descriptor_keeps_its_extent.
+    - The file is mapped, its last descriptor is closed, and it was empty once (in a cluster: in any case).
+      An empty version has no extent, and in a cluster one that is published has another, so the map is
+      that of a file which is gone. The kernel tells nobody of a map that passes through.
+      Test: test_45_differential.py, test_map_without_a_descriptor_keeps_its_extent.
     - O_APPEND was taken off a descriptor: writes that pass through go on appending (docs/sharing.md).
 
     A map that passes through is one of the extent: it does not keep the description open through which
     it was made. So locks that belong to a description end when the last descriptor is closed, where on a
-    tmpfs a map keeps them. From then on the file's locks are not compared.
+    tmpfs a map keeps them. From then on the file's locks are not compared. Nor are they when a descriptor
+    for reading is closed: that may drop a process's locks or not (docs/locks.md).
     Test: test_45_differential.py, test_flock_ends_with_the_last_descriptor_whatever_is_mapped.
     """
 
-    def __init__(self, *, isolated: bool, passes_through: bool) -> None:
+    def __init__(self, *, isolated: bool, passes_through: bool, moves_extents: bool) -> None:
+        """`moves_extents`: what is written in place lies in another extent after it was published."""
         self._isolated = isolated
+        self._moves_extents = moves_extents
         self._passes_through = passes_through
         self._holders = Holders()
         self._known: set[int] = set()
         self._knows_too_little = False  # mknod(2) makes files whose inodes are not told
         self._private: set[int] = set()
+        # They were private once: how their times move depends on who looked.
+        self._replaced: set[int] = set()
         self._parted: set[int] = set()
         self._empty_maps: set[int] = set()
         self._locks_unknown: set[int | None] = set()
@@ -120,10 +126,10 @@ class Uncertain:
         if source in self._parted and target is not None:
             self._parted.add(target)
         self._knows_too_little |= step.op == "mknod"
-        before = self._holders.inodes.copy()
+        before, flags = self._holders.inodes.copy(), self._holders.flags.copy()
         self._holders.note(step, tmpfs)
         if self._passes_through:
-            self._note_maps(step, result, before)
+            self._note_maps(step, result, before, flags)
             if step.op == "status_flags" and not step.arguments["flags"] & os.O_APPEND:
                 ino = self._holders.of(step, "slot")
                 if ino is not None and self._holders.flags[slot_of(step)] & os.O_APPEND:
@@ -139,11 +145,14 @@ class Uncertain:
             if ino in self._holders.inodes.values():
                 self._parted.add(ino)
             self._private.add(ino)
+            self._replaced.add(ino)
         elif ino in self._private:
             self._parted.add(ino)
         self._known.add(ino)
 
-    def _note_maps(self, step: Step, result: Value, before: dict[Holder, int]) -> None:
+    def _note_maps(
+        self, step: Step, result: Value, before: dict[Holder, int], flags: dict[Holder, int]
+    ) -> None:
         if step.op == "mmap" and isinstance(result, tuple) and result[2] == 0:
             self._empty_maps.add(result[1][1])
         holders, mapped = self._holders.inodes, self._holders.mapped()
@@ -151,15 +160,23 @@ class Uncertain:
         if step.op in ("open", "reopen", "dup") and not isinstance(result, str):
             closed.append(slot_of(step))  # what was in the slot before
         self._locks_unknown |= mapped & {before.get(holder) for holder in closed}
+        self._locks_unknown |= {
+            before[holder]
+            for holder in closed
+            if holder in before and flags[holder] & os.O_ACCMODE == os.O_RDONLY
+        }
         if not isinstance(result, str) and empties(step):
             self._empty_maps |= mapped
         self._empty_maps &= mapped
-        self._parted |= self._empty_maps - self._holders.opened()
+        lost = mapped if self._moves_extents else self._empty_maps
+        self._parted |= lost - self._holders.opened()
 
     def allows(self, step: Step, tmpfs: Value, mount: Value) -> bool:
         """Return whether both are the same but for what may differ."""
         if step.op in _LOCK_OPS and self._holders.of(step, "slot") in self._locks_unknown:
             return True
+        if self._replaced:
+            tmpfs, mount = (without_times(one, self._replaced) for one in (tmpfs, mount))
         uncertain = set(self._parted)
         if "slot" not in step.arguments or step.arguments.keys() & {"path", "new"}:
             uncertain |= self._private
@@ -184,6 +201,15 @@ def veiled(value: Value, inodes: set[int]) -> object:
     if any(_inode_of(part) in inodes for part in value):
         return without_contents(value)
     return tuple(veiled(part, inodes) for part in value)
+
+
+def without_times(value: Value, inodes: set[int]) -> object:
+    """The value without times of these files."""
+    if isinstance(value, dict) and value["inode"] in inodes:
+        return {key: one for key, one in value.items() if not key.endswith("time")}
+    if isinstance(value, tuple):
+        return tuple(without_times(part, inodes) for part in value)
+    return value
 
 
 def _inode_of(value: Value) -> int | None:
@@ -216,11 +242,16 @@ class Leniency:
         self._rules = [rule for rule in ALLOWED if kind in rule.sessions]
         self._isolated = isolated
         self._passes_through = kind in ("kernel", "cluster")
+        self._moves_extents = kind == "cluster"
         self._uncertain: Uncertain
 
     def begin(self, _root: Path, _number_of: NumberOf) -> None:
         """A program begins in an empty directory of the tmpfs. `number_of` numbers its inodes."""
-        self._uncertain = Uncertain(isolated=self._isolated, passes_through=self._passes_through)
+        self._uncertain = Uncertain(
+            isolated=self._isolated,
+            passes_through=self._passes_through,
+            moves_extents=self._moves_extents,
+        )
 
     def before(self, _step: Step) -> list[Step]:
         """Return the steps to carry out before this one."""

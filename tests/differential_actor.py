@@ -110,9 +110,13 @@ class Map:
 class Actor:
     """One process of the test."""
 
-    def __init__(self, number: int, sockets: list[socket.socket]) -> None:
+    def __init__(self, number: int, sockets: list[socket.socket], *, times: bool) -> None:
+        """`times`: they are compared. Then no empty file is emptied and no file cut to the size that it
+        has: a tmpfs moves times then only if the file has pages, most filesystems do always. Nor is
+        anything read where nothing is: whether that is an access, filesystems do not agree."""
         self.number = number
         self.sockets = sockets
+        self.times = times
         self.fds: list[int | None] = [None] * SLOTS
         self.maps: list[Map | None] = [None] * MAPS
         self.user = 0
@@ -178,12 +182,23 @@ class Actor:
         old = self.fds[slot]
         self.fds[slot] = fd
         if old is not None:
+            user = os.geteuid()
+            os.seteuid(0)  # whoever opens another file is not to publish this one
             with contextlib.suppress(OSError):
                 os.close(old)
+            os.seteuid(user)
 
     # -- opening and closing ---------------------------------------------------------------------
 
+    def _has_size(self, file: str | int, size: int) -> bool:
+        with contextlib.suppress(OSError):
+            found = os.stat(file)
+            return self.times and stat.S_ISREG(found.st_mode) and found.st_size == size
+        return False
+
     def do_open(self, slot: int, path: str, flags: int, mode: int = 0o644) -> Value:
+        if flags & os.O_TRUNC and self._has_size(path, 0):
+            flags &= ~os.O_TRUNC
         fd = os.open(path, flags, mode)
         os.set_inheritable(fd, not flags & os.O_CLOEXEC)
         self._put(slot, fd)
@@ -235,6 +250,7 @@ class Actor:
             "number": self.number,
             "sockets": [channel.fileno() for channel in self.sockets],
             "fds": kept,
+            "times": self.times,
         }
         os.execv(sys.executable, [sys.executable, "-SEI", __file__, json.dumps(state)])
 
@@ -243,10 +259,24 @@ class Actor:
 
     # -- reading and writing ---------------------------------------------------------------------
 
+    def _reads_nothing(self, fd: int, offset: int | None, length: int) -> bool:
+        """Return whether a descriptor that may be read has nothing there, if times are compared."""
+        found = os.fstat(fd)
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        is_open = flags & os.O_ACCMODE != os.O_WRONLY and not flags & os.O_PATH
+        if not self.times or not is_open or not stat.S_ISREG(found.st_mode):
+            return False
+        at = os.lseek(fd, 0, os.SEEK_CUR) if offset is None else offset
+        return not length or at >= found.st_size
+
     def do_read(self, slot: int, length: int) -> Value:
+        if self._reads_nothing(self._fd(slot), None, length):
+            return _content(b"")
         return _content(os.read(self._fd(slot), length))
 
     def do_pread(self, slot: int, offset: int, length: int) -> Value:
+        if self._reads_nothing(self._fd(slot), offset, length):
+            return _content(b"")
         return _content(os.pread(self._fd(slot), length, offset))
 
     def do_write(self, slot: int, mark: int, length: int) -> Value:
@@ -279,6 +309,8 @@ class Actor:
             os.lseek(fd, position, os.SEEK_SET)
         if whence == os.SEEK_HOLE:
             return offset <= found <= size
+        if found == offset:
+            return True
         with contextlib.suppress(OSError):  # it may be open for writing only
             return not any(os.pread(fd, found - offset, offset))
         return True
@@ -286,18 +318,23 @@ class Actor:
     def do_copy_range(
         self, source: int, target: int, length: int, from_offset: int | None, to_offset: int | None
     ) -> Value:
+        if self._reads_nothing(self._fd(source), from_offset, length):
+            return 0
         return os.copy_file_range(
             self._fd(source), self._fd(target), length, from_offset, to_offset
         )
 
     def do_sendfile(self, source: int, target: int, offset: int | None, length: int) -> Value:
+        if self._reads_nothing(self._fd(source), offset, length):
+            return 0
         return os.sendfile(self._fd(target), self._fd(source), offset, length)
 
     def do_ftruncate(self, slot: int, size: int) -> Value:
-        return os.ftruncate(self._fd(slot), size)
+        fd = self._fd(slot)
+        return None if self._has_size(fd, size) else os.ftruncate(fd, size)
 
     def do_truncate(self, path: str, size: int) -> Value:
-        return os.truncate(path, size)
+        return None if self._has_size(path, size) else os.truncate(path, size)
 
     def do_fallocate(self, slot: int, mode: int, offset: int, length: int) -> Value:
         return _checked(_libc.fallocate(self._fd(slot), mode, offset, length))
@@ -314,6 +351,8 @@ class Actor:
         return mapping
 
     def do_mmap(self, where: int, slot: int, length: int, protection: int, flags: int) -> Value:
+        if self._reads_nothing(self._fd(slot), 0, length):
+            return "nothing to map"
         address = _libc.mmap(None, length, protection, flags, self._fd(slot), 0)
         if address is None or address == ctypes.c_void_p(-1).value:
             _checked(-1)
@@ -493,9 +532,12 @@ class Actor:
 class Parent:
     """The process from which all actors of one side descend. It has none of their descriptors."""
 
-    def __init__(self, control: socket.socket, sockets: list[socket.socket]) -> None:
+    def __init__(
+        self, control: socket.socket, sockets: list[socket.socket], *, times: bool
+    ) -> None:
         self._control = control
         self._sockets = sockets
+        self._with_times = times
 
     def serve(self) -> None:
         """Do what is asked for over `control` until it is closed; raises OSError for what fails."""
@@ -517,7 +559,7 @@ class Parent:
             os.chdir("/")
             return pid
         self._control.close()
-        Actor(number, self._sockets).serve()
+        Actor(number, self._sockets, times=self._with_times).serve()
         return None
 
     def do_tree(self, root: str) -> Value:
@@ -543,7 +585,7 @@ class Parent:
     def _describe(self, path: str) -> Value:
         found = os.lstat(path)
         content: Value = None
-        if stat.S_ISREG(found.st_mode):
+        if stat.S_ISREG(found.st_mode) and found.st_size:
             with open(path, "rb") as file:
                 content = _content(file.read())
         elif stat.S_ISLNK(found.st_mode):
@@ -564,9 +606,9 @@ def main() -> None:
     state = json.loads(sys.argv[1])
     sockets = _sockets(state["sockets"])
     if "control" in state:
-        Parent(socket.socket(fileno=state["control"]), sockets).serve()
+        Parent(socket.socket(fileno=state["control"]), sockets, times=state["times"]).serve()
         return
-    actor = Actor(state["number"], sockets)
+    actor = Actor(state["number"], sockets, times=state["times"])
     actor.fds = state["fds"]
     sockets[actor.number].send(marshal.dumps([(None, None)]))
     actor.serve()

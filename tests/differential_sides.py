@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ class Normal:
     def __init__(self, *, times: bool = True) -> None:
         self._with_times = times
         self._inodes: dict[int, int] = {}
-        self._times: dict[int, tuple[int, int]] = {}
+        self._times: dict[int, tuple[int, int, int]] = {}
         self._stored = False
         self.processes: dict[int, int] = {}
 
@@ -49,8 +50,10 @@ class Normal:
         if not isinstance(found, tuple):
             return found
         if found and found[0] == "stat":
-            _, ino, mode, nlink, uid, gid, size, _atime, mtime, ctime = found
-            moved = self._moved(ino, mtime, ctime) if self._with_times else {}
+            _, ino, mode, nlink, uid, gid, size, *times = found
+            moved = self._moved(ino, *times) if self._with_times else {}
+            if stat.S_ISLNK(mode):
+                moved.pop("atime", None)  # FUSE's kernel reads a link that it remembers by itself
             return {
                 "inode": self._inode(ino),
                 "mode": oct(mode),
@@ -72,18 +75,29 @@ class Normal:
     def _inode(self, ino: int) -> int:
         return self._inodes.setdefault(ino, len(self._inodes))
 
-    def _moved(self, ino: int, mtime: int, ctime: int) -> dict[str, Value]:
+    def _moved(self, ino: int, atime: int, mtime: int, ctime: int) -> dict[str, Value]:
         before = self._times.get(ino)
-        self._times[ino] = (mtime, ctime)
-        shown: Value = mtime if mtime < _EXPLICIT_NS_MAX else "now"
+        self._times[ino] = (atime, mtime, ctime)
+        # Which reads count is relatime's choice; a file that was never read since a step set a time in the
+        # past still has that one.
+        read = "EARLIER" if before and before[0] > atime >= _EXPLICIT_NS_MAX else _told(atime)
         if before is None:
-            return {"mtime": shown}
+            return {"atime": read, "mtime": _told(mtime)}
         if self._stored:
-            return {"mtime": "unknown"}
-        if shown == "now" and mtime != before[0]:
-            shown = "later" if mtime > before[0] else "EARLIER"
-        order = "same" if ctime == before[1] else "later" if ctime > before[1] else "EARLIER"
-        return {"mtime": shown, "ctime": order}
+            return {"atime": read, "mtime": "unknown"}
+        order = _order(ctime, before[2])
+        return {"atime": read, "mtime": _told(mtime, before[1]), "ctime": order}
+
+
+def _told(time_ns: int, before_ns: int | None = None) -> Value:
+    """A time that a step set, or how another one moved."""
+    if time_ns < _EXPLICIT_NS_MAX:
+        return time_ns
+    return "now" if before_ns is None else _order(time_ns, before_ns)
+
+
+def _order(time_ns: int, before_ns: int) -> str:
+    return "same" if time_ns == before_ns else "later" if time_ns > before_ns else "EARLIER"
 
 
 class Side:
@@ -103,7 +117,7 @@ class Side:
         self._channels = [pair[0] for pair in pairs[1:]]
         theirs = [pair[1] for pair in pairs]
         numbers = [one.fileno() for one in theirs]
-        state = {"control": numbers[0], "sockets": numbers[1:]}
+        state = {"control": numbers[0], "sockets": numbers[1:], "times": times}
         actor = Path(__file__).with_name("differential_actor.py")
         self._popen = subprocess.Popen(
             [sys.executable, "-SEI", actor, json.dumps(state)], pass_fds=numbers, cwd="/"

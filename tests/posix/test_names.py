@@ -565,6 +565,40 @@ def test_times_are_kept_to_the_nanosecond(folder: Path, process: TakeProcess) ->
     assert os.stat(file).st_ctime_ns >= before
 
 
+def test_a_time_that_is_set_while_nobody_writes_a_new_file_stays_for_its_next_writer(
+    folder: Path,
+) -> None:
+    file = folder / "file"
+    fd = os.open(file, os.O_RDWR | os.O_CREAT)
+    for flags in (os.O_WRONLY | os.O_APPEND, os.O_RDONLY):
+        again = os.open(f"/proc/self/fd/{fd}", flags)
+        os.close(fd)
+        fd = again
+    os.utime(fd, ns=(1, 2))
+    writer = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY)
+    assert os.stat(file).st_mtime_ns == 2
+    os.close(writer)
+    assert os.stat(file).st_mtime_ns == 2
+    os.close(fd)
+
+
+def test_times_are_in_the_order_of_the_calls_that_made_them(folder: Path) -> None:
+    file = folder / "file"
+    seen = []
+    for number in range(100):
+        fd = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        seen.append(os.fstat(fd).st_ctime_ns)
+        os.write(fd, b"x")
+        seen.append(os.fstat(fd).st_mtime_ns)
+        os.fchmod(fd, 0o600 + number % 2)
+        seen.append(os.fstat(fd).st_ctime_ns)
+        os.close(fd)
+        seen.append(os.stat(file).st_ctime_ns)
+        os.unlink(file)
+        seen.append(os.stat(folder).st_mtime_ns)
+    assert seen == sorted(seen)
+
+
 def test_changes_move_the_times_that_posix_says(folder: Path, process: TakeProcess) -> None:
     file, long_ago = folder / "file", (1_000_000_000, 1_000_000_000)
     file.write_text("x")

@@ -170,6 +170,20 @@ def test_a_replacement_that_could_be_mapped_is_published_once(folder: Path) -> N
     assert version(file) == before + 1
 
 
+def test_a_writer_who_comes_by_a_descriptor_after_the_file_was_emptied_makes_no_conflict(
+    folder: Path,
+) -> None:
+    file = folder / "file"
+    reader = os.open(file, os.O_RDONLY | os.O_CREAT)
+    os.close(os.open(file, os.O_RDONLY | os.O_TRUNC))
+    writer = os.open(f"/proc/self/fd/{reader}", os.O_RDWR)
+    os.write(writer, b"content")
+    os.close(reader)
+    os.close(writer)
+    assert file.read_bytes() == b"content"
+    assert os.listdir(folder) == ["file"]
+
+
 def test_a_new_file_whose_first_writers_wrote_nothing_is_seen_as_it_grows(folder: Path) -> None:
     file = folder / "file"
     fd = os.open(file, os.O_WRONLY | os.O_CREAT)
