@@ -5,7 +5,7 @@ through to an extent, which the kernel stamps. The kernel's stamps come from a c
 milliseconds, so one may lie before an earlier `time.time_ns()`, and a file would seem to be written before
 it was made. Since Linux 6.13 the kernel moves that clock on when it hands out a finer stamp, and it does so
 for a file whose last stamp was looked at, if that is not older than the last tick. This clock stamps a file
-of its own, looks at it, and tells of the nanosecond before: all stamps before it are earlier, and all after
+of its own, looks at it, and tells of a moment just before: all stamps before it are earlier, and all after
 it are later.
 """
 
@@ -14,6 +14,9 @@ import os
 import time
 
 __all__ = ["now_ns"]
+
+# A change whose own time would be earlier, by another host's clock, is shown 1 ns after the one before it.
+_BEFORE_NS = 2
 
 
 @functools.cache
@@ -27,7 +30,7 @@ def now_ns() -> int:
     stamp = _stamp()
     if stamp < before:
         stamp = _stamp()
-    return stamp - 1
+    return stamp - _BEFORE_NS
 
 
 def _stamp() -> int:

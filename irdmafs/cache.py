@@ -733,7 +733,7 @@ class Cache:
     def set_mtime(self, node: Node, mtime_ns: int) -> None:
         """utimensat(2): where the time is kept in the extent, it is to be set there."""
         content = node.content if node.is_bound else self.table.current.get(node.ino)
-        if content is None or not content.extent or not (content.is_changing or content.own):
+        if content is None or not content.extent or not (content.is_changing or content.writable):
             return
         written = self.publisher.is_written(content)
         status = self.table.stat(content)

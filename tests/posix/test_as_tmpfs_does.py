@@ -208,7 +208,7 @@ def test_a_time_that_goes_back_is_told_from_one_that_moves_on() -> None:
 
     now = 10**18
     assert look(now, now) == ("now", None)
-    assert look(now, now + 1) == ("now", "later")
+    assert look(now, now + 1) == ("same", "later")
     assert look(now + 2, now + 1) == ("later", "same")
     assert look(now + 1, now) == ("EARLIER", "EARLIER")
     assert look(5, now + 1) == (5, "later")

@@ -575,10 +575,13 @@ def test_a_time_that_is_set_while_nobody_writes_a_new_file_stays_for_its_next_wr
         os.close(fd)
         fd = again
     os.utime(fd, ns=(1, 2))
-    writer = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY)
-    assert os.stat(file).st_mtime_ns == 2
-    os.close(writer)
-    assert os.stat(file).st_mtime_ns == 2
+    for size in (0, 1):
+        writer = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY)
+        assert os.stat(file).st_mtime_ns == 2
+        os.close(writer)
+        assert os.stat(file).st_mtime_ns == 2
+        os.truncate(file, size + 1)
+        os.utime(fd, ns=(1, 2))
     os.close(fd)
 
 
