@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from invariants import check
 from irdmafs.backend import node as store_node
+from irdmafs.backend.clock import now_ns
 from irdmafs.backend.node import StoreNode
 
 from irdmafs.cache import Cache
@@ -335,6 +336,7 @@ def open_files() -> int:
 def serve(mode: str, talk: Callable[[Served], None], messages: list[bytes] | None = None) -> None:
     """Serve a new store; afterwards it must be whole, and nothing may have been left open."""
     backings = Backings()
+    now_ns()  # the clock keeps a descriptor
     before = open_files()
 
     async def main(directory: str) -> None:
@@ -639,6 +641,7 @@ def test_a_failed_creation_leaves_neither_handle_nor_node_nor_descriptor(
     opcode: Opcode, flags: int
 ) -> None:
     def talk(served: Served) -> None:
+        now_ns()  # the clock keeps a descriptor
         before = open_files()
         data = wire.CREATE_IN.pack(flags, 0o644, 0, 0) + b"file\0"
         for _ in range(3):
