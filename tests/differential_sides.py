@@ -37,7 +37,7 @@ class Normal:
     def __init__(self, *, times: bool = True) -> None:
         self._with_times = times
         self._inodes: dict[int, int] = {}
-        self._times: dict[int, tuple[int, int, int]] = {}
+        self._times: dict[int, tuple[int, int]] = {}
         self._stored = False
         self.processes: dict[int, int] = {}
 
@@ -50,10 +50,10 @@ class Normal:
         if not isinstance(found, tuple):
             return found
         if found and found[0] == "stat":
-            _, ino, mode, nlink, uid, gid, size, *times = found
-            moved = self._moved(ino, *times) if self._with_times else {}
-            if stat.S_ISLNK(mode):
-                moved.pop("atime", None)  # FUSE's kernel reads a link that it remembers by itself
+            _, ino, mode, nlink, uid, gid, size, _atime, mtime, ctime = found
+            # Not compared: access times, which follow those of the extents, and times of directories.
+            is_timed = self._with_times and not stat.S_ISDIR(mode)
+            moved = self._moved(ino, mtime, ctime) if is_timed else {}
             return {
                 "inode": self._inode(ino),
                 "mode": oct(mode),
@@ -75,18 +75,14 @@ class Normal:
     def _inode(self, ino: int) -> int:
         return self._inodes.setdefault(ino, len(self._inodes))
 
-    def _moved(self, ino: int, atime: int, mtime: int, ctime: int) -> dict[str, Value]:
+    def _moved(self, ino: int, mtime: int, ctime: int) -> dict[str, Value]:
         before = self._times.get(ino)
-        self._times[ino] = (atime, mtime, ctime)
-        # Which reads count is relatime's choice; a file that was never read since a step set a time in the
-        # past still has that one.
-        read = "EARLIER" if before and before[0] > atime >= _EXPLICIT_NS_MAX else _told(atime)
+        self._times[ino] = (mtime, ctime)
         if before is None:
-            return {"atime": read, "mtime": _told(mtime)}
+            return {"mtime": _told(mtime)}
         if self._stored:
-            return {"atime": read, "mtime": "unknown"}
-        order = _order(ctime, before[2])
-        return {"atime": read, "mtime": _told(mtime, before[1]), "ctime": order}
+            return {"mtime": "unknown"}
+        return {"mtime": _told(mtime, before[0]), "ctime": _order(ctime, before[1])}
 
 
 def _told(time_ns: int, before_ns: int | None = None) -> Value:
