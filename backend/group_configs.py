@@ -37,7 +37,7 @@ class Groups:
     def __init__(self) -> None:
         self._configs: dict[int, tuple[GroupConfig, int]] = {}
         self.wanted: set[int] = set()
-        self._moved = trio.Event()
+        self._moved = trio.lowlevel.ParkingLot()
         # Called with a group's id after its configuration changed.
         self.group_changed: list[Callable[[int], None]] = []
         # Called with a pool's number when somebody wants its groups.
@@ -57,7 +57,7 @@ class Groups:
 
     async def changed(self) -> None:
         """Wait for the next change of any group."""
-        await self._moved.wait()
+        await self._moved.park()
 
     def missing(self, pool: int, settings: Settings) -> list[int]:
         """The groups of a pool that have not been created."""
@@ -200,5 +200,4 @@ class Groups:
             listener(group)
 
     def _wake(self) -> None:
-        self._moved.set()
-        self._moved = trio.Event()
+        self._moved.unpark_all()

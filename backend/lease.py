@@ -11,7 +11,6 @@ lease is gone, or the key is.
 
 import errno
 import logging
-import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol
@@ -20,6 +19,7 @@ import msgspec
 import trio
 
 from .kv import Compare, Conflict, Exists, Put, SharedEngine, WentBack
+from .pauses import Pauses
 from .records import MountRecord, NodeAddress, decode, encode, key_of
 
 __all__ = ["MOUNT", "NODE", "LeaseEngine", "Removed", "Session", "SessionEnded", "now_s"]
@@ -117,9 +117,8 @@ class Session:
         self.valid_until = 0.0  # by now_s()
         self.released = False
         self._keeping: trio.CancelScope | None = None
-        self._changed = (
-            trio.Event()
-        )  # set and replaced whenever the session begins, goes on or ends
+        # Woken whenever the session begins, goes on or ends.
+        self._changed = trio.lowlevel.ParkingLot()
         self._writing = trio.Lock()
 
     @property
@@ -143,7 +142,7 @@ class Session:
         while not self.valid():
             if self.released:
                 raise SessionEnded
-            await self._changed.wait()
+            await self._changed.park()
         return self.number
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -213,8 +212,7 @@ class Session:
         self._notify()
 
     def _notify(self) -> None:
-        self._changed.set()
-        self._changed = trio.Event()
+        self._changed.unpark_all()
 
     def _extend(self, sent_s: float, ttl_s: float) -> None:
         if self._keeping is not None and self._keeping.cancel_called:
@@ -223,7 +221,7 @@ class Session:
         self._notify()
 
     async def _register_again(self) -> None:
-        delay_s = RETRY_FIRST_S
+        pauses = Pauses(RETRY_FIRST_S, RETRY_MAX_S)
         while not self.released:
             try:
                 # The old lease may live on if only its key was lost.
@@ -233,9 +231,8 @@ class Session:
             except Removed:
                 raise
             except OSError as error:
-                log.warning("registering again in %.1f s: %s", delay_s, error)
-            await trio.sleep(delay_s * random.uniform(0.5, 1.0))
-            delay_s = min(2 * delay_s, RETRY_MAX_S)
+                log.warning("registering again in %.1f s: %s", pauses.next_s, error)
+            await pauses.wait()
 
     async def _register(self) -> None:
         if self.verify is not None:
@@ -304,7 +301,7 @@ class Session:
 
     async def _keep(self) -> None:
         """Returns when etcd says that the lease does not exist."""
-        delay_s = RETRY_FIRST_S
+        pauses = Pauses(RETRY_FIRST_S, self.ttl_s / 4)
         while True:
             # The engine's clock stands still in suspend; ours is then further ahead of it than before
             # the request, so adding the older distance errs towards an earlier end.
@@ -312,12 +309,11 @@ class Session:
             try:
                 async for sent_s, ttl_s in self._engine.leases.keep_alive(self.lease):
                     self._extend(sent_s + ahead_s, ttl_s)
-                    delay_s = RETRY_FIRST_S
+                    pauses.begin_anew()
                     ahead_s = now_s() - time.monotonic()
                 return
             except WentBack:
                 pass  # it is told elsewhere
             except OSError as error:
                 log.warning("the lease is not kept alive now: %s", error)
-            await trio.sleep(delay_s)
-            delay_s = min(2 * delay_s, self.ttl_s / 4)
+            await pauses.wait()

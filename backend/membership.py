@@ -118,7 +118,7 @@ class Members:
         self._seen: dict[int, int] = {}  # lease -> revision
         self._attached: Session | None = None
         self._placement: Placement | None = None
-        self._moved = trio.Event()
+        self._moved = trio.lowlevel.ParkingLot()
         # Called with a node's id after its address or record changed, came or went.
         self.node_changed: list[Callable[[int], None]] = []
         # Called with a pool's number after its targets changed.
@@ -205,7 +205,7 @@ class Members:
 
     async def changed(self) -> None:
         """Wait for the next change of anything here."""
-        await self._moved.wait()
+        await self._moved.park()
 
     def attach(self, session: Session) -> None:
         """Tell this process's own session when its key is deleted, whatever became of its lease."""
@@ -333,8 +333,7 @@ class Members:
                 del self._followers[directory]
 
     def _wake(self) -> None:
-        self._moved.set()
-        self._moved = trio.Event()
+        self._moved.unpark_all()
 
 
 def _call(listeners: Sequence[Callable[[int], None]], number: int) -> None:

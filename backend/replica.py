@@ -11,7 +11,6 @@ need not come from the watch first, which tells it a little later.
 import errno
 import heapq
 import logging
-import random
 from collections.abc import Sequence
 from itertools import count
 from typing import Protocol
@@ -20,6 +19,7 @@ import trio
 
 from .history import History
 from .kv import Compacted, Event, KeyValue, SharedEngine, WentBack
+from .pauses import Pauses
 
 __all__ = ["Consumer", "Replica"]
 
@@ -150,12 +150,12 @@ class Replica:
         self._advance(revision)
 
     async def _follow(self) -> None:
-        delay_s = _RETRY_FIRST_S
+        pauses = Pauses(_RETRY_FIRST_S, _RETRY_MAX_S)
         try:
             while True:
                 try:
                     async for change in self._engine.watch(_START, _END, self.applied):
-                        delay_s = _RETRY_FIRST_S
+                        pauses.begin_anew()
                         self._apply(change.revision, change.events)
                     return
                 except Compacted as error:
@@ -165,7 +165,7 @@ class Replica:
                         continue
                 except OSError as error:
                     log.warning("the watch broke, reading everything anew: %s", error)
-                delay_s = await self._load_again(delay_s)
+                await self._load_again(pauses)
         except trio.ClosedResourceError:
             pass
         finally:
@@ -179,17 +179,16 @@ class Replica:
             raise error
         return await self._history.wait_resolved(error)
 
-    async def _load_again(self, delay_s: float) -> float:
-        """Try until it succeeds: until then the replica stays as it was. Returns the next delay."""
+    async def _load_again(self, pauses: Pauses) -> None:
+        """Try until it succeeds: until then the replica stays as it was."""
         while True:
-            await trio.sleep(delay_s * random.uniform(0.5, 1.0))
-            delay_s = min(2 * delay_s, _RETRY_MAX_S)
+            await pauses.wait()
             try:
                 await self._load()
-                return delay_s
+                return
             except WentBack as error:
                 if await self._wait_resolved(error):
-                    return delay_s
+                    return
             except OSError as error:
                 log.warning("the cluster's keys cannot be read now: %s", error)
 

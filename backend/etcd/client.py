@@ -14,6 +14,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import trio
 
+from ..pauses import Pauses
 from . import etcd_pb2 as pb
 from .connection import Connection
 from .endpoint import Endpoint, connect, parse_endpoint, tls_context
@@ -43,7 +44,7 @@ log = logging.getLogger(__name__)
 # One try of a call. etcd itself gives a request up after 7 s.
 TRY_S = 4.0
 _CONNECT_S = 2.0
-_PAUSE_S = (0.02, 0.5)  # between tries: the first, the longest
+PAUSES_S = (0.02, 0.5)  # between tries: the first, the longest
 
 # gRPC status codes
 _CANCELLED, _UNKNOWN, _INVALID_ARGUMENT, _DEADLINE_EXCEEDED = 1, 2, 3, 4
@@ -171,7 +172,7 @@ class Client:
         Raises RpcError, and OSError (ETIMEDOUT; EACCES when there is no use in trying again).
         """
         deadline = trio.current_time() + timeout_s
-        pauses = Pauses()
+        pauses = Pauses(*PAUSES_S)
         while True:
             left_s = deadline - trio.current_time()
             try:
@@ -376,17 +377,3 @@ class Client:
                 headers.append(("token", self._token))
             block = self._blocks[path] = header_block(headers)
         return block
-
-
-class Pauses:
-    """Between tries: longer each time, and not in step with others'."""
-
-    def __init__(self) -> None:
-        self.next_s = _PAUSE_S[0]
-
-    async def wait(self) -> None:
-        await trio.sleep(self.next_s)
-        self.longer()
-
-    def longer(self) -> None:
-        self.next_s = min(self.next_s * random.uniform(1.5, 2.5), _PAUSE_S[1])

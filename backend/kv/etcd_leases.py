@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 import trio
 
 from ..etcd import etcd_pb2 as pb
-from ..etcd.client import GRANT, KEEP_ALIVE, RANGE, REVOKE, Pauses, RpcError, Uncertain, Unsent
+from ..etcd.client import GRANT, KEEP_ALIVE, PAUSES_S, RANGE, REVOKE, RpcError, Uncertain, Unsent
+from ..pauses import Pauses
 from .etcd_calls import FAILED_PRECONDITION, NOT_FOUND, Calls
 
 __all__ = ["LEASE_BITS", "OWNER_BYTES", "EtcdLeases", "LeaseEnded"]
@@ -53,7 +54,7 @@ class EtcdLeases:
         """
         calls = self._calls
         request = pb.LeaseKeepAliveRequest(ID=lease)
-        pauses = Pauses()
+        pauses = Pauses(*PAUSES_S)
         ttl_s = 1.0
         while True:
             calls.check_open()
@@ -68,7 +69,7 @@ class EtcdLeases:
                 continue
             if answer.TTL <= 0:
                 return
-            pauses = Pauses()
+            pauses.begin_anew()
             ttl_s = float(answer.TTL)
             yield sent, ttl_s
             # A process that was stopped, or had much to do, may be late.

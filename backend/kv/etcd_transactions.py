@@ -20,7 +20,8 @@ from typing import NamedTuple
 import trio
 
 from ..etcd import etcd_pb2 as pb
-from ..etcd.client import REVOKE, TRY_S, TXN, Pauses, RpcError, Uncertain, Unsent
+from ..etcd.client import PAUSES_S, REVOKE, TRY_S, TXN, RpcError, Uncertain, Unsent
+from ..pauses import Pauses
 from . import Compacted, Compare, Conflict, Delete, Put
 from .etcd_calls import LAST_KEY, NOT_FOUND, Calls
 from .etcd_leases import OWNER_BYTES, EtcdLeases, LeaseEnded
@@ -128,7 +129,7 @@ class EtcdTransactions:
         calls = self._calls
         deadline = trio.current_time() + calls.timeout_s
         since = calls.revision
-        pauses = Pauses()
+        pauses = Pauses(*PAUSES_S)
         was_cut_off = False
         while True:
             calls.check_open()

@@ -9,8 +9,9 @@ from weakref import WeakSet
 import trio
 
 from ..etcd import etcd_pb2 as pb
-from ..etcd.client import WATCH, Pauses, RpcError, Unsent
+from ..etcd.client import PAUSES_S, WATCH, RpcError, Unsent
 from ..etcd.stream import Stream
+from ..pauses import Pauses
 from . import Change, Compacted, Event, WentBack
 from .etcd_calls import Calls
 from .etcd_past import EtcdPast
@@ -38,7 +39,7 @@ class Watch:
         self._began = False
         self._changes: deque[Change] = deque()
         self._stream: Stream | None = None
-        self._pauses = Pauses()
+        self._pauses = Pauses(*PAUSES_S)
         self._failing = False
         self._closed = trio.Event()
 
@@ -103,7 +104,7 @@ class Watch:
         if self._failing:
             log.info("etcd: the watch goes on after revision %d", self._revision)
             self._failing = False
-        self._pauses = Pauses()
+        self._pauses.begin_anew()
         self._calls.heard(response.header.revision)
         if response.canceled:
             self._stream.close()
@@ -139,9 +140,8 @@ class Watch:
         if not self._failing:
             log.warning("etcd: the watch was interrupted (%s); trying again", reason)
             self._failing = True
-        with trio.move_on_after(self._pauses.next_s):
+        with trio.move_on_after(self._pauses.take_s()):
             await self._closed.wait()
-        self._pauses.longer()
 
 
 class Watches:
