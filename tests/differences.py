@@ -59,14 +59,14 @@ ALLOWED: tuple[Allowed, ...] = (
     Allowed(
         "FUSE tells a filesystem whose lock is tested, but not of which kind it is: where POSIX locks and "
         "those of open file descriptions meet, the process in the answer is another one",
-        "test_45_differential.py, test_lock_in_the_way_is_told_by_its_range_whatever_its_kind",
+        "test_as_tmpfs_does.py, test_lock_in_the_way_is_told_by_its_range_whatever_its_kind",
         ("kernel", "cluster"),
         _differs_by_process,
     ),
     Allowed(
         "A published version of a cluster's file lies in an extent of its own: who has mapped one that is "
         "emptied goes on reading it where a tmpfs sends SIGBUS",
-        "test_45_differential.py, test_map_of_a_file_that_is_emptied_can_still_be_read",
+        "test_as_tmpfs_does.py, test_map_of_a_file_that_is_emptied_can_still_be_read",
         ("cluster",),
         _keeps_pages,
     ),
@@ -92,14 +92,14 @@ class Uncertain:
     - The file is mapped, its last descriptor is closed, and it was empty once (in a cluster: in any case).
       An empty version has no extent, and in a cluster one that is published has another, so the map is
       that of a file which is gone. The kernel tells nobody of a map that passes through.
-      Test: test_45_differential.py, test_map_without_a_descriptor_keeps_its_extent.
+      Test: test_as_tmpfs_does.py, test_map_without_a_descriptor_keeps_its_extent.
     - O_APPEND was taken off a descriptor: writes that pass through go on appending (docs/sharing.md).
 
     A map that passes through is one of the extent: it does not keep the description open through which
     it was made. So locks that belong to a description end when the last descriptor is closed, where on a
     tmpfs a map keeps them. From then on the file's locks are not compared. Nor are they when a descriptor
     for reading is closed: that may drop a process's locks or not (docs/locks.md).
-    Test: test_45_differential.py, test_flock_ends_with_the_last_descriptor_whatever_is_mapped.
+    Test: test_as_tmpfs_does.py, test_flock_ends_with_the_last_descriptor_whatever_is_mapped.
     """
 
     def __init__(self, *, isolated: bool, passes_through: bool, moves_extents: bool) -> None:
