@@ -44,7 +44,7 @@ _PUT_OFF_S = 0.01
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks store nodes, and how. `resolve` tells where a node is (None: it is not registered),
+    """The process that asks store nodes. `resolve` tells where a node is (None: it is not registered),
     `session` the number of this process's session, which `session_key` shows to be its own. `context` is
     for TLS, None where there are no certificates; `is_revoked` tells whether a node's certificate, by its
     serial number, is not accepted any more, and `trusted` whose certificates are. A node that is silent

@@ -18,8 +18,8 @@ T = TypeVar("T")
 
 
 class MessageSet(NamedTuple):
-    """What one part of the transport says. `rights` has a row for each message to a node; one that is no
-    Request has no answer, and a Request that only the owner of a content may make is AboutExtent.
+    """The messages of one part of the transport. `rights` has a row for each message to a node; one that is
+    no Request has no answer, and a Request that only the owner of a content may make is AboutExtent.
     `check(request)` raises BadMessage for what our own software never sends."""
 
     rights: Mapping[type[Message], Row]

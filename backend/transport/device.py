@@ -160,12 +160,12 @@ class RemoteDevice:
         raise Unreachable(self.link.node, f"this process has no {kind.__name__}")
 
     def shows_bytes(self) -> bool:
-        """Whether what is written passes through memory of this process, most likely."""
+        """Tell whether bytes that are written pass through memory of this process, most likely."""
         much = Transfer("write", EXTENT_BYTES_MAX)
         return any(way.shows_bytes for way in [way for way in self._ways if way.suits(much)][:1])
 
     def give_up(self, why: str) -> None:
-        """Whoever waits for the node learns so now."""
+        """End what waits for the node, which is gone."""
         for way in self._ways:
             way.give_up(why)
         self.link.give_up(why)
@@ -198,14 +198,14 @@ class RemoteDevice:
 
 
 async def _fastest_first(ways: Sequence[Way]) -> list[Way]:
-    """The ones that reach the node. Raises Unreachable."""
+    """Return the ways that reach the node. Raises Unreachable."""
     found = [(mbit_s, way) for way in ways if (mbit_s := await way.reach()) is not None]
     found.sort(key=lambda each: -each[0])
     return [way for _, way in found]
 
 
 def _lengthen(into: FileRange) -> None:
-    """The file's end is behind the range."""
+    """Have the file's end behind the range."""
     if os.fstat(into.fd).st_size < into.offset + into.length:
         os.ftruncate(into.fd, into.offset + into.length)
 

@@ -40,8 +40,8 @@ _ENDS = (
 
 
 class Door:
-    """Of one node: all its ports share the room for strangers and for members. `nursery` ends with the
-    node."""
+    """The door of one node: all its ports share the room for strangers and for members. `nursery` ends with
+    the node."""
 
     def __init__(self, nursery: trio.Nursery, counters: Counters) -> None:
         self._nursery = nursery
@@ -98,7 +98,7 @@ class Door:
 
     @contextmanager
     def stranger(self) -> Iterator[None]:
-        """What is done inside has to end soon. Raises BadMessage if it does not."""
+        """Cut off a stranger that takes long over what is done inside. Raises BadMessage then."""
         if len(self._strangers) >= STRANGERS_MAX:
             self._strangers.popitem(last=False)[1].cancel()
         with trio.move_on_after(HANDSHAKE_S) as scope:
@@ -112,7 +112,7 @@ class Door:
 
     @contextmanager
     def member(self) -> Iterator[None]:
-        """Somebody is served inside. Raises BadMessage when there are too many."""
+        """Count a member that is served inside. Raises BadMessage when there are too many."""
         if self._counters.connections >= MEMBERS_MAX:
             raise BadMessage(f"there are {MEMBERS_MAX} connections already")
         self._counters.connections += 1

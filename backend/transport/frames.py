@@ -17,7 +17,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class BadMessage(Exception):
-    """What a peer sent makes no sense; the connection is of no use any more."""
+    """A peer sent something that makes no sense; the connection is of no use any more."""
 
 
 class Frames:

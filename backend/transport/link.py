@@ -1,4 +1,4 @@
-"""What connects this process to one store node."""
+"""The connection of this process to one store node."""
 
 import errno
 import logging

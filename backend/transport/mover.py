@@ -46,7 +46,7 @@ class NotThisWay(Exception):
 
 
 class Transfer(NamedTuple):
-    """What is to be moved: `length` bytes between a node and `memory`."""
+    """One thing to be moved: `length` bytes between a node and `memory`."""
 
     operation: Literal["read", "write"]
     length: int
@@ -75,7 +75,7 @@ class Way(Protocol):
 
     @property
     def shows_bytes(self) -> bool:
-        """Whether what is written passes through memory of this process."""
+        """Tell whether bytes that are written pass through memory of this process."""
         ...
 
     async def read(self, extent: Extent, start: int, into: FileRange, landed: Landed) -> None:
@@ -101,7 +101,7 @@ class Way(Protocol):
         ...
 
     def give_up(self, why: str) -> None:
-        """The node is gone, or this process is stopping: what is under way ends soon."""
+        """End soon whatever is under way: the node is gone, or this process is stopping."""
         ...
 
     def tidy(self) -> None:
@@ -122,7 +122,7 @@ W = TypeVar("W", bound=Way)
 
 
 class Lasting(NamedTuple):
-    """The first of two answers to a request. `then` gives the second one, which has the number `number`."""
+    """The first of two answers to a request. `then` gives the second one, whose number is `number`."""
 
     first: Answer
     number: int
@@ -130,7 +130,7 @@ class Lasting(NamedTuple):
 
 
 class Connection(Protocol):
-    """What one peer does in this way, as long as its control connection is open."""
+    """One peer at a store node, as long as its control connection is open."""
 
     async def answer(self, request: Request) -> Answer | Lasting:
         """Do what is asked, which was checked and is the peer's right. Raises OSError."""
@@ -141,7 +141,7 @@ class Connection(Protocol):
         ...
 
     def close(self, why: str) -> None:
-        """The control connection ended, and all that was given on it ends with it."""
+        """Take back all that was given on the control connection, which ended."""
         ...
 
 
@@ -159,11 +159,11 @@ class Serving(Protocol):
         ...
 
     def give_up(self, content: int) -> None:
-        """What is coming in of this content has no use any more."""
+        """Drop extents of this content that are coming in: they have no use any more."""
         ...
 
     def end_rights(self, is_over: Callable[[Peer], bool]) -> None:
-        """Sessions ended: what their peers may touch without asking again, they may touch no more."""
+        """Take back what peers whose sessions ended may touch without asking again."""
         ...
 
 
@@ -222,7 +222,7 @@ class Mover(Protocol):
 
     @property
     def is_usable(self) -> bool:
-        """Whether others can reach this process so."""
+        """Tell whether others can reach this process so."""
         ...
 
     def way(self, link: Link) -> Way:

@@ -129,7 +129,7 @@ class Peers:
         await self.device(node).link.ask(lambda number: Scrub(number, current_request()))
 
     async def status(self, node: int) -> dict[str, object]:
-        """What a node tells of itself. Raises OSError."""
+        """Return what a node tells of itself. Raises OSError."""
         answer = await self.device(node).link.ask(lambda number: Status(number, current_request()))
         return answer.status if isinstance(answer, Report) else {}
 
@@ -162,7 +162,7 @@ class Peers:
         ]
 
     def shows_bytes(self, node: int) -> bool:
-        """Whether what is written to a node passes through memory of this process, most likely."""
+        """Tell whether bytes that are written to a node pass through our memory, most likely."""
         return self.resolve(node) is not None and self.device(node).shows_bytes()
 
     async def _tidy(self) -> None:

@@ -116,7 +116,7 @@ class Listener:
     async def _met(
         self, plain: PromptStream, address: str, after: ExitStack
     ) -> tuple[Frames, Peer]:
-        """Who is there. Raises BadMessage and the like."""
+        """Return who is there. Raises BadMessage and the like."""
         with self.door.stranger():
             await self._check_tls(plain)
             stream: trio.abc.Stream = plain

@@ -1,4 +1,4 @@
-"""What is said of files on the pier, the directory that both ends see."""
+"""The messages about files on the pier, the directory that both ends see."""
 
 from typing import Any
 

@@ -18,7 +18,7 @@ from .messages import Bring, Fetch, Laid
 
 
 class FerryServing(Serving):
-    """Of one node, with files in `pier`."""
+    """The end of one node, with files in `pier`."""
 
     port = 0
 
@@ -30,7 +30,7 @@ class FerryServing(Serving):
         return _Ferryman(self._host, self._pier)
 
     def give_up(self, content: int) -> None:
-        """What comes is here at once, or not at all."""
+        """Nothing is on its way for long."""
 
     def end_rights(self, is_over: Callable[[Peer], bool]) -> None:
         """Each request is checked by itself."""

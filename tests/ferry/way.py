@@ -79,7 +79,7 @@ class FerryWay(Way):
         await self.write(extent, target, source, lambda start, length, data: None)
 
     def give_up(self, why: str) -> None:
-        """What is under way ends with the control connection."""
+        """Operations end with the control connection."""
 
     def tidy(self) -> None:
         """Nothing is kept."""

@@ -101,7 +101,7 @@ class Scene(Place):
         self.secret = random_bytes(LENGTH)
 
     async def begin(self) -> None:
-        """What is said is said."""
+        """Have everything said that the attacker knows."""
         source = self.file("secret", self.secret)
         await self.victim.peers.device(1).write(SECRET, TARGET, FileRange(source, 0, LENGTH))
         os.close(source)

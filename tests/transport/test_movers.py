@@ -14,7 +14,7 @@ import pytest
 import trio
 from ferry.messages import MESSAGES, Bring, Fetch
 from ferry.mover import Ferry
-from ferry.way import BYTES_MIN
+from ferry.way import BYTES_MIN, FerryWay
 from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.codec import Codec
 from irdmafs.backend.transport.mover import Mover
@@ -27,21 +27,27 @@ __all__ = ["memory"]
 
 TIMEOUT_S = 20.0
 SESSION, KEY = 7, b"k" * 32
+# TCP says 0, as it does not know.
+FASTER, AS_FAST = 1, 0
 
 
 def at_the_pier(
     memory: Path,
     test: Callable[[Place], Awaitable[None]],
     without: Sequence[int] = (),
+    first: bool = True,
     **options: Any,
 ) -> None:
-    """Nodes 1 to 3 and a mount, all of them with the ferry but the nodes `without`."""
+    """Nodes 1 to 3 and a mount, all of them with the ferry but the nodes `without`. It is the first of the
+    movers, or the last."""
     pier = memory / "pier"
     pier.mkdir()
 
     def movers(node: int) -> Sequence[Mover]:
+        if node in without:
+            return all_movers()
         # The line of movers.py.
-        return all_movers() if node in without else (Ferry(pier), *all_movers())
+        return (Ferry(pier), *all_movers()) if first else (*all_movers(), Ferry(pier))
 
     async def main() -> None:
         async with AsyncExitStack() as stack:
@@ -118,6 +124,22 @@ def test_the_length_decides_which_mover_it_is(memory: Path) -> None:
         assert place.peers.counters.moved_bytes == {"tcp": 2 * BYTES_MIN - 1, "ferry": BYTES_MIN}
 
     at_the_pier(memory, test)
+
+
+@pytest.mark.parametrize("mbit_s", [FASTER, AS_FAST, None], ids=["faster", "as fast", "unreached"])
+def test_the_faster_mover_does_it_and_the_first_one_of_two_that_are_as_fast(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, mbit_s: int | None
+) -> None:
+    async def reach(way: FerryWay) -> int | None:
+        return mbit_s
+
+    async def test(place: Place) -> None:
+        await written(place, Extent(1, 0), bytes(MiB))
+        name = "ferry" if mbit_s == FASTER else "tcp"
+        assert place.peers.counters.moved_bytes == {name: MiB}
+
+    monkeypatch.setattr(FerryWay, "reach", reach)
+    at_the_pier(memory, test, first=False)
 
 
 def test_what_a_mover_cannot_do_after_all_is_done_by_the_next(memory: Path) -> None:

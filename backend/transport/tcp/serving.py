@@ -44,7 +44,7 @@ async def serving(host: Host, encrypt: bool) -> AsyncIterator["TcpServing"]:
 
 
 class TcpServing(Serving):
-    """Of one node; made by `serving`."""
+    """The end of one node; made by `serving`."""
 
     def __init__(self, host: Host, encrypt: bool, port: int) -> None:
         credentials = host.credentials

@@ -32,8 +32,7 @@ PIECES_MAX = 1 << 16
 
 
 class Release(Message, tag=5):
-    """What `Exposed` gave is not needed any more: an extent was read, or its bytes will not come. Has no
-    answer."""
+    """Gives back what `Exposed` gave: an extent was read, or its bytes will not come. Has no answer."""
 
     handle: int
 

@@ -26,7 +26,7 @@ __all__ = ["VerbsServing"]
 
 
 class VerbsServing(Serving):
-    """Of one node."""
+    """The end of one node."""
 
     port = 0
 
