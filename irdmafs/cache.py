@@ -649,6 +649,7 @@ class Cache:
         ino = node.ino
         if self.nodes.has_nodes(ino):
             return
+        self.publisher.forget(ino)
         content = self.table.current.get(ino)
         if content is not None and not (content.holds or content.kept):
             del self.table.current[ino]

@@ -38,12 +38,11 @@ class Content:
     when it was first opened in place; None when nothing of it was ever published; `begun` is the stamp
     when it began to be written. `mapped`: somebody could map it to write it. `whole`: everybody who writes
     it began with an empty file, so a writer that is killed publishes nothing. `kept`: such a writer left
-    it, and it is seen on this host only. `discarded`: its writer gave it up. `base`: the version that a
-    writer in place leaves behind.
+    it, and it is seen on this host only. `discarded`: its writer gave it up.
     """
 
     __slots__ = (
-        "awaited", "base", "begun", "blocks", "dirty", "discarded", "extent", "fd", "holds", "ino",
+        "awaited", "begun", "blocks", "dirty", "discarded", "extent", "fd", "holds", "ino",
         "kept", "leaves", "leaving", "lock", "mapped", "mtime_ns", "opens", "own", "pinned",
         "preparing", "private", "published", "seen", "size", "superseded", "version", "whole",
         "writable", "writers",
@@ -78,7 +77,7 @@ class Content:
     def show(self, inode: Inode) -> None:
         """Take over what the namespace says of the version."""
         self.published = inode
-        self.version = self.base = inode.version
+        self.version = inode.version
         self.size = inode.size
         self.blocks = inode.blocks
         self.mtime_ns = inode.mtime_ns
@@ -211,14 +210,8 @@ class ContentTable:
         content.superseded = False
         before = self.current.get(content.ino)
         if before is not None and before is not content:
-            self.replace(before, content.version)
+            self.supersede(before)
         self.current[content.ino] = content
-
-    def replace(self, content: Content, version: int) -> None:
-        """This host has published another content as this version. A writer in place goes on from
-        there: its close wins, as of two that replace a file."""
-        content.base = version
-        self.supersede(content)
 
     def supersede(self, content: Content) -> None:
         """Nobody else is to open this content; whoever has it keeps it."""

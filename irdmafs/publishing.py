@@ -49,7 +49,13 @@ class Publisher:
         self._nodes = nodes
         self._inodes = store.namespace.inodes
         self._processes = processes
+        # The newest version of each file that was published on this host.
+        self._published: dict[int, int] = {}
         self._grain_ns = 0 if _stamps_are_fine() else _TIMESTAMP_GRAIN_NS
+
+    def forget(self, ino: int) -> None:
+        """Nobody has the file open any more, nor knows its number."""
+        self._published.pop(ino, None)
 
     # -- whether there is anything to publish ----------------------------------------------------
 
@@ -293,8 +299,8 @@ class Publisher:
                 extent, shape = await self._copy(content)
                 mapped = False
             try:
+                base = None if replaces else content.version
                 while True:
-                    base = None if replaces else content.base
                     try:
                         inode = await self._store.publish(
                             content.ino, extent, shape, status.st_mtime_ns,
@@ -302,9 +308,10 @@ class Publisher:
                         )  # fmt: skip
                         break
                     except Outdated:
-                        if content.base == base:
+                        newest = self._inodes[content.ino].version
+                        if newest == base or newest != self._published.get(content.ino):
                             raise
-                        # This host has published a replacement meanwhile.
+                        base = newest  # it was published on this host, where the last close wins
             except Outdated as outdated:
                 inode = self._inodes[content.ino]
                 # Two hosts that only made a file empty, as many do with one that they lock, agree.
@@ -322,12 +329,13 @@ class Publisher:
             if extent != content.extent:
                 self._store.extents.free(extent)
             raise
+        self._published[content.ino] = inode.version
         content.seen = stamp_of(status)
         content.kept = False
         if extent != content.extent and content.private:
             # It goes on being private; the copy is the file's version.
             content.published = inode
-            content.version = content.base = inode.version
+            content.version = inode.version
             self._supersede_before(inode)
         else:
             content.show(inode)
@@ -351,7 +359,7 @@ class Publisher:
     def _supersede_before(self, inode: Inode) -> None:
         before = self._table.current.get(inode.ino)
         if before is not None:
-            self._table.replace(before, inode.version)
+            self._table.supersede(before)
 
     async def _copy(self, content: Content) -> tuple[int, os.stat_result]:
         """A copy in an extent of its own, and how it looks."""

@@ -1,0 +1,73 @@
+"""Many programs that write, replace, cut, map and rename the same few files at once.
+
+IRDMAFS_SEED repeats a run, as far as the order of system calls can be repeated.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import storm
+from cluster import Cluster, Plan
+
+PROGRAMS = 3
+SECONDS = 3.0
+ROUNDS = 3
+
+
+@pytest.mark.parametrize(
+    ("hosts", "beside"),
+    [(1, {}), (1, {0: 0}), (2, {}), (2, {0: 0})],
+    ids=["one-host", "one-host-beside-a-node", "two-hosts", "two-hosts-one-beside-a-node"],
+)
+def test_afterwards_every_host_shows_the_same_files(hosts: int, beside: dict[int, int]) -> None:
+    """On one host no system call fails as it would not on a tmpfs, either."""
+    seed = int(os.environ.get("IRDMAFS_SEED") or random.SystemRandom().randrange(1 << 24))
+    print(f"\nIRDMAFS_SEED={seed}")
+    with Cluster(Plan(mounts=2, beside=beside)) as cluster:
+        for number in range(ROUNDS):
+            folders = [mount.path / f"round{number}" for mount in cluster.mounts]
+            folders[0].mkdir()
+            failures = run_programs(folders[:hosts], seed + 1000 * number)
+            assert failures <= ({"ENOENT"} if hosts == 1 else {"ENOENT", "ESTALE"})
+            shown = [shown_in(folder) for folder in folders]
+            assert shown[0] == shown[1]
+            assert hosts > 1 or not [name for name in shown[0] if "conflict" in name]
+
+
+def run_programs(folders: list[Path], seed: int) -> set[str]:
+    """Return with which errors system calls failed."""
+    programs = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                storm.__file__,
+                str(folder),
+                str(seed + 10 * host + number),
+                str(SECONDS),
+            ],
+            stdout=subprocess.PIPE,
+        )
+        for host, folder in enumerate(folders)
+        for number in range(PROGRAMS)
+    ]
+    failures: set[str] = set()
+    for program in programs:
+        printed, _ = program.communicate(timeout=60)
+        # A mapped file that another program cut: as anywhere.
+        assert program.returncode in (0, -7)
+        failures |= set(json.loads(printed or "{}"))
+    return failures
+
+
+def shown_in(folder: Path) -> dict[str, bytes]:
+    shown = {}
+    for name in sorted(os.listdir(folder)):
+        content = (folder / name).read_bytes()
+        assert (folder / name).stat().st_size == len(content), name
+        shown[name] = content
+    return shown
