@@ -543,6 +543,9 @@ class Cache:
                 inode = await self.store.bring(ino)
                 if content.version == inode.version or self.publisher.is_written(content):
                     return
+                if self._is_lent(content):
+                    self.table.supersede(content)  # nobody writes it, its last writer is leaving
+                    return
                 if not content.writable:
                     await self._begin_in_place(content)
                 await self._overwrite(content, inode)
