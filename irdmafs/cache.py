@@ -537,11 +537,11 @@ class Cache:
         content, inode = self.table.current.get(ino), self._inodes.get(ino)
         if content is None or inode is None or not self.is_behind(inode):
             return
-        await detach()
         with self._held(content):
+            await detach()
             async with content.locked():
                 inode = await self.store.bring(ino)
-                if content.version == inode.version or self.publisher.is_written(content):
+                if content.superseded or content.version == inode.version or self.publisher.is_written(content):
                     return
                 if self._is_lent(content):
                     self.table.supersede(content)  # nobody writes it, its last writer is leaving
