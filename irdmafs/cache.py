@@ -541,7 +541,9 @@ class Cache:
             await detach()
             async with content.locked():
                 inode = await self.store.bring(ino)
-                if content.superseded or content.version == inode.version or self.publisher.is_written(content):
+                if content.superseded or content.version == inode.version:
+                    return
+                if self.publisher.is_written(content):
                     return
                 if self._is_lent(content):
                     self.table.supersede(content)  # nobody writes it, its last writer is leaving
