@@ -270,16 +270,18 @@ class Cache:
         node = self.node_for(inode, content)
         if not node.is_bound:
             node.content = content
-        node.promised += 1
         self.table.hold(content)
+        node.promised += 1
         promise = Promise(key, came_to, node, content, flags, cut=cut)
         content.awaited += promise.joins
         self.redirects.add(promise)
 
-    def promise(self, inode: Inode, flags: int, pid: int) -> None:
-        """Have everything ready for the thread's second try, which comes by name."""
+    def promise(self, inode: Inode, flags: int, pid: int, came_to: Node | None) -> None:
+        """Have everything ready for the thread's second try, which comes by name, or to the same node."""
         content, cut = self._content_for(inode, flags)
-        self._promise((pid, inode.ino), self.node_of(inode, 0), content, inode, flags, cut=cut)
+        if came_to is None or came_to.ino != inode.ino:
+            came_to = self.node_of(inode, 0)
+        self._promise((pid, inode.ino), came_to, content, inode, flags, cut=cut)
 
     def _withdraw(self, key: Key) -> None:
         promise = self.redirects.take(key)
@@ -383,8 +385,8 @@ class Cache:
     def _open(self, node: Node, content: Content, flags: int, pid: int) -> Handle:
         if not node.opens:
             self._bind(node, content, writing=flags & os.O_ACCMODE != os.O_RDONLY)
-        handle = self.nodes.open(node, content, flags, pid)
         self.table.hold(content)
+        handle = self.nodes.open(node, content, flags, pid)
         if handle.writing and not (flags & os.O_TRUNC or content.writers == 1):
             content.whole = False
         return handle

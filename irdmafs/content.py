@@ -186,15 +186,16 @@ class ContentTable:
         content.fd = fd
 
     def give_extent(self, content: Content, extent: int, *, own: bool) -> None:
-        """Let the content lie in another extent from now on, or in the same under another number."""
-        before, was_own = content.extent, content.own
-        if extent != before:
-            self.close(content)
-        content.extent, content.own = extent, own
+        """Let the content lie in another extent from now on, or in the same under another number.
+        Raises OSError ESTALE, and changes nothing, when a store node has let that go already."""
         if content.holds:
             self._store.pin(extent)
             self._store.unpin(content.pinned)
             content.pinned = extent
+        before, was_own = content.extent, content.own
+        if extent != before:
+            self.close(content)
+        content.extent, content.own = extent, own
         if was_own and before != extent:
             self._store.retire(before)
 

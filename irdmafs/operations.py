@@ -755,10 +755,10 @@ class Operations:
             return node, inode if truncates(flags) else await self._brought(inode)
         except OSError as error:
             if error.errno == errno.ESTALE and name is not None:
-                await self._lead_on(name, flags, pid)
+                await self._lead_on(name, flags, pid, node)
             raise
 
-    async def _lead_on(self, name: Glance, flags: int, pid: int) -> None:
+    async def _lead_on(self, name: Glance, flags: int, pid: int, came_to: Node | None) -> None:
         """Have ready what a name means now for a thread that is to look it up once more. By then it may
         mean yet another file; the thread is led to this one all the same."""
         for _ in range(_LEADS_MAX):
@@ -773,7 +773,7 @@ class Operations:
                     raise
                 await self._freshen(found)  # that one is gone, too
             else:
-                self._cache.promise(found, flags, pid)
+                self._cache.promise(found, flags, pid, came_to)
                 self._glances.lead(pid, (name.parent, name.name), found.ino)
                 return
 

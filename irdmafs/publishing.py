@@ -350,11 +350,18 @@ class Publisher:
 
     def _handed_over(self, content: Content, inode: Inode) -> None:
         """A version names the very extent of the content now, maybe under another number."""
-        if inode.extent:
-            content.own = content.own and inode.extent != content.extent
+        if not inode.extent:
+            return
+        was_own = content.own
+        content.own = was_own and inode.extent != content.extent
+        try:
             self._table.give_extent(content, inode.extent, own=False)
-            if self._store.shared:
-                content.writable = False
+        except OSError:
+            # Another host has published since, and the store node here kept it no longer.
+            content.own = was_own
+            return
+        if self._store.shared:
+            content.writable = False
 
     def _supersede_before(self, inode: Inode) -> None:
         before = self._table.current.get(inode.ino)

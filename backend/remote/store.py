@@ -684,14 +684,7 @@ class RemoteStore(Pinned):
 
     async def begin_in_place(self, inode: Inode, extent: int) -> int:
         if not self.contents.is_lent(extent):
-            try:
-                return self.contents.take_out(extent)
-            except FileNotFoundError:
-                raise fail(
-                    errno.EFBIG,
-                    f"{self.namespace.describe(inode.ino)} is larger than this mount keeps of other "
-                    "hosts' files, and cannot be written in place; see --cache-size",
-                ) from None
+            return await self._take_out(inode, extent)
         number, fd = self.allocate(inode)
         try:
             with self.contents.opened(extent) as source:
@@ -702,6 +695,24 @@ class RemoteStore(Pinned):
         finally:
             os.close(fd)
         return number
+
+    async def _take_out(self, inode: Inode, extent: int) -> int:
+        try:
+            return self.contents.take_out(extent)
+        except FileNotFoundError:
+            pass  # it may have gone since it was brought
+        if inode.extent == extent:
+            inode = await self.bring(inode.ino)
+        if inode.extent != extent:
+            raise fail(errno.ESTALE)
+        try:
+            return self.contents.take_out(extent)
+        except FileNotFoundError:
+            raise fail(
+                errno.EFBIG,
+                f"{self.namespace.describe(inode.ino)} is larger than this mount keeps of other "
+                "hosts' files, and cannot be written in place; see --cache-size",
+            ) from None
 
     def end_in_place(self, inode: Inode, extent: int) -> bool:
         return bool(inode.extent) and self.contents.put_back(extent, inode.extent)
