@@ -199,7 +199,9 @@ class Publisher:
             return
         changed = self._is_changed(handle, content)
         if not self._store.shared:
-            changed = changed or self._may_hide_stores(content)
+            # Here nobody else has another copy; but who waits for versions is to hear of this one.
+            was_written = content.seen != content.begun
+            changed = changed or (was_written and self._may_hide_stores(content))
         if changed or self._is_to_be_compared(content):
             await self._publish_locked(content, stays=True, changed=changed)
 
