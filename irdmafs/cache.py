@@ -8,7 +8,7 @@ import errno
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import trio
 
@@ -589,7 +589,8 @@ class Cache:
             finally:
                 content.leaving -= 1
             if handle.aborted and content.writers == 1:
-                self.publisher.cut_unpublished(content)
+                with suppress(OSError):  # the extent itself may be missing
+                    self.publisher.cut_unpublished(content)
         self.nodes.close(fh)
         if content.fd >= 0 and not content.writers:
             self.table.close(content)
