@@ -613,6 +613,8 @@ class Cache:
             await self.publisher.keep(content)
         elif handle.aborted and (content.seen is None or self.publisher.is_written(content)):
             self.table.supersede(content)  # its writer was told that it is not published
+        elif not self._inodes[content.ino].nlink:
+            content.kept = True  # it is no version, and there for those who have it open
 
     def _rest(self, content: Content) -> None:
         """Nobody has the content open any more."""

@@ -191,8 +191,8 @@ class Actor:
     # -- opening and closing ---------------------------------------------------------------------
 
     def _has_size(self, file: str | int, size: int) -> bool:
-        if os.geteuid():
-            return False  # whether they may is to be compared in any case
+        if isinstance(file, str) and not os.access(file, os.W_OK, effective_ids=True):
+            return False  # that they may not is to be compared
         with contextlib.suppress(OSError):
             found = os.stat(file)
             return self.times and stat.S_ISREG(found.st_mode) and found.st_size == size

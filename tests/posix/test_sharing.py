@@ -355,3 +355,20 @@ def test_the_open_files_of_one_process_do_not_make_writes_of_others_fail(
     assert (mount.path / "victim").read_bytes() == b"new"
     greedy.do("for fd in fds: os.write(fd, b'x'); os.close(fd)")
     assert (mount.path / "299").read_bytes() == b"x"
+
+
+def test_a_file_without_a_name_keeps_its_length_when_its_last_writer_leaves(
+    folder: Path, process: TakeProcess
+) -> None:
+    file = folder / "file"
+    assert process().do(
+        "writer = os.open(file, os.O_WRONLY | os.O_CREAT)\n"
+        "os.write(writer, bytes(100))\n"
+        "os.unlink(file)\n"
+        "second = os.open(f'/proc/self/fd/{writer}', os.O_WRONLY)\n"
+        "os.close(writer)\n"
+        "reader = os.open(f'/proc/self/fd/{second}', os.O_RDONLY)\n"
+        "os.close(second)\n"
+        "len(os.pread(reader, 200, 0)), os.fstat(reader).st_size",
+        file=str(file),
+    ) == (100, 100)
