@@ -60,24 +60,26 @@ class Publisher:
     # -- whether there is anything to publish ----------------------------------------------------
 
     def is_written(self, content: Content) -> bool:
-        """Return whether anybody wrote to it since it was published or begun, as far as stat can tell. A
-        store through a mapping changes no time."""
+        """Return whether anybody may have written to it since it was published or begun, as far as stat can
+        tell. A store through a mapping changes no time."""
+        return self._is_surely_written(content) or self._may_share_a_tick(content)
+
+    def _is_surely_written(self, content: Content) -> bool:
         if content.dirty:
             return True
-        return bool(content.extent) and self._differs(content, self._table.stat(content))
+        return bool(content.extent) and stamp_of(self._table.stat(content)) != content.since
 
-    def _differs(self, content: Content, status: os.stat_result) -> bool:
-        if stamp_of(status) != content.since:
-            return True
-        return (
-            content.seen is not None
-            and bool(self._grain_ns)
-            and time.time_ns() - status.st_mtime_ns < self._grain_ns
-        )
+    def _may_share_a_tick(self, content: Content) -> bool:
+        """Return whether a write after the publication may have left the times as they were then."""
+        if not self._grain_ns or content.seen is None or not content.extent:
+            return False
+        return time.time_ns() - self._table.stat(content).st_mtime_ns < self._grain_ns
 
     def _is_unpublished(self, content: Content) -> bool:
         if content.seen is not None:
-            return self.is_written(content)
+            # In a cluster the bytes are compared before they are published for the same times.
+            written = self._is_surely_written if self._store.shared else self.is_written
+            return written(content)
         if self._store.shared and not content.version and not self._size(content):
             return False  # a new file that stays empty: its name says so already, to all
         inode = self._inodes[content.ino]
@@ -89,10 +91,10 @@ class Publisher:
         wrote_nothing = handle.since is not None and self._table.stamp(content) == handle.since
         return not wrote_nothing and self._is_unpublished(content)
 
-    def _may_hide_stores(self, content: Content) -> bool:
-        """Return whether only a comparison can tell that somebody stored through a mapping. A store to a
-        page that was stored to before, or read before where the extent is in a tmpfs, changes no time."""
-        return content.mapped and content.seen is not None
+    def _may_hide_writes(self, content: Content) -> bool:
+        """Return whether only a comparison of bytes can tell that somebody wrote. A store through a mapping
+        changes no time if its page was stored to before, or (in a tmpfs) read before."""
+        return (content.mapped and content.seen is not None) or self._may_share_a_tick(content)
 
     def _size(self, content: Content) -> int:
         return self._table.stamp(content)[0]
@@ -201,7 +203,7 @@ class Publisher:
         if not self._store.shared:
             # Here nobody else has another copy; but who waits for versions is to hear of this one.
             was_written = content.seen != content.begun
-            changed = changed or (was_written and self._may_hide_stores(content))
+            changed = changed or (was_written and self._may_hide_writes(content))
         if changed or self._is_to_be_compared(content):
             await self._publish_locked(content, stays=True, changed=changed)
 
@@ -258,11 +260,11 @@ class Publisher:
         async with content.locked():
             # Somebody else may have published it meanwhile.
             certain = changed and content.seen == seen
-            if not certain and not self.is_written(content):
+            if not certain and not self._is_surely_written(content):
                 if not self._is_to_be_compared(content):
                     return False
                 same = await self._store.is_same(content.published, content.extent)
-                if same and not self.is_written(content):  # somebody may have cut the file
+                if same and not self._is_surely_written(content):  # somebody may have cut the file
                     return False
             content.leaves = not stays and self._store.hands_over(content.extent)
             if content.leaves and content.holds > 1:
@@ -275,7 +277,7 @@ class Publisher:
 
     def _is_to_be_compared(self, content: Content) -> bool:
         """Return whether its bytes have to be compared with those that other hosts have."""
-        return self._store.shared and self._may_hide_stores(content)
+        return self._store.shared and self._may_hide_writes(content)
 
     def _copies(self, content: Content) -> bool:
         """Return whether a copy is published while the content is written on. Readers of a private content
@@ -290,7 +292,7 @@ class Publisher:
         status = shape = self._table.stat(content)
         extent = content.extent
         mapped = content.mapped
-        written = content.private or content.dirty or self._differs(content, status)
+        written = content.private or self.is_written(content)
         ctime_ns = status.st_ctime_ns if written else 0
         dirty, content.dirty = content.dirty, False
         # A writer that replaces a file does so whatever others published meanwhile. On one host the last
