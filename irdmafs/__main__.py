@@ -1,6 +1,6 @@
 """`python -m irdmafs` is the `irdmafs` command."""
 
-from .cli import main
+from .cli.command import main
 
 if __name__ == "__main__":
     main(prog_name="irdmafs")

@@ -5,8 +5,7 @@ import weakref
 from typing import Any
 
 from irdmafs.backend.transport.verbs.queue import QueuePair
-
-from irdmafs.cli import main
+from irdmafs.cli.command import main
 
 SIGNAL = signal.SIGUSR2
 

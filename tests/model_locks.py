@@ -16,7 +16,8 @@ from itertools import permutations
 from typing import Any, NamedTuple, TypeVar
 
 from explorer import Broken
-from irdmafs.backend.lock_claims import NOTHING, POSIX, Claim, Entry, is_blocked, is_covered
+
+from irdmafs.backend.cluster.lock_claims import NOTHING, POSIX, Claim, Entry, is_blocked, is_covered
 
 T = TypeVar("T")
 

@@ -16,8 +16,6 @@ protocol demands; taking one away must lead to a state that breaks an invariant 
 from collections.abc import Iterator
 
 from explorer import Broken
-from irdmafs.backend import groups
-from irdmafs.backend.records import GroupConfig
 from replication_state import (
     ABORT,
     CRASH,
@@ -45,6 +43,9 @@ from replication_state import (
     State,
     Writer,
 )
+
+from irdmafs.backend.cluster import groups
+from irdmafs.backend.cluster.records import GroupConfig
 
 Step = tuple[str, State]
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 from invariants import check, walk
+
 from irdmafs.backend.kv import NoSpace
 from irdmafs.backend.namespace import (
     NAME_MAX,

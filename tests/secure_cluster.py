@@ -10,9 +10,10 @@ from typing import Self
 
 import trio
 from etcd_server import EtcdServer
-from irdmafs.backend.cluster_config import ClusterConfig
+
+from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.kv.etcd import EtcdEngine
-from irdmafs.backend.security import Role
+from irdmafs.backend.trust.security import Role
 
 
 def in_trio(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:

@@ -10,9 +10,11 @@ from typing import Any, TypeVar
 import trio
 from etcd_server import EtcdServer
 from invariants import check, walk
+from namespace_model import DIRECTORY, FILE
+
+from irdmafs.backend.cluster.replica import Replica
 from irdmafs.backend.kv import Event
 from irdmafs.backend.kv.etcd import EtcdEngine
-from irdmafs.backend.names.tree import Listener
 from irdmafs.backend.namespace import (
     RENAME_EXCHANGE,
     RENAME_NOREPLACE,
@@ -22,8 +24,7 @@ from irdmafs.backend.namespace import (
     SharedCommitter,
     Tree,
 )
-from irdmafs.backend.replica import Replica
-from namespace_model import DIRECTORY, FILE
+from irdmafs.backend.namespace.tree import Listener
 
 Result = TypeVar("Result")
 

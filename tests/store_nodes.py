@@ -13,14 +13,12 @@ from contextlib import asynccontextmanager
 
 import trio
 from etcd_server import EtcdServer
-from irdmafs.backend.group_configs import Groups
-from irdmafs.backend.groups import has_still
-from irdmafs.backend.kv import Conflict, Event, KeyValue, Put
-from irdmafs.backend.kv.etcd import EtcdEngine
-from irdmafs.backend.membership import MOUNT, NODE, Members, Session, admit
-from irdmafs.backend.namespace import Inode
-from irdmafs.backend.placement import group_of
-from irdmafs.backend.records import (
+
+from irdmafs.backend.cluster.group_configs import Groups
+from irdmafs.backend.cluster.groups import has_still
+from irdmafs.backend.cluster.membership import MOUNT, NODE, Members, Session, admit
+from irdmafs.backend.cluster.placement import group_of
+from irdmafs.backend.cluster.records import (
     SETTINGS_KEY,
     GroupConfig,
     Layout,
@@ -33,12 +31,15 @@ from irdmafs.backend.records import (
     group_key,
     key_of,
 )
-from irdmafs.backend.replica import Replica
-from irdmafs.backend.server.agent import Agent
-from irdmafs.backend.server.catalog import Catalog
-from irdmafs.backend.server.files import Files
-from irdmafs.backend.server.resync import Resync
-from irdmafs.backend.server.service import NodeService
+from irdmafs.backend.cluster.replica import Replica
+from irdmafs.backend.kv import Conflict, Event, KeyValue, Put
+from irdmafs.backend.kv.etcd import EtcdEngine
+from irdmafs.backend.namespace import Inode
+from irdmafs.backend.node.agent import Agent
+from irdmafs.backend.node.catalog import Catalog
+from irdmafs.backend.node.files import Files
+from irdmafs.backend.node.resync import Resync
+from irdmafs.backend.node.service import NodeService
 from irdmafs.backend.transport import Extent, FileRange, Landed, Unreachable
 
 TTL_S = 2

@@ -19,9 +19,9 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
 import trio
-from irdmafs.backend.records import NodeAddress
-from irdmafs.backend.security import Credentials
-from irdmafs.backend.sparse import segments
+
+from irdmafs.backend.cluster.records import NodeAddress
+from irdmafs.backend.store.sparse import segments
 from irdmafs.backend.transport import Extent, Fenced, Target
 from irdmafs.backend.transport.mover import Mover, Serving
 from irdmafs.backend.transport.movers import all_movers
@@ -30,6 +30,7 @@ from irdmafs.backend.transport.rights import Peer
 from irdmafs.backend.transport.server import Listener
 from irdmafs.backend.transport.service import Service
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
+from irdmafs.backend.trust.security import Credentials
 
 
 class OpenFile(NamedTuple):

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import trio
+from transport_nodes import ExtentDirectory, Node, resolver
+
 from irdmafs.backend.transport import Extent
 from irdmafs.backend.transport.mover import Mover
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.verbs.rdma import Rdma
-from transport_nodes import ExtentDirectory, Node, resolver
 
 KiB = 1 << 10
 MiB = 1 << 20

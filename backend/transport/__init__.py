@@ -154,7 +154,7 @@ class Device(Protocol):
         ...
 
     async def digest(self, extent: Extent) -> bytes:
-        """The digest (backend/digest.py) of what the node has."""
+        """The digest (backend/store/digest.py) of what the node has."""
         ...
 
     async def doubt(self, extent: Extent) -> None:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import trio
 
-from ..records import NodeAddress
-from ..security import describe_tls_error
+from ..cluster.records import NodeAddress
+from ..trust.security import describe_tls_error
 from . import Unreachable
 from .codec import Codec
 from .counters import Counters

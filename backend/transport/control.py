@@ -9,8 +9,8 @@ from typing import Any
 
 import trio
 
-from .. import logs
-from ..intake import Intake
+from ..observe import logs
+from ..store.intake import Intake
 from . import Extent, Fenced, FileRange, Target
 from .codec import Codec
 from .counters import Counters

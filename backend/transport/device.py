@@ -8,8 +8,8 @@ from functools import partial
 
 import trio
 
-from ..logs import current_request
-from ..sparse import empty, is_sparse
+from ..observe.logs import current_request
+from ..store.sparse import empty, is_sparse
 from . import Extent, FileRange, Landed, Target, Unreachable, landed_from, nothing_landed
 from .growth import Growth
 from .link import Link

@@ -14,7 +14,7 @@ from typing import Any
 
 import trio
 
-from ..security import Identity, peer_identity
+from ..trust.security import Identity, peer_identity
 from .complaints import Complaints
 from .counters import Counters
 from .frames import BadMessage

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager, contextmanager
 
 import trio
 
-from ..records import NodeAddress
-from ..security import is_final, peer_identity
+from ..cluster.records import NodeAddress
+from ..trust.security import is_final, peer_identity
 from . import Distrusted, Unreachable
 from .caller import Caller, ControlClient, Ends, broken_text
 from .codec import decode_welcome

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkabl
 
 import trio
 
-from ..security import Credentials
+from ..trust.security import Credentials
 from . import Device, Extent, FileRange, Landed, Memory, Target
 from .codec import MessageSet
 from .counters import Counters

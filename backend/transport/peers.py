@@ -11,9 +11,9 @@ from typing import Self
 
 import trio
 
-from ..logs import current_request
-from ..records import NodeAddress, Settings
-from ..security import Credentials
+from ..cluster.records import NodeAddress, Settings
+from ..observe.logs import current_request
+from ..trust.security import Credentials
 from . import Extent
 from .caller import Caller
 from .codec import Codec

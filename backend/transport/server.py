@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import trio
 
-from ..security import Credentials, Identity
+from ..trust.security import Credentials, Identity
 from .caller import broken_text
 from .codec import Codec, decode_hello
 from .control import Control

@@ -98,11 +98,11 @@ class Service(Protocol[I]):
         ...
 
     async def digest(self, extent: Extent) -> bytes:
-        """Return the digest of the bytes that are here (see backend/digest.py). Raises OSError: ENOENT."""
+        """Return the digest of the bytes that are here (see store/digest.py). Raises OSError: ENOENT."""
         ...
 
     async def segments(self, extent: Extent) -> list[tuple[int, int]]:
-        """Where the data of an extent is (see backend/sparse.py). Raises OSError: ENOENT."""
+        """Where the data of an extent is (see backend/store/sparse.py). Raises OSError: ENOENT."""
         ...
 
     def scrub(self) -> None:

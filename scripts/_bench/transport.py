@@ -12,11 +12,12 @@ from pathlib import Path
 
 import click
 from harness.network import Host, Namespaces
+from rich.console import Console
+from transport_nodes import NodeProcess, resolver
+
 from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.peers import Peers
-from rich.console import Console
-from transport_nodes import NodeProcess, resolver
 
 from .command import SETTINGS, measuring, turned
 from .files import MIB, PAGE, WrongData

@@ -17,11 +17,12 @@ import msgspec
 import pytest
 from cluster_mount import OneNodeMount
 from etcd_server import EtcdServer
-from irdmafs.backend.cluster_config import ClusterConfig
-from irdmafs.backend.kv import Event
-from irdmafs.backend.membership import Members
-from irdmafs.backend.placement import pool_of
-from irdmafs.backend.records import (
+from mountpoint import Mount, eventually, irdmafs
+
+from irdmafs.backend.cluster.config import ClusterConfig
+from irdmafs.backend.cluster.membership import Members
+from irdmafs.backend.cluster.placement import pool_of
+from irdmafs.backend.cluster.records import (
     GROUP_BUCKET_BITS,
     SETTINGS_KEY,
     NodeAddress,
@@ -31,9 +32,8 @@ from irdmafs.backend.records import (
     key_of,
     policy_key,
 )
-from mountpoint import Mount, eventually, irdmafs
-
-from irdmafs.cli import main
+from irdmafs.backend.kv import Event
+from irdmafs.cli.command import main
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 

@@ -14,10 +14,11 @@ import msgspec
 import pytest
 import trio
 from etcd_server import EtcdServer
-from irdmafs.backend.cluster_config import ClusterConfig
-from irdmafs.backend.kv import Delete, Put
-from irdmafs.backend.kv.etcd import EtcdEngine
-from irdmafs.backend.records import (
+from mountpoint import eventually, irdmafs
+from secure_cluster import SecureEtcd
+
+from irdmafs.backend.cluster.config import ClusterConfig
+from irdmafs.backend.cluster.records import (
     GroupConfig,
     MountRecord,
     NodeAddress,
@@ -28,8 +29,8 @@ from irdmafs.backend.records import (
     key_of,
     policy_key,
 )
-from mountpoint import eventually, irdmafs
-from secure_cluster import SecureEtcd
+from irdmafs.backend.kv import Delete, Put
+from irdmafs.backend.kv.etcd import EtcdEngine
 
 GIB = 1 << 30
 REPLICAS = 2
@@ -125,14 +126,16 @@ A, B, C = 0xA1 << 56, 0xB2 << 56, 0xC3 << 56
 
 def test_commands_start_without_the_libraries_of_a_cluster() -> None:
     heavy = "{'trio', 'cryptography', 'msgspec', 'numpy', 'google', 'grpc', 'rich', 'ssl'}"
-    program = f"import sys, irdmafs.cli; print({heavy} & set(sys.modules))"
+    program = f"import sys, irdmafs.cli.command; print({heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "set()\n", done
 
 
 def test_mounts_and_nodes_start_without_numpy() -> None:
     """It takes as long to load as all that a node has of its own; only who places groups needs it."""
-    daemons = "irdmafs.daemon, irdmafs.backend.remote.store, irdmafs.backend.server.daemon"
+    daemons = (
+        "irdmafs.mount.daemon, irdmafs.backend.store.remote.store, irdmafs.backend.node.daemon"
+    )
     program = f"import sys, {daemons}; print('numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "False\n", done

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from mountpoint import Mount, eventually, irdmafs
 
-from irdmafs import __version__, mounting, stores
+from irdmafs import __version__
+from irdmafs.mount import mounting, stores
 
 pytestmark = pytest.mark.skipif(
     not (mounting.can_mount() and os.path.exists("/dev/fuse")),
@@ -55,9 +56,8 @@ def test_version_and_help_are_printed() -> None:
 
 
 def test_commands_start_without_the_filesystems_libraries() -> None:
-    program = (
-        "import sys, irdmafs.cli; print({'trio', 'pyfuse3', 'numpy', 'rich'} & set(sys.modules))"
-    )
+    libraries = {"trio", "pyfuse3", "numpy", "rich"}
+    program = f"import sys, irdmafs.cli.command; print({libraries} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "set()\n", done
 
@@ -177,8 +177,8 @@ def test_stale_mountpoint_is_healed_by_mounting_again(mounted: Mount) -> None:
 # The parent's side is tested with daemons that behave badly.
 _BAD_DAEMON = """
 import os, signal, sys, trio
-from irdmafs import daemon
-from irdmafs.cli import main
+from irdmafs.mount import daemon
+from irdmafs.cli.command import main
 async def serve(config, ready):
     {body}
 daemon.serve = serve

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from mountpoint import irdmafs
 
-from irdmafs import doctor, mounting, status
+from irdmafs.cli import status
+from irdmafs.doctor import machine as doctor
+from irdmafs.mount import mounting
 
 NOBODY = 65534
 
@@ -99,7 +101,7 @@ def _as_nobody() -> dict[str, object]:
     }
     for python in (sys.executable, f"/usr/bin/{version}"):
         try:
-            command = [python, "-c", "import irdmafs.doctor, click"]
+            command = [python, "-c", "import irdmafs.doctor.machine, click"]
             done = subprocess.run(command, capture_output=True, **options)  # type: ignore[call-overload]
         except OSError:
             continue

@@ -14,8 +14,9 @@ from mountpoint import Mount, eventually, irdmafs, run_checked
 from processes import Process
 from test_commands import one_line
 
-from irdmafs import mounting, status, stores
-from irdmafs.config import MountError, MountOptions
+from irdmafs.cli import status
+from irdmafs.mount import mounting, stores
+from irdmafs.mount.config import MountError, MountOptions
 
 NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--inh-caps=-all")
 # May read every file, as the interpreter may be installed below a private home directory.
@@ -68,7 +69,7 @@ def test_a_store_that_a_detached_mount_still_serves_says_so(
     mounted: Mount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     daemon = mounted.pid
-    monkeypatch.setattr("irdmafs.store_use._FREE_WITHIN_S", 0.1)
+    monkeypatch.setattr("irdmafs.mount.store_use._FREE_WITHIN_S", 0.1)
     with Process() as user:
         user.do("file = open(path, 'wb')", path=str(mounted.path / "file"))
         assert irdmafs("umount", "--lazy", mounted.path).returncode == 0
@@ -235,9 +236,10 @@ def test_a_store_that_another_users_daemon_names_is_not_discarded(
         # As the kernel tells of a mount of his.
         program = (
             "import sys\n"
-            "from irdmafs import cli, mounting\n"
+            "from irdmafs.cli import command\n"
+            "from irdmafs.mount import mounting\n"
             "mounting.Mount.user = property(lambda self: 1000)\n"
-            "cli.main(sys.argv[1:], prog_name='irdmafs')"
+            "command.main(sys.argv[1:], prog_name='irdmafs')"
         )
         command = [sys.executable, "-c", program, "umount", "--discard", str(tmp_path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)

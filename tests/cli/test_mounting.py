@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from irdmafs.backend.sizes import memory_limit
 
-from irdmafs import mounting, stores
-from irdmafs.config import MountError, MountOptions, parse_mount_options, parse_size
-from irdmafs.mount_users import users_of
+from irdmafs.backend.sizes import memory_limit
+from irdmafs.mount import mounting, stores
+from irdmafs.mount.config import MountError, MountOptions, parse_mount_options, parse_size
+from irdmafs.mount.users import users_of
 
 needs_root = pytest.mark.skipif(not mounting.can_mount(), reason="mounting needs CAP_SYS_ADMIN")
 needs_fuse = pytest.mark.skipif(

@@ -14,13 +14,13 @@ import pytest
 import trio
 import trio.testing
 from cluster import MIB, Cluster, ClusterMount, Plan, counters, run_irdmafs
-from irdmafs.backend.remote.lent import Lender
 from mountpoint import eventually
 from patterns import pattern, version_of
 from processes import Process
 from striped import damage, folder, new_content
 
 from irdmafs import client
+from irdmafs.backend.store.remote.lent import Lender
 
 SIZES = [100_000, MIB, 3 * MIB + 4097]
 XATTR = "user.irdmafs.read_into"

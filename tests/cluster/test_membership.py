@@ -13,11 +13,10 @@ import pytest
 import trio
 import trio.testing
 from etcd_server import EtcdServer
-from irdmafs.backend.group_configs import Groups
-from irdmafs.backend.kv import Change, Compacted, Delete, KeyValue, Put
-from irdmafs.backend.kv.etcd import EtcdEngine
-from irdmafs.backend.kv.etcd_leases import EtcdLeases
-from irdmafs.backend.membership import (
+from store_nodes import Cluster, Node, Watcher, Writer, cluster
+
+from irdmafs.backend.cluster.group_configs import Groups
+from irdmafs.backend.cluster.membership import (
     MOUNT,
     NODE,
     Members,
@@ -28,7 +27,7 @@ from irdmafs.backend.membership import (
     now_s,
     seen_key,
 )
-from irdmafs.backend.records import (
+from irdmafs.backend.cluster.records import (
     SETTINGS_KEY,
     GroupConfig,
     MountRecord,
@@ -40,11 +39,13 @@ from irdmafs.backend.records import (
     key_of,
     targets_key,
 )
-from irdmafs.backend.replica import Replica
-from irdmafs.backend.server.copier import Throttle
-from irdmafs.backend.server.files import Files
-from irdmafs.backend.server.housekeeping import HISTORY_KEPT_S
-from store_nodes import Cluster, Node, Watcher, Writer, cluster
+from irdmafs.backend.cluster.replica import Replica
+from irdmafs.backend.kv import Change, Compacted, Delete, KeyValue, Put
+from irdmafs.backend.kv.etcd import EtcdEngine
+from irdmafs.backend.kv.etcd_leases import EtcdLeases
+from irdmafs.backend.node.copier import Throttle
+from irdmafs.backend.node.files import Files
+from irdmafs.backend.node.housekeeping import HISTORY_KEPT_S
 
 etcd, etcd_prefix = etcd_server.etcd, etcd_server.etcd_prefix  # fixtures
 

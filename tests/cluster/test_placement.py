@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from irdmafs.backend.placement import (
+
+from irdmafs.backend.cluster.placement import (
     BUCKETS,
     Candidate,
     Placement,
@@ -23,8 +24,8 @@ from irdmafs.backend.placement import (
     retargeted,
     seed_of,
 )
-from irdmafs.backend.policy import POLICIES_MAX, Policy, parse_policy, policy_id
-from irdmafs.backend.records import STRIPE_GROUPS_MAX, GroupConfig, Layout, decode, encode
+from irdmafs.backend.cluster.policy import POLICIES_MAX, Policy, parse_policy, policy_id
+from irdmafs.backend.cluster.records import STRIPE_GROUPS_MAX, GroupConfig, Layout, decode, encode
 
 FILES = 10_000
 REPLICAS = 2

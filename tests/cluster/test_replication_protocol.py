@@ -6,21 +6,6 @@ from multiprocessing import get_context
 
 import pytest
 from explorer import Broken, Explored, explore
-from irdmafs.backend.groups import (
-    degraded,
-    demoted,
-    dropped,
-    emptied,
-    has_still,
-    leader,
-    led_by,
-    next_step,
-    promoted,
-    refenced,
-    with_joining,
-    without,
-)
-from irdmafs.backend.records import GroupConfig
 from model_replication import Model
 from replication_state import (
     ABORT,
@@ -34,6 +19,22 @@ from replication_state import (
     Bounds,
     Rules,
 )
+
+from irdmafs.backend.cluster.groups import (
+    degraded,
+    demoted,
+    dropped,
+    emptied,
+    has_still,
+    leader,
+    led_by,
+    next_step,
+    promoted,
+    refenced,
+    with_joining,
+    without,
+)
+from irdmafs.backend.cluster.records import GroupConfig
 
 # Together less than a minute on one core; each is visited completely.
 BOUNDED = {

@@ -16,6 +16,7 @@ import pytest
 import trio
 from cluster import Cluster, Plan, StoreNode, run_irdmafs
 from etcd_server import EtcdServer
+
 from irdmafs.backend.kv import Put, WentBack
 from irdmafs.backend.kv.etcd import EtcdEngine
 

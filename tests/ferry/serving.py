@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import trio
+
 from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.growth import Growth
 from irdmafs.backend.transport.messages import Answer, Done, Message, Request

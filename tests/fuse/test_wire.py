@@ -20,18 +20,18 @@ import trio.testing
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from invariants import check
-from irdmafs.backend import node as store_node
-from irdmafs.backend.clock import now_ns
-from irdmafs.backend.node import StoreNode
 
-from irdmafs.cache import Cache
-from irdmafs.config import MountOptions
-from irdmafs.content import Content
-from irdmafs.isolation import Isolation
-from irdmafs.operations import Operations
-from irdmafs.session import passthrough, wire
-from irdmafs.session.kernel import KernelSession, ProtocolError
-from irdmafs.session.wire import Malformed, Opcode
+from irdmafs.backend.clock import now_ns
+from irdmafs.backend.store import embedded as store_node
+from irdmafs.backend.store.embedded import EmbeddedStore
+from irdmafs.coherence.cache import Cache
+from irdmafs.coherence.content import Content
+from irdmafs.coherence.isolation import Isolation
+from irdmafs.fuse import passthrough, wire
+from irdmafs.fuse.kernel import KernelSession, ProtocolError
+from irdmafs.fuse.wire import Malformed, Opcode
+from irdmafs.mount.config import MountOptions
+from irdmafs.posix.operations import Operations
 
 ROOT = 1
 NO_REPLY = (Opcode.FORGET, Opcode.BATCH_FORGET, Opcode.INTERRUPT)
@@ -170,7 +170,7 @@ class Session(KernelSession):
 class Served:
     """One store served by a session whose device is a file in memory: what it writes is read there."""
 
-    def __init__(self, store: StoreNode, session: Session, *, passthrough: bool) -> None:
+    def __init__(self, store: EmbeddedStore, session: Session, *, passthrough: bool) -> None:
         self.session = session
         self.store = store
         self.cache = Cache(store, "/nowhere", Isolation(store.namespace), passthrough=passthrough)
@@ -261,7 +261,7 @@ class Served:
         node_id = wire.ENTRY_OUT.unpack(entry)[0]
         truncating = wire.OPEN_IN.pack(os.O_WRONLY | os.O_TRUNC, 0)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("irdmafs.redirects._MAX_AGE_S", -1)
+            patch.setattr("irdmafs.coherence.redirects._MAX_AGE_S", -1)
             assert self.request(Opcode.OPEN, node_id, truncating)[0] == errno.ESTALE
         _, entry = self.request(Opcode.LOOKUP, ROOT, name + b"\0")
         self.request(Opcode.OPEN, wire.ENTRY_OUT.unpack(entry)[0], truncating)
@@ -341,7 +341,7 @@ def serve(mode: str, talk: Callable[[Served], None], messages: list[bytes] | Non
 
     async def main(directory: str) -> None:
         session = Session(os.memfd_create("device", os.MFD_CLOEXEC))
-        async with StoreNode(directory) as store:
+        async with EmbeddedStore(directory) as store:
             served = Served(store, session, passthrough=mode != "cached")
             async with trio.open_nursery() as session._nursery:
                 talk(served)
@@ -362,7 +362,7 @@ def serve(mode: str, talk: Callable[[Served], None], messages: list[bytes] | Non
             assert set(store.extents) == named
             served.cache.close()
         session.close()
-        async with StoreNode(directory) as store:
+        async with EmbeddedStore(directory) as store:
             check(store.namespace)
 
     async def limited(directory: str) -> None:
@@ -695,7 +695,7 @@ def test_an_open_that_never_came_back_for_a_file_since_removed_hurts_no_other(mo
         assert served.request(Opcode.OPEN, node_id, truncating)[0] == errno.ESTALE
         assert served.request(Opcode.UNLINK, ROOT, b"file\0")[0] == 0
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("irdmafs.redirects._MAX_AGE_S", -1)
+            patch.setattr("irdmafs.coherence.redirects._MAX_AGE_S", -1)
             node_id = lookup(served, b"other")
             assert served.request(Opcode.OPEN, node_id, truncating)[0] == errno.ESTALE
 
@@ -710,7 +710,7 @@ def test_nobody_joins_a_replacement_whose_opener_died_on_the_way(
         node_id = write_whole(served, b"file", b"weights")
         truncating = wire.OPEN_IN.pack(os.O_WRONLY | os.O_TRUNC, 0)
         assert served.request(Opcode.OPEN, node_id, truncating, pid=1)[0] == errno.ESTALE
-        monkeypatch.setattr("irdmafs.redirects._MAX_AGE_S", -1)
+        monkeypatch.setattr("irdmafs.coherence.redirects._MAX_AGE_S", -1)
         appending = wire.OPEN_IN.pack(os.O_WRONLY | os.O_APPEND, 0)
         error, opened = served.request(Opcode.OPEN, node_id, appending, pid=2)
         assert error == 0

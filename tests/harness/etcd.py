@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from irdmafs.cluster_admin import etcd_arguments
+from irdmafs.cli.cluster_admin import etcd_arguments
 
 from .daemons import Daemon, is_listened_on
 from .network import CommandFailed, Host, run

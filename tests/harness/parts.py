@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from irdmafs.mounting import ask_mount
+from irdmafs.mount.mounting import ask_mount
 
 from .daemons import Daemon, wait_until
 from .network import CommandFailed, Host, run

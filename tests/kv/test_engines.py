@@ -20,6 +20,7 @@ from etcd_server import etcd, new_prefix  # noqa: F401
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
 from irdmafs.backend.kv import (
     Damaged,
     Delete,

@@ -17,6 +17,7 @@ import pytest
 import trio
 import trustme
 from etcd_server import PASSWORD, USER, EtcdServer, etcd, free_port, new_prefix  # noqa: F401
+
 from irdmafs.backend.kv import Change, Compacted, Compare, Conflict, Delete, Event, NoSpace, Put
 from irdmafs.backend.kv.etcd import EtcdEngine
 from irdmafs.backend.kv.etcd_leases import LeaseEnded

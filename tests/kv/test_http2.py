@@ -3,6 +3,7 @@
 from collections.abc import Coroutine, Iterator
 
 import pytest
+
 from irdmafs.backend.etcd.errors import ConnectionLost, ProtocolError, RpcError
 from irdmafs.backend.etcd.frames import (
     ACK,

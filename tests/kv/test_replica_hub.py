@@ -13,10 +13,6 @@ import trio
 from etcd_server import EtcdServer, etcd, etcd_prefix, new_prefix
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import rule, run_state_machine_as_test
-from irdmafs.backend.kv import Change, Delete, Event, KeyValue, Put
-from irdmafs.backend.kv.etcd import EtcdEngine
-from irdmafs.backend.namespace import ROOT_INO
-from irdmafs.backend.replica import Replica
 from namespace_model import DIRECTORY, FILE, NamespaceAgainstModel, Thing
 from shared_namespaces import (
     HostNamespace,
@@ -32,6 +28,11 @@ from shared_namespaces import (
     run,
 )
 from trio.testing import wait_all_tasks_blocked
+
+from irdmafs.backend.cluster.replica import Replica
+from irdmafs.backend.kv import Change, Delete, Event, KeyValue, Put
+from irdmafs.backend.kv.etcd import EtcdEngine
+from irdmafs.backend.namespace import ROOT_INO
 
 __all__ = ["etcd", "etcd_prefix"]
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from irdmafs.backend.kv.journal import Damage, Journal, survey
 
 # One with zeros, one that is longer than a sector, one that looks like records.

@@ -11,11 +11,12 @@ from etcd_server import EtcdServer, etcd, etcd_prefix
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from invariants import check, recount, walk
-from irdmafs.backend.kv.sqlite import SQLiteEngine
-from irdmafs.backend.namespace import RENAME_EXCHANGE, ROOT_INO, Inode, Namespace, load_own
-from irdmafs.backend.quotas import QUOTA_BYTES, QUOTA_INODES, parse_limit
 from namespace_model import DIRECTORY, FILE, SYMLINK
 from shared_namespaces import Lagging, error_of, host, hosts, run
+
+from irdmafs.backend.kv.sqlite import SQLiteEngine
+from irdmafs.backend.namespace import RENAME_EXCHANGE, ROOT_INO, Inode, Namespace, load_own
+from irdmafs.backend.namespace.quotas import QUOTA_BYTES, QUOTA_INODES, parse_limit
 
 __all__ = ["etcd", "etcd_prefix"]
 

@@ -6,10 +6,6 @@ import random
 import pytest
 import trio
 from etcd_server import EtcdServer, etcd, etcd_prefix
-from irdmafs.backend.kv import Compare, Conflict, Delete, Exists, Put
-from irdmafs.backend.namespace import RENAME_NOREPLACE, ROOT_INO, Inode, Namespace
-from irdmafs.backend.records import Layout
-from irdmafs.backend.replica import Replica
 from namespace_model import DIRECTORY, FILE, SYMLINK
 from shared_namespaces import (
     HostNamespace,
@@ -25,6 +21,11 @@ from shared_namespaces import (
     hosts,
     run,
 )
+
+from irdmafs.backend.cluster.records import Layout
+from irdmafs.backend.cluster.replica import Replica
+from irdmafs.backend.kv import Compare, Conflict, Delete, Exists, Put
+from irdmafs.backend.namespace import RENAME_NOREPLACE, ROOT_INO, Inode, Namespace
 
 __all__ = ["etcd", "etcd_prefix"]
 

@@ -13,6 +13,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import invariant, rule
 from invariants import check, walk
+from namespace_model import DIRECTORY, FILE, SYMLINK, NamespaceAgainstModel, error_of, tree
+
 from irdmafs.backend.kv import Delete, Put
 from irdmafs.backend.kv.sqlite import SQLiteEngine
 from irdmafs.backend.namespace import (
@@ -24,8 +26,6 @@ from irdmafs.backend.namespace import (
     Namespace,
     load_own,
 )
-from namespace_model import DIRECTORY, FILE, SYMLINK, NamespaceAgainstModel, error_of, tree
-
 from irdmafs.inline import run
 
 Result = TypeVar("Result")

@@ -8,11 +8,10 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from irdmafs.backend.group_configs import Groups
-from irdmafs.backend.kv import Event, KeyValue
-from irdmafs.backend.namespace import Inode
-from irdmafs.backend.placement import group_of
-from irdmafs.backend.records import (
+
+from irdmafs.backend.cluster.group_configs import Groups
+from irdmafs.backend.cluster.placement import group_of
+from irdmafs.backend.cluster.records import (
     GroupConfig,
     Layout,
     MountRecord,
@@ -21,9 +20,11 @@ from irdmafs.backend.records import (
     key_of,
     pin_key,
 )
-from irdmafs.backend.server import catalog as catalog_module
-from irdmafs.backend.server.catalog import Catalog
-from irdmafs.backend.server.files import Files
+from irdmafs.backend.kv import Event, KeyValue
+from irdmafs.backend.namespace import Inode
+from irdmafs.backend.node import catalog as catalog_module
+from irdmafs.backend.node.catalog import Catalog
+from irdmafs.backend.node.files import Files
 from irdmafs.backend.transport import Extent
 
 BUCKETS = 16

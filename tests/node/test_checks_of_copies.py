@@ -11,18 +11,26 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
-from irdmafs.backend.digest import digest_of_bytes, fold
-from irdmafs.backend.group_configs import Groups
-from irdmafs.backend.groups import without
+
+from irdmafs.backend.cluster.group_configs import Groups
+from irdmafs.backend.cluster.groups import without
+from irdmafs.backend.cluster.membership import Members
+from irdmafs.backend.cluster.placement import group_of
+from irdmafs.backend.cluster.records import (
+    GroupConfig,
+    Layout,
+    NodeAddress,
+    encode,
+    group_key,
+    key_of,
+)
 from irdmafs.backend.kv import KeyValue
-from irdmafs.backend.membership import Members
 from irdmafs.backend.namespace import Inode
-from irdmafs.backend.placement import group_of
-from irdmafs.backend.records import GroupConfig, Layout, NodeAddress, encode, group_key, key_of
-from irdmafs.backend.server.catalog import Catalog
-from irdmafs.backend.server.checks import Checks, Verdict
-from irdmafs.backend.server.files import Files, Incoming
-from irdmafs.backend.server.handover import Handover
+from irdmafs.backend.node.catalog import Catalog
+from irdmafs.backend.node.checks import Checks, Verdict
+from irdmafs.backend.node.files import Files, Incoming
+from irdmafs.backend.node.handover import Handover
+from irdmafs.backend.store.digest import digest_of_bytes, fold
 from irdmafs.backend.transport import Extent
 
 CONTENT = 1000 << 24 | 1

@@ -23,13 +23,11 @@ from pathlib import Path
 import pytest
 import trio
 from etcd_server import EtcdServer, etcd
-from irdmafs.backend.group_configs import Groups
-from irdmafs.backend.kv import Conflict, Put
-from irdmafs.backend.kv.etcd import EtcdEngine
-from irdmafs.backend.membership import MOUNT, Members, Session
-from irdmafs.backend.namespace import ROOT_INO, Inode, Namespace, SharedCommitter, Tree
-from irdmafs.backend.placement import group_of
-from irdmafs.backend.records import (
+
+from irdmafs.backend.cluster.group_configs import Groups
+from irdmafs.backend.cluster.membership import MOUNT, Members, Session
+from irdmafs.backend.cluster.placement import group_of
+from irdmafs.backend.cluster.records import (
     SETTINGS_KEY,
     Layout,
     MountRecord,
@@ -41,7 +39,10 @@ from irdmafs.backend.records import (
     key_of,
     pin_key,
 )
-from irdmafs.backend.replica import Replica
+from irdmafs.backend.cluster.replica import Replica
+from irdmafs.backend.kv import Conflict, Put
+from irdmafs.backend.kv.etcd import EtcdEngine
+from irdmafs.backend.namespace import ROOT_INO, Inode, Namespace, SharedCommitter, Tree
 from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.peers import Peers

@@ -5,13 +5,14 @@ import time
 from pathlib import Path
 
 import pytest
-from irdmafs.backend.group_configs import Groups
-from irdmafs.backend.records import key_of
-from irdmafs.backend.server.catalog import Catalog
-from irdmafs.backend.server.files import Files
-from irdmafs.backend.transport import Extent
 from test_catalog import BUCKETS, World, one_stripe, world
 from test_store_node import contents_of, keep, memory, small_tmpfs
+
+from irdmafs.backend.cluster.group_configs import Groups
+from irdmafs.backend.cluster.records import key_of
+from irdmafs.backend.node.catalog import Catalog
+from irdmafs.backend.node.files import Files
+from irdmafs.backend.transport import Extent
 
 __all__ = ["memory", "small_tmpfs", "world"]
 

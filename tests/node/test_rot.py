@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import trio
 from cluster import MIB, Cluster, Plan, StoreNode
-from irdmafs.backend.cluster_config import ClusterConfig
+from striped import damage, folder, new_content
+
+from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.transport import Extent
 from irdmafs.backend.transport.peers import Peers
-from striped import damage, folder, new_content
 
 # In a message, in a stream, in three stripes, in stripes two of which share a digest.
 SIZES = [1000, 300_000, 2 * MIB + 500_000, 66 * MIB + 1000]

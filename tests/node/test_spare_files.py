@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from irdmafs.backend.remote.contents import Contents
-from irdmafs.backend.server import files as files_module
-from irdmafs.backend.server import spares
-from irdmafs.backend.server.files import Files
-from irdmafs.backend.server.spares import SPARE_BYTES_MIN, FileKey, Incoming, Unmapped
+
+from irdmafs.backend.node import files as files_module
+from irdmafs.backend.node import spares
+from irdmafs.backend.node.files import Files
+from irdmafs.backend.node.spares import SPARE_BYTES_MIN, FileKey, Incoming, Unmapped
+from irdmafs.backend.store.remote.contents import Contents
 from irdmafs.backend.transport import Extent
 
 SESSION = 1000

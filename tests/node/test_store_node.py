@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from irdmafs.backend.kv import Damaged
-from irdmafs.backend.remote.holds import Holds
-from irdmafs.backend.server.files import Files, StoreInUse
+from irdmafs.backend.node.files import Files, StoreInUse
+from irdmafs.backend.store.remote.holds import Holds
 from irdmafs.backend.transport import Extent
 
 SESSION = 1000

@@ -14,7 +14,7 @@ from mountpoint import eventually
 from patterns import pattern, version_of
 from processes import Process
 
-from irdmafs.processes import PendingSignals, Processes
+from irdmafs.callers.processes import PendingSignals, Processes
 
 TICK_S = 0.002
 # How long an impatient user would wait.

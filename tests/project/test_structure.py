@@ -18,11 +18,11 @@ VERSION = "irdmafs._version"  # belongs to both sides
 
 # Modules longer than LINES_MAX.
 LONG = {
-    "irdmafs.cache",
-    "irdmafs.operations",
-    "irdmafs.session.kernel",
-    "irdmafs.backend.remote.store",
-    "irdmafs.backend.server.files",
+    "irdmafs.coherence.cache",
+    "irdmafs.posix.operations",
+    "irdmafs.fuse.kernel",
+    "irdmafs.backend.store.remote.store",
+    "irdmafs.backend.node.files",
 }
 # Modules that import each other, directly or by others.
 CIRCLES: list[set[str]] = []

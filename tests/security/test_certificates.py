@@ -16,11 +16,13 @@ from pathlib import Path
 
 import pytest
 import trio
-from irdmafs.backend import cluster_config, logs
-from irdmafs.backend.cluster_config import ClusterConfig
-from irdmafs.backend.config_values import ConfigError
-from irdmafs.backend.metrics import Collector, NodeCounters, serve_metrics
-from irdmafs.backend.security import (
+
+from irdmafs.backend.cluster import config as cluster_config
+from irdmafs.backend.cluster.config import ClusterConfig
+from irdmafs.backend.cluster.config_values import ConfigError
+from irdmafs.backend.observe import logs
+from irdmafs.backend.observe.metrics import Collector, NodeCounters, serve_metrics
+from irdmafs.backend.trust.security import (
     Credentials,
     CredentialsError,
     Identity,
@@ -422,7 +424,7 @@ def test_etcds_password_is_kept_from_others(
 def logged(program: str, format: str = "text") -> list[str]:
     """What a process logs that sets up logging and runs this."""
     setup = (
-        "import logging\nfrom irdmafs.backend import logs\n"
+        "import logging\nfrom irdmafs.backend.observe import logs\n"
         f"logs.set_up_logging('node', {format!r})\nlogs.identify('node', '3f')\n"
         "log = logging.getLogger('irdmafs.backend.transport.server')\n"
     )

@@ -2,13 +2,14 @@
 
 import trio
 from cluster import Cluster, Plan, counters
-from irdmafs.backend.cluster_config import ClusterConfig
-from irdmafs.backend.kv import Put
-from irdmafs.backend.lease import MOUNT, Session
-from irdmafs.backend.membership import followed_key, seen_key
-from irdmafs.backend.namespace import ROOT_INO
-from irdmafs.backend.records import MountRecord
 from mountpoint import eventually
+
+from irdmafs.backend.cluster.config import ClusterConfig
+from irdmafs.backend.cluster.lease import MOUNT, Session
+from irdmafs.backend.cluster.membership import followed_key, seen_key
+from irdmafs.backend.cluster.records import MountRecord
+from irdmafs.backend.kv import Put
+from irdmafs.backend.namespace import ROOT_INO
 
 COMPLAINT = "has acknowledged nothing"
 

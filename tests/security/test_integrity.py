@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import trio
 from cluster import MIB, Cluster, Plan, counters
-from irdmafs.backend.digest import BLOCK_BYTES, digest_of_bytes
-from irdmafs.backend.records import GroupConfig, Layout
-from irdmafs.backend.remote.writer import Transfer
-from irdmafs.backend.transport import Extent, FileRange, Landed, Target
 from striped import damage, folder, new_content
 
-from irdmafs import mounting
-from irdmafs.status import report
+from irdmafs.backend.cluster.records import GroupConfig, Layout
+from irdmafs.backend.store.digest import BLOCK_BYTES, digest_of_bytes
+from irdmafs.backend.store.remote.writer import Transfer
+from irdmafs.backend.transport import Extent, FileRange, Landed, Target
+from irdmafs.cli.status import report
+from irdmafs.mount import mounting
 
 # In a message, in a stream, in three stripes.
 SIZES = [1000, 300_000, 2 * MIB + 500_000]

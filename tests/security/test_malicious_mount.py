@@ -9,20 +9,21 @@ from typing import Any, NamedTuple
 import pytest
 import trio
 from cluster import MIB, Cluster, Plan
-from irdmafs.backend.cluster_config import ClusterConfig
-from irdmafs.backend.group_configs import Groups
+from striped import folder
+
+from irdmafs.backend.cluster.config import ClusterConfig
+from irdmafs.backend.cluster.group_configs import Groups
+from irdmafs.backend.cluster.lease import MOUNT, Session
+from irdmafs.backend.cluster.membership import Members
+from irdmafs.backend.cluster.placement import group_of
+from irdmafs.backend.cluster.records import MountRecord
+from irdmafs.backend.cluster.replica import Replica
 from irdmafs.backend.kv.etcd import EtcdEngine
-from irdmafs.backend.lease import MOUNT, Session
-from irdmafs.backend.membership import Members
 from irdmafs.backend.namespace import Inode, Tree
-from irdmafs.backend.placement import group_of
-from irdmafs.backend.records import MountRecord
-from irdmafs.backend.replica import Replica
 from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.session_keys import make_session_key, session_digest
-from striped import folder
 
 __all__ = ["folder"]
 

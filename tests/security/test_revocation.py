@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import trio
 from cluster import Cluster, Plan, run_irdmafs
-from irdmafs.backend.cluster_config import ClusterConfig
-from irdmafs.backend.kv import Put
-from irdmafs.backend.lease import MOUNT, Session
-from irdmafs.backend.records import MountRecord, decode, pin_key
-from irdmafs.backend.security import Credentials, identity_in
-from irdmafs.backend.transport.peers import Peers
 from mountpoint import eventually
+
+from irdmafs.backend.cluster.config import ClusterConfig
+from irdmafs.backend.cluster.lease import MOUNT, Session
+from irdmafs.backend.cluster.records import MountRecord, decode, pin_key
+from irdmafs.backend.kv import Put
+from irdmafs.backend.transport.peers import Peers
+from irdmafs.backend.trust.security import Credentials, identity_in
 
 # Without namespaces, so that this process can talk to nodes itself.
 PLAN = Plan(nodes=1, mounts=1, replicas=1, buckets=4, tls=True, namespaces=False)

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import trio
-from irdmafs.backend.etcd.errors import RpcError
-from irdmafs.backend.kv import Delete, Put
-from irdmafs.backend.kv.etcd import EtcdEngine
-from irdmafs.backend.lease import MOUNT, Session
-from irdmafs.backend.membership import followed_key, seen_key
-from irdmafs.backend.records import (
+from secure_cluster import SecureCluster, in_trio
+
+from irdmafs.backend.cluster.lease import MOUNT, Session
+from irdmafs.backend.cluster.membership import followed_key, seen_key
+from irdmafs.backend.cluster.records import (
     NEXT_INO_KEY,
     SETTINGS_KEY,
     MountRecord,
@@ -24,9 +23,11 @@ from irdmafs.backend.records import (
     pool_key,
     targets_key,
 )
-from irdmafs.backend.rights import own_ranges, shared_ranges
-from irdmafs.backend.security import Role, issue, make_ca
-from secure_cluster import SecureCluster, in_trio
+from irdmafs.backend.etcd.errors import RpcError
+from irdmafs.backend.kv import Delete, Put
+from irdmafs.backend.kv.etcd import EtcdEngine
+from irdmafs.backend.trust.rights import own_ranges, shared_ranges
+from irdmafs.backend.trust.security import Role, issue, make_ca
 
 NODE_RECORDS = {"a node's address": key_of(b"n", 7), "a node's record": key_of(b"N", 7)}
 PLACEMENT = {"a group's configuration": group_key(1), "a pool's targets": targets_key(1)}

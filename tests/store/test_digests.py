@@ -10,11 +10,12 @@ import pytest
 import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from irdmafs.backend import digest
-from irdmafs.backend.digest import Digests, Stripe, digest_of, digest_of_bytes, fold
-from irdmafs.backend.inode import Inode
-from irdmafs.backend.records import Layout
 from xxhash import xxh3_64
+
+from irdmafs.backend.cluster.records import Layout
+from irdmafs.backend.namespace.inode import Inode
+from irdmafs.backend.store import digest
+from irdmafs.backend.store.digest import Digests, Stripe, digest_of, digest_of_bytes, fold
 
 FILE = 0o100644
 

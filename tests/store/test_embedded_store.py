@@ -18,13 +18,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from invariants import check
-from irdmafs.backend import node, storedir
-from irdmafs.backend.extents import ExtentStore, copy_contents
+
 from irdmafs.backend.kv import Damaged, NoSpace, Put
 from irdmafs.backend.namespace import ROOT_INO, Inode
-from irdmafs.backend.node import StoreNode
-from irdmafs.backend.storedir import StoreInUse
-
+from irdmafs.backend.store import embedded as node
+from irdmafs.backend.store import storedir
+from irdmafs.backend.store.embedded import EmbeddedStore
+from irdmafs.backend.store.extents import ExtentStore, copy_contents
+from irdmafs.backend.store.storedir import StoreInUse
 from irdmafs.inline import run
 
 FILE = stat.S_IFREG | 0o644
@@ -184,7 +185,7 @@ def test_a_copy_has_the_same_bytes_and_the_same_holes(
 
 
 def test_a_copy_goes_on_where_the_kernel_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("irdmafs.backend.extents._COPY_CHUNK_BYTES", 1000)
+    monkeypatch.setattr("irdmafs.backend.store.extents._COPY_CHUNK_BYTES", 1000)
     source, target = make_file("tmpfs"), make_file("tmpfs")
     content = write_segments(source, [(True, 10_500), (False, 9000), (True, 2500)])
     copy_contents(source, target)
@@ -209,7 +210,7 @@ def test_a_file_that_shrinks_while_it_is_copied_is_an_error(
 # -- the node ----------------------------------------------------------------------------------------
 
 
-def make_version(store: StoreNode, ino: int, content: bytes) -> Inode:
+def make_version(store: EmbeddedStore, ino: int, content: bytes) -> Inode:
     """Publish as the cache does: an empty extent is freed by who allocated it."""
     extent, fd = store.extents.allocate()
     os.write(fd, content)
@@ -221,12 +222,12 @@ def make_version(store: StoreNode, ino: int, content: bytes) -> Inode:
     return inode
 
 
-def make_file_of(store: StoreNode, name: bytes, content: bytes) -> Inode:
+def make_file_of(store: EmbeddedStore, name: bytes, content: bytes) -> Inode:
     inode = run(store.namespace.create(ROOT_INO, name, FILE, 0, 0))
     return make_version(store, inode.ino, content)
 
 
-def content_of(store: StoreNode, extent: int) -> bytes:
+def content_of(store: EmbeddedStore, extent: int) -> bytes:
     return Path(store.extents.path(extent)).read_bytes()
 
 
@@ -240,9 +241,9 @@ class Store:
     """A store node, entered and left from synchronous code."""
 
     def __init__(self, directory: Path) -> None:
-        self.node = StoreNode(str(directory))
+        self.node = EmbeddedStore(str(directory))
 
-    def __enter__(self) -> StoreNode:
+    def __enter__(self) -> EmbeddedStore:
         return run(self.node.__aenter__())
 
     def __exit__(self, *args: object) -> None:
@@ -345,7 +346,7 @@ def test_only_a_store_on_a_disk_is_synced(
         sync(fd)
 
     async def main() -> None:
-        async with StoreNode(str(tmp_path)) as store:
+        async with EmbeddedStore(str(tmp_path)) as store:
             inode = await store.namespace.create(ROOT_INO, b"file", FILE, 0, 0)
             extent = write(store.extents, b"one")
             with monkeypatch.context() as patch:
@@ -368,10 +369,10 @@ def test_a_directory_on_tmpfs_is_known_to_be_in_memory() -> None:
 
 HOLDER = """
 import os, sys, trio
-from irdmafs.backend.node import StoreNode
+from irdmafs.backend.store.embedded import EmbeddedStore
 
 async def main():
-    async with StoreNode(sys.argv[1]):
+    async with EmbeddedStore(sys.argv[1]):
         print("open", flush=True)
         await trio.to_thread.run_sync(sys.stdin.read)
 
@@ -474,7 +475,7 @@ def test_a_full_disk_at_the_end_still_lets_go_of_the_store(
     before = open_files()
 
     async def main() -> None:
-        async with StoreNode(str(tmp_path)) as store:
+        async with EmbeddedStore(str(tmp_path)) as store:
             monkeypatch.setattr(store.engine, "flush", full)
 
     with pytest.raises(NoSpace):

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import trio
-from irdmafs.backend.namespace import ROOT_INO
-from irdmafs.backend.node import StoreNode
 from mountpoint import Mount, irdmafs
 from patterns import pattern
+
+from irdmafs.backend.namespace import ROOT_INO
+from irdmafs.backend.store.embedded import EmbeddedStore
 
 FILES = 12
 FILE = stat.S_IFREG | 0o644
@@ -30,7 +31,7 @@ def crashed() -> Iterator[Mount]:
 
 
 async def _fill_and_crash(store: Path) -> None:
-    async with StoreNode(str(store)) as node:
+    async with EmbeddedStore(str(store)) as node:
         for number in range(FILES):
             made = await node.namespace.create(ROOT_INO, b"file-%d" % number, FILE, 0, 0)
             extent, fd = node.allocate(made)

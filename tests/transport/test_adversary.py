@@ -20,8 +20,11 @@ from typing import Any
 import msgspec
 import pytest
 import trio
-from irdmafs.backend.records import NodeAddress
-from irdmafs.backend.security import Credentials, issue, make_ca
+from test_extents import TIMEOUT_S, in_cluster
+from test_strangers import connect, data_connection, frame, hello, is_closed, receive_frame
+from transport_place import MiB, Place, memory, mounted, random_bytes, until
+
+from irdmafs.backend.cluster.records import NodeAddress
 from irdmafs.backend.transport import (
     Extent,
     FileRange,
@@ -39,9 +42,7 @@ from irdmafs.backend.transport.tcp.serving import TcpServing
 from irdmafs.backend.transport.verbs import messages as verbs
 from irdmafs.backend.transport.verbs.ends import QueueEnd
 from irdmafs.backend.transport.verbs.rdma import Rdma
-from test_extents import TIMEOUT_S, in_cluster
-from test_strangers import connect, data_connection, frame, hello, is_closed, receive_frame
-from transport_place import MiB, Place, memory, mounted, random_bytes, until
+from irdmafs.backend.trust.security import Credentials, issue, make_ca
 
 __all__ = ["memory"]
 

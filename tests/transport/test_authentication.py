@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from irdmafs.backend.transport import messages
 from irdmafs.backend.transport.codec import Codec
 from irdmafs.backend.transport.complaints import BURST, PER_S, Complaints

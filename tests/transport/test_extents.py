@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import trio
-from irdmafs.backend.security import Credentials, issue, make_ca
-from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable
-from irdmafs.backend.transport.peers import Peers
 from transport_nodes import NodeProcess, serving
 from transport_place import MiB, Place, memory, mounted, random_bytes, until
+
+from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable
+from irdmafs.backend.transport.peers import Peers
+from irdmafs.backend.trust.security import Credentials, issue, make_ca
 
 __all__ = ["memory"]
 

@@ -14,7 +14,12 @@ from pathlib import Path
 
 import pytest
 import trio
-from irdmafs.backend.security import Credentials
+from rdma import need_ports
+from test_adversary import TO_MOUNT, TO_NODE, Passage, Relay, certificates, on_the_way
+from test_strangers import frame
+from transport_nodes import Node, serving
+from transport_place import KiB, Place, memory, mounted, random_bytes, until
+
 from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.messages import Answer, Request
 from irdmafs.backend.transport.peers import Peers
@@ -37,11 +42,7 @@ from irdmafs.backend.transport.verbs.queue import Broken, Piece, QueuePair
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 from irdmafs.backend.transport.verbs.serving import VerbsServing
 from irdmafs.backend.transport.verbs.way import VerbsWay
-from rdma import need_ports
-from test_adversary import TO_MOUNT, TO_NODE, Passage, Relay, certificates, on_the_way
-from test_strangers import frame
-from transport_nodes import Node, serving
-from transport_place import KiB, Place, memory, mounted, random_bytes, until
+from irdmafs.backend.trust.security import Credentials
 
 __all__ = ["certificates", "memory"]
 

@@ -15,13 +15,14 @@ import trio
 from ferry.messages import MESSAGES, Bring, Fetch
 from ferry.mover import Ferry
 from ferry.way import BYTES_MIN, FerryWay
+from transport_nodes import serving
+from transport_place import MiB, Place, memory, mounted, random_bytes
+
 from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.codec import Codec
 from irdmafs.backend.transport.mover import Mover
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.rights import ROLES, Scope, may
-from transport_nodes import serving
-from transport_place import MiB, Place, memory, mounted, random_bytes
 
 __all__ = ["memory"]
 

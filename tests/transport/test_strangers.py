@@ -19,7 +19,9 @@ from typing import Any
 import msgspec
 import pytest
 import trio
-from irdmafs.backend.security import Credentials, issue, make_ca
+from test_extents import TIMEOUT_S, in_cluster
+from transport_place import MiB, Place, memory, mounted, until
+
 from irdmafs.backend.transport import (
     Distrusted,
     Extent,
@@ -38,8 +40,7 @@ from irdmafs.backend.transport.tcp.authentication import CODE_BYTES, Authenticat
 from irdmafs.backend.transport.tcp.serving import TcpServing
 from irdmafs.backend.transport.verbs import messages as verbs
 from irdmafs.backend.transport.verbs.ends import QueueEnd
-from test_extents import TIMEOUT_S, in_cluster
-from transport_place import MiB, Place, memory, mounted, until
+from irdmafs.backend.trust.security import Credentials, issue, make_ca
 
 __all__ = ["memory"]
 

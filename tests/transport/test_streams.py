@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+
 from irdmafs.backend.transport.tcp.authentication import Authentication
 from irdmafs.backend.transport.tcp.channel import Channel, Patience
 from irdmafs.backend.transport.tcp.streams import (

@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 import rdma as rdma_ports
 import trio
+from transport_nodes import Node, NodeProcess, serving
+from transport_place import MiB, Place, memory, mounted, until
+
 from irdmafs.backend.transport import Extent, FileRange, Target, Unreachable
 from irdmafs.backend.transport.mover import NotThisWay
 from irdmafs.backend.transport.peers import Peers
@@ -26,8 +29,6 @@ from irdmafs.backend.transport.verbs.regions import Regions
 from irdmafs.backend.transport.verbs.serving import VerbsServing
 from irdmafs.backend.transport.verbs.staging import Staging
 from irdmafs.backend.transport.verbs.way import VerbsWay
-from transport_nodes import Node, NodeProcess, serving
-from transport_place import MiB, Place, memory, mounted, until
 
 __all__ = ["memory"]
 

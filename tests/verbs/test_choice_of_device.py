@@ -10,8 +10,9 @@ import trio.testing
 from cluster import Cluster, Plan, run_irdmafs
 from hypothesis import given
 from hypothesis import strategies as st
-from irdmafs.backend.config_sections import ClusterSection
-from irdmafs.backend.config_values import ConfigError
+
+from irdmafs.backend.cluster.config_sections import ClusterSection
+from irdmafs.backend.cluster.config_values import ConfigError
 from irdmafs.backend.transport import messages
 from irdmafs.backend.transport.codec import Codec
 from irdmafs.backend.transport.frames import BadMessage

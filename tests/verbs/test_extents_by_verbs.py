@@ -14,6 +14,10 @@ import pytest
 import trio
 from cluster import Cluster as WholeCluster
 from cluster import Plan
+from rdma import need_address
+from transport_nodes import Node, NodeProcess, serving
+from transport_place import KiB, MiB, Place, memory, mounted, random_bytes, until
+
 from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable
 from irdmafs.backend.transport.growth import Growth
 from irdmafs.backend.transport.peers import Peers
@@ -25,9 +29,6 @@ from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 from irdmafs.backend.transport.verbs.regions import Regions
 from irdmafs.backend.transport.verbs.way import VerbsWay
 from irdmafs.backend.transport.verbs.windows import grant
-from rdma import need_address
-from transport_nodes import Node, NodeProcess, serving
-from transport_place import KiB, MiB, Place, memory, mounted, random_bytes, until
 
 __all__ = ["memory"]
 

@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 import trio
 from cluster import Cluster, Plan
-from irdmafs.backend.server.files import Files, Held, Incoming
-from irdmafs.backend.sparse import segments
+from rdma import need_address, ports
+from transport_nodes import Node, serving
+from transport_place import MiB, memory, mounted
+
+from irdmafs.backend.node.files import Files, Held, Incoming
+from irdmafs.backend.store.sparse import segments
 from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.rights import Peer
@@ -22,9 +26,6 @@ from irdmafs.backend.transport.verbs.path import Path as VerbsPath
 from irdmafs.backend.transport.verbs.queue import Broken, Piece
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 from irdmafs.backend.transport.verbs.way import VerbsWay
-from rdma import need_address, ports
-from transport_nodes import Node, serving
-from transport_place import MiB, memory, mounted
 
 __all__ = ["memory"]
 

@@ -3,6 +3,7 @@
 import ipaddress
 
 import pytest
+
 from irdmafs.backend.transport.frames import BadMessage
 from irdmafs.backend.transport.verbs import devices, messages, networks
 from irdmafs.backend.transport.verbs.devices import Device, Gid, Obstacle, Port, Route

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from irdmafs.backend.transport.verbs import devices
-from irdmafs.backend.transport.verbs.rdma import Choice
 from mountpoint import irdmafs
 from rdma import DEVICES, IN_GUEST, REMEDY, Port, need_ports
 
-from irdmafs import rdma_checks
-from irdmafs.checks import Check
+from irdmafs.backend.transport.verbs import devices
+from irdmafs.backend.transport.verbs.rdma import Choice
+from irdmafs.doctor import rdma as rdma_checks
+from irdmafs.doctor.check import Check
 
 
 def doctor(

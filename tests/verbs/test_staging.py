@@ -12,8 +12,12 @@ import pytest
 import trio
 import trio.testing
 from cluster import Cluster, Plan, train
-from irdmafs.backend import digest as digest_module
-from irdmafs.backend.digest import Stripe, digest_of_bytes
+from rdma import need_address, ports
+from transport_nodes import serving
+from transport_place import KiB, MiB, memory, mounted, random_bytes
+
+from irdmafs.backend.store import digest as digest_module
+from irdmafs.backend.store.digest import Stripe, digest_of_bytes
 from irdmafs.backend.transport import Extent, FileRange, Memory, Target
 from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.verbs import devices
@@ -21,9 +25,6 @@ from irdmafs.backend.transport.verbs import regions as regions_module
 from irdmafs.backend.transport.verbs import staging as staging_module
 from irdmafs.backend.transport.verbs.adapter import Adapter
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
-from rdma import need_address, ports
-from transport_nodes import serving
-from transport_place import KiB, MiB, memory, mounted, random_bytes
 
 __all__ = ["memory"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import trio
 
-from ... import logs
+from ...observe import logs
 from ..counters import Counters
 from ..frames import BadMessage
 from ..messages import RECEIVER_PATIENCE, failure_of

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import trio
 
-from ...security import describe_tls_error
+from ...trust.security import describe_tls_error
 from ..door import begins_with_tls, identity_of, listen
 from ..frames import BadMessage
 from ..messages import RECEIVER_PATIENCE, Answer, Message, Request

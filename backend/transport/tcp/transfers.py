@@ -16,7 +16,7 @@ from typing import Any
 
 import trio
 
-from ...intake import Intake
+from ...store.intake import Intake
 from .. import Extent, Unreachable
 from ..frames import BadMessage
 from ..messages import RECEIVER_PATIENCE, failure_of

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 import trio
 
-from ...logs import current_request
+from ...observe.logs import current_request
 from .. import Extent, FileRange, Landed, Memory, Target, Unreachable, nothing_landed
 from ..caller import ControlClient
 from ..frames import BadMessage

@@ -17,9 +17,10 @@ from typing import Any
 import msgspec
 import trio
 from harness.cluster import Cluster
-from irdmafs.backend.cluster_config import ClusterConfig
-from irdmafs.backend.lease import MOUNT, Session
-from irdmafs.backend.records import (
+
+from irdmafs.backend.cluster.config import ClusterConfig
+from irdmafs.backend.cluster.lease import MOUNT, Session
+from irdmafs.backend.cluster.records import (
     CONTENT_NUMBER_BITS,
     MountRecord,
     NodeAddress,

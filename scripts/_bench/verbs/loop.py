@@ -23,6 +23,7 @@ from urllib.request import urlopen
 from harness.cluster import Cluster
 from harness.daemons import Daemon
 from harness.parts import StoreNode
+
 from irdmafs.backend.transport.verbs.library import load
 
 from ..files import MIB, Files

@@ -1,0 +1,1 @@
+"""The cluster: configuration, membership, placement of data, and its state in etcd."""

@@ -1,0 +1,203 @@
+"""Who keeps what: the configuration of every placement group, as the replica of etcd tells it.
+
+`Groups` is a consumer of the replica hub, as `Members` is (backend/cluster/membership.py).
+"""
+
+import errno
+from collections.abc import Callable, Mapping, Sequence
+
+import trio
+
+from ..kv import Compare, Conflict, Event, KeyValue, Put, SharedEngine
+from .records import (
+    GROUP_BUCKET_BITS,
+    GroupConfig,
+    Settings,
+    encode,
+    group_key,
+    pool_key,
+    sound,
+)
+
+__all__ = ["Groups"]
+
+# etcd takes 128 operations in a transaction.
+CREATED_AT_ONCE = 100
+# Fewer, as one that is not as it was stops the others.
+CHANGED_AT_ONCE = 60
+_LOOK_AGAIN_S = 1.0
+
+
+class Groups:
+    """The configuration of every placement group, with the revision that put it. Nodes make the groups of
+    the pools that mounts want."""
+
+    prefixes = (b"g", b"w")
+
+    def __init__(self) -> None:
+        self._configs: dict[int, tuple[GroupConfig, int]] = {}
+        self.wanted: set[int] = set()
+        self._moved = trio.lowlevel.ParkingLot()
+        # Called with a group's id after its configuration changed.
+        self.group_changed: list[Callable[[int], None]] = []
+        # Called with a pool's number when somebody wants its groups.
+        self.pool_wanted: list[Callable[[int], None]] = []
+
+    def get(self, group: int) -> tuple[GroupConfig, int] | None:
+        """A group's configuration and its mod_revision; None: it has not been created."""
+        return self._configs.get(group)
+
+    def all(self) -> dict[int, tuple[GroupConfig, int]]:
+        """Every group; not to be changed."""
+        return self._configs
+
+    def pools(self) -> set[int]:
+        """Pools (see placement.pool_of) that have groups."""
+        return {group >> GROUP_BUCKET_BITS for group in self._configs}
+
+    async def changed(self) -> None:
+        """Wait for the next change of any group."""
+        await self._moved.park()
+
+    def missing(self, pool: int, settings: Settings) -> list[int]:
+        """The groups of a pool that have not been created."""
+        wanted = (pool << GROUP_BUCKET_BITS | bucket for bucket in range(settings.buckets))
+        return [group for group in wanted if group not in self._configs]
+
+    async def want(
+        self,
+        engine: SharedEngine,
+        pool: int,
+        settings: Settings,
+        place: Callable[[int], Sequence[int]],
+        timeout_s: float,
+    ) -> None:
+        """Have the nodes create the groups of a pool, if this is the first use of it; returns when all are
+        known here. `place` is as for `ensure`.
+
+        Raises OSError: EHOSTUNREACH if there is no node to keep them, ETIMEDOUT.
+        """
+        with trio.move_on_after(timeout_s):
+            while missing := self.missing(pool, settings):
+                if not place(missing[0]):
+                    raise OSError(errno.EHOSTUNREACH, "no store node is up to keep data")
+                if pool not in self.wanted:
+                    await engine.transact((), [Put(pool_key(pool), b"")])
+                # Nodes that come and go are no change of a group.
+                with trio.move_on_after(_LOOK_AGAIN_S):
+                    await self.changed()
+            return
+        raise OSError(
+            errno.ETIMEDOUT, f"the store nodes have made no placement groups for {timeout_s:g} s"
+        )
+
+    async def ensure(
+        self,
+        engine: SharedEngine,
+        pool: int,
+        settings: Settings,
+        place: Callable[[int], Sequence[int]],
+    ) -> None:
+        """Create the groups of a pool, if this is the first use of it.
+
+        `place` (Members.placement().target) gives the nodes that a new group is to be kept by, the
+        primary first. When others create the same groups, whoever is first decides. Returns when all
+        are known here. Raises EHOSTUNREACH if `place` finds no node, or says so itself.
+        """
+        missing = self.missing(pool, settings)
+        for at in range(0, len(missing), CREATED_AT_ONCE):
+            await self._create(engine, missing[at : at + CREATED_AT_ONCE], place)
+        while self.missing(pool, settings):
+            await self.changed()
+
+    async def change(
+        self,
+        engine: SharedEngine,
+        changes: Mapping[int, tuple[int, GroupConfig]],
+        guards: Sequence[Compare] = (),
+    ) -> tuple[int, set[int]]:
+        """Put new configurations of groups, each if its present one is still of the given revision.
+
+        Returns the revision of the last transaction (0: none succeeded) and the groups that had
+        changed meanwhile and were left alone. Raises Conflict when one of `guards` does not hold; some
+        may have been put then.
+        """
+        late: set[int] = set()
+        newest = 0
+        todo = list(changes)
+        while todo:
+            batch = todo[:CHANGED_AT_ONCE]
+            try:
+                newest = await engine.transact(
+                    [*((group_key(group), changes[group][0]) for group in batch), *guards],
+                    [Put(group_key(group), encode(changes[group][1])) for group in batch],
+                )
+                del todo[: len(batch)]
+            except Conflict as conflict:
+                if not conflict.key.startswith(self.prefixes):
+                    raise
+                group = int.from_bytes(conflict.key[1:], "big")
+                late.add(group)
+                todo.remove(group)
+        return newest, late
+
+    async def _create(
+        self, engine: SharedEngine, missing: Sequence[int], place: Callable[[int], Sequence[int]]
+    ) -> None:
+        while missing:
+            puts = []
+            for group in missing:
+                nodes = tuple(place(group))
+                if not nodes:
+                    raise OSError(errno.EHOSTUNREACH, "no store node is up to keep data")
+                puts.append(Put(group_key(group), encode(GroupConfig(1, nodes))))
+            try:
+                await engine.transact([(put.key, 0) for put in puts], puts)
+                return
+            except Conflict:
+                found = await engine.page(
+                    group_key(missing[0]), group_key(missing[-1]) + b"\0", len(missing)
+                )
+                known = {int.from_bytes(record.key[1:], "big") for record in found}
+                missing = [group for group in missing if group not in known]
+
+    # --- consumer of the replica
+
+    def load(self, records: Sequence[KeyValue], revision: int) -> None:
+        present = {record.key for record in records}
+        self.wanted.clear()
+        for group in [group for group in self._configs if group_key(group) not in present]:
+            self._take(group_key(group), None, revision)
+        for record in records:
+            self._take(record.key, record.value, record.mod_revision)
+        self._wake()
+
+    def apply(self, revision: int, events: Sequence[Event]) -> None:
+        for event in events:
+            self._take(event.key, event.value, event.revision)
+        self._wake()
+
+    def _take(self, key: bytes, value: bytes | None, revision: int) -> None:
+        group = int.from_bytes(key[1:], "big")
+        if key[:1] == b"w":
+            if value is not None:
+                self.wanted.add(group)
+                for listener in self.pool_wanted:
+                    listener(group)
+            return
+        if value is None:
+            if self._configs.pop(group, None) is None:
+                return
+        else:
+            config = sound(key, value, GroupConfig)
+            known = self._configs.get(group)
+            # A damaged record is as good as none for reading, but the key is there: no leader can
+            # build on it, and nobody creates it anew.
+            if config is None or (known is not None and known[1] == revision):
+                return
+            self._configs[group] = (config, revision)
+        for listener in self.group_changed:
+            listener(group)
+
+    def _wake(self) -> None:
+        self._moved.unpark_all()

@@ -1,0 +1,128 @@
+"""Return whether etcd has the history that this process knew, or was restored from a backup.
+
+Store nodes free what etcd does not name, and mounts believe what it says; so nobody may act on an etcd that
+has forgotten something. It is found out in three ways:
+
+    by the engine   while a process runs (kv/etcd_past.py)
+    by a mark       the newest transaction that a node had heard of, which its store remembers: etcd must
+                    still have it in its history, if that goes back so far
+    by a witness    a random value that a node puts into etcd now and then, and remembers: only this node
+                    puts it, so etcd must have exactly this one, however long the node was away
+
+A node that finds it out puts a report into that etcd. Everybody who sees a report stops, and looks again
+until the newest data are back or a new *epoch* has begun: an administrator has accepted the loss
+(acceptance.py). Before an epoch begins, etcd's revision is lifted beyond all that were seen, so that
+revisions, and with them the numbers of sessions and contents, are never used twice.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+
+import msgspec
+import trio
+
+from ..kv import Event, KeyValue, SharedEngine, WentBack
+from .records import EPOCH_KEY, REPORT, Epoch, Report, decode, key_of
+
+__all__ = ["History", "described", "read_epoch", "read_reports", "report_key"]
+
+log = logging.getLogger(__name__)
+
+LOOK_AGAIN_S = 1.0
+
+
+class History:
+    """A consumer of the replica. `on_doubt` is called when nothing may be believed any more, and
+    `on_accepted` when a new epoch has been taken over: nothing that is under way may go on."""
+
+    prefixes: tuple[bytes, ...] = (EPOCH_KEY, REPORT)
+
+    def __init__(self, engine: SharedEngine) -> None:
+        self._engine = engine
+        self.epoch = Epoch()
+        self.on_doubt: Callable[[], None] = lambda: None
+        self.on_accepted: Callable[[], None] = lambda: None
+
+    async def check(self) -> None:
+        """To be awaited before everything is read. Raises WentBack, OSError."""
+        reports = await read_reports(self._engine)
+        if reports:
+            raise WentBack(described(reports))
+
+    async def wait_resolved(self, error: WentBack) -> bool:
+        """Nothing may be done until etcd's newest data are back, or a new epoch has begun. Returns whether
+        it is the former, so that nothing has changed meanwhile."""
+        log.error("%s", error.strerror)
+        self._engine.past.doubt(error)
+        self.on_doubt()
+        while True:
+            await trio.sleep(LOOK_AGAIN_S)
+            try:
+                epoch = await read_epoch(self._engine)
+                if await read_reports(self._engine):
+                    continue
+                if epoch.number > self.epoch.number:
+                    self._engine.past.trust()
+                    log.warning("etcd's restored state was accepted: everything is read anew")
+                    self.epoch = epoch
+                    self.on_accepted()
+                    return False
+                if epoch == self.epoch and await self._engine.past.is_continued():
+                    self._engine.past.trust()
+                    log.warning("etcd's newest data are back")
+                    return True
+            except OSError as failure:
+                log.info("etcd cannot be asked whether it has its newest data again: %s", failure)
+
+    # -- consumer of the replica -----------------------------------------------------------------
+
+    def load(self, records: Sequence[KeyValue], revision: int) -> None:
+        for record in records:
+            self._take(record.key, record.value)
+
+    def apply(self, revision: int, events: Sequence[Event]) -> None:
+        for event in events:
+            self._take(event.key, event.value)
+
+    def _take(self, key: bytes, value: bytes | None) -> None:
+        if value is None:
+            return
+        try:
+            if key == EPOCH_KEY:
+                self.epoch = decode(value, Epoch)
+            elif key.startswith(REPORT):
+                number = int.from_bytes(key[1:], "big")
+                self._engine.past.doubt(WentBack(described({number: decode(value, Report)})))
+        except msgspec.DecodeError as error:
+            log.error("the record %r in etcd is damaged: %s", key, error)
+
+
+def described(reports: dict[int, Report]) -> str:
+    """Describe, for people, the report of the node that had seen the newest revision."""
+    node, report = max(reports.items(), key=lambda item: item[1].seen)
+    return f"it is at revision {report.found}, and store node {node:016x} had seen {report.seen}"
+
+
+async def read_epoch(engine: SharedEngine) -> Epoch:
+    """Raises OSError."""
+    found = await engine.get(EPOCH_KEY)
+    try:
+        return decode(found.value, Epoch) if found is not None else Epoch()
+    except msgspec.DecodeError as error:
+        raise OSError(f"the record of the epoch in etcd is damaged: {error}") from error
+
+
+async def read_reports(engine: SharedEngine) -> dict[int, Report]:
+    """By node. Raises OSError."""
+    reports = {}
+    for record in await engine.range(REPORT, REPORT + b"\xff"):
+        try:
+            report = decode(record.value, Report)
+        except msgspec.DecodeError:
+            report = Report(0, record.mod_revision, 0, 0.0)
+        reports[int.from_bytes(record.key[1:], "big")] = report
+    return reports
+
+
+def report_key(node: int) -> bytes:
+    return key_of(REPORT, node)

@@ -1,0 +1,139 @@
+"""Read a cluster's state from etcd, once, and ask its nodes: for commands, which come and go."""
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+
+import trio
+
+from ..kv import KeyValue, SharedEngine
+from ..namespace import Inode
+from ..transport.peers import Peers
+from .config import ClusterConfig
+from .config_values import ConfigError
+from .group_configs import Groups
+from .history import read_reports
+from .membership import Members
+from .overview import Cluster
+from .placement import Targets, bytes_of_groups
+from .records import Layout, decode
+
+__all__ = ["ask_nodes", "begin_scrub", "name_files", "read_cluster", "read_group_bytes"]
+
+_SCAN_KEYS = 1000
+_ASK_S = 3.0
+_DEPTH_MAX = 1000
+
+
+async def read_cluster(engine: SharedEngine, rebalance_rate: int) -> Cluster:
+    """Raises OSError when etcd cannot be asked."""
+    members, groups = Members(), Groups()
+    for consumer in (members, groups):
+        records: list[KeyValue] = []
+        revision = 0
+        for prefix in consumer.prefixes:
+            revision, found = await engine.snapshot(prefix, _after(prefix))
+            records += found
+        consumer.load(records, revision)
+    targets = {
+        _number(record): decode(record.value, Targets)
+        for record in await engine.range(b"T", _after(b"T"))
+    }
+    cluster = Cluster(members, groups, targets, rebalance_rate)
+    cluster.went_back = await read_reports(engine)
+    return cluster
+
+
+async def ask_nodes(found: Cluster, config: ClusterConfig) -> None:
+    """Have the live nodes report. That one cannot be asked from here says nothing of its health: what
+    counts is its lease."""
+    try:
+        credentials = config.cluster.credentials("admin")
+    except ConfigError as error:
+        found.notes.append(f"nodes are not asked: {error}")
+        return
+
+    async def ask(node: int, peers: Peers) -> None:
+        try:
+            with trio.fail_after(_ASK_S):
+                found.reports[node] = await peers.status(node)
+        except trio.TooSlowError:
+            found.notes.append(f"node {node:016x} does not answer within {_ASK_S:g} s")
+        except OSError as error:
+            found.notes.append(f"node {node:016x} does not answer: {error.strerror or error}")
+
+    peers = Peers(found.members.address, (), credentials=credentials, name="status", role="admin")
+    async with peers, trio.open_nursery() as nursery:
+        for node in found.live:
+            nursery.start_soon(ask, node, peers)
+
+
+async def begin_scrub(
+    found: Cluster, config: ClusterConfig, nodes: Iterable[int]
+) -> dict[int, str]:
+    """Have these nodes look over everything they keep. Returns why some do not. Raises ConfigError."""
+    refused: dict[int, str] = {}
+    credentials = config.cluster.credentials("admin")
+    peers = Peers(found.members.address, (), credentials=credentials, name="scrub", role="admin")
+    async with peers:
+        for node in nodes:
+            try:
+                with trio.fail_after(_ASK_S):
+                    await peers.scrub(node)
+            except trio.TooSlowError:
+                refused[node] = f"it does not answer within {_ASK_S:g} s"
+            except OSError as error:
+                refused[node] = error.strerror or str(error)
+    return refused
+
+
+async def name_files(found: Cluster, engine: SharedEngine) -> None:
+    """Find the paths of damaged files, by reading every name if there are any. Raises OSError."""
+    damaged = found.damaged()
+    if not damaged:
+        return
+    names: dict[int, tuple[int, bytes]] = {}
+    start = b"d"
+    while True:
+        page = await engine.page(start, b"e", _SCAN_KEYS)
+        for record in page:
+            ino = int.from_bytes(record.value, "big")
+            names[ino] = int.from_bytes(record.key[1:9], "big"), record.key[9:]
+        if len(page) < _SCAN_KEYS:
+            break
+        start = page[-1].key + b"\0"
+    for ino in damaged:
+        parts: list[bytes] = []
+        at = ino
+        while at in names and len(parts) < _DEPTH_MAX:
+            at, name = names[at]
+            parts.append(name)
+        if parts:
+            found.paths[ino] = os.fsdecode(b"/" + b"/".join(reversed(parts)))
+
+
+def _after(prefix: bytes) -> bytes:
+    return prefix[:-1] + bytes([prefix[-1] + 1])
+
+
+async def read_group_bytes(engine: SharedEngine, buckets: int) -> dict[int, int]:
+    """What one replica of each group holds, in bytes, by reading every inode (1000 at a time)."""
+    held: Counter[int] = Counter()
+    start = b"i"
+    while True:
+        page = await engine.page(start, b"j", _SCAN_KEYS)
+        held.update(bytes_of_groups(_layouts(page), buckets))
+        if len(page) < _SCAN_KEYS:
+            return dict(held)
+        start = page[-1].key + b"\0"
+
+
+def _layouts(page: Iterable[KeyValue]) -> Iterable[tuple[Layout, int]]:
+    for record in page:
+        inode = Inode.decode(_number(record), record.value, record.mod_revision)
+        if inode.extent:
+            yield inode.layout, inode.size
+
+
+def _number(record: KeyValue) -> int:
+    return int.from_bytes(record.key[1:], "big")

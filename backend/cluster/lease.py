@@ -1,0 +1,319 @@
+"""A process's session: an etcd lease kept alive, and the key registered under it.
+
+The cluster believes that a process is alive for as long as that key exists. The process itself must
+stop believing it earlier: a keepalive extends the lease from the moment etcd handles it, which is
+after it was sent, so "sent + ttl, less a margin" by a clock that also runs while the machine sleeps
+is over before etcd lets the key go. In between, `valid()` is false and nothing that needs the session
+may be done, but nothing is lost either: if etcd answers again and still has the lease (etcd prolongs
+all leases when it elects a leader), the session goes on. It is lost only when etcd says that the
+lease is gone, or the key is.
+"""
+
+import errno
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Protocol
+
+import msgspec
+import trio
+
+from ..kv import Compare, Conflict, Exists, Put, SharedEngine, WentBack
+from ..pauses import Pauses
+from .records import MountRecord, NodeAddress, decode, encode, key_of
+
+__all__ = ["MOUNT", "NODE", "LeaseEngine", "Removed", "Session", "SessionEnded", "now_s"]
+
+log = logging.getLogger(__name__)
+
+MOUNT = b"m"
+NODE = b"n"
+
+# Share of the ttl by which a session is given up before etcd may: clocks run at slightly different
+# rates, and what was begun while the session was valid takes a moment to finish.
+MARGIN_SHARE = 0.1
+RETRY_FIRST_S = 0.1
+RETRY_MAX_S = 5.0
+
+
+class Removed(OSError):
+    """EPERM: a node's record is gone; it was told to leave for good."""
+
+    def __init__(self, node: int) -> None:
+        super().__init__(
+            errno.EPERM,
+            f"node {node:016x} was removed from the cluster; begin as a new node with an empty store "
+            f"directory, or have this one back, with what it keeps: irdmafs cluster admit {node:016x}",
+        )
+
+
+class SessionEnded(OSError):
+    """ESHUTDOWN: the session was released."""
+
+    def __init__(self) -> None:
+        super().__init__(errno.ESHUTDOWN, "the session has been ended")
+
+
+class Leases(Protocol):
+    """Leases of etcd. Methods raise OSError."""
+
+    async def grant(self, ttl_s: int) -> int:
+        """Return the id of a new lease."""
+        ...
+
+    def keep_alive(self, lease: int) -> AsyncIterator[tuple[float, float]]:
+        """Renew a lease: when each renewal was sent (time.monotonic()) and how long the lease lives
+        from then, in seconds. Ends when there is no such lease."""
+        ...
+
+    async def revoke(self, lease: int) -> None:
+        """End a lease now; its keys go. One that does not exist is no error."""
+        ...
+
+
+class LeaseEngine(SharedEngine, Protocol):
+    """An engine that has leases."""
+
+    @property
+    def leases(self) -> Leases: ...
+
+
+def now_s() -> float:
+    """Seconds on the clock that sessions are measured by: monotonic, and it runs in suspend, too."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class Session:
+    """The lease of a mount (`MOUNT`) or of a store node (`NODE`, whose id is `node`).
+
+    `on_lost()` is called when the session is known to be gone, `on_registered(number)` when there is
+    a new one, the first included. `verify` is awaited before each registration: a store node must not
+    count as alive before it has looked over what it keeps. It may raise OSError: tried again later.
+    """
+
+    def __init__(
+        self,
+        engine: LeaseEngine,
+        key_kind: bytes,
+        record: MountRecord | NodeAddress,
+        ttl_s: int,
+        *,
+        node: int = 0,
+        verify: Callable[[], Awaitable[None]] | None = None,
+        on_lost: Callable[[], None] | None = None,
+        on_registered: Callable[[int], None] | None = None,
+    ) -> None:
+        assert key_kind in (MOUNT, NODE)
+        self._engine = engine
+        self._kind = key_kind
+        self._node = node
+        self.record = record
+        self.ttl_s = ttl_s
+        self.verify = verify
+        self.on_lost = on_lost
+        self.on_registered = on_registered
+        self.lease = 0
+        self.number = 0  # mod_revision of the key; of a mount: the session in its content ids
+        self.valid_until = 0.0  # by now_s()
+        self.released = False
+        self._keeping: trio.CancelScope | None = None
+        # Woken whenever the session begins, goes on or ends.
+        self._changed = trio.lowlevel.ParkingLot()
+        self._writing = trio.Lock()
+
+    @property
+    def key(self) -> bytes:
+        return key_of(self._kind, self.lease if self._kind == MOUNT else self._node)
+
+    def compare(self) -> tuple[bytes, int]:
+        """For a transaction that is to succeed only within this session."""
+        return self.key, self.number
+
+    def valid(self) -> bool:
+        """Whether nobody can have taken this process for dead yet."""
+        return now_s() < self.valid_until
+
+    def left_s(self) -> float:
+        """For how many seconds that is sure."""
+        return max(0.0, self.valid_until - now_s())
+
+    async def wait_valid(self) -> int:
+        """Wait until the session is valid; its number. Raises SessionEnded after `release`."""
+        while not self.valid():
+            if self.released:
+                raise SessionEnded
+            await self._changed.park()
+        return self.number
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Register, keep the lease, and register anew whenever it is lost; until `release`.
+
+        Raises OSError only if the very first registration fails, and Removed.
+        """
+        await self._register()
+        task_status.started()
+        while not self.released:
+            with trio.CancelScope() as self._keeping:
+                await self._keep()
+            self._end()
+            if not self.released:
+                log.warning("session %d is lost: registering anew", self.number)
+                if self.on_lost is not None:
+                    self.on_lost()
+                await self._register_again()
+
+    async def release(self) -> None:
+        """End the session for good: what hangs on it is free at once, not after the ttl."""
+        self.released = True
+        self._end()
+        if self._keeping is not None:
+            self._keeping.cancel()
+        if self.lease:
+            try:
+                await self._engine.leases.revoke(self.lease)
+            except OSError as error:
+                log.warning("the lease could not be given back and will expire: %s", error)
+
+    async def update(self, record: NodeAddress) -> None:
+        """Change what a store node's key says (free space, address); its number changes with it.
+        `record` tells whether it does: it stays as it is while the session is not valid.
+
+        Raises OSError when etcd cannot be reached.
+        """
+        assert self._kind == NODE, "a mount's number is in its content ids and must not change"
+        async with self._writing:
+            if not self.valid():
+                return
+            try:
+                self.number = await self._engine.transact(
+                    [self.compare()], [Put(self.key, encode(record), self.lease)]
+                )
+            except Conflict:
+                self.lose()
+            except OSError as error:
+                if error.errno != errno.ESTALE:  # LeaseEnded
+                    raise
+                self.lose()
+            else:
+                self.record = record
+
+    def lose(self) -> None:
+        """The key is gone, whatever the lease says (see Members.attach)."""
+        self._end()
+        if self._keeping is not None:
+            self._keeping.cancel()
+
+    def doubt(self) -> None:
+        """Nothing may be done within the session until the lease has been renewed once more."""
+        self._end()
+
+    def _end(self) -> None:
+        self.valid_until = 0.0
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.unpark_all()
+
+    def _extend(self, sent_s: float, ttl_s: float) -> None:
+        if self._keeping is not None and self._keeping.cancel_called:
+            return  # lost or released while the answer was on its way
+        self.valid_until = max(self.valid_until, sent_s + ttl_s * (1 - MARGIN_SHARE))
+        self._notify()
+
+    async def _register_again(self) -> None:
+        pauses = Pauses(RETRY_FIRST_S, RETRY_MAX_S)
+        while not self.released:
+            try:
+                # The old lease may live on if only its key was lost.
+                await self._engine.leases.revoke(self.lease)
+                await self._register()
+                return
+            except Removed:
+                raise
+            except OSError as error:
+                log.warning("registering again in %.1f s: %s", pauses.next_s, error)
+            await pauses.wait()
+
+    async def _register(self) -> None:
+        if self.verify is not None:
+            await self.verify()
+        async with self._writing:
+            lease, sent_s = await self._put_with_lease()
+        if self.released:  # meanwhile
+            await self._engine.leases.revoke(lease)
+            return
+        self._keeping = None
+        self._extend(sent_s, self.ttl_s)
+        if self.on_registered is not None:
+            self.on_registered(self.number)
+
+    async def _put_with_lease(self) -> tuple[int, float]:
+        """The lease of the key that was put, and when it was asked for."""
+        while True:
+            sent_s = now_s()
+            lease = self.lease = await self._engine.leases.grant(self.ttl_s)
+            try:
+                self.number = await self._put_key(lease)
+                return lease, sent_s
+            except OSError as error:
+                if error.errno != errno.ESTALE or self.released:  # LeaseEnded
+                    raise
+            log.warning(
+                "the lease ended before it was registered (this process, or etcd, stood still)"
+            )
+
+    async def _put_key(self, lease: int) -> int:
+        """Returns the key's revision. Raises Removed, OSError."""
+        while True:
+            compares: list[Compare] = [(self.key, await self._revision_to_replace())]
+            if self._kind == NODE:
+                compares.append(Exists(key_of(b"N", self._node)))
+            try:
+                return await self._engine.transact(
+                    compares, [Put(self.key, encode(self.record), lease)]
+                )
+            except Conflict as conflict:
+                if conflict.key != self.key:
+                    raise Removed(self._node) from None
+                # Between our looking and our writing an earlier process's key went, with its lease.
+
+    async def _revision_to_replace(self) -> int:
+        """0, or the revision of the key that an earlier process of this very store left behind."""
+        found = await self._engine.get(self.key)
+        if found is None:
+            return 0
+        try:
+            other: NodeAddress | None = decode(found.value, NodeAddress)
+        except msgspec.DecodeError:
+            other = None  # damaged: it is about our node id, and ours is right
+        mine = self.record
+        if (
+            other is not None
+            and isinstance(mine, NodeAddress)
+            and (other.host, other.store) != (mine.host, mine.store)
+        ):
+            raise OSError(
+                errno.EADDRINUSE,
+                f"store node {self._node:x} is alive at {other.address} with store {other.store}"
+                f" on host {other.host}; was the store directory copied?",
+            )
+        return found.mod_revision
+
+    async def _keep(self) -> None:
+        """Returns when etcd says that the lease does not exist."""
+        pauses = Pauses(RETRY_FIRST_S, self.ttl_s / 4)
+        while True:
+            # The engine's clock stands still in suspend; ours is then further ahead of it than before
+            # the request, so adding the older distance errs towards an earlier end.
+            ahead_s = now_s() - time.monotonic()
+            try:
+                async for sent_s, ttl_s in self._engine.leases.keep_alive(self.lease):
+                    self._extend(sent_s + ahead_s, ttl_s)
+                    pauses.begin_anew()
+                    ahead_s = now_s() - time.monotonic()
+                return
+            except WentBack:
+                pass  # it is told elsewhere
+            except OSError as error:
+                log.warning("the lease is not kept alive now: %s", error)
+            await pauses.wait()

@@ -1,0 +1,341 @@
+"""Nodes, mounts and followers of a cluster, as the replica of etcd tells of them.
+
+`Members` is a consumer of the replica hub (replica.py), as `Groups` is (group_configs.py):
+all changes come in the order of their revisions, and what is read here is as new as `Replica.applied`.
+Listeners are called from inside that loop: they must not block and not raise.
+"""
+
+import errno
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+import trio
+
+from ..kv import Compare, Conflict, Event, KeyValue, Put, SharedEngine
+from .lease import MOUNT, NODE, LeaseEngine, Removed, Session, now_s
+from .placement import Candidate, Placement, Targets, policy_of
+from .policy import parse_policy
+from .records import (
+    SETTINGS_KEY,
+    GroupConfig,
+    MountRecord,
+    NodeAddress,
+    NodeRecord,
+    Settings,
+    encode,
+    key_of,
+    sound,
+    targets_key,
+)
+
+__all__ = [
+    "MOUNT",
+    "NODE",
+    "LeaseEngine",
+    "Members",
+    "Removed",
+    "Session",
+    "admit",
+    "followed_key",
+    "now_s",
+    "removed_for_good",
+    "seen_key",
+]
+
+log = logging.getLogger(__name__)
+
+_KEY_BYTES = {NODE: 9, b"N": 9, MOUNT: 9, b"a": 9, b"f": 17}
+
+_NO_TARGETS = Targets("", (), 0, b"")
+
+
+def followed_key(directory: int, lease: int) -> bytes:
+    """Present: the mount with this lease follows the directory."""
+    return key_of(b"f", lease, directory)
+
+
+def seen_key(lease: int) -> bytes:
+    """Its value is the revision that the following mount has seen and told its kernel of."""
+    return key_of(b"a", lease)
+
+
+def removed_for_good(nodes: Iterable[int]) -> list[Compare]:
+    """Compares that hold while none of these nodes is alive, or may come back."""
+    return [(key_of(kind, node), 0) for node in nodes for kind in (NODE, b"N")]
+
+
+async def admit(engine: SharedEngine, node: int, record: NodeRecord) -> bool:
+    """Make a node known to the cluster (a store's first start). False: it is known already."""
+    key = key_of(b"N", node)
+    try:
+        await engine.transact([(key, 0)], [Put(key, encode(record))])
+    except Conflict:
+        return False
+    return True
+
+
+class _NewGroups(Placement):
+    """Says which rule no node obeys, where there are nodes."""
+
+    def target(self, group: int) -> tuple[int, ...]:
+        """Raises EHOSTUNREACH."""
+        nodes = super().target(group)
+        if not nodes and self.candidates:
+            raise OSError(errno.EHOSTUNREACH, self._misfit(self.rules.get(policy_of(group))))
+        return nodes
+
+    def _misfit(self, rule: str | None) -> str:
+        if rule is None:
+            return "the placement rule of the file is not known"
+        for level, wanted in parse_policy(rule).only:
+            found = {candidate.labels.get(level, "") for candidate in self.candidates}
+            if not found & set(wanted):
+                names = ", ".join(name or "none" for name in sorted(found))
+                return (
+                    f"no store node that is up fits the placement {rule!r}: it wants "
+                    f"{level}={'|'.join(wanted)}, and they have {level} {names}"
+                )
+        return f"no store node that is up fits all of the placement {rule!r}, or all have weight 0"
+
+
+class Members:
+    """Nodes, mounts and followers. `dead_since` is when this process saw a known node go, or first
+    heard of it, in seconds of time.monotonic(). `targets` are by pool, each with its mod_revision."""
+
+    prefixes = (SETTINGS_KEY, b"n", b"N", b"m", b"P", b"T", b"f", b"a")
+
+    def __init__(self) -> None:
+        self.settings: Settings | None = None
+        self.nodes: dict[int, NodeAddress] = {}
+        self.records: dict[int, NodeRecord] = {}
+        self.policies: dict[int, str] = {}  # placement rules, by number
+        self.targets: dict[int, tuple[Targets, int]] = {}
+        self.dead_since: dict[int, float] = {}
+        self.sessions: dict[int, MountRecord] = {}
+        self._numbers: dict[int, int] = {}  # lease of a mount -> its session number
+        self._followers: dict[int, set[int]] = {}  # directory ino -> leases
+        self._seen: dict[int, int] = {}  # lease -> revision
+        self._attached: Session | None = None
+        self._placement: Placement | None = None
+        self._moved = trio.lowlevel.ParkingLot()
+        # Called with a node's id after its address or record changed, came or went.
+        self.node_changed: list[Callable[[int], None]] = []
+        # Called with a pool's number after its targets changed.
+        self.targets_changed: list[Callable[[int], None]] = []
+        # Called with the number of a mount's session that is gone for ever.
+        self.session_gone: list[Callable[[int], None]] = []
+
+    # --- what is known
+
+    def address(self, node: int) -> NodeAddress | None:
+        """How to reach a node; None: it is not alive."""
+        return self.nodes.get(node)
+
+    def candidates(
+        self, patience_s: float = 0.0, holders: Collection[int] = ()
+    ) -> tuple[Candidate, ...]:
+        """The nodes that groups are to be on: not draining, and alive; or one of `holders` that died
+        less than `patience_s` ago. A dead node is only kept, never brought in."""
+        oldest = time.monotonic() - patience_s
+        return tuple(
+            Candidate(node, record.weight, record.labels)
+            for node, record in sorted(self.records.items())
+            if record.state == "up"
+            and (
+                node in self.nodes
+                or (node in holders and self.dead_since.get(node, oldest) > oldest)
+            )
+        )
+
+    def placement(self) -> Placement:
+        """Where new groups go. The same object as long as the answer is the same."""
+        assert self.settings is not None, "the cluster has no settings yet"
+        candidates = self.candidates()
+        if self._placement is None or self._placement.candidates != candidates:
+            self._placement = _NewGroups(candidates, self.settings.buckets, self.policies)
+        return self._placement
+
+    def elected(self) -> int | None:
+        """The node that does what one is to do for all: the lowest live one, of those that are not
+        draining if there is any. Others may see another for a moment."""
+        up = (node for node, record in self.records.items() if record.state == "up")
+        return min(self.nodes.keys() & up, default=min(self.nodes, default=None))
+
+    def is_removed(self, node: int) -> bool:
+        """Whether a node is dead and was removed: it cannot come back unless it is admitted again."""
+        return node not in self.nodes and node not in self.records
+
+    def keeps_alone(self, node: int, config: GroupConfig) -> bool:
+        """Whether no other node that may come back has everything of a group."""
+        return node in config.in_sync and all(
+            other == node or self.is_removed(other) for other in config.in_sync
+        )
+
+    def session_of(self, lease: int) -> int | None:
+        """The session number of a live mount."""
+        return self._numbers.get(lease)
+
+    def followers_of(self, directories: Iterable[int]) -> set[int]:
+        """Leases of the live mounts that follow one of the directories (a path, from the root)."""
+        if not self._followers:
+            return set()
+        return {
+            lease
+            for directory in directories
+            for lease in self._followers.get(directory, ())
+            if lease in self._numbers
+        }
+
+    def followers(self) -> set[int]:
+        """Leases of the live mounts that follow any directory."""
+        return self.followers_of(self._followers)
+
+    def acked(self, lease: int) -> int:
+        """The newest revision that a follower has seen and told its kernel of."""
+        return self._seen.get(lease, 0)
+
+    async def wait_acked(self, followers: Callable[[], Iterable[int]], revision: int) -> None:
+        """Wait until each of the followers has seen `revision`, is none any more, or its session is
+        gone."""
+        while any(
+            lease in self._numbers and self._seen.get(lease, 0) < revision for lease in followers()
+        ):
+            await self.changed()
+
+    async def changed(self) -> None:
+        """Wait for the next change of anything here."""
+        await self._moved.park()
+
+    def attach(self, session: Session) -> None:
+        """Tell this process's own session when its key is deleted, whatever became of its lease."""
+        self._attached = session
+
+    # --- consumer of the replica
+
+    def load(self, records: Sequence[KeyValue], revision: int) -> None:
+        """The whole content of our prefixes, at first or after a gap in the watch."""
+        present = {record.key for record in records}
+        gone = [key for key in self._keys() if key not in present]
+        # Deletions first: a mount's lease key, for instance, is never put twice.
+        for key in gone:
+            self._take(key, None, revision)
+        for record in records:
+            self._take(record.key, record.value, record.mod_revision)
+        session = self._attached
+        if session is not None and session.key not in present:
+            self._deleted(session.key, revision)
+        self._wake()
+
+    def apply(self, revision: int, events: Sequence[Event]) -> None:
+        for event in events:
+            self._take(event.key, event.value, event.revision)
+            if event.value is None:
+                self._deleted(event.key, event.revision)
+        self._wake()
+
+    def _deleted(self, key: bytes, revision: int) -> None:
+        session = self._attached
+        # A node's key is the same for each of its sessions: this may be the end of an earlier one.
+        if session is not None and session.key == key and session.number < revision:
+            session.lose()
+
+    def _keys(self) -> Iterator[bytes]:
+        if self.settings is not None:
+            yield SETTINGS_KEY
+        yield from (key_of(NODE, node) for node in self.nodes)
+        yield from (key_of(b"N", node) for node in self.records)
+        yield from (key_of(MOUNT, lease) for lease in self._numbers)
+        yield from (targets_key(pool) for pool in self.targets)
+        for directory, leases in self._followers.items():
+            yield from (followed_key(directory, lease) for lease in leases)
+        yield from (seen_key(lease) for lease in self._seen)
+
+    def _take(self, key: bytes, value: bytes | None, revision: int) -> None:
+        kind, number = key[:1], int.from_bytes(key[1:9], "big")
+        if len(key) != _KEY_BYTES.get(kind, len(key)):
+            return  # a shorter one could mean somebody else's
+        if key == SETTINGS_KEY:
+            if value is not None:  # nobody deletes it while the cluster is in use
+                self.settings = sound(key, value, Settings) or self.settings
+        elif kind == NODE:
+            self._take_node(number, sound(key, value, NodeAddress))
+        elif kind == b"N":
+            self._take_record(number, sound(key, value, NodeRecord))
+        elif kind == MOUNT:
+            self._take_mount(number, sound(key, value, MountRecord), revision)
+        elif kind == b"P":
+            if value is not None:  # stays for ever, as groups are numbered by it
+                self.policies[number] = value.decode(errors="replace")
+                self._placement = None
+        elif kind == b"T":
+            self._take_targets(key, value, number, revision)
+        elif kind == b"f":
+            self._take_follower(int.from_bytes(key[9:], "big"), number, value is not None)
+        elif kind == b"a":
+            if value is None:
+                self._seen.pop(number, None)
+            else:
+                self._seen[number] = int.from_bytes(value, "big")
+
+    def _take_node(self, node: int, address: NodeAddress | None) -> None:
+        if address is not None:
+            known = self.nodes.get(node)
+            if known == address:
+                return
+            if known is None:
+                log.info("store node %x is up at %s", node, address.address)
+            self.nodes[node] = address
+            self.dead_since.pop(node, None)
+        elif self.nodes.pop(node, None) is not None:
+            log.warning("store node %x is gone", node)
+            if node in self.records:
+                self.dead_since[node] = time.monotonic()
+        _call(self.node_changed, node)
+
+    def _take_record(self, node: int, record: NodeRecord | None) -> None:
+        if record is not None:
+            self.records[node] = record
+            if node not in self.nodes:
+                self.dead_since.setdefault(node, time.monotonic())
+        else:
+            self.records.pop(node, None)
+            self.dead_since.pop(node, None)
+        _call(self.node_changed, node)
+
+    def _take_targets(self, key: bytes, value: bytes | None, pool: int, revision: int) -> None:
+        if value is None:
+            self.targets.pop(pool, None)
+        else:
+            # In place of a damaged record another one can be put, if its revision is known.
+            self.targets[pool] = sound(key, value, Targets) or _NO_TARGETS, revision
+        _call(self.targets_changed, pool)
+
+    def _take_mount(self, lease: int, record: MountRecord | None, revision: int) -> None:
+        known = self._numbers.get(lease)
+        if record is not None:
+            if known == revision:
+                return
+            self._numbers[lease] = revision
+            self.sessions[revision] = record
+        else:
+            self._numbers.pop(lease, None)
+        if known is not None:
+            del self.sessions[known]
+            _call(self.session_gone, known)
+
+    def _take_follower(self, directory: int, lease: int, follows: bool) -> None:
+        if follows:
+            self._followers.setdefault(directory, set()).add(lease)
+        elif (leases := self._followers.get(directory)) is not None:
+            leases.discard(lease)
+            if not leases:
+                del self._followers[directory]
+
+    def _wake(self) -> None:
+        self._moved.unpark_all()
+
+
+def _call(listeners: Sequence[Callable[[int], None]], number: int) -> None:
+    for listener in listeners:
+        listener(number)

@@ -1,0 +1,207 @@
+"""A whole cluster as it was read once (inquiry.py): nodes, groups, mounts, and what moves."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from .group_configs import Groups
+from .groups import degraded, leader
+from .membership import Members
+from .placement import Placement, Targets, plan, policy_of, replicas_of, retargeted
+from .policy import Candidate
+from .records import GROUP_BUCKET_BITS, GroupConfig, Report
+
+__all__ = [
+    "Cluster",
+    "NodeNotFound",
+]
+
+
+class NodeNotFound(Exception):
+    """No node, or more than one, is meant by a name; the text says which there are."""
+
+
+class Moving(NamedTuple):
+    """Replicas that are being filled, and about how many bytes and seconds that takes."""
+
+    replicas: int
+    bytes: int
+    seconds: float
+
+
+class Cluster:
+    """What was read. `rebalance_rate` is the bytes per second at which each node fills groups."""
+
+    def __init__(
+        self,
+        members: Members,
+        groups: Groups,
+        targets: Mapping[int, Targets],
+        rebalance_rate: int,
+    ) -> None:
+        self.members = members
+        self.targets = targets
+        self.groups: dict[int, GroupConfig] = {
+            group: config for group, (config, _) in sorted(groups.all().items())
+        }
+        # Nodes that found that etcd went back in time.
+        self.went_back: dict[int, Report] = {}
+        # What nodes tell of themselves, by node, and why others were not asked or did not answer.
+        self.reports: dict[int, dict[str, object]] = {}
+        # Paths of files that nodes found damaged, by inode.
+        self.paths: dict[int, str] = {}
+        self.notes: list[str] = []
+        self._rate = rebalance_rate
+        self.in_sync = Counter(node for c in self.groups.values() for node in c.in_sync)
+        self.joining = Counter(node for c in self.groups.values() for node in c.joining)
+        self.primary = Counter(config.in_sync[0] for config in self.groups.values())
+
+    @property
+    def live(self) -> set[int]:
+        return set(self.members.nodes)
+
+    def nodes(self) -> list[int]:
+        """Everybody that was admitted, is alive or should keep a group."""
+        members = {node for config in self.groups.values() for node in config.members}
+        return sorted(members | self.members.records.keys() | self.members.nodes.keys())
+
+    def find_node(self, text: str) -> int:
+        """The node of an id (hexadecimal, as many digits as make it clear) or HOST:PORT."""
+        wanted = text.lower().removeprefix("0x")
+        found = [
+            node
+            for node in self.nodes()
+            if f"{node:016x}".startswith(wanted) or f"{node:x}".startswith(wanted)
+        ]
+        if not found:
+            found = [
+                node
+                for node, at in self.members.nodes.items()
+                if text in (f"{at.address}:{at.control_port}", f"[{at.address}]:{at.control_port}")
+            ]
+        if len(found) == 1:
+            return found[0]
+        names = ", ".join(f"{node:016x}" for node in found or self.nodes()) or "none"
+        if found:
+            raise NodeNotFound(f"{text!r} means several nodes: {names}; give more digits")
+        raise NodeNotFound(f"there is no store node {text!r}; known are: {names}")
+
+    def groups_of(self, node: int) -> int:
+        """In how many groups a node is a member."""
+        return self.in_sync[node] + self.joining[node]
+
+    def only_copies(self, node: int) -> set[int]:
+        """Groups of which no other node that may come back has everything."""
+        return {
+            group for group, config in self.groups.items() if self.members.keeps_alone(node, config)
+        }
+
+    def state_of(self, node: int) -> str:
+        if node not in self.members.nodes:
+            return "down"
+        record = self.members.records.get(node)
+        return record.state if record else "up"
+
+    def moving(self) -> Moving:
+        """As the nodes report. Of one that was not asked: a replica is taken to be as large as the mean
+        of those in sync, and to be filled at the usual rate."""
+        used = sum(at.total_bytes - at.free_bytes for at in self.members.nodes.values())
+        kept = sum(count for node, count in self.in_sync.items() if node in self.members.nodes)
+        share = used / kept if kept else 0.0
+        size_bytes, longest_s = 0.0, 0.0
+        for node, count in self.joining.items():
+            report = self.reports.get(node, {})
+            left = report.get("filling_bytes_left")
+            left = float(left) if isinstance(left, int) else count * share
+            seconds = report.get("filling_seconds_left")
+            size_bytes += left
+            longest_s = max(
+                longest_s, seconds if isinstance(seconds, float | int) else left / self._rate
+            )
+        return Moving(self.joining.total(), int(size_bytes), longest_s)
+
+    def missing(self) -> Counter[int]:
+        """How many groups of the pools in use lack how many replicas."""
+        live, in_use = self.live, self.pools_in_use()
+        return Counter(
+            missing
+            for group, config in self.groups.items()
+            if group >> GROUP_BUCKET_BITS in in_use
+            and (missing := degraded(config, live, replicas_of(group)))
+        )
+
+    def pools_in_use(self) -> set[int]:
+        """Those in which any file keeps something, as the nodes tell; all, if none was asked."""
+        told = [
+            set(pools)
+            for report in self.reports.values()
+            if isinstance(pools := report.get("pools_in_use"), list)
+        ]
+        return set().union(*told) if told else {group >> GROUP_BUCKET_BITS for group in self.groups}
+
+    def unavailable(self) -> int:
+        """Groups of which no member in sync is alive."""
+        live = self.live
+        return sum(leader(config, live) is None for config in self.groups.values())
+
+    def damaged(self) -> dict[int, bool]:
+        """The inodes of which some live node has other bytes than were published, and whether another has
+        a right copy, or may have one."""
+        found: dict[int, bool] = {}
+        for report in self.reports.values():
+            told = report.get("wrong_files")
+            for ino, may_be_mended in told if isinstance(told, list) else ():
+                found[ino] = found.get(ino, True) and bool(may_be_mended)
+        return found
+
+    def candidates(self) -> list[Candidate]:
+        """The nodes that groups should be on now: alive and not draining."""
+        return [
+            Candidate(node, record.weight, record.labels)
+            for node, record in self.members.records.items()
+            if self.state_of(node) == "up"
+        ]
+
+    def plan(self, candidates: Sequence[Candidate], held: Mapping[int, int]) -> dict[str, Any]:
+        """What the groups' leaders would copy if these were the nodes; `held` are the groups' bytes."""
+        moves = plan(self.groups, self._target_with(candidates), held)
+        arriving: Counter[int] = Counter()
+        for move in moves:
+            arriving[move.to] += move.bytes
+        return {
+            "moves": [
+                {
+                    "group": f"{move.group:x}",
+                    "from": f"{move.source:016x}" if move.source else None,
+                    "to": f"{move.to:016x}",
+                    "bytes": move.bytes,
+                }
+                for move in moves
+            ],
+            "bytes": arriving.total(),
+            "bytes_kept": sum(
+                held.get(group, 0) * len(config.in_sync) for group, config in self.groups.items()
+            ),
+            "seconds_about": round(max(arriving.values(), default=0) / self._rate, 1),
+        }
+
+    def _target_with(self, candidates: Sequence[Candidate]) -> Callable[[int], tuple[int, ...]]:
+        """Where the leaders would bring each group if these were the nodes."""
+        settings = self.members.settings
+        assert settings is not None
+        buckets, rules = settings.buckets, self.members.policies
+        # Of a pool that has no targets in etcd yet.
+        fresh = Placement(candidates, buckets, rules)
+        targets: dict[int, Targets] = {}
+        for pool, known in self.targets.items():
+            policy = policy_of(pool << GROUP_BUCKET_BITS)
+            rule = rules.get(policy) if policy else ""
+            made = None
+            if rule is not None:
+                made = retargeted(known, pool, candidates, buckets, rule, known.target)
+            targets[pool] = made or known
+
+        def target(group: int) -> tuple[int, ...]:
+            return targets.get(group >> GROUP_BUCKET_BITS, fresh).target(group)
+
+        return target

@@ -1,0 +1,180 @@
+"""Giving up what only a node had that is dead for good, so that its placement groups are of use again.
+
+docs/replication.md says why this is safe. Each step can be repeated, and done by several at once:
+
+1. The node's record is deleted, which compares that it is not alive: it cannot come back by itself.
+2. The groups of which nobody else is in sync get a new epoch: what it acknowledged before counts no
+   more, so nothing is named there that is not named now.
+3. The names of all files go that have a part of their content there.
+4. The elected store node finds that nothing is named in these groups, and begins them anew (Agent).
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+import trio
+
+from ..kv import Conflict, SharedEngine
+from ..namespace import Inode, Namespace, SharedCommitter, Tree
+from ..unwrap import only_error
+from .config_values import ConfigError
+from .group_configs import Groups
+from .groups import refenced
+from .membership import Members, removed_for_good
+from .placement import groups_of
+from .replica import Replica
+
+__all__ = ["Lost", "Removal", "removal"]
+
+_ROUNDS_MAX = 20
+_UNLINKS_AT_ONCE = 16
+# Mounts that follow a directory tell their kernel within a lease's time, or are over.
+_TOLD_S = 30.0
+
+
+class Lost(NamedTuple):
+    """Groups of which no member in sync is left, and what is lost with them: the paths (below the
+    mountpoint) and bytes of the files that have some of their content there."""
+
+    groups: frozenset[int]
+    paths: tuple[bytes, ...]
+    files: int
+    bytes: int
+
+
+class Removal:
+    """A view of the cluster, of which a dead node is to be taken out."""
+
+    def __init__(self, engine: SharedEngine) -> None:
+        self._engine = engine
+        self._members = Members()
+        self._groups = Groups()
+        tree = Tree()
+        self._replica = Replica(engine, (self._members, self._groups, tree))
+        committer = SharedCommitter(tree, engine, self._replica, after_commit=self._note)
+        self._namespace = Namespace(tree, committer)
+        self._newest = 0
+
+    async def start(self, nursery: trio.Nursery) -> None:
+        await self._replica.start(nursery)
+
+    def lost(self, node: int) -> Lost:
+        """What is lost with this dead node, as all others that were in sync with it were removed."""
+        groups = self._lost_groups(node)
+        inodes = self._inodes_of(groups)
+        paths = sorted(
+            self._namespace.path_of(parent) + b"/" + name
+            for inode in inodes
+            for parent, name in self._namespace.names_of(inode.ino)
+        )
+        return Lost(groups, tuple(paths), len(inodes), sum(inode.size for inode in inodes))
+
+    async def carry_out(self, node: int) -> Lost:
+        """Steps 2 and 3, for a node that was removed. Returns what is gone. Raises OSError, and
+        ConfigError when it was admitted again meanwhile."""
+        groups = self._lost_groups(node)
+        await self._fence(groups)
+        lost = self.lost(node)
+        await self._unlink_all(groups & lost.groups)
+        with trio.move_on_after(_TOLD_S):
+            await self._members.wait_acked(self._members.followers, self._newest)
+        return lost
+
+    async def wait_usable(self, node: int, patience_s: float) -> int:
+        """Wait until the groups that were lost with a node have begun anew; returns how many have not
+        after `patience_s`."""
+        with trio.move_on_after(patience_s):
+            while self._lost_groups(node):
+                await self._groups.changed()
+        return len(self._lost_groups(node))
+
+    def _lost_groups(self, node: int) -> frozenset[int]:
+        if node in self._members.nodes:
+            return frozenset()
+        return frozenset(
+            group
+            for group, (config, _) in self._groups.all().items()
+            if self._members.keeps_alone(node, config)
+        )
+
+    def has_room(self) -> bool:
+        """Whether there is a node to begin groups anew on."""
+        return bool(self._members.candidates())
+
+    async def _fence(self, groups: frozenset[int]) -> None:
+        by_members: dict[tuple[int, ...], set[int]] = {}
+        for group in groups:
+            by_members.setdefault(self._groups.all()[group][0].in_sync, set()).add(group)
+        for gone, left in by_members.items():
+            for _ in range(_ROUNDS_MAX):
+                changes = {
+                    group: (revision, refenced(config))
+                    for group, (config, revision) in self._groups.all().items()
+                    if group in left and config.in_sync == gone
+                }
+                try:
+                    newest, left = await self._groups.change(
+                        self._engine, changes, removed_for_good(gone)
+                    )
+                except Conflict:
+                    names = ", ".join(f"{node:016x}" for node in gone)
+                    raise ConfigError(f"of nodes {names} one was admitted again") from None
+                await self._replica.wait_applied(newest)
+                if not left:
+                    break
+                await self._replica.barrier()
+            else:
+                raise ConfigError("the groups' configurations change all the time; try again")
+
+    async def _unlink_all(self, groups: frozenset[int]) -> None:
+        """Until nothing is named there: names may be added and moved meanwhile."""
+        for _ in range(_ROUNDS_MAX):
+            inodes = self._inodes_of(groups)
+            if not inodes:
+                return
+            limit = trio.CapacityLimiter(_UNLINKS_AT_ONCE)
+            try:
+                async with trio.open_nursery() as nursery:
+                    for inode in inodes:
+                        nursery.start_soon(self._unlink, inode, groups, limit)
+            except BaseExceptionGroup as group:
+                raise only_error(group) from group
+            await self._replica.barrier()
+        raise ConfigError("names are given to lost files all the time; try again")
+
+    async def _unlink(
+        self, inode: Inode, groups: frozenset[int], limit: trio.CapacityLimiter
+    ) -> None:
+        async with limit:
+            for parent, name in self._namespace.names_of(inode.ino):
+                await self._namespace.unlink_if(
+                    parent, name, lambda found: self._is_in(found, groups)
+                )
+
+    async def _note(self, directories: tuple[int, ...], revision: int) -> None:
+        self._newest = max(self._newest, revision)
+
+    def _inodes_of(self, groups: frozenset[int]) -> list[Inode]:
+        if not groups:
+            return []
+        return [inode for inode in self._namespace.inodes.values() if self._is_in(inode, groups)]
+
+    def _is_in(self, inode: Inode, groups: frozenset[int]) -> bool:
+        settings = self._members.settings
+        assert settings is not None
+        size = inode.size if inode.extent else 0
+        return not groups.isdisjoint(groups_of(inode.layout, size, settings.buckets))
+
+
+@asynccontextmanager
+async def removal(engine: SharedEngine) -> AsyncIterator[Removal]:
+    """A view that is up to date. Raises OSError when etcd cannot be asked."""
+    try:
+        async with trio.open_nursery() as nursery:
+            made = Removal(engine)
+            await made.start(nursery)
+            yield made
+            nursery.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        raise only_error(group) from group

@@ -1,0 +1,212 @@
+"""The replica hub: one watch over a cluster's keys feeds everything in this process that follows them.
+
+Consumers (the namespace, members, groups, a store node's catalog) each keep their part of the keys
+in memory. All of them have taken in a transaction before the next one is looked at and before
+`applied` says so; so what they say together is the cluster as it was at one revision.
+
+What a transaction of this process did is known with its answer. When that is the very next revision it
+need not come from the watch first, which tells it a little later.
+"""
+
+import errno
+import heapq
+import logging
+from collections.abc import Sequence
+from itertools import count
+from typing import Protocol
+
+import trio
+
+from ..kv import Compacted, Event, KeyValue, SharedEngine, WentBack
+from ..pauses import Pauses
+from .history import History
+
+__all__ = ["Consumer", "Replica"]
+
+log = logging.getLogger(__name__)
+
+# Every key: kinds are ASCII letters (see records).
+_START, _END = b"", b"\xff"
+_RETRY_FIRST_S = 0.1
+_RETRY_MAX_S = 5.0
+
+
+class Consumer(Protocol):
+    """Keeps what is known under some prefixes. Called from inside the hub's loop: must not block
+    and must not raise."""
+
+    @property
+    def prefixes(self) -> tuple[bytes, ...]: ...
+
+    def load(self, records: Sequence[KeyValue], revision: int) -> None:
+        """All there is at a revision. Called once at the start, and again whenever events were lost:
+        then what differs from what is known has happened meanwhile."""
+        ...
+
+    def apply(self, revision: int, events: Sequence[Event]) -> None:
+        """What one transaction did."""
+        ...
+
+
+class Replica:
+    """The hub. `applied` is the revision up to which all consumers know everything; `barriers`
+    counts the questions to the engine. Waits end with OSError ETIMEDOUT after `timeout_s`.
+
+    `history`, the first consumer, says when the engine's data may be believed (None: always).
+    """
+
+    def __init__(
+        self,
+        engine: SharedEngine,
+        consumers: Sequence[Consumer],
+        *,
+        history: History | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self._engine = engine
+        self._history = history
+        self._consumers = (*((history,) if history is not None else ()), *consumers)
+        self._timeout_s = timeout_s
+        self.applied = 0
+        self.barriers = 0
+        self._ended = False
+        # While everything is read anew, what is applied meanwhile would be undone by it.
+        self._loading = False
+        self._waiting: list[tuple[int, int, trio.Event]] = []
+        self._order = count()
+        # Barriers by the order in which they were asked for; an answer is good for all who had
+        # asked before its question was sent.
+        self._asked = 0
+        self._answered = 0
+        self._answer: int | OSError = 0
+        self._asking = trio.Lock()
+
+    async def start(self, nursery: trio.Nursery) -> None:
+        """Load all consumers and follow the engine from there on. Raises OSError, WentBack."""
+        await self._load()
+        self._engine.on_answer = self._answered_to_us
+        nursery.start_soon(self._follow)
+
+    async def wait_applied(self, revision: int) -> None:
+        """Return when all consumers know everything up to this revision.
+
+        Raises OSError ETIMEDOUT, trio.ClosedResourceError when the engine is closed.
+        """
+        if self.applied >= revision:
+            return
+        self._check_open()
+        event = trio.Event()
+        heapq.heappush(self._waiting, (revision, next(self._order), event))
+        with trio.move_on_after(self._timeout_s):
+            await event.wait()
+        if self.applied < revision:
+            self._check_open()
+            raise OSError(
+                errno.ETIMEDOUT,
+                f"revision {revision} has not come from the watch for {self._timeout_s:g} s;"
+                f" all is known up to {self.applied}",
+            )
+
+    async def barrier(self) -> None:
+        """Return when all consumers know whatever anybody was told before this call.
+
+        One question to the engine serves all who ask before it is sent; never the one that is on
+        its way already: it may have been answered before their call. Raises OSError.
+        """
+        self._asked = ticket = self._asked + 1
+        async with self._asking:
+            if self._answered < ticket:
+                covered = self._asked
+                self.barriers += 1
+                try:
+                    self._answer = await self._engine.barrier()
+                except OSError as error:
+                    self._answer = error
+                self._answered = covered
+            answer = self._answer
+        if isinstance(answer, OSError):
+            raise OSError(answer.errno, answer.strerror) from answer
+        await self.wait_applied(answer)
+
+    def _check_open(self) -> None:
+        if self._ended:
+            raise trio.ClosedResourceError("the engine is closed")
+
+    async def _load(self) -> None:
+        self._loading = True
+        try:
+            if self._history is not None:
+                await self._history.check()
+            revision, records = await self._engine.snapshot(_START, _END)
+            if revision < self.applied:
+                raise WentBack(f"it is at revision {revision}, and {self.applied} was known here")
+            for consumer in self._consumers:
+                prefixes = consumer.prefixes
+                consumer.load(
+                    [record for record in records if record.key.startswith(prefixes)], revision
+                )
+        finally:
+            self._loading = False
+        self._advance(revision)
+
+    async def _follow(self) -> None:
+        pauses = Pauses(_RETRY_FIRST_S, _RETRY_MAX_S)
+        try:
+            while True:
+                try:
+                    async for change in self._engine.watch(_START, _END, self.applied):
+                        pauses.begin_anew()
+                        self._apply(change.revision, change.events)
+                    return
+                except Compacted as error:
+                    log.warning("%s: reading everything anew", error)
+                except WentBack as error:
+                    if await self._wait_resolved(error):
+                        continue
+                except OSError as error:
+                    log.warning("the watch broke, reading everything anew: %s", error)
+                await self._load_again(pauses)
+        except trio.ClosedResourceError:
+            pass
+        finally:
+            self._ended = True
+            for _, _, event in self._waiting:
+                event.set()
+            self._waiting.clear()
+
+    async def _wait_resolved(self, error: WentBack) -> bool:
+        if self._history is None:
+            raise error
+        return await self._history.wait_resolved(error)
+
+    async def _load_again(self, pauses: Pauses) -> None:
+        """Try until it succeeds: until then the replica stays as it was."""
+        while True:
+            await pauses.wait()
+            try:
+                await self._load()
+                return
+            except WentBack as error:
+                if await self._wait_resolved(error):
+                    return
+            except OSError as error:
+                log.warning("the cluster's keys cannot be read now: %s", error)
+
+    def _answered_to_us(self, revision: int, events: Sequence[Event]) -> None:
+        if revision == self.applied + 1 and not self._loading:
+            self._apply(revision, events)
+
+    def _apply(self, revision: int, events: Sequence[Event]) -> None:
+        if revision <= self.applied:
+            return
+        for consumer in self._consumers:
+            prefixes = consumer.prefixes
+            mine = [event for event in events if event.key.startswith(prefixes)]
+            if mine:
+                consumer.apply(revision, mine)
+        self._advance(revision)
+
+    def _advance(self, revision: int) -> None:
+        self.applied = max(self.applied, revision)
+        while self._waiting and self._waiting[0][0] <= self.applied:
+            heapq.heappop(self._waiting)[2].set()

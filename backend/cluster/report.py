@@ -1,0 +1,244 @@
+"""A cluster's state for people and programs: a verdict, the reasons for it, and everything as JSON."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from ..kv import WentBack
+from .history import described
+from .overview import Cluster
+from .placement import policy_of, replicas_of
+from .policy import parse_policy
+from .records import GROUP_BUCKET_BITS, MountRecord
+
+__all__ = ["Health", "counted", "health", "report_of"]
+
+Health = Literal["ok", "degraded", "unavailable"]
+HEALTHS: tuple[Health, ...] = ("ok", "degraded", "unavailable")
+
+_FULL_SHARE = 0.05
+_FILES_SHOWN = 5
+# What is shown of what a node tells.
+_TOLD = (
+    "bytes",
+    "extents",
+    "uptime_s",
+    "lease_valid_s",
+    "created_files",
+    "reused_files",
+    "rdma_registrations",
+    "rdma_registered_bytes",
+    "pending_extents",
+    "quarantined_extents",
+    "quarantined_bytes",
+    "scrub_age_s",
+    "scrub_running_s",
+    "scrub_share",
+    "scrubbed_bytes",
+    "wrong_found",
+    "wrong_mended",
+    "wrong_extents",
+    "broken_extents",
+)
+
+
+def health(found: Cluster) -> tuple[Health, list[str]]:
+    """Return the verdict, and a line for each thing that is wrong."""
+    problems: list[tuple[Health, str]] = []
+    live = found.live
+    if found.went_back:
+        problems.append(("unavailable", str(WentBack(described(found.went_back)).strerror)))
+    if not live:
+        problems.append(("unavailable", "no store node is up; start one with: irdmafs serve STORE"))
+    elif all(found.state_of(node) != "up" for node in live):
+        problems.append(("degraded", "every store node is draining: nothing can be moved"))
+    else:
+        problems += (("degraded", line) for line in _nodes_to_add(found))
+    for node in found.nodes():
+        if line := _node_problem(found, node):
+            problems.append(("degraded", line))
+    if lost := found.unavailable():
+        problems.append(
+            (
+                "unavailable",
+                f"{counted(lost, 'group')} without a live replica in sync: files there must wait",
+            )
+        )
+    for missing, count in sorted(found.missing().items()):
+        problems.append(
+            ("degraded", f"{counted(count, 'group')} without {missing} of the replicas")
+        )
+    problems += _damaged_files(found)
+    worst: Health = max((how for how, _ in problems), key=HEALTHS.index, default="ok")
+    return worst, [line for _, line in problems]
+
+
+def _damaged_files(found: Cluster) -> Iterator[tuple[Health, str]]:
+    damaged = found.damaged()
+    hopeless = [ino for ino, may_be_mended in damaged.items() if not may_be_mended]
+    waiting = [ino for ino, may_be_mended in damaged.items() if may_be_mended]
+    if hopeless:
+        yield (
+            "unavailable",
+            f"{counted(len(hopeless), 'file')} of which no node has what was published: "
+            f"{_named(found, hopeless)}; publish them again, start the node that has a sound copy, "
+            "or read what there is with: irdmafs mount --no-verify",
+        )
+    if waiting:
+        yield (
+            "degraded",
+            f"{counted(len(waiting), 'file')} with fewer sound replicas than they should have: "
+            f"{_named(found, waiting)}; a right copy is being fetched as soon as a node can give it",
+        )
+
+
+def _named(found: Cluster, inos: Sequence[int]) -> str:
+    names = [found.paths.get(ino, f"inode {ino}") for ino in inos[:_FILES_SHOWN]]
+    more = len(inos) - len(names)
+    return ", ".join(names) + (f" and {more} more" if more else "")
+
+
+def _nodes_to_add(found: Cluster) -> Iterator[str]:
+    """Yield a line for each case in which more replicas are wanted than nodes may keep one."""
+    settings = found.members.settings
+    usual = settings.replicas if settings else 0
+    wanted = {0: usual}  # by policy
+    for pool in found.pools_in_use():
+        group = pool << GROUP_BUCKET_BITS
+        policy = policy_of(group)
+        wanted[policy] = max(wanted.get(policy, 0), replicas_of(group))
+    candidates = found.candidates()
+    for policy, replicas in sorted(wanted.items()):
+        rule = found.members.policies.get(policy, "")
+        admits = parse_policy(rule).admits
+        fitting = sum(admits(candidate) for candidate in candidates if candidate.weight > 0)
+        if fitting >= replicas:
+            continue
+        fit = f" within the placement {rule!r}" if rule else ""
+        line = f"{counted(fitting, 'node')}{fit} cannot keep {replicas} replicas"
+        line += f"; add {replicas - fitting}"
+        if replicas > usual:
+            line += (
+                ", or make the files anew that were created where user.irdmafs.replicas was "
+                f"{replicas}"
+            )
+        yield line
+
+
+def _node_problem(found: Cluster, node: int) -> str:
+    """Return the fault of a node, and the remedy; "" for none."""
+    at, alone = found.members.nodes.get(node), len(found.only_copies(node))
+    name = f"node {node:016x}"
+    if at is not None:
+        if at.free_bytes >= _FULL_SHARE * at.total_bytes:
+            return ""
+        return (
+            f"{name} is nearly full, {at.free_bytes >> 20} MiB of {at.total_bytes >> 20} MiB "
+            "free; add nodes or remove files"
+        )
+    kept = f"{name} is down, and with it the only copy of {counted(alone, 'group')}"
+    if node not in found.members.records:
+        if not alone:
+            return ""  # its groups are about to be moved off it
+        return (
+            f"{kept}; it was removed: give up what only it has with: irdmafs cluster remove "
+            f"{node:016x} --force, or have it back: irdmafs cluster admit {node:016x}"
+        )
+    if alone:
+        return f"{kept}; start it again"
+    return f"{name} is down; start it again, or: irdmafs cluster remove {node:016x}"
+
+
+def _unfit_rules(found: Cluster) -> list[str]:
+    """Placement rules that no node obeys. A rule stays known when no directory has it any more, so
+    this is nothing wrong."""
+    candidates = found.candidates()
+    return [
+        f"no node that is up fits the placement {rule!r}: below directories that have it "
+        "nothing can be written"
+        for rule in found.members.policies.values()
+        if candidates and not any(map(parse_policy(rule).admits, candidates))
+    ]
+
+
+def _quarantined(found: Cluster) -> list[str]:
+    """Describe, for each node, the extents that it keeps though nothing names them."""
+    return [
+        f"node {node:016x} keeps {counted(extents, 'extent')} ({size >> 20} MiB) in quarantine that "
+        "nothing names: they go in time, or when room is wanted"
+        for node, report in sorted(found.reports.items())
+        if isinstance(extents := report.get("quarantined_extents"), int)
+        and isinstance(size := report.get("quarantined_bytes"), int)
+        and extents
+    ]
+
+
+def report_of(found: Cluster) -> dict[str, Any]:
+    """Return everything that was read, as JSON."""
+    verdict, problems = health(found)
+    settings = found.members.settings
+    moving = found.moving()
+    return {
+        "health": verdict,
+        "problems": problems,
+        "notes": [*found.notes, *_unfit_rules(found), *_quarantined(found)],
+        "settings": None if settings is None else msgspec.structs.asdict(settings),
+        "nodes": [_node_json(found, node) for node in found.nodes()],
+        "groups": {
+            "total": len(found.groups),
+            "unavailable": found.unavailable(),
+            "degraded": found.missing().total(),
+            "missing_replicas": {str(lack): n for lack, n in found.missing().items()},
+        },
+        "moving": {
+            "replicas": moving.replicas,
+            "bytes_about": moving.bytes,
+            "seconds_about": round(moving.seconds, 1),
+        },
+        "damaged_files": [
+            {"ino": ino, "path": found.paths.get(ino), "may_be_mended": may_be_mended}
+            for ino, may_be_mended in found.damaged().items()
+        ],
+        "mounts": [
+            {"session": session, **_told_of(record)}
+            for session, record in sorted(found.members.sessions.items())
+        ],
+    }
+
+
+def _node_json(found: Cluster, node: int) -> dict[str, Any]:
+    record, at = found.members.records.get(node), found.members.nodes.get(node)
+    result: dict[str, Any] = {
+        "id": f"{node:016x}",
+        "state": found.state_of(node),
+        "weight": record.weight if record else None,
+        "labels": record.labels if record else {},
+        "groups_primary": found.primary[node],
+        "groups_in_sync": found.in_sync[node],
+        "groups_joining": found.joining[node],
+    }
+    if at is not None:
+        result |= {
+            "address": f"[{at.address}]" if ":" in at.address else at.address,
+            "port": at.control_port,
+            "host": at.host,
+            "store": at.store,
+            "total_bytes": at.total_bytes,
+            "free_bytes": at.free_bytes,
+            "version": at.version,
+        }
+        for key in _TOLD:
+            result[key] = found.reports.get(node, {}).get(key)
+    return result
+
+
+def _told_of(record: MountRecord) -> dict[str, Any]:
+    return {
+        key: value for key, value in msgspec.structs.asdict(record).items() if key != "key_digest"
+    }
+
+
+def counted(count: int, noun: str) -> str:
+    """Return text like "1 node", "2 nodes"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

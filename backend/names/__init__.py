@@ -1,1 +1,0 @@
-"""The parts of the namespace: the tree, what decides its changes, and what commits them."""

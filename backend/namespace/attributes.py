@@ -1,0 +1,83 @@
+"""Directory policy: extended attributes that say how files created below are kept.
+
+    user.irdmafs.replicas      1..8: copies on different store nodes
+    user.irdmafs.stripe_size   "64M"; 0: not striped
+    user.irdmafs.placement     see policy.parse_policy
+    user.irdmafs.isolation     on or off; not only for what is created: the mounts look it up
+    user.irdmafs.quota_bytes, user.irdmafs.quota_inodes     see quotas
+
+The nearest directory that has an attribute decides; a file keeps what it was created with. Quotas of all
+directories above hold.
+"""
+
+from ..cluster.policy import REPLICAS_MAX, Policy, parse_policy
+from ..cluster.records import Settings
+from ..sizes import parse_size
+from .namespace import ROOT_INO, Namespace
+from .quotas import QUOTA_NAMES, parse_limit
+
+REPLICAS = b"user.irdmafs.replicas"
+STRIPE_SIZE = b"user.irdmafs.stripe_size"
+PLACEMENT = b"user.irdmafs.placement"
+NAMES = (REPLICAS, STRIPE_SIZE, PLACEMENT)
+# "on": an overwrite of a file there is seen only when the file is closed, see irdmafs.coherence.isolation.
+ISOLATION = b"user.irdmafs.isolation"
+
+_STRIPE_MIN_BYTES = 1 << 20
+
+
+def check(name: bytes, value: bytes) -> None:
+    """Raises ValueError, saying what is wrong, for a value that makes no sense."""
+    if name == REPLICAS:
+        _replicas(value)
+    elif name == STRIPE_SIZE:
+        _stripe_bytes(value)
+    elif name == PLACEMENT:
+        parse_policy(_text(value))
+    elif name in QUOTA_NAMES:
+        parse_limit(name, value)
+    elif name == ISOLATION and value not in (b"on", b"off"):
+        raise ValueError(f"user.irdmafs.isolation is on or off, not {_text(value)!r}")
+
+
+def of(namespace: Namespace, directory: int, settings: Settings) -> tuple[int, int, Policy]:
+    """Replicas, bytes a stripe and placement of what is created in a directory."""
+    found: dict[bytes, bytes] = {}
+    while True:
+        inode = namespace.inodes.get(directory)
+        if inode is None:
+            break
+        if inode.xattrs:
+            for name in NAMES:
+                if name in inode.xattrs:
+                    found.setdefault(name, inode.xattrs[name])
+        if directory == ROOT_INO or len(found) == len(NAMES):
+            break
+        directory = inode.parent
+    replicas, stripe_bytes, policy = settings.replicas, settings.stripe_bytes, Policy()
+    if found:
+        replicas = _replicas(found[REPLICAS]) if REPLICAS in found else replicas
+        stripe_bytes = _stripe_bytes(found[STRIPE_SIZE]) if STRIPE_SIZE in found else stripe_bytes
+        policy = parse_policy(_text(found[PLACEMENT])) if PLACEMENT in found else policy
+    return replicas, stripe_bytes, policy
+
+
+def _text(value: bytes) -> str:
+    return value.decode("ascii", errors="replace").strip()
+
+
+def _replicas(value: bytes) -> int:
+    text = _text(value)
+    if not text.isdigit() or not 1 <= int(text) <= REPLICAS_MAX:
+        raise ValueError(
+            f"user.irdmafs.replicas is a number from 1 to {REPLICAS_MAX}, not {text!r}"
+        )
+    return int(text)
+
+
+def _stripe_bytes(value: bytes) -> int:
+    text = _text(value)
+    size = 0 if text == "0" else parse_size(text)
+    if size and size < _STRIPE_MIN_BYTES:
+        raise ValueError(f"user.irdmafs.stripe_size is 0 or at least 1M, not {text!r}")
+    return size

@@ -1,0 +1,69 @@
+"""What one transaction is to do to the directory tree: a list of record changes, and what it rests on."""
+
+import errno
+from collections.abc import Sequence
+
+from ..kv import Compare, Delete, Empty, Exists, Put
+from .inode import Inode, fail, inode_key, name_key, time_key
+from .quotas import Charge
+
+__all__ = ["Commit", "compares", "operations"]
+
+# etcd takes 128 compares in a transaction; some are the engine's, some a caller's guards.
+_COMPARES_MAX = 120
+
+
+class Commit:
+    """What one transaction is to do. Made for every mutation: what is not set costs nothing."""
+
+    inode: Inode | None = None  # what the caller gets
+    names: Sequence[tuple[int, bytes, int]] = ()  # (parent, name, ino; 0: the name is removed)
+    inodes: Sequence[Inode] = ()  # records to put
+    new: Inode | None = None  # did not exist; kept for the caller, though others remove it at once
+    gone: Sequence[Inode] = ()  # inodes that lose their record, an empty directory for example
+    keep = False  # these stay as local orphans
+    times: Sequence[tuple[int, int | None]] = ()  # (directory, ns; None: its inode record has them)
+    within: Sequence[int] = ()  # directories that must exist
+    fixed: Sequence[Inode] = ()  # inodes that must not have changed
+    local = False  # a change of local orphans that nobody else is to know
+    # False: a crash may lose it as long as nothing durable follows. A shared engine keeps it at once.
+    durable = True
+    urgent = False
+    charge: Charge | None = None  # of `inode`, where that takes room of a quota
+
+
+def operations(commit: Commit) -> list[Put | Delete]:
+    """Return the record changes. Those of a removed directory delete its times, too, if it has any."""
+    found: list[Put | Delete] = []
+    for parent, name, ino in commit.names:
+        key = name_key(parent, name)
+        found.append(Put(key, ino.to_bytes(8, "big")) if ino else Delete(key))
+    found += [Put(inode_key(inode.ino), inode.encode()) for inode in commit.inodes]
+    for ino, time_ns in commit.times:
+        key = time_key(ino)
+        found.append(Delete(key) if time_ns is None else Put(key, time_ns.to_bytes(8, "big")))
+    for inode in commit.gone:
+        found.append(Delete(inode_key(inode.ino)))
+        if inode.is_dir:
+            found.append(Delete(time_key(inode.ino)))
+    return found
+
+
+def compares(commit: Commit, revisions: Sequence[int]) -> list[Compare]:
+    """Return all that must hold when the transaction is applied. `revisions` are those of the names as the
+    decision found them, 0: there was no such name. Raises OSError ENAMETOOLONG."""
+    known: dict[bytes, int] = {}
+    for (parent, name, _), revision in zip(commit.names, revisions, strict=True):
+        known[name_key(parent, name)] = revision
+    for inode in (*commit.inodes, *commit.gone, *commit.fixed):
+        known[inode_key(inode.ino)] = inode.revision
+    found: list[Compare] = [*known.items()]
+    found += [Exists(inode_key(ino)) for ino in commit.within]
+    found += [
+        Empty(name_key(inode.ino, b""), name_key(inode.ino + 1, b""))
+        for inode in commit.gone
+        if inode.is_dir
+    ]
+    if len(found) > _COMPARES_MAX:
+        raise fail(errno.ENAMETOOLONG, "a directory cannot be moved that deep")
+    return found

@@ -1,0 +1,185 @@
+"""Inodes and names as records of the key-value engine.
+
+    key                                   value
+    "d" + parent ino (8 bytes BE) + name  ino (8 bytes BE)
+    "i" + ino (8 bytes BE)                msgpack array, see Inode.encode
+    "t" + directory ino (8 bytes BE)      when its names last changed, ns (8 bytes BE)
+
+Creating and removing names does not rewrite the directory's inode record: hosts that do so at once
+in one directory would all be in each other's way. Its times have a key of their own, which is put
+without a compare (the last one wins), and its link count is derived from its names.
+"""
+
+import os
+import stat
+from typing import NamedTuple
+
+import msgspec
+
+from ..cluster.records import Layout
+
+__all__ = [
+    "NAME_MAX",
+    "NO_LAYOUT",
+    "NO_XATTRS",
+    "ROOT_INO",
+    "Dentry",
+    "Inode",
+    "fail",
+    "inode_key",
+    "name_key",
+    "nearest_time",
+    "time_key",
+]
+
+ROOT_INO = 1
+NAME_MAX = 255
+
+NO_LAYOUT = Layout()
+# Shared by all inodes without xattrs; replaced, never changed in place.
+NO_XATTRS: dict[bytes, bytes] = {}
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class _Record(NamedTuple):
+    mode: int
+    uid: int
+    gid: int
+    nlink: int
+    rdev: int
+    size: int
+    blocks: int
+    atime_ns: int
+    mtime_ns: int
+    ctime_ns: int
+    version: int
+    extent: int
+    target: bytes
+    xattrs: dict[bytes, bytes]
+    layout: Layout
+    # Left out where nothing of this is known.
+    digests: bytes = b""
+    birth_ns: int = 0
+    flags: int = 0
+
+
+_decode = msgspec.msgpack.Decoder(_Record).decode
+
+
+class Inode:
+    """One inode as the namespace knows it. Times are nanoseconds since the epoch, sizes bytes.
+
+    What the tree holds is never changed in place, but for `parent`; a change makes a copy.
+
+    `extent` is 0 for an empty content, in a cluster the number of the content that `layout` tells
+    the place of, and `digests`, if it has any, what its bytes are checked by (see digest); `blocks`
+    counts 512-byte units as stat does; `target` is a symlink's; `birth_ns` is when it was made, 0 where
+    that is not known; `flags` are chattr's (see protection). Derived, not stored: `parent`, the
+    directory that holds the inode, 0 when none or several do; `nlink` of a directory. `revision` is the
+    record's in the engine, 0 while there is none.
+    """
+
+    __slots__ = (
+        "atime_ns", "birth_ns", "blocks", "ctime_ns", "digests", "extent", "flags", "gid", "ino",
+        "layout", "mode", "mtime_ns", "nlink", "parent", "rdev", "revision", "size", "target", "uid",
+        "version", "xattrs",
+    )  # fmt: skip
+
+    def __init__(self, ino: int, mode: int, uid: int, gid: int, now_ns: int) -> None:
+        self.ino = ino
+        self.mode = mode
+        self.uid = uid
+        self.gid = gid
+        self.nlink = 1
+        self.rdev = 0
+        self.size = 0
+        self.blocks = 0
+        self.atime_ns = self.mtime_ns = self.ctime_ns = self.birth_ns = now_ns
+        self.flags = 0
+        self.version = 0
+        self.extent = 0
+        self.parent = 0
+        self.target = b""
+        self.xattrs = NO_XATTRS
+        self.layout = NO_LAYOUT
+        self.digests = b""
+        self.revision = 0
+
+    def encode(self) -> bytes:
+        record = (
+            self.mode, self.uid, self.gid, self.nlink, self.rdev, self.size, self.blocks,
+            self.atime_ns, self.mtime_ns, self.ctime_ns, self.version, self.extent,
+            self.target, self.xattrs, self.layout,
+        )  # fmt: skip
+        if self.birth_ns or self.flags:
+            return _encode((*record, self.digests, self.birth_ns, self.flags))
+        return _encode((*record, self.digests) if self.digests else record)
+
+    @classmethod
+    def decode(cls, ino: int, value: bytes, revision: int) -> "Inode":
+        """Raises msgspec.DecodeError when the record is damaged."""
+        inode = cls.__new__(cls)
+        inode.ino = ino
+        (
+            inode.mode, inode.uid, inode.gid, inode.nlink, inode.rdev, inode.size, inode.blocks,
+            inode.atime_ns, inode.mtime_ns, inode.ctime_ns, inode.version, inode.extent,
+            inode.target, inode.xattrs, inode.layout, inode.digests, inode.birth_ns, inode.flags,
+        ) = _decode(value)  # fmt: skip
+        if not inode.xattrs:
+            inode.xattrs = NO_XATTRS
+        if inode.layout == NO_LAYOUT:
+            inode.layout = NO_LAYOUT
+        inode.parent = 0
+        inode.revision = revision
+        return inode
+
+    def copy(self) -> "Inode":
+        # Twenty times faster than copy.copy(), on the path of every create and publish.
+        new = Inode.__new__(Inode)
+        new.ino, new.mode, new.uid, new.gid = self.ino, self.mode, self.uid, self.gid
+        new.nlink, new.rdev, new.size, new.blocks = self.nlink, self.rdev, self.size, self.blocks
+        new.atime_ns, new.mtime_ns, new.ctime_ns = self.atime_ns, self.mtime_ns, self.ctime_ns
+        new.version, new.extent, new.parent = self.version, self.extent, self.parent
+        new.target, new.xattrs, new.layout = self.target, self.xattrs, self.layout
+        new.digests, new.revision = self.digests, self.revision
+        new.birth_ns, new.flags = self.birth_ns, self.flags
+        return new
+
+    @property
+    def is_dir(self) -> bool:
+        return self.mode & 0o170000 == stat.S_IFDIR
+
+    @property
+    def is_file(self) -> bool:
+        return self.mode & 0o170000 == stat.S_IFREG
+
+    @property
+    def is_symlink(self) -> bool:
+        return self.mode & 0o170000 == stat.S_IFLNK
+
+
+class Dentry(NamedTuple):
+    ino: int
+    revision: int
+
+
+def inode_key(ino: int) -> bytes:
+    return b"i" + ino.to_bytes(8, "big")
+
+
+def name_key(parent: int, name: bytes) -> bytes:
+    return b"d" + parent.to_bytes(8, "big") + name
+
+
+def time_key(ino: int) -> bytes:
+    return b"t" + ino.to_bytes(8, "big")
+
+
+def nearest_time(time_ns: int) -> int:
+    """Times are kept in 64 bits: the years 1677 to 2262."""
+    return max(-(2**63), min(time_ns, 2**63 - 1))
+
+
+def fail(code: int, detail: str = "") -> OSError:
+    return OSError(code, detail or os.strerror(code))

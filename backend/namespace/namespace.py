@@ -1,0 +1,342 @@
+"""The directory tree that programs change: names and inodes in a key-value engine.
+
+Reads are answered by the tree in memory alone (names.tree). A mutation is decided on it (names.planner) and
+committed in one transaction (names.local, names.shared); so one that fails leaves no trace.
+"""
+
+import errno
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Protocol
+
+import trio
+
+from ..clock import now_ns
+from ..cluster.records import Layout
+from ..kv import Compare, OwnEngine
+from .changes import Commit
+from .inode import NAME_MAX, NO_LAYOUT, ROOT_INO, Dentry, Inode, fail
+from .local import LocalCommitter
+from .planner import (
+    RENAME_EXCHANGE,
+    RENAME_NOREPLACE,
+    XATTR_SIZE_MAX,
+    Outdated,
+    Planner,
+    attributes_set,
+    root_of,
+    xattr_removed,
+    xattr_set,
+)
+from .shared import SharedCommitter
+from .tree import Tree
+
+__all__ = [
+    "NAME_MAX",
+    "RENAME_EXCHANGE",
+    "RENAME_NOREPLACE",
+    "ROOT_INO",
+    "XATTR_SIZE_MAX",
+    "Dentry",
+    "Inode",
+    "Namespace",
+    "Outdated",
+    "SharedCommitter",
+    "Tree",
+    "fail",
+    "load_own",
+]
+
+
+class Committer(Protocol):
+    """Gets decisions into an engine, and from there into the tree."""
+
+    @property
+    def read_only(self) -> bool:
+        """Whether nothing is changed: EROFS."""
+        ...
+
+    def new_ino(self) -> int: ...
+
+    async def carry_out(
+        self, plan: Callable[[], Commit | None], guards: Sequence[Compare] = ()
+    ) -> Inode | None:
+        """Do what `plan` decides on the tree, and return the commit's inode. `plan` may be asked again;
+        it returns None when there is nothing to do."""
+        ...
+
+    async def freshen(self) -> None:
+        """Return when the tree has whatever anybody was told before this call."""
+        ...
+
+    async def flush(self) -> None:
+        """Make everything done so far survive a crash."""
+        ...
+
+    async def idle(self) -> None:
+        """There is nothing else to do: an engine may tidy up."""
+        ...
+
+
+async def load_own(
+    engine: OwnEngine, held: Callable[[int], bool] = lambda ino: False
+) -> "Namespace":
+    """Return the namespace on an engine that is this process's alone. See LocalCommitter.load."""
+    tree = Tree(held=held, strict=True)
+    committer = LocalCommitter(tree, engine)
+    await committer.load()
+    return Namespace(tree, committer)
+
+
+class Namespace:
+    """Names and inodes. Methods raise OSError with the errno POSIX gives the call; on a shared engine also
+    EBUSY (others changed the same things all the time) and ETIMEDOUT (no answer: it may or may not
+    have happened). `inodes` is for reading only.
+    """
+
+    def __init__(self, tree: Tree, committer: Committer) -> None:
+        self.tree = tree
+        self._committer = committer
+        self._carry_out = committer.carry_out
+        self._planner = Planner(tree, committer.new_ino)
+        # Local orphans that are getting a name: until they have it, their local state stays as it is.
+        self._linking: dict[int, trio.Event] = {}
+        # The tree answers by itself: each lookup and open asks it.
+        self.inodes = tree.inodes
+        self.quotas = tree.quotas
+        self.inode = tree.inode
+        self.lookup = tree.lookup
+        self.parent_of = tree.parent_of
+        self.children = tree.children
+        self.parents_of = tree.parents_of
+        self.names_of = tree.names_of
+        self.path_of = tree.path_of
+        self.describe = tree.describe
+
+    @property
+    def read_only(self) -> bool:
+        return self._committer.read_only
+
+    async def ensure_root(self) -> None:
+        """Make the root directory unless there is one, and be ready to make more."""
+        await self._carry_out(partial(root_of, self.tree))
+
+    # -- names -----------------------------------------------------------------------------------
+
+    async def create(
+        self,
+        parent: int,
+        name: bytes,
+        mode: int,
+        uid: int,
+        gid: int,
+        *,
+        rdev: int = 0,
+        target: bytes = b"",
+        version: int = 0,
+        durable: bool = True,
+        layout: Layout = NO_LAYOUT,
+        umask: int = 0,
+    ) -> Inode:
+        """Make an inode of any type under a new name.
+
+        durable=False: a crash may lose it as long as nothing durable follows; a shared engine keeps it at
+        once. Another host may have removed it by the time this returns: then it is a local orphan.
+        """
+
+        made = await self._carry_out(
+            lambda: self._planner.create(
+                parent, name, mode, uid, gid, rdev=rdev, target=target,
+                version=version, durable=durable, layout=layout, umask=umask,
+            )
+        )  # fmt: skip
+        assert made is not None
+        return made
+
+    def orphan(
+        self, mode: int, uid: int, gid: int, *, directory: int = ROOT_INO, umask: int = 0
+    ) -> Inode:
+        """A file without a name (O_TMPFILE), with what a directory hands down. It lives in the replica
+        until link() names it."""
+        inode = self._planner.new_inode(self.inode(directory), mode, uid, gid, umask, now_ns())
+        inode.nlink = 0
+        self.inodes[inode.ino] = inode
+        return inode
+
+    async def link(self, ino: int, parent: int, name: bytes) -> Inode:
+        """Give an inode another name, or its first."""
+        if self._linking:
+            await self._wait_while_linking(ino)
+        self._linking[ino] = trio.Event()
+        try:
+            linked = await self._carry_out(partial(self._planner.link, ino, parent, name))
+        finally:
+            self._linking.pop(ino).set()
+        assert linked is not None
+        return linked
+
+    async def unlink(self, parent: int, name: bytes, *, in_use: bool) -> Inode:
+        """Remove a name that is not a directory's. Returns the inode as it is afterwards.
+
+        With nlink 0 its record is gone, and so is it itself unless `in_use` or held(): then it stays
+        without a name until drop(). On a shared engine the inode may be another one than the caller
+        had found behind the name; `in_use` is not meant for that one.
+        """
+        expected = self.tree.ino_behind(parent, name) if in_use else 0
+
+        inode = await self._carry_out(partial(self._planner.unlink, parent, name, expected))
+        assert inode is not None
+        return inode
+
+    async def unlink_if(
+        self, parent: int, name: bytes, wanted: Callable[[Inode], bool]
+    ) -> Inode | None:
+        """As unlink, if the inode behind the name is a wanted one when it happens; None: it is not, or
+        there is no such name."""
+
+        return await self._carry_out(partial(self._planner.unlink_if, parent, name, wanted))
+
+    async def rmdir(self, parent: int, name: bytes, *, in_use: bool) -> Inode:
+        """Remove an empty directory; `in_use` as for unlink."""
+        expected = self.tree.ino_behind(parent, name) if in_use else 0
+
+        inode = await self._carry_out(partial(self._planner.rmdir, parent, name, expected))
+        assert inode is not None
+        return inode
+
+    async def rename(
+        self,
+        parent: int,
+        name: bytes,
+        new_parent: int,
+        new_name: bytes,
+        flags: int,
+        *,
+        in_use: bool,
+    ) -> Inode | None:
+        """Rename with renameat2(2)'s flags. Returns the inode that lost its name, if one did.
+
+        `in_use` as for unlink, and for that inode. Raises ENAMETOOLONG when a directory of a shared
+        engine would be moved below more than a hundred others.
+        """
+        if flags not in (0, RENAME_NOREPLACE, RENAME_EXCHANGE):
+            raise fail(errno.EINVAL)
+        expected = self.tree.ino_behind(new_parent, new_name) if in_use else 0
+
+        return await self._carry_out(
+            partial(self._planner.rename, parent, name, new_parent, new_name, flags, expected)
+        )
+
+    # -- inodes ----------------------------------------------------------------------------------
+
+    async def publish(
+        self,
+        ino: int,
+        extent: int,
+        size: int,
+        blocks: int,
+        mtime_ns: int,
+        *,
+        ctime_ns: int | None = None,
+        base: int | None = None,
+        layout: Layout | None = None,
+        digests: bytes = b"",
+        guards: Sequence[Compare] = (),
+        within_quotas: bool = True,
+    ) -> Inode:
+        """Make an extent the file's next version. Acknowledged: it survives a crash.
+
+        Returns the inode as committed. Whoever published meanwhile on another host gets this version
+        on top, unless `base` says which version it was made of: raises Outdated if that is not the
+        newest. `ctime_ns`: when the content changed, None: now, 0: not at all. `guards` must hold,
+        too: raises kv.Conflict when one of them does not. The last name may have gone: then nlink is
+        0 and the version is known here only. Raises OSError EDQUOT where a quota has no room for it,
+        unless `within_quotas` is false: then it is only charged.
+        """
+
+        if self._linking:
+            await self._wait_while_linking(ino)
+        published = await self._carry_out(
+            lambda: self._planner.publish(
+                ino, extent, size, blocks, mtime_ns, ctime_ns=ctime_ns, base=base,
+                layout=layout, digests=digests, within_quotas=within_quotas,
+            ),
+            guards,
+        )  # fmt: skip
+        assert published is not None
+        return published
+
+    async def check_room(self, ino: int, blocks: int) -> None:
+        """Raise OSError EDQUOT when quotas have no room for a version of so many blocks, before anything is
+        sent for it."""
+        quotas = self.quotas
+        if not quotas.in_use:
+            return
+        try:
+            quotas.admit(ino, quotas.of(ino), blocks)
+        except OSError:
+            await self._committer.freshen()
+            quotas.admit(ino, quotas.of(ino), blocks)
+
+    async def set_attributes(
+        self,
+        ino: int,
+        *,
+        mode: int | None = None,
+        uid: int | None = None,
+        gid: int | None = None,
+        atime_ns: int | None = None,
+        mtime_ns: int | None = None,
+        flags: int | None = None,
+        asked_for: bool = True,
+    ) -> Inode:
+        """`asked_for`: by chmod(2) and the like, not what follows from another call; chattr(1) may forbid
+        it."""
+        change = attributes_set(
+            mode=mode, uid=uid, gid=gid, atime_ns=atime_ns, mtime_ns=mtime_ns, flags=flags,
+            asked_for=asked_for,
+        )  # fmt: skip
+        return await self._change(ino, change, sets_mtime=mtime_ns is not None)
+
+    async def note_reads(self, atimes: Mapping[int, int]) -> None:
+        """Keep when inodes were last read (ns), by number; nothing else of them changes."""
+
+        await self._carry_out(partial(self._planner.note_reads, atimes))
+
+    async def set_xattr(
+        self, ino: int, name: bytes, value: bytes, flags: int = 0, *, drop_set_gid: bool = False
+    ) -> Inode:
+        """`flags` are setxattr(2)'s XATTR_CREATE and XATTR_REPLACE; `drop_set_gid`: who sets an ACL may not
+        keep set-group-id."""
+
+        change = xattr_set(name, value, flags, drop_set_gid=drop_set_gid)
+        return await self._change(ino, change)
+
+    async def remove_xattr(self, ino: int, name: bytes) -> Inode:
+        return await self._change(ino, xattr_removed(name))
+
+    async def _change(
+        self, ino: int, change: Callable[[Inode], None], *, sets_mtime: bool = False
+    ) -> Inode:
+        if self._linking:
+            await self._wait_while_linking(ino)
+        changed = await self._carry_out(
+            partial(self._planner.change, ino, change, sets_mtime=sets_mtime)
+        )
+        assert changed is not None
+        return changed
+
+    async def _wait_while_linking(self, ino: int) -> None:
+        while ino in self._linking:
+            await self._linking[ino].wait()
+
+    async def drop(self, ino: int) -> None:
+        """Forget an inode without a name, now that nobody holds it."""
+        self.tree.drop(ino)
+
+    async def flush(self) -> None:
+        """Make everything done so far survive a crash."""
+        await self._committer.flush()
+
+    async def idle(self) -> None:
+        await self._committer.idle()

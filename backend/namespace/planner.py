@@ -1,0 +1,397 @@
+"""How a mutation of the directory tree is decided: what it looks at, and the record changes that it makes.
+
+A decision looks at the tree alone and changes nothing. It raises OSError with the errno that POSIX gives
+the call, and may be made again (see shared): it returns None when there is nothing to do.
+
+On a shared engine a transaction compares as little as is needed, so that hosts that work in one
+directory are not in each other's way: a name that is made or removed, the inode whose link count
+changes, that a directory in which a name is made exists (and, for a new inode, has the attributes that
+it hands down), that one which is removed is empty. Moving a directory compares all above its new
+place: two moves at once could otherwise make a circle.
+"""
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Mapping
+
+from ..clock import now_ns
+from ..cluster.records import Layout
+from . import acl
+from .changes import Commit
+from .inheritance import inherited_from
+from .inode import NAME_MAX, ROOT_INO, Inode, fail, nearest_time
+from .protection import refuse_change, refuse_lost_name, refuse_new_name
+from .tree import Tree
+
+__all__ = [
+    "RENAME_EXCHANGE",
+    "RENAME_NOREPLACE",
+    "XATTR_SIZE_MAX",
+    "Outdated",
+    "Planner",
+    "attributes_set",
+    "root_of",
+    "xattr_removed",
+    "xattr_set",
+]
+
+XATTR_SIZE_MAX = 64 * 1024
+_XATTRS_TOTAL_MAX = 1024 * 1024
+
+RENAME_NOREPLACE = 1
+RENAME_EXCHANGE = 2
+
+
+class Outdated(OSError):
+    """A version was to be made of one that is not the newest any more; `version` is."""
+
+    def __init__(self, version: int) -> None:
+        super().__init__(errno.ESTALE, f"version {version} was published meanwhile")
+        self.version = version
+
+
+def root_of(tree: Tree) -> Commit | None:
+    """Make the root directory unless there is one."""
+    if ROOT_INO in tree.inodes:
+        return None
+    root = Inode(ROOT_INO, stat.S_IFDIR | 0o755, os.getuid(), os.getgid(), now_ns())
+    commit = Commit()
+    commit.inode, commit.inodes = root, (root,)
+    return commit
+
+
+class Planner:
+    """Decides mutations of a tree. new_ino() gives a number that no inode ever had."""
+
+    def __init__(self, tree: Tree, new_ino: Callable[[], int]) -> None:
+        self._tree = tree
+        self._quotas = tree.quotas
+        self._new_ino = new_ino
+
+    def create(
+        self,
+        parent: int,
+        name: bytes,
+        mode: int,
+        uid: int,
+        gid: int,
+        *,
+        rdev: int,
+        target: bytes,
+        version: int,
+        durable: bool,
+        layout: Layout,
+        umask: int,
+    ) -> Commit:
+        """Make an inode of any type under a new name."""
+        if self._tree.lookup(parent, name) is not None:
+            raise fail(errno.EEXIST)
+        directory = self._tree.inodes[parent]
+        if directory.nlink == 0:
+            raise fail(errno.ENOENT)  # removed while somebody stands in it
+        refuse_new_name(directory)
+        now = now_ns()
+        inode = self.new_inode(directory, mode, uid, gid, umask, now)
+        inode.rdev, inode.target, inode.version, inode.layout = rdev, target, version, layout
+        inode.size = len(target)
+        commit = Commit()
+        commit.inode, commit.inodes = inode, (inode,)
+        commit.new = inode
+        commit.names = ((parent, name, inode.ino),)
+        commit.times = ((parent, now),)
+        commit.fixed = (directory,)  # its group, ACL and flags may be handed down
+        commit.durable = durable
+        if self._quotas.in_use:
+            commit.charge = self._quotas.admit(inode.ino, self._quotas.above(parent), 0)
+        return commit
+
+    def new_inode(
+        self, directory: Inode, mode: int, uid: int, gid: int, umask: int, now_ns: int
+    ) -> Inode:
+        """Return an inode without a name, with what the directory hands down."""
+        inherited = inherited_from(directory, mode, gid, umask)
+        inode = Inode(self._new_ino(), inherited.mode, uid, inherited.gid, now_ns)
+        inode.xattrs, inode.flags = inherited.xattrs, inherited.flags
+        return inode
+
+    def link(self, ino: int, parent: int, name: bytes) -> Commit:
+        """Give an inode another name, or its first."""
+        if self._tree.lookup(parent, name) is not None:
+            raise fail(errno.EEXIST)
+        inode = self._tree.inode(ino).copy()
+        if inode.is_dir:
+            raise fail(errno.EPERM)
+        if self._tree.inodes[parent].nlink == 0:
+            raise fail(errno.ENOENT)
+        refuse_new_name(self._tree.inodes[parent])
+        refuse_change(inode)
+        now = now_ns()
+        inode.nlink += 1
+        inode.ctime_ns = now
+        commit = Commit()
+        commit.inode, commit.inodes = inode, (inode,)
+        commit.names = ((parent, name, ino),)
+        commit.times = ((parent, now),)
+        commit.within = (parent,)
+        if self._quotas.in_use:
+            if inode.nlink > 1:
+                self._quotas.refuse_to_enter(self._quotas.of(ino), parent)
+            else:
+                above = self._quotas.above(parent)
+                commit.charge = self._quotas.admit(ino, above, inode.blocks)
+        return commit
+
+    def unlink(self, parent: int, name: bytes, kept_ino: int) -> Commit:
+        """Remove a name that is not a directory's. The inode `kept_ino` stays as a local orphan."""
+        found = self._tree.existing(parent, name)
+        refuse_lost_name(self._tree.inodes[parent], found)
+        if found.is_dir:
+            raise fail(errno.EISDIR)
+        return _without_name(parent, name, found, found.ino == kept_ino)
+
+    def unlink_if(self, parent: int, name: bytes, wanted: Callable[[Inode], bool]) -> Commit | None:
+        """Remove a name if the inode behind it is a wanted one."""
+        found = self._tree.inodes.get(self._tree.ino_behind(parent, name))
+        if found is None or found.is_dir or not wanted(found):
+            return None
+        return _without_name(parent, name, found, False)
+
+    def rmdir(self, parent: int, name: bytes, kept_ino: int) -> Commit:
+        """Remove an empty directory; `kept_ino` as for unlink."""
+        found = self._tree.existing(parent, name)
+        refuse_lost_name(self._tree.inodes[parent], found)
+        if not found.is_dir:
+            raise fail(errno.ENOTDIR)
+        if not self._tree.is_empty(found.ino):
+            raise fail(errno.ENOTEMPTY)
+        return _without_name(parent, name, found, found.ino == kept_ino)
+
+    def rename(
+        self,
+        parent: int,
+        name: bytes,
+        new_parent: int,
+        new_name: bytes,
+        flags: int,
+        kept_ino: int,
+    ) -> Commit | None:
+        """Rename with renameat2(2)'s flags; `kept_ino` as for unlink."""
+        moved, replaced = self._tree.existing(parent, name), self._tree.lookup(new_parent, new_name)
+        if flags & RENAME_NOREPLACE and replaced is not None:
+            raise fail(errno.EEXIST)
+        if new_name in (b".", b".."):
+            raise fail(errno.EBUSY)
+        if flags & RENAME_EXCHANGE and replaced is None:
+            raise fail(errno.ENOENT)
+        if replaced is not None and replaced.ino == moved.ino:
+            return None  # two names of one inode: POSIX says nothing happens
+        if self._tree.inodes[new_parent].nlink == 0:
+            raise fail(errno.ENOENT)
+        refuse_lost_name(self._tree.inodes[parent], moved)
+        if replaced is None:
+            refuse_new_name(self._tree.inodes[new_parent])
+        else:
+            refuse_lost_name(self._tree.inodes[new_parent], replaced)
+        if self._quotas.in_use:
+            self._quotas.refuse_to_enter(self._quotas.of(moved.ino), new_parent)
+            if flags & RENAME_EXCHANGE and replaced is not None:
+                self._quotas.refuse_to_enter(self._quotas.of(replaced.ino), parent)
+        commit, now = Commit(), now_ns()
+        changed = moved.copy()
+        changed.ctime_ns = now
+        commit.inodes = [changed]
+        commit.names = [(new_parent, new_name, moved.ino), (parent, name, 0)]
+        commit.times = [(ino, now) for ino in {parent, new_parent}]
+        commit.within = (new_parent,)
+        commit.fixed = self._above(moved, parent, new_parent)
+        if flags & RENAME_EXCHANGE:
+            assert replaced is not None
+            other = replaced.copy()
+            other.ctime_ns = now
+            commit.inodes.append(other)
+            commit.names[1] = (parent, name, other.ino)
+            commit.fixed += self._above(replaced, new_parent, parent)
+        elif replaced is not None:
+            self._refuse_to_replace(moved, replaced)
+            _unname(commit, replaced, now)
+            commit.urgent = True
+            commit.keep = replaced.ino == kept_ino
+        return commit
+
+    def _above(self, moved: Inode, source: int, target: int) -> list[Inode]:
+        """All directories from `target` up, if moving a directory there could make a circle.
+
+        Raises EINVAL if it does.
+        """
+        found: list[Inode] = []
+        if moved.is_dir and source != target:
+            while target != ROOT_INO:
+                if target == moved.ino:
+                    raise fail(errno.EINVAL)
+                found.append(self._tree.inodes[target])
+                target = found[-1].parent
+        return found
+
+    def _refuse_to_replace(self, moved: Inode, replaced: Inode) -> None:
+        if moved.is_dir and not replaced.is_dir:
+            raise fail(errno.ENOTDIR)
+        if replaced.is_dir and not moved.is_dir:
+            raise fail(errno.EISDIR)
+        if replaced.is_dir and not self._tree.is_empty(replaced.ino):
+            raise fail(errno.ENOTEMPTY)
+
+    def publish(
+        self,
+        ino: int,
+        extent: int,
+        size: int,
+        blocks: int,
+        mtime_ns: int,
+        *,
+        ctime_ns: int | None,
+        base: int | None,
+        layout: Layout | None,
+        digests: bytes,
+        within_quotas: bool,
+    ) -> Commit:
+        """Make an extent the file's next version. Raises Outdated."""
+        found = self._tree.inode(ino)
+        if base is not None and found.version != base:
+            raise Outdated(found.version)
+        inode = found.copy()
+        inode.version += 1
+        inode.extent, inode.size, inode.blocks = extent, size, blocks
+        inode.digests = digests
+        inode.mtime_ns = nearest_time(mtime_ns)
+        if ctime_ns != 0:
+            inode.ctime_ns = max(inode.ctime_ns + 1, ctime_ns or now_ns())
+        if layout is not None:
+            inode.layout = layout
+        commit = Commit()
+        commit.inode, commit.inodes = inode, (inode,)
+        if not inode.nlink:
+            commit.local = True
+        # A file that could not be written whole has to stay, cut, on a full store.
+        commit.urgent = size < found.size or not found.version
+        if self._quotas.in_use and within_quotas:
+            commit.charge = self._quotas.admit(ino, self._quotas.of(ino), blocks)
+        return commit
+
+    def note_reads(self, atimes: Mapping[int, int]) -> Commit:
+        """Keep when inodes were last read."""
+        commit = Commit()
+        commit.inodes = []
+        for ino, atime_ns in atimes.items():
+            found = self._tree.inodes.get(ino)
+            if found is not None and found.nlink and found.atime_ns != atime_ns:
+                inode = found.copy()
+                inode.atime_ns = nearest_time(atime_ns)
+                commit.inodes.append(inode)
+        return commit
+
+    def change(
+        self, ino: int, change: Callable[[Inode], None], *, sets_mtime: bool = False
+    ) -> Commit:
+        """Change an inode's record, or a local orphan."""
+        inode = self._tree.inode(ino).copy()
+        change(inode)
+        inode.ctime_ns = now_ns()
+        commit = Commit()
+        commit.inode, commit.inodes = inode, (inode,)
+        commit.local = inode.nlink == 0
+        if sets_mtime and inode.is_dir:
+            commit.times = ((ino, None),)
+        return commit
+
+
+def attributes_set(
+    *,
+    mode: int | None,
+    uid: int | None,
+    gid: int | None,
+    atime_ns: int | None,
+    mtime_ns: int | None,
+    flags: int | None,
+    asked_for: bool,
+) -> Callable[[Inode], None]:
+    """Return what sets these attributes of an inode."""
+
+    def change(inode: Inode) -> None:
+        if asked_for and flags is None:
+            refuse_change(inode)
+        if flags is not None:
+            inode.flags = flags
+        if mode is not None:
+            inode.mode = stat.S_IFMT(inode.mode) | stat.S_IMODE(mode)
+            acl.follow_chmod(inode)
+        if uid is not None:
+            inode.uid = uid
+        if gid is not None:
+            inode.gid = gid
+        if atime_ns is not None:
+            inode.atime_ns = nearest_time(atime_ns)
+        if mtime_ns is not None:
+            inode.mtime_ns = nearest_time(mtime_ns)
+
+    return change
+
+
+def xattr_set(
+    name: bytes, value: bytes, flags: int, *, drop_set_gid: bool
+) -> Callable[[Inode], None]:
+    """Return what sets an extended attribute of an inode."""
+
+    def change(inode: Inode) -> None:
+        refuse_change(inode)
+        if flags & os.XATTR_CREATE and name in inode.xattrs:
+            raise fail(errno.EEXIST)
+        if flags & os.XATTR_REPLACE and name not in inode.xattrs:
+            raise fail(errno.ENODATA)
+        if len(name) > NAME_MAX:
+            raise fail(errno.ERANGE)
+        if len(value) > XATTR_SIZE_MAX:
+            raise fail(errno.E2BIG)
+        if name in acl.NAMES:
+            acl.put(inode, name, value, drop_set_gid=drop_set_gid)
+        else:
+            inode.xattrs = {**inode.xattrs, name: value}
+        if sum(len(key) + len(data) for key, data in inode.xattrs.items()) > _XATTRS_TOTAL_MAX:
+            raise fail(errno.ENOSPC)
+
+    return change
+
+
+def xattr_removed(name: bytes) -> Callable[[Inode], None]:
+    """Return what removes an extended attribute of an inode."""
+
+    def change(inode: Inode) -> None:
+        refuse_change(inode)
+        if name not in inode.xattrs and name not in acl.NAMES:
+            raise fail(errno.ENODATA)
+        inode.xattrs = {key: data for key, data in inode.xattrs.items() if key != name}
+
+    return change
+
+
+def _without_name(parent: int, name: bytes, found: Inode, keep: bool) -> Commit:
+    """Take a name away."""
+    commit, now = Commit(), now_ns()
+    commit.names = ((parent, name, 0),)
+    commit.times = ((parent, now),)
+    commit.urgent = True
+    commit.keep = keep
+    _unname(commit, found, now)
+    return commit
+
+
+def _unname(commit: Commit, found: Inode, now_ns: int) -> None:
+    """An inode loses a name, and with the last one its record."""
+    inode = found.copy()
+    inode.nlink = 0 if inode.is_dir else inode.nlink - 1
+    inode.ctime_ns = now_ns
+    commit.inode = inode
+    if inode.nlink:
+        commit.inodes = [*commit.inodes, inode]
+    else:
+        commit.gone = (inode,)

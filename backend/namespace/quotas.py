@@ -1,0 +1,242 @@
+"""Quotas of directory trees: how much the inodes below a directory may be, and are.
+
+A directory has a quota by its attributes user.irdmafs.quota_bytes and user.irdmafs.quota_inodes. Everything
+below it is charged to it, the directory itself is not; where quotas are nested, all of them hold. A file
+is charged what is allocated for its published version (as du(1) counts), and one inode however many names
+it has below the directory.
+
+What is charged is derived from the tree that it belongs to, and kept for each inode that is below a quota.
+An inode is compared with its charge whenever it has changed; so the usage is right after any sequence of
+changes, by whomever, and after a restart. A mutation that is on its way to the engine is charged as if it
+had happened, so that several at once do not take the same room.
+"""
+
+import errno
+import logging
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from ..sizes import human_bytes, parse_size
+from .inode import ROOT_INO, Dentry, Inode, fail
+
+__all__ = ["QUOTA_BYTES", "QUOTA_INODES", "QUOTA_NAMES", "Charge", "Quotas", "Usage", "parse_limit"]
+
+QUOTA_BYTES = b"user.irdmafs.quota_bytes"
+QUOTA_INODES = b"user.irdmafs.quota_inodes"
+QUOTA_NAMES = (QUOTA_BYTES, QUOTA_INODES)
+
+log = logging.getLogger(__name__)
+
+_BLOCK_BYTES = 512
+_UNLIMITED = 2**63 - 1
+# Little room is left when it is less than this part of the limit, or fewer inodes than this.
+_NEAR_PART = 8
+_NEAR_INODES = 256
+
+
+def parse_limit(name: bytes, value: bytes) -> int:
+    """Return the limit that an attribute sets. Raises ValueError, which says what is wrong."""
+    text = value.decode("ascii", errors="replace").strip()
+    if name == QUOTA_BYTES and not text.endswith("%"):
+        return parse_size(text)
+    if name == QUOTA_INODES and text.isdecimal() and 0 < int(text) < _UNLIMITED:
+        return int(text)
+    what = "a size like 10G" if name == QUOTA_BYTES else "a number above 0"
+    raise ValueError(
+        f"{name.decode()} is {what}, not {text!r}; without the attribute there is no limit"
+    )
+
+
+class Usage:
+    """The limits of one directory, and what is charged to it."""
+
+    __slots__ = ("bytes", "inodes", "limit_bytes", "limit_inodes")
+
+    def __init__(self) -> None:
+        self.limit_bytes = self.limit_inodes = _UNLIMITED
+        self.bytes = self.inodes = 0
+
+    @property
+    def limits(self) -> tuple[int | None, int | None]:
+        """Bytes and inodes; None: not limited."""
+        return (
+            self.limit_bytes if self.limit_bytes < _UNLIMITED else None,
+            self.limit_inodes if self.limit_inodes < _UNLIMITED else None,
+        )
+
+
+class Charge(NamedTuple):
+    """An inode that belongs to `quotas`, directories, with so many bytes. `is_near`: little room is left
+    then, so that what other hosts have done is to be known first."""
+
+    quotas: tuple[int, ...]
+    bytes: int
+    is_near: bool = False
+
+
+_NOTHING = Charge((), 0)
+
+
+class Quotas:
+    """The quotas of a tree, of which it is given the parts. `in_use` is False while there are none."""
+
+    def __init__(
+        self,
+        inodes: Mapping[int, Inode],
+        children: Mapping[int, Mapping[bytes, Dentry]],
+        parents_of: Callable[[int], Sequence[int]],
+        path_of: Callable[[int], bytes],
+    ) -> None:
+        self._inodes = inodes
+        self._children = children
+        self._parents_of = parents_of
+        self._path_of = path_of
+        self.in_use = False
+        self._usages: dict[int, Usage] = {}
+        # Of every inode below a quota.
+        self._charges: dict[int, Charge] = {}
+        # Directories that got or lost a quota since the last `update`.
+        self._changed: set[int] = set()
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def usage(self, directory: int) -> Usage | None:
+        """Return the quota of this very directory."""
+        return self._usages.get(directory)
+
+    def directories(self) -> Collection[int]:
+        """Return the directories that have a quota."""
+        return self._usages.keys()
+
+    def above(self, directory: int) -> tuple[int, ...]:
+        """Return the directories to whose quotas belongs what is in a directory."""
+        found = []
+        while True:
+            if directory in self._usages:
+                found.append(directory)
+            inode = self._inodes.get(directory)
+            if inode is None or directory == ROOT_INO or not inode.parent:
+                return tuple(found)
+            directory = inode.parent
+
+    def of(self, ino: int) -> tuple[int, ...]:
+        """Return the directories to whose quotas an inode belongs."""
+        parents = self._parents_of(ino)
+        if len(parents) == 1:
+            return self.above(parents[0])
+        return tuple(sorted({quota for parent in set(parents) for quota in self.above(parent)}))
+
+    def around(self, ino: int) -> list[Usage]:
+        """Return the quotas that an inode belongs to, or what is made in it if it is a directory."""
+        found = self.above(ino) if ino in self._children else self.of(ino)
+        return [self._usages[directory] for directory in found]
+
+    # -- deciding --------------------------------------------------------------------------------
+
+    def admit(self, ino: int, quotas: tuple[int, ...], blocks: int) -> Charge:
+        """Return the charge of an inode that is to be in these quotas with so many blocks of 512 bytes.
+
+        Raises OSError EDQUOT where it grows and there is no room. What stays as large, or shrinks, is
+        admitted also above the limit.
+        """
+        size = blocks * _BLOCK_BYTES
+        charged = self._charges.get(ino, _NOTHING)
+        is_near = False
+        for quota in quotas:
+            usage = self._usages[quota]
+            is_new = quota not in charged.quotas
+            if is_new:
+                left = usage.limit_inodes - usage.inodes - 1
+                if left < 0:
+                    raise self._exceeded(quota, f"{usage.limit_inodes} inodes")
+                is_near |= left < max(usage.limit_inodes // _NEAR_PART, _NEAR_INODES)
+            more = size if is_new else size - charged.bytes
+            if more > 0:
+                left = usage.limit_bytes - usage.bytes - more
+                if left < 0:
+                    raise self._exceeded(quota, human_bytes(usage.limit_bytes))
+                is_near |= left < usage.limit_bytes // _NEAR_PART
+        return Charge(quotas, size, is_near)
+
+    def refuse_to_enter(self, quotas: Iterable[int], directory: int) -> None:
+        """Raise OSError EXDEV when something of these quotas is moved or linked into a directory that has
+        others above it. Who moves it then copies it, as between project quotas."""
+        if not set(self.above(directory)) <= set(quotas):
+            raise fail(errno.EXDEV)
+
+    def refuse_growth(self, ino: int, status: os.stat_result, offset: int, length: int) -> None:
+        """Raise OSError EDQUOT when a content of a file, which has this stat, could not be published once
+        so many more bytes were allocated at an offset."""
+        allocated = status.st_blocks * _BLOCK_BYTES
+        after = min(allocated + length, max(allocated, status.st_size, offset + length))
+        self.admit(ino, self.of(ino), -(-after // _BLOCK_BYTES))
+
+    def _exceeded(self, directory: int, limit: str) -> OSError:
+        path = os.fsdecode(self._path_of(directory)) or "/"
+        return fail(errno.EDQUOT, f"the quota of {path} is {limit}")
+
+    # -- keeping account -------------------------------------------------------------------------
+
+    def take_limits(self, directory: Inode) -> None:
+        """Note the quota that a directory's record gives it, if it does."""
+        limits: dict[bytes, int] = {}
+        for name in QUOTA_NAMES:
+            if name in directory.xattrs:
+                try:
+                    limits[name] = parse_limit(name, directory.xattrs[name])
+                except ValueError as error:
+                    log.error("directory %d: %s", directory.ino, error)
+        ino = directory.ino
+        if not limits:
+            self.forget(ino)
+            return
+        usage = self._usages.get(ino)
+        if usage is None:
+            usage = self._usages[ino] = Usage()
+            self._changed.add(ino)
+            self.in_use = True
+        usage.limit_bytes = limits.get(QUOTA_BYTES, _UNLIMITED)
+        usage.limit_inodes = limits.get(QUOTA_INODES, _UNLIMITED)
+
+    def forget(self, directory: int) -> None:
+        """Note that a directory has no quota, or is gone."""
+        if self._usages.pop(directory, None) is not None:
+            self._changed.add(directory)
+
+    def expect(self, ino: int, charge: Charge) -> None:
+        """Charge an inode as if what is under way had happened. The next `update` tells how it ended."""
+        self._set(ino, charge)
+
+    def update(self, inos: Iterable[int]) -> None:
+        """Bring the account up to date after these inodes, or their names, have changed."""
+        todo = list(inos)
+        for directory in self._changed:
+            todo += [dentry.ino for dentry in self._children.get(directory, {}).values()]
+        self._changed.clear()
+        while todo:
+            ino = todo.pop()
+            if self._look_at(ino):
+                todo += [dentry.ino for dentry in self._children.get(ino, {}).values()]
+        self.in_use = bool(self._usages)
+
+    def _look_at(self, ino: int) -> bool:
+        """Return whether an inode belongs to other quotas than it did."""
+        before = self._charges.get(ino, _NOTHING)
+        inode = self._inodes.get(ino)
+        quotas = self.of(ino) if inode is not None else ()
+        size = inode.blocks * _BLOCK_BYTES if inode is not None and quotas else 0
+        if quotas != before.quotas or size != before.bytes:
+            self._set(ino, Charge(quotas, size))
+        return quotas != before.quotas
+
+    def _set(self, ino: int, charge: Charge) -> None:
+        before = self._charges.pop(ino, _NOTHING)
+        for sign, one in ((-1, before), (1, charge)):
+            for quota in one.quotas:
+                usage = self._usages.get(quota)
+                if usage is not None:
+                    usage.inodes += sign
+                    usage.bytes += sign * one.bytes
+        if charge.quotas:
+            self._charges[ino] = charge

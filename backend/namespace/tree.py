@@ -1,0 +1,470 @@
+"""The directory tree in memory, which answers every read: data and what holds of it, no engine.
+
+It is changed in two ways: by the commits of an engine that is this process's alone (`enact`), or by what
+the watch of a shared engine tells (`load` and `apply`, as a consumer of the replica hub). Both end in the
+same few steps, in this order: times, inodes, names, and last the inodes that are gone, so that each step
+finds what it needs to derive parents and link counts.
+"""
+
+import contextlib
+import errno
+import logging
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Protocol
+
+import msgspec
+
+from ..clock import now_ns
+from ..cluster.records import NEXT_INO_KEY
+from ..kv import Event, KeyValue
+from .changes import Commit
+from .inode import (
+    NAME_MAX,
+    ROOT_INO,
+    Dentry,
+    Inode,
+    fail,
+    inode_key,
+    name_key,
+    nearest_time,
+    time_key,
+)
+from .quotas import Quotas
+
+log = logging.getLogger(__name__)
+
+
+__all__ = ["Listener", "Tree"]
+
+
+class Listener(Protocol):
+    """Told of everything that the watch tells after the first load, this process's own changes too, once
+    all of a transaction is applied. Must not block and not raise."""
+
+    def inode_changed(self, old: Inode | None, new: Inode | None) -> None:
+        """None stands for an inode that did not exist or is gone."""
+        ...
+
+    def name_changed(self, parent: int, name: bytes, old_ino: int, new_ino: int) -> None:
+        """0 stands for a name that did not exist or is gone."""
+        ...
+
+
+class Tree:
+    """Names and inodes. `inodes` is for reading only.
+
+    held(ino): whether something has the inode open; then it stays without a name when another host
+    removes its last one (a *local orphan*: nlink 0, revision 0, known to this process alone).
+    `strict`: a record that makes no sense raises OSError EIO, and names without an inode are kept in
+    `dangling` to be removed. Otherwise both are passed over and logged.
+    """
+
+    prefixes: tuple[bytes, ...] = (b"d", b"i", b"t", NEXT_INO_KEY)
+
+    def __init__(
+        self,
+        *,
+        held: Callable[[int], bool] = lambda ino: False,
+        listener: Listener | None = None,
+        strict: bool = False,
+    ) -> None:
+        self.inodes: dict[int, Inode] = {}
+        self.dangling: list[tuple[int, bytes]] = []
+        # The next number nobody has taken, and the revision of that record.
+        self.next_block = (ROOT_INO + 1, 0)
+        self._held = held
+        self._listener = listener
+        self._strict = strict
+        self._is_loaded = False
+        self._children: dict[int, dict[bytes, Dentry]] = {}
+        # Of directories: when their names last changed, and the ctime of the inode record.
+        self._times: dict[int, int] = {}
+        self._ctimes: dict[int, int] = {}
+        # Directories by number; the parents of what has several names (once for each).
+        self._names: dict[int, bytes] = {}
+        self._parents: dict[int, list[int]] = {}
+        # Inodes that the caller of a mutation which is under way wants to keep.
+        self._keeping: list[int] = []
+        self.quotas = Quotas(self.inodes, self._children, self.parents_of, self.path_of)
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def inode(self, ino: int) -> Inode:
+        try:
+            return self.inodes[ino]
+        except KeyError:
+            raise fail(errno.ESTALE) from None
+
+    def lookup(self, parent: int, name: bytes) -> Inode | None:
+        """The inode behind a name, "." and ".." included; None when there is no such name."""
+        children = self._children.get(parent)
+        if children is None:
+            raise fail(errno.ENOTDIR if parent in self.inodes else errno.ESTALE)
+        dentry = children.get(name)
+        if dentry is not None:
+            return self.inodes[dentry.ino]
+        if name == b".":
+            return self.inodes[parent]
+        if name == b"..":
+            return self.inode(self.parent_of(parent))
+        if len(name) > NAME_MAX:
+            raise fail(errno.ENAMETOOLONG)
+        return None
+
+    def parent_of(self, directory: int) -> int:
+        """The directory that holds a directory; the root holds itself."""
+        return self.inode(directory).parent or directory
+
+    def children(self, ino: int) -> list[tuple[bytes, int]]:
+        """Names in a directory and their inode numbers, a snapshot."""
+        return [(name, dentry.ino) for name, dentry in self._children[ino].items()]
+
+    def is_empty(self, directory: int) -> bool:
+        return not self._children[directory]
+
+    def parents_of(self, ino: int) -> Sequence[int]:
+        """The directories that hold an inode, once for each name."""
+        parents = self._parents.get(ino)
+        if parents is not None:
+            return parents
+        inode = self.inodes.get(ino)
+        if inode is None or not inode.parent or (inode.is_dir and ino not in self._names):
+            return ()
+        return (inode.parent,)
+
+    def names_of(self, ino: int) -> list[tuple[int, bytes]]:
+        """Every (parent, name) of an inode, by looking at all names of its parents."""
+        return [
+            (parent, name)
+            for parent in set(self.parents_of(ino))
+            for name, dentry in self._children[parent].items()
+            if dentry.ino == ino
+        ]
+
+    def names_of_all(self, inos: Collection[int]) -> list[tuple[int, bytes]]:
+        """Every (parent, name) of these inodes, by looking at all names once."""
+        wanted = set(inos)
+        return [
+            (parent, name)
+            for parent, children in (self._children.items() if wanted else ())
+            for name, dentry in children.items()
+            if dentry.ino in wanted
+        ]
+
+    def path_of(self, directory: int) -> bytes:
+        """The path of a directory from the root, which is b"". Raises ESTALE when it is gone."""
+        names = []
+        while directory != ROOT_INO:
+            inode = self.inode(directory)
+            if not inode.nlink or directory not in self._names:
+                raise fail(errno.ESTALE)
+            names.append(self._names[directory])
+            directory = inode.parent
+        return b"".join(b"/" + name for name in reversed(names))
+
+    def describe(self, ino: int) -> str:
+        """Where an inode is, from the root of the filesystem, for whoever reads a message."""
+        for parent, name in self.names_of(ino):
+            with contextlib.suppress(OSError):  # a directory that was removed
+                return os.fsdecode(self.path_of(parent) + b"/" + name)
+        return f"inode {ino}"
+
+    def existing(self, parent: int, name: bytes) -> Inode:
+        """Return the inode behind a name, but not behind "." and "..". Raises OSError ENOENT, ENOTDIR,
+        ESTALE, ENAMETOOLONG."""
+        ino = self.ino_behind(parent, name)
+        if not ino:
+            self.lookup(parent, name)  # there may be a better reason than ENOENT
+            raise fail(errno.ENOENT)
+        return self.inodes[ino]
+
+    def ino_behind(self, parent: int, name: bytes) -> int:
+        """Return the number of the inode behind a name, 0: there is none."""
+        children = self._children.get(parent)
+        dentry = children.get(name) if children is not None else None
+        return dentry.ino if dentry is not None else 0
+
+    def name_revision(self, parent: int, name: bytes) -> int:
+        """Return the revision that last put a name, 0: there is none."""
+        dentry = self._children[parent].get(name)
+        return dentry.revision if dentry is not None else 0
+
+    # -- consumer of the replica hub ---------------------------------------------------------------
+
+    def load(self, records: Iterable[KeyValue], revision: int) -> None:
+        """Become what the records are. What differs counts as events that come now."""
+        events: list[Event] = []
+        present: set[bytes] = set()
+        known, self._is_loaded = self._is_loaded, True
+        for record in records:
+            if known:
+                present.add(record.key)
+            if not known or self._differs(record):
+                events.append(Event(record.mod_revision, record.key, record.value))
+        if known:
+            events += [Event(revision, key, None) for key in self._keys() if key not in present]
+            self.apply(revision, events)
+        else:
+            self.take(events)
+
+    def _differs(self, record: KeyValue) -> bool:
+        kind, ino = record.key[:1], int.from_bytes(record.key[1:9], "big")
+        if kind == b"i":
+            inode = self.inodes.get(ino)
+            return inode is None or inode.revision != record.mod_revision
+        if kind == b"d":
+            dentry = self._children.get(ino, {}).get(record.key[9:])
+            return dentry is None or dentry.revision != record.mod_revision
+        if kind == b"t":
+            return self._times.get(ino) != _time_of(record.value)
+        return True
+
+    def _keys(self) -> Iterable[bytes]:
+        for parent, children in self._children.items():
+            for name in children:
+                yield name_key(parent, name)
+        for ino, inode in self.inodes.items():
+            if inode.revision:
+                yield inode_key(ino)
+        for ino in self._times:
+            yield time_key(ino)
+
+    def apply(self, revision: int, events: Sequence[Event]) -> None:
+        listener = self._listener
+        if listener is None:
+            self.take(events)
+            return
+        touched = {int.from_bytes(event.key[1:9], "big") for event in events}
+        inodes = {ino: self.inodes.get(ino) for ino in touched}
+        names = [
+            (parent, name, self.ino_behind(parent, name))
+            for parent, name in (
+                (int.from_bytes(event.key[1:9], "big"), event.key[9:])
+                for event in events
+                if event.key.startswith(b"d")
+            )
+        ]
+        self.take(events)
+        for ino, old in inodes.items():
+            new = self.inodes.get(ino)
+            if new is not old:
+                listener.inode_changed(old, new)
+        for parent, name, old_ino in names:
+            new_ino = self.ino_behind(parent, name)
+            if new_ino != old_ino:
+                listener.name_changed(parent, name, old_ino, new_ino)
+
+    def take(self, events: Iterable[Event]) -> None:
+        """Become what the events of one transaction, or of several at once, make of it."""
+        inodes: list[Inode] = []
+        names: list[tuple[int, bytes, int, int]] = []
+        gone: list[int] = []
+        for revision, key, value in events:
+            kind, ino = key[:1], int.from_bytes(key[1:9], "big")
+            if kind == b"d":
+                target = int.from_bytes(value, "big") if value is not None else 0
+                names.append((ino, key[9:], target, revision))
+            elif kind == b"i" and value is None:
+                gone.append(ino)
+            elif kind == b"i" and value is not None:
+                try:
+                    inodes.append(Inode.decode(ino, value, revision))
+                except msgspec.DecodeError as error:
+                    self._complain(f"the record of inode {ino} is damaged: {error}")
+            elif kind == b"t":
+                self._set_time(ino, _time_of(value) if value is not None else None)
+            elif key == NEXT_INO_KEY and value is not None:
+                self.next_block = (int.from_bytes(value, "big"), revision)
+        for inode in inodes:
+            self._put(inode)
+        now = now_ns()
+        for ino in gone:
+            known = self.inodes.get(ino)
+            if known is not None:
+                orphan = known.copy()
+                orphan.nlink, orphan.revision, orphan.ctime_ns = 0, 0, now
+                self.inodes[ino] = orphan
+        for parent, name, target, revision in names:
+            self._set_name(parent, name, target, revision)
+        for ino in gone:
+            self._let_go(ino, keep=ino in self._keeping)
+        if self.quotas.in_use:
+            self.quotas.update(
+                (*(inode.ino for inode in inodes), *gone, *(name[2] for name in names))
+            )
+
+    def _complain(self, message: str) -> None:
+        """A record makes no sense. In a cluster the rest goes on without it."""
+        if self._strict:
+            raise fail(errno.EIO, message)
+        log.error("%s; it is passed over", message)
+
+    # -- own changes -----------------------------------------------------------------------------
+
+    def enact(self, commit: Commit, revision: int) -> None:
+        """Become what a commit makes of it that the engine has applied."""
+        for ino, time_ns in commit.times:
+            self._set_time(ino, time_ns)
+        for inode in commit.inodes:
+            inode.revision = revision
+            if inode.is_dir:
+                self._put(inode)
+            else:
+                self.inodes[inode.ino] = inode
+        for inode in commit.gone:
+            inode.revision = 0
+            self.inodes[inode.ino] = inode
+        for parent, name, ino in commit.names:
+            self._set_name(parent, name, ino, revision)
+        for inode in commit.gone:
+            self._let_go(inode.ino, keep=commit.keep)
+        if self.quotas.in_use:
+            self.quotas.update(inode.ino for inode in (*commit.inodes, *commit.gone))
+
+    def enact_locally(self, commit: Commit) -> None:
+        """Change local orphans, of which nobody else is to know."""
+        for inode in commit.inodes:
+            self.inodes[inode.ino] = inode
+
+    @contextlib.contextmanager
+    def keeping(self, commit: Commit) -> Iterator[None]:
+        """While a commit is under way, let what its caller is to find afterwards stay, though the watch
+        tells that it is gone; and charge what it takes of a quota."""
+        inos = [inode.ino for inode in commit.gone] if commit.keep else []
+        if commit.new is not None:
+            inos.append(commit.new.ino)
+        self._keeping += inos
+        charged = commit.inode if commit.charge is not None else None
+        if charged is not None and commit.charge is not None:
+            self.quotas.expect(charged.ino, commit.charge)
+        try:
+            yield
+        finally:
+            for ino in inos:
+                self._keeping.remove(ino)
+            if charged is not None:
+                self.quotas.update((charged.ino,))
+
+    def drop(self, ino: int) -> None:
+        """Forget an inode without a name."""
+        inode = self.inodes.get(ino)
+        if inode is not None and inode.nlink == 0:
+            del self.inodes[ino]
+            self._children.pop(ino, None)
+
+    # -- the steps of a change -------------------------------------------------------------------
+
+    def _set_time(self, ino: int, time_ns: int | None) -> None:
+        """The names of a directory changed; None: its inode record has the times from now on."""
+        if time_ns is None:
+            self._times.pop(ino, None)
+            return
+        self._times[ino] = time_ns
+        if ino in self._ctimes:
+            directory = self._changing(ino)
+            directory.mtime_ns = time_ns
+            # Clocks of hosts differ: the last change need not have the latest time.
+            directory.ctime_ns = max(self._ctimes[ino], time_ns)
+
+    def _changing(self, ino: int) -> Inode:
+        """An inode to change in what is derived: in place when nobody is told of changes."""
+        inode = self.inodes[ino]
+        if self._listener is not None:
+            inode = self.inodes[ino] = inode.copy()
+        return inode
+
+    def _put(self, inode: Inode) -> None:
+        ino = inode.ino
+        known = self.inodes.get(ino)
+        if known is not None:
+            inode.parent = known.parent
+        if inode.is_dir:
+            inode.nlink = known.nlink if known is not None else 2
+            self._ctimes[ino] = inode.ctime_ns
+            touched = self._times.get(ino)
+            if touched is not None:
+                inode.mtime_ns = touched
+                inode.ctime_ns = max(inode.ctime_ns, touched)
+            if known is None:
+                self._children[ino] = {}
+            if inode.xattrs or self.quotas.in_use:
+                self.quotas.take_limits(inode)
+        self.inodes[ino] = inode
+
+    def _set_name(self, parent: int, name: bytes, ino: int, revision: int) -> None:
+        """Let a name lead to an inode, 0: remove it."""
+        children = self._children.get(parent)
+        if children is None:
+            if ino:
+                self._complain(f"name {name!r} lies in a directory {parent} that is missing")
+            return
+        subdirectories = 0
+        known = children.get(name)
+        if known is not None:
+            if ino != known.ino:
+                subdirectories -= self._unlinked(known.ino, parent)
+            if not ino:
+                del children[name]
+        if ino:
+            if ino not in self.inodes:
+                children.pop(name, None)
+                if self._strict:
+                    self.dangling.append((parent, name))
+                else:
+                    self._complain(f"name {name!r} in directory {parent} leads to no inode")
+            else:
+                if known is None or ino != known.ino:
+                    subdirectories += self._linked(ino, parent, name)
+                children[name] = Dentry(ino, revision)
+        if subdirectories:
+            self._changing(parent).nlink += subdirectories
+
+    def _linked(self, ino: int, parent: int, name: bytes) -> bool:
+        """An inode got a name. Returns whether it is a directory's."""
+        inode = self.inodes[ino]
+        if inode.is_dir:
+            inode.parent = parent
+            self._names[ino] = name
+            return True
+        if not inode.parent and ino not in self._parents:
+            inode.parent = parent
+        else:
+            self._parents.setdefault(ino, [inode.parent]).append(parent)
+            inode.parent = 0
+        return False
+
+    def _unlinked(self, ino: int, parent: int) -> bool:
+        """An inode lost a name. Returns whether it was a directory's."""
+        inode = self.inodes.get(ino)
+        if inode is None:
+            return False
+        if inode.is_dir:
+            return True
+        parents = self._parents.get(ino)
+        if parents is None:
+            inode.parent = 0
+        else:
+            parents.remove(parent)
+            if len(parents) == 1:
+                inode.parent = parents[0]
+                del self._parents[ino]
+        return False
+
+    def _let_go(self, ino: int, *, keep: bool) -> None:
+        """An inode lost its record; it stays as a local orphan if something here holds it."""
+        is_dir = self._ctimes.pop(ino, None) is not None
+        if is_dir:
+            self._times.pop(ino, None)
+            self._names.pop(ino, None)
+            self.quotas.forget(ino)
+        if not (keep or self._held(ino)):
+            self.inodes.pop(ino, None)
+            if is_dir:
+                self._children.pop(ino, None)
+            elif self._parents:
+                self._parents.pop(ino, None)
+
+
+def _time_of(value: bytes) -> int:
+    return nearest_time(int.from_bytes(value, "big"))

@@ -1,0 +1,366 @@
+"""The leader's work: bringing groups to where they belong, one configuration change at a time.
+
+Each node runs an agent; it changes the groups whose first live member in sync it is. Two agents may
+believe that of themselves for a moment: what they put compares the revision they looked at, so one of
+them is told to look again. groups.next_step decides what is to be done, here is when.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import trio
+
+from ..cluster.group_configs import Groups
+from ..cluster.groups import degraded, emptied, leader, next_step, refenced, without
+from ..cluster.lease import SessionEnded
+from ..cluster.membership import Members, Session, removed_for_good
+from ..cluster.placement import replicas_of
+from ..cluster.records import GROUP_BUCKET_BITS, GroupConfig
+from ..cluster.replica import Replica
+from ..kv import Conflict
+from ..kv.etcd import EtcdEngine
+from .handover import Handover
+from .housekeeping import Housekeeping
+from .resync import Resync
+
+__all__ = ["Agent"]
+
+log = logging.getLogger(__name__)
+
+# Events come in bursts (a node's death touches all its groups): one look for all of them.
+GATHER_S = 0.02
+RETRY_S = 1.0
+LOOK_ANYWAY_S = 10.0
+# A live node that somebody could not reach, or that was full, is not given groups for so long; doubled
+# when it happens again soon after.
+SHUN_FIRST_S = 5.0
+SHUN_MAX_S = 300.0
+PING_TIMEOUT_S = 2.0
+# A ping's answer counts for so long: many writers complain about a node at the same time.
+PING_FRESH_S = 0.5
+# A node with less room is not given groups to fill.
+ROOM_SHARE = 0.02
+
+
+class Agent:
+    """`ping` asks a node for a sign of life and raises OSError if there is none."""
+
+    def __init__(
+        self,
+        node: int,
+        engine: EtcdEngine,
+        replica: Replica,
+        members: Members,
+        groups: Groups,
+        session: Session,
+        resync: Resync,
+        ping: Callable[[int], Awaitable[None]],
+        *,
+        rereplicate_after_s: float = 30.0,
+        joining_at_once: int = 8,
+    ) -> None:
+        self.node = node
+        self.rereplicate_after_s = rereplicate_after_s
+        self.joining_at_once = joining_at_once
+        self._engine = engine
+        self._replica = replica
+        self._members = members
+        self._groups = groups
+        self._session = session
+        self._resync = resync
+        self._ping = ping
+        self._wake = trio.Event()
+        self._shunned: dict[int, tuple[float, float]] = {}  # node -> until, for how long
+        self._members_before: dict[int, tuple[int, ...]] = {}
+        self._pinging: dict[int, trio.Lock] = {}
+        self._answers: dict[int, tuple[float, bool]] = {}
+        self._waits_for_names = False  # to go: nothing tells of that
+        # Decides when a live member may be dropped. None: always.
+        self.handover: Handover | None = None
+        self.housekeeping = Housekeeping(
+            node, engine, replica, members, groups, session, rereplicate_after_s=rereplicate_after_s
+        )
+        members.node_changed.append(self._node_changed)
+        members.targets_changed.append(self._targets_changed)
+        groups.group_changed.append(self._group_changed)
+        groups.pool_wanted.append(self._targets_changed)
+
+    async def run(self) -> None:
+        """Lead, until the session is released."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.housekeeping.forget_history)
+            if self.handover is not None:
+                nursery.start_soon(self.handover.run)
+            await self._run()
+            nursery.cancel_scope.cancel()
+
+    async def _run(self) -> None:
+        while not self._session.released:
+            try:
+                await self._session.wait_valid()
+            except SessionEnded:
+                return
+            self._wake = trio.Event()
+            try:
+                if (
+                    await self.housekeeping.make_groups()
+                    or await self.housekeeping.retarget()
+                    or await self._lead()
+                    or await self._begin_anew()
+                ):
+                    continue
+            except OSError as error:
+                log.warning("groups could not be changed: %s", error)
+                await trio.sleep(RETRY_S)
+                continue
+            with trio.move_on_after(self._quiet_s()):
+                await self._wake.wait()
+            await trio.sleep(GATHER_S)
+
+    async def evict(self, group: int, node: int) -> bool:
+        """A writer cannot reach a member and asks whether it is needed. Returns whether it is not a
+        member any more.
+
+        Only what holds everything may take another out, and only one that it cannot reach either.
+        Raises OSError when etcd cannot be asked.
+        """
+        await self._replica.barrier()
+        found = self._groups.get(group)
+        if found is None or node not in found[0].members:
+            return True
+        config, revision = found
+        if (
+            node == self.node
+            or self.node not in config.in_sync
+            or not self._session.valid()
+            or await self._answers_now(node)
+        ):
+            return False
+        log.warning("node %x is evicted from group %#x: it cannot be reached", node, group)
+        return await self._put({group: (revision, without(config, node))})
+
+    async def leave(self) -> int:
+        """Before a clean stop: take this node out of every group that has another live member in sync,
+        so that nobody waits for it. Returns how many groups have none, and are not served until it is
+        back. Raises OSError."""
+        while True:
+            alone = 0
+            changes = {}
+            for group, (config, revision) in self._groups.all().items():
+                if self.node not in config.members:
+                    continue
+                if any(node in self._members.nodes for node in config.in_sync if node != self.node):
+                    changes[group] = revision, without(config, self.node)
+                elif self.node in config.in_sync:
+                    alone += 1
+            if await self._put(changes):
+                return alone
+
+    def wants(self, group: int) -> bool:
+        """Whether this node belongs to a group, of which it may or may not be a member now. Yes, if that
+        is about to be decided: it has just come (back), or the group is new."""
+        known = self._members.targets.get(group >> GROUP_BUCKET_BITS)
+        if known is None or self.node not in known[0].nodes:
+            record = self._members.records.get(self.node)
+            return record is not None and record.state == "up"
+        return self.node in known[0].target(group)
+
+    def status(self) -> dict[str, Any]:
+        """Figures about all groups, and about what is copied to this node."""
+        live = self._members.nodes.keys()
+        configs = self._groups.all()
+        progress = self._resync.progress()
+        in_use = self._resync.pools_in_use()
+        return {
+            "groups": len(configs),
+            "pools_in_use": sorted(in_use),
+            "groups_led": sum(leader(c, live) == self.node for c, _ in configs.values()),
+            "groups_degraded": sum(
+                degraded(config, live, replicas_of(group)) > 0
+                for group, (config, _) in configs.items()
+                if group >> GROUP_BUCKET_BITS in in_use
+            ),
+            "groups_unavailable": sum(leader(c, live) is None for c, _ in configs.values()),
+            "groups_moving": sum(bool(config.joining) for config, _ in configs.values()),
+            "filling_groups": progress.groups,
+            "filling_bytes_left": progress.bytes_left,
+            "filling_bytes_per_s": round(progress.bytes_per_s),
+            "filling_seconds_left": progress.seconds_left,
+            "copied_bytes": progress.copied_bytes,
+            "lost_extents": progress.lost_extents,
+            "damaged_groups": progress.damaged_groups,
+        }
+
+    # --- one look at everything
+
+    async def _lead(self) -> bool:
+        """Take the next step in each group that is led from here. Returns whether there was any."""
+        live = set(self._members.nodes)
+        filling = Counter(
+            node for config, _ in self._groups.all().values() for node in config.joining
+        )
+        joinable = {
+            node for node in live if filling[node] < self.joining_at_once and self._is_welcome(node)
+        }
+        changes: dict[int, tuple[int, GroupConfig]] = {}
+        new: dict[int, list[int]] = {}  # node -> groups it would join
+        for group, (config, revision) in self._groups.all().items():
+            if leader(config, live) != self.node:
+                continue
+            step = next_step(config, live, self._target(group), joinable)
+            if step is None or not self._may_step(group, config, step, live):
+                continue
+            changes[group] = revision, step
+            for node in set(step.members) - set(config.members):
+                new.setdefault(node, []).append(group)
+                filling[node] += 1
+                if filling[node] >= self.joining_at_once:
+                    joinable.discard(node)
+        for node, groups in new.items():
+            if not await self._answers_now(node):
+                self._shun(node, "does not answer")
+                for group in groups:
+                    changes.pop(group, None)
+        if not changes:
+            return False
+        await self._put(changes)
+        return True
+
+    async def _begin_anew(self) -> bool:
+        """Empty the groups whose members in sync were all removed for good, as soon as no inode names
+        anything there (`irdmafs cluster remove --force` sees to that). They have no leader: the elected
+        node does it. Returns whether there was any."""
+        self._waits_for_names = False
+        if not self.housekeeping.acts():
+            return False
+        lost: dict[tuple[int, ...], list[int]] = {}
+        for group, (config, _) in self._groups.all().items():
+            if all(map(self._members.is_removed, config.in_sync)) and self._live_target(group):
+                if self._resync.has_names(group):
+                    self._waits_for_names = True
+                else:
+                    lost.setdefault(config.in_sync, []).append(group)
+        for gone, groups in lost.items():
+            await self._empty(groups, gone)
+        return bool(lost)
+
+    async def _empty(self, groups: list[int], gone: tuple[int, ...]) -> None:
+        """In two steps: a publish may still be under way that the dead members have acknowledged. After
+        the first it fails, so what is named then is all there ever will be."""
+        known = self._groups.all()
+        fenced = {group: refenced(known[group][0]) for group in groups if group in known}
+        changes = {group: (known[group][1], config) for group, config in fenced.items()}
+        guards = removed_for_good(gone)
+        try:
+            newest, _ = await self._groups.change(self._engine, changes, guards)
+            await self._replica.wait_applied(newest)
+            changes = {}
+            for group, config in fenced.items():
+                found, target = self._groups.get(group), self._live_target(group)
+                if found and found[0] == config and target and not self._resync.has_names(group):
+                    changes[group] = found[1], emptied(config, *target)
+            newest, _ = await self._groups.change(self._engine, changes, guards)
+            await self._replica.wait_applied(newest)
+        except Conflict as conflict:
+            log.info("groups of removed nodes stay as they are: %s", conflict)
+        else:
+            log.warning(
+                "%d groups begin anew without nodes %s, which were removed with their content",
+                len(changes),
+                ", ".join(f"{node:x}" for node in gone),
+            )
+        await self._replica.barrier()
+
+    def _may_step(self, group: int, config: GroupConfig, step: GroupConfig, live: set[int]) -> bool:
+        return self.handover is None or self.handover.may_step(group, config, step, live)
+
+    def look(self) -> None:
+        """There may be something to do."""
+        self._wake.set()
+
+    def _live_target(self, group: int) -> tuple[int, ...]:
+        return tuple(node for node in self._target(group) if node in self._members.nodes)
+
+    async def _put(self, changes: dict[int, tuple[int, GroupConfig]]) -> bool:
+        """Returns when the outcome is known here: whether all were put."""
+        newest, late = await self._groups.change(self._engine, changes)
+        if late:
+            await self._replica.barrier()
+        else:
+            await self._replica.wait_applied(newest)
+        return not late
+
+    def _target(self, group: int) -> tuple[int, ...]:
+        """Where a group should be; (): stays where it is."""
+        known = self._members.targets.get(group >> GROUP_BUCKET_BITS)
+        return known[0].target(group) if known is not None else ()
+
+    # --- whom to give work
+
+    def _group_changed(self, group: int) -> None:
+        found = self._groups.get(group)
+        before = self._members_before.pop(group, ())
+        if self.handover is not None:
+            self.handover.group_changed(group, found[0] if found is not None else None)
+        if found is not None:
+            self._members_before[group] = found[0].members
+            gone = set(before) - set(found[0].members)
+            for node in gone & self._members.nodes.keys() - {self.node}:
+                if node in self._target(group):
+                    self._shun(node, f"was taken out of group {group:#x} while it lived")
+        self._wake.set()
+
+    def _node_changed(self, node: int) -> None:
+        if node not in self._members.nodes:
+            # If it comes back it has registered anew, and may be another process.
+            self._shunned.pop(node, None)
+            self._answers.pop(node, None)
+        self._wake.set()
+
+    def _targets_changed(self, pool: int) -> None:
+        self._wake.set()
+
+    def _is_welcome(self, node: int) -> bool:
+        until, _ = self._shunned.get(node, (0.0, 0.0))
+        if time.monotonic() < until:
+            return False
+        address = self._members.nodes[node]
+        return address.free_bytes >= ROOM_SHARE * address.total_bytes
+
+    def _shun(self, node: int, reason: str) -> None:
+        now = time.monotonic()
+        until, pause_s = self._shunned.get(node, (0.0, 0.0))
+        if now < until:
+            return
+        pause_s = min(2 * pause_s, SHUN_MAX_S) if now < until + 2 * pause_s else SHUN_FIRST_S
+        self._shunned[node] = now + pause_s, pause_s
+        log.warning("node %x is given no groups to fill for %g s: it %s", node, pause_s, reason)
+
+    async def _answers_now(self, node: int) -> bool:
+        """Whether a node can be reached from here."""
+        if node == self.node:
+            return True
+        async with self._pinging.setdefault(node, trio.Lock()):
+            asked, answer = self._answers.get(node, (0.0, False))
+            if time.monotonic() - asked < PING_FRESH_S:
+                return answer
+            answer = False
+            with trio.move_on_after(PING_TIMEOUT_S):
+                try:
+                    await self._ping(node)
+                    answer = True
+                except OSError as error:
+                    log.info("node %x: %s", node, error)
+            self._answers[node] = time.monotonic(), answer
+            return answer
+
+    def _quiet_s(self) -> float:
+        """How long nothing becomes due by time alone."""
+        now = time.monotonic()
+        due = [since + self.rereplicate_after_s for since in self._members.dead_since.values()]
+        due += [until for until, _ in self._shunned.values()]
+        longest = RETRY_S if self._waits_for_names else LOOK_ANYWAY_S
+        return min([longest, *(moment - now for moment in due if moment > now)])

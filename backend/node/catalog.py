@@ -1,0 +1,500 @@
+"""What should be on this node, and what need not be any more.
+
+A consumer of the replica hub: inodes name contents, and a group's configuration says which nodes keep
+their extents. As all changes come in the order of their revisions, what is decided here is right the
+moment it is decided: a session that is gone has published all it ever will, a content that was
+superseded is not named again. An extent on this node is
+
+    named     an inode names its content. It stays while we are a member of its group, and a while longer:
+              a node that was evicted often comes back, and then need not fetch it again
+    pending   sealed, not named yet: it stays as long as the session that writes it
+    retired   no longer named, but pinned: it stays until the last pin goes
+
+and goes otherwise: it is freed if the change that left it without a name was seen here, in its order. One
+that is merely found to have no name, at the start or after a gap in the watch, is put into quarantine
+(quarantine.py), and taken back should it be named again.
+
+One that was published, and superseded while the node was down, is told from a pending one by its mark
+(Files.mark_named); if the node died before it could set it, it stays with its session.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+import trio
+
+from ..cluster.group_configs import Groups
+from ..cluster.placement import group_of
+from ..cluster.records import GROUP_BUCKET_BITS, STRIPE_GROUPS_MAX, Layout, session_of
+from ..kv import Event, KeyValue
+from ..namespace import Inode
+from ..store.digest import Digests
+from ..store.sparse import allocated_bytes
+from ..transport import Extent
+from .files import Files
+from .spares import SPARE_S
+
+__all__ = ["Catalog", "Check"]
+
+log = logging.getLogger(__name__)
+
+# An extent that arrives after its content came and went (its sender was stopped for a while) is refused
+# if the content is among the last ones that went.
+_REMEMBERED_GONE = 1 << 16
+_LEFT_KEPT_S = 600.0
+_TIDY_S = 10.0
+
+
+class _Named(NamedTuple):
+    content: int
+    size: int
+    layout: Layout
+    digests: bytes
+    blocks: int
+
+
+class Check(NamedTuple):
+    """The digests to check an extent by, together with the other extents of its part of the content (see
+    Digests). The stripe `stripes[i]` belongs to the group `groups[i]`."""
+
+    digests: Digests
+    part: int
+    stripes: range
+    groups: tuple[int, ...]
+
+
+class Catalog:
+    """`buckets` is the cluster's setting. Nothing is freed before `begin`. `wanted(group)` says whether
+    this node may soon be a member of a group again that it has left."""
+
+    prefixes = (b"i", b"p", b"m")
+
+    def __init__(self, files: Files, groups: Groups, buckets: int) -> None:
+        self._files = files
+        self._groups = groups
+        self._buckets = buckets
+        self._begun = False
+        self._revision = 0
+        self.sessions: set[int] = set()
+        self.wanted: Callable[[int], bool] = lambda group: True
+        self.freed_extents = 0
+        self.bytes_by_group: dict[int, int] = {}
+        self._leases: dict[int, int] = {}  # of a mount -> its session
+        self._by_ino: dict[int, _Named] = {}
+        self._named: dict[int, tuple[int, _Named]] = {}  # content -> (ino, it)
+        self._by_group: dict[int, set[int]] = {}  # group -> contents
+        self._pins: dict[int, set[int]] = {}  # content -> leases
+        self._unnamed: dict[int, set[int]] = {}  # content -> stripes that are here
+        # Contents that were found to have no name, and not seen to lose it.
+        self._found_unnamed: set[int] = set()
+        self._gone: dict[int, None] = {}  # contents, the oldest first
+        self._mine: set[int] = set()  # groups we are a member of
+        # Groups of which there may be extents all the same: since when, and whether they were seen to be
+        # left.
+        self._left: dict[int, tuple[float, bool]] = {}
+        self._busy = trio.Event()
+        groups.group_changed.append(self._group_changed)
+
+    # -- questions -------------------------------------------------------------------------------
+
+    def is_named(self, content: int) -> bool:
+        return content in self._named
+
+    @property
+    def named_contents(self) -> int:
+        return len(self._named)
+
+    @property
+    def pending_extents(self) -> int:
+        """Extents here that no inode names: of open sessions, and pinned ones."""
+        return sum(map(len, self._unnamed.values()))
+
+    def extents_of(self, group: int) -> Iterator[tuple[Extent, int]]:
+        """The named extents of a group, here or not, with their sizes in bytes."""
+        for content in self._by_group.get(group, ()):
+            _, named = self._named[content]
+            for stripe in _stripes_in(named, group, self._buckets):
+                yield Extent(content, stripe), named.layout.span(named.size, stripe)[1]
+
+    def pools_in_use(self) -> set[int]:
+        """The pools (see placement.pool_of) in which an extent is named."""
+        return {group >> GROUP_BUCKET_BITS for group in self._by_group}
+
+    def missing(self, group: int) -> list[tuple[Extent, int]]:
+        """The named extents of a group that are not here, with their sizes in bytes."""
+        return [
+            (extent, length)
+            for extent, length in self.extents_of(group)
+            if extent not in self._files
+        ]
+
+    def is_missing(self, extent: Extent) -> bool:
+        """Whether it is named, in a group that this node is a member of, and not here."""
+        found = self._named.get(extent.content)
+        if found is None or extent in self._files:
+            return False
+        named = found[1]
+        return extent.stripe < named.layout.stripes(named.size) and self.is_member(
+            group_of(named.layout, extent.stripe, self._buckets)
+        )
+
+    def check_of(self, extent: Extent) -> Check | None:
+        """None: nothing is known that it could be checked by."""
+        found = self._named.get(extent.content)
+        if found is None or not found[1].digests:
+            return None
+        named = found[1]
+        layout, stripes = named.layout, named.layout.stripes(named.size)
+        digests = Digests(named.digests, stripes)
+        if not digests.are_there or not 0 <= extent.stripe < stripes:
+            return None
+        part = digests.part_of(extent.stripe)
+        run = digests.stripes_of(part)
+        return Check(
+            digests, part, run, tuple(group_of(layout, stripe, self._buckets) for stripe in run)
+        )  # fmt: skip
+
+    def allocated(self, extent: Extent, length: int) -> int:
+        """How many bytes of a named extent of this length are not in holes, at most; those, where there
+        are none worth it."""
+        found = self._named.get(extent.content)
+        if found is None:
+            return length
+        return min(length, allocated_bytes(found[1].size, found[1].blocks))
+
+    def ino_of(self, content: int) -> int:
+        """The inode whose content it is; 0: none's."""
+        found = self._named.get(content)
+        return found[0] if found is not None else 0
+
+    def home_of(self, extent: Extent) -> int | None:
+        """Where a named extent belongs."""
+        found = self._named.get(extent.content)
+        if found is None:
+            return None
+        return group_of(found[1].layout, extent.stripe, self._buckets)
+
+    def is_member(self, group: int) -> bool:
+        found = self._groups.get(group)
+        return found is not None and self._files.node in found[0].members
+
+    def may_store(self, content: int) -> bool:
+        """Whether an extent of this content may still become needed: of a session that is open, or
+        named. Right as far as the replica is."""
+        if content in self._named:
+            return True
+        return session_of(content) in self.sessions and content not in self._gone
+
+    # -- consumer of the replica -----------------------------------------------------------------
+
+    def load(self, records: Sequence[KeyValue], revision: int) -> None:
+        """The whole content of our prefixes, at first or after a gap in the watch."""
+        self._revision = revision
+        before = set(self._named)
+        for index in (self._by_ino, self._named, self._by_group, self._pins, self._leases):
+            index.clear()
+        self.bytes_by_group.clear()
+        self.sessions.clear()
+        for record in records:
+            self._take(record.key, record.value, record.mod_revision)
+        for content in before - self._named.keys():
+            self._remember_gone(content)
+        if self._begun:
+            self._look_over()
+
+    def apply(self, revision: int, events: Sequence[Event]) -> None:
+        self._revision = revision
+        doubtful: set[int] = set()
+        for event in events:
+            doubtful.update(self._take(event.key, event.value, event.revision))
+        # Only now: one transaction may take a content from one inode and give it to another.
+        for content in doubtful:
+            self._reconsider(content)
+
+    def _take(self, key: bytes, value: bytes | None, revision: int) -> Sequence[int]:
+        """Returns the contents that may have to go."""
+        kind, number = key[:1], int.from_bytes(key[1:9], "big")
+        if kind == b"i":
+            return self._take_inode(number, value, revision)
+        if kind == b"p" and len(key) == 17:
+            return self._take_pin(int.from_bytes(key[9:], "big"), number, value is not None)
+        if kind == b"m" and len(key) == 9:
+            return self._take_mount(number, None if value is None else revision)
+        return ()
+
+    def _take_inode(self, ino: int, value: bytes | None, revision: int) -> Sequence[int]:
+        named = None
+        if value is not None:
+            try:
+                inode = Inode.decode(ino, value, revision)
+            except msgspec.DecodeError as error:
+                # What it names is not known, so whatever it named before stays.
+                log.error("the record of inode %d in etcd is damaged: %s", ino, error)
+                return ()
+            if inode.extent and inode.layout.replicas:
+                named = _Named(inode.extent, inode.size, inode.layout, inode.digests, inode.blocks)
+        before = self._by_ino.get(ino)
+        if before is not None and named is not None and before.content == named.content:
+            return ()
+        if named is not None:
+            self._by_ino[ino] = named
+            self._name(ino, named)
+        elif before is not None:
+            del self._by_ino[ino]
+        if before is not None and self._unname(ino, before):
+            return (before.content,)
+        return ()
+
+    def _name(self, ino: int, named: _Named) -> None:
+        known = named.content in self._named
+        self._named[named.content] = ino, named
+        if not known:
+            for group, length in _groups_of(named, self._buckets).items():
+                self._by_group.setdefault(group, set()).add(named.content)
+                self.bytes_by_group[group] = self.bytes_by_group.get(group, 0) + length
+        self._found_unnamed.discard(named.content)
+        if self._begun:
+            self._bring_back(named.content)
+        for stripe in self._unnamed.pop(named.content, ()):
+            self._settle(Extent(named.content, stripe), named)
+
+    def _bring_back(self, content: int) -> int:
+        """Take what is in quarantine, named (again), and to be here. Returns how many extents."""
+        found, count = self._named.get(content), 0
+        if found is None:
+            return 0
+        named = found[1]
+        for stripe, size in self._files.quarantine.stripes_of(content):
+            extent = Extent(content, stripe)
+            group = group_of(named.layout, stripe, self._buckets)
+            if extent in self._files or size != _length(named, stripe) or not self.is_member(group):
+                continue
+            try:
+                self._files.bring_back(extent)
+            except OSError as error:
+                log.error("extent %x.%x stays in quarantine: %s", *extent, error)
+                continue
+            self._settle(extent, named)
+            count += 1
+        return count
+
+    def _unname(self, ino: int, named: _Named) -> bool:
+        found = self._named.get(named.content)
+        if found is None or found[0] != ino:
+            return False
+        del self._named[named.content]
+        for group, length in _groups_of(named, self._buckets).items():
+            contents = self._by_group[group]
+            contents.discard(named.content)
+            self.bytes_by_group[group] -= length
+            if not contents:
+                del self._by_group[group], self.bytes_by_group[group]
+        self._remember_gone(named.content)
+        here = {
+            stripe
+            for stripe in range(named.layout.stripes(named.size))
+            if Extent(named.content, stripe) in self._files
+        }
+        if here:
+            self._unnamed[named.content] = here
+        return True
+
+    def _take_pin(self, content: int, lease: int, held: bool) -> Sequence[int]:
+        if held:
+            self._pins.setdefault(content, set()).add(lease)
+            return ()
+        leases = self._pins.get(content, set())
+        leases.discard(lease)
+        if leases:
+            return ()
+        self._pins.pop(content, None)
+        return (content,)
+
+    def _take_mount(self, lease: int, session: int | None) -> Sequence[int]:
+        before = self._leases.pop(lease, None)
+        if session is not None:
+            self._leases[lease] = session
+            self.sessions.add(session)
+        if before is None or before == session:
+            return ()
+        self.sessions.discard(before)
+        return [content for content in self._unnamed if session_of(content) == before]
+
+    def _group_changed(self, group: int) -> None:
+        if self.is_member(group):
+            self._mine.add(group)
+            self._left.pop(group, None)
+            if self._begun and len(self._files.quarantine):
+                for content in self._by_group.get(group, ()):
+                    self._bring_back(content)
+        elif group in self._mine:
+            self._mine.remove(group)
+            self._leave(group, seen=True)
+
+    # -- what is here ----------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The replica and the groups are loaded: find out about what the last process left here, and
+        free what need not be."""
+        self._begun = True
+        self._look_over()
+
+    def sealed(self, extent: Extent) -> None:
+        """An extent has just been sealed. To be called in the event loop."""
+        found = self._named.get(extent.content)
+        if found is not None:
+            self._settle(extent, found[1])
+        elif extent in self._files:
+            self._unnamed.setdefault(extent.content, set()).add(extent.stripe)
+            self._reconsider(extent.content)
+
+    def give_up(self, content: int) -> None:
+        """Its writer will not publish it."""
+        if content not in self._named:
+            self._remember_gone(content)
+            self._found_unnamed.discard(content)
+            self._reconsider(content)
+
+    def make_room(self, wanted_bytes: int = 0) -> bool:
+        """The store is full: free at once what is kept just in case, of what is in quarantine only so
+        much. Returns whether something was freed, whose memory the next `Files.reap` gives back."""
+        before = self.freed_extents
+        for group in list(self._left):
+            self._free_left(group, seen=True)
+        self._files.give_up_spares()
+        self.freed_extents += self._files.tidy_quarantine(wanted_bytes)
+        return self.freed_extents > before or self._files.has_condemned
+
+    async def run(self) -> None:
+        """Give the memory of freed extents back, and look now and then for what can go."""
+        while True:
+            with trio.move_on_after(_TIDY_S):
+                await self._busy.wait()
+            self._busy = trio.Event()
+            self._files.give_up_spares(SPARE_S)
+            await trio.to_thread.run_sync(self._files.reap)
+            self._files.let_go()
+            self.tidy(time.monotonic())
+
+    def tidy(self, now: float) -> None:
+        """Free extents of groups that were left long ago (`now` is time.monotonic()) or for good, and
+        working copies whose mount is gone."""
+        for group, (since, seen) in list(self._left.items()):
+            if now - since > _LEFT_KEPT_S or not self.wanted(group):
+                self._free_left(group, seen)
+        self.freed_extents += self._files.tidy_quarantine()
+        for name, content in self._files.working_copies().items():
+            session = session_of(content)
+            # One that is newer than what we know of is open.
+            if session <= self._revision and session not in self.sessions:
+                self._files.remove(name)
+
+    def _look_over(self) -> None:
+        """Decide on every extent that is here."""
+        self._unnamed.clear()
+        self._found_unnamed.clear()
+        if count := sum(map(self._bring_back, self._files.quarantine.contents())):
+            log.warning("%d extents are named again and taken out of quarantine", count)
+        for extent in list(self._files):
+            found = self._named.get(extent.content)
+            if found is None:
+                self._found_unnamed.add(extent.content)
+                self._unnamed.setdefault(extent.content, set()).add(extent.stripe)
+                if self._files.was_named(extent):
+                    self._remember_gone(extent.content)
+            else:
+                self._settle(extent, found[1])
+        before = len(self._files.quarantine)
+        for content in list(self._unnamed):
+            self._reconsider(content)
+        if (count := len(self._files.quarantine) - before) > 0:
+            log.warning(
+                "%d extents here have no name in etcd: they are kept in %s/quarantine for %g h, or until "
+                "room is wanted",
+                count, self._files.directory, self._files.quarantine.kept_s / 3600,
+            )  # fmt: skip
+
+    def _settle(self, extent: Extent, named: _Named) -> None:
+        """A named extent is here: is it what it should be, and where it should be?"""
+        size = self._files.size(extent)
+        if size is None:
+            return
+        expected = _length(named, extent.stripe)
+        if size != expected:
+            log.error(
+                "extent %x.%x has %d bytes and should have %d: it is put into quarantine",
+                extent.content, extent.stripe, size, expected,
+            )  # fmt: skip
+            self._files.set_aside(extent)
+            return
+        self._files.mark_named(extent)
+        group = group_of(named.layout, extent.stripe, self._buckets)
+        if not self.is_member(group):
+            self._leave(group, seen=False)
+
+    def _reconsider(self, content: int) -> None:
+        if not self._begun or content not in self._unnamed or content in self._pins:
+            return
+        if not self.may_store(content):
+            let_go = self._free
+            if content in self._found_unnamed:
+                self._found_unnamed.remove(content)
+                let_go = self._files.set_aside
+            for stripe in self._unnamed.pop(content):
+                let_go(Extent(content, stripe))
+
+    def _leave(self, group: int, seen: bool) -> None:
+        self._left.setdefault(group, (time.monotonic(), seen))
+
+    def _free_left(self, group: int, seen: bool) -> None:
+        del self._left[group]
+        if not self.is_member(group):
+            let_go = self._free if seen else self._files.set_aside
+            for extent, _ in self.extents_of(group):
+                let_go(extent)
+
+    def _free(self, extent: Extent) -> None:
+        if extent in self._files:
+            self._files.free(extent)
+            self.freed_extents += 1
+            if self._files.has_condemned:
+                self._busy.set()
+
+    def _remember_gone(self, content: int) -> None:
+        self._gone.pop(content, None)
+        self._gone[content] = None
+        if len(self._gone) > _REMEMBERED_GONE:
+            del self._gone[next(iter(self._gone))]
+
+
+def _length(named: _Named, stripe: int) -> int:
+    """Bytes that a stripe of it should have; 0 for one that it has not."""
+    if stripe < named.layout.stripes(named.size):
+        return named.layout.span(named.size, stripe)[1]
+    return 0
+
+
+def _stripes_in(named: _Named, group: int, buckets: int) -> Iterator[int]:
+    stripes = named.layout.stripes(named.size)
+    for first in range(min(stripes, STRIPE_GROUPS_MAX)):
+        if group_of(named.layout, first, buckets) == group:
+            yield from range(first, stripes, STRIPE_GROUPS_MAX)
+
+
+def _groups_of(named: _Named, buckets: int) -> dict[int, int]:
+    """The groups of a content, and how many of its bytes each keeps."""
+    layout, size = named.layout, named.size
+    stripes = layout.stripes(size)
+    if stripes == 1:
+        return {group_of(layout, 0, buckets): size}
+    found: dict[int, int] = {}
+    for stripe in range(min(stripes, STRIPE_GROUPS_MAX)):
+        group = group_of(layout, stripe, buckets)
+        # All stripes are full but the last, which is counted as if it were for now.
+        count = -(-(stripes - stripe) // STRIPE_GROUPS_MAX)
+        found[group] = found.get(group, 0) + count * layout.stripe_bytes
+    found[group_of(layout, stripes - 1, buckets)] -= stripes * layout.stripe_bytes - size
+    return found

@@ -1,0 +1,165 @@
+"""Telling right bytes from wrong ones: an extent's digest against the record of its version.
+
+A record has a digest for each stripe, or, of contents with many stripes, for runs of them (see
+store/digest.py). An extent of such a run is checked together with what other nodes say of theirs: some
+combination of the copies that there are must give the digest of the run.
+"""
+
+import itertools
+import logging
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from enum import Enum, auto
+from typing import Protocol
+
+from ..cluster.group_configs import Groups
+from ..cluster.membership import Members
+from ..store.digest import digest_at_rest
+from ..transport import Extent
+from .catalog import Check
+from .files import Files
+
+__all__ = ["Checks", "Verdict"]
+
+log = logging.getLogger(__name__)
+
+# The most combinations of copies of a run's stripes to try. There is one as long as all copies are right.
+_COMBINATIONS_MAX = 4096
+_REMEMBERED = 1 << 16
+_TOLD_S = 60.0
+
+
+class Verdict(Enum):
+    RIGHT = auto()
+    WRONG = auto()
+    UNKNOWN = auto()
+    """Nothing is known to check it by, or not everybody could be asked who has a part of that."""
+    HOPELESS = auto()
+    """It cannot be told which of several extents is wrong, and no combination of their copies is right."""
+
+
+class Source(Protocol):
+    """The part of a transport.Device that is needed here."""
+
+    async def digest(self, extent: Extent) -> bytes: ...
+
+
+class Catalog(Protocol):
+    """The extents that should be on this node (backend/node/catalog.py)."""
+
+    def check_of(self, extent: Extent) -> Check | None: ...
+
+
+async def _at_once(count: int) -> None:
+    pass
+
+
+class Checks:
+    """The checks of extents on one store node."""
+
+    def __init__(
+        self,
+        files: Files,
+        catalog: Catalog,
+        members: Members,
+        groups: Groups,
+        device: Callable[[int], Source],
+    ) -> None:
+        self._files = files
+        self._catalog = catalog
+        self._members = members
+        self._groups = groups
+        self._device = device
+        # Digests of extents here that others asked for: a run of n stripes is asked for n times.
+        self._told: OrderedDict[Extent, tuple[bytes, float]] = OrderedDict()
+        self._forgotten = 0  # how often `forget` was called
+
+    async def tell(self, extent: Extent) -> bytes:
+        """The digest of what is here, maybe as it was a minute ago. Raises OSError: ENOENT."""
+        found, at = self._told.get(extent, (b"", 0.0))
+        if not found or time.monotonic() - at > _TOLD_S or extent not in self._files:
+            held = self._files.hold(extent)
+            forgotten = self._forgotten
+            try:
+                size = self._files.size(extent) or 0
+                found = await digest_at_rest(held.fd, size, _at_once)
+            finally:
+                held.close()
+            if self._forgotten == forgotten:
+                # Otherwise the file may have been replaced while it was read.
+                self._told[extent] = found, time.monotonic()
+                if len(self._told) > _REMEMBERED:
+                    self._told.popitem(last=False)
+        return found
+
+    def forget(self, extent: Extent) -> None:
+        """Its file is another one, or has turned out to be damaged."""
+        self._forgotten += 1
+        self._told.pop(extent, None)
+
+    async def verdict(self, extent: Extent, digest: bytes) -> Verdict:
+        """Return whether a copy of an extent with this digest is what was published."""
+        check = self._catalog.check_of(extent)
+        if check is None:
+            return Verdict.UNKNOWN
+        if len(check.stripes) == 1:
+            return Verdict.RIGHT if check.digests.match(check.part, [digest]) else Verdict.WRONG
+        # Most copies are right: ask no more than it takes to see that.
+        found: list[dict[bytes, None]] = []
+        for stripe, group in zip(check.stripes, check.groups, strict=True):
+            one = Extent(extent.content, stripe)
+            first = {digest: None} if one == extent else {}
+            if not first:
+                await self._ask(one, group, first, enough=1)
+            if not first:
+                return Verdict.UNKNOWN
+            found.append(first)
+        if check.digests.match(check.part, [next(iter(each)) for each in found]):
+            return Verdict.RIGHT
+        all_told = True
+        for stripe, group, each in zip(check.stripes, check.groups, found, strict=True):
+            all_told &= await self._ask(Extent(extent.content, stripe), group, each)
+        if math.prod(map(len, found)) > _COMBINATIONS_MAX:
+            return Verdict.UNKNOWN
+        for digests in itertools.product(*found):
+            if check.digests.match(check.part, digests):
+                is_right = digests[extent.stripe - check.stripes.start] == digest
+                return Verdict.RIGHT if is_right else Verdict.WRONG
+        return Verdict.HOPELESS if all_told and self._all_live(check) else Verdict.UNKNOWN
+
+    async def _ask(
+        self, extent: Extent, group: int, found: dict[bytes, None], enough: int = 0
+    ) -> bool:
+        """Ask members of its group for its digest and add what they tell to `found`, until that are
+        `enough` (0: ask all). Return whether everybody who was asked has answered."""
+        answered = True
+        for node in self._holders(group):
+            try:
+                if node == self._files.node:
+                    digest = await self.tell(extent)
+                else:
+                    digest = await self._device(node).digest(extent)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                log.info("extent %x.%x of node %x: %s", *extent, node, error)
+                answered = False
+                continue
+            found[digest] = None
+            if len(found) == enough:
+                break
+        return answered
+
+    def _holders(self, group: int) -> Iterator[int]:
+        found = self._groups.get(group)
+        if found is not None:
+            yield from (node for node in found[0].in_sync if node in self._members.nodes)
+
+    def _all_live(self, check: Check) -> bool:
+        """Return whether everybody who may have a right copy could be asked."""
+        configs = (self._groups.get(group) for group in check.groups)
+        return all(
+            found and self._members.nodes.keys() >= set(found[0].in_sync) for found in configs
+        )

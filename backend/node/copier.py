@@ -1,0 +1,398 @@
+"""Copying extents from other members of a group into this node's store.
+
+What comes is compared with the record of its version: a copy that is wrong is never taken while there
+may be a right one, and whoever sent it is told. Where every member in sync has been asked and none has
+it right, it is kept as it is, and said to be wrong: it may be all that is left of a file.
+"""
+
+import errno
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+import trio
+
+from ..cluster.membership import Members
+from ..cluster.records import GroupConfig
+from ..store import reading
+from ..store.digest import digest_of_bytes
+from ..store.intake import Intake
+from ..store.reading import read_hashed
+from ..transport import Extent, FileRange
+from .checks import Verdict
+from .files import Files, Incoming
+
+__all__ = ["Catalog", "Copier", "Judge", "Source", "Throttle"]
+
+log = logging.getLogger(__name__)
+
+READS_AT_ONCE = 4
+SMALL_BYTES = 64 << 10
+BATCH_EXTENTS = 64
+BATCH_BYTES = 1 << 20
+# A read is cut into pieces of this size when the rate is limited, so that it is kept evenly.
+THROTTLED_READ_BYTES = 4 << 20
+RATE_WINDOW_S = 10.0
+
+
+class Source(reading.Source, Protocol):
+    """The part of a transport.Device that is needed here."""
+
+    async def get(self, extents: Sequence[Extent], limit: int) -> list[bytes | None]: ...
+
+    async def digest(self, extent: Extent) -> bytes: ...
+
+    async def doubt(self, extent: Extent) -> None: ...
+
+
+class Judge(Protocol):
+    """Tells right bytes from wrong ones (checks.py)."""
+
+    async def verdict(self, extent: Extent, digest: bytes) -> Verdict: ...
+
+    def forget(self, extent: Extent) -> None: ...
+
+
+class Catalog(Protocol):
+    """What should be on this node (backend/node/catalog.py)."""
+
+    def extents_of(self, group: int) -> Iterator[tuple[Extent, int]]:
+        """The named extents of a group, here or not, with their sizes in bytes."""
+        ...
+
+    def pools_in_use(self) -> set[int]:
+        """The pools (see placement.pool_of) in which an extent is named."""
+        ...
+
+    def missing(self, group: int) -> list[tuple[Extent, int]]:
+        """The named extents of a group that are not here, with their sizes in bytes."""
+        ...
+
+    def allocated(self, extent: Extent, length: int) -> int:
+        """How many bytes of a named extent are not in holes, at most."""
+        ...
+
+    def is_named(self, content: int) -> bool:
+        """Whether it is some inode's current content."""
+        ...
+
+    def is_missing(self, extent: Extent) -> bool:
+        """Whether it is named, in a group that this node is a member of, and not here."""
+        ...
+
+    def sealed(self, extent: Extent) -> None:
+        """An extent has just been sealed."""
+        ...
+
+    def make_room(self, wanted_bytes: int = 0) -> bool:
+        """The store is full: condemn what is kept just in case, for `Files.reap`."""
+        ...
+
+
+class Throttle:
+    """A token bucket without a burst: bytes per second, 0: unlimited. May be changed any time."""
+
+    def __init__(self, bytes_per_s: float = 0.0) -> None:
+        self.bytes_per_s = bytes_per_s
+        self._free_at = 0.0
+
+    async def take(self, count: int) -> None:
+        """Wait until `count` bytes may be moved."""
+        if not self.bytes_per_s:
+            return
+        start = max(trio.current_time(), self._free_at)
+        self._free_at = start + count / self.bytes_per_s
+        await trio.sleep_until(start)
+
+
+class Copier:
+    """`device` gives the transport to a node. `copied_bytes` grows with what arrives. `kept_wrong` is told
+    of an extent that was kept although it is wrong, as nobody in sync has it right."""
+
+    def __init__(
+        self,
+        members: Members,
+        catalog: Catalog,
+        files: Files,
+        device: Callable[[int], Source],
+        throttle: Throttle,
+        judge: Judge,
+    ) -> None:
+        self.copied_bytes = 0
+        self.kept_wrong: Callable[[Extent], None] = lambda extent: None
+        self._judge = judge
+        self._node = files.node
+        self._members = members
+        self._catalog = catalog
+        self._files = files
+        self._device = device
+        self._throttle = throttle
+        self._reads = trio.Semaphore(READS_AT_ONCE)
+        self._recent: deque[tuple[float, int]] = deque()
+
+    def bytes_per_s(self) -> float:
+        """The rate of the last seconds."""
+        now = time.monotonic()
+        self._forget_before(now - RATE_WINDOW_S)
+        if not self._recent:
+            return 0.0
+        return sum(count for _, count in self._recent) / max(now - self._recent[0][0], 1.0)
+
+    async def copy(self, config: GroupConfig, left: dict[Extent, int]) -> list[Extent]:
+        """Get the extents in `left`; what is here then is taken out of it. Returns those that every
+        other member in sync says it does not have. Raises OSError ENOSPC."""
+        denied: list[Extent] = []
+        full: list[OSError] = []
+
+        async def bring(batch: Sequence[Extent]) -> None:
+            try:
+                if left[batch[0]] <= SMALL_BYTES:
+                    denied.extend(await self._bring_small(config, batch, left))
+                else:
+                    denied.extend(await self._bring_large(config, batch[0], left))
+            except OSError as error:
+                full.append(error)
+                nursery.cancel_scope.cancel()
+            finally:
+                self._reads.release()
+
+        async with trio.open_nursery() as nursery:
+            for batch in _batches(left):
+                await self._reads.acquire()
+                nursery.start_soon(bring, batch)
+        await trio.to_thread.run_sync(self._files.settle)
+        if full:
+            raise full[0]
+        return denied
+
+    def _sources(self, config: GroupConfig, salt: int) -> Iterator[int]:
+        """Live members to ask, those in sync first; `salt` spreads the load."""
+        for nodes in (config.in_sync, config.joining):
+            others = [node for node in nodes if node != self._node and node in self._members.nodes]
+            turn = salt % len(others) if others else 0
+            yield from others[turn:] + others[:turn]
+
+    def _denied_by_all(self, config: GroupConfig, refused: Iterable[int]) -> bool:
+        others = set(config.in_sync) - {self._node}
+        return bool(others) and others <= set(refused)
+
+    async def _bring_large(
+        self, config: GroupConfig, extent: Extent, left: dict[Extent, int]
+    ) -> list[Extent]:
+        size = left[extent]
+        refused = []
+        wrong = []
+        with await self._begin(size, self._catalog.allocated(extent, size)) as intake:
+            for node in self._sources(config, extent.content + extent.stripe):
+                if not self._catalog.is_missing(extent):
+                    left.pop(extent, None)  # superseded meanwhile, or a writer brought it
+                    return []
+                try:
+                    verdict = await self._try_to_read(node, extent, intake.fd, size)
+                except FileNotFoundError:
+                    refused.append(node)
+                    continue
+                if verdict is None:
+                    continue
+                if verdict is Verdict.WRONG:
+                    wrong.append(node)
+                    await self._doubt(node, extent)
+                    continue
+                await trio.to_thread.run_sync(self._files.harden, intake.incoming)
+                if self._seal(intake, extent, left) and verdict is Verdict.HOPELESS:
+                    self.kept_wrong(extent)
+                return []
+            if not self._denied_by_all(config, refused + wrong):
+                return []
+            if wrong:
+                # Once more, as somebody else may have sent a part of it since.
+                await self._read(wrong[-1], extent, intake.fd, size)
+                await trio.to_thread.run_sync(self._files.harden, intake.incoming)
+                if self._seal(intake, extent, left):
+                    self.kept_wrong(extent)
+                return []
+        return [extent]
+
+    async def mend(self, config: GroupConfig, extent: Extent, size: int) -> bool | None:
+        """Replace an extent that is wrong here with a right copy of another node. Returns whether it
+        was replaced (or is not needed any more); None: somebody in sync could not be asked. Raises OSError
+        ENOSPC."""
+        unasked = set(config.in_sync) - {self._node}
+        with await self._begin(size, self._catalog.allocated(extent, size)) as intake:
+            for node in self._everybody(config):
+                if extent not in self._files or not self._catalog.is_named(extent.content):
+                    return True
+                try:
+                    verdict = await self._try_to_read(node, extent, intake.fd, size)
+                except FileNotFoundError:
+                    unasked.discard(node)
+                    continue
+                if verdict is None:
+                    continue
+                if verdict is Verdict.WRONG and node in unasked:
+                    await self._doubt(node, extent)
+                if verdict is Verdict.RIGHT:
+                    await trio.to_thread.run_sync(self._files.harden, intake.incoming)
+                    if extent in self._files and self._catalog.is_named(extent.content):
+                        self._files.replace(intake.incoming, extent)
+                        intake.take()
+                        self._put_down(extent)
+                        await trio.to_thread.run_sync(self._files.settle)
+                        self._files.let_go()
+                    return True
+                if verdict is not Verdict.UNKNOWN:
+                    unasked.discard(node)
+        return None if unasked else False
+
+    def _everybody(self, config: GroupConfig) -> Iterator[int]:
+        """Members first; then who may have kept it from the time when it was one."""
+        members = list(self._sources(config, 0))
+        yield from members
+        yield from self._members.nodes.keys() - {self._node, *members}
+
+    async def _doubt(self, node: int, extent: Extent) -> None:
+        """Tell a node that its copy is wrong: it looks for itself."""
+        log.warning("node %x sent other bytes of extent %x.%x than were published", node, *extent)
+        try:
+            await self._device(node).doubt(extent)
+        except OSError as error:
+            log.info("node %x: %s", node, error)
+
+    async def _try_to_read(self, node: int, extent: Extent, fd: int, size: int) -> Verdict | None:
+        """As `_read`; None when the node cannot be read from. Raises FileNotFoundError when it does not
+        have the extent, OSError ENOSPC."""
+        try:
+            return await self._read(node, extent, fd, size)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise  # its record told of less than is not in holes
+            log.info("extent %x.%x from node %x: %s", *extent, node, error)
+            return None
+
+    async def _read(self, node: int, extent: Extent, fd: int, size: int) -> Verdict:
+        """Read a whole extent, whose blocks are hashed as they come."""
+        allocated = self._catalog.allocated(extent, size)
+        if allocated < size:
+            await self._throttle.take(allocated)
+        found = await read_hashed(
+            self._device(node), extent, FileRange(fd, 0, size),
+            is_sparse=allocated < size,
+            take=self._throttle.take,
+            piece_bytes=THROTTLED_READ_BYTES if self._throttle.bytes_per_s else 0,
+            came=self._count,
+        )  # fmt: skip
+        if allocated < size:
+            self._count(allocated)
+        return await self._judge.verdict(extent, await found.finish())
+
+    async def _bring_small(
+        self, config: GroupConfig, batch: Sequence[Extent], left: dict[Extent, int]
+    ) -> list[Extent]:
+        wanted = list(batch)
+        refused: dict[Extent, list[int]] = {extent: [] for extent in batch}
+        wrong: dict[Extent, bytes] = {}
+        for node in self._sources(config, batch[0].content):
+            for extent in [extent for extent in wanted if not self._catalog.is_missing(extent)]:
+                left.pop(extent, None)
+                wanted.remove(extent)
+            if not wanted:
+                break
+            await self._throttle.take(sum(left[extent] for extent in wanted))
+            try:
+                found = await self._device(node).get(wanted, SMALL_BYTES)
+            except OSError as error:
+                log.info("%d small extents from node %x: %s", len(wanted), node, error)
+                continue
+            others = []
+            for extent, data in zip(wanted, found, strict=True):
+                if data is not None and len(data) == left[extent]:
+                    verdict = await self._judge.verdict(extent, digest_of_bytes(data))
+                    if verdict is not Verdict.WRONG:
+                        await self._keep(extent, data, left, verdict)
+                        continue
+                    wrong[extent] = data
+                    await self._doubt(node, extent)
+                refused[extent].append(node)
+                others.append(extent)
+            wanted = others
+        denied = [extent for extent in wanted if self._denied_by_all(config, refused[extent])]
+        for extent in denied:
+            if extent in wrong:
+                await self._keep(extent, wrong[extent], left, Verdict.WRONG)
+        return [extent for extent in denied if extent not in wrong]
+
+    async def _keep(
+        self, extent: Extent, data: bytes, left: dict[Extent, int], verdict: Verdict
+    ) -> None:
+        with await self._begin(len(data), len(data)) as intake:
+            os.pwrite(intake.fd, data, 0)
+            if self._files.power_safe:
+                await trio.to_thread.run_sync(self._files.harden, intake.incoming)
+            self._count(len(data))
+            sealed = self._seal(intake, extent, left)
+            if sealed and verdict in (Verdict.WRONG, Verdict.HOPELESS):
+                self.kept_wrong(extent)
+
+    async def _begin(self, size: int, allocated: int) -> Intake[Incoming]:
+        return Intake(await self._create(size, allocated), self._files.discard)
+
+    def _seal(self, intake: Intake[Incoming], extent: Extent, left: dict[Extent, int]) -> bool:
+        """False if it is not needed any more: it would be nobody's to free."""
+        left.pop(extent, None)
+        if not self._catalog.is_missing(extent):
+            return False
+        self._files.seal(intake.incoming, extent)
+        intake.take()
+        self._put_down(extent)
+        return True
+
+    def _put_down(self, extent: Extent) -> None:
+        self._judge.forget(extent)
+        self._catalog.sealed(extent)
+
+    async def _create(self, size: int, allocated: int) -> Incoming:
+        if allocated == size and (spare := self._files.reuse(size)) is not None:
+            return spare
+        try:
+            return await trio.to_thread.run_sync(self._files.create, size, allocated)
+        except OSError as error:
+            if error.errno != errno.ENOSPC or not self._catalog.make_room(allocated):
+                raise
+        await trio.to_thread.run_sync(self._files.reap)
+        self._files.let_go()
+        return await trio.to_thread.run_sync(self._files.create, size, allocated)
+
+    def _count(self, count: int) -> None:
+        now = time.monotonic()
+        self._recent.append((now, count))
+        self.copied_bytes += count
+        self._forget_before(now - RATE_WINDOW_S)
+
+    def _forget_before(self, oldest: float) -> None:
+        while self._recent and self._recent[0][0] < oldest:
+            self._recent.popleft()
+
+
+def _batches(left: dict[Extent, int]) -> Iterator[list[Extent]]:
+    """Small extents by the dozen, large ones each by itself, the smallest first."""
+    batch: list[Extent] = []
+    batch_bytes = 0
+    for extent, size in sorted(left.items(), key=lambda item: item[1]):
+        if size > SMALL_BYTES:
+            if batch:
+                yield batch
+                batch = []
+            yield [extent]
+            continue
+        if batch and (len(batch) == BATCH_EXTENTS or batch_bytes + size > BATCH_BYTES):
+            yield batch
+            batch, batch_bytes = [], 0
+        batch.append(extent)
+        batch_bytes += size
+    if batch:
+        yield batch

@@ -1,0 +1,188 @@
+"""Letting a member go only when somebody who stays has what it has.
+
+A member that is dropped while it lives (its node is drained, or it is surplus) frees its copies, or its
+node is switched off. Others in sync have everything, but a copy there may have changed without anybody
+noticing. So before the leader drops the member, it asks those who stay for the digests of all they have in
+the group. Whoever was filled a short while ago was checked then. Where all who stay have something wrong
+that the member has right, they are told, mend it, and are asked again. While it cannot be told who has
+it right, because somebody does not answer, the member stays, unless one who stays has the same bytes.
+"""
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, Protocol
+
+import trio
+
+from ..cluster.records import GroupConfig
+from ..transport import Extent
+from .catalog import Check
+from .checks import Checks, Verdict
+
+__all__ = ["Handover"]
+
+log = logging.getLogger(__name__)
+
+_CHECKED_S = 3600.0
+_RETRY_S = 1.0
+_EXTENTS_AT_ONCE = 8
+
+
+class Source(Protocol):
+    """The part of a transport.Device that is needed here."""
+
+    async def digest(self, extent: Extent) -> bytes: ...
+
+    async def doubt(self, extent: Extent) -> None: ...
+
+
+class Catalog(Protocol):
+    """The extents that should be on this node (backend/node/catalog.py)."""
+
+    def extents_of(self, group: int) -> Iterator[tuple[Extent, int]]: ...
+
+    def check_of(self, extent: Extent) -> Check | None: ...
+
+
+class _Copy(NamedTuple):
+    verdict: Verdict
+    digest: bytes
+
+
+class Handover:
+    """The handover in the groups that the node `node` leads. `doubt` has this node look at a copy of its
+    own. `ready` is called when a member may be dropped that could not be before."""
+
+    def __init__(
+        self,
+        node: int,
+        catalog: Catalog,
+        checks: Checks,
+        device: Callable[[int], Source],
+        doubt: Callable[[Extent], None],
+        ready: Callable[[], None],
+    ) -> None:
+        self._node = node
+        self._catalog = catalog
+        self._checks = checks
+        self._device = device
+        self._doubt = doubt
+        self._ready = ready
+        self._joining: dict[int, tuple[int, ...]] = {}
+        self._filled: dict[int, dict[int, float]] = {}  # group -> node -> when
+        self._sound: dict[int, int] = {}  # group -> the epoch of which that is known
+        self._asked: dict[int, tuple[GroupConfig, GroupConfig]] = {}
+        self._told: set[int] = set()
+        self._wake = trio.Event()
+
+    def group_changed(self, group: int, config: GroupConfig | None) -> None:
+        """To be called with each configuration."""
+        before = self._joining.pop(group, ())
+        self._sound.pop(group, None)
+        self._asked.pop(group, None)
+        self._told.discard(group)
+        if config is None:
+            self._filled.pop(group, None)
+            return
+        if config.joining:
+            self._joining[group] = config.joining
+        for node in set(before) & set(config.in_sync):
+            self._filled.setdefault(group, {})[node] = time.monotonic()
+
+    def may_step(self, group: int, config: GroupConfig, step: GroupConfig, live: set[int]) -> bool:
+        """Return whether a group may go from one configuration to the other now. If not, start to check."""
+        if not (set(config.in_sync) - set(step.in_sync)) & live:
+            return True
+        recently = time.monotonic() - _CHECKED_S
+        filled = self._filled.get(group, {})
+        if any(filled.get(node, 0.0) > recently for node in step.in_sync):
+            return True
+        if self._sound.get(group) == config.epoch:
+            return True
+        self._asked[group] = config, step
+        self._wake.set()
+        return False
+
+    async def run(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake = trio.Event()
+            while self._asked:
+                for group, (config, step) in list(self._asked.items()):
+                    is_sound = await self._is_sound(group, config, step)
+                    if is_sound and self._asked.pop(group, None) is not None:
+                        self._sound[group] = config.epoch
+                        self._ready()
+                if self._asked:
+                    await trio.sleep(_RETRY_S)
+
+    async def _is_sound(self, group: int, config: GroupConfig, step: GroupConfig) -> bool:
+        leaving = [node for node in config.in_sync if node not in step.in_sync]
+        limit = trio.CapacityLimiter(_EXTENTS_AT_ONCE)
+        bad: list[Extent] = []
+
+        async def look_at(extent: Extent) -> None:
+            async with limit:
+                if not await self._is_kept(extent, step.in_sync, leaving):
+                    bad.append(extent)
+
+        async with trio.open_nursery() as nursery:
+            for extent, _ in list(self._catalog.extents_of(group)):
+                nursery.start_soon(look_at, extent)
+        if bad and group not in self._told:
+            self._told.add(group)
+            log.warning(
+                "group %#x: %d extents are not sound on those who stay in it; node %s stays until they are",
+                group, len(bad), " and ".join(f"{node:x}" for node in leaving),
+            )  # fmt: skip
+        return not bad
+
+    async def _is_kept(
+        self, extent: Extent, staying: Iterable[int], leaving: Iterable[int]
+    ) -> bool:
+        """Return whether nobody who leaves has a right copy, or maybe the only one, that those who stay
+        lack."""
+        found: dict[int, _Copy] = {}
+        for node in itertools.chain(staying, leaving):
+            copy = await self._look(extent, node)
+            if copy is None:
+                return False
+            if copy.verdict is Verdict.RIGHT and node in staying:
+                return True
+            found[node] = copy
+        wrong = [node for node in staying if found[node].verdict is Verdict.WRONG]
+        kept = {found[node].digest for node in staying}
+        for node in leaving:
+            verdict, digest = found[node]
+            if verdict is Verdict.RIGHT:
+                for other in wrong:
+                    await self._tell(extent, other)
+                return False
+            if verdict is Verdict.UNKNOWN and digest not in kept:
+                return self._catalog.check_of(extent) is None
+        return True
+
+    async def _look(self, extent: Extent, node: int) -> _Copy | None:
+        """None: the node could not be asked."""
+        try:
+            if node == self._node:
+                digest = await self._checks.tell(extent)
+            else:
+                digest = await self._device(node).digest(extent)
+        except FileNotFoundError:
+            return _Copy(Verdict.WRONG, b"")
+        except OSError as error:
+            log.info("extent %x.%x of node %x: %s", *extent, node, error)
+            return None
+        return _Copy(await self._checks.verdict(extent, digest), digest)
+
+    async def _tell(self, extent: Extent, node: int) -> None:
+        if node == self._node:
+            self._doubt(extent)
+            return
+        try:
+            await self._device(node).doubt(extent)
+        except OSError as error:
+            log.info("node %x: %s", node, error)

@@ -1,0 +1,176 @@
+"""The tasks that one node does for all: make groups, say where they belong, let etcd forget its history.
+
+Every node runs this; the elected one (Members.elected) acts. It is not an election to rely on: two
+nodes may act for a moment, so the targets are put by compare-and-swap, and forgetting twice does no
+harm.
+"""
+
+import errno
+import logging
+import time
+from collections import deque
+
+import trio
+
+from ..cluster.group_configs import Groups
+from ..cluster.membership import Members, Session
+from ..cluster.placement import Candidate, policy_of, replicas_of, retargeted
+from ..cluster.policy import POLICIES_MAX, REPLICAS_MAX
+from ..cluster.records import GROUP_BUCKET_BITS, encode, targets_key
+from ..cluster.replica import Replica
+from ..kv import Conflict, Put
+from ..kv.etcd import EtcdEngine
+
+__all__ = ["Housekeeping"]
+
+log = logging.getLogger(__name__)
+
+# A watch that was cut off for less goes on where it was, one that was cut off for longer reads all keys
+# anew; and a transaction whose outcome is not known is looked for in the history, within a minute.
+HISTORY_KEPT_S = 600.0
+FORGET_PERIOD_S = 120.0
+_FORGET_TIMEOUT_S = 10.0
+
+
+class Housekeeping:
+    """Of the store node `node`."""
+
+    def __init__(
+        self,
+        node: int,
+        engine: EtcdEngine,
+        replica: Replica,
+        members: Members,
+        groups: Groups,
+        session: Session,
+        *,
+        rereplicate_after_s: float,
+    ) -> None:
+        self._node = node
+        self._engine = engine
+        self._replica = replica
+        self._members = members
+        self._groups = groups
+        self._session = session
+        self._rereplicate_after_s = rereplicate_after_s
+        # Per pool, what its targets were last found to fit.
+        self._fitting: dict[int, tuple[tuple[Candidate, ...], str, int]] = {}
+        self._bad_rules: set[int] = set()
+        self._passed: deque[tuple[float, int]] = deque()  # moments and what had been applied then
+        self._forgotten = 0
+
+    def acts(self) -> bool:
+        """Whether this node is the one to act now."""
+        return self._session.valid() and self._members.elected() == self._node
+
+    # --- targets
+
+    async def retarget(self) -> bool:
+        """Make the targets of each pool anew for which the nodes to place on, or the rule, have changed.
+        Returns whether there was any such pool. Raises OSError."""
+        if not self.acts() or self._members.settings is None:
+            return False
+        changed = False
+        for pool in sorted(self._groups.pools()):
+            changed |= await self._retarget_pool(pool, self._members.settings.buckets)
+        return changed
+
+    async def _retarget_pool(self, pool: int, buckets: int) -> bool:
+        members = self._members
+        known, revision = members.targets.get(pool, (None, 0))
+        if known is not None and not known.nodes:
+            known = None
+        policy = policy_of(pool << GROUP_BUCKET_BITS)
+        rule = members.policies.get(policy) if policy else ""
+        # A node that has been dead for long is in nobody's targets, and must not come in again because
+        # this process has only just heard of it: what it is given has to be taken from others.
+        candidates = members.candidates(self._rereplicate_after_s, known.nodes if known else ())
+        if rule is None or self._fitting.get(pool) == (candidates, rule, revision):
+            return False
+        where = {
+            group: config.members
+            for group, (config, _) in self._groups.all().items()
+            if group >> GROUP_BUCKET_BITS == pool
+        }
+        try:
+            # Some 10 ms for 1024 groups on 10 nodes; leases are to be renewed meanwhile.
+            targets = await trio.to_thread.run_sync(
+                retargeted,
+                known,
+                pool,
+                candidates,
+                buckets,
+                rule,
+                lambda group: where.get(group, ()),
+            )
+        except ValueError as error:
+            if pool not in self._bad_rules:
+                self._bad_rules.add(pool)
+                log.error("groups of pool %#x stay where they are: %s", pool, error)
+            targets = None
+        if targets is None:
+            self._fitting[pool] = candidates, rule, revision
+            return False
+        key = targets_key(pool)
+        try:
+            put = await self._engine.transact([(key, revision)], [Put(key, encode(targets))])
+        except Conflict:
+            await self._replica.barrier()
+            return True
+        log.info("the groups of pool %#x are to be on %d nodes", pool, len(targets.nodes))
+        await self._replica.wait_applied(put)
+        return True
+
+    # --- groups
+
+    async def make_groups(self) -> bool:
+        """Create the groups of the pools that mounts want. Returns whether there were any to make."""
+        settings = self._members.settings
+        if settings is None or not self.acts():
+            return False
+        made = False
+        for pool in sorted(self._groups.wanted):
+            if not self._is_sensible(pool) or not self._groups.missing(pool, settings):
+                continue
+            try:
+                await self._groups.ensure(
+                    self._engine, pool, settings, self._members.placement().target
+                )
+                made = True
+            except OSError as error:
+                if error.errno != errno.EHOSTUNREACH:
+                    raise
+                log.info("the groups of pool %#x are not made yet: %s", pool, error)
+        return made
+
+    def _is_sensible(self, pool: int) -> bool:
+        """Return whether a file can be in it: what mounts want is not limited by etcd."""
+        group = pool << GROUP_BUCKET_BITS
+        policy = policy_of(group)
+        return 0 < replicas_of(group) <= REPLICAS_MAX and (
+            not policy or (policy <= POLICIES_MAX and policy in self._members.policies)
+        )
+
+    # --- history
+
+    async def forget_history(self) -> None:
+        """Now and then let etcd forget what is older than HISTORY_KEPT_S."""
+        while True:
+            await trio.sleep(FORGET_PERIOD_S)
+            await self.forget(time.monotonic())
+
+    async def forget(self, now: float) -> None:
+        """Note how far etcd is at `now` (time.monotonic()), and let it forget what was HISTORY_KEPT_S
+        ago, if this is the node to do it. That it fails is told and no more."""
+        self._passed.append((now, self._replica.applied))
+        old = 0
+        while self._passed and self._passed[0][0] <= now - HISTORY_KEPT_S:
+            old = self._passed.popleft()[1]
+        if old <= self._forgotten or not self.acts():
+            return
+        try:
+            with trio.fail_after(_FORGET_TIMEOUT_S):
+                await self._engine.admin.compact(old)
+            self._forgotten = old
+        except (OSError, trio.TooSlowError) as error:
+            log.info("etcd's history before revision %d is kept for now: %s", old, error)

@@ -1,0 +1,114 @@
+"""Which store node a directory is, for ever.
+
+STORE/node.json     {"format": 1, "id": HEX, "cluster": ID, "admitted": whether it has been a member
+                    of the cluster, "epoch": [number, nonce], "witness": [number, nonce], "mark": [revision,
+                    HEX]: what it last knew of etcd (see history.py)}
+"""
+
+import errno
+import json
+import os
+import secrets
+
+from ..cluster.records import Epoch, Witness
+from ..kv import Damaged
+
+__all__ = ["Identity"]
+
+_FORMAT = 1
+_NAME = "node.json"
+
+
+class Identity:
+    """What node.json in a store's directory says, once it is loaded. `node` is the node's number, `cluster`
+    the id of the cluster that it belongs to ("": none yet). `mark` is a revision and the transaction that
+    etcd had then (0: none is known)."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._dir_fd = -1
+        self.node = 0
+        self.cluster = ""
+        self.admitted = False
+        self.epoch = Epoch()
+        self.witness = Witness()
+        self.mark: tuple[int, bytes] = 0, b""
+
+    def load(self, dir_fd: int) -> bool:
+        """Returns whether the directory was a node's already; if not, `save` makes it one. `dir_fd` is
+        the directory's, and stays open. Raises kv.Damaged when the file makes no sense."""
+        self._dir_fd = dir_fd
+        path = f"{self._directory}/{_NAME}"
+        try:
+            with open(path, "rb") as file:
+                text = file.read(4096)
+        except FileNotFoundError:
+            self.node = secrets.randbelow((1 << 63) - 1) + 1
+            return False
+        try:
+            record = json.loads(text)
+            if record["format"] != _FORMAT:
+                raise ValueError(f"format {record['format']} is not known to this version")
+            self.node, self.cluster = int(record["id"], 16), str(record["cluster"])
+            self.admitted = bool(record.get("admitted", False))
+            self.epoch = Epoch(*_pair(record.get("epoch", [0, ""])))
+            self.witness = Witness(*_pair(record.get("witness", [0, ""])))
+            revision, transaction = _pair(record.get("mark", [0, ""]))
+            self.mark = revision, bytes.fromhex(transaction)
+            if not 0 < self.node < 1 << 63:
+                raise ValueError("the node id is out of range")
+        except (KeyError, TypeError, ValueError) as error:
+            raise Damaged(
+                f"{path} is damaged ({error}); remove the store directory to begin as a new node"
+            ) from None
+        return True
+
+    def bind(self, cluster: str) -> None:
+        """Make this a store of the cluster with this id; raises OSError EINVAL if it is another's."""
+        if self.cluster == cluster:
+            return
+        if self.cluster:
+            raise OSError(
+                errno.EINVAL,
+                f"the store belongs to cluster {self.cluster}, not to {cluster}: "
+                "use another directory, or empty this one",
+                self._directory,
+            )
+        self.cluster = cluster
+        self.save()
+
+    def mark_admitted(self) -> None:
+        """Remember that the cluster knows this node: if one day it does not, the node was removed."""
+        if not self.admitted:
+            self.admitted = True
+            self.save()
+
+    def save(self) -> None:
+        """May be called in any thread, but by one at a time."""
+        record = {
+            "format": _FORMAT,
+            "id": f"{self.node:x}",
+            "cluster": self.cluster,
+            "admitted": self.admitted,
+            "epoch": [self.epoch.number, self.epoch.nonce],
+            "witness": [self.witness.number, self.witness.nonce],
+            "mark": [self.mark[0], self.mark[1].hex()],
+        }
+        draft = f"{_NAME}.new"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        fd = os.open(draft, flags, 0o600, dir_fd=self._dir_fd)
+        try:
+            os.write(fd, json.dumps(record).encode() + b"\n")
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(draft, _NAME, src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd)
+        os.fsync(self._dir_fd)
+
+
+def _pair(value: object) -> tuple[int, str]:
+    """Raises ValueError."""
+    match value:
+        case [int(number), str(text)]:
+            return number, text
+    raise ValueError(f"{value!r} is not a number and a text")

@@ -1,0 +1,333 @@
+"""Filling a group: how a node that joins gets every extent it lacks, and then becomes a member in sync.
+
+Why the promotion is right: the group's configuration C names this node as joining. Whatever is
+committed under C or later was written to this node, too (each commit compares the configuration it
+was written for). Whatever was committed before C is named in the replica once it has applied C. So
+when nothing that the replica names is missing here, and the configuration is still C, the node holds
+everything; the compare of C in the promotion's transaction makes "still" true.
+"""
+
+import errno
+import logging
+import random
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import trio
+
+from ..cluster.group_configs import Groups
+from ..cluster.groups import demoted, promoted, refenced, without
+from ..cluster.membership import Members, Session
+from ..cluster.records import GroupConfig
+from ..cluster.replica import Replica
+from ..kv import SharedEngine
+from ..transport import Extent
+from .catalog import Catalog
+from .checks import Checks
+from .copier import Copier, Source, Throttle
+from .files import Files
+
+__all__ = ["Progress", "Resync"]
+
+log = logging.getLogger(__name__)
+
+GROUPS_AT_ONCE = 8
+RETRY_FIRST_S = 0.1
+RETRY_MAX_S = 10.0
+# Looking over everything takes a while, and a damaged disk shows in one extent after the other.
+DAMAGE_PAUSE_S = 1.0
+
+
+class Progress(NamedTuple):
+    """What is still to be copied to this node, and the rate of the last seconds."""
+
+    groups: int
+    extents_left: int
+    bytes_left: int
+    bytes_per_s: float
+    copied_bytes: int
+    lost_extents: int  # found to be nowhere
+    damaged_groups: int  # this node alone is in sync, and lacks something
+
+    @property
+    def seconds_left(self) -> float | None:
+        """None: nothing moves, so nobody knows."""
+        if not self.bytes_left:
+            return 0.0
+        return self.bytes_left / self.bytes_per_s if self.bytes_per_s else None
+
+
+class Resync:
+    """Fills the groups that this node is joining. `device` gives the transport to a node."""
+
+    def __init__(
+        self,
+        node: int,
+        engine: SharedEngine,
+        replica: Replica,
+        members: Members,
+        groups: Groups,
+        session: Session,
+        catalog: Catalog,
+        files: Files,
+        device: Callable[[int], Source],
+        *,
+        bytes_per_s: float = 0.0,
+    ) -> None:
+        self.node = node
+        self.throttle = Throttle(bytes_per_s)
+        self._engine = engine
+        self._replica = replica
+        self._members = members
+        self._groups = groups
+        self._session = session
+        self._catalog = catalog
+        self._files = files
+        self.checks = Checks(files, catalog, members, groups, device)
+        self.copier = Copier(members, catalog, files, device, self.throttle, self.checks)
+        self._slots = trio.CapacityLimiter(GROUPS_AT_ONCE)
+        self._active: set[int] = set()
+        self._touched: set[int] = set()
+        self._wake = trio.Event()
+        # Groups of which this node alone is in sync, and lacks something.
+        self._damaged: set[int] = set()
+        # What an earlier process acknowledged, or this one, may be lost without a trace.
+        self._forgetful = True
+        self._reported: set[Extent] = set()
+        self._damage = trio.Event()
+        self._looking_over = trio.Lock()
+        self._token = trio.lowlevel.current_trio_token()
+        self._lost: dict[int, set[Extent]] = {}  # of groups that are being filled
+        self._lost_count = 0
+        self._news: dict[int, trio.Event] = {}
+        self._left: dict[int, dict[Extent, int]] = {}
+        groups.group_changed.append(self._group_changed)
+        members.node_changed.append(self._node_changed)
+
+    # --- before the node is alive
+
+    async def verify(self) -> None:
+        """Look over what this node should have, before it registers.
+
+        Where extents are lacking and another member has them, the node goes back to joining. The first
+        time in a process, and when an extent that nobody had named yet was lost, every configuration that
+        names the node is changed: what was acknowledged may be gone before it is published, and no publish
+        may count on it.
+        Raises OSError.
+        """
+        async with self._looking_over:
+            await self._look_over()
+
+    async def _look_over(self) -> None:
+        while True:
+            await self._replica.barrier()
+            changes = {}
+            lost: dict[int, int] = {}
+            for group, (config, revision) in list(self._groups.all().items()):
+                if self.node not in config.members:
+                    continue
+                await trio.lowlevel.checkpoint()
+                lacking = self._catalog.missing(group) if self.node in config.in_sync else []
+                if lacking and len(config.in_sync) > 1:
+                    changes[group] = revision, demoted(config, self.node)
+                    continue
+                if lacking:
+                    lost[group] = len(lacking)
+                if self._forgetful:
+                    changes[group] = revision, refenced(config)
+            newest, late = await self._groups.change(self._engine, changes)
+            await self._replica.wait_applied(newest)
+            if not late:
+                break
+        for group, count in lost.items():
+            if group not in self._damaged:
+                log.error(
+                    "%d extents of group %#x are not in this store, and no other node is in sync: "
+                    "the files they belong to cannot be read unless a member that has them joins",
+                    count,
+                    group,
+                )
+        self._damaged = set(lost)
+        self._forgetful = False
+        self._touched.update(lost)
+        self._wake.set()
+
+    # --- while it is
+
+    async def run(self) -> None:
+        self._touched.update(self._groups.all())
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._mend)
+            while True:
+                self._wake = trio.Event()
+                for group in self._touched - self._active:
+                    if self._due(group) is not None:
+                        self._active.add(group)
+                        nursery.start_soon(self._fill, group)
+                self._touched.clear()
+                await self._wake.wait()
+
+    def report_damage(self, extent: Extent) -> None:
+        """A sealed extent cannot be read: it is dropped, and copied from another member. May be called
+        in any thread."""
+        if extent not in self._reported:
+            self._reported.add(extent)
+            self._token.run_sync_soon(lambda: self._damage.set())
+
+    async def _mend(self) -> None:
+        delay_s = DAMAGE_PAUSE_S
+        while True:
+            await self._damage.wait()
+            self._damage = trio.Event()
+            try:
+                await self._session.wait_valid()
+                async with self._looking_over:
+                    self._drop_damaged()
+                    await self._look_over()
+                delay_s = DAMAGE_PAUSE_S
+            except OSError as error:
+                log.warning("what is damaged is looked for again in %.1f s: %s", delay_s, error)
+                self._damage.set()
+            await trio.sleep(delay_s)
+            delay_s = min(2 * delay_s, RETRY_MAX_S)
+
+    def _drop_damaged(self) -> None:
+        for extent in list(self._reported):
+            log.error("extent %x.%x in %s is damaged and dropped", *extent, self._files.directory)
+            # If nobody has named it yet, the acknowledgement that its writer got is void.
+            self._forgetful |= not self._catalog.is_named(extent.content)
+            self._files.free(extent)
+            self._reported.discard(extent)
+
+    def has_names(self, group: int) -> bool:
+        """Whether an inode names an extent of the group, as far as the replica is."""
+        return next(self._catalog.extents_of(group), None) is not None
+
+    def pools_in_use(self) -> set[int]:
+        """The pools in which an inode names an extent, as far as the replica is."""
+        return self._catalog.pools_in_use()
+
+    def progress(self) -> Progress:
+        return Progress(
+            groups=len(self._active),
+            extents_left=sum(len(left) for left in self._left.values()),
+            bytes_left=sum(sum(left.values()) for left in self._left.values()),
+            bytes_per_s=self.copier.bytes_per_s(),
+            copied_bytes=self.copier.copied_bytes,
+            lost_extents=self._lost_count,
+            damaged_groups=len(self._damaged),
+        )
+
+    def _group_changed(self, group: int) -> None:
+        if (news := self._news.get(group)) is not None:
+            news.set()
+        self._touched.add(group)
+        self._wake.set()
+
+    def _node_changed(self, node: int) -> None:
+        for news in self._news.values():
+            news.set()
+
+    def _due(self, group: int) -> tuple[GroupConfig, int] | None:
+        found = self._groups.get(group)
+        if found is not None and (
+            self.node in found[0].joining
+            or (group in self._damaged and self.node in found[0].in_sync)
+        ):
+            return found
+        return None
+
+    async def _fill(self, group: int) -> None:
+        delay_s = RETRY_FIRST_S
+        try:
+            while not self._session.released and (found := self._due(group)) is not None:
+                news = self._news[group] = trio.Event()
+                try:
+                    async with self._slots:
+                        progressed = await self._advance(group, *found)
+                except OSError as error:
+                    log.warning("group %#x is not filled yet: %s", group, error)
+                    progressed = False
+                if progressed:
+                    delay_s = RETRY_FIRST_S
+                    continue
+                # A member that comes or goes may be whom we wait for.
+                with trio.move_on_after(delay_s * random.uniform(0.5, 1.0)):
+                    await news.wait()
+                delay_s = min(2 * delay_s, RETRY_MAX_S)
+        finally:
+            self._active.discard(group)
+            self._news.pop(group, None)
+            self._left.pop(group, None)
+            self._lost.pop(group, None)
+
+    async def _advance(self, group: int, config: GroupConfig, revision: int) -> bool:
+        """One round. Returns whether there was progress; raises OSError when a member or etcd could
+        not be asked."""
+        await self._session.wait_valid()
+        await self._replica.wait_applied(revision)
+        if self._groups.get(group) != (config, revision):
+            return True
+        lost = self._lost.get(group, set())
+        left = {extent: size for extent, size in self._catalog.missing(group) if extent not in lost}
+        self._left[group] = left
+        if not left:
+            await self._finish(group, config, revision)
+            return True
+        count = len(left)
+        try:
+            denied = await self.copier.copy(config, left)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            await self._leave(group, config, revision)
+            return False
+        if denied:
+            await self._confirm_lost(group, config, denied)
+        return len(left) < count or bool(denied)
+
+    async def _finish(self, group: int, config: GroupConfig, revision: int) -> None:
+        if self.node in config.in_sync:
+            log.info("group %#x is whole again", group)
+            self._damaged.discard(group)
+            return
+        await self._put(group, revision, promoted(config, self.node))
+
+    async def _leave(self, group: int, config: GroupConfig, revision: int) -> None:
+        """A full node that stays joining would fail the writers, for nothing: others are in sync."""
+        log.error(
+            "the store %s is full: group %#x cannot be kept here. Remove files, give the store more "
+            "room, or add store nodes",
+            self._files.directory,
+            group,
+        )
+        if self.node in config.joining:
+            await self._put(group, revision, without(config, self.node))
+
+    async def _put(self, group: int, revision: int, config: GroupConfig) -> None:
+        newest, late = await self._groups.change(self._engine, {group: (revision, config)})
+        if late:
+            await self._replica.barrier()
+        else:
+            await self._replica.wait_applied(newest)
+
+    async def _confirm_lost(
+        self, group: int, config: GroupConfig, denied: Sequence[Extent]
+    ) -> None:
+        """Every member in sync said no. Either the extent was superseded, which we see after a barrier,
+        or it is nowhere, and waiting for it would keep the group degraded for ever."""
+        await self._replica.barrier()
+        found = self._groups.get(group)
+        if found is None or found[0] != config:
+            return
+        lost = [extent for extent in denied if self._catalog.is_missing(extent)]
+        if lost:
+            log.error(
+                "%d extents of group %#x are on no member that is in sync: they are lost, like content "
+                "%x",
+                len(lost),
+                group,
+                lost[0].content,
+            )
+            self._lost.setdefault(group, set()).update(lost)
+            self._lost_count += len(lost)

@@ -1,0 +1,376 @@
+"""Finding extents whose bytes are not those that were published any more, and mending them.
+
+Disks and memory lose bits without a word. So each node reads what it keeps, all of it in a period, slowly;
+and at once what somebody else got wrong bytes of. Only what it has read itself counts: nobody can make
+a node believe that a sound copy is wrong. A wrong one is replaced, in place, by a right copy of another
+node, which may be anybody who still has it. As long as there is none it stays: it may be all that is
+left of a file. It is looked for again when nodes come.
+
+On a disk the round reads past the page cache, which would hide what the disk has lost.
+
+STORE/scrub.json    {"finished": when the last round ended, "began": when the present one did (0: none),
+                    "at": the last extent it came to, "wrong": those that are not mended yet}
+"""
+
+import json
+import logging
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+import trio
+
+from ..cluster.group_configs import Groups
+from ..cluster.membership import Members
+from ..store.digest import digest_at_rest
+from ..transport import Extent
+from .catalog import Catalog
+from .checks import Checks, Verdict
+from .copier import Copier, Throttle
+from .files import Files
+
+__all__ = ["Scrub", "ScrubProgress"]
+
+log = logging.getLogger(__name__)
+
+_NAME = "scrub.json"
+_SAVE_PERIOD_S = 30.0
+_LOOK_PERIOD_S = 60.0
+# The most doubts that wait. More are forgotten, as the next round comes to those extents anyway.
+_DOUBTS_MAX = 4096
+# An extent that was found to be right is not read again for so long, whoever doubts it.
+_TRUSTED_S = 60.0
+# How much faster than in a round is read what somebody got wrong bytes of.
+_DOUBTS_HASTE = 8
+_RETRY_FIRST_S = 1.0
+_RETRY_MAX_S = 300.0
+# The most files that the status names.
+_NAMED_MAX = 100
+
+
+class ScrubProgress(NamedTuple):
+    """`finished_at` and `began_at` are by the wall clock, 0: never, or no round is under way. `wrong`
+    extents wait for a right copy, `broken` ones of them have none anywhere. `files` are the inodes that
+    the first of them belong to, and whether a right copy may be had."""
+
+    finished_at: float
+    began_at: float
+    checked_bytes: int
+    round_bytes: int
+    found: int
+    mended: int
+    wrong: int
+    broken: int
+    files: tuple[tuple[int, bool], ...]
+
+
+class _State(msgspec.Struct):
+    finished: float = 0.0
+    began: float = 0.0
+    at: tuple[int, int] = (0, -1)
+    wrong: list[tuple[int, int]] = []
+
+
+class Scrub:
+    """The scrub of one store node. Reads at most `bytes_per_s`, 0: as fast as it can. Reads everything once
+    in `period_s`, 0: only when it is told to. Doubts are looked into at once."""
+
+    def __init__(
+        self,
+        files: Files,
+        catalog: Catalog,
+        members: Members,
+        groups: Groups,
+        checks: Checks,
+        copier: Copier,
+        *,
+        bytes_per_s: float,
+        period_s: float,
+    ) -> None:
+        self._files = files
+        self._catalog = catalog
+        self._members = members
+        self._groups = groups
+        self.checks = checks
+        self._copier = copier
+        self._throttle = Throttle(bytes_per_s)
+        self._doubts_throttle = Throttle(_DOUBTS_HASTE * bytes_per_s)
+        self._period_s = period_s
+        self._path = f"{files.directory}/{_NAME}"
+        self._state = self._load()
+        self._saved_at = 0.0
+        self._round_bytes = 0
+        self.checked_bytes = self.found = self.mended = 0
+        # The wrong extents, each with whether a right copy may be somewhere, as far as is known.
+        self._wrong: dict[Extent, bool] = {}
+        self._doubts: OrderedDict[Extent, None] = OrderedDict()
+        self._trusted: OrderedDict[Extent, float] = OrderedDict()
+        self._doubted = trio.Event()
+        self._news = trio.Event()
+        self._told = trio.Event()
+        self._waits = trio.Event()
+        for content, stripe in self._state.wrong:
+            self.doubt(Extent(content, stripe))
+        copier.kept_wrong = self._kept_wrong
+        members.node_changed.append(self._node_changed)
+
+    # -- what others say -------------------------------------------------------------------------
+
+    def doubt(self, extent: Extent) -> None:
+        """Somebody got wrong bytes of it, as he says."""
+        trusted = self._trusted.get(extent)
+        if trusted is not None and time.monotonic() < trusted + _TRUSTED_S:
+            return
+        if extent in self._files and extent not in self._wrong and len(self._doubts) < _DOUBTS_MAX:
+            self._doubts[extent] = None
+            self._doubted.set()
+
+    def begin(self) -> None:
+        """Begin a round now, if none is under way."""
+        if not self._state.began:
+            self._begin()
+        self._told.set()
+
+    def progress(self) -> ScrubProgress:
+        self._forget_unneeded()
+        inos: dict[int, bool] = {}
+        for extent, may_be_mended in self._wrong.items():
+            ino = self._catalog.ino_of(extent.content)
+            inos[ino] = inos.get(ino, True) and may_be_mended
+        return ScrubProgress(
+            finished_at=self._state.finished,
+            began_at=self._state.began,
+            checked_bytes=self.checked_bytes,
+            round_bytes=self._round_bytes,
+            found=self.found,
+            mended=self.mended,
+            wrong=len(self._wrong),
+            broken=sum(not may_be_mended for may_be_mended in self._wrong.values()),
+            files=tuple(inos.items())[:_NAMED_MAX],
+        )
+
+    def status(self) -> dict[str, Any]:
+        """For a node's report."""
+        now, found = time.time(), self.progress()
+        return {
+            "scrub_age_s": round(now - found.finished_at, 1) if found.finished_at else None,
+            "scrub_running_s": round(now - found.began_at, 1) if found.began_at else None,
+            "scrub_share": self._share() if found.began_at else None,
+            "scrubbed_bytes": found.checked_bytes,
+            "wrong_found": found.found,
+            "wrong_mended": found.mended,
+            "wrong_extents": found.wrong,
+            "broken_extents": found.broken,
+            "wrong_files": [list(one) for one in found.files],
+        }
+
+    # -- the work --------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._answer_doubts)
+            nursery.start_soon(self._mend_again)
+            await self._rounds()
+
+    async def _rounds(self) -> None:
+        if not self._state.finished and not len(self._files):
+            # There is nothing yet that could have been lost.
+            self._state.finished = time.time()
+            self._save()
+        while True:
+            self._told = trio.Event()
+            if self._state.began or self._is_due():
+                await self._round()
+            with trio.move_on_after(_LOOK_PERIOD_S):
+                await self._told.wait()
+
+    def _is_due(self) -> bool:
+        return self._period_s > 0 and time.time() - self._state.finished >= self._period_s
+
+    async def _round(self) -> None:
+        if not self._state.began:
+            self._begin()
+        log.info("looking over %d extents", len(self._files))
+        found_before = self.found
+        left = sorted(extent for extent in self._files if extent > self._state.at)
+        for extent in left:
+            await trio.lowlevel.checkpoint()
+            if extent in self._files:
+                await self._look_at(extent, self._throttle.take, direct=self._files.power_safe)
+            self._state.at = extent
+            if time.monotonic() - self._saved_at > _SAVE_PERIOD_S:
+                self._save()
+        self._state = _State(finished=time.time())
+        self._save()
+        log.info(
+            "%d extents (%d MiB) were looked over, %d were found to be wrong",
+            len(left), self._round_bytes >> 20, self.found - found_before,
+        )  # fmt: skip
+
+    def _begin(self) -> None:
+        self._state = _State(finished=self._state.finished, began=time.time())
+        self._round_bytes = 0
+        self._save()
+
+    async def _answer_doubts(self) -> None:
+        while True:
+            await self._doubted.wait()
+            self._doubted = trio.Event()
+            while self._doubts:
+                extent, _ = self._doubts.popitem(last=False)
+                verdict = await self._look_at(extent, self._doubts_throttle.take, direct=False)
+                if verdict is Verdict.RIGHT:
+                    self._trusted[extent] = time.monotonic()
+                    if len(self._trusted) > _DOUBTS_MAX:
+                        self._trusted.popitem(last=False)
+
+    async def _look_at(
+        self, extent: Extent, take: Callable[[int], Any], *, direct: bool
+    ) -> Verdict | None:
+        """Read an extent and mend it if it is wrong. Returns None if it cannot be read or checked."""
+        if self._catalog.check_of(extent) is None:
+            return None
+        try:
+            held = self._files.hold(extent)
+        except OSError:
+            return None  # whoever reads it tells of that
+        fd = -1
+        try:
+            size = self._files.size(extent) or 0
+            fd = _past_the_cache(held.fd) if direct else -1
+            digest = await digest_at_rest(held.fd if fd < 0 else fd, size, take)
+            self.checked_bytes += size
+            self._round_bytes += size
+            verdict = await self.checks.verdict(extent, digest)
+        except OSError as error:
+            log.error("extent %x.%x cannot be read: %s", *extent, error)
+            verdict = Verdict.WRONG
+        finally:
+            held.close()
+            if fd >= 0:
+                os.close(fd)
+        if verdict is Verdict.WRONG:
+            await self._found_wrong(extent)
+        elif verdict is Verdict.HOPELESS:
+            self._kept_wrong(extent)
+        elif verdict is Verdict.RIGHT:
+            self._wrong.pop(extent, None)
+        return verdict
+
+    async def _found_wrong(self, extent: Extent) -> None:
+        if extent not in self._files or not self._catalog.is_named(extent.content):
+            return
+        self.checks.forget(extent)
+        if extent not in self._wrong:
+            self.found += 1
+            log.error(
+                "extent %x.%x in %s is not what was published (inode %d): a right copy is looked for",
+                *extent, self._files.directory, self._catalog.ino_of(extent.content),
+            )  # fmt: skip
+            self._wrong[extent] = True
+        await self._mend(extent)
+        if extent in self._wrong:
+            self._begin_waiting()
+
+    async def _mend(self, extent: Extent) -> None:
+        group = self._catalog.home_of(extent)
+        known = self._groups.get(group) if group is not None else None
+        size = self._files.size(extent)
+        if known is None or size is None:
+            self._wrong.pop(extent, None)
+            return
+        try:
+            done = await self._copier.mend(known[0], extent, size)
+        except OSError as error:
+            log.warning("extent %x.%x is not mended yet: %s", *extent, error)
+            done = None
+        if done:
+            self._wrong.pop(extent, None)
+            self.mended += 1
+            log.warning("extent %x.%x is mended", *extent)
+        elif done is False and self._wrong.get(extent):
+            self._kept_wrong(extent)
+
+    def _kept_wrong(self, extent: Extent) -> None:
+        """Nobody has it right."""
+        if extent not in self._wrong:
+            self.found += 1
+        self._wrong[extent] = False
+        log.error(
+            "no node has extent %x.%x as it was published: inode %d is damaged. Publish the file again; "
+            "what there is of it can be read with --no-verify",
+            *extent, self._catalog.ino_of(extent.content),
+        )  # fmt: skip
+        self._begin_waiting()
+
+    def _begin_waiting(self) -> None:
+        self._save()
+        self._waits.set()
+
+    async def _mend_again(self) -> None:
+        """When nodes come, who may have right copies, and now and then."""
+        while True:
+            await self._waits.wait()
+            self._waits = trio.Event()
+            delay_s = _RETRY_FIRST_S
+            while self._wrong:
+                with trio.move_on_after(delay_s) as waiting:
+                    await self._news.wait()
+                came = not waiting.cancelled_caught
+                delay_s = _RETRY_FIRST_S if came else min(2 * delay_s, _RETRY_MAX_S)
+                self._news = trio.Event()
+                for extent in list(self._wrong):
+                    await self._mend(extent)
+                self._forget_unneeded()
+            self._save()
+
+    def _node_changed(self, node: int) -> None:
+        if self._wrong and node in self._members.nodes:
+            self._news.set()
+
+    def _forget_unneeded(self) -> None:
+        for extent in list(self._wrong):
+            if extent not in self._files or not self._catalog.is_named(extent.content):
+                del self._wrong[extent]
+
+    # -- what is remembered ----------------------------------------------------------------------
+
+    def _share(self) -> float:
+        """How much of the round is done."""
+        total = len(self._files)
+        done = sum(extent <= self._state.at for extent in self._files)
+        return round(done / total, 3) if total else 1.0
+
+    def _load(self) -> _State:
+        try:
+            with open(self._path, "rb") as file:
+                return msgspec.json.decode(file.read(), type=_State)
+        except FileNotFoundError:
+            return _State()
+        except (OSError, msgspec.MsgspecError) as error:
+            log.warning("%s: %s: everything is looked over anew", self._path, error)
+            return _State()
+
+    def _save(self) -> None:
+        self._saved_at = time.monotonic()
+        self._state.wrong = [(extent.content, extent.stripe) for extent in self._wrong][
+            :_DOUBTS_MAX
+        ]
+        draft = f"{self._path}.new"
+        try:
+            with open(draft, "w") as file:
+                json.dump(msgspec.to_builtins(self._state), file)
+            os.rename(draft, self._path)
+        except OSError as error:
+            log.info("%s: %s", self._path, error)
+
+
+def _past_the_cache(fd: int) -> int:
+    """A descriptor of the same file that reads what is on the disk; -1: there is none."""
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError:
+        return -1

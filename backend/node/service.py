@@ -1,0 +1,352 @@
+"""What a store node does for those who ask: `Service` of the transport (backend/transport/service.py).
+
+Here is decided who may store what, and when an extent counts as stored; the bytes are the transport's.
+"""
+
+import errno
+import hmac
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import trio
+
+from ..cluster.group_configs import Groups
+from ..cluster.membership import Members, Session
+from ..cluster.records import session_of
+from ..cluster.replica import Replica
+from ..store.sparse import segments
+from ..transport import Extent, Fenced, Target, Unreachable
+from ..transport.rights import Peer
+from ..transport.session_keys import session_digest
+from .catalog import Catalog
+from .files import Files, Held, Incoming
+from .scrub import Scrub
+
+__all__ = ["NodeService"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# How far this node may lag behind a writer before it says that it cannot be asked.
+_CATCH_UP_S = 5.0
+# Larger files are allocated and hardened in a worker thread.
+_AT_ONCE_BYTES = 1 << 20
+# What opening a file that is gone, or on a damaged disk, says.
+_DAMAGE = (errno.ENOENT, errno.EIO, errno.EUCLEAN, errno.EBADMSG)
+
+
+class NodeService:
+    """`evict(group, node)` takes a node that cannot be reached out of a group, if that is right; `figures`
+    are more to tell in `status`; `damaged` is told, in any thread, of an extent that should be readable;
+    `scrub` looks into what others say is wrong here.
+
+    After `close` nothing is taken in any more; what is here can still be read.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        catalog: Catalog,
+        replica: Replica,
+        members: Members,
+        groups: Groups,
+        session: Session,
+        evict: Callable[[int, int], Awaitable[bool]],
+        figures: Callable[[], dict[str, Any]] = dict,
+        damaged: Callable[[Extent], None] = lambda extent: None,
+        *,
+        scrub: Scrub | None = None,
+    ) -> None:
+        self._files = files
+        self._catalog = catalog
+        self._replica = replica
+        self._members = members
+        self._groups = groups
+        self._session = session
+        self._evict = evict
+        self._figures = figures
+        self._damaged = damaged
+        self._scrub = scrub
+        self._started = time.monotonic()
+        self._closed = False
+        self._receiving = 0
+        self._quiet = trio.Event()
+        self._quiet.set()
+
+    @property
+    def node(self) -> int:
+        return self._files.node
+
+    # -- taking in -------------------------------------------------------------------------------
+
+    async def check_owner(self, peer: Peer, session: int, content: int) -> None:
+        """Raise OSError unless a content is of the session that the peer has the rights of, and that is
+        the peer's own: ECANCELED when the content's session is over, EACCES when it is another's,
+        Unreachable when this node lags behind."""
+        number = session_of(content)
+        if number == session == peer.owned and number in self._members.sessions:
+            return
+        await self._catch_up(number)
+        record = self._members.sessions.get(number)
+        if record is None:
+            raise OSError(errno.ECANCELED, f"content {content:x}: its writer's session is over")
+        if number != session:
+            raise _denied(f"content {content:x} is another session's")
+        if not hmac.compare_digest(record.key_digest, session_digest(peer.session_key)):
+            raise _denied(f"it does not have the key of session {number}")
+        if peer.is_certified and (record.name, record.role) != (peer.name, peer.role):
+            raise _denied(f"session {number} is of {record.role} {record.name!r}")
+        peer.owned = number
+
+    async def admit(self, extent: Extent, target: Target) -> None:
+        """Whether this extent may be stored here now.
+
+        Raises OSError: Fenced; Unreachable when this node must not serve, or lags behind; ECANCELED
+        when the writer's session is over or has given the content up; EINVAL for a wrong target. A version
+        that was published is not taken from its writer any more, but copied from another member.
+        """
+        self._check_serving()
+        session = session_of(extent.content)
+        await self._catch_up(max(target.config, session))
+        found = self._groups.get(target.group)
+        if found is None:
+            raise OSError(errno.EINVAL, f"there is no group {target.group:#x}")
+        config, revision = found
+        if revision != target.config:
+            raise Fenced(target.group)
+        if self._files.node not in config.members:
+            raise OSError(
+                errno.EINVAL,
+                f"node {self._files.node:x} is not a member of group {target.group:#x}",
+            )
+        self._check_wanted(extent)
+        if self._catalog.is_named(extent.content) and extent not in self._files:
+            raise Unreachable(self._files.node, f"it is about to copy content {extent.content:x}")
+
+    async def create(self, extent: Extent, length: int, allocated: int | None = None) -> Incoming:
+        """A file for an extent of `length` bytes, with room for all of them, or for as many as are to be
+        allocated. To be given to `seal` or `drop`. Raises OSError ENOSPC."""
+        if allocated is None:
+            allocated = length
+        try:
+            incoming = await self._create(length, allocated)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            await self._make_room(length)
+            incoming = await self._create(length, allocated)
+        self._begin()
+        return incoming
+
+    async def adopt(self, extent: Extent, name: str) -> Incoming:
+        """A mount's working copy NAME on this host, as `create` gives a file.
+
+        Raises OSError ENOENT, EPERM.
+        """
+        incoming = self._files.take_over(name, extent.content)
+        self._begin()
+        return incoming
+
+    async def seal(self, extent: Extent, incoming: Incoming) -> None:
+        """The bytes have arrived: the extent is stored when this returns, also on power loss if the
+        store is on a disk. What is sealed stays as it is: if it came twice, the first is kept. Raises
+        OSError: as `admit`, EEXIST for one of another length; then it is dropped."""
+        try:
+            if self._files.power_safe:
+                await trio.to_thread.run_sync(self._files.harden, incoming)
+            # The lease and the session may have ended while the bytes were on their way.
+            self._check_serving()
+            self._check_wanted(extent)
+            if not self._is_here(extent, incoming):
+                self._files.seal(incoming, extent)
+                self._catalog.sealed(extent)
+            if self._files.power_safe:
+                await trio.to_thread.run_sync(self._files.settle)
+        except BaseException:
+            self._files.discard(incoming)
+            raise
+        finally:
+            self._end()
+
+    def _is_here(self, extent: Extent, incoming: Incoming) -> bool:
+        """Raises OSError EEXIST."""
+        size = self._files.size(extent)
+        if size is None:
+            return False
+        if size != os.fstat(incoming.fd).st_size:
+            text = f"extent {extent.content:x}.{extent.stripe:x} is here, with {size} bytes"
+            raise FileExistsError(errno.EEXIST, text)
+        self._files.discard(incoming)
+        return True
+
+    def drop(self, incoming: Incoming) -> None:
+        """The bytes did not arrive."""
+        self._files.discard(incoming)
+        self._end()
+
+    def abort(self, content: int) -> None:
+        """Its writer will not publish this content."""
+        self._catalog.give_up(content)
+
+    # -- giving out ------------------------------------------------------------------------------
+
+    def size(self, extent: Extent) -> int | None:
+        """Bytes of an extent; None: it is not here."""
+        return self._files.size(extent)
+
+    def open(self, extent: Extent) -> int:
+        """A read-only descriptor, the caller's to close. For any thread. Raises OSError ENOENT, also for
+        a damaged extent, so that another node is asked for it; EMFILE."""
+        return self._undamaged(extent, self._files.open, lambda fd: fd, os.close)
+
+    def hold(self, extent: Extent) -> Held:
+        """As `open`, for what keeps no reference to the file's pages. For the event loop."""
+        return self._undamaged(extent, self._files.hold, lambda held: held.fd, Held.close)
+
+    def _undamaged(
+        self,
+        extent: Extent,
+        open: Callable[[Extent], T],
+        descriptor: Callable[[T], int],
+        close: Callable[[T], None],
+    ) -> T:
+        size = self._files.size(extent)
+        try:
+            opened = open(extent)
+        except OSError as error:
+            if error.errno not in _DAMAGE:
+                raise
+        else:
+            if size is None or os.fstat(descriptor(opened)).st_size == size:
+                return opened
+            close(opened)
+        # One that was freed a moment ago is not known any more.
+        if self._files.size(extent) is not None:
+            self._damaged(extent)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(extent))
+
+    # -- the rest --------------------------------------------------------------------------------
+
+    async def suspect(self, group: int, node: int) -> bool:
+        """A writer cannot reach another member of a group. Returns whether it is a member no more."""
+        self._check_serving()
+        return await self._evict(group, node)
+
+    def doubt(self, extent: Extent) -> None:
+        """The caller got other bytes of it than were published, as it says."""
+        if self._scrub is not None:
+            self._scrub.doubt(extent)
+
+    async def digest(self, extent: Extent) -> bytes:
+        """Return the digest of the bytes that are here. Raises OSError: ENOENT."""
+        if self._scrub is None:
+            raise OSError(errno.EOPNOTSUPP, "this node computes no digests")
+        return await self._scrub.checks.tell(extent)
+
+    async def segments(self, extent: Extent) -> list[tuple[int, int]]:
+        """Where the data of an extent is. Raises OSError: ENOENT."""
+        held = self.hold(extent)
+        try:
+            length = os.fstat(held.fd).st_size
+            return await trio.to_thread.run_sync(segments, held.fd, 0, length)
+        finally:
+            held.close()
+
+    def scrub(self) -> None:
+        """Look over everything that is kept here."""
+        if self._scrub is not None:
+            self._scrub.begin()
+
+    def status(self) -> dict[str, Any]:
+        space = self._files.space()
+        return {
+            "node": f"{self._files.node:016x}",
+            "store": self._files.directory,
+            "power_safe": self._files.power_safe,
+            "uptime_s": round(time.monotonic() - self._started, 1),
+            "lease_valid_s": round(self._session.left_s(), 1),
+            "session": self._session.number,
+            "revision": self._replica.applied,
+            "extents": len(self._files),
+            "bytes": space.used,
+            "total_bytes": space.total,
+            "free_bytes": space.free,
+            "pending_extents": self._catalog.pending_extents,
+            "freed_extents": self._catalog.freed_extents,
+            "quarantined_extents": len(self._files.quarantine),
+            "quarantined_bytes": self._files.quarantine.bytes,
+            "named_contents": self._catalog.named_contents,
+            "receiving": self._receiving,
+            "created_files": self._files.created_files,
+            "reused_files": self._files.reused_files,
+            "closing": self._closed,
+            **(self._scrub.status() if self._scrub is not None else {}),
+            **self._figures(),
+        }
+
+    def close(self) -> None:
+        """Take nothing in from now on."""
+        self._closed = True
+
+    async def drained(self) -> None:
+        """Wait until nothing is being received."""
+        await self._quiet.wait()
+
+    def _check_serving(self) -> None:
+        if self._closed:
+            raise Unreachable(self._files.node, "it is being stopped")
+        if not self._session.valid():
+            raise Unreachable(self._files.node, "its lease is over")
+
+    def _check_wanted(self, extent: Extent) -> None:
+        if not self._catalog.may_store(extent.content):
+            raise OSError(
+                errno.ECANCELED,
+                f"content {extent.content:x} has no use: its writer's session is over, or gave it up",
+            )
+
+    async def _catch_up(self, revision: int) -> None:
+        if self._replica.applied >= revision:
+            return
+        with trio.move_on_after(_CATCH_UP_S):
+            await self._replica.wait_applied(revision)
+        if self._replica.applied < revision:
+            raise Unreachable(self._files.node, "it does not hear from etcd")
+
+    async def _make_room(self, wanted_bytes: int) -> None:
+        """What was superseded a moment ago, or is kept just in case, goes now."""
+        with trio.move_on_after(_CATCH_UP_S):
+            try:
+                await self._replica.barrier()
+            except OSError as error:
+                log.info("the store is full, and what can go is not known: %s", error)
+        self._catalog.make_room(wanted_bytes)
+        await trio.to_thread.run_sync(self._files.reap)
+        self._files.let_go()
+
+    async def _create(self, length: int, allocated: int) -> Incoming:
+        if allocated < length:
+            return self._files.create(length, allocated)
+        if (spare := self._files.reuse(length)) is not None:
+            return spare
+        if length <= _AT_ONCE_BYTES:
+            return self._files.create(length)
+        return await trio.to_thread.run_sync(self._files.create, length)
+
+    def _begin(self) -> None:
+        if not self._receiving:
+            self._quiet = trio.Event()
+        self._receiving += 1
+
+    def _end(self) -> None:
+        self._receiving -= 1
+        if not self._receiving:
+            self._quiet.set()
+
+
+def _denied(text: str) -> PermissionError:
+    return PermissionError(errno.EACCES, text)

@@ -1,0 +1,1 @@
+"""Figures, metrics and log lines of a process."""

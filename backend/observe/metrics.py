@@ -1,0 +1,212 @@
+"""Prometheus metrics: figures (backend/observe/figures.py), walked when somebody asks.
+
+`NodeCounters` has those of a store node, brought up to date in the event loop when a scrape comes.
+"""
+
+# Functions that return dataclasses.field are called in the class bodies below.
+# ruff: noqa: RUF009
+
+import dataclasses
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+import trio
+
+from ..cluster.config_values import ConfigError
+from .figures import count, counts, gauge, gauges
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+__all__ = ["Collector", "MetricsServer", "MountCounters", "NodeCounters", "serve_metrics"]
+
+# A scrape is short; who connects and says nothing must not keep a thread.
+SCRAPE_TIMEOUT_S = 10.0
+SCRAPES_AT_ONCE = 8
+
+
+@dataclasses.dataclass(slots=True)
+class NodeCounters:
+    """Of one store node."""
+
+    requests: Counter[str] = counts("Requests served, by kind", "kind")
+    errors: Counter[str] = counts("Requests that failed, by errno name", "errno")
+    received_bytes: int = count("Bytes of extents received")
+    sent_bytes: int = count("Bytes of extents sent, also down the chain")
+    rejected_peers: int = count("Connections refused: not authenticated, or not understood")
+    resync_bytes: int = count("Bytes copied to fill groups that this node joined")
+    freed_extents: int = count("Extents removed: superseded, deleted or never published")
+    created_files: int = count("Files made for extents")
+    reused_files: int = count("Files of superseded extents that were used for new ones")
+    rdma_registrations: int = count("Ranges of files registered for RDMA")
+    rdma_registered_bytes: int = gauge("Bytes registered for RDMA")
+    store_bytes: int = gauge("Bytes of extents kept")
+    store_free_bytes: int = gauge("Bytes free in the store directory")
+    extents: int = gauge("Extents kept")
+    pending_extents: int = gauge("Extents kept that are not published yet")
+    groups: dict[str, int] = gauges("Placement groups, by this node's state in them", "state")
+    resync_groups_left: int = gauge("Groups still to be filled")
+    resync_bytes_left: int = gauge("Bytes still to be copied to fill them")
+    scrubbed_bytes: int = count("Bytes kept here that were read again and compared")
+    scrub_finished_seconds: float = gauge(
+        "When all extents had last been read again, in seconds since 1970; 0: never"
+    )
+    wrong_found: int = count("Extents found not to be what was published any more")
+    wrong_mended: int = count("Of them, replaced by a right copy")
+    wrong_extents: int = gauge("Extents here that are not what was published")
+    broken_extents: int = gauge("Of them, those that no node has right")
+    lease_valid_seconds: float = gauge("How long this node may still serve without etcd")
+    connections: int = gauge("Connections of peers")
+
+
+@dataclasses.dataclass(slots=True)
+class MountCounters:
+    """Of one mount, beside those of its store."""
+
+    requests: Counter[str] = counts("Requests of the kernel, by kind", "kind")
+    errors: Counter[str] = counts("Requests answered with an error, by errno name", "errno")
+    open_handles: int = gauge("Open files and directories")
+
+
+class Collector:
+    """Makes metrics `irdmafs_NAME_...` of dataclasses of figures when it is asked for them.
+
+    `figures` gives the dataclasses, in the event loop of `token`; without one, in any thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        figures: Callable[[], Iterable[Any]],
+        labels: Mapping[str, str] | None = None,
+        token: trio.lowlevel.TrioToken | None = None,
+    ) -> None:
+        self._name = name
+        self._figures = figures
+        self._labels = dict(labels or {})
+        self._token = token
+
+    def collect(self) -> Iterator["Metric"]:
+        """Called from threads of the HTTP server."""
+        figures = self._figures
+        found = (
+            figures()
+            if self._token is None
+            else trio.from_thread.run_sync(lambda: list(figures()), trio_token=self._token)
+        )
+        for each in found:
+            yield from self._metrics_of(each)
+
+    def _metrics_of(self, figures: Any) -> Iterator["Metric"]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        names, values = list(self._labels), list(self._labels.values())
+        for field in dataclasses.fields(figures):
+            family = (
+                CounterMetricFamily if field.metadata["kind"] == "counter" else GaugeMetricFamily
+            )
+            metric_name = f"irdmafs_{self._name}_{field.name}"
+            value = getattr(figures, field.name)
+            label = field.metadata.get("label")
+            if label is None:
+                metric = family(metric_name, field.metadata["help"], labels=names)
+                metric.add_metric(values, value)
+            else:
+                metric = family(metric_name, field.metadata["help"], labels=[*names, label])
+                # A copy: the event loop may add a key while we look.
+                for key, number in sorted(dict(value).items()):
+                    metric.add_metric([*values, str(key)], number)
+            yield metric
+
+
+class MetricsServer:
+    """Serves /metrics until it is closed."""
+
+    def __init__(self, server: WSGIServer) -> None:
+        self._server = server
+        self._thread = threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True, name="metrics"
+        )
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_port)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+def serve_metrics(collector: Collector, host: str, port: int) -> MetricsServer:
+    """Serve the collector's metrics and the process's own (memory, descriptors) over HTTP; port 0 takes
+    a free one. Raises ConfigError where that cannot be."""
+    try:
+        from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
+    except ImportError:
+        raise ConfigError(
+            "--metrics-port needs the Python package prometheus_client: pip install prometheus_client"
+        ) from None
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(collector)
+    ProcessCollector(registry=registry)
+    server_class = _Server6 if ":" in host else _Server
+    try:
+        server = make_server(host, port, make_wsgi_app(registry), server_class, _Handler)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot serve metrics on {host} port {port}: {error.strerror}; choose another with "
+            "--metrics-port or metrics_address"
+        ) from error
+    return MetricsServer(server)
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = SCRAPE_TIMEOUT_S
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def address_string(self) -> str:
+        # The inherited one asks the name service.
+        return str(self.client_address[0])
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    address_family = socket.AF_INET
+
+    def __init__(self, *arguments: Any) -> None:
+        self._free = threading.BoundedSemaphore(SCRAPES_AT_ONCE)
+        super().__init__(*arguments)
+
+    def server_bind(self) -> None:
+        # WSGIServer's own asks the name service for the host's name.
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = self.socket.getsockname()[:2]
+        self.setup_environ()
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        return self._free.acquire(blocking=False)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        # Somebody who hung up, or a scrape while the event loop ends.
+        pass
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6

@@ -1,0 +1,209 @@
+"""What the mount side needs of a store: one in this process (node) or a cluster's (remote)."""
+
+import os
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ..cluster.lock_claims import HostLocks
+from ..cluster.records import Layout
+from ..namespace import Inode, Namespace, Outdated
+from .extents import ExtentStore
+
+__all__ = ["Outdated", "Store", "Watcher"]
+
+
+class Watcher(Protocol):
+    """Told of everything that changes in a shared namespace, by whomever, before anybody is told that
+    this mount knows of it."""
+
+    def inode_changed(self, old: Inode | None, new: Inode | None) -> None:
+        """None: it did not exist, or is gone."""
+        ...
+
+    def name_changed(self, parent: int, name: bytes, old_ino: int) -> None:
+        """`old_ino`: what the name led to, 0: nothing."""
+        ...
+
+    def content_gone(self, extent: int) -> None:
+        """The file of a content is not on this host any more. It may come again, as another file."""
+        ...
+
+    def transaction(self, *, ours: bool) -> None:
+        """All that changed since the last call changed at once; `ours`: by this mount."""
+        ...
+
+
+class Store(Protocol):
+    """Contents by number and the namespace that names them. Methods raise OSError."""
+
+    namespace: Namespace
+    # Bytes. Larger files are refused with EFBIG.
+    size_max: int
+    watcher: Watcher | None
+    # Whether the mount has an inode open, which stays then when its last name is removed.
+    is_held: Callable[[int], bool]
+    # Called with an inode number when a version was published by another host.
+    on_version: Callable[[int], None]
+    # Called with an inode number when what was begun in a session that is lost is about to be published
+    # in a new one. It may raise OSError.
+    may_publish: Callable[[int], None]
+
+    @property
+    def locks(self) -> HostLocks | None:
+        """The locks that other hosts see, too; None where there are no others."""
+        ...
+
+    @property
+    def extents(self) -> ExtentStore:
+        """The contents that are on this host, as files."""
+        ...
+
+    @property
+    def shared(self) -> bool:
+        """Whether others change the namespace, too: then `freshen` before believing it."""
+        ...
+
+    @property
+    def waits(self) -> bool:
+        """Whether publishing waits for a disk or for the network."""
+        ...
+
+    def pin(self, extent: int) -> None:
+        """Keep a content although its file moves on to another version."""
+        ...
+
+    def unpin(self, extent: int) -> None: ...
+
+    def retire(self, extent: int) -> None:
+        """No version names this content any more: it goes as soon as nothing pins it."""
+        ...
+
+    def layout(self, parent: int, name: bytes) -> Layout:
+        """Where the contents of a file created under this name are to be kept."""
+        ...
+
+    def allocate(self, inode: Inode) -> tuple[int, int]:
+        """An empty working copy for a file: its content number and a read-write descriptor that the
+        caller closes. Raises OSError (ENOSPC, EMFILE)."""
+        ...
+
+    async def publish(
+        self,
+        ino: int,
+        extent: int,
+        status: os.stat_result,
+        mtime_ns: int,
+        *,
+        ctime_ns: int | None = None,
+        mapped: bool = False,
+        base: int | None = None,
+    ) -> Inode:
+        """Make a content the file's next version; `status` is its stat. Acknowledged when it
+        returns. `mapped`: programs may have its file mapped, and change it without a trace. `base`: the
+        version it was made of, if it must still be the newest. An empty content is not kept. Raises
+        OSError ENOSPC and EDQUOT: the present version stays; Outdated."""
+        ...
+
+    async def save_aside(self, ino: int, extent: int, status: os.stat_result, mtime_ns: int) -> str:
+        """Publish a content that cannot become the file's next version as a new file beside it, and return
+        that one's name. Raises OSError."""
+        ...
+
+    async def begin_in_place(self, inode: Inode, extent: int) -> int:
+        """Make the content of a version one that may be written: its extent from now on. May be a copy.
+        Raises OSError (ENOSPC)."""
+        ...
+
+    def end_in_place(self, inode: Inode, extent: int) -> bool:
+        """The extent that `begin_in_place` gave holds what it did then, and is wanted no more; whether
+        it stands for the inode's version again. A copy does not."""
+        ...
+
+    def is_lent(self, extent: int) -> bool:
+        """Return whether the extent is the very file of a store node on this host."""
+        ...
+
+    def hands_over(self, extent: int) -> bool:
+        """Return whether publishing this content gives its very file to a store node on this host."""
+        ...
+
+    async def is_same(self, inode: Inode, extent: int) -> bool:
+        """Return whether the content holds the bytes of the inode's version. False if that cannot be
+        known."""
+        ...
+
+    async def forget(self, inode: Inode) -> None:
+        """Drop an inode that has no name and no holder, and its content."""
+        ...
+
+    def is_fresh(self, inode: Inode) -> bool:
+        """Whether `freshen` has nothing to wait for."""
+        ...
+
+    async def freshen(self, inode: Inode, *, content: bool = False) -> None:
+        """Return when the namespace holds all that anybody was told before this call, as far as it
+        matters to an open of this file (or of a name in this directory). `content`: that of a small
+        file comes with it. Raises OSError ETIMEDOUT."""
+        ...
+
+    def believable_s(self, directory: int, *, used: bool = True) -> float:
+        """For how many seconds what the namespace says of a directory, its names and what has no other
+        names may be believed: whoever changes it waits for the `watcher` that long. What is `used`
+        often becomes believable."""
+        ...
+
+    def directories_believable_s(self) -> float:
+        """For how many seconds the kernel may believe the attributes of any directory of a shared store,
+        which it is made to forget when a change comes here: no later than they would be answered anew."""
+        ...
+
+    def path_valid_s(self, directory: int) -> float:
+        """For how many seconds the name of a directory may be believed whose parent may not be."""
+        ...
+
+    async def bring(self, ino: int) -> Inode:
+        """See to it that the file's current version is on this host; returns the inode as it then
+        is. A content that `is_here` says no to afterwards is too large to be kept here: `read`."""
+        ...
+
+    async def read_into(self, ino: int, memory: int, lifeline: int) -> Inode:
+        """Read the file's current version, whole, to the start of memory that a program lends, by two
+        descriptors that are the store's from now on; returns the inode as it was then. Raises OSError
+        EOPNOTSUPP, which says why, where the file had better be opened; EFBIG, EINVAL."""
+        ...
+
+    def is_here(self, extent: int) -> bool: ...
+
+    def count_open(self, extent: int) -> None:
+        """Count an open that gets this content as one that found it here or had it fetched."""
+        ...
+
+    async def read(self, inode: Inode, extent: int, offset: int, size: int) -> bytes:
+        """Some bytes of a content that is not on this host."""
+        ...
+
+    def prefetch(self, ino: int) -> None:
+        """Begin to bring a file, or all files below a directory, to this host. Raises OSError
+        EOPNOTSUPP where everything is here."""
+        ...
+
+    def prefetch_progress(self, ino: int) -> dict[str, Any]:
+        """Files and bytes that the newest prefetch of this inode has to bring, and has brought."""
+        ...
+
+    def statvfs(self) -> os.statvfs_result:
+        """Space for contents, as statvfs(3) gives it."""
+        ...
+
+    async def check_attribute(self, inode: Inode, name: bytes, value: bytes) -> None:
+        """An extended attribute is about to be set: one that means something to the store must make
+        sense. Raises OSError EINVAL."""
+        ...
+
+    def figures(self) -> list[Any]:
+        """Return dataclasses of figures (figures.py)."""
+        ...
+
+    def status(self) -> dict[str, Any]:
+        """Figures of its own for `irdmafs status`."""
+        ...

@@ -1,0 +1,253 @@
+"""The embedded store: extents and the namespace that names them, in one store directory.
+
+It runs inside the mount's daemon. An extent is in one of three lives: working (allocated, no
+version names it), current (a file's newest version), retired (superseded or given up). A retired
+extent is freed once nothing pins it; working and retired extents do not survive a crash.
+"""
+
+import errno
+import logging
+import os
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Any, Self
+
+import trio
+
+from ..cluster.records import Layout
+from ..kv.sqlite import SQLiteEngine
+from ..namespace import Inode, Namespace, fail, load_own
+from .api import Watcher
+from .aside import make_aside
+from .extents import ExtentStore
+from .pins import Pinned
+from .storedir import in_memory, lock_directory
+
+log = logging.getLogger(__name__)
+
+# In the store directory, see EmbeddedStore.
+OPEN_MARK = "open"
+
+_HERE = Layout()
+# Nobody else changes the tree.
+_FOREVER_S = 86400.0
+
+
+class EmbeddedStore(Pinned):
+    """One open store directory. Use as an async context manager.
+
+    Raises StoreInUse when another process has it open, kv.Damaged when its database cannot be read.
+    """
+
+    shared = False
+    locks = None
+    size_max = 2**63 - 1
+    namespace: Namespace
+    extents: ExtentStore
+    engine: SQLiteEngine
+    _resources: AsyncExitStack
+
+    def __init__(self, directory: str) -> None:
+        super().__init__()
+        self.directory = directory
+        self.waits = False
+        self.watcher: Watcher | None = None
+        self.on_version: Callable[[int], None] = lambda ino: None
+        self.is_held: Callable[[int], bool] = lambda ino: False
+        self.may_publish: Callable[[int], None] = lambda ino: None
+
+    async def __aenter__(self) -> Self:
+        os.makedirs(self.directory, mode=0o700, exist_ok=True)
+        async with AsyncExitStack() as resources:
+            lock = lock_directory(self.directory, "store is in use by another daemon")
+            resources.callback(os.close, lock)
+            self.waits = not in_memory(self.directory)
+            self.engine = SQLiteEngine(f"{self.directory}/kv.sqlite", power_safe=self.waits)
+            resources.push_async_callback(self.engine.close)
+            self.extents = ExtentStore(f"{self.directory}/extents")
+            resources.callback(self.extents.close)
+            self.namespace = await load_own(self.engine, lambda ino: self.is_held(ino))
+            self._free_leftovers()
+            if not self._begin():
+                await self._take_what_was_written()
+            self._resources = resources.pop_all()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        for extent in self._retired:
+            self.extents.free(extent)
+        if not self._pins:
+            os.unlink(self._open_mark)
+        await self._resources.aclose()
+
+    @property
+    def _open_mark(self) -> str:
+        """It is there while files may be open, and after a crash."""
+        return f"{self.directory}/{OPEN_MARK}"
+
+    def _begin(self) -> bool:
+        """Return whether the daemon before this one ended with nothing open."""
+        try:
+            os.close(os.open(self._open_mark, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        except FileExistsError:
+            return False
+        return True
+
+    async def _take_what_was_written(self) -> None:
+        """Keep what was written in place when the daemon or the machine died. It is in the extents, as on
+        any filesystem, and becomes the files' next version."""
+        for inode in list(self.namespace.inodes.values()):
+            if not inode.extent:
+                continue
+            try:
+                status = self.extents.stat(inode.extent)
+            except OSError:
+                continue  # missing: the log has it
+            known_ns = max(inode.mtime_ns, inode.ctime_ns)
+            if status.st_size != inode.size or status.st_mtime_ns > known_ns:
+                where = self.namespace.describe(inode.ino)
+                log.info("%s: what was written in place before the crash is kept", where)
+                await self.publish(
+                    inode.ino, inode.extent, status, status.st_mtime_ns,
+                    ctime_ns=status.st_ctime_ns, within_quotas=False,
+                )  # fmt: skip
+
+    def _free_leftovers(self) -> None:
+        named = {inode.extent for inode in self.namespace.inodes.values()}
+        present = set(self.extents)
+        for extent in present - named:
+            self.extents.free(extent)
+        missing = named - present - {0}
+        for inode in self.namespace.inodes.values():
+            if inode.extent in missing:
+                log.error(
+                    "the content of inode %d (version %d) is missing from the store: %s",
+                    inode.ino, inode.version, self.extents.path(inode.extent),
+                )  # fmt: skip
+
+    # -- the life of an extent -------------------------------------------------------------------
+
+    def _free(self, extent: int) -> None:
+        self.extents.free(extent)
+
+    async def publish(
+        self,
+        ino: int,
+        extent: int,
+        status: os.stat_result,
+        mtime_ns: int,
+        *,
+        ctime_ns: int | None = None,
+        mapped: bool = False,
+        base: int | None = None,
+        within_quotas: bool = True,
+    ) -> Inode:
+        """Make `extent` the file's next version; `status` is its stat. Durable when it returns.
+
+        Waits for the disk when the store is on one (`waits`). An empty extent is not kept: the version
+        is recorded as empty. Raises OSError ENOSPC, EDQUOT, and the file keeps its present version.
+        """
+        size = status.st_size
+        if size and self.waits:
+            await trio.to_thread.run_sync(self.extents.sync, extent)
+        before = self.namespace.inode(ino).extent
+        kept = extent if size else 0
+        inode = await self.namespace.publish(
+            ino, kept, size, status.st_blocks, mtime_ns,
+            ctime_ns=ctime_ns, base=base, within_quotas=within_quotas,
+        )  # fmt: skip
+        self._retired.discard(kept)
+        if before != kept:
+            self.retire(before)
+        return inode
+
+    async def save_aside(self, ino: int, extent: int, status: os.stat_result, mtime_ns: int) -> str:
+        made, name = await make_aside(self.namespace, ino, "this-host", self.layout)
+        await self.publish(made.ino, extent, status, mtime_ns)
+        return name
+
+    async def begin_in_place(self, inode: Inode, extent: int) -> int:
+        return extent
+
+    def end_in_place(self, inode: Inode, extent: int) -> bool:
+        return False
+
+    def is_lent(self, extent: int) -> bool:
+        return False
+
+    def hands_over(self, extent: int) -> bool:
+        return False
+
+    async def is_same(self, inode: Inode, extent: int) -> bool:
+        return False
+
+    async def forget(self, inode: Inode) -> None:
+        """Drop an inode that has no name and no holder, and its content."""
+        if inode.ino in self.namespace.inodes:
+            await self.namespace.drop(inode.ino)
+            self.retire(inode.extent)
+
+    # -- what is all here: nothing to ask for ----------------------------------------------------
+
+    def layout(self, parent: int, name: bytes) -> Layout:
+        return _HERE
+
+    def allocate(self, inode: Inode) -> tuple[int, int]:
+        return self.extents.allocate()
+
+    def is_fresh(self, inode: Inode) -> bool:
+        return True
+
+    async def freshen(self, inode: Inode, *, content: bool = False) -> None:
+        pass
+
+    def believable_s(self, directory: int, *, used: bool = True) -> float:
+        return _FOREVER_S
+
+    def directories_believable_s(self) -> float:
+        return _FOREVER_S
+
+    def path_valid_s(self, directory: int) -> float:
+        return _FOREVER_S
+
+    async def bring(self, ino: int) -> Inode:
+        return self.namespace.inode(ino)
+
+    async def read_into(self, ino: int, memory: int, lifeline: int) -> Inode:
+        os.close(memory)
+        os.close(lifeline)
+        raise fail(errno.EOPNOTSUPP, "it is on this host")
+
+    def count_open(self, extent: int) -> None:
+        """Count nothing: all contents are here."""
+
+    def is_here(self, extent: int) -> bool:
+        return True
+
+    async def read(self, inode: Inode, extent: int, offset: int, size: int) -> bytes:
+        with self.extents.opened(extent) as fd:
+            return os.pread(fd, size, offset)
+
+    def prefetch(self, ino: int) -> None:
+        raise fail(errno.EOPNOTSUPP)
+
+    def prefetch_progress(self, ino: int) -> dict[str, Any]:
+        raise fail(errno.EOPNOTSUPP)
+
+    def statvfs(self) -> os.statvfs_result:
+        return self.extents.statvfs()
+
+    async def check_attribute(self, inode: Inode, name: bytes, value: bytes) -> None:
+        pass
+
+    def figures(self) -> list[Any]:
+        return []
+
+    def status(self) -> dict[str, Any]:
+        return {}

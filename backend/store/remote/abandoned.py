@@ -1,0 +1,123 @@
+"""Contents that were sent to store nodes, in part at least, and will not be any file's.
+
+Nodes keep what this session sent for as long as it lives: it may be named any moment. So a mount tells them
+of what it gave up, and tells a node that cannot be reached later. A content whose naming failed without a
+definite answer is given up when it is certain that it was not named, and cannot be any more.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
+
+import trio
+
+from ...cluster.lease import Session
+from ...cluster.membership import Members
+from ...cluster.records import session_of
+from ...cluster.replica import Replica
+from ...transport.peers import Peers
+
+__all__ = ["Abandoned"]
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 5.0
+# More are left to the end of the session, the oldest first.
+CONTENTS_MAX = 10_000
+
+
+class SettlingEngine(Protocol):
+    async def settle(self) -> None:
+        """Return when no transaction of this process can be applied any more whose caller was not told
+        its outcome. Raises OSError."""
+        ...
+
+
+class _GivenUp(NamedTuple):
+    nodes: set[int]  # that may have it
+    is_certain: bool
+
+
+class Abandoned:
+    """The abandoned contents of the mount with this session. `named` says which of some contents are a
+    file's, as far as the replica knows."""
+
+    def __init__(
+        self,
+        engine: SettlingEngine,
+        replica: Replica,
+        members: Members,
+        peers: Peers,
+        session: Session,
+        named: Callable[[set[int]], set[int]],
+    ) -> None:
+        self._engine = engine
+        self._replica = replica
+        self._members = members
+        self._peers = peers
+        self._session = session
+        self._named = named
+        self._contents: dict[int, _GivenUp] = {}  # the oldest first
+        self._news = trio.Event()
+
+    def __len__(self) -> int:
+        return len(self._contents)
+
+    def give_up(self, content: int, nodes: Iterable[int], *, is_certain: bool) -> None:
+        """`is_certain`: nobody has asked etcd to name it."""
+        self._contents[content] = _GivenUp(set(nodes), is_certain)
+        if len(self._contents) > CONTENTS_MAX:
+            del self._contents[next(iter(self._contents))]
+        self._news.set()
+
+    async def run(self) -> None:
+        while True:
+            await self._news.wait()
+            self._news = trio.Event()
+            while self._contents:
+                try:
+                    await self._make_certain()
+                except OSError as error:
+                    log.info("contents whose naming failed stay on their nodes for now: %s", error)
+                await self._tell()
+                if self._contents:
+                    with trio.move_on_after(RETRY_S):
+                        await self._news.wait()
+                    self._news = trio.Event()
+
+    async def _make_certain(self) -> None:
+        """Raises OSError."""
+        doubtful = {content for content, one in self._contents.items() if not one.is_certain}
+        if not doubtful:
+            return
+        await self._engine.settle()
+        await self._replica.barrier()
+        for content in self._named(doubtful):
+            del self._contents[content]
+        for content in doubtful & self._contents.keys():
+            self._contents[content] = self._contents[content]._replace(is_certain=True)
+
+    async def _tell(self) -> None:
+        told: dict[int, list[int]] = {}  # by node
+        for content, (nodes, is_certain) in list(self._contents.items()):
+            nodes -= {node for node in nodes if self._members.is_removed(node)}
+            if not nodes or session_of(content) != self._session.number:
+                del self._contents[content]
+            elif is_certain:
+                for node in nodes & self._members.nodes.keys():
+                    told.setdefault(node, []).append(content)
+        async with trio.open_nursery() as nursery:
+            for node, contents in told.items():
+                nursery.start_soon(self._tell_node, node, contents)
+        for content in [content for content, one in self._contents.items() if not one.nodes]:
+            del self._contents[content]
+
+    async def _tell_node(self, node: int, contents: list[int]) -> None:
+        for content in contents:
+            try:
+                await self._peers.device(node).abort(content)
+            except OSError as error:
+                log.info("content %x stays on node %x for now: %s", content, node, error)
+                return
+            if (one := self._contents.get(content)) is not None:
+                one.nodes.discard(node)

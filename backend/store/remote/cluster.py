@@ -1,0 +1,79 @@
+"""What a mount knows of its cluster: what fetching and replicating both start from."""
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import trio
+
+from ...cluster.group_configs import Groups
+from ...cluster.membership import Members
+from ...cluster.placement import group_of
+from ...cluster.records import Layout, Settings
+from ...cluster.replica import Replica
+from ...transport.peers import Peers
+
+log = logging.getLogger(__name__)
+
+_STRIPES_AT_ONCE = 4
+
+
+class Cluster:
+    """Files up to `small_bytes` travel inside control messages. `timeout_s`: how long a group may have
+    no reachable members before a transfer fails. `here` is the store node on this host, 0 if there is
+    none."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        groups: Groups,
+        members: Members,
+        peers: Peers,
+        *,
+        small_bytes: int,
+        timeout_s: float,
+    ) -> None:
+        self.replica = replica
+        self.groups = groups
+        self.members = members
+        self.peers = peers
+        self.small_bytes = small_bytes
+        self.timeout_s = timeout_s
+        self.here = 0
+
+    @property
+    def settings(self) -> Settings:
+        assert self.members.settings is not None, "a mount starts with the settings"
+        return self.members.settings
+
+    @property
+    def store_here(self) -> str:
+        """The directory of the store node on this host, "" if there is none."""
+        address = self.members.nodes.get(self.here)
+        return address.store if address is not None else ""
+
+    def group(self, layout: Layout, stripe: int) -> int:
+        return group_of(layout, stripe, self.settings.buckets)
+
+    def has_member_here(self, group: int) -> bool:
+        found = self.groups.get(group)
+        return found is not None and self.here in found[0].members
+
+
+async def for_each_stripe(stripes: int, work: Callable[[int], Awaitable[None]]) -> None:
+    """Do `work` for every stripe, a few at a time. What goes wrong is raised as a group, except where
+    there is one stripe only."""
+    if stripes == 1:
+        await work(0)
+        return
+    limit = trio.CapacityLimiter(_STRIPES_AT_ONCE)
+
+    async def work_on(stripe: int) -> None:
+        try:
+            await work(stripe)
+        finally:
+            limit.release_on_behalf_of(stripe)
+
+    async with trio.open_nursery() as nursery:
+        for stripe in range(stripes):
+            await limit.acquire_on_behalf_of(stripe)
+            nursery.start_soon(work_on, stripe)

@@ -1,0 +1,322 @@
+"""Contents on this host: fetched ones, working copies, and what a store node here shares with us.
+
+The directory is a cache: it starts and ends empty, and what nothing pins may go, least recently used
+first. A content that lies in the directory of a store node on this host is used where it lies; while it
+is pinned, a name of our own keeps it (holds.py). The node uses the files of superseded contents again,
+but not those that a mount has opened: what we give to applications may stay in their pipes and sockets.
+So before one is opened, it gets a name in the node's directory lent/ (node/files.py).
+"""
+
+import errno
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ..extents import OPEN_FLAGS, ExtentStore
+from .figures import CacheFigures
+from .holds import Holds
+
+# The rest is for working copies: the kernel fills them without asking us, and must find room.
+_KEPT_SHARE = 0.75
+
+
+class Contents(ExtentStore):
+    """`new_number` numbers a working copy; `gone` is told of each content whose file is not here any more.
+    `limit_bytes`: of what is kept of published contents; None: three quarters of the filesystem's size."""
+
+    def __init__(
+        self,
+        directory: str,
+        new_number: Callable[[], int],
+        gone: Callable[[int], None],
+        limit_bytes: int | None = None,
+    ) -> None:
+        super().__init__(directory)
+        self._empty()
+        self._new_number = new_number
+        self._gone = gone
+        self._elsewhere: dict[int, str] = {}
+        self._holds: dict[str, Holds] = {}  # by store directory
+        self._held: dict[int, str] = {}
+        self._kept: OrderedDict[int, int] = OrderedDict()
+        # Working copies that become versions now: they may be named before we hear of it.
+        self._publishing: set[int] = set()
+        self._limit_bytes = limit_bytes
+        self.kept_bytes = 0
+        self.evictions = 0
+
+    def close(self) -> None:
+        for holds in self._holds.values():
+            holds.close()
+        self._held.clear()
+        self._empty()
+        super().close()
+
+    def _empty(self) -> None:
+        for name in os.listdir(self._dir_fd):
+            os.unlink(name, dir_fd=self._dir_fd)
+
+    @property
+    def limit_bytes(self) -> int:
+        """Of published contents that are kept here."""
+        if self._limit_bytes is not None:
+            return self._limit_bytes
+        below = self.statvfs()
+        return int(below.f_blocks * below.f_frsize * _KEPT_SHARE)
+
+    def figures(self) -> CacheFigures:
+        return CacheFigures(self.kept_bytes, self.limit_bytes, self.evictions)
+
+    # -- files -----------------------------------------------------------------------------------
+
+    def path(self, extent: int) -> str:
+        return self._elsewhere.get(extent) or super().path(extent)
+
+    def allocate(self) -> tuple[int, int]:
+        self._next = self._new_number()
+        return super().allocate()
+
+    def allocate_in(self, directory: str) -> tuple[int, int]:
+        """A working copy in the directory where a store node here will take it over.
+
+        Raises OSError (ENOSPC, EMFILE, EACCES)."""
+        extent = self._new_number()
+        path = f"{directory}/{extent:x}"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._elsewhere[extent] = path
+        return extent, fd
+
+    def adoptable(self, extent: int) -> str:
+        """The name of a working copy that a store node here can take over; "" for others."""
+        path = self._elsewhere.get(extent, "")
+        return os.path.basename(path) if os.path.dirname(path).endswith("/incoming") else ""
+
+    @contextmanager
+    def publishing(self, extent: int) -> Iterator[None]:
+        """Take a working copy for a published content that is here, while it becomes one. If it does not,
+        it is ours again, whoever has taken it over. It has to be pinned."""
+        self._publishing.add(extent)
+        try:
+            yield
+        except BaseException:
+            if self.adoptable(extent) and not os.path.exists(self._elsewhere[extent]):
+                os.link(self._held[extent], self._elsewhere[extent])
+            raise
+        finally:
+            self._publishing.discard(extent)
+
+    def published(self, extent: int, size: int, store: str) -> None:
+        """The working copy is a version now. `store` is the directory of the node on this host."""
+        if self.adoptable(extent):
+            left = self._elsewhere[extent]
+            if self.borrow(extent, store) and os.path.exists(left):
+                os.unlink(left)  # of an attempt that failed
+        self.keep(extent, size)
+
+    def renumber(self, extent: int) -> int:
+        """Another number, of the present session, for a working copy here, or for a version that was
+        written on in place."""
+        renamed = self._new_number()
+        path = self._elsewhere.get(extent)
+        if path is None:
+            os.link(super().path(extent), super().path(renamed))
+        else:
+            renamed_path = f"{_store_of(path)}/incoming/{renamed:x}"
+            os.link(self._path_now(extent), renamed_path)
+            self._elsewhere[renamed] = renamed_path
+        return renamed
+
+    def is_lent(self, extent: int) -> bool:
+        """Return whether it is the very file of a store node here, which nobody may write."""
+        return extent in self._elsewhere and not self.adoptable(extent)
+
+    def take_out(self, extent: int) -> int:
+        """Make a working copy of a published content that is kept here, without moving a byte: the
+        content is not here any more. Raises OSError ENOENT when it was not."""
+        number = self._new_number()
+        os.rename(super().path(extent), super().path(number))
+        self.kept_bytes -= self._kept.pop(extent, 0)
+        return number
+
+    def put_back(self, number: int, extent: int) -> bool:
+        """Undo `take_out`; False: the content has come here again meanwhile, or lies elsewhere."""
+        if extent in self._kept or extent in self._elsewhere or number in self._elsewhere:
+            return False
+        os.rename(super().path(number), super().path(extent))
+        self.keep(extent, self.stat(extent).st_blocks * 512)
+        return True
+
+    def open(self, extent: int, flags: int = os.O_RDONLY) -> int:
+        path = self._elsewhere.get(extent)
+        if path is None:
+            return super().open(extent, flags)
+        if extent in self._held:
+            return os.open(self._held[extent], flags | os.O_CLOEXEC)
+        return _open_there(path, flags)
+
+    def stat(self, extent: int) -> os.stat_result:
+        if extent not in self._elsewhere:
+            return super().stat(extent)
+        return os.stat(self._path_now(extent))
+
+    def _path_now(self, extent: int) -> str:
+        """A name of a file in a store node's directory which is there for as long as it is pinned."""
+        return self._held.get(extent) or self._elsewhere[extent]
+
+    def free(self, extent: int) -> None:
+        self.kept_bytes -= self._kept.pop(extent, 0)
+        path = self._elsewhere.pop(extent, None)
+        if path is None:
+            super().free(extent)
+        elif "/incoming/" in path:
+            try:
+                os.unlink(path)
+            except FileNotFoundError:
+                pass  # taken over
+        self._gone(extent)
+
+    def make(self, extent: int, size: int, *, has_holes: bool = False) -> int:
+        """A file of `size` bytes to fetch a content into; it is here once `admit` was called. It has its
+        room, or is one hole.
+
+        Raises OSError ENOSPC."""
+        fd = os.open(
+            f"fetch-{extent:x}",
+            os.O_RDWR | os.O_CREAT | os.O_TRUNC | OPEN_FLAGS,
+            0o600,
+            dir_fd=self._dir_fd,
+        )
+        try:
+            if has_holes:
+                os.ftruncate(fd, size)
+            else:
+                os.posix_fallocate(fd, 0, size)
+        except BaseException:
+            os.close(fd)
+            self.give_up(extent)
+            raise
+        return fd
+
+    def admit(self, extent: int, size: int) -> None:
+        """What `make` made is complete; `size` bytes are kept. Whoever has the content from elsewhere
+        meanwhile relies on that file."""
+        if extent in self._kept or extent in self._publishing:
+            self.give_up(extent)
+            return
+        os.rename(
+            f"fetch-{extent:x}", f"{extent:x}", src_dir_fd=self._dir_fd, dst_dir_fd=self._dir_fd
+        )
+        self.keep(extent, size)
+
+    def give_up(self, extent: int) -> None:
+        os.unlink(f"fetch-{extent:x}", dir_fd=self._dir_fd)
+
+    # -- what is kept ----------------------------------------------------------------------------
+
+    def borrow(self, extent: int, store: str) -> bool:
+        """Use a content of one stripe where the store node on this host keeps it, in its directory
+        `store`; False: it is not there."""
+        path = f"{store}/extents/{extent:x}.0"
+        try:
+            os.close(_open_there(path, os.O_RDONLY))
+        except OSError:
+            return False
+        self._elsewhere[extent] = path
+        return True
+
+    def has(self, extent: int) -> bool:
+        """Whether the published content can be opened here. Asking for it counts as using it."""
+        if extent in self._kept:
+            self._kept.move_to_end(extent)
+            return True
+        if extent in self._publishing:
+            return True
+        path = self._elsewhere.get(extent)
+        if path is None:
+            return False
+        if extent in self._held or os.path.exists(path):
+            return True
+        del self._elsewhere[extent]  # its node has let it go
+        return False
+
+    def keep(self, extent: int, size: int) -> None:
+        """A published content is here; `size` bytes of it are ours unless a store node has it."""
+        if extent not in self._elsewhere or self.adoptable(extent):
+            self.kept_bytes += size - self._kept.get(extent, 0)
+            self._kept[extent] = size
+
+    def hold(self, extent: int) -> None:
+        """It is pinned: what a store node keeps for us, or takes over, must not go. Raises
+        FileNotFoundError when its node has let it go already."""
+        path = self._elsewhere.get(extent)
+        if path is None or extent in self._held:
+            return
+        store = _store_of(path)
+        holds = self._holds.get(store)
+        if holds is None:
+            holds = self._holds[store] = Holds(store)
+        lent = _lend(path) if _is_sealed(path) else path
+        held = self._held[extent] = holds.add(path, f"{extent:x}")
+        # Both names could be of other files, if the content went and came again meanwhile.
+        if not os.path.samestat(os.stat(lent), os.stat(held)):
+            self.let_go(extent)
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+    def let_go(self, extent: int) -> None:
+        held = self._held.pop(extent, None)
+        if held is not None:
+            try:
+                os.unlink(held)
+            except FileNotFoundError:
+                pass  # the store has gone
+
+    def make_room(self, size: int, pinned: "dict[int, int]") -> bool:
+        """Evict what is not pinned until `size` more bytes may be kept and find room beside the working
+        copies; whether they do."""
+        below = self.statvfs()
+        # What is evicted is free afterwards: the sum stays.
+        limit = min(self.limit_bytes, self.kept_bytes + below.f_bavail * below.f_frsize)
+        while self.kept_bytes + size > limit:
+            extent = next((kept for kept in self._kept if kept not in pinned), None)
+            if extent is None:
+                return False
+            self.evictions += 1
+            self.free(extent)
+        return True
+
+
+def _store_of(path: str) -> str:
+    return os.path.dirname(os.path.dirname(path))
+
+
+def _is_sealed(path: str) -> bool:
+    """Return whether it is an extent in the directory of a store node, and no working copy of ours, which
+    the node uses for nothing else anyway."""
+    return os.path.dirname(path).endswith("/extents")
+
+
+def _lend(path: str) -> str:
+    """Tell a store node that its extent is about to be opened. Return the name that tells it."""
+    lent = f"{_store_of(path)}/lent/{os.path.basename(path)}"
+    try:
+        os.link(path, lent)
+    except FileExistsError:
+        pass  # it was opened before
+    return lent
+
+
+def _open_there(path: str, flags: int) -> int:
+    """Open a file of a store node. Raises FileNotFoundError when the node has let it go."""
+    if not _is_sealed(path):
+        return os.open(path, flags | os.O_CLOEXEC)
+    lent = _lend(path)
+    fd = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        # Both names could be of other files, if the content went and came again meanwhile.
+        if os.path.samestat(os.stat(lent), os.fstat(fd)):
+            return fd
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    except BaseException:
+        os.close(fd)
+        raise

@@ -1,0 +1,462 @@
+"""Getting published contents to this host.
+
+A large content is streamed into a file, stripe by stripe, from a member of each stripe's group. Small
+ones come inside control messages: what is asked for while an answer is on its way goes out together
+with the next question, and a directory whose files are opened one after the other is read ahead.
+
+What is read into memory that a program lends never gets a file here.
+
+Before a content may be opened its bytes are compared with the digests that its version's record has;
+replicas that do not have them are passed over. Ranges of files that are too large to be kept here are
+not checked: a stripe's digest is that of the whole stripe.
+"""
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from functools import partial
+
+import trio
+
+from ...cluster.records import Layout
+from ...namespace import Inode, fail
+from ...transport import Distrusted, Extent, FileRange, Memory
+from ...unwrap import first_error
+from ..digest import Digests, Stripe, digest_of_bytes
+from ..reading import read_hashed
+from ..sparse import allocated_bytes, is_sparse
+from .cluster import Cluster, for_each_stripe
+from .contents import Contents
+from .figures import FetchFigures
+from .lent import Declined, Lent
+
+log = logging.getLogger(__name__)
+
+_LOOK_AGAIN_S = 0.5
+# Errors of this host's own, which no other replica would help with.
+_OURS = (errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EOPNOTSUPP)
+_BATCH_EXTENTS = 256
+_BATCH_BYTES = 4 << 20
+
+
+class Gone(Exception):
+    """No member of the group keeps the content any more: a newer version is current."""
+
+
+class Wrong(OSError):
+    """Every replica of a content has other bytes than were published."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(errno.EIO, text)
+
+
+class _Batch:
+    """Small contents that are asked of one node in one message."""
+
+    def __init__(self) -> None:
+        self.wanted: dict[Extent, Inode] = {}
+        self.wrong: set[Extent] = set()
+        self.data: dict[Extent, bytes | None] = {}
+        self.error: OSError | None = None
+        self.asked = False
+        self.size = 0
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.wanted) >= _BATCH_EXTENTS or self.size >= _BATCH_BYTES
+
+    def add(self, inode: Inode) -> None:
+        extent = Extent(inode.extent, 0)
+        if extent not in self.wanted:
+            self.wanted[extent] = inode
+            self.size += inode.size
+
+
+class Fetcher:
+    """`pins` are the contents that must stay on this host. With `verify`, what has digests is checked;
+    `describe` gives an inode's path for messages."""
+
+    def __init__(
+        self,
+        contents: Contents,
+        pins: dict[int, int],
+        cluster: Cluster,
+        *,
+        salt: int,
+        verify: bool,
+        describe: Callable[[int], str],
+    ) -> None:
+        self._contents = contents
+        self._pins = pins
+        self._cluster = cluster
+        self._salt = salt
+        self._verify = verify
+        self._describe = describe
+        self._running: dict[int, trio.Event] = {}
+        self._next_batch: dict[int, _Batch] = {}
+        self._asking: dict[int, trio.Lock] = {}
+        self.figures = FetchFigures()
+
+    async def fetch(self, inode: Inode, ahead: Callable[[], Iterable[Inode]] | None = None) -> None:
+        """Bring the inode's current content to this host, once however many ask for it.
+
+        `ahead` gives inodes that will be wanted soon. Returns without it when there is no room to keep
+        it here. Raises Gone, Wrong, or OSError (ETIMEDOUT: no member answers).
+        """
+        content = inode.extent
+        room = allocated_bytes(inode.size, inode.blocks)
+        while (running := self._running.get(content)) is not None:
+            await running.wait()
+            if self._contents.has(content):
+                return
+        done = self._running[content] = trio.Event()
+        try:
+            if self._borrow(content, inode.layout, inode.size):
+                return
+            if not self._contents.make_room(room, self._pins):
+                return
+            if inode.size <= self._cluster.small_bytes:
+                await self._fetch_small(inode, ahead)
+            else:
+                await self._fetch_large(inode)
+            self.figures.fetched_files += 1
+            self.figures.fetched_bytes += room
+        except OSError as error:
+            # What was evicted takes room until the kernel lets go of it.
+            if error.errno != errno.ENOSPC:
+                raise
+            log.info("content %x is not kept here: %s", content, error.strerror)
+        finally:
+            del self._running[content]
+            done.set()
+
+    async def read_into(self, inode: Inode, lent: Lent) -> None:
+        """Read the inode's current content to the start of memory that a program lends.
+
+        Raises Gone, Wrong, or OSError: EOPNOTSUPP where it had better be opened (Declined, or a device
+        that cannot be reached), EFBIG, ETIMEDOUT."""
+        content, size = inode.extent, inode.size
+        if size > lent.size:
+            raise OSError(errno.EFBIG, f"{size} bytes do not fit into {lent.size} that are lent")
+        if self._contents.has(content) or content in self._running:
+            raise Declined("it is on this host")
+        if self._borrow(content, inode.layout, size):
+            raise Declined("a store node on this host has it")
+        if size <= self._cluster.small_bytes:
+            raise Declined("it is small")
+        if is_sparse(size, inode.blocks):
+            raise Declined("it has holes")
+        is_checked = self._verify and bool(inode.digests)
+        if is_checked and lent.memory is Memory.DEVICE:
+            raise Declined("it is to be checked (see --no-verify)")
+        await self._read_all(inode, FileRange(lent.fd, 0, size, lent.memory))
+        self.figures.lent_files += 1
+        self.figures.lent_bytes += size
+
+    async def read(self, inode: Inode, content: int, offset: int, size: int) -> bytes:
+        """Bytes of a content that is not kept here (`inode` gives its layout)."""
+        buffer = os.memfd_create("irdmafs-range", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(buffer, size)
+            layout = inode.layout
+            step = layout.stripe_bytes or (offset + size)
+            done = 0
+            while done < size:
+                stripe = (offset + done) // step
+                start = (offset + done) - stripe * step
+                length = min(size - done, step - start)
+                await self._read(inode, content, stripe, start, FileRange(buffer, done, length))
+                done += length
+            return os.pread(buffer, size, 0)
+        except Gone:
+            raise fail(
+                errno.ESTALE, f"content {content:x} is no longer kept by any store node"
+            ) from None
+        finally:
+            os.close(buffer)
+
+    # -- where it is -----------------------------------------------------------------------------
+
+    def _sources(self, group: int, content: int) -> list[int]:
+        """Live members to read from: on this host first, the others in an order that differs from
+        content to content and from mount to mount, so that they share the load."""
+        found = self._cluster.groups.get(group)
+        live = (
+            [node for node in found[0].in_sync if node in self._cluster.members.nodes]
+            if found
+            else []
+        )
+        live.sort(key=lambda node: (node != self._cluster.here, hash((node, content, self._salt))))
+        return live
+
+    def _borrow(self, content: int, layout: Layout, size: int) -> bool:
+        store = self._cluster.store_here
+        if not store or layout.stripes(size) > 1:
+            return False
+        if self._contents.borrow(content, store):
+            self.figures.borrowed += 1
+            return True
+        return False
+
+    async def _from_any(
+        self,
+        group: int,
+        content: int,
+        ino: int,
+        wrong: set[int],
+        take: Callable[[int], Awaitable[None]],
+    ) -> int:
+        """Take something from one member of a group after the other, but for those whose bytes were
+        `wrong`, until one has it; returns which."""
+        deadline = time.monotonic() + self._cluster.timeout_s
+        told: set[int] = set()
+        while True:
+            absent = 0
+            refusals: list[Distrusted] = []
+            sources = [node for node in self._sources(group, content) if node not in wrong]
+            for node in sources:
+                try:
+                    await take(node)
+                    return node
+                except FileNotFoundError:
+                    absent += 1
+                except OSError as error:
+                    if error.errno in _OURS:
+                        raise
+                    if isinstance(error, Distrusted):
+                        refusals.append(error)
+                    if node not in told:
+                        told.add(node)
+                        log.info("content %x: %s; trying another replica", content, error)
+            if sources and len(refusals) == len(sources):
+                raise refusals[0]
+            found = self._cluster.groups.get(group)
+            wanted = found[0].in_sync if found else ()
+            if wrong and (wrong.issuperset(wanted) or (sources and absent == len(sources))):
+                raise self._all_wrong(ino, wrong)
+            if sources and absent == len(sources):
+                raise Gone
+            if time.monotonic() > deadline:
+                if wrong:
+                    raise self._all_wrong(ino, wrong)
+                raise OSError(
+                    errno.ETIMEDOUT,
+                    f"no replica could be read for {self._cluster.timeout_s:g} s: store nodes "
+                    f"{', '.join(f'{node:x}' for node in wanted)} of placement group {group:#x} "
+                    "are wanted; see `irdmafs cluster status`",
+                )
+            with trio.move_on_after(_LOOK_AGAIN_S):
+                await self._cluster.members.changed()
+
+    def _all_wrong(self, ino: int, nodes: set[int]) -> Wrong:
+        return Wrong(
+            f"{self._describe(ino)} cannot be read: no replica has the bytes that were published, store "
+            f"nodes {', '.join(f'{node:x}' for node in sorted(nodes))} have others; publish it again"
+        )
+
+    def _report_wrong(
+        self, inode: Inode, copies: Sequence[tuple[int, int]], where: str = ""
+    ) -> None:
+        """`copies` are nodes and stripes. The nodes are told, and look for themselves."""
+        self.figures.wrong_fetches += 1
+        nodes = {node for node, _ in copies}
+        for node, stripe in copies:
+            self._cluster.peers.nursery.start_soon(self._doubt, node, Extent(inode.extent, stripe))
+        log.warning(
+            "%s: store node %s sent other bytes%s than were published as version %d: they are dropped",
+            self._describe(inode.ino),
+            " or ".join(f"{node:x}" for node in sorted(nodes)),
+            where,
+            inode.version,
+        )
+
+    async def _doubt(self, node: int, extent: Extent) -> None:
+        try:
+            await self._cluster.peers.doubt(node, extent)
+        except OSError as error:
+            log.info("content %x: %s", extent.content, error)
+
+    # -- large -----------------------------------------------------------------------------------
+
+    async def _fetch_large(self, inode: Inode) -> None:
+        content, size = inode.extent, inode.size
+        has_holes = is_sparse(size, inode.blocks)
+        make = partial(self._contents.make, content, size, has_holes=has_holes)
+        # Not at once: room for a large file is not found in an instant where pages are small.
+        fd = await trio.to_thread.run_sync(make)
+        try:
+            await self._read_all(inode, FileRange(fd, 0, size))
+        except BaseException:
+            self._contents.give_up(content)
+            raise
+        finally:
+            os.close(fd)
+        self._contents.admit(content, allocated_bytes(size, inode.blocks))
+
+    async def _read_all(self, inode: Inode, into: FileRange) -> None:
+        """All stripes at once. Raises Gone, Wrong, OSError."""
+        stripes = inode.layout.stripes(inode.size)
+        digests = Digests(inode.digests, stripes)
+
+        async def read_part(part: int) -> None:
+            await self._read_checked(inode, digests, part, into)
+
+        async def read_one(stripe: int) -> None:
+            there = into.part(*inode.layout.span(inode.size, stripe))
+            if is_sparse(inode.size, inode.blocks):
+                await self._read_hashed(inode, stripe, there, set())
+            else:
+                await self._read(inode, inode.extent, stripe, 0, there)
+
+        try:
+            if self._verify and digests.are_there:
+                await for_each_stripe(digests.parts, read_part)
+            else:
+                await for_each_stripe(stripes, read_one)
+        except BaseExceptionGroup as group:
+            if group.subgroup(Gone) is not None:
+                raise Gone from group
+            raise first_error(group) from group
+
+    async def _read_checked(
+        self, inode: Inode, digests: Digests, part: int, into: FileRange
+    ) -> None:
+        """Read the stripes of a part until they are what was published. Raises Wrong.
+
+        Where a part has several, it cannot be told whose bytes are wrong: all are taken elsewhere."""
+        stripes = digests.stripes_of(part)
+        wrong: list[set[int]] = [set() for _ in stripes]
+        while True:
+            nodes, found = [], []
+            for stripe, passed_over in zip(stripes, wrong, strict=True):
+                there = into.part(*inode.layout.span(inode.size, stripe))
+                node, digest = await self._read_hashed(inode, stripe, there, passed_over)
+                nodes.append(node)
+                found.append(digest)
+            if digests.match(part, found):
+                self.figures.checked_bytes += sum(
+                    inode.layout.span(inode.size, stripe)[1] for stripe in stripes
+                )
+                return
+            first, _ = inode.layout.span(inode.size, stripes[0])
+            offset, length = inode.layout.span(inode.size, stripes[-1])
+            copies = list(zip(nodes, stripes, strict=True))
+            self._report_wrong(inode, copies, f" at {first} to {offset + length}")
+            for passed_over, node in zip(wrong, nodes, strict=True):
+                passed_over.add(node)
+
+    async def _read_hashed(
+        self, inode: Inode, stripe: int, into: FileRange, wrong: set[int]
+    ) -> tuple[int, bytes]:
+        """Read a whole stripe. Returns the node that it came from, and its digest."""
+        found: Stripe | None = None
+
+        async def take(node: int) -> None:
+            nonlocal found
+            device, extent = self._cluster.peers.device(node), Extent(inode.extent, stripe)
+            has_holes = is_sparse(inode.size, inode.blocks)
+            found = await read_hashed(device, extent, into, is_sparse=has_holes)
+
+        group = self._cluster.group(inode.layout, stripe)
+        node = await self._from_any(group, inode.extent, inode.ino, wrong, take)
+        assert found is not None
+        return node, await found.finish()
+
+    async def _read(
+        self, inode: Inode, content: int, stripe: int, start: int, into: FileRange
+    ) -> None:
+        async def take(node: int) -> None:
+            device = self._cluster.peers.device(node)
+            await device.read(Extent(content, stripe), start, into)
+
+        group = self._cluster.group(inode.layout, stripe)
+        await self._from_any(group, content, inode.ino, set(), take)
+
+    # -- small -----------------------------------------------------------------------------------
+
+    async def _fetch_small(self, inode: Inode, ahead: Callable[[], Iterable[Inode]] | None) -> None:
+        extent = Extent(inode.extent, 0)
+        wrong: set[int] = set()
+
+        async def take(node: int) -> None:
+            batch = self._next_batch.get(node)
+            if batch is None or batch.is_full:
+                batch = self._next_batch[node] = _Batch()
+            batch.add(inode)
+            if ahead is not None:
+                for other in self._small_ones(ahead(), node):
+                    if batch.is_full:
+                        break
+                    batch.add(other)
+            await self._answered(node, batch)
+            if batch.error is not None:
+                raise batch.error
+            if self._contents.has(inode.extent):
+                return
+            if extent in batch.wrong:
+                wrong.add(node)
+                raise fail(errno.EIO)
+            if batch.data.get(extent) is None:
+                raise fail(errno.ENOENT)
+
+        group = self._cluster.group(inode.layout, 0)
+        await self._from_any(group, inode.extent, inode.ino, wrong, take)
+
+    def _small_ones(self, inodes: Iterable[Inode], node: int) -> Iterator[Inode]:
+        """Those that this node can give along with what it is asked for."""
+        for inode in inodes:
+            if not 0 < inode.size <= self._cluster.small_bytes or self._contents.has(inode.extent):
+                continue
+            if inode.extent in self._running:
+                continue
+            found = self._cluster.groups.get(self._cluster.group(inode.layout, 0))
+            if found is not None and node in found[0].in_sync:
+                yield inode
+
+    async def _answered(self, node: int, batch: _Batch) -> None:
+        """Wait for a batch's answer. One question at a time is asked of a node; what is added
+        meanwhile goes out with the next."""
+        async with self._asking.setdefault(node, trio.Lock()):
+            if not batch.asked:
+                if self._next_batch.get(node) is batch:
+                    del self._next_batch[node]
+                await self._ask(node, batch)
+                batch.asked = True
+
+    async def _ask(self, node: int, batch: _Batch) -> None:
+        wanted = list(batch.wanted)
+        try:
+            answers = await self._cluster.peers.device(node).get(wanted, self._cluster.small_bytes)
+        except OSError as error:
+            batch.error = error
+            return
+        for extent, data in zip(wanted, answers, strict=True):
+            batch.data[extent] = data
+            if data is None or self._contents.has(extent.content):
+                continue
+            if self._is_right(batch.wanted[extent], data):
+                self._store_small(extent.content, data)
+            else:
+                batch.wrong.add(extent)
+                self._report_wrong(batch.wanted[extent], [(node, 0)])
+
+    def _is_right(self, inode: Inode, data: bytes) -> bool:
+        digests = Digests(inode.digests, 1)
+        if not (self._verify and digests.are_there):
+            return True
+        if not digests.match(0, [digest_of_bytes(data)]):
+            return False
+        self.figures.checked_bytes += len(data)
+        return True
+
+    def _store_small(self, content: int, data: bytes) -> None:
+        if not self._contents.make_room(len(data), self._pins):
+            return
+        fd = self._contents.make(content, len(data))
+        try:
+            os.pwrite(fd, data, 0)
+        finally:
+            os.close(fd)
+        self._contents.admit(content, len(data))

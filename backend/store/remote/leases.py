@@ -1,0 +1,412 @@
+"""Directory leases: what lets a mount open files without asking etcd, and its kernel not ask the mount.
+
+A mount that follows a directory has a key in etcd that says so. Whoever changes something below it
+returns to its caller only when every follower has seen the change and told its kernel (or its session
+is over, which etcd decides). So while a follower's own session is valid by its clock, its replica is
+fresh there, and so is what its kernel was told to believe for a while. One that is stuck, or means harm,
+holds nobody up for long (see promise). A directory given with --follow
+is followed for good; one that is asked about again and again is followed for as long as that goes on.
+
+A directory that moves takes what is below it out of one lease and perhaps into none: who changes
+something there next must not return before every follower knows of the move.
+"""
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+import trio
+
+from ...cluster.lease import now_s
+from ...cluster.membership import Members, Session, followed_key, seen_key
+from ...cluster.replica import Replica
+from ...kv import Delete, Event, KeyValue, Put
+from ...kv.etcd import EtcdEngine
+from ...namespace import ROOT_INO, Namespace
+from .promise import Followers, Sureness
+
+log = logging.getLogger(__name__)
+
+# So many questions about a directory that had to be asked, within this time, and it is followed.
+_QUESTIONS = 8
+_WITHIN_S = 2.0
+# It is given up when no open came for so long, or when others changed it more often than we read it.
+_IDLE_S = 10.0
+_CHANGES_PER_OPEN = 2
+_BACK_OFF_S = 10.0
+_FOLLOWED_MAX = 256
+# For so long the kernel may believe what it is told.
+_BELIEVED_S = 1.0
+# It counts from when the caller takes the answer in, which may be kept from its processor.
+_GRACE_S = 0.5
+
+
+class Transactions:
+    """A consumer of the replica hub, its last: told of each transaction when all others know it."""
+
+    prefixes = (b"s",)
+
+    def __init__(self) -> None:
+        self.on_transaction: Callable[[int, bytes], None] = lambda revision, last_id: None
+
+    def load(self, records: Sequence[KeyValue], revision: int) -> None:
+        """What happened while the watch was broken: somebody may wait for us to have seen it."""
+        self.on_transaction(revision, b"")
+
+    def apply(self, revision: int, events: Sequence[Event]) -> None:
+        for event in events:
+            self.on_transaction(revision, event.value or b"")
+
+
+class _Interest:
+    """How a directory is used by this mount."""
+
+    __slots__ = ("changes", "last_open", "opens", "since")
+
+    def __init__(self, now: float) -> None:
+        self.opens = 0
+        self.changes = 0
+        self.since = self.last_open = now
+
+
+class Leases:
+    """The directories that this mount follows, and the promise to those who change them."""
+
+    def __init__(
+        self,
+        engine: EtcdEngine,
+        replica: Replica,
+        namespace: Namespace,
+        members: Members,
+        session: Session,
+    ) -> None:
+        self._engine = engine
+        self._replica = replica
+        self._namespace = namespace
+        self._members = members
+        self._session = session
+        self._held: dict[int, int] = {}  # directory -> the lease under which it is followed
+        self._sureness = Sureness()
+        self._followers = Followers(members)
+        self._followed_under = 0  # the newest lease under which anything was followed
+        # Directories that are given up as soon as the kernel believes nothing there any more.
+        self._ending: dict[int, float] = {}
+        # What is followed under a lease, and the directories above; empty: not known.
+        self._ways: set[int] = set()
+        self._ways_lease = 0
+        self._for_good: set[int] = set()
+        self._interest: dict[int, _Interest] = {}
+        self._asking: set[int] = set()
+        self._not_before: dict[int, float] = {}
+        self._touched: set[int] = set()  # directories, by the transaction being applied
+        self._directory_changed = self._moved = False  # likewise
+        # The newest move of a directory, and the newest that all followers know.
+        self._moved_at = self._moved_known = 0
+        self._owed = 0  # the newest revision that somebody may wait for us to have seen
+        self._owing = trio.Event()
+        self._nursery: trio.Nursery | None = None
+        self.acknowledgements = 0
+        self.transactions = 0  # asked for: to follow, to give up and to acknowledge
+
+    # -- following -------------------------------------------------------------------------------
+
+    def covers(self, directory: int) -> bool:
+        """Whether all that happened below the directory is known here, by promise."""
+        if not self._held or not self._left_s():
+            return False
+        covering = next(self._held_above(directory), None)
+        if covering is None:
+            return False
+        self._use(covering)
+        return True
+
+    def believable_s(self, directory: int, *, used: bool) -> float:
+        """For how long the kernel may believe what it is told of the directory; 0.0: not at all."""
+        if not self._held:
+            return 0.0
+        left_s = self._left_s()
+        if not left_s:
+            return 0.0
+        for covering in self._held_above(directory):
+            if covering not in self._ending:
+                if used:
+                    self._use(covering)
+                return min(left_s, _BELIEVED_S)
+        return 0.0
+
+    def directories_believable_s(self) -> float:
+        """For how long the kernel may believe the attributes of directories that are not followed: it is
+        told of changes when they come here, as are those who ask, but nobody waits for that."""
+        return min(self._session.left_s(), _BELIEVED_S)
+
+    def path_valid_s(self, directory: int) -> float:
+        """Likewise for the name of a directory that is followed, or on the way to one: who changes
+        such a name, too, waits for all who follow something below."""
+        if not self._held:
+            return 0.0
+        lease = self._session.lease
+        if not self._ways or self._ways_lease != lease:
+            self._ways, self._ways_lease = set(), lease
+            for held, under in self._held.items():
+                if under == lease and held not in self._ending:
+                    self._ways.update(self._path(held))
+        if directory not in self._ways:
+            return 0.0
+        return min(self._left_s(), _BELIEVED_S)
+
+    def _left_s(self) -> float:
+        """For how long what is known here may be believed."""
+        return min(self._session.left_s(), self._sureness.left_s())
+
+    @property
+    def _patience_s(self) -> float:
+        settings = self._members.settings
+        assert settings is not None, "a mount starts with the settings"
+        return float(settings.lease_ttl_s)
+
+    def _path(self, directory: int) -> set[int]:
+        """The directory and all above it."""
+        path: set[int] = set()
+        inodes = self._namespace.inodes
+        while directory and directory not in path:
+            path.add(directory)
+            inode = inodes.get(directory)
+            directory = inode.parent if inode is not None else 0
+        return path
+
+    def _held_above(self, directory: int) -> Iterator[int]:
+        """The followed directories that the directory is or lies in."""
+        held, lease, inodes = self._held, self._session.lease, self._namespace.inodes
+        while True:
+            if held.get(directory) == lease:
+                yield directory
+            inode = inodes.get(directory)
+            if inode is None or directory == ROOT_INO or not inode.parent:
+                return
+            directory = inode.parent
+
+    def _use(self, directory: int) -> None:
+        interest = self._interest.get(directory)
+        if interest is not None:
+            interest.opens += 1
+            interest.last_open = time.monotonic()
+
+    async def follow(self, directory: int, *, for_good: bool = False) -> None:
+        """Follow a directory and all below it, from now on."""
+        if for_good:
+            self._for_good.add(directory)
+        lease, asked_s = self._session.lease, now_s()
+        revision = await self._transact(Put(followed_key(directory, lease), b"", lease))
+        # A change that was committed before has been applied here then, and who commits later knows.
+        await self._replica.wait_applied(revision)
+        if self._followed_under != lease:
+            self._followed_under = lease
+            self._sureness.confirmed(asked_s, self._patience_s)
+        elif not self._sureness.left_s():
+            await self._confirm()
+        if lease == self._session.lease:
+            self._held[directory] = lease
+            self._ways.clear()
+            self._owe(self._replica.applied)  # somebody may wait already
+
+    async def _transact(self, operation: Put | Delete) -> int:
+        self.transactions += 1
+        return await self._engine.transact((), (operation,))
+
+    async def unfollow(self, directory: int) -> None:
+        self._ending.pop(directory, None)
+        self._ways.clear()
+        lease = self._held.pop(directory, None)
+        if lease is None:
+            return
+        try:
+            await self._transact(Delete(followed_key(directory, lease)))
+        except OSError:
+            # The key may be there still, and somebody wait for us because of it.
+            self._held[directory], self._ending[directory] = lease, 0.0
+            self._owe(self._replica.applied)
+            raise
+
+    def asked(self, directory: int) -> None:
+        """Something about the directory had to be asked: is it worth following?"""
+        if self._nursery is None or directory in self._asking:
+            return
+        if directory in self._ending:
+            return
+        now = time.monotonic()
+        interest = self._interest.get(directory)
+        if interest is None or now - interest.since > _WITHIN_S:
+            if len(self._interest) >= _FOLLOWED_MAX:
+                return
+            interest = self._interest[directory] = _Interest(now)
+        interest.opens += 1
+        interest.last_open = now
+        if interest.opens >= _QUESTIONS and now >= self._not_before.get(directory, 0.0):
+            self._asking.add(directory)
+            self._nursery.start_soon(self._follow_quietly, directory)
+
+    async def _follow_quietly(self, directory: int) -> None:
+        try:
+            interest = self._interest[directory]
+            interest.opens = interest.changes = 0
+            await self.follow(directory)
+        except OSError as error:
+            log.info("directory %d is not followed: %s", directory, error)
+        finally:
+            self._asking.discard(directory)
+
+    # -- keeping the promise ---------------------------------------------------------------------
+
+    def changed(self, directories: Sequence[int]) -> None:
+        """A change below these directories is being applied."""
+        if self._held:
+            self._touched.update(directories)
+
+    def directory_changed(self, *, moved: bool) -> None:
+        """… or a change of a directory's record, perhaps of its place: it matters to all below it."""
+        self._directory_changed = True
+        self._ways.clear()
+        self._moved = self._moved or moved
+
+    def transaction(self, revision: int, *, ours: bool, known: bool) -> None:
+        """One has been applied, or, if they are not `known`, several. For our own nobody waits to
+        hear from us, unless what we changed could be changed again from outside our leases."""
+        if self._moved:
+            self._moved_at = revision
+        owed = self._moved or (not ours and (self._directory_changed or not known))
+        if not ours:
+            for directory in {held for at in self._touched for held in self._held_above(at)}:
+                owed = True
+                interest = self._interest.get(directory)
+                if interest is not None:
+                    interest.changes += 1
+        self._touched.clear()
+        self._directory_changed = self._moved = False
+        if owed and self._held:
+            self._owe(revision)
+
+    def _owe(self, revision: int) -> None:
+        self._owed = revision
+        self._owing.set()
+
+    async def acknowledge(self) -> None:
+        """Tell what we have seen whenever somebody may wait for it; a task of its own."""
+        while True:
+            await self._owing.wait()
+            self._owing = trio.Event()
+            if self._members.acked(self._session.lease) >= self._owed or not self._held:
+                continue
+            await self._replica.wait_applied(self._owed)
+            seen = self._replica.applied
+            lease = self._session.lease
+            try:
+                await self._transact(Put(seen_key(lease), seen.to_bytes(8, "big"), lease))
+                self.acknowledgements += 1
+            except OSError as error:
+                log.warning("followers' promise not kept for now: %s", error)
+                await trio.sleep(0.1)
+                self._owing.set()
+
+    async def _confirm(self) -> None:
+        """Be sure again. Who did not wait for us any more does so once we have acknowledged."""
+        lease, asked_s = self._session.lease, now_s()
+        await self._replica.wait_applied(await self._engine.barrier())
+        if not self._sureness.left_s() or self._members.acked(lease) < self._owed:
+            seen = self._replica.applied.to_bytes(8, "big")
+            revision = await self._transact(Put(seen_key(lease), seen, lease))
+            await self._replica.wait_applied(revision)
+        if lease == self._session.lease:
+            self._sureness.confirmed(asked_s, self._patience_s)
+
+    async def _stay_sure(self) -> None:
+        """Ask etcd how far it is while anything is followed; a task of its own."""
+        while True:
+            if self._held and self._session.valid():
+                await self._attempt(self._confirm())
+            await trio.sleep(self._patience_s / 4)
+
+    async def wait_for_followers(self, directories: tuple[int, ...], revision: int) -> None:
+        """Return when all who follow these directories have seen the revision."""
+        inodes = self._namespace.inodes
+        path = set().union(*map(self._path, directories))
+        moved = any(
+            directory in inodes
+            and inodes[directory].revision == revision
+            and self._namespace.children(directory)
+            for directory in directories
+        )
+        members, ours = self._members, self._session.lease
+        if self._moved_at > self._moved_known:
+            newest = self._moved_at
+            await self._followers.wait(
+                lambda: members.followers() - {ours}, newest, self._patience_s
+            )
+            self._moved_known = max(self._moved_known, newest)
+        # The record of a directory that moved was put: what is followed below it has other names now.
+        await self._followers.wait(
+            lambda: (members.followers() if moved else members.followers_of(path)) - {ours},
+            revision,
+            self._patience_s,
+        )
+
+    # -- life ------------------------------------------------------------------------------------
+
+    def is_followed_for_good(self, directory: int) -> bool:
+        """Whether new versions in the directory are to be fetched at once."""
+        return bool(self._for_good) and not self._for_good.isdisjoint(self._path(directory))
+
+    def count(self) -> int:
+        return len(self._held)
+
+    async def run(self) -> None:
+        """Keep the promise, give up what is idle, follow again in a new session."""
+        async with trio.open_nursery() as self._nursery:
+            self._nursery.start_soon(self.acknowledge)
+            self._nursery.start_soon(self._stay_sure)
+            while True:
+                await trio.sleep(1.0)
+                await self._tidy()
+
+    async def _tidy(self) -> None:
+        now = time.monotonic()
+        lease = self._session.lease
+        for directory in self._for_good:
+            if self._held.get(directory) != lease and self._session.valid():
+                await self._attempt(self.follow(directory, for_good=True))
+        for directory, held in list(self._held.items()):
+            if held != lease:
+                del self._held[directory]
+                self._ending.pop(directory, None)
+                self._ways.clear()
+                continue
+            if directory in self._for_good:
+                continue
+            interest = self._interest.get(directory)
+            if directory in self._ending:
+                if now >= self._ending[directory]:
+                    await self._attempt(self.unfollow(directory))
+                continue
+            idle = interest is None or now - interest.last_open > _IDLE_S
+            busy = (
+                interest is not None and interest.changes > _CHANGES_PER_OPEN * interest.opens + 8
+            )
+            if idle or busy:
+                self._interest.pop(directory, None)
+                if busy:
+                    self._not_before[directory] = now + _BACK_OFF_S
+                self._ending[directory] = now + _BELIEVED_S + _GRACE_S
+                self._ways.clear()
+            elif interest is not None:
+                interest.opens = interest.changes = 0
+        for directory, since in list(self._not_before.items()):
+            if since < now:
+                del self._not_before[directory]
+        for directory, interest in list(self._interest.items()):
+            if directory not in self._held and now - interest.last_open > _IDLE_S:
+                del self._interest[directory]
+
+    async def _attempt(self, doing: Awaitable[None]) -> None:
+        try:
+            await doing
+        except OSError as error:
+            log.info("directory leases: %s", error)

@@ -1,0 +1,493 @@
+"""Locks across the hosts of a cluster: what this mount may grant to its processes.
+
+docs/locks.md has the protocol, tests/model_locks.py its model. A host that is alone with an inode is the
+`sole` one and grants at local speed; as soon as another host records that it wants or holds something, it
+comes down to what its processes really hold, and from then on every growth is a transaction.
+"""
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
+
+import msgspec
+import trio
+
+from ...cluster.lock_claims import (
+    ENTRY,
+    GUARD,
+    NOTHING,
+    Claim,
+    Entry,
+    Holder,
+    entry_key,
+    guard_key,
+    is_blocked,
+    is_covered,
+    merged,
+    parse_key,
+)
+from ...cluster.membership import Members, Session
+from ...cluster.records import decode, encode
+from ...cluster.replica import Replica
+from ...kv import Compare, Conflict, Delete, Event, KeyValue, Put
+from ...kv.etcd import EtcdEngine
+from ...kv.etcd_leases import LeaseEnded
+
+__all__ = ["SharedLocks"]
+
+log = logging.getLogger(__name__)
+
+# A host that is alone with an inode again becomes its sole one after so long without others.
+_CALM_S = 1.0
+# A request that came later than another host's lets that one go first for so long.
+_YIELD_S = 0.1
+# A host gives up its claim on an inode that nobody locked for so long. Others then need not ask for it.
+_IDLE_S = 10.0
+_LEFT_BEHIND_S = 30.0
+_LOOK_AGAIN_S = 1.0
+_RETRY_S = 0.5
+
+
+class _Nobody:
+    """The holder before there is one."""
+
+    def held(self, ino: int) -> Iterable[Claim]:
+        return ()
+
+    async def publish(self, ino: int) -> None: ...
+
+    async def refresh(self, ino: int) -> None: ...
+
+    def lost(self) -> None: ...
+
+
+class _Inode:
+    """An inode that is locked here, or was of late. `mine` is at most what etcd has of us."""
+
+    __slots__ = (
+        "changing",
+        "coming_down",
+        "contended",
+        "idle_since",
+        "mine",
+        "moved",
+        "settling",
+        "unsure",
+        "used",
+        "wanting",
+        "yielding_to",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.mine = NOTHING
+        self.changing = trio.Lock()  # one transaction at a time
+        self.coming_down = False  # from sole: what was written is being published
+        self.settling = False  # a task is about to do so
+        self.unsure = False  # etcd may have more of us than `mine`
+        self.wanting: list[Claim] = []
+        self.moved = trio.Event()  # set and replaced when others' entries change
+        self.yielding_to: dict[int, float] = {}  # other hosts that wait, and since when
+        self.contended = -_CALM_S
+        self.used = True
+        self.idle_since = 0.0
+
+    def wake(self) -> None:
+        self.moved.set()
+        self.moved = trio.Event()
+
+
+class SharedLocks:
+    """A consumer of the replica hub that knows every host's entries, and this host's part in them."""
+
+    prefixes = (GUARD, ENTRY)
+
+    def __init__(self, engine: EtcdEngine, members: Members, timeout_s: float) -> None:
+        self._engine = engine
+        self._members = members
+        self._timeout_s = timeout_s
+        self.replica: Replica
+        self.session: Session
+        self.holder: Holder = _Nobody()
+        self._entries: dict[int, dict[int, Entry]] = {}  # inode -> lease -> entry; ours, too
+        self._guards: dict[int, int] = {}
+        self._left_behind: dict[int, float] = {}
+        self._inodes: dict[int, _Inode] = {}
+        self._nursery: trio.Nursery | None = None
+        self.transactions = 0
+
+    # -- what is granted -------------------------------------------------------------------------
+
+    def grants(self, ino: int, claim: Claim, since: float) -> bool:
+        """Return whether a lock may be granted now, as far as other hosts are concerned, to a request
+        that was made at `since` (time.monotonic(), seconds)."""
+        state = self._inodes.get(ino)
+        if state is None or not self.session.valid():
+            return False
+        state.used = True
+        if state.mine.sole:
+            return self._is_alone(ino, state)
+        return is_covered(state.mine, claim) and not self._yields(ino, state, claim, since)
+
+    def is_alone(self, ino: int) -> bool:
+        """Return whether no other host can lock the inode before this one has come down."""
+        state = self._inodes.get(ino)
+        return state is not None and self._is_alone(ino, state)
+
+    def _is_alone(self, ino: int, state: _Inode) -> bool:
+        return state.mine.sole and not state.coming_down and next(self._others(ino), None) is None
+
+    def _others(self, ino: int) -> Iterator[Entry]:
+        ours = self.session.lease
+        for lease, entry in self._entries.get(ino, {}).items():
+            if lease != ours:
+                yield entry
+
+    def _yields(self, ino: int, state: _Inode, claim: Claim, since: float) -> bool:
+        """Return whether another host waits for longer for what this would keep it from."""
+        entries = self._entries.get(ino, {})
+        return any(
+            seen < since and lease in entries and any(map(claim.conflicts, entries[lease].wanted))
+            for lease, seen in state.yielding_to.items()
+        )
+
+    async def claim(self, ino: int, claim: Claim, *, wait: bool, since: float) -> None:
+        """Return when `grants` says yes to whoever need not let others go first (`since` 0); it does until
+        the caller waits for something.
+
+        Raises BlockingIOError if others hold what is in the way and it is not to `wait`, OSError
+        ETIMEDOUT, ENOLCK.
+        """
+        state = self._state(ino)
+        state.wanting.append(claim)
+        yield_until = time.monotonic() + _YIELD_S
+        give_up = time.monotonic() + 2 * self.session.ttl_s + self._timeout_s
+        fresh = wait
+        try:
+            while True:
+                await self._wait_valid()
+                moved = state.moved
+                now = time.monotonic()
+                if self.grants(ino, claim, since if now < yield_until else 0.0):
+                    return
+                if state.mine.sole:
+                    await self._settle(ino, state)
+                    continue
+                others = list(self._others(ino))
+                if is_blocked(others, claim):
+                    if not fresh:
+                        await self.replica.barrier()
+                        fresh = True
+                        continue
+                    if not wait and (now > give_up or not any(other.sole for other in others)):
+                        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+                    await self._want(ino, state)
+                    with trio.move_on_after(_LOOK_AGAIN_S):
+                        await moved.wait()
+                elif now < yield_until and self._yields(ino, state, claim, since):
+                    await self._want(ino, state)
+                    with trio.move_on_after(yield_until - now):
+                        await moved.wait()
+                elif not await self._grow(ino, state, claim):
+                    await self.replica.barrier()
+        finally:
+            state.wanting.remove(claim)
+            if state.mine.wanted:
+                self._settle_soon(ino, state)
+
+    async def test(self, ino: int, claim: Claim) -> Claim | None:
+        """Return what another host's processes hold in the way of a lock. Raises OSError ETIMEDOUT."""
+        state = self._state(ino)
+        state.wanting.append(claim)
+        try:
+            await self._wait_valid()
+            if not self.is_alone(ino):
+                await self.replica.barrier()
+            while not self.is_alone(ino):
+                moved = state.moved
+                others = list(self._others(ino))
+                if not any(other.sole for other in others):
+                    held = (held for other in others for held in other.held)
+                    return next((one for one in held if one.conflicts(claim)), None)
+                await self._want(ino, state)
+                with trio.move_on_after(_LOOK_AGAIN_S):
+                    await moved.wait()
+            return None
+        finally:
+            state.wanting.remove(claim)
+            if state.mine.wanted:
+                self._settle_soon(ino, state)
+
+    def shrunk(self, ino: int) -> None:
+        """Processes gave locks back, and what they wrote under them is published."""
+        state = self._inodes.get(ino)
+        if state is not None and not self._is_alone(ino, state):
+            self._settle_soon(ino, state)
+
+    async def shrink(self, ino: int) -> None:
+        """Likewise; return when other hosts can know, if etcd can be told now."""
+        state = self._inodes.get(ino)
+        if state is None or self._is_alone(ino, state):
+            return
+        try:
+            await self._settle(ino, state)
+        except BaseException as error:
+            self._settle_soon(ino, state)
+            if not isinstance(error, OSError):
+                raise
+
+    async def _wait_valid(self) -> None:
+        if self.session.valid():
+            return
+        with trio.move_on_after(self._timeout_s):
+            await self.session.wait_valid()
+            return
+        raise OSError(errno.ETIMEDOUT, "etcd does not answer: nobody knows which locks others hold")
+
+    # -- transactions ----------------------------------------------------------------------------
+
+    async def _grow(self, ino: int, state: _Inode, claim: Claim) -> bool:
+        """Add a claim to our entry, or become the sole host. False: others were faster."""
+        async with state.changing:
+            if state.mine.sole or is_blocked(list(self._others(ino)), claim):
+                return True  # what is to be done is another thing by now
+            lease, guard = self.session.lease, self._guards.get(ino, 0)
+            calm = time.monotonic() - state.contended > _CALM_S
+            sole = calm and next(self._others(ino), None) is None
+            held = merged((*state.mine.held, claim))
+            if any(is_blocked(list(self._others(ino)), one) for one in held):
+                raise OSError(errno.ENOLCK, "more locks on a file than can be told to other hosts")
+            wanting = list(state.wanting)
+            wanting.remove(claim)
+            entry = Entry(sole, held, merged(wanting))
+            compares = [self.session.compare(), (guard_key(ino), guard)]
+            try:
+                revision = await self._transact(
+                    compares,
+                    [Put(entry_key(ino, lease), encode(entry), lease), Put(guard_key(ino), b"")],
+                )
+            except (Conflict, LeaseEnded):
+                return False
+            except PermissionError as error:
+                # EACCES would mean that somebody holds it.
+                raise OSError(
+                    errno.ENOLCK,
+                    f"others cannot be told of locks ({error.strerror}); see -o locks=local",
+                ) from error
+            except BaseException:
+                state.unsure = True
+                raise
+            # Nothing is granted under it before all is known here that was published before.
+            state.unsure = True
+            await self.replica.wait_applied(revision)
+            await self.holder.refresh(ino)
+            if lease != self.session.lease:
+                return False
+            state.mine, state.unsure = entry, False
+        if not self._is_alone(ino, state):
+            self._settle_soon(ino, state)  # in case that nobody takes the lock after all
+        return True
+
+    async def _want(self, ino: int, state: _Inode) -> None:
+        """Record what processes here wait for, so that a sole host comes down."""
+        async with state.changing:
+            wanted = merged(state.wanting)
+            if not state.mine.sole and wanted != state.mine.wanted:
+                await self._put(ino, state, Entry(False, state.mine.held, wanted))
+
+    def _settle_soon(self, ino: int, state: _Inode) -> None:
+        if not state.settling and self._nursery is not None:
+            state.settling = True
+            self._nursery.start_soon(self._settle_quietly, ino, state)
+
+    async def _settle_quietly(self, ino: int, state: _Inode) -> None:
+        lease = self.session.lease
+        while lease == self.session.lease:
+            state.settling = False
+            try:
+                await self._settle(ino, state)
+                return
+            except OSError as error:
+                log.warning("inode %d: others are not told yet what is unlocked: %s", ino, error)
+            state.settling = True
+            await trio.sleep(_RETRY_S)
+        state.settling = False
+
+    async def _settle(self, ino: int, state: _Inode, *, idle: bool = False) -> None:
+        """Bring our entry down to what processes here hold and wait for. `idle`: also if we are alone."""
+        async with state.changing:
+            if self._is_alone(ino, state) and not idle and not state.unsure:
+                return
+            if state.mine.sole:
+                state.coming_down = True
+                try:
+                    await self.holder.publish(ino)
+                except OSError as error:
+                    log.error(
+                        "inode %d: what was written under a lock is not published: %s", ino, error
+                    )
+                finally:
+                    state.coming_down = False
+                # No await from here to where `mine` is what others will know.
+            held = merged(self.holder.held(ino))
+            entry = Entry(False, held, merged(state.wanting))
+            if state.unsure or entry != state.mine:
+                await self._put(ino, state, entry)
+
+    async def _put(self, ino: int, state: _Inode, entry: Entry) -> None:
+        """Put an entry that claims no more than before. Raises OSError."""
+        state.mine = entry
+        lease = self.session.lease
+        key = entry_key(ino, lease)
+        session: list[Compare] = [self.session.compare()]
+        try:
+            if entry:
+                await self._transact(session, [Put(key, encode(entry), lease)])
+            elif next(self._others(ino), None) is not None or not await self._remove(ino, session):
+                await self._transact(session, [Delete(key)])
+        except (Conflict, LeaseEnded):
+            pass  # the session is over, and the entry with it
+        except BaseException:
+            state.unsure = True
+            raise
+        state.unsure = False
+
+    async def _remove(self, ino: int, session: Sequence[Compare]) -> bool:
+        """Remove our entry, when there is no other, and the guard. False: somebody has grown."""
+        compares = [*session, (guard_key(ino), self._guards.get(ino, 0))]
+        key = entry_key(ino, self.session.lease)
+        try:
+            await self._transact(compares, [Delete(key), Delete(guard_key(ino))])
+        except Conflict:
+            return False
+        return True
+
+    async def _transact(
+        self, compares: Sequence[Compare], operations: Sequence[Put | Delete]
+    ) -> int:
+        self.transactions += 1
+        return await self._engine.transact(compares, operations)
+
+    # -- the session -----------------------------------------------------------------------------
+
+    def lost(self) -> None:
+        """The session is over; what was claimed in it is gone, and others may have it."""
+        for state in self._inodes.values():
+            state.mine, state.unsure = NOTHING, False
+            state.wake()
+        self.holder.lost()
+
+    async def run(self) -> None:
+        """Tell others what is given back, and give up what is idle."""
+        async with trio.open_nursery() as self._nursery:
+            while True:
+                await trio.sleep(1.0)
+                await self._tidy()
+
+    async def _tidy(self) -> None:
+        now = time.monotonic()
+        for ino, state in list(self._inodes.items()):
+            if state.unsure:
+                self._settle_soon(ino, state)
+            if state.used or state.wanting or state.changing.locked():
+                state.used, state.idle_since = False, now
+            elif now - state.idle_since < _IDLE_S or any(True for _ in self.holder.held(ino)):
+                pass
+            elif state.mine:
+                await _quietly(self._settle(ino, state, idle=True))
+            elif self._inodes.get(ino) is state:
+                del self._inodes[ino]
+        await self._remove_left_behind(now)
+
+    async def _remove_left_behind(self, now: float) -> None:
+        """A guard stays when the host that put it dies. One mount of all takes them away."""
+        for ino, since in list(self._left_behind.items()):
+            if now - since < _LEFT_BEHIND_S or not self.session.valid():
+                continue
+            if self.session.number == min(self._members.sessions, default=0):
+                await _quietly(self._remove(ino, [self.session.compare()]))
+
+    # -- consumer of the replica -----------------------------------------------------------------
+
+    def load(self, records: Sequence[KeyValue], revision: int) -> None:
+        self._entries.clear()
+        self._guards.clear()
+        self._left_behind.clear()
+        for record in records:
+            self._take(record.key, record.value, record.mod_revision)
+        for ino in list(self._inodes):
+            self._moved(ino)
+
+    def apply(self, revision: int, events: Sequence[Event]) -> None:
+        for event in events:
+            self._take(event.key, event.value, event.revision)
+        for ino in {parse_key(event.key)[0] for event in events}:
+            self._moved(ino)
+
+    def _take(self, key: bytes, value: bytes | None, revision: int) -> None:
+        ino, lease = parse_key(key)
+        if not lease:
+            if value is None:
+                self._guards.pop(ino, None)
+            else:
+                self._guards[ino] = revision
+        elif value is None:
+            entries = self._entries.get(ino)
+            if entries is not None:
+                entries.pop(lease, None)
+                if not entries:
+                    del self._entries[ino]
+        else:
+            self._entries.setdefault(ino, {})[lease] = _decoded(key, value)
+        if ino in self._guards and ino not in self._entries:
+            self._left_behind.setdefault(ino, time.monotonic())
+        else:
+            self._left_behind.pop(ino, None)
+
+    def _moved(self, ino: int) -> None:
+        state = self._inodes.get(ino)
+        if state is None:
+            return
+        now = time.monotonic()
+        ours = self.session.lease
+        waiting = {
+            lease
+            for lease, entry in self._entries.get(ino, {}).items()
+            if lease != ours and entry.wanted
+        }
+        for lease in state.yielding_to.keys() - waiting:
+            del state.yielding_to[lease]
+        for lease in waiting:
+            state.yielding_to.setdefault(lease, now)
+        if next(self._others(ino), None) is not None:
+            state.contended = now
+            if state.mine.sole or state.unsure:
+                self._settle_soon(ino, state)
+        state.wake()
+
+    def _state(self, ino: int) -> _Inode:
+        state = self._inodes.get(ino)
+        if state is None:
+            state = self._inodes[ino] = _Inode()
+            self._moved(ino)
+        return state
+
+    def count(self) -> int:
+        """Return on how many inodes this host has claims."""
+        return sum(bool(state.mine) for state in self._inodes.values())
+
+
+def _decoded(key: bytes, value: bytes) -> Entry:
+    try:
+        return decode(value, Entry)
+    except msgspec.DecodeError as error:
+        log.error("the record %r in etcd is damaged; nobody can lock the file: %s", key, error)
+        return Entry(sole=True)
+
+
+async def _quietly(step: Awaitable[object]) -> None:
+    try:
+        await step
+    except OSError as error:
+        log.info("locks are not tidied up now: %s", error)

@@ -1,0 +1,28 @@
+"""Numbers of contents: the session that writes one, and a counter."""
+
+import errno
+from collections.abc import Callable
+
+from ...cluster.records import CONTENT_NUMBER_BITS
+from ...namespace import fail
+
+_NUMBERS = 1 << CONTENT_NUMBER_BITS
+
+
+class ContentNumbers:
+    """The numbers that a mount gives. `session` returns its present one."""
+
+    def __init__(self, session: Callable[[], int]) -> None:
+        self._session = session
+        self._last = 0
+        self._last_of = 0
+
+    def new(self) -> int:
+        """Raises OSError ENOSPC when the session has none left."""
+        session = self._session()
+        if session != self._last_of:
+            self._last_of, self._last = session, 0
+        self._last += 1
+        if self._last >= _NUMBERS:
+            raise fail(errno.ENOSPC, "this session has no content numbers left; mount again")
+        return session << CONTENT_NUMBER_BITS | self._last

@@ -1,0 +1,98 @@
+"""Fetching files before anybody opens them, and how far that is."""
+
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import trio
+
+from ...namespace import Inode, Namespace
+
+log = logging.getLogger(__name__)
+
+_AT_ONCE = 8
+# Progress of finished requests is kept for so many, for those who ask how it went.
+_REMEMBERED = 256
+
+
+class Progress:
+    """What one request has to fetch, and has. Sizes in bytes."""
+
+    def __init__(self) -> None:
+        self.files = self.done = self.failed = self.bytes = self.bytes_done = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "files": self.files,
+            "done": self.done,
+            "failed": self.failed,
+            "bytes": self.bytes,
+            "bytes_done": self.bytes_done,
+        }
+
+
+class Prefetcher:
+    """`bring` fetches the current version of an inode. Tasks run in `nursery`."""
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        nursery: trio.Nursery,
+        bring: Callable[[int], Awaitable[Inode]],
+    ) -> None:
+        self._namespace = namespace
+        self._nursery = nursery
+        self._bring = bring
+        self._limit = trio.CapacityLimiter(_AT_ONCE)
+        self._progress: dict[int, Progress] = {}
+        self.fetched_bytes = 0
+
+    def start(self, ino: int) -> None:
+        """Fetch a file, or every file below a directory."""
+        progress = Progress()
+        self._progress.pop(ino, None)
+        self._progress[ino] = progress
+        while len(self._progress) > _REMEMBERED:
+            del self._progress[next(iter(self._progress))]
+        found = list(self._below(ino))
+        progress.files = len(found)
+        progress.bytes = sum(inode.size for inode in found)
+        self._nursery.start_soon(self._fetch_all, [inode.ino for inode in found], progress)
+
+    def progress(self, ino: int) -> dict[str, Any]:
+        """Of the newest request for this file or directory; all zero if there was none."""
+        return self._progress.get(ino, Progress()).to_json()
+
+    def start_one(self, ino: int) -> None:
+        """A version was published that is to be here before it is asked for."""
+        self._nursery.start_soon(self._fetch, ino, Progress())
+
+    def _below(self, ino: int) -> Iterator[Inode]:
+        inode = self._namespace.inodes.get(ino)
+        if inode is None:
+            return
+        if inode.is_dir:
+            for _, child in self._namespace.children(ino):
+                yield from self._below(child)
+        elif inode.is_file and inode.extent:
+            yield inode
+
+    async def _fetch_all(self, inos: list[int], progress: Progress) -> None:
+        async with trio.open_nursery() as nursery:
+            for ino in inos:
+                async with self._limit:
+                    pass  # do not begin thousands of tasks at once
+                nursery.start_soon(self._fetch, ino, progress)
+
+    async def _fetch(self, ino: int, progress: Progress) -> None:
+        async with self._limit:
+            try:
+                inode = await self._bring(ino)
+            except OSError as error:
+                where = self._namespace.describe(ino)
+                log.info("%s: it could not be fetched ahead: %s", where, error)
+                progress.failed += 1
+            else:
+                progress.bytes_done += inode.size
+                self.fetched_bytes += inode.size
+        progress.done += 1

@@ -1,0 +1,292 @@
+"""Bringing a content to every member of the groups it is spread over.
+
+docs/replication.md has the rules. What is sent is not published: the namespace's transaction does
+that, and it compares the configuration of every group which `Transfer.complete` returns.
+"""
+
+import errno
+import logging
+import os
+import random
+import time
+
+import trio
+
+from ...cluster.groups import has_still
+from ...cluster.records import GroupConfig, Layout, group_key
+from ...kv import Compare
+from ...transport import Distrusted, Extent, Fenced, FileRange, Target, Unreachable, nothing_landed
+from ...unwrap import first_error
+from ..digest import Stripe, digest_of, fold
+from .cluster import Cluster, for_each_stripe
+
+log = logging.getLogger(__name__)
+
+_LOOK_AGAIN_S = 0.5
+# How long a full node may be a reason to wait.
+_FULL_S = 5.0
+
+
+class Transfer:
+    """One content on its way. `adoptable` names the file in the incoming directory of the store node
+    on this host, which takes it over. With `verify` its digests are computed while it is sent. `mapped`:
+    it may be changed meanwhile without a trace."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        content: int,
+        layout: Layout,
+        fd: int,
+        size: int,
+        adoptable: str = "",
+        *,
+        verify: bool = False,
+        mapped: bool = False,
+    ) -> None:
+        self._cluster = cluster
+        self._content = content
+        self._layout = layout
+        self._fd = fd
+        self._size = size
+        self._adoptable = adoptable
+        # Per stripe: which nodes have it, and the configuration under which that is known.
+        self._acknowledged: dict[int, dict[int, GroupConfig]] = {}
+        self._guards: dict[bytes, int] = {}
+        # What a node takes over is the very file that the program may have mapped.
+        self._wants_digests = verify and not (mapped and adoptable)
+        self._mapped = mapped
+        self._stamp: tuple[int, int] | None = None
+        # Which are hashed as their bytes pass.
+        self._passing: dict[int, Stripe] = {}
+        # For the version's record, once `complete` has returned.
+        self.digests = b""
+        # Whoever may have got some of it.
+        self.asked: set[int] = set()
+
+    async def complete(self) -> list[Compare]:
+        """Send what is missing under the present configurations, and return what to compare.
+
+        Call again when a compare did not hold. Raises OSError: ENOSPC, or ETIMEDOUT when a group had
+        no reachable members for too long.
+        """
+        self._guards.clear()
+        hashing = self._wants_digests and not self.digests
+        if hashing:
+            self._stamp = self._present_stamp()
+        try:
+            if hashing and not self._mapped and self._bytes_pass():
+                self._passing = {
+                    stripe: Stripe(self._fd, *self._layout.span(self._size, stripe))
+                    for stripe in range(self._layout.stripes(self._size))
+                }
+                await self._bring_all()
+                self.digests = fold([await each.finish() for each in self._passing.values()])
+            elif hashing and not self._mapped and self._size > self._cluster.small_bytes:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._hash)
+                    nursery.start_soon(self._bring_all)
+            else:
+                if hashing:
+                    await self._hash()
+                await self._bring_all()
+        except BaseExceptionGroup as group:
+            raise first_error(group) from group
+        if self.digests and not await self._stayed():
+            log.info(
+                "content %x was written on while it was sent: it is not checked", self._content
+            )
+            self._wants_digests, self.digests = False, b""
+        return list(self._guards.items())
+
+    async def _bring_all(self) -> None:
+        await for_each_stripe(self._layout.stripes(self._size), self._bring)
+
+    # -- digests ---------------------------------------------------------------------------------
+
+    def _present_stamp(self) -> tuple[int, int]:
+        status = os.fstat(self._fd)
+        return status.st_size, status.st_mtime_ns
+
+    def _bytes_pass(self) -> bool:
+        """Whether they pass through memory of ours, so that they are hashed there; what does not after
+        all is read again."""
+        cluster = self._cluster
+        found = cluster.groups.get(cluster.group(self._layout, 0))
+        return (
+            self._size > cluster.small_bytes
+            and not self._adoptable
+            and found is not None
+            and all(cluster.peers.shows_bytes(node) for node in found[0].members)
+        )
+
+    async def _hash(self) -> None:
+        self.digests = await self._present_digests()
+
+    async def _present_digests(self) -> bytes:
+        return await digests_of(self._fd, self._size, self._layout)
+
+    async def _stayed(self) -> bool:
+        """Whether what was sent is what was hashed. A file that was written on meanwhile is on the nodes
+        as it was at some moments: it goes without digests, which would make it unreadable."""
+        if self._present_stamp() != self._stamp:
+            return False
+        return not self._mapped or await self._present_digests() == self.digests
+
+    # -- sending ---------------------------------------------------------------------------------
+
+    async def _bring(self, stripe: int) -> None:
+        cluster = self._cluster
+        group = cluster.group(self._layout, stripe)
+        deadline = time.monotonic() + cluster.timeout_s
+        full = time.monotonic() + _FULL_S
+        waits = False
+        while True:
+            found = cluster.groups.get(group)
+            if found is None:
+                raise OSError(errno.EIO, f"placement group {group:#x} does not exist")
+            config, revision = found
+            have = self._still_have(stripe, config)
+            missing = [node for node in config.members if node not in have]
+            self.asked.update(missing)
+            if not missing:
+                self._guards[group_key(group)] = revision
+                if waits:
+                    log.info("content %x: group %#x has it now", self._content, group)
+                return
+            try:
+                await self._send(stripe, found, group, self._ordered(missing))
+                continue
+            except Fenced:
+                await cluster.replica.barrier()
+                continue
+            except Unreachable as error:
+                if not waits:
+                    log.info("content %x: %s; another way is looked for", self._content, error)
+                waits = True
+            except OSError as error:
+                # A node that is only joining, and full, is about to be given up by its group.
+                if error.errno != errno.ENOSPC or not config.joining or time.monotonic() > full:
+                    raise
+                with trio.move_on_after(_LOOK_AGAIN_S):
+                    await cluster.groups.changed()
+                continue
+            if await self._send_around(stripe, found, group, missing):
+                continue
+            if time.monotonic() > deadline:
+                raise OSError(
+                    errno.ETIMEDOUT,
+                    f"store nodes {', '.join(f'{node:x}' for node in missing)} of placement group "
+                    f"{group:#x} could not be reached for {cluster.timeout_s:g} s; "
+                    "see `irdmafs cluster status`",
+                )
+            with trio.move_on_after(_LOOK_AGAIN_S * random.uniform(0.5, 1)):
+                await cluster.groups.changed()
+
+    def _still_have(self, stripe: int, config: GroupConfig) -> set[int]:
+        """The nodes whose acknowledgement counts under this configuration."""
+        known = self._acknowledged.setdefault(stripe, {})
+        for node, before in list(known.items()):
+            if has_still(before, config, node):
+                known[node] = config
+            else:
+                del known[node]
+        return set(known)
+
+    def _ordered(self, nodes: list[int]) -> list[int]:
+        """The chain: the node on this host first, as it costs nothing to give it to."""
+        here = self._cluster.here
+        return sorted(nodes, key=lambda node: node != here)
+
+    async def _send(
+        self, stripe: int, found: tuple[GroupConfig, int], group: int, chain: list[int]
+    ) -> None:
+        cluster = self._cluster
+        config, revision = found
+        offset, length = self._layout.span(self._size, stripe)
+        extent = Extent(self._content, stripe)
+        target = Target(group, revision, tuple(chain[1:]))
+        device = cluster.peers.device(chain[0])
+        if chain[0] == cluster.here and self._adoptable:
+            await device.adopt(extent, target, self._adoptable)
+        elif length <= cluster.small_bytes:
+            await self._put(extent, Target(group, revision, ()), chain, offset, length)
+        else:
+            passing = self._passing.get(stripe)
+            passed = passing.landed if passing is not None else nothing_landed
+            await device.write(extent, target, FileRange(self._fd, offset, length), passed)
+        self._acknowledged[stripe].update(dict.fromkeys(chain, config))
+
+    async def _put(
+        self, extent: Extent, target: Target, nodes: list[int], offset: int, length: int
+    ) -> None:
+        """To all at once: for little data the links of a chain cost more than the link of this host."""
+        data = os.pread(self._fd, length, offset)
+        if len(nodes) == 1:
+            await self._cluster.peers.device(nodes[0]).put(extent, target, data)
+            return
+        try:
+            async with trio.open_nursery() as nursery:
+                for node in nodes:
+                    put = self._cluster.peers.device(node).put
+                    nursery.start_soon(put, extent, target, data)
+        except BaseExceptionGroup as group:
+            raise first_error(group) from group
+
+    async def _send_around(
+        self, stripe: int, found: tuple[GroupConfig, int], group: int, missing: list[int]
+    ) -> bool:
+        """The chain is broken somewhere: give it to each node by itself, and let the others check on
+        those that cannot be reached from here. Returns whether all have it. Raises Distrusted if none
+        of them will ever take it."""
+        cluster = self._cluster
+        lost = []
+        refusals = []
+        for node in self._ordered(missing):
+            if node not in cluster.members.nodes:
+                lost.append(node)
+                continue
+            try:
+                await self._send(stripe, found, group, [node])
+            except Fenced:
+                await cluster.replica.barrier()
+                return False
+            except Distrusted as error:
+                lost.append(node)
+                refusals.append(error)
+            except Unreachable:
+                lost.append(node)
+        if len(refusals) == len(missing) and not self._acknowledged[stripe]:
+            raise refusals[0]
+        for node in lost:
+            if not await self._send_through(stripe, found, group, node):
+                return False
+        return True
+
+    async def _send_through(
+        self, stripe: int, found: tuple[GroupConfig, int], group: int, node: int
+    ) -> bool:
+        """Reach a member by way of another one, or have it evicted if that cannot reach it either."""
+        cluster = self._cluster
+        if node not in cluster.members.nodes:
+            return False  # its lease is over: the group's leader is about to take it out
+        for other in sorted(self._acknowledged[stripe]):
+            try:
+                await self._send(stripe, found, group, [other, node])
+                return True
+            except Fenced:
+                await cluster.replica.barrier()
+                return False
+            except Unreachable:
+                pass
+            try:
+                await cluster.peers.suspect(other, group, node)
+            except OSError as error:
+                log.debug("content %x: %s", self._content, error)
+        return False
+
+
+async def digests_of(fd: int, size: int, layout: Layout) -> bytes:
+    """The digests that a version's record has, of a file that holds its bytes."""
+    spans = [layout.span(size, stripe) for stripe in range(layout.stripes(size))]
+    return fold([await digest_of(fd, *span) for span in spans])

@@ -1,0 +1,1 @@
+"""Trust: certificates, roles, and the rights that they give."""

@@ -1,0 +1,47 @@
+"""The keys of a cluster in etcd that a process may write, by the role in its certificate.
+
+Everybody may read everything under the cluster's prefix. What many change, the namespace for example,
+belongs to a role; what is one process's own begins with the number of its certificate, the *owner*, and
+belongs to that certificate alone. Admins may do everything. docs/security.md has the table with reasons.
+"""
+
+from typing import NamedTuple
+
+from ..kv.etcd_leases import LEASE_BITS, OWNER_BYTES
+from .security import Role
+
+__all__ = ["Range", "own_ranges", "shared_ranges"]
+
+# The kinds of keys (see records and namespace) that every certificate of a role may write.
+_SHARED: dict[Role, bytes] = {
+    "mount": b"ditusPwl",
+    "node": b"nNgTsWR",
+    "reader": b"",
+}
+# Keys that begin with a lease, and so with its owner.
+_LEASED: dict[Role, bytes] = {"mount": b"mpfaL", "node": b"", "reader": b"mpfa"}
+_FENCE = b"x"
+
+
+class Range(NamedTuple):
+    """Keys with start <= key < end, within the cluster's prefix."""
+
+    start: bytes
+    end: bytes
+
+
+def shared_ranges(role: Role) -> list[Range]:
+    """Return the ranges of keys that every certificate of a role may write."""
+    return [Range(bytes([kind]), bytes([kind + 1])) for kind in _SHARED[role]]
+
+
+def own_ranges(role: Role, owner: int) -> list[Range]:
+    """Return the ranges of keys that only the certificate of this number may write."""
+    first, last = (((owner + more) << LEASE_BITS).to_bytes(8, "big") for more in (0, 1))
+    found = [Range(bytes([kind]) + first, bytes([kind]) + last) for kind in _LEASED[role]]
+    first, last = (
+        (owner + more).to_bytes(OWNER_BYTES + 1, "big")[-OWNER_BYTES:] for more in (0, 1)
+    )
+    # After the last owner comes the next kind.
+    end = _FENCE + last if owner + 1 < 1 << 8 * OWNER_BYTES else bytes([_FENCE[0] + 1])
+    return [*found, Range(_FENCE + first, end)]

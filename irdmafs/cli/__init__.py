@@ -1,0 +1,1 @@
+"""The `irdmafs` command: one module for each group of subcommands."""

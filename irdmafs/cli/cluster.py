@@ -1,0 +1,321 @@
+"""The commands of a cluster: `irdmafs cluster ...`.
+
+What they need beyond click is imported when they run. Exit codes are those of the other commands, and
+for `cluster status`: 0 all is well, 1 degraded, 2 unavailable.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from ..mount.config import MountError
+from . import status
+
+if TYPE_CHECKING:
+    from ..backend.cluster.config import ClusterConfig
+    from ..backend.cluster.overview import Cluster
+    from ..backend.kv.etcd import EtcdEngine
+    from ..backend.transport.verbs.rdma import Choice
+
+T = TypeVar("T")
+
+# How long a command keeps trying to reach etcd.
+_ETCD_TIMEOUT_S = 5.0
+WATCH_PERIOD_S = 1.0
+_EXIT_CODES = {"ok": 0, "degraded": 1, "unavailable": 2}
+
+config_option = click.option(
+    "--cluster", "--config", "config_path", metavar="FILE",
+    help="The cluster's file  [default: $IRDMAFS_CONFIG, /etc/irdmafs/cluster.toml]",
+)  # fmt: skip
+_RDMA_OPTIONS = (
+    click.option("--rdma", type=click.Choice(["auto", "off", "require"]), help="Move parameters by RDMA "
+                 "verbs: where it can be done, never, or refuse to start without  [default: auto]"),
+    click.option("--rdma-device", metavar="NAME,...", help="Only through these devices  [default: all on "
+                 "a network with the peer]"),
+    click.option("--gid-index", type=int, metavar="N", help="Only with this entry of its GID table."),
+)  # fmt: skip
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def rdma_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The flags of whoever moves parameters."""
+    for option in reversed(_RDMA_OPTIONS):
+        command = option(command)
+    return command
+
+
+def rdma_wanted(
+    path: str | None, mode: str | None, device: str | None, gid_index: int | None
+) -> tuple[Choice, str | None]:
+    """What a mount would ask of RDMA, and a host of the cluster, if there is a file of one."""
+    import msgspec
+
+    from ..backend.cluster.config import ClusterConfig, find_config
+    from ..backend.cluster.config_sections import ClusterSection
+
+    flags = {"rdma": mode, "rdma_device": device, "gid_index": gid_index}
+    with one_line_errors():
+        if find_config(path) is None:
+            given = {name: value for name, value in flags.items() if value is not None}
+            try:
+                section = msgspec.convert(given, ClusterSection)
+            except msgspec.ValidationError as error:
+                raise MountError(str(error)) from None
+            return section.rdma_choice(encrypt_data=False), None
+        config = ClusterConfig.load(path, {"cluster": flags})
+        return (
+            config.cluster.rdma_choice(config.mount.encrypt_data),
+            config.cluster.endpoints[0][0],
+        )
+
+
+def say(text: str, err: bool = False) -> None:
+    click.echo(f"irdmafs: {status.printable(text)}", err=err)
+
+
+def print_json(value: object) -> None:
+    click.echo(status.printable(json.dumps(value, indent=2, ensure_ascii=True)))
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    from ..backend.cluster.config_values import ConfigError
+
+    try:
+        yield
+    except ConfigError as error:
+        raise MountError(str(error)) from error
+
+
+def load(path: str | None, overrides: dict[str, dict[str, Any]] | None = None) -> ClusterConfig:
+    from ..backend.cluster.config import ClusterConfig
+
+    with one_line_errors():
+        return ClusterConfig.load(path, overrides)
+
+
+def with_etcd(config: ClusterConfig, task: Callable[[EtcdEngine], Awaitable[T]]) -> T:
+    """Run a task with the cluster's engine. Raises MountError where etcd cannot be used."""
+    import trio
+
+    from ..backend.etcd.errors import RpcError
+
+    async def run() -> T:
+        async with config.cluster.engine("admin", _ETCD_TIMEOUT_S) as engine:
+            return await task(engine)
+
+    with one_line_errors():
+        try:
+            return trio.run(run)
+        except RpcError as error:
+            raise MountError(
+                f"etcd at {', '.join(config.cluster.etcd)} refuses: {error.text}"
+            ) from error
+        except OSError as error:
+            raise MountError(
+                f"etcd at {', '.join(config.cluster.etcd)}: {error.strerror or error}"
+            ) from error
+
+
+async def read_state(config: ClusterConfig, engine: EtcdEngine) -> Cluster:
+    from ..backend.cluster.inquiry import read_cluster
+
+    found = await read_cluster(engine, config.node.rebalance_rate)
+    if found.members.settings is None:
+        raise MountError(
+            f"etcd at {', '.join(config.cluster.etcd)} knows no cluster named "
+            f"{config.cluster.name!r}; make it with: irdmafs cluster init"
+        )
+    return found
+
+
+def find_node(found: Cluster, name: str) -> int:
+    from ..backend.cluster.overview import NodeNotFound
+
+    try:
+        return found.find_node(name)
+    except NodeNotFound as error:
+        raise MountError(str(error)) from error
+
+
+@click.group()
+def cluster() -> None:
+    """Make a cluster, look at it and change it."""
+
+
+@cluster.command()
+@click.option("--etcd", required=True, metavar="HOST:PORT[,...]", help="Where etcd listens.")
+@click.option("--name", default="default", show_default=True, help="Several may share one etcd.")
+@click.option("--replicas", type=click.IntRange(1, 8), default=2, show_default=True,
+              help="How many store nodes keep each file.")  # fmt: skip
+@click.option("--buckets", type=click.IntRange(1, 65535), help="Placement groups  [default: 1024]")
+@click.option("--stripe", default="1G", show_default=True, metavar="SIZE",
+              help="Larger files are divided into pieces of this size; 0: never.")  # fmt: skip
+@click.option("--lease-ttl", type=click.IntRange(2, 600), default=5, show_default=True,
+              metavar="SECONDS", help="A node or mount that is silent for longer is dead.")  # fmt: skip
+@click.option("--out", "directory", default="/etc/irdmafs", show_default=True, metavar="DIR",
+              help="Where cluster.toml and the certificates go.")  # fmt: skip
+@click.option("--no-tls", is_flag=True, help="Make no certificates: nodes listen on loopback only.")
+@click.option("--prepare", is_flag=True, help="Make the files and end: etcd can then be started with "
+              "its certificate.")  # fmt: skip
+@click.option("--etcd-host", "etcd_hosts", multiple=True, metavar="NAME", help="Name or address in etcd's "
+              "certificate; may be repeated  [default: the hosts of --etcd]")  # fmt: skip
+@click.option("--etcd-plain", is_flag=True, help="Talk to etcd in clear: whoever reaches it may change "
+              "everything.")  # fmt: skip
+@click.option("--etcd-user", metavar="USER")
+@click.option("--etcd-password-file", metavar="FILE")
+@click.option("--etcd-ca", metavar="FILE", help="CA of etcd's certificate: talk TLS to it.")
+@click.option("--etcd-cert", metavar="FILE", help="Our certificate for etcd.")
+@click.option("--etcd-key", metavar="FILE")
+def init(
+    etcd: str,
+    name: str,
+    replicas: int,
+    buckets: int | None,
+    stripe: str,
+    lease_ttl: int,
+    directory: str,
+    no_tls: bool,
+    prepare: bool,
+    etcd_hosts: tuple[str, ...],
+    etcd_plain: bool,
+    **etcd_options: str | None,
+) -> None:
+    """Make a new cluster: its entry in etcd, a file for nodes and mounts, and certificates.
+
+    Nothing that exists is overwritten. Files that an earlier run made are used if it came no further.
+    Without --no-tls, --etcd-plain or certificates of etcd's own, etcd has to run with the certificate that
+    is made for it: --prepare makes the files first, and says how.
+    """
+    from ..backend.cluster.placement import BUCKETS
+    from .cluster_admin import Plan, etcd_arguments, hosts_of, made_files, refuse_existing, register
+    from .cluster_members import certificates_in, protect, register_all
+
+    if etcd_hosts and (no_tls or etcd_plain):
+        other = "--no-tls" if no_tls else "--etcd-plain"
+        raise click.UsageError(f"--etcd-host cannot be used with {other}")
+    if etcd_hosts and (etcd_options["etcd_ca"] or etcd_options["etcd_cert"]):
+        raise click.UsageError("--etcd-host makes what --etcd-ca and --etcd-cert would give")
+    endpoints = tuple(part.strip() for part in etcd.split(",") if part.strip())
+    if not endpoints:
+        raise click.UsageError("--etcd names no HOST:PORT")
+    if not (no_tls or etcd_plain or any(etcd_options.values())):
+        with one_line_errors():
+            etcd_hosts = etcd_hosts or hosts_of(endpoints)
+    plan = Plan(
+        name=name,
+        etcd=endpoints,
+        etcd_options={key: value for key, value in etcd_options.items() if value},
+        etcd_hosts=etcd_hosts,
+        tls=not no_tls,
+    )
+    stripe_bytes = 0 if stripe == "0" else _parse_size("--stripe", stripe)
+    directory = os.path.abspath(directory)
+    refused: MountError | None = None
+    with one_line_errors(), made_files(directory, plan) as path:
+        config = load(path)
+
+        async def make(engine: EtcdEngine) -> list[str]:
+            await refuse_existing(engine, config)
+            if plan.tls:
+                await register_all(engine, certificates_in(directory))
+            if etcd_hosts:
+                await protect(engine)
+            await register(engine, config, replicas, buckets or BUCKETS, stripe_bytes, lease_ttl)
+            return await engine.admin.weaknesses()
+
+        try:
+            weaknesses = [] if prepare else with_etcd(config, make)
+        except MountError as error:
+            if not etcd_hosts or not isinstance(error.__cause__, OSError):
+                raise
+            refused = error  # the files stay: etcd needs them
+    if refused is not None:
+        raise MountError(
+            f"{refused}; the files in {directory} stay: irdmafs cluster init --prepare says how etcd is "
+            "started with its certificate, then give the same command again (or, for an etcd in clear, "
+            "--etcd-plain)"
+        ) from refused
+    if prepare:
+        if etcd_hosts:
+            say(
+                f"start etcd on {', '.join(etcd_hosts)} with ca.pem, etcd.pem and etcd.key of {directory}; "
+                f"besides its usual arguments:\n  {' '.join(etcd_arguments(directory))}"
+            )
+        say("then give the same command again, without --prepare")
+        return
+    say(f"cluster {name!r} is made; {path} describes it")
+    if plan.tls:
+        say(
+            f"copy {path}, ca.pem and node.pem, node.key to the store nodes, and with mount.pem, "
+            "mount.key (or reader.pem, reader.key: they can change nothing) to the workers; better, make "
+            "one for each: irdmafs cluster cert NAME --role mount; ca.key signs new ones: keep it safe"
+        )
+    for weakness in weaknesses:
+        say(f"WARNING: {weakness}", err=True)
+    say(f"next, on each store node: irdmafs serve STORE --cluster {path}")
+
+
+def _parse_size(flag: str, text: str) -> int:
+    from ..backend.sizes import parse_size
+
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise MountError(f"{flag}: {error}") from error
+
+
+@cluster.command("status")
+@click.option("--watch", is_flag=True, help="Show it anew every second.")
+@json_option
+@config_option
+@click.pass_context
+def status_command(ctx: click.Context, watch: bool, as_json: bool, config_path: str | None) -> None:
+    """Show nodes, groups and mounts, what is wrong and what is being moved."""
+    import trio
+
+    from ..backend.cluster.inquiry import ask_nodes, name_files
+    from ..backend.cluster.report import report_of
+    from .cluster_status import print_cluster
+
+    async def show(engine: EtcdEngine) -> str:
+        while True:
+            found = await read_state(config, engine)
+            await ask_nodes(found, config)
+            await name_files(found, engine)
+            data = {
+                "cluster": config.cluster.name,
+                "etcd": list(config.cluster.etcd),
+                **report_of(found),
+                "warnings": await engine.admin.weaknesses(),
+            }
+            if watch and sys.stdout.isatty():
+                click.clear()
+            if as_json:
+                print_json(data)
+            else:
+                print_cluster(data)
+            sys.stdout.flush()
+            if not watch:
+                return str(data["health"])
+            await trio.sleep(WATCH_PERIOD_S)
+
+    try:
+        config = load(config_path)
+        health = with_etcd(config, show)
+    except KeyboardInterrupt:
+        ctx.exit(128 + signal.SIGINT)
+    except MountError as error:
+        # As for a cluster whose nodes are all gone.
+        say(str(error), err=True)
+        ctx.exit(_EXIT_CODES["unavailable"])
+    ctx.exit(_EXIT_CODES[health])

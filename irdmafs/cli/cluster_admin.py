@@ -1,0 +1,208 @@
+"""What the commands of a cluster write: its first files and records, and the state of nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..backend.cluster.config import ClusterConfig
+from ..backend.cluster.config_sections import ETCD_PORT
+from ..backend.cluster.config_values import ConfigError, split_host_port
+from ..backend.cluster.records import SETTINGS_KEY, NodeRecord, Settings, decode, encode, key_of
+from ..backend.kv import Conflict, Delete, Put
+from ..backend.trust.security import Role, issue, make_ca
+
+if TYPE_CHECKING:
+    from ..backend.kv.etcd import EtcdEngine
+
+__all__ = [
+    "Plan",
+    "admit_again",
+    "etcd_arguments",
+    "forget_node",
+    "hosts_of",
+    "made_files",
+    "refuse_existing",
+    "register",
+    "set_node_state",
+]
+
+_FORMAT = 1
+_CHANGE_RETRIES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What `irdmafs cluster init` is asked to make. `etcd_options` are keys of [cluster]."""
+
+    name: str
+    etcd: tuple[str, ...]
+    etcd_options: Mapping[str, str]
+    etcd_hosts: tuple[str, ...]
+    tls: bool
+
+
+@contextmanager
+def made_files(directory: str, plan: Plan) -> Iterator[str]:
+    """Write cluster.toml and the certificates, unless an earlier run left those of the same cluster;
+    the path of the former. What is new is removed again when the body fails, or is interrupted.
+
+    Raises ConfigError when those that are there are another cluster's, or cannot be written.
+    """
+    path = os.path.join(directory, "cluster.toml")
+    text = _config_text(plan, directory)
+    try:
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        there = set(os.listdir(directory))
+        if "cluster.toml" in there and Path(path).read_text() != text:
+            raise ConfigError(
+                f"{path} describes a cluster already; choose another directory with --out, or "
+                "remove it"
+            )
+    except OSError as error:
+        raise ConfigError(f"cannot make {path}: {error.strerror}") from error
+    try:
+        if "cluster.toml" not in there:
+            _write_files(directory, plan, text)
+        yield path
+    except BaseException:
+        for name in set(os.listdir(directory)) - there:
+            if name == "cluster.toml" or name.endswith((".pem", ".key")):
+                os.unlink(os.path.join(directory, name))
+        raise
+
+
+def _write_files(directory: str, plan: Plan, text: str) -> None:
+    path = os.path.join(directory, "cluster.toml")
+    try:
+        if plan.tls:
+            make_ca(directory, plan.name)
+            roles: tuple[Role, ...] = ("node", "mount", "reader", "admin")
+            for role in roles:
+                issue(directory, role, role)
+            if plan.etcd_hosts:
+                issue(directory, "etcd", "etcd", plan.etcd_hosts)
+        # The last one: it says that the others are there.
+        with open(path, "x") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    ClusterConfig.load(path)
+
+
+def _config_text(plan: Plan, directory: str) -> str:
+    values: dict[str, object] = {"name": plan.name, "etcd": list(plan.etcd)}
+    options = dict(plan.etcd_options)
+    if plan.etcd_hosts:
+        options |= {"etcd_ca": "ca.pem", "etcd_cert": "{role}.pem", "etcd_key": "{role}.key"}
+    for key, value in options.items():
+        # Given relative to where the command runs; the file's are relative to the file.
+        is_path = key != "etcd_user" and not plan.etcd_hosts
+        values[key] = os.path.abspath(value) if is_path else value
+    if plan.tls:
+        values |= {"ca": "ca.pem", "cert": "{role}.pem", "key": "{role}.key"}
+    # JSON's strings and arrays of strings are TOML's as well.
+    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
+    return "\n".join(["[cluster]", *lines, "", "[node]", "", "[mount]", ""])
+
+
+def hosts_of(endpoints: Iterable[str]) -> tuple[str, ...]:
+    """The hosts of HOST:PORT. Raises ConfigError."""
+    try:
+        found = (split_host_port(endpoint, ETCD_PORT)[0] for endpoint in endpoints)
+        return tuple(dict.fromkeys(found))
+    except ValueError as error:
+        raise ConfigError(f"--etcd: {error}") from None
+
+
+def etcd_arguments(directory: str) -> list[str]:
+    """With which etcd shows its certificate, and lets only members of the cluster in."""
+    ca, cert, key = (os.path.join(directory, name) for name in ("ca.pem", "etcd.pem", "etcd.key"))
+    return [
+        f"--cert-file={cert}",
+        f"--key-file={key}",
+        f"--trusted-ca-file={ca}",
+        "--client-cert-auth",
+        "--enable-grpc-gateway=false",
+        f"--peer-cert-file={cert}",
+        f"--peer-key-file={key}",
+        f"--peer-trusted-ca-file={ca}",
+        "--peer-client-cert-auth",
+        "--peer-cert-allowed-cn=etcd",
+    ]
+
+
+async def refuse_existing(engine: EtcdEngine, config: ClusterConfig) -> None:
+    """Raises ConfigError if there is a cluster of this name."""
+    if await engine.get(SETTINGS_KEY) is not None:
+        raise _exists(config)
+
+
+def _exists(config: ClusterConfig) -> ConfigError:
+    return ConfigError(
+        f"etcd at {', '.join(config.cluster.etcd)} has a cluster named {config.cluster.name!r} "
+        "already; choose another --name"
+    )
+
+
+async def register(
+    engine: EtcdEngine,
+    config: ClusterConfig,
+    replicas: int,
+    buckets: int,
+    stripe_bytes: int,
+    lease_ttl_s: int,
+) -> Settings:
+    """Put the cluster's settings. Raises ConfigError if there is a cluster of this name."""
+    settings = Settings(_FORMAT, str(uuid.uuid4()), replicas, buckets, stripe_bytes, lease_ttl_s)
+    try:
+        await engine.transact([(SETTINGS_KEY, 0)], [Put(SETTINGS_KEY, encode(settings))])
+    except Conflict:
+        raise _exists(config) from None
+    return settings
+
+
+async def set_node_state(engine: EtcdEngine, node: int, state: str) -> None:
+    """ "up" or "draining". Raises ConfigError if the node is not known any more."""
+    key = key_of(b"N", node)
+    for _ in range(_CHANGE_RETRIES):
+        found = await engine.get(key)
+        if found is None:
+            raise ConfigError(f"node {node:016x} was never admitted to the cluster, or removed")
+        record = decode(found.value, NodeRecord)
+        if record.state == state:
+            return
+        changed = NodeRecord(state, record.weight, record.labels)
+        try:
+            await engine.transact([(key, found.mod_revision)], [Put(key, encode(changed))])
+            return
+        except Conflict:
+            continue
+    raise ConfigError(f"the record of node {node:016x} changes all the time; try again")
+
+
+async def forget_node(engine: EtcdEngine, node: int) -> None:
+    """Remove a dead node's record. Raises ConfigError if the node has come back."""
+    key = key_of(b"N", node)
+    alive = key_of(b"n", node)
+    try:
+        await engine.transact([(alive, 0)], [Delete(key)])
+    except Conflict:
+        raise ConfigError(f"node {node:016x} is up again; drain it first") from None
+
+
+async def admit_again(engine: EtcdEngine, node: int) -> bool:
+    """Undo `forget_node`: the node may start again, and says its weight and labels then. False: it was
+    not removed."""
+    key = key_of(b"N", node)
+    try:
+        await engine.transact([(key, 0)], [Put(key, encode(NodeRecord("up", 1.0, {})))])
+    except Conflict:
+        return False
+    return True

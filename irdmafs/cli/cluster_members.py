@@ -1,0 +1,285 @@
+"""The members of a cluster: the certificates that etcd knows, what each may write, and revocation."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ..backend.cluster.config_values import ConfigError
+from ..backend.cluster.lease import MOUNT, NODE
+from ..backend.cluster.records import (
+    CertificateRecord,
+    MountRecord,
+    NodeAddress,
+    certificate_key,
+    decode,
+    encode,
+)
+from ..backend.etcd.auth import ROOT
+from ..backend.kv import Conflict, Delete, Put
+from ..backend.kv.etcd_leases import LEASE_BITS
+from ..backend.trust.rights import Range, own_ranges, shared_ranges
+from ..backend.trust.security import Identity, Role, expiry_of, identity_in
+
+if TYPE_CHECKING:
+    from ..backend.kv.etcd import EtcdEngine
+
+__all__ = ["Member", "Use", "list_members", "protect", "register_all", "revoke", "uses_of"]
+
+_SHARED_ROLES: tuple[Role, ...] = ("mount", "node", "reader")
+_CHANGE_RETRIES = 10
+# etcd takes 128 operations in a transaction.
+_REMOVED_AT_ONCE = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A certificate that was issued, by its serial number."""
+
+    serial: str
+    record: CertificateRecord
+
+    @property
+    def state(self) -> str:
+        if self.record.revoked_s:
+            return "revoked"
+        return "expired" if self.record.expires_s < time.time() else "valid"
+
+    def to_json(self) -> dict[str, Any]:
+        record = self.record
+        return {
+            "name": record.name,
+            "role": record.role,
+            "state": self.state,
+            "serial": self.serial,
+            "issued": record.issued_s,
+            "expires": record.expires_s,
+            "revoked": record.revoked_s or None,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A process that is in the cluster with a certificate: what it is, for people, its key in etcd, and the
+    lease of that (0: none)."""
+
+    what: str
+    key: bytes
+    lease: int
+
+
+async def list_members(engine: EtcdEngine) -> list[Member]:
+    """By name, the newest first."""
+    found = [
+        Member(pair.key[1:].decode(errors="replace"), decode(pair.value, CertificateRecord))
+        for pair in await engine.range(b"K", b"L")
+    ]
+    return sorted(found, key=lambda member: (member.record.name, -member.record.issued_s))
+
+
+async def register_all(engine: EtcdEngine, paths: Iterable[str]) -> None:
+    """Have etcd know certificates, and what each may write, if it can tell who asks. What it knows already
+    stays. Raises ConfigError when one of them is revoked."""
+    if engine.admin.secure:
+        await _set_shared_roles(engine)
+    known = {member.serial: member.record for member in await list_members(engine)}
+    owners = {record.owner: serial for serial, record in known.items()}
+    for path in paths:
+        identity = identity_in(path)
+        if identity is None or identity.role == "etcd":
+            continue
+        serial = owners.get(identity.owner, identity.serial)
+        if serial != identity.serial:
+            raise ConfigError(
+                f"{path} has the same number in etcd as another certificate; remove it and its key, "
+                "and issue it again"
+            )
+        if identity.serial in known:
+            if known[identity.serial].revoked_s:
+                raise ConfigError(
+                    f"{path} is revoked; remove it and its key, and make another with: irdmafs "
+                    f"cluster cert {identity.name} --role {identity.role}"
+                )
+            continue
+        record = CertificateRecord(
+            identity.name, identity.role, identity.owner, int(time.time()), expiry_of(path)
+        )
+        await _know(engine, identity.serial, record)
+        owners[identity.owner] = identity.serial
+
+
+async def _know(engine: EtcdEngine, serial: str, record: CertificateRecord) -> None:
+    if engine.admin.secure:
+        await _add_user(engine, record)
+    key = certificate_key(serial)
+    try:
+        await engine.transact([(key, 0)], [Put(key, encode(record))])
+    except Conflict:
+        pass
+
+
+async def protect(engine: EtcdEngine) -> None:
+    """Make etcd's roles and users, and have it check from now on who asks. May be repeated, and is to be
+    after an update of irdmafs. The caller's certificate must be an admin's.
+
+    Raises ConfigError where etcd is not the cluster's own.
+    """
+    auth = engine.admin.auth
+    is_enabled = await auth.is_enabled()
+    if not is_enabled and await engine.admin.has_others():
+        raise ConfigError(
+            "this etcd has keys of others, too, who would be shut out: give the cluster an etcd of its own"
+        )
+    await _set_shared_roles(engine)
+    for member in await list_members(engine):
+        if not member.record.revoked_s:
+            await _add_user(engine, member.record)
+    if not is_enabled:
+        await auth.enable()
+
+
+async def _set_shared_roles(engine: EtcdEngine) -> None:
+    everything = engine.prefix, _after(engine.prefix)
+    for role in _SHARED_ROLES:
+        ranges = [_absolute(engine, one) for one in shared_ranges(role)]
+        await engine.admin.auth.set_role(_shared_name(engine, role), [everything], ranges)
+
+
+async def _add_user(engine: EtcdEngine, record: CertificateRecord) -> None:
+    auth, user = engine.admin.auth, _user_of(record)
+    if record.role == "admin":
+        await auth.add_user(user, [ROOT])
+        return
+    role = _as_role(record.role)
+    ranges = [_absolute(engine, one) for one in own_ranges(role, record.owner)]
+    await auth.set_role(_own_name(engine, user), [], ranges)
+    await auth.add_user(user, [_shared_name(engine, role), _own_name(engine, user)])
+
+
+async def uses_of(engine: EtcdEngine, name: str) -> list[Use]:
+    """Return the uses of a certificate of this name in the cluster, as members say or as etcd knows by
+    their leases."""
+    members = await list_members(engine)
+    owners = {one.record.owner for one in members if one.record.name == name and one.record.owner}
+    found = []
+    for kind in (MOUNT, NODE):
+        leases = await engine.leases.used_in(kind, _after(kind))
+        for pair in await engine.range(kind, _after(kind)):
+            lease = leases.get(pair.key, 0)
+            what, said = _describe(pair.key, pair.value)
+            if said == name or lease >> LEASE_BITS in owners:
+                found.append(Use(what, pair.key, lease))
+    return found
+
+
+def _describe(key: bytes, value: bytes) -> tuple[str, str]:
+    """A process, for people, and the name that it says is in its certificate."""
+    try:
+        if key.startswith(MOUNT):
+            mount = decode(value, MountRecord)
+            return f"the mount {mount.mountpoint} on {mount.host}", mount.name
+        node = decode(value, NodeAddress)
+        return f"store node {int.from_bytes(key[1:], 'big'):016x} on {node.host}", node.name
+    except msgspec.DecodeError:
+        return f"something with a damaged record ({key!r})", ""
+
+
+async def revoke(engine: EtcdEngine, name: str) -> list[Member]:
+    """Revoke all valid certificates of a name, and end the sessions of who is in with them. Returns what
+    was revoked. May be repeated. Raises ConfigError when there is no such certificate."""
+    members = [member for member in await list_members(engine) if member.record.name == name]
+    if not members:
+        raise ConfigError(
+            f"no certificate was issued to {name!r}; irdmafs cluster members lists them"
+        )
+    revoked = [
+        member for member in members if not member.record.revoked_s and await _mark(engine, member)
+    ]
+    for member in members:
+        if engine.admin.secure:
+            user = _user_of(member.record)
+            await engine.admin.auth.delete_user(user)
+            await engine.admin.auth.delete_role(_own_name(engine, user))
+    # Nodes and mounts have cut them off, and etcd lets them make no others.
+    for use in await uses_of(engine, name):
+        if use.lease:
+            await engine.leases.revoke(use.lease)
+        else:
+            await engine.transact((), [Delete(use.key)])
+    for member in members:
+        if member.record.owner and member.record.role in _SHARED_ROLES:
+            await _remove_own(engine, _as_role(member.record.role), member.record.owner)
+    return revoked
+
+
+async def _remove_own(engine: EtcdEngine, role: Role, owner: int) -> None:
+    """Remove what is left of a certificate's own keys: some may hang on no lease, or on one kept alive."""
+    for start, end in own_ranges(role, owner):
+        while found := await engine.page(start, end, _REMOVED_AT_ONCE):
+            await engine.transact((), [Delete(pair.key) for pair in found])
+
+
+async def _mark(engine: EtcdEngine, member: Member) -> bool:
+    key = certificate_key(member.serial)
+    for _ in range(_CHANGE_RETRIES):
+        found = await engine.get(key)
+        if found is None:
+            return False
+        record = decode(found.value, CertificateRecord)
+        if record.revoked_s:
+            return False
+        revoked = CertificateRecord(
+            record.name, record.role, record.owner, record.issued_s, record.expires_s,
+            int(time.time()),
+        )  # fmt: skip
+        try:
+            await engine.transact([(key, found.mod_revision)], [Put(key, encode(revoked))])
+            return True
+        except Conflict:
+            continue
+    raise ConfigError(f"the record of {member.record.name!r} changes all the time; try again")
+
+
+def certificates_in(directory: str) -> list[str]:
+    """Return the certificates in a directory but for those of the CA and of etcd."""
+    return sorted(
+        os.path.join(directory, name)
+        for name in os.listdir(directory)
+        if name.endswith(".pem") and name not in ("ca.pem", "etcd.pem")
+    )
+
+
+def _user_of(record: CertificateRecord) -> str:
+    return Identity(_as_role(record.role), record.name, record.owner).user
+
+
+def _as_role(text: str) -> Role:
+    roles: dict[str, Role] = {role: role for role in ("node", "mount", "reader", "admin", "etcd")}
+    if text not in roles:
+        raise ConfigError(f"{text!r} is no role that this version knows")
+    return roles[text]
+
+
+def _shared_name(engine: EtcdEngine, role: Role) -> str:
+    return f"{_cluster_of(engine)} {role}"
+
+
+def _own_name(engine: EtcdEngine, user: str) -> str:
+    return f"{_cluster_of(engine)} {user}"
+
+
+def _cluster_of(engine: EtcdEngine) -> str:
+    return engine.prefix.decode().strip("/")
+
+
+def _absolute(engine: EtcdEngine, keys: Range) -> tuple[bytes, bytes]:
+    return engine.prefix + keys.start, engine.prefix + keys.end
+
+
+def _after(prefix: bytes) -> bytes:
+    return prefix[:-1] + bytes([prefix[-1] + 1])

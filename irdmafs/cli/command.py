@@ -1,0 +1,488 @@
+"""The `irdmafs` command.
+
+Commands other than `mount` start without trio, pyfuse3 and numpy. Errors are one line on stderr
+and exit code 1; wrong usage is exit code 2.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import select
+import signal
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, get_args
+
+import click
+
+from .. import __version__
+from ..mount import background, mounting, stores
+from ..mount.config import (
+    MountConfig,
+    MountError,
+    SessionName,
+    WakeupSetting,
+    parse_mount_options,
+    parse_size,
+)
+from ..mount.users import holders_of, users_of
+from . import status
+from .cluster import config_option, load, rdma_options, rdma_wanted
+from .members import cluster
+from .nodes import admit, drain, remove, scrub
+from .recover import recover
+from .restore import accept_restore
+from .serve import serve
+from .transfer import prefetch, rebalance
+
+if TYPE_CHECKING:
+    from ..backend.cluster.config import ClusterConfig
+
+_DAEMON_EXIT_TIMEOUT_S = 60.0
+# Longer than one takes that has nothing to store.
+_DAEMON_SOON_S = 2.0
+_LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def _say(text: str, err: bool = False) -> None:
+    click.echo(f"irdmafs: {status.printable(text)}", err=err)
+
+
+class _Failure(click.ClickException):
+    def show(self, file: Any = None) -> None:
+        _say(self.message, err=True)
+
+
+class _Group(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except MountError as error:
+            raise _Failure(str(error)) from error
+        except KeyboardInterrupt:
+            ctx.exit(128 + signal.SIGINT)
+        except BrokenPipeError:
+            # The reader of our output went away, as `head` does.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            ctx.exit(1)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="irdmafs", message="%(prog)s %(version)s")
+def main() -> None:
+    """A parameter filesystem: mount a directory, and the files in it are published versions."""
+
+
+@main.command()
+@click.argument("directory", metavar="DIR")
+@click.option("--store", metavar="STORE", help="Keep contents in this directory "
+              "(default: a private tmpfs, found again by the mountpoint's name).")  # fmt: skip
+@click.option("--size", metavar="SIZE", help="Limit of that tmpfs: 512M, 8G, 50%  [default: 80%]")
+@click.option("--session", type=click.Choice(get_args(SessionName)), default="auto",
+              show_default=True, help="How to talk to the kernel.")  # fmt: skip
+@click.option("-o", "options", metavar="OPT[,OPT...]", multiple=True, help="Mount options: ro, "
+              "allow_other, uid=, gid=, umask=, noexec, nonempty, fsname=, ...")  # fmt: skip
+@click.option("--fast-wakeups", type=click.Choice(get_args(WakeupSetting)), default="auto",
+              show_default=True, help="Let idle processors poll while requests come (kernel session; "
+              "auto: where they would halt at once).")  # fmt: skip
+@click.option("--cluster", "cluster_file", metavar="FILE", help="Mount the cluster that this file "
+              "describes (irdmafs cluster init writes one).")  # fmt: skip
+@click.option("--cache-size", metavar="SIZE", help="With --cluster: how much of other hosts' files "
+              "to keep here  [default: 3/4 of --size]")  # fmt: skip
+@click.option("--follow", metavar="PATH", multiple=True, help="With --cluster: fetch new versions "
+              "below this directory of the filesystem when they are published.")  # fmt: skip
+@click.option("--host", metavar="NAME", help="With --cluster: this host's name; processes of equal "
+              "hosts share memory  [default: the host name]")  # fmt: skip
+@click.option("--timeout", metavar="DURATION", help="With --cluster: how long a call waits for etcd or "
+              "store nodes that do not answer before it fails: 30, 90s, 5m  [default: 60s]")  # fmt: skip
+@click.option("--metrics-port", type=int, metavar="PORT", help="With --cluster: serve Prometheus "
+              "metrics on this port of loopback.")  # fmt: skip
+@click.option("--verify/--no-verify", default=None, help="With --cluster: check that what is fetched from "
+              "store nodes is what was published  [default: --verify]")  # fmt: skip
+@rdma_options
+@click.option("-f", "--foreground", is_flag=True, help="Stay; Ctrl-C unmounts.")
+@click.option("--log-level", type=click.Choice(_LOG_LEVELS), default="info", show_default=True)
+@click.option("--log-file", metavar="FILE", help="Default: irdmafs.log in the "
+              "store, or stderr in the foreground.")  # fmt: skip
+@click.option("-v", "--verbose", is_flag=True, help="Log every request (--log-level debug).")
+@click.pass_context
+def mount(
+    ctx: click.Context,
+    directory: str,
+    store: str | None,
+    size: str | None,
+    session: SessionName,
+    fast_wakeups: WakeupSetting,
+    options: tuple[str, ...],
+    cluster_file: str | None,
+    cache_size: str | None,
+    follow: tuple[str, ...],
+    host: str | None,
+    timeout: str | None,
+    metrics_port: int | None,
+    verify: bool | None,
+    rdma: str | None,
+    rdma_device: str | None,
+    gid_index: int | None,
+    foreground: bool,
+    log_level: str,
+    log_file: str | None,
+    verbose: bool,
+) -> None:
+    """Mount a filesystem on DIR and return once it answers."""
+    mount_options = parse_mount_options(options)
+    cluster = _load_cluster(
+        cluster_file,
+        cache_size=cache_size,
+        follow=list(follow) or None,
+        host=host,
+        timeout=timeout,
+        metrics_port=metrics_port,
+        verify=verify,
+        rdma=rdma,
+        rdma_device=rdma_device,
+        gid_index=gid_index,
+    )
+    if cluster is not None and cluster.cluster.mount_role == "reader":
+        mount_options = replace(mount_options, read_only=True)
+        # It cannot tell other hosts of locks, and programs lock what they only read.
+        if not any(option.startswith("locks=") for text in options for option in text.split(",")):
+            mount_options = replace(mount_options, locks="local")
+    size_bytes = None if size is None else parse_size(size)
+    mounting.refuse_what_users_may_not(mount_options)
+    mountpoint = mounting.prepare_mountpoint(directory, mount_options.nonempty)
+    if store is None:
+        chosen = stores.default_store(mountpoint, size_bytes)
+    else:
+        chosen = stores.explicit_store(store, mountpoint, size_bytes)
+    _claim(chosen, cluster)
+    for warning in chosen.warnings:
+        _say(f"warning: {warning}", err=True)
+    config = MountConfig(
+        mountpoint=mountpoint,
+        store=chosen.path,
+        session=session,
+        options=mount_options,
+        size=size_bytes,
+        fast_wakeups=fast_wakeups,
+        log_level="debug" if verbose else log_level,
+        log_file=None if log_file is None else os.path.abspath(log_file),
+        foreground=foreground,
+        cluster=cluster,
+    )
+
+    def ready(text: str) -> None:
+        name, *reasons = text.split("\n")
+        _say(f"{directory} mounted ({name} session; store {chosen.path})")
+        for reason in reasons:
+            _say(reason)
+        sys.stdout.flush()
+
+    try:
+        if foreground:
+            background.run_here(config, ready)
+        else:
+            ready(background.start(config))
+    except background.DaemonFailedError:
+        raise
+    except MountError:
+        if chosen.created:
+            stores.discard_store(chosen.path)
+        raise
+    except KeyboardInterrupt:
+        ctx.exit(128 + signal.SIGINT)
+
+
+def _claim(store: stores.Store, cluster: ClusterConfig | None) -> None:
+    """Take a store for a mount of this kind, unless that would destroy what it keeps."""
+    try:
+        stores.refuse_other_purpose(store.path, "cache" if cluster else "mount")
+        if cluster is not None:
+            stores.claim_cache(store.path, cluster.path or "FILE")
+            if cluster.mount.cache_size is not None:
+                _check_cache_size(store.path, cluster.mount.cache_size)
+    except MountError:
+        if store.created:
+            stores.discard_store(store.path)
+        raise
+
+
+def _check_cache_size(path: str, cache_bytes: int) -> None:
+    """A cache larger than its directory would not make room: opening files would fail."""
+    below = os.statvfs(path)
+    room = below.f_blocks * below.f_frsize
+    if cache_bytes > room:
+        raise MountError(
+            f"a cache of {status.human_bytes(cache_bytes)} does not fit into {path}, which has "
+            f"{status.human_bytes(room)}: give a smaller --cache-size, or a larger --size"
+        )
+
+
+def _load_cluster(path: str | None, **flags: object) -> ClusterConfig | None:
+    if path is None:
+        given = [name for name, value in flags.items() if value is not None]
+        if given:
+            raise click.UsageError(f"--{given[0].replace('_', '-')} needs --cluster FILE")
+        return None
+    from ..backend.cluster.config import ClusterConfig
+    from ..backend.cluster.config_values import ConfigError
+
+    try:
+        of_cluster = {name: flags.pop(name) for name in ("rdma", "rdma_device", "gid_index")}
+        return ClusterConfig.load(path, {"mount": flags, "cluster": of_cluster})
+    except ConfigError as error:
+        raise MountError(str(error)) from error
+
+
+@main.command()
+@click.argument("directory", metavar="DIR", required=False)
+@click.option("-l", "--lazy", is_flag=True, help="Detach now; it ends when nobody uses it.")
+@click.option("--discard", is_flag=True, help="Also throw away the store and all that is in it.")
+@click.option("--store", "given", metavar="STORE", help="With --discard: which store, where DIR is not "
+              "mounted any more and had one of its own; DIR need not be told then.")  # fmt: skip
+def umount(directory: str | None, lazy: bool, discard: bool, given: str | None) -> None:
+    """Unmount DIR and wait until its daemon has stored everything and ended."""
+    if lazy and discard:
+        raise click.UsageError("--discard cannot be used with --lazy: the store may be in use")
+    if given is not None and not discard:
+        raise click.UsageError("--store says what to throw away: it needs --discard")
+    if directory is None:
+        if given is None:
+            raise click.UsageError("say which DIR to unmount")
+        stores.discard_given_store(given)
+        return
+    mountpoint = mounting.resolve(directory)
+    found = mounting.find_mount(mountpoint)
+    if found is None:
+        _discard_unmounted(directory, mountpoint, discard, given)
+        return
+    if found.fstype != mounting.FSTYPE:
+        raise MountError(f"{directory} is a {found.fstype} mount, not one of irdmafs")
+    _refuse_of_another(found)
+    report = status.report(found)
+    is_trusted = found.user in (None, 0, os.geteuid())
+    store = stores.default_store_path(mountpoint)
+    if report.state == "stale":
+        mounting.heal(mountpoint)
+    else:
+        if is_trusted:
+            store = report.status.get("store", store)
+        _unmount(found, report.status.get("pid") if is_trusted else None, lazy)
+    if not is_trusted:
+        # Discard nothing on the word of a daemon of another user.
+        if discard:
+            raise MountError(
+                f"{directory} is unmounted; it was a mount of user {found.user}, and so is its store: "
+                "nothing is discarded"
+            )
+        return
+    if given is not None:
+        store = given
+    if store is not None:
+        stores.empty_cache(store)
+    if discard:
+        if store is None:
+            raise MountError(
+                f"{directory} is unmounted, but its store is not known; discard it with: "
+                "irdmafs umount --discard --store STORE"
+            )
+        stores.discard_given_store(store)
+
+
+def _discard_unmounted(directory: str, mountpoint: str, discard: bool, given: str | None) -> None:
+    store = given or stores.default_store_path(mountpoint)
+    if not discard:
+        hint = f"; its store is kept in {store}" if store is not None else ""
+        raise MountError(f"{directory} is not mounted{hint}")
+    if store is None:
+        raise MountError(
+            f"{directory} is not mounted, and has no store of its own; one that was given with --store is "
+            "discarded with: irdmafs umount --discard --store STORE"
+        )
+    if given is None:
+        stores.discard_store(store)
+    else:
+        stores.discard_given_store(store)
+
+
+def _refuse_of_another(mount: mounting.Mount) -> None:
+    """Raise MountError for the mount of another user, which only he and root may unmount."""
+    if mount.user is None or mounting.can_mount() or mount.user == os.geteuid():
+        return
+    raise MountError(
+        f"{mount.mountpoint} was mounted by {mounting.user_name(mount.user)}: only that user and root can "
+        "unmount it"
+    )
+
+
+def _unmount(mount: mounting.Mount, pid: int | None, lazy: bool) -> None:
+    mountpoint = mount.mountpoint
+    # Taken before: once the daemon is gone its number may be another process's.
+    daemon = None if pid is None or lazy else _open_daemon(pid)
+    try:
+        mounting.unmount(mountpoint, lazy)
+        if daemon is not None:
+            _wait_for_end(mount, pid, daemon)
+    except mounting.MountBusyError:
+        raise MountError(f"{mountpoint} is busy{_describe_users(mountpoint)}") from None
+    finally:
+        if daemon is not None:
+            os.close(daemon)
+
+
+def _wait_for_end(mount: mounting.Mount, pid: int | None, daemon: int) -> None:
+    poll = select.poll()
+    poll.register(daemon, select.POLLIN)
+    if poll.poll(_DAEMON_SOON_S * 1000):
+        return
+    where = f"{mount.mountpoint} is unmounted"
+    if others := holders_of(mount.device):
+        raise MountError(
+            f"{where} here, but not in another mount namespace (process {others[0]} is in it), for "
+            f"which its daemon goes on; unmount it there, or end the daemon with: kill {pid}"
+        )
+    if not poll.poll(_DAEMON_EXIT_TIMEOUT_S * 1000):
+        raise MountError(
+            f"{where}, but process {pid} has not ended after {_DAEMON_EXIT_TIMEOUT_S:g} s; see its log"
+        )
+
+
+def _open_daemon(pid: int) -> int | None:
+    # A daemon in another PID namespace reports a number that means somebody else here.
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:
+        return None
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            if b"irdmafs" in file.read():
+                return descriptor
+    except OSError:
+        pass
+    os.close(descriptor)
+    return None
+
+
+def _describe_users(mountpoint: str) -> str:
+    users: list[str] = []
+    for user in users_of(mountpoint):
+        if len(users) == 5:
+            users.append("and others")
+            break
+        users.append(f"{user.pid} ({user.command}: {user.how} {user.path})")
+    if not users and os.geteuid() == 0:
+        return "; a program waits in it for an answer, or holds it elsewhere; detach it with --lazy"
+    if not users:
+        return "; see who uses it as root, or detach it with --lazy"
+    return f", used by {', '.join(users)}; end them or detach it with --lazy"
+
+
+@main.command("status")
+@click.argument("directory", metavar="[DIR]", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def status_command(ctx: click.Context, directory: str | None, as_json: bool) -> None:
+    """Show one mount, or all of them and the stores that no mount uses."""
+    if directory is not None:
+        found = mounting.containing_mount(directory)
+        if found is None or found.fstype != mounting.FSTYPE:
+            raise MountError(f"{directory} is not on an irdmafs mount")
+        entry = status.report(found)
+        if as_json:
+            _print_json(entry.to_json())
+        else:
+            status.print_mount(entry)
+        ctx.exit(0 if entry.state == "ok" else 1)
+    reports = [status.report(found) for found in mounting.irdmafs_mounts()]
+    leftovers = stores.leftover_stores(entry.mount.mountpoint for entry in reports)
+    if as_json:
+        _print_json(
+            {
+                "mounts": [entry.to_json() for entry in reports],
+                "leftover_stores": [
+                    {"path": left.path, "mountpoint": left.mountpoint, "bytes": left.bytes_used}
+                    for left in leftovers
+                ],
+            }
+        )
+    else:
+        status.print_overview(reports, leftovers)
+    ctx.exit(1 if any(entry.state in ("stale", "hung") for entry in reports) else 0)
+
+
+@main.command()
+@click.argument("path", metavar="PATH")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def versions(path: str, as_json: bool) -> None:
+    """List the versions kept of the file PATH: the current one and those that are open."""
+    found = mounting.containing_mount(path)
+    if found is None or found.fstype != mounting.FSTYPE:
+        raise MountError(f"{path} is not on an irdmafs mount")
+    try:
+        data = status.read_versions(os.path.abspath(path))
+    except TimeoutError:
+        raise MountError(f"{found.mountpoint} does not answer") from None
+    except OSError as error:
+        raise MountError(
+            f"cannot list the versions of {path}: {_why_no_versions(error)}"
+        ) from error
+    if as_json:
+        _print_json(data)
+    else:
+        status.print_versions(path, data)
+
+
+def _why_no_versions(error: OSError) -> str:
+    if error.errno in mounting.STALE_ERRNOS:
+        return "its mount is stale, as the daemon is gone; mount it again"
+    # The mount itself has none to tell of: only files have versions.
+    if error.errno == errno.ENODATA:
+        return "it is no regular file; name a file in it, each has versions of its own"
+    return error.strerror or str(error)
+
+
+@main.command()
+@config_option
+@rdma_options
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def doctor(
+    ctx: click.Context,
+    config_path: str | None,
+    rdma: str | None,
+    rdma_device: str | None,
+    gid_index: int | None,
+    as_json: bool,
+) -> None:
+    """Say what this machine can do for irdmafs, and what would make it do better.
+
+    With a cluster's file, also whether RDMA can be used as that asks for, on the way to its etcd, and
+    whether certificates and etcd keep out who does not belong.
+    """
+    from ..backend.cluster.config import find_config
+    from ..doctor.machine import examine
+    from ..doctor.trust import check_trust
+
+    found = examine(*rdma_wanted(config_path, rdma, rdma_device, gid_index))
+    if find_config(config_path) is not None:
+        found = replace(found, checks=(*found.checks, *check_trust(load(config_path))))
+    if as_json:
+        _print_json(found.to_json())
+    else:
+        status.print_checks(
+            (check.name, check.verdict, check.found, check.remedy) for check in found.checks
+        )
+        print(found.summary())
+    ctx.exit(0 if found.sessions else 1)
+
+
+def _print_json(value: object) -> None:
+    click.echo(status.printable(json.dumps(value, indent=2, ensure_ascii=True)))
+
+
+for _command in (accept_restore, admit, drain, remove, scrub):
+    cluster.add_command(_command)
+for _command in (cluster, prefetch, rebalance, recover, serve):
+    main.add_command(_command)

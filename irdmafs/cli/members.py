@@ -1,0 +1,210 @@
+"""The commands about who may take part in a cluster: cert, members, revoke, protect."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..mount.config import MountError
+from .cluster import (
+    cluster,
+    config_option,
+    json_option,
+    load,
+    one_line_errors,
+    print_json,
+    say,
+    with_etcd,
+)
+from .status import print_table
+
+if TYPE_CHECKING:
+    from ..backend.cluster.config import ClusterConfig
+    from .cluster_members import Member, Use
+
+__all__ = ["cluster"]
+
+_STYLES = {"valid": "green", "expired": "yellow", "revoked": "bold red"}
+
+
+@cluster.command()
+@click.argument("name")
+@click.option(
+    "--role", type=click.Choice(["node", "mount", "reader", "admin", "etcd"]), required=True
+)
+@click.option("--host", "hosts", multiple=True, metavar="NAME",
+              help="A name or address that the certificate carries (etcd's needs them).")  # fmt: skip
+@click.option("--days", type=click.IntRange(1, 3650), default=825, show_default=True)
+@click.option("--out", "directory", metavar="DIR", help="[default: where ca.pem is]")
+@config_option
+def cert(
+    name: str,
+    role: Any,
+    hosts: tuple[str, ...],
+    days: int,
+    directory: str | None,
+    config_path: str | None,
+) -> None:
+    """Make one more certificate, signed by the cluster's CA, whose key must be beside it.
+
+    etcd is told of it, so that it can be revoked, and so that etcd knows what it may change.
+    """
+    from ..backend.trust.security import issue
+    from .cluster_members import register_all
+
+    config = _with_ca(config_path)
+    with one_line_errors():
+        assert config.cluster.ca is not None
+        authority = os.path.dirname(config.cluster.ca)
+        made = issue(directory or authority, name, role, hosts, days, authority)
+        try:
+            if role != "etcd":
+                with_etcd(config, lambda engine: register_all(engine, [made.cert]))
+        except BaseException:
+            # Nobody is to get one that cannot be revoked.
+            os.unlink(made.cert)
+            os.unlink(made.key)
+            raise
+    say(f"made {made.cert} and {made.key}")
+
+
+@cluster.command()
+@json_option
+@config_option
+def members(as_json: bool, config_path: str | None) -> None:
+    """List the certificates that were issued, and which of them are revoked."""
+    from .cluster_members import list_members
+
+    found = with_etcd(_with_ca(config_path), list_members)
+    if as_json:
+        print_json([member.to_json() for member in found])
+        return
+    rows = [
+        (
+            member.record.name,
+            member.record.role,
+            member.state,
+            _day(member.record.issued_s),
+            _day(member.record.expires_s),
+            _day(member.record.revoked_s),
+            member.serial[:16],
+        )
+        for member in found
+    ]
+    columns = ("name", "role", "state", "issued", "expires", "revoked", "serial number")
+    print_table(columns, rows, styles=_STYLES)
+
+
+@cluster.command()
+@click.argument("name")
+@click.option("--yes", is_flag=True, help="Also if somebody is in the cluster with it.")
+@config_option
+def revoke(name: str, yes: bool, config_path: str | None) -> None:
+    """Shut out whoever has a certificate of this NAME, and cut off who is in the cluster with it.
+
+    Nodes and mounts refuse it from now on; its sessions end, and what they had not published is lost.
+    Another one can be issued under the same name afterwards.
+    """
+    from .cluster_members import revoke as revoke_name
+    from .cluster_members import uses_of
+
+    config = _with_ca(config_path)
+    uses = with_etcd(config, lambda engine: uses_of(engine, name))
+    if uses:
+        _have_agreed(name, uses, yes)
+    revoked = with_etcd(config, lambda engine: revoke_name(engine, name))
+    if not revoked:
+        raise MountError(f"all certificates of {name!r} were revoked already")
+    for member in revoked:
+        say(f"the certificate of {member.record.role} {name!r} is revoked ({_short(member)})")
+    say(f"to let it in again: irdmafs cluster cert {name} --role {revoked[0].record.role}")
+
+
+def _have_agreed(name: str, uses: Sequence[Use], yes: bool) -> None:
+    """Raises MountError if it is not agreed to."""
+    say(f"with a certificate of {name!r} are in the cluster, and are cut off:", err=True)
+    for use in uses:
+        click.echo(f"  {use.what}", err=True)
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise MountError("nothing was changed; --yes agrees to cutting them off")
+    if not click.confirm("Cut them off?", err=True):
+        raise MountError("nothing was changed")
+
+
+@cluster.command("rotate-ca")
+@click.option("--finish", is_flag=True, help="Trust the older one no more: everybody has a certificate of "
+              "the newer one.")  # fmt: skip
+@config_option
+def rotate_ca(finish: bool, config_path: str | None) -> None:
+    """Replace the cluster's certificate authority, without an interruption.
+
+    Makes a new one, which signs from now on; ca.pem then holds both. docs/security.md has the steps.
+    """
+    from ..backend.trust.security import begin_ca_change, finish_ca_change
+
+    config = _with_ca(config_path)
+    assert config.cluster.ca is not None
+    directory = os.path.dirname(config.cluster.ca)
+    with one_line_errors():
+        if finish:
+            finish_ca_change(directory)
+            say(
+                f"{config.cluster.ca} holds the newer CA only: copy it to all hosts, and restart what runs"
+            )
+            return
+        begin_ca_change(directory, config.cluster.name)
+    say(
+        f"{config.cluster.ca} holds both CAs: copy it to all hosts, those of etcd too, and restart what "
+        "runs; then give everybody a new certificate (irdmafs cluster cert), and finish with: irdmafs "
+        "cluster rotate-ca --finish"
+    )
+
+
+@cluster.command("protect")
+@config_option
+def protect_command(config_path: str | None) -> None:
+    """Have etcd check what each certificate may change.
+
+    `cluster init` does so. Give it again after an update of irdmafs, which may have other keys.
+    """
+    from .cluster_members import certificates_in, protect, register_all
+
+    config = _with_ca(config_path)
+    assert config.cluster.ca is not None
+    directory = os.path.dirname(config.cluster.ca)
+
+    async def work(engine: Any) -> None:
+        if not engine.admin.secure:
+            raise MountError(
+                "etcd knows nobody by a certificate: it is spoken to in clear, or with a password "
+                "(etcd_ca, etcd_cert, etcd_key in [cluster])"
+            )
+        await register_all(engine, certificates_in(directory))
+        await protect(engine)
+
+    with_etcd(config, work)
+    say("etcd checks what each certificate may change")
+
+
+def _with_ca(config_path: str | None) -> ClusterConfig:
+    config = load(config_path)
+    if config.cluster.ca is None:
+        raise MountError(
+            f"the cluster {config.cluster.name!r} has no CA; it was made with --no-tls"
+        )
+    return config
+
+
+def _short(member: Member) -> str:
+    return f"serial number {member.serial[:16]}..."
+
+
+def _day(time_s: int) -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime(time_s)) if time_s else "-"

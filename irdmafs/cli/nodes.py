@@ -1,0 +1,243 @@
+"""Commands about single store nodes: drain, scrub, remove, admit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+from typing import TYPE_CHECKING
+
+import click
+
+from ..mount.config import MountError
+from . import status
+from .cluster import config_option, find_node, load, read_state, say, with_etcd
+
+if TYPE_CHECKING:
+    from ..backend.cluster.config import ClusterConfig
+    from ..backend.cluster.overview import Cluster
+    from ..backend.cluster.removal import Lost
+    from ..backend.kv.etcd import EtcdEngine
+
+__all__ = ["admit", "drain", "remove", "scrub"]
+
+WATCH_PERIOD_S = 1.0
+# The elected node looks every second for groups that it can begin anew.
+_BEGIN_ANEW_S = 30.0
+_PATHS_SHOWN = 20
+
+
+async def _read_trusted(config: ClusterConfig, engine: EtcdEngine) -> Cluster:
+    """As `read_state`. Raises WentBack while nobody may act on what etcd says: it was restored from a
+    backup, and what it says of nodes may not be so any more."""
+    from ..backend.cluster.history import History
+
+    await History(engine).check()
+    return await read_state(config, engine)
+
+
+@click.command()
+@click.argument("node")
+@click.option("--cancel", is_flag=True, help="Use the node again.")
+@click.option("--no-wait", is_flag=True, help="Return at once; it goes on.")
+@config_option
+@click.pass_context
+def drain(
+    ctx: click.Context, node: str, cancel: bool, no_wait: bool, config_path: str | None
+) -> None:
+    """Move everything off a store node, and wait until it is empty.
+
+    NODE is its id, as many digits as make it clear, or HOST:PORT. Ctrl-C ends the waiting only.
+    """
+    import trio
+
+    from .cluster_admin import set_node_state
+    from .cluster_status import Progress
+
+    config = load(config_path)
+    number = 0
+
+    async def begin(engine: EtcdEngine) -> int:
+        nonlocal number
+        found = await _read_trusted(config, engine)
+        number = find_node(found, node)
+        if not cancel:
+            others = [n for n in found.live if n != number and found.state_of(n) == "up"]
+            if not others:
+                raise MountError(
+                    f"node {number:016x} cannot be drained: no other node is up to take its data"
+                )
+        await set_node_state(engine, number, "up" if cancel else "draining")
+        return found.groups_of(number)
+
+    async def wait(engine: EtcdEngine) -> None:
+        with Progress(f"draining {number:016x}", "groups", total) as progress:
+            while left := (await _read_trusted(config, engine)).groups_of(number):
+                progress.update(max(total - left, 0))
+                await trio.sleep(WATCH_PERIOD_S)
+            progress.update(total)
+
+    total = with_etcd(config, begin)
+    if cancel:
+        say(f"node {number:016x} is used again")
+        return
+    if no_wait:
+        say(f"node {number:016x} is being drained: {total} groups to move")
+        return
+    try:
+        with_etcd(config, wait)
+    except KeyboardInterrupt:
+        say("the draining goes on; stop it with: irdmafs cluster drain --cancel " + node, err=True)
+        ctx.exit(128 + signal.SIGINT)
+    say(f"node {number:016x} is empty; stop it, then: irdmafs cluster remove {number:016x}")
+
+
+@click.command()
+@click.argument("node", required=False)
+@config_option
+@click.pass_context
+def scrub(ctx: click.Context, node: str | None, config_path: str | None) -> None:
+    """Have a store node, or all, compare everything it keeps with what was published, beginning now.
+
+    NODE is its id, as many digits as make it clear, or HOST:PORT. What is wrong is mended from other
+    nodes; `irdmafs cluster status` says how far it is. How fast it reads, and how often without being
+    told, say scrub_rate and scrub_period in [node] of the cluster's file.
+    """
+    from ..backend.cluster.inquiry import begin_scrub
+
+    config = load(config_path)
+
+    async def begin(engine: EtcdEngine) -> dict[int, str]:
+        found = await read_state(config, engine)
+        if node is not None and (number := find_node(found, node)) not in found.live:
+            raise MountError(f"node {number:016x} is down")
+        nodes = found.live if node is None else {number}
+        if not nodes:
+            raise MountError("no store node is up")
+        return await begin_scrub(found, config, nodes)
+
+    refused = with_etcd(config, begin)
+    for number, why in refused.items():
+        say(f"node {number:016x}: {why}", err=True)
+    if refused:
+        ctx.exit(1)
+    say("begun; see how far it is with: irdmafs cluster status")
+
+
+@click.command()
+@click.argument("node")
+@click.option("--force", is_flag=True, help="Also a dead node that still counts as keeping data: files "
+              "that only it has are removed.")  # fmt: skip
+@click.option("--yes", is_flag=True, help="Do not ask before files are removed.")
+@config_option
+def remove(node: str, force: bool, yes: bool, config_path: str | None) -> None:
+    """Forget a store node that has been drained and stopped, or that is dead for good."""
+    from ..backend.cluster.report import counted
+
+    config = load(config_path)
+
+    async def look(engine: EtcdEngine) -> tuple[int, Lost]:
+        from ..backend.cluster.removal import Lost, removal
+
+        found = await _read_trusted(config, engine)
+        number = find_node(found, node)
+        name = f"{number:016x}"
+        kept, alone = found.groups_of(number), found.only_copies(number)
+        if number in found.live:
+            advice = "drain it first" if kept else "stop it first"
+            how = f"irdmafs cluster drain {name}" if kept else "end its irdmafs serve"
+            raise MountError(f"node {name} is up and keeps {kept} groups; {advice}: {how}")
+        lost = Lost(frozenset(), (), 0, 0)
+        if alone:
+            async with removal(engine) as view:
+                lost = view.lost(number)
+        if alone and not force:
+            raise MountError(
+                f"{counted(len(alone), 'group')} with {_files(lost)} have their only copy on node "
+                f"{name}: start it again to have them; --force gives them up"
+            )
+        if kept and not force:
+            raise MountError(
+                f"node {name} is down and still counts in {kept} groups; wait until others have taken "
+                "over (irdmafs cluster status), or use --force"
+            )
+        return number, lost
+
+    number, lost = with_etcd(config, look)
+    if lost.files:
+        _consent(f"{number:016x}", lost, yes)
+    with_etcd(config, lambda engine: _take_out(engine, number, bool(lost.groups)))
+
+
+def _consent(name: str, lost: Lost, yes: bool) -> None:
+    """Say what is removed together with a node, and have it agreed to. Raises MountError if it is not."""
+    say(f"{_files(lost)} have their only copy on node {name} and are removed with it:", err=True)
+    for path in lost.paths[:_PATHS_SHOWN]:
+        click.echo(f"  {_one_line(path)}", err=True)
+    if len(lost.paths) > _PATHS_SHOWN:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix=f"irdmafs-lost-{name}-", suffix=".txt", delete=False
+        ) as file:
+            file.writelines(f"{_one_line(path)}\n" for path in lost.paths)
+        say(f"all {len(lost.paths)} names are in {file.name}", err=True)
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise MountError("nothing was changed; --yes agrees to the removal of these files")
+    if not click.confirm("Remove them for ever?", err=True):
+        raise MountError("nothing was changed")
+
+
+async def _take_out(engine: EtcdEngine, node: int, is_needed: bool) -> None:
+    """Remove a node, and what nobody has without it (`is_needed`)."""
+    from ..backend.cluster.history import History
+    from ..backend.cluster.removal import removal
+    from ..backend.cluster.report import counted
+    from .cluster_admin import forget_node
+
+    await History(engine).check()
+    await forget_node(engine, node)
+    say(f"node {node:016x} is removed")
+    if not is_needed:
+        return
+    async with removal(engine) as view:
+        lost = await view.carry_out(node)
+        if lost.files:
+            say(f"{_files(lost)} are removed")
+        patience_s = _BEGIN_ANEW_S if view.has_room() else 0.0
+        if waiting := await view.wait_usable(node, patience_s):
+            advice = "irdmafs cluster status" if patience_s else "irdmafs serve STORE"
+            say(f"{counted(waiting, 'group')} wait for a store node: {advice}", err=True)
+
+
+def _files(lost: Lost) -> str:
+    from ..backend.cluster.report import counted
+
+    return f"{counted(lost.files, 'file')} ({status.human_bytes(lost.bytes)})"
+
+
+def _one_line(path: bytes) -> str:
+    return status.printable(os.fsdecode(path)).replace("\\", "\\\\").replace("\n", "\\n")
+
+
+@click.command()
+@click.argument("node")
+@config_option
+def admit(node: str, config_path: str | None) -> None:
+    """Let a store node that was removed start again, with what it keeps.
+
+    NODE is its whole id, as in its log. One that is new needs no admittance.
+    """
+    from .cluster_admin import admit_again
+
+    config = load(config_path)
+    try:
+        number = int(node, 16)
+    except ValueError:
+        number = 0
+    if not 0 < number < 1 << 63:
+        raise MountError(f"{node!r} is not the id of a node: 16 hexadecimal digits")
+    if not with_etcd(config, lambda engine: admit_again(engine, number)):
+        raise MountError(f"node {number:016x} was not removed")
+    say(f"node {number:016x} may start again: irdmafs serve STORE")

@@ -1,0 +1,398 @@
+"""What `irdmafs status`, `versions` and `doctor` print: JSON from a mount made readable.
+
+On a terminal the tables are rich's; elsewhere they are aligned text, and rich is not imported.
+A key that the daemon does not report shows as "-": the two may be of different releases.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from ..backend.sizes import human_bytes as human_bytes
+from ..mount.mounting import STATUS_XATTR, VERSIONS_XATTR, Mount, MountState, ask_mount, mount_state
+from ..mount.stores import LeftoverStore, cluster_of, default_store_path
+
+_ASK_TIMEOUT_S = 5.0
+
+_VERDICT_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "info": "cyan"}
+
+
+@dataclass(frozen=True, slots=True)
+class MountReport:
+    """A mount and what its daemon says; `status` is empty unless `state` is "ok"."""
+
+    mount: Mount
+    state: MountState
+    status: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"mountpoint": self.mount.mountpoint, "state": self.state, **self.status}
+
+
+def read_status(mountpoint: str, timeout_s: float = _ASK_TIMEOUT_S) -> dict[str, Any]:
+    """What the daemon of a mount reports. Raises OSError, TimeoutError among them."""
+    return _as_dict(ask_mount(mountpoint, STATUS_XATTR, timeout_s))
+
+
+def read_versions(path: str, timeout_s: float = _ASK_TIMEOUT_S) -> dict[str, Any]:
+    """The versions kept of a file on a mount. Raises OSError, TimeoutError among them."""
+    return _as_dict(ask_mount(path, VERSIONS_XATTR, timeout_s))
+
+
+def _as_dict(text: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    return _sane(value) if isinstance(value, dict) else {}
+
+
+_SCALARS = (str, int, float, bool, type(None))
+
+
+def _sane(found: dict[str, Any]) -> dict[str, Any]:
+    """Return what a daemon can report. Drop the rest, which only a foreign filesystem named irdmafs
+    reports."""
+    kept: dict[str, Any] = {}
+    for name, value in found.items():
+        if isinstance(value, _SCALARS):
+            kept[name] = value
+        elif isinstance(value, list):
+            kept[name] = [one if isinstance(one, _SCALARS) else _sane(one) for one in value
+                          if isinstance(one, (*_SCALARS, dict))]  # fmt: skip
+        elif isinstance(value, dict):
+            kept[name] = _sane(value)
+    for name in ("warnings",):
+        if not isinstance(kept.get(name, []), list):
+            del kept[name]
+    quotas = kept.get("quotas", [])
+    if not isinstance(quotas, list) or not all(isinstance(one, dict) for one in quotas):
+        del kept["quotas"]
+    for name in ("requests", "errors", "cluster"):
+        if not isinstance(kept.get(name, {}), dict):
+            del kept[name]
+    return kept
+
+
+def report(mount: Mount) -> MountReport:
+    """Ask a mount how it is, without ever waiting for long."""
+    try:
+        found = read_status(mount.mountpoint)
+        warnings = [*found.get("warnings", ()), *_cluster_warnings(found.get("cluster") or {})]
+        return MountReport(mount, "ok", {**found, "warnings": warnings})
+    except TimeoutError:
+        return MountReport(mount, "hung", {})
+    except (OSError, ValueError):
+        try:
+            return MountReport(mount, mount_state(mount.mountpoint), {})
+        except OSError:
+            return MountReport(mount, "hung", {})  # it answers, but not as one of ours
+
+
+def _cluster_warnings(cluster: Mapping[str, Any]) -> list[str]:
+    """What makes a mount of a cluster wait, and where to look."""
+    if not cluster:
+        return []
+    warnings = []
+    if not cluster.get("session_valid", True):
+        etcd = ", ".join(map(str, cluster.get("etcd") or ()))
+        warnings.append(
+            f"etcd at {etcd} does not answer: calls wait for it, and fail after a while"
+        )
+    if cluster.get("nodes_up", 1) == 0:
+        warnings.append(
+            "no store node is up: nothing can be published, and only what is cached here can be read "
+            "(irdmafs cluster status)"
+        )
+    if wrong := cluster.get("wrong_fetches", 0):
+        warnings.append(
+            f"{wrong} fetches brought other bytes than were published, and were dropped: the log says from "
+            "which store nodes"
+        )
+    return warnings
+
+
+def printable(text: str) -> str:
+    """A text for people: bytes that are no UTF-8 and what would steer a terminal become question marks."""
+    text = text.encode(errors="surrogateescape").decode(errors="replace")
+    return "".join(one if one.isprintable() or one in "\n\t" else "?" for one in text)
+
+
+def human_duration(seconds: object) -> str:
+    """Two units at most: "45 s", "2 h 5 min", "3 d 4 h"."""
+    if not isinstance(seconds, int | float):
+        return "-"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    units = [(days, "d"), (hours, "h"), (minutes, "min"), (rest, "s")]
+    while len(units) > 1 and units[0][0] == 0:
+        units.pop(0)
+    return " ".join(f"{count} {unit}" for count, unit in units[:2] if count or unit == "s")
+
+
+def _count(value: object) -> str:
+    if isinstance(value, bool) or value is None:
+        return "-" if value is None else ("yes" if value else "no")
+    return f"{value:,}" if isinstance(value, int) else printable(str(value))
+
+
+def print_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    title: str = "",
+    styles: Mapping[str, str] | None = None,
+    right: frozenset[int] = frozenset(),
+) -> None:
+    """Print rows of text on stdout. `styles` colours cells by their text, `right` are the columns
+    that are aligned there. Without column names there is no head line."""
+    table = [[printable(cell) for cell in row] for row in rows]
+    if sys.stdout.isatty():
+        _print_rich(columns, table, printable(title), styles or {}, right)
+        return
+    if title:
+        print(printable(title))
+    lines = [list(columns), *table] if any(columns) else table
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = (
+            cell.rjust(width) if index in right else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        print("  ".join(cells).rstrip())
+
+
+def _print_rich(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    title: str,
+    styles: Mapping[str, str],
+    right: frozenset[int],
+) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(
+        title=Text(title) if title else None,
+        title_justify="left",
+        show_header=any(columns),
+        box=box.SIMPLE,
+    )
+    for index, column in enumerate(columns):
+        table.add_column(
+            Text(column), justify="right" if index in right else "left", overflow="fold"
+        )
+    for row in rows:
+        table.add_row(*(Text(cell, style=styles.get(cell, "")) for cell in row))
+    Console().print(table)
+
+
+def print_overview(reports: Sequence[MountReport], leftovers: Sequence[LeftoverStore]) -> None:
+    """All mounts, one line each, and the stores that wait for theirs."""
+    if not reports:
+        print("no irdmafs mounts")
+    else:
+        columns = ("mountpoint", "state", "session", "files", "published", "pid", "up")
+        rows = []
+        for entry in reports:
+            data = entry.status
+            rows.append(
+                (
+                    entry.mount.mountpoint,
+                    entry.state,
+                    _session(data),
+                    _count(data.get("files")),
+                    human_bytes(data.get("bytes_published")),
+                    str(data.get("pid", "-")),
+                    human_duration(data.get("uptime_s")),
+                )
+            )
+        print_table(columns, rows, styles=_STATE_STYLES, right=frozenset({3, 4, 5}))
+    for entry in reports:
+        for line in _advice(entry):
+            print(printable(line))
+    if leftovers:
+        rows_left = [
+            (left.path, human_bytes(left.bytes_used), left.mountpoint or "-") for left in leftovers
+        ]
+        print()
+        print_table(
+            ("store", "used", "mountpoint"),
+            rows_left,
+            title="stores without a mount (mount there again to use them, "
+            "or irdmafs umount --discard DIR)",
+            right=frozenset({1}),
+        )
+
+
+_STATE_STYLES = {"ok": "green", "stale": "bold red", "hung": "bold red", "denied": "yellow"}
+
+
+def _session(data: Mapping[str, Any]) -> str:
+    if "session" not in data:
+        return "-"
+    return f"{data['session']}{', passthrough' if data.get('passthrough') else ''}"
+
+
+def _advice(entry: MountReport) -> list[str]:
+    path = entry.mount.mountpoint
+    if entry.state == "stale":
+        store = default_store_path(path)
+        cluster = cluster_of(store) if store is not None else None
+        how = f"{path} --cluster {cluster}" if cluster is not None else path
+        return [f"{path} is stale: its daemon is gone. Heal it with: irdmafs mount {how}"]
+    if entry.state == "hung":
+        return [f"{path} does not answer. Detach it with: irdmafs umount --lazy {path}"]
+    if entry.state == "denied":
+        return [f"{path} belongs to another user, who did not mount it with -o allow_other"]
+    return [f"{path}: warning: {warning}" for warning in entry.status.get("warnings") or ()]
+
+
+def print_mount(entry: MountReport) -> None:
+    """Everything that one mount reports."""
+    data = entry.status
+    if entry.state != "ok":
+        for line in _advice(entry):
+            print(printable(line))
+        return
+    opened, limit = data.get("open_files_limit"), data.get("open_handles")
+    rows = [
+        ("session", _session(data)),
+        ("reason", str(data.get("session_reason") or "-")),
+        ("daemon", f"process {data.get('pid', '-')}, irdmafs {data.get('version', '-')}"),
+        ("up", human_duration(data.get("uptime_s"))),
+        ("memory of daemon", human_bytes(data.get("daemon_rss_bytes"))),
+        ("store", str(data.get("store", "-"))),
+        (
+            "space in the cluster" if "cluster" in data else "store space",
+            f"{human_bytes(data.get('store_free_bytes'))} free of "
+            f"{human_bytes(data.get('store_total_bytes'))}",
+        ),
+        ("files", _count(data.get("files"))),
+        ("directories", _count(data.get("directories"))),
+        ("inodes", _count(data.get("inodes"))),
+        ("versions kept", _count(data.get("versions_kept"))),
+        ("bytes published", human_bytes(data.get("bytes_published"))),
+        ("bytes in working copies", human_bytes(data.get("bytes_working"))),
+        ("nodes", _count(data.get("nodes"))),
+        ("open handles", f"{_count(limit)} (file limit {_count(opened)})"),
+    ]
+    rows += _cluster_rows(data.get("cluster") or {})
+    print_table(("", ""), rows, title=entry.mount.mountpoint)
+    _print_quotas(data.get("quotas") or ())
+    for title in ("requests", "errors"):
+        counts = data.get(title) or {}
+        if counts:
+            ordered = sorted(counts.items(), key=lambda item: (-int(item[1]), str(item[0])))
+            print()
+            print_table(
+                (title, "count"),
+                [(str(kind), _count(count)) for kind, count in ordered],
+                right=frozenset({1}),
+            )
+    warnings = data.get("warnings") or ()
+    if warnings:
+        print()
+    for warning in warnings:
+        print(printable(f"warning: {warning}"))
+
+
+def _print_quotas(quotas: Sequence[Mapping[str, Any]]) -> None:
+    if not quotas:
+        return
+    rows = [
+        (
+            str(quota.get("path", "-")),
+            human_bytes(quota.get("bytes")),
+            human_bytes(quota.get("limit_bytes")),
+            _count(quota.get("inodes")),
+            _count(quota.get("limit_inodes")),
+        )
+        for quota in quotas
+    ]
+    print()
+    columns = ("quota of", "bytes", "limit", "inodes", "limit")
+    print_table(columns, rows, right=frozenset({1, 2, 3, 4}))
+
+
+def _cluster_rows(cluster: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What a mount of a cluster says beyond what every mount does."""
+    if not cluster:
+        return []
+    up, known = cluster.get("nodes_up"), cluster.get("nodes_known")
+    opens = f"{_count(cluster.get('cache_hits'))} opens found it there"
+    return [
+        ("cluster", f"{cluster.get('name', '-')} ({_count(up)} of {_count(known)} nodes up)"),
+        ("lease in etcd", "valid" if cluster.get("session_valid") else "waiting for etcd"),
+        ("node on this host", str(cluster.get("node_here") or "-")),
+        (
+            "cache",
+            f"{human_bytes(cluster.get('cache_bytes'))} of "
+            f"{human_bytes(cluster.get('cache_limit_bytes'))}; {opens}, "
+            f"{_count(cluster.get('cache_misses'))} fetched",
+        ),
+        ("fetched", human_bytes(cluster.get("fetched_bytes"))),
+        (
+            "read into buffers",
+            f"{human_bytes(cluster.get('lent_bytes'))}; {_count(cluster.get('lent_buffers'))} are lent",
+        ),
+        ("found to be as published", human_bytes(cluster.get("checked_bytes"))),
+        ("RDMA", _rdma(cluster)),
+        ("published", human_bytes(cluster.get("published_bytes"))),
+        ("directories followed", _count(cluster.get("followed_directories"))),
+    ]
+
+
+def _rdma(cluster: Mapping[str, Any]) -> str:
+    if cluster.get("rdma") != "on":
+        return f"not used: {cluster.get('rdma', '-')}"
+    rails = ", ".join(cluster.get("rdma_rails") or ()) or "no port yet"
+    return f"{human_bytes(cluster.get('rdma_bytes'))} moved by {rails}"
+
+
+def print_versions(path: str, data: Mapping[str, Any]) -> None:
+    """The versions kept of one file, newest first."""
+    rows = []
+    for entry in data.get("versions") or ():
+        mtime_ns = entry.get("mtime_ns")
+        when = "-"
+        if isinstance(mtime_ns, int):
+            when = datetime.fromtimestamp(mtime_ns / 1e9).isoformat(" ", "milliseconds")
+        openers = ", ".join(map(str, entry.get("openers") or ())) or "-"
+        rows.append(
+            (
+                str(entry.get("version", "-")),
+                str(entry.get("state", "-")),
+                human_bytes(entry.get("size")),
+                when,
+                openers,
+            )
+        )
+    print_table(
+        ("version", "state", "size", "modified", "open in processes"),
+        rows,
+        title=f"{path} (inode {data.get('ino', '-')})",
+        styles={"current": "green", "working": "yellow"},
+        right=frozenset({0, 2}),
+    )
+
+
+def print_checks(rows: Iterable[tuple[str, str, str, str]]) -> None:
+    """The doctor's findings: (name, verdict, found, remedy)."""
+    rows = list(rows)
+    if sys.stdout.isatty():
+        print_table(("check", "verdict", "found", "remedy"), rows, styles=_VERDICT_STYLES)
+        return
+    # The remedies are sentences: beside the findings they would make lines too long to read.
+    width = max((len(name) for name, *_ in rows), default=0)
+    for name, verdict, found, remedy in rows:
+        print(printable(f"{name.ljust(width)}  {verdict.ljust(4)}  {found}"))
+        if remedy:
+            print(printable(f"{' ' * width}        -> {remedy}"))

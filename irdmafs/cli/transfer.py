@@ -1,0 +1,158 @@
+"""The commands that move files' contents ahead or wait for it: `irdmafs rebalance`, `prefetch`."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from ..mount import mounting
+from ..mount.config import MountError
+from .cluster import (
+    WATCH_PERIOD_S,
+    config_option,
+    find_node,
+    json_option,
+    load,
+    print_json,
+    read_state,
+    say,
+    with_etcd,
+)
+
+if TYPE_CHECKING:
+    from ..backend.kv.etcd import EtcdEngine
+
+T = TypeVar("T")
+
+_PREFETCH_PERIOD_S = 0.1
+_PREFETCH_XATTR = "user.irdmafs.prefetch"
+_PREFETCH_NOW_XATTR = "user.irdmafs.prefetch_now"
+
+
+@click.command()
+@click.option("--dry-run", is_flag=True, help="Only say what would move.")
+@click.option("--without", "leaving", multiple=True, metavar="NODE",
+              help="With --dry-run: as if this node were drained.")  # fmt: skip
+@click.option("--add", "added", type=click.IntRange(1, 1000), metavar="COUNT",
+              help="With --dry-run: as if so many nodes joined.")  # fmt: skip
+@json_option
+@config_option
+@click.pass_context
+def rebalance(
+    ctx: click.Context,
+    dry_run: bool,
+    leaving: tuple[str, ...],
+    added: int | None,
+    as_json: bool,
+    config_path: str | None,
+) -> None:
+    """Wait until all is where it should be, or say what moves.
+
+    Nodes move files by themselves, at their --rebalance-rate, when nodes come, go or are drained.
+    """
+    from .cluster_status import Progress, print_moves
+
+    if (leaving or added) and not dry_run:
+        raise click.UsageError("--without and --add are for --dry-run")
+    if as_json and not dry_run:
+        raise click.UsageError("--json is for --dry-run")
+    config = load(config_path)
+
+    async def dry(engine: EtcdEngine) -> dict[str, Any]:
+        from ..backend.cluster.inquiry import read_group_bytes
+        from ..backend.cluster.policy import Candidate
+
+        found = await read_state(config, engine)
+        settings = found.members.settings
+        assert settings is not None
+        gone = {find_node(found, name) for name in leaving}
+        candidates = [c for c in found.candidates() if c.node not in gone]
+        # Ids of nodes are random: any will do.
+        candidates += (Candidate(number, 1.0, {}) for number in range(1, (added or 0) + 1))
+        held = await read_group_bytes(engine, settings.buckets)
+        return found.plan(candidates, held)
+
+    async def wait(engine: EtcdEngine) -> None:
+        import trio
+
+        total = 0
+        with Progress("rebalancing", "replicas", 0) as progress:
+            while True:
+                found = await read_state(config, engine)
+                if not found.candidates():
+                    raise MountError("no store node is up that could take anything")
+                left = len(found.plan(found.candidates(), {})["moves"])
+                total = max(total, left)
+                progress.update(total - left, total)
+                if not left:
+                    return
+                await trio.sleep(WATCH_PERIOD_S)
+
+    try:
+        if not dry_run:
+            with_etcd(config, wait)
+            say("everything is where it should be")
+            return
+        plan = with_etcd(config, dry)
+    except KeyboardInterrupt:
+        ctx.exit(128 + signal.SIGINT)
+    if as_json:
+        print_json(plan)
+    else:
+        print_moves(plan)
+
+
+@click.command()
+@click.argument("paths", nargs=-1, required=True, metavar="PATH...")
+@click.option("--no-wait", is_flag=True, help="Return at once; it goes on.")
+@click.pass_context
+def prefetch(ctx: click.Context, paths: tuple[str, ...], no_wait: bool) -> None:
+    """Fetch files into this host's cache now.
+
+    A directory stands for all files below it.
+    Ctrl-C ends the waiting only.
+    """
+    from .cluster_status import Progress
+
+    for path in paths:
+        mount = mounting.containing_mount(path)
+        if mount is None or mount.fstype != mounting.FSTYPE:
+            raise MountError(f"{path} is not on an irdmafs mount")
+        _prefetch_xattr(path, partial(os.getxattr, path, _PREFETCH_NOW_XATTR))
+    if no_wait:
+        return
+    try:
+        for path in paths:
+            with Progress(f"fetching {path}", "bytes", 0) as bar:
+                while True:
+                    now = _prefetch_state(path)
+                    bar.update(now.get("bytes_done", 0), now.get("bytes", 0))
+                    if now.get("done", 0) >= now.get("files", 0):
+                        break
+                    time.sleep(_PREFETCH_PERIOD_S)
+    except KeyboardInterrupt:
+        ctx.exit(128 + signal.SIGINT)
+
+
+def _prefetch_state(path: str) -> dict[str, int]:
+    """Files and bytes to fetch, and those that are here: {"files", "done", "bytes", "bytes_done"}."""
+    value = _prefetch_xattr(path, partial(os.getxattr, path, _PREFETCH_XATTR))
+    found = json.loads(value or b"{}")
+    return found if isinstance(found, dict) else {}
+
+
+def _prefetch_xattr(path: str, call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except OSError as error:
+        if error.errno in (errno.ENOTSUP, errno.ENODATA, errno.EINVAL):
+            raise MountError(f"{path} is not on a cluster's mount: nothing to fetch") from error
+        raise MountError(f"cannot prefetch {path}: {error.strerror}") from error

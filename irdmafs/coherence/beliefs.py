@@ -1,0 +1,240 @@
+"""What the kernel of this host believes without asking us, on a mount whose tree others change, too.
+
+In a directory that the mount follows (backend/store/remote/leases) an answer says for how long the kernel
+may believe it. Whoever changes something there waits for this mount, which first makes the kernel
+forget what is not so any more; what is remembered here is only which names and attributes that may be.
+
+Names are forgotten all at once, by a new epoch: every name has that of the question which it was the
+answer to, and is asked for anew when it is used in a later one (Linux 6.16). To drop a single name
+takes its directory's lock, which the kernel holds while a program here changes that directory and,
+perhaps, waits for the other host; and a thread that waits for it cannot even be killed, nor is the
+connection of a daemon at an end as long as such a thread is left. So an older kernel is not to believe.
+
+Attributes are forgotten by inode; the kernel drops answers to questions older than that. Answers to
+changes of its own (create, link, setattr) it does not compare so; their attributes are not to be
+believed.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+
+import trio
+
+from ..backend.namespace import ROOT_INO, Inode, Namespace
+from .kernel_cache import KernelCache, Name
+from .nodes import NodeTable
+
+# What was said longer ago than this (seconds) is not believed any more: far longer than any answer
+# says, because a caller may be kept from its processor before it takes the answer in.
+_REMEMBERED_S = 2.0
+# The kernel keeps what it looked up, and we a node for it, until it wants the memory for something else.
+# What is gone it is made to drop, so many inodes (at most) at a time, collected for so long.
+_COLLECT_S = 1.0
+_COLLECTED_MAX = 1 << 16
+
+
+class _Said:
+    """Names and attributes that the kernel was told, and until when (time.monotonic())."""
+
+    __slots__ = ("attributes", "names", "names_of")
+
+    def __init__(self) -> None:
+        self.names: dict[Name, tuple[int, float]] = {}
+        self.names_of: dict[int, set[Name]] = {}
+        self.attributes: dict[int, float] = {}
+
+    def forget_names(self) -> None:
+        self.names.clear()
+        self.names_of.clear()
+
+
+class Beliefs:
+    """Told by the store of every change (a store's Watcher), makes the kernel forget."""
+
+    def __init__(self, namespace: Namespace, nodes: NodeTable, kernel: KernelCache) -> None:
+        self._namespace = namespace
+        self._nodes = nodes
+        self._kernel = kernel
+        self._said, self._said_before = _Said(), _Said()
+        self._turns_at = 0.0
+        self._own: dict[Name, tuple[Name, ...]] = {}
+        self._changed_names: list[tuple[Name, int]] = []
+        self._changed_inodes: list[tuple[Inode | None, Inode | None]] = []
+        self._left: set[int] = set()
+        self._collecting = False
+        self.epochs = self.told_inodes = 0
+
+    def content_gone(self, extent: int) -> None:
+        """Have the kernel let go of a file that is not kept here any more."""
+        for node in self._nodes.backed_by(extent):
+            if not node.is_bound:
+                self._kernel.drop_backing(node)
+
+    # -- what the kernel is told in answers --------------------------------------------------------
+
+    def name(self, parent: int, name: bytes, ino: int, seconds: float) -> None:
+        """An answer says that a name leads to an inode for so long."""
+        said, now = self._now_saying()
+        key = (parent, name)
+        known = said.names.get(key)
+        if known is None or known[0] != ino:
+            said.names_of.setdefault(ino, set()).add(key)
+        said.names[key] = ino, now + seconds
+
+    def attributes(self, ino: int, seconds: float) -> None:
+        """An answer says that an inode has its attributes for so long."""
+        said, now = self._now_saying()
+        said.attributes[ino] = now + seconds
+
+    def holds(self, name: Name, ino: int, until: float) -> bool:
+        """Whether the kernel believes in a name and the attributes of what it leads to for so long
+        (time.monotonic()), if it still remembers them."""
+        for said in (self._said, self._said_before):
+            found = said.names.get(name)
+            if found is not None:
+                return (
+                    found[0] == ino and found[1] > until and said.attributes.get(ino, 0.0) > until
+                )
+        return False
+
+    def _now_saying(self) -> tuple[_Said, float]:
+        now = time.monotonic()
+        if now > self._turns_at:
+            self._said_before, self._said = self._said, _Said()
+            self._turns_at = now + _REMEMBERED_S
+        return self._said, now
+
+    # -- changes -----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def changing(self, *names: Name) -> Iterator[None]:
+        """A program here changes these names: the kernel sees to it by itself if that succeeds. It
+        then believes in the new name of what is renamed as it did in the old one."""
+        self._own.update(dict.fromkeys(names, names))
+        try:
+            yield
+        except BaseException:
+            # It may have happened all the same.
+            if max(map(self._take_name, names)):
+                self._forget(names=True, inodes=())
+            raise
+        else:
+            left_s = max(map(self._take_name, names)) - time.monotonic()
+            for parent, name in names if left_s > -_REMEMBERED_S else ():
+                with contextlib.suppress(OSError):  # the directory is gone
+                    if (inode := self._namespace.lookup(parent, name)) is not None:
+                        self.name(parent, name, inode.ino, left_s)
+        finally:
+            for key in names:
+                self._own.pop(key, None)
+
+    def name_changed(self, parent: int, name: bytes, old_ino: int) -> None:
+        self._changed_names.append(((parent, name), old_ino))
+
+    def inode_changed(self, old: Inode | None, new: Inode | None) -> None:
+        self._changed_inodes.append((old, new))
+
+    def transaction(self, *, ours: bool) -> None:
+        """What changed since the last call changed at once; `ours`: by a program on this mount."""
+        names = False
+        inodes: set[int] = set()
+        for key, old_ino in self._changed_names:
+            if ours and key in self._own:
+                continue
+            if max(map(self._take_name, self._own.get(key, (key,)))):
+                names = True
+            if old_ino:
+                self._collect(old_ino)
+        for old, new in self._changed_inodes:
+            known = new or old
+            assert known is not None
+            published = new is not None and old is not None and new.version != old.version
+            if (published or not ours) and self._take_attributes(known.ino):
+                inodes.add(known.ino)
+            if old is None or new is None:
+                continue
+            if new.is_dir and new.parent != old.parent:
+                believed_names, believed_inodes = self._below(new.ino)
+                inodes.update(filter(self._take_attributes, believed_inodes))
+            elif published and not ours:
+                # Another version is another node.
+                believed_names = self._names_of(new.ino)
+            else:
+                continue
+            names = names or any(map(self._take_name, believed_names))
+        self._changed_names.clear()
+        self._changed_inodes.clear()
+        self._forget(names=names, inodes=inodes)
+
+    def _take_name(self, key: Name) -> float:
+        """Until when the kernel believes in a name, 0.0: it does not. It is about to forget it."""
+        until = 0.0
+        for said in (self._said, self._said_before):
+            found = said.names.pop(key, None)
+            if found is not None:
+                until = max(until, found[1])
+        return until
+
+    def _take_attributes(self, ino: int) -> float:
+        return max(self._said.attributes.pop(ino, 0.0), self._said_before.attributes.pop(ino, 0.0))
+
+    def _names_of(self, ino: int) -> list[Name]:
+        return [
+            key
+            for said in (self._said, self._said_before)
+            for key in said.names_of.get(ino, ())
+            if said.names.get(key, (0,))[0] == ino
+        ]
+
+    def _below(self, directory: int) -> tuple[list[Name], list[int]]:
+        """Names and inodes that were believed because of where the directory was."""
+        inodes = self._namespace.inodes
+        below: dict[int, bool] = {directory: True, ROOT_INO: False}
+
+        def lies_below(ino: int) -> bool:
+            if ino not in below:
+                inode = inodes.get(ino)
+                below[ino] = False
+                below[ino] = inode is not None and lies_below(inode.parent)
+            return below[ino]
+
+        names = {*self._said.names, *self._said_before.names}
+        numbers = {*self._said.attributes, *self._said_before.attributes}
+        parents_of = self._namespace.parents_of
+        return (
+            [key for key in names if lies_below(key[0])],
+            [ino for ino in numbers if ino == directory or any(map(lies_below, parents_of(ino)))],
+        )
+
+    # -- telling the kernel ------------------------------------------------------------------------
+
+    def _forget(self, *, names: bool, inodes: Iterable[int]) -> None:
+        nodes = [node.id for ino in inodes for node in self._nodes.of(ino) if node.lookups > 0]
+        self.told_inodes += len(nodes)
+        if names:
+            self.epochs += 1
+            self._said.forget_names()
+            self._said_before.forget_names()
+        if names or nodes:
+            self._kernel.forget(nodes, names=names)
+
+    def _collect(self, ino: int) -> None:
+        """A name does not lead to an inode any more that the kernel may have looked up by it."""
+        if len(self._left) < _COLLECTED_MAX and any(node.lookups for node in self._nodes.of(ino)):
+            self._left.add(ino)
+            if not self._collecting:
+                self._collecting = self._kernel.start_soon(self._prune_collected)
+
+    async def _prune_collected(self) -> None:
+        try:
+            while self._left:
+                await trio.sleep(_COLLECT_S)
+                left, self._left = self._left, set()
+                self._kernel.prune([node.id for ino in left for node in self._nodes.of(ino)])
+        finally:
+            self._collecting = False
+
+    def count(self) -> dict[str, int]:
+        """Figures for `irdmafs status`: what the kernel was made to forget."""
+        return {"epochs": self.epochs, "inodes_told": self.told_inodes}

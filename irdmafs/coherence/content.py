@@ -1,0 +1,251 @@
+"""Contents of files on this host: which bytes a descriptor reads and writes.
+
+A `Content` is one run of bytes that descriptors share, kept in one extent. An inode has at most one
+*current* content here, which everybody who opens the file for reading or in place gets; any number of
+*private* ones, each of which replaces the file when it is published; and *superseded* ones, which the
+descriptors that have them keep. docs/sharing.md has the rule that says which open gets which.
+
+Here is only the bookkeeping: what is held, and when an extent may go.
+"""
+
+import os
+from typing import NamedTuple
+
+import trio
+
+from ..backend.namespace import Inode
+from ..backend.store.api import Store
+
+Stamp = tuple[int, int]
+
+# Descriptors that are kept for contents which are written: of a few, so that no program uses them all up.
+_DESCRIPTORS_MAX = 16
+
+
+class Content:
+    """One content. Sizes are bytes, `blocks` 512-byte units, times nanoseconds.
+
+    `extent` keeps the bytes, 0 while there are none; `own` says that no version names it, so that it
+    goes with this object; `fd` may be open on it while it is written, else -1. `version` is the published
+    version that the content is, or began as, and `published` the inode as it then was.
+    `holds` counts handles and promised opens, `opens` and `writers` handles alone; `leaving` those
+    writers whose last descriptor is closed and whose release is not carried out yet; `preparing` those
+    that are about to make it writable; `awaited` those who join it and whose promised open has not come
+    yet. `leaves`: a store node is taking its very file over.
+
+    `writable`: the extent may be written, because nobody else relies on what it holds. `dirty`: a
+    request of ours changed it since it was published. `seen` is the stamp at its last publication, or
+    when it was first opened in place; None when nothing of it was ever published; `begun` is the stamp
+    when it began to be written. `mapped`: somebody could map it to write it. `whole`: everybody who writes
+    it began with an empty file, so a writer that is killed publishes nothing. `kept`: such a writer left
+    it, and it is seen on this host only. `discarded`: its writer gave it up.
+    """
+
+    __slots__ = (
+        "awaited", "begun", "blocks", "dirty", "discarded", "extent", "fd", "holds", "ino",
+        "kept", "leaves", "leaving", "lock", "mapped", "mtime_ns", "opens", "own", "pinned",
+        "preparing", "private", "published", "seen", "size", "superseded", "version", "whole",
+        "writable", "writers",
+    )  # fmt: skip
+
+    def __init__(self, inode: Inode, *, private: bool = False) -> None:
+        self.ino = inode.ino
+        self.private = private
+        self.superseded = False
+        self.opens = 0
+        self.writers = 0
+        self.leaving = 0
+        self.preparing = 0
+        self.awaited = 0
+        self.leaves = False
+        self.holds = 0
+        self.pinned = 0
+        self.own = False
+        self.fd = -1
+        self.writable = False
+        self.dirty = False
+        self.mapped = False
+        self.whole = private
+        self.kept = False
+        self.discarded = False
+        self.seen: Stamp | None = None
+        self.begun: Stamp | None = None
+        self.lock: trio.Lock | None = None
+        self.show(inode)
+        self.extent = 0 if private else inode.extent
+
+    def show(self, inode: Inode) -> None:
+        """Take over what the namespace says of the version."""
+        self.published = inode
+        self.version = inode.version
+        self.size = inode.size
+        self.blocks = inode.blocks
+        self.mtime_ns = inode.mtime_ns
+
+    @property
+    def since(self) -> Stamp | None:
+        """How its extent looked when it was last published, or begun."""
+        return self.seen if self.seen is not None else self.begun
+
+    @property
+    def is_changing(self) -> bool:
+        """Return whether its size and times are those of its extent, and not of a published version."""
+        return bool(self.private or self.writers or self.kept)
+
+    def locked(self) -> trio.Lock:
+        """The lock that whoever publishes it, or makes it writable, holds."""
+        if self.lock is None:
+            self.lock = trio.Lock()
+        return self.lock
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.preparing) or (self.lock is not None and self.lock.locked())
+
+    def __repr__(self) -> str:
+        kind = "private" if self.private else "superseded" if self.superseded else "current"
+        return f"<Content ino={self.ino} v{self.version} {kind} extent={self.extent:x}>"
+
+
+class Shown(NamedTuple):
+    """How a file looks to stat(2): bytes, 512-byte units, nanoseconds."""
+
+    size: int
+    blocks: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+def stamp_of(status: os.stat_result) -> Stamp:
+    """Return what a write to an extent changes. Not st_ctime: a store that takes the very file changes
+    it, too."""
+    return status.st_size, status.st_mtime_ns
+
+
+class ContentTable:
+    """All contents that somebody has open, or that may be opened again."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.current: dict[int, Content] = {}
+        # The newest one last.
+        self.private: dict[int, list[Content]] = {}
+        # Those with a descriptor, the oldest first.
+        self._described: dict[Content, None] = {}
+
+    def newest_private(self, ino: int) -> Content | None:
+        contents = self.private.get(ino)
+        return contents[-1] if contents else None
+
+    def stat(self, content: Content) -> os.stat_result:
+        """Raises OSError EIO when its extent is gone."""
+        if content.fd >= 0:
+            return os.fstat(content.fd)
+        return self._store.extents.stat(content.extent)
+
+    def stamp(self, content: Content) -> Stamp:
+        return stamp_of(self.stat(content)) if content.extent else (content.size, content.mtime_ns)
+
+    def set_times(self, content: Content, atime_ns: int, mtime_ns: int) -> None:
+        if content.fd >= 0:
+            os.utime(content.fd, ns=(atime_ns, mtime_ns))
+        else:
+            self._store.extents.set_times(content.extent, atime_ns, mtime_ns)
+
+    # -- what keeps an extent --------------------------------------------------------------------
+
+    def hold(self, content: Content) -> None:
+        if not content.holds:
+            self._store.pin(content.extent)
+            content.pinned = content.extent
+        content.holds += 1
+
+    def let_go(self, content: Content) -> bool:
+        """Undo one `hold`; whether it was the last."""
+        content.holds -= 1
+        if content.holds:
+            return False
+        self._store.unpin(content.pinned)
+        content.pinned = 0
+        self.close(content)
+        return True
+
+    def close(self, content: Content) -> None:
+        """Do without the descriptor of a content, as when nobody writes it any more."""
+        if content.fd >= 0:
+            del self._described[content]
+            os.close(content.fd)
+            content.fd = -1
+
+    def keep_open(self, content: Content, fd: int) -> None:
+        """Take over a descriptor of the content's extent."""
+        self.close(content)
+        if len(self._described) >= _DESCRIPTORS_MAX:
+            self.close(next(iter(self._described)))
+        self._described[content] = None
+        content.fd = fd
+
+    def give_extent(self, content: Content, extent: int, *, own: bool) -> None:
+        """Let the content lie in another extent from now on, or in the same under another number.
+        Raises OSError ESTALE, and changes nothing, when a store node has let that go already."""
+        if content.holds:
+            self._store.pin(extent)
+            self._store.unpin(content.pinned)
+            content.pinned = extent
+        before, was_own = content.extent, content.own
+        if extent != before:
+            self.close(content)
+        content.extent, content.own = extent, own
+        if was_own and before != extent:
+            self._store.retire(before)
+
+    # -- becoming and ceasing to be the file's content --------------------------------------------
+
+    def add_private(self, content: Content) -> None:
+        self.private.setdefault(content.ino, []).append(content)
+
+    def make_current(self, content: Content) -> None:
+        """The content is the file's from now on; the one before stays with those who have it."""
+        if content.private:
+            self._remove_private(content)
+        content.superseded = False
+        before = self.current.get(content.ino)
+        if before is not None and before is not content:
+            self.supersede(before)
+        self.current[content.ino] = content
+
+    def supersede(self, content: Content) -> None:
+        """Nobody else is to open this content; whoever has it keeps it."""
+        if content.private:
+            self._remove_private(content)
+        content.superseded = True
+        if self.current.get(content.ino) is content:
+            del self.current[content.ino]
+        if not content.holds:
+            self._retire(content)
+
+    def rest(self, content: Content, inode: Inode) -> None:
+        """Nobody holds the content any more."""
+        if content.kept and not content.superseded:
+            return
+        if (
+            content.private
+            or content.superseded
+            or content.version != inode.version
+            or content.extent != inode.extent
+        ):
+            self.supersede(content)
+        else:
+            content.mapped = content.writable = False
+
+    def _remove_private(self, content: Content) -> None:
+        content.private = False
+        left = self.private[content.ino]
+        left.remove(content)
+        if not left:
+            del self.private[content.ino]
+
+    def _retire(self, content: Content) -> None:
+        if content.own:
+            content.own = False
+            self._store.retire(content.extent)

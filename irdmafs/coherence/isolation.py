@@ -1,0 +1,26 @@
+"""Return whether replacing a file is seen whole and at its end, or at once as on any other filesystem."""
+
+from ..backend.namespace import Inode, Namespace
+from ..backend.namespace.attributes import ISOLATION
+
+
+class Isolation:
+    """`default` is the mount's; the nearest directory above a file that has the attribute
+    user.irdmafs.isolation ("on" or "off") decides otherwise."""
+
+    def __init__(self, namespace: Namespace, *, default: bool = True) -> None:
+        self._namespace = namespace
+        self._default = default
+
+    def of(self, inode: Inode) -> bool:
+        """Return whether opening this file with O_TRUNC begins a version of its own."""
+        parent = inode.parent or next(iter(self._namespace.parents_of(inode.ino)), 0)
+        while parent:
+            directory = self._namespace.inodes.get(parent)
+            if directory is None:
+                break
+            value = directory.xattrs.get(ISOLATION)
+            if value is not None:
+                return value != b"off"
+            parent = directory.parent
+        return self._default

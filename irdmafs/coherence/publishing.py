@@ -1,0 +1,418 @@
+"""When bytes become a version: close, fsync, rename, and what must not become one.
+
+docs/sharing.md, "When a version is published", has the rules that this module carries out.
+"""
+
+import errno
+import logging
+import os
+import platform
+import time
+
+import trio
+
+from ..backend.namespace import Inode, fail
+from ..backend.store.api import Outdated, Store
+from ..backend.store.extents import copy_contents
+from ..callers.processes import Processes
+from ..inline import detach
+from .content import Content, ContentTable, stamp_of
+from .kernel_cache import KernelCache
+from .nodes import Handle, NodeTable
+
+log = logging.getLogger(__name__)
+
+# Larger copies are made in a thread, so that other requests are served meanwhile.
+COPY_INLINE_MAX_BYTES = 1024 * 1024
+# Before 6.13 a write may leave the times of a file as they were, for a timer tick (1-10 ms).
+_TIMESTAMP_GRAIN_NS = 20_000_000
+# A store with less room than this is full: a write may just have failed.
+_FULL_BYTES = 64 * 1024
+
+
+def _stamps_are_fine() -> bool:
+    """Return whether a write always moves a time that was looked at before (Linux 6.13)."""
+    major, minor, *_ = (int(part) for part in platform.release().split("-")[0].split(".")[:2])
+    return (major, minor) >= (6, 13)
+
+
+class Publisher:
+    """Decides what is published when, and publishes it."""
+
+    kernel: KernelCache
+
+    def __init__(
+        self, store: Store, table: ContentTable, nodes: NodeTable, processes: Processes
+    ) -> None:
+        self._store = store
+        self._table = table
+        self._nodes = nodes
+        self._inodes = store.namespace.inodes
+        self._processes = processes
+        # The newest version of each file that was published on this host.
+        self._published: dict[int, int] = {}
+        self._grain_ns = 0 if _stamps_are_fine() else _TIMESTAMP_GRAIN_NS
+
+    def forget(self, ino: int) -> None:
+        """Nobody has the file open any more, nor knows its number."""
+        self._published.pop(ino, None)
+
+    # -- whether there is anything to publish ----------------------------------------------------
+
+    def is_written(self, content: Content) -> bool:
+        """Return whether anybody may have written to it since it was published or begun, as far as stat can
+        tell. A store through a mapping changes no time."""
+        return self._is_surely_written(content) or self._may_share_a_tick(content)
+
+    def _is_surely_written(self, content: Content) -> bool:
+        if content.dirty:
+            return True
+        return bool(content.extent) and stamp_of(self._table.stat(content)) != content.since
+
+    def _may_share_a_tick(self, content: Content) -> bool:
+        """Return whether a write after the publication may have left the times as they were then."""
+        if not self._grain_ns or content.seen is None or not content.extent:
+            return False
+        return time.time_ns() - self._table.stat(content).st_mtime_ns < self._grain_ns
+
+    def _is_unpublished(self, content: Content) -> bool:
+        if content.seen is not None:
+            # In a cluster the bytes are compared before they are published for the same times.
+            written = self._is_surely_written if self._store.shared else self.is_written
+            return written(content)
+        if self._store.shared and not content.version and not self._size(content):
+            return False  # a new file that stays empty: its name says so already, to all
+        inode = self._inodes[content.ino]
+        # An empty copy that nobody wrote gives way to a version that was published meanwhile.
+        return inode.version == content.version or self.is_written(content)
+
+    def _is_changed(self, handle: Handle, content: Content) -> bool:
+        """Return whether closing the handle has something to publish, as far as stat can tell."""
+        wrote_nothing = handle.since is not None and self._table.stamp(content) == handle.since
+        return not wrote_nothing and self._is_unpublished(content)
+
+    def _may_hide_writes(self, content: Content) -> bool:
+        """Return whether only a comparison of bytes can tell that somebody wrote. A store through a mapping
+        changes no time if its page was stored to before, or (in a tmpfs) read before."""
+        return (content.mapped and content.seen is not None) or self._may_share_a_tick(content)
+
+    def _size(self, content: Content) -> int:
+        return self._table.stamp(content)[0]
+
+    # -- close -----------------------------------------------------------------------------------
+
+    async def flush(self, handle: Handle, content: Content, pid: int) -> None:
+        """close(2) of one descriptor. Returns when what was written is published."""
+        if not self._inodes[content.ino].nlink:
+            return
+        if pid != handle.pid:
+            others = await self._processes.may_still_write(pid, handle.pid)
+            if others and await self._processes.hold(others, content.ino):
+                return  # it is not half written that a file is published
+        if content.is_busy:
+            await detach()
+            async with content.locked():
+                pass
+        handle.aborted = content.discarded
+        if handle.aborted or (content.superseded and not self.is_written(content)):
+            return
+        if content.whole or content.seen is None:
+            process = await self._processes.of(pid)
+            if content.whole and process.killed_by_signal():
+                handle.aborted = handle.killed = True
+                if process.tell_once():
+                    where = self._store.namespace.describe(content.ino)
+                    log.info(
+                        "%s: pid %d died writing it; it is not published, as is all that it wrote",
+                        where, pid,
+                    )  # fmt: skip
+                return
+            if (
+                content.seen is None
+                and not self.is_written(content)
+                and await self._has_duplicate(pid, content.ino)
+            ):
+                return
+            if content.private and not handle.node.cached and self._is_full():
+                # A write that the kernel refused for want of room did not come to us.
+                handle.aborted = True
+                raise fail(errno.ENOSPC, "the store is full; the version before stays")
+        changed = self._is_changed(handle, content)
+        if not changed and not self._is_to_be_compared(content):
+            return
+        try:
+            stays = await self._stays(handle, content, pid)
+            await self._publish_locked(content, stays=stays, changed=changed)
+        except OSError as error:
+            # Whoever closes it is told, and may write it anew: that must not be overwritten by this.
+            # Later writes through a mapping have not been refused.
+            handle.aborted = not content.mapped
+            where = self._store.namespace.describe(content.ino)
+            log.error("%s: what pid %d wrote could not be published: %s", where, pid, error)
+            raise
+
+    async def _stays(self, handle: Handle, content: Content, pid: int) -> bool:
+        """Return whether the content may be written on: then a copy is published where that matters."""
+        # The bytes are hashed as they leave this host; a program that maps them may store meanwhile.
+        if content.writers > 1 or (content.mapped and self._store.shared):
+            return True
+        if not self._store.hands_over(content.extent):
+            return False
+        # The store takes the very file: who has it open would have to do without what others write.
+        if content.holds > 1 or pid != handle.pid:
+            return True
+        return await self._has_duplicate(pid, content.ino)
+
+    async def _has_duplicate(self, pid: int, ino: int) -> bool:
+        """Return whether the process keeps another descriptor of the file where redirections put them."""
+        process = await self._processes.of(pid)
+        return not process.is_in_exec() and await self._processes.holds_low(pid, ino)
+
+    def _is_full(self) -> bool:
+        room = self._store.extents.statvfs()
+        # f_blocks is 0 on a tmpfs without a limit.
+        return bool(room.f_blocks) and room.f_bavail * room.f_frsize < _FULL_BYTES
+
+    async def last_release(self, handle: Handle, content: Content) -> None:
+        """The last descriptor of the only writer is gone, and its mappings: publish what is not yet.
+
+        A file without a name may still be named by descriptors that never opened it (O_PATH), and opened
+        through them, except in a cluster.
+        """
+        inode = self._inodes[content.ino]
+        while (
+            not (handle.aborted or content.discarded)
+            and (bool(inode.nlink) or not self._store.shared)
+            and not (content.superseded and not self.is_written(content))
+            and content.writers == 1
+        ):
+            changed = self._is_changed(handle, content)
+            if changed or (self._is_to_be_compared(content) and not content.superseded):
+                await self._publish_locked(content, stays=False, changed=changed)
+            if not changed:
+                return
+            inode = self._inodes[content.ino]
+
+    # -- other occasions -------------------------------------------------------------------------
+
+    async def fsync(self, handle: Handle, content: Content) -> None:
+        """fsync(2): publish what is written so far; the descriptor stays open for more."""
+        if content.discarded or (content.superseded and not self.is_written(content)):
+            return
+        changed = self._is_changed(handle, content)
+        if not self._store.shared:
+            # Here nobody else has another copy; but who waits for versions is to hear of this one.
+            was_written = content.seen != content.begun
+            changed = changed or (was_written and self._may_hide_writes(content))
+        if changed or self._is_to_be_compared(content):
+            await self._publish_locked(content, stays=True, changed=changed)
+
+    async def publish_so_far(self, content: Content) -> None:
+        """Publish what was written in place, whoever wrote it; nothing where nobody wrote."""
+        if not content.extent or content.discarded:
+            return
+        changed = self.is_written(content)
+        if changed or self._is_to_be_compared(content):
+            await self._publish_locked(content, stays=True, changed=changed)
+
+    async def publish_named(self, content: Content) -> None:
+        """Publish what is being written to a file whose name is about to mean something new."""
+        if not content.discarded and self._size(content) and self.is_written(content):
+            if self._store.waits:
+                await detach()
+            await self._publish_locked(content, stays=True, naming=True)
+
+    async def publish_truncated(self, content: Content) -> None:
+        """Publish that a file was truncated by name: no close will follow."""
+        await self._publish_locked(content, stays=bool(content.writers))
+
+    async def keep(self, content: Content) -> None:
+        """A killed writer left a new file: it stays on this host as it is, as on any filesystem, and
+        other hosts see nothing of it."""
+        if not self._size(content):
+            return
+        if self._store.shared:
+            content.kept = True
+        else:
+            await self._publish_locked(content, stays=False)
+
+    def cut_unpublished(self, content: Content) -> None:
+        """Nobody writes a content any more whose end could not be published: where it is the very extent
+        of a version, that gets its length again."""
+        inode = self._inodes[content.ino]
+        if not content.extent or content.own or content.extent != inode.extent or not inode.nlink:
+            return
+        if self._size(content) > inode.size:
+            self._store.extents.truncate(content.extent, inode.size)
+
+    # -- publishing ------------------------------------------------------------------------------
+
+    async def _publish_locked(
+        self, content: Content, *, stays: bool, changed: bool = True, naming: bool = False
+    ) -> bool:
+        """Publish a content, with `changed` False only if a comparison finds it changed. Return whether it
+        was published."""
+        if not self._store.waits and not content.is_busy and not (stays and self._copies(content)):
+            await self._publish(content, stays=stays, naming=naming)
+            return True
+        await detach()
+        seen = content.seen
+        async with content.locked():
+            # Somebody else may have published it meanwhile.
+            certain = changed and content.seen == seen
+            if not certain and not self._is_surely_written(content):
+                if not self._is_to_be_compared(content):
+                    return False
+                same = await self._store.is_same(content.published, content.extent)
+                if same and not self._is_surely_written(content):  # somebody may have cut the file
+                    return False
+            content.leaves = not stays and self._store.hands_over(content.extent)
+            if content.leaves and content.holds > 1:
+                content.leaves, stays = False, True  # somebody has opened it meanwhile
+            try:
+                await self._publish(content, stays=stays, naming=naming)
+            finally:
+                content.leaves = False
+            return True
+
+    def _is_to_be_compared(self, content: Content) -> bool:
+        """Return whether its bytes have to be compared with those that other hosts have."""
+        return self._store.shared and self._may_hide_writes(content)
+
+    def _copies(self, content: Content) -> bool:
+        """Return whether a copy is published while the content is written on. Readers of a private content
+        need one, as they are to see whole versions. So does what leaves this host."""
+        return content.private or self._store.shared
+
+    async def _publish(self, content: Content, *, stays: bool, naming: bool = False) -> None:
+        """`naming`: the kernel keeps directories locked until we return."""
+        if not content.extent:
+            return
+        stays = stays or content.writers > 1  # others may have come since
+        status = shape = self._table.stat(content)
+        extent = content.extent
+        mapped = content.mapped
+        written = content.private or self.is_written(content)
+        ctime_ns = status.st_ctime_ns if written else 0
+        dirty, content.dirty = content.dirty, False
+        # A writer that replaces a file does so whatever others published meanwhile. On one host the last
+        # close wins.
+        replaces = content.private or content.whole or not self._store.shared
+        try:
+            if stays and status.st_size and self._copies(content):
+                extent, shape = await self._copy(content)
+                mapped = False
+            try:
+                base = None if replaces else content.version
+                while True:
+                    try:
+                        inode = await self._store.publish(
+                            content.ino, extent, shape, status.st_mtime_ns,
+                            ctime_ns=ctime_ns, mapped=mapped, base=base,
+                        )  # fmt: skip
+                        break
+                    except Outdated:
+                        newest = self._inodes[content.ino].version
+                        if newest == base or newest != self._published.get(content.ino):
+                            raise
+                        base = newest  # it was published on this host, where the last close wins
+            except Outdated as outdated:
+                inode = self._inodes[content.ino]
+                # Two hosts that only made a file empty, as many do with one that they lock, agree.
+                if status.st_size or inode.size:
+                    if extent == content.extent:
+                        extent, shape = await self._copy(content)
+                    name = await self._store.save_aside(
+                        content.ino, extent, shape, status.st_mtime_ns
+                    )
+                    extent = content.extent
+                    content.seen, dirty = stamp_of(status), False
+                    raise self._set_aside(content, name, outdated) from outdated
+        except BaseException:
+            content.dirty |= dirty
+            if extent != content.extent:
+                self._store.extents.free(extent)
+            raise
+        self._published[content.ino] = inode.version
+        content.seen = stamp_of(status)
+        content.kept = False
+        if extent != content.extent and content.private:
+            # It goes on being private; the copy is the file's version.
+            content.published = inode
+            content.version = inode.version
+            self._supersede_before(inode)
+        else:
+            content.show(inode)
+            content.whole = False
+            if extent == content.extent:
+                self._handed_over(content, inode)
+            if content.private and (content.writers > 1 or content.awaited):
+                self._supersede_before(inode)  # somebody has joined meanwhile, and goes on
+            elif content.private or content.superseded:
+                self._table.make_current(content)
+        await self._announce(inode, content, naming=naming)
+
+    def _handed_over(self, content: Content, inode: Inode) -> None:
+        """A version names the very extent of the content now, maybe under another number."""
+        if not inode.extent:
+            return
+        was_own = content.own
+        content.own = was_own and inode.extent != content.extent
+        try:
+            self._table.give_extent(content, inode.extent, own=False)
+        except OSError:
+            # Another host has published since, and the store node here kept it no longer.
+            content.own = was_own
+            return
+        if self._store.shared:
+            content.writable = False
+
+    def _supersede_before(self, inode: Inode) -> None:
+        before = self._table.current.get(inode.ino)
+        if before is not None:
+            self._table.supersede(before)
+
+    async def _copy(self, content: Content) -> tuple[int, os.stat_result]:
+        """A copy in an extent of its own, and how it looks."""
+        extent, fd = self._store.allocate(self._inodes[content.ino])
+        try:
+            with self._store.extents.opened(content.extent) as source:
+                if os.fstat(source).st_size <= COPY_INLINE_MAX_BYTES:
+                    copy_contents(source, fd)
+                else:
+                    await trio.to_thread.run_sync(copy_contents, source, fd)
+            return extent, os.fstat(fd)
+        except BaseException:
+            self._store.extents.free(extent)
+            raise
+        finally:
+            os.close(fd)
+
+    def _set_aside(self, content: Content, name: str, outdated: Outdated) -> OSError:
+        """Others published the file while it was written in place here. Nothing that a program wrote is
+        lost: it is in a file beside it."""
+        self._table.supersede(content)
+        where = self._store.namespace.describe(content.ino)
+        return fail(
+            errno.ESTALE,
+            f"{where}: version {outdated.version} was published while version {content.version} was "
+            f"written in place here; what was written is in {name}",
+        )
+
+    async def _announce(self, inode: Inode, content: Content, *, naming: bool) -> None:
+        """A version was published. Other nodes and names of the file may still show the one before."""
+        ino = inode.ino
+        self.kernel.version_published(ino)
+        if self._nodes.has_siblings(ino):
+            for node in self._nodes.of(ino):
+                if not node.is_bound and node.backing_extent != inode.extent:
+                    self.kernel.drop_backing(node)
+                if node.content is not content:
+                    self.kernel.invalidate_attributes(node)
+        if inode.nlink > 1:
+            names = self._store.namespace.names_of(ino)
+            if naming:
+                self.kernel.start_soon(self.kernel.expire_names, names)
+            else:
+                await detach()
+                await self.kernel.expire_names(names)

@@ -1,0 +1,227 @@
+"""What the doctor says about RDMA: each device, port and GID, and what stops it from being used."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import resource
+from pathlib import Path
+from typing import NamedTuple
+
+from ..backend.transport.verbs import devices
+from ..backend.transport.verbs.devices import Device, Gid, Obstacle, Port
+from ..backend.transport.verbs.library import Library, VerbsMissing, load
+from ..backend.transport.verbs.rdma import Choice
+from ..cli.status import human_bytes
+from .check import Check, Verdict
+
+_NAME = "RDMA"
+_MTUS = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}
+# With headers a packet of the largest MTU, 4096, fits in.
+_NETDEV_MTU_COMFORTABLE = 4200
+_GIDS_SHOWN = 8
+_REMEDY_LIBRARY = (
+    "apt install python3-pyverbs ibverbs-providers (for Debian's own Python 3), or "
+    "pip install 'irdmafs[verbs]'"
+)
+_REMEDY_TCP = 'use TCP (rdma = "auto"), or another device'
+
+
+class Limits(NamedTuple):
+    """What a device says when it is opened. `mtus` are of its ports, by number."""
+
+    region_bytes_max: int
+    has_windows: bool
+    mtus: dict[int, int]
+
+
+def check_rdma(choice: Choice, peer: str | None = None) -> list[Check]:
+    """Whether it can be used as asked for, and a line for each device, port and GID. `peer` is a host on
+    the way to which it is to be used."""
+    found = devices.find()
+    library, missing = _library()
+    lines = []
+    for device in found:
+        lines += _check_device(device, library)
+    if choice.mode == "off":
+        off = Check(_NAME, "info", "switched off; TCP is used", "rdma = \"auto\" in [cluster], and no "
+                    "encrypt_data, which RDMA cannot do")  # fmt: skip
+        return [off, *lines]
+    obstacle = devices.explain(found, choice.device, choice.gid_index) or missing
+    way = ""
+    if not obstacle:
+        obstacle = _gid_obstacle(found, choice)
+    if not obstacle and peer is not None:
+        way, obstacle = _way_to(found, choice, peer)
+    return [_summary(found, choice, obstacle, way), *lines]
+
+
+def _summary(found: list[Device], choice: Choice, obstacle: Obstacle, way: str) -> Check:
+    if not obstacle:
+        usable = ", ".join(device.name for device in found if not device.obstacle)
+        return Check(_NAME, "ok", way or f"parameters can move through {usable}")
+    if choice.mode == "require":
+        return Check(
+            _NAME, "fail", f"required, but {obstacle.found}", obstacle.remedy or _remedy_device()
+        )
+    if not found:
+        return Check(
+            _NAME, "info", f"{obstacle.found}; TCP and shared memory are used", _remedy_device()
+        )
+    return Check(
+        _NAME, "warn", f"{obstacle.found}; TCP is used instead", obstacle.remedy or _REMEDY_TCP
+    )  # fmt: skip
+
+
+def _remedy_device() -> str:
+    modules = Path("/lib/modules", os.uname().release, "kernel/drivers/infiniband")
+    if not modules.is_dir() and not os.path.isdir("/sys/class/infiniband"):
+        return (
+            f"this kernel has none and {modules} is missing: install its modules (apt install "
+            "linux-modules-extra-$(uname -r)), or a kernel with CONFIG_INFINIBAND"
+        )
+    return (
+        "for a card load its driver (modprobe mlx5_ib, bnxt_re, irdma...; in a container: docker run "
+        "--device /dev/infiniband); in software: modprobe rdma_rxe && rdma link add rxe0 type rxe netdev "
+        "NETDEV"
+    )
+
+
+def _library() -> tuple[Library | None, Obstacle]:
+    try:
+        return load(), Obstacle()
+    except VerbsMissing as error:
+        return None, Obstacle(str(error.strerror).partition("; ")[0], _REMEDY_LIBRARY)
+
+
+def _gid_obstacle(found: list[Device], choice: Choice) -> Obstacle:
+    """An entry that was asked for, but that others do not reach."""
+    usable = [
+        device for device in found if not device.obstacle and choice.device in (None, device.name)
+    ]
+    gids = [gid for device in usable for port in device.ports for gid in port.gids]
+    asked = [gid for gid in gids if gid.number == choice.gid_index]
+    if not asked or any(not gid.weakness for gid in asked):
+        return Obstacle()
+    return Obstacle(f"GID {choice.gid_index} is {asked[0].weakness}", devices.gid_remedy(usable))
+
+
+def _way_to(found: list[Device], choice: Choice, peer: str) -> tuple[str, Obstacle]:
+    """How `peer` is reached, or why not."""
+    try:
+        local = devices.local_address(peer)
+    except OSError as error:
+        return "", Obstacle(f"no way to {peer}: {error.strerror}", f"ip route get {peer}")
+    try:
+        route = devices.choose(found, local, choice.device, choice.gid_index)
+    except OSError as error:
+        return "", Obstacle(
+            str(error.strerror),
+            f"that is the address on the way to {peer}: give the nodes' addresses on the device's network "
+            "(irdmafs serve --listen ADDRESS), or the device's interface one on that way",
+        )
+    return (
+        f"the way to {peer} is {route.device} port {route.port}, GID {route.gid.number}",
+        Obstacle(),
+    )
+
+
+def _check_device(device: Device, library: Library | None) -> list[Check]:
+    where = f" at {device.pci}" if device.pci else ""
+    node = f"NUMA node {device.numa}" if device.numa >= 0 else "no NUMA node"
+    found = f"{device.kind}{where}, {node}"
+    limits = None
+    if not device.obstacle and library is not None:
+        try:
+            limits = _limits(device, library)
+        except OSError as error:
+            return [Check(device.name, "warn", f"{found}; it cannot be opened: {error.strerror}",
+                          "dmesg says why; ls -l /dev/infiniband")]  # fmt: skip
+    if limits is not None:
+        found += f", max_mr_size {_human(limits.region_bytes_max)}"
+        found += ", memory windows" if limits.has_windows else ", no memory windows"
+    if device.obstacle:
+        first = Check(
+            device.name, "warn", f"{found}; {device.obstacle.found}",
+            device.obstacle.remedy or _REMEDY_TCP,
+        )  # fmt: skip
+    else:
+        first = Check(device.name, "ok", found)
+    lines = [first]
+    for port in device.ports:
+        lines.append(_check_port(device, port, limits))
+        lines += [_check_gid(device, gid) for gid in port.gids[:_GIDS_SHOWN]]
+        if len(port.gids) > _GIDS_SHOWN:
+            more = f"{len(port.gids) - _GIDS_SHOWN} more GIDs on port {port.number}"
+            lines.append(Check(device.name, "info", more))
+    return lines
+
+
+def _limits(device: Device, library: Library) -> Limits:
+    """Raises OSError."""
+    context, _ = library.open(device.name)
+    with context, library.errors:
+        limits = context.query_device()
+        mtus = {
+            port.number: _MTUS.get(int(context.query_port(port.number).active_mtu), 0)
+            for port in device.ports
+        }
+        windows = library.enum("DEVICE_MEM_WINDOW_TYPE_2B")
+        return Limits(int(limits.max_mr_size), bool(int(limits.device_cap_flags) & windows), mtus)
+
+
+def _check_port(device: Device, port: Port, limits: Limits | None) -> Check:
+    name = f"{device.name} port {port.number}"
+    found = f"{port.state}, {port.link_layer}"
+    remedy = ""
+    if port.netdev:
+        found += f" on {port.netdev}"
+        mtu = _netdev_mtu(port.netdev)
+        found += f" (MTU {mtu})" if mtu else ""
+        if 0 < mtu < _NETDEV_MTU_COMFORTABLE and port.link_layer == "Ethernet":
+            remedy = (
+                f"larger packets cost less: ip link set {port.netdev} mtu 9000, also at the switch"
+            )
+    if limits is not None and limits.mtus.get(port.number):
+        found += f", RDMA MTU {limits.mtus[port.number]}"
+    if port.state != "ACTIVE":
+        how = f"ip link set {port.netdev or 'NETDEV'} up"
+        return Check(name, "warn", found, "ibstat" if port.link_layer == "InfiniBand" else how)
+    return Check(name, "info" if remedy else "ok", found, remedy)
+
+
+def _check_gid(device: Device, gid: Gid) -> Check:
+    name = f"{device.name} GID {gid.number}"
+    address = ipaddress.IPv6Address(gid.value) if gid.kind == "InfiniBand" else gid.address
+    found = f"{address}, {gid.kind}" + (f" on {gid.netdev}" if gid.netdev else "")
+    verdict: Verdict = "info" if gid.weakness else "ok"
+    return Check(name, verdict, f"{found}: {gid.weakness}" if gid.weakness else found)
+
+
+def _netdev_mtu(netdev: str) -> int:
+    try:
+        return int(Path("/sys/class/net", netdev, "mtu").read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def _human(count: int) -> str:
+    # Software has no limit, and says so with all ones.
+    return "unlimited" if count >= 1 << 63 else human_bytes(count)
+
+
+def check_memlock() -> Check:
+    soft, hard = (
+        "unlimited" if limit == resource.RLIM_INFINITY else human_bytes(limit)
+        for limit in resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    )
+    found = f"soft {soft}, hard {hard}"
+    obstacle = devices.memlock_obstacle()
+    if obstacle:
+        verdict: Verdict = "warn" if devices.find() else "info"
+        return Check(
+            "locked memory", verdict, found, f"RDMA locks the memory it moves: {obstacle.remedy}"
+        )
+    if devices.memlock_limit() is None and soft != "unlimited":
+        found += ", which does not bind this user (CAP_IPC_LOCK)"
+    return Check("locked memory", "ok", found)

@@ -1,0 +1,75 @@
+"""The doctor's checks of a cluster's certificates on this host, and of who may change its etcd."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, get_args
+
+import trio
+
+from ..backend.cluster.config import ClusterConfig
+from ..backend.cluster.config_values import ConfigError
+from ..backend.trust.security import Credentials, CredentialsError, Role
+from .check import Check
+
+if TYPE_CHECKING:
+    from ..backend.cluster.config_sections import ClusterSection
+
+_ETCD_TIMEOUT_S = 3.0
+_RENEW_DAYS = 30
+
+
+def check_trust(config: ClusterConfig) -> list[Check]:
+    """A line for each certificate that is here, and one for etcd."""
+    section = config.cluster
+    if section.ca is None or section.cert is None or section.key is None:
+        found, remedy = "none: nodes and mounts do not know each other", "irdmafs cluster init"
+        return [Check("certificates", "warn", found, remedy), _check_etcd(section, "mount")]
+    roles = [
+        role for role in get_args(Role) if os.path.exists(section.cert.replace("{role}", role))
+    ]
+    if "{role}" not in section.cert:
+        roles = roles[:1]
+    lines = [
+        _check_certificate(
+            Credentials(
+                section.ca,
+                section.cert.replace("{role}", role),
+                section.key.replace("{role}", role),
+            )
+        )
+        for role in roles
+    ]
+    if not lines:
+        remedy = "copy those of this host's role here, or: irdmafs cluster cert NAME --role ROLE"
+        return [Check("certificate", "fail", f"none is at {section.cert}", remedy)]
+    return [*lines, _check_etcd(section, roles[0])]
+
+
+def _check_certificate(credentials: Credentials) -> Check:
+    try:
+        found = credentials.check()
+        days = credentials.days_left()
+    except CredentialsError as error:
+        return Check("certificate", "fail", str(error), "")
+    name = f"certificate of {found.role} {found.name!r}"
+    more = ": mounts with it are read-only" if found.role == "reader" else ""
+    if days < _RENEW_DAYS:
+        return Check(name, "warn", f"{credentials.cert} expires in {days:.0f} days{more}",
+                     f"irdmafs cluster cert {found.name} --role {found.role}")  # fmt: skip
+    return Check(name, "ok", f"{credentials.cert}, for {days:.0f} days{more}")
+
+
+def _check_etcd(section: ClusterSection, role: Role) -> Check:
+    async def ask() -> list[str]:
+        async with section.engine(role, _ETCD_TIMEOUT_S) as engine:
+            return await engine.admin.weaknesses()
+
+    try:
+        weaknesses = trio.run(ask)
+    except (ConfigError, OSError) as error:
+        text = error.strerror if isinstance(error, OSError) else str(error)
+        return Check("etcd", "fail", text or str(error), "see docs/security.md, Setting etcd up")
+    if weaknesses:
+        return Check("etcd", "warn", "; ".join(weaknesses), "docs/security.md, Setting etcd up")
+    return Check("etcd", "ok", "speaks TLS, and checks what each certificate may change")

@@ -1,0 +1,162 @@
+"""The portable session: pyfuse3 and libfuse carry the requests.
+
+For unprivileged users and kernels without passthrough. Every byte goes through this process, and
+what pyfuse3 does not carry (locks, fallocate, lseek, copy_file_range) the kernel does by itself or
+refuses. Locks are then the kernel's own, kept by node: two openers of different versions of a file
+do not see each other's.
+"""
+
+import errno
+import functools
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any
+
+import pyfuse3
+import trio
+
+from ..coherence.kernel_cache import KernelCache, Name
+from ..coherence.nodes import Node
+from ..posix.calls import Attributes
+from ..posix.operations import Operations
+
+log = logging.getLogger(__name__)
+
+# The kernel has nothing to forget, or is gone itself.
+_GONE = frozenset({errno.ENOENT, errno.ENODEV, errno.ENOTDIR})
+
+_REQUESTS = (
+    "lookup", "getattr", "setattr", "readlink", "mknod", "mkdir", "unlink", "rmdir", "symlink",
+    "rename", "link", "open", "read", "write", "flush", "release", "fsync", "opendir", "readdir",
+    "releasedir", "fsyncdir", "statfs", "setxattr", "getxattr", "listxattr", "removexattr",
+    "create", "forget",
+)  # fmt: skip
+
+_ATTRIBUTES = [name for name in Attributes.__annotations__ if name != "ino"]
+
+
+class PortableSession(KernelCache):
+    """Serves one mount through pyfuse3, which can serve one per process."""
+
+    name = "pyfuse3"
+    can_forget = False
+
+    def __init__(self) -> None:
+        self.requests: dict[str, int] = {}
+        self.errors: dict[str, int] = {}
+        self._nursery: trio.Nursery | None = None
+
+    def mount(self, operations: Operations, mountpoint: str, options: set[str]) -> None:
+        """Raises RuntimeError when libfuse cannot mount; it says why on stderr."""
+        pyfuse3.init(_adapted(operations, self), mountpoint, options)
+
+    async def run(self) -> None:
+        """Serve until the filesystem is unmounted or stop() is called."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            await pyfuse3.main()
+            self._nursery = None
+            nursery.cancel_scope.cancel()
+
+    def stop(self) -> None:
+        pyfuse3.terminate()
+
+    def close(self) -> None:
+        pyfuse3.close(unmount=False)
+
+    def invalidate_attributes(self, node: Node) -> None:
+        if node.lookups > 0 and self._nursery is not None:
+            try:
+                pyfuse3.invalidate_inode(node.id, attr_only=True)  # takes no lock
+            except OSError as error:
+                if error.errno not in _GONE:
+                    log.warning("notifying the kernel failed: %s", error)
+
+    async def expire_names(self, names: list[Name]) -> None:
+        for parent, name in names:
+            await self._in_thread(pyfuse3.invalidate_entry, parent, name)
+
+    def forget(self, nodes: Iterable[int], *, names: bool) -> None:
+        """Nothing to forget: what cannot be forgotten is not believed."""
+
+    async def forget_content(self, node: Node) -> None:
+        await self._in_thread(pyfuse3.invalidate_inode, node.id, False)
+
+    def prune(self, nodes: Sequence[int]) -> None:
+        """libfuse 3.14 cannot."""
+
+    async def _in_thread(self, notify: Callable[..., None], *args: Any) -> None:
+        # The kernel may wait for a lock that a caller of ours holds until we answer.
+        try:
+            await trio.to_thread.run_sync(notify, *args)
+        except OSError as error:
+            if error.errno not in _GONE:
+                log.warning("notifying the kernel failed: %s", error)
+
+    def start_soon(self, telling: Callable[..., Awaitable[None]], *args: Any) -> bool:
+        if self._nursery is None:
+            return False
+        self._nursery.start_soon(telling, *args)
+        return True
+
+    def version_published(self, ino: int) -> None:
+        """Nobody to tell: pyfuse3's poll is not used."""
+
+    def backing_moved(self, node: Node) -> None:
+        """There is none."""
+
+    def drop_backing(self, node: Node) -> None:
+        """Nothing to let go of: there is no passthrough."""
+
+
+def _adapted(operations: Operations, session: PortableSession) -> pyfuse3.Operations:
+    """The operations as pyfuse3 wants them: counted, errors as FUSEError, inode numbers its way.
+
+    pyfuse3 has one number for the node id and for what stat(2) shows. Where they differ (a second
+    node of an inode) the attributes of a lookup are not to be kept, and getattr, whose answer has
+    no node id, tells the inode's number.
+    """
+
+    def wrap(name: str, method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
+        kind = name.upper()
+
+        @functools.wraps(method)
+        async def wrapped(*args: Any) -> Any:
+            session.requests[kind] = session.requests.get(kind, 0) + 1
+            try:
+                result = await method(*args)
+            except (OSError, KeyError) as error:
+                code = (error.errno or errno.EIO) if isinstance(error, OSError) else errno.EBADF
+                if code in (errno.EIO, errno.ENOSPC, errno.EMFILE):
+                    log.error("%s: %s", kind, error)
+                label = errno.errorcode.get(code, str(code))
+                session.errors[label] = session.errors.get(label, 0) + 1
+                raise pyfuse3.FUSEError(code) from error
+            if isinstance(result, Attributes):
+                return _numbered(result, shown=name in ("getattr", "setattr"))
+            if name == "create":
+                return result[0], _numbered(result[1], shown=False)
+            return result
+
+        return wrapped
+
+    adapted = pyfuse3.Operations()
+    for name in _REQUESTS:
+        setattr(adapted, name, wrap(name, getattr(operations, name)))
+
+    def readdir_reply(token: Any, name: bytes, entry: Attributes, next_id: int) -> bool:
+        return pyfuse3.readdir_reply(token, name, _numbered(entry, shown=False), next_id)
+
+    operations.readdir_reply = readdir_reply
+    return adapted
+
+
+def _numbered(entry: Attributes, *, shown: bool) -> pyfuse3.EntryAttributes:
+    answer = pyfuse3.EntryAttributes()
+    for name in _ATTRIBUTES:
+        setattr(answer, name, getattr(entry, name))
+    if shown:
+        answer.st_ino = entry.ino
+    elif entry.ino != entry.st_ino:
+        answer.attr_timeout = 0
+    return answer

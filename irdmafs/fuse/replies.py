@@ -1,0 +1,103 @@
+"""Answers to the kernel, packed from what operations say of a node."""
+
+import errno
+import functools
+import os
+from typing import Any, Final
+
+from ..posix.calls import Attributes
+from . import wire
+
+_NS: Final = 1_000_000_000
+_pack_entry, _pack_attributes = wire.ENTRY_OUT.pack, wire.ATTR_OUT.pack
+_NO_ENTRY = bytes(wire.ENTRY_OUT.size)
+
+
+class DirectoryReply:
+    """The buffer that a READDIRPLUS answer is collected in."""
+
+    def __init__(self, size: int) -> None:
+        self._room = size
+        self.parts: list[bytes] = []
+
+    def add(self, name: bytes, entry: Attributes, next_id: int) -> bool:
+        record = wire.dirent(entry.ino, next_id, name, entry.st_mode)
+        size = wire.ENTRY_OUT.size + len(record)
+        if size > self._room:
+            return False
+        self._room -= size
+        # The kernel takes no reference on "." and "..", nor on what comes without a node.
+        referred = entry.st_ino and name not in (b".", b"..")
+        self.parts.append(pack_entry(entry, entry.st_ino) if referred else _NO_ENTRY)
+        self.parts.append(record)
+        return True
+
+
+def readdir_reply(token: Any, name: bytes, entry: Attributes, next_id: int) -> bool:
+    reply: DirectoryReply = token
+    return reply.add(name, entry, next_id)
+
+
+def sized(unique: int, value: bytes, room: int) -> bytes:
+    """The answer to GETXATTR and LISTXATTR: the size alone when none was offered."""
+    if room == 0:
+        return wire.reply(unique, wire.XATTR_SIZE_OUT.pack(len(value), 0))
+    if len(value) > room:
+        return wire.error_reply(unique, errno.ERANGE)
+    return wire.reply(unique, value)
+
+
+@functools.lru_cache
+def _split(seconds: float) -> tuple[int, int]:
+    """Whole seconds, and nanoseconds."""
+    return int(seconds), int(seconds % 1 * _NS)
+
+
+@functools.lru_cache
+def missing(valid_s: float) -> bytes:
+    """The answer to a lookup of a name that does not exist, for as long as that holds."""
+    return pack_entry(_nothing(valid_s), 0)
+
+
+def _nothing(valid_s: float) -> Attributes:
+    entry = Attributes()
+    entry.entry_timeout = valid_s
+    return entry
+
+
+def pack_entry(entry: Attributes, node_id: int) -> bytes:
+    entry_s, entry_ns = _split(entry.entry_timeout)
+    attr_s, attr_ns = _split(entry.attr_timeout)
+    atime, atime_ns = divmod(entry.st_atime_ns, _NS)
+    mtime, mtime_ns = divmod(entry.st_mtime_ns, _NS)
+    ctime, ctime_ns = divmod(entry.st_ctime_ns, _NS)
+    return _pack_entry(
+        node_id, entry.generation, entry_s, attr_s, entry_ns, attr_ns,
+        entry.ino, entry.st_size, entry.st_blocks, atime, mtime, ctime,
+        atime_ns, mtime_ns, ctime_ns, entry.st_mode, entry.st_nlink,
+        entry.st_uid, entry.st_gid, entry.st_rdev, 4096, 0,
+    )  # fmt: skip
+
+
+def pack_attributes(entry: Attributes) -> bytes:
+    attr_s, attr_ns = _split(entry.attr_timeout)
+    atime, atime_ns = divmod(entry.st_atime_ns, _NS)
+    mtime, mtime_ns = divmod(entry.st_mtime_ns, _NS)
+    ctime, ctime_ns = divmod(entry.st_ctime_ns, _NS)
+    return _pack_attributes(
+        attr_s, attr_ns, 0,
+        entry.ino, entry.st_size, entry.st_blocks, atime, mtime, ctime,
+        atime_ns, mtime_ns, ctime_ns, entry.st_mode, entry.st_nlink,
+        entry.st_uid, entry.st_gid, entry.st_rdev, 4096, 0,
+    )  # fmt: skip
+
+
+def pack_statx(entry: Attributes, birth_ns: int) -> bytes:
+    known = wire.STATX_BASIC_STATS | (wire.STATX_BTIME if birth_ns else 0)
+    times = (entry.st_atime_ns, birth_ns, entry.st_ctime_ns, entry.st_mtime_ns)
+    seconds = [part for time_ns in times for part in (time_ns // _NS, time_ns % _NS)]
+    return wire.STATX_OUT.pack(*_split(entry.attr_timeout), 0) + wire.STATX.pack(
+        known, 4096, 0, entry.st_nlink, entry.st_uid, entry.st_gid, entry.st_mode, entry.ino,
+        entry.st_size, entry.st_blocks, 0, *seconds,
+        os.major(entry.st_rdev), os.minor(entry.st_rdev), 0, 0,
+    )  # fmt: skip

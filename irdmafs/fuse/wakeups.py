@@ -1,0 +1,75 @@
+"""Fast wake-ups while requests are coming.
+
+A process that waits for our answer leaves its processor idle. A virtual processor that halts when it
+is idle is woken through the hypervisor, which takes 15-35 us: more than the whole answer (*measured*:
+two processes on two cores wake each other in 35 us each way when they halt, in 3.5 us when they poll).
+The kernel offers a remedy: as long as /dev/cpu_dma_latency is held open with the value 0, idle
+processors poll (Documentation/power/pm_qos_interface.rst). We hold it while requests come and for
+a few milliseconds after the last one, and the kernel lets go of it when we die.
+"""
+
+import logging
+import os
+import struct
+
+from ..mount.config import WakeupSetting
+
+log = logging.getLogger(__name__)
+
+DEVICE = "/dev/cpu_dma_latency"
+_POLL = struct.pack("<i", 0)
+_NO_DEMAND = struct.pack("<i", 2_000_000_000)  # PM_QOS_CPU_LATENCY_DEFAULT_VALUE
+
+
+def halts_at_once() -> bool:
+    """Whether this is a virtual machine whose idle processors halt without polling first."""
+    governor = _read("/sys/devices/system/cpu/cpuidle/current_governor")
+    poll_ns = _read("/sys/module/haltpoll/parameters/guest_halt_poll_ns")
+    return governor == "haltpoll" and poll_ns == "0"
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+class FastWakeups:
+    """A demand on the kernel, made with hold() and taken back with let_go().
+
+    `setting`: "auto" makes it where halts_at_once(). Raises OSError when it is "on" and cannot be.
+    """
+
+    def __init__(self, setting: WakeupSetting = "off") -> None:
+        self.held = False
+        self._fd = -1
+        if setting == "off" or (setting == "auto" and not halts_at_once()):
+            return
+        try:
+            self._fd = os.open(DEVICE, os.O_RDWR | os.O_CLOEXEC)
+            os.write(self._fd, _NO_DEMAND)
+        except OSError as error:
+            if setting == "on":
+                raise
+            log.info("wake-ups stay slow: %s: %s", DEVICE, error.strerror)
+
+    @property
+    def enabled(self) -> bool:
+        return self._fd >= 0
+
+    def hold(self) -> None:
+        if self._fd >= 0 and not self.held:
+            os.write(self._fd, _POLL)
+            self.held = True
+
+    def let_go(self) -> None:
+        if self.held:
+            os.write(self._fd, _NO_DEMAND)
+            self.held = False
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd, self.held = -1, False

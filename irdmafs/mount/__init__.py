@@ -1,0 +1,1 @@
+"""A mount as a process: its configuration, store directory, mountpoint and daemon."""

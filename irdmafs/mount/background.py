@@ -1,0 +1,170 @@
+"""Running the daemon: in this process, or in one of its own that outlives the command."""
+
+from __future__ import annotations
+
+import json
+import logging
+import logging.handlers
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+from .config import MountConfig, MountError
+
+# The default log is in the store, where its bytes are memory.
+_LOG_LIMIT_BYTES = 1 << 20
+_TAIL_LINES = 10
+
+_log = logging.getLogger(__name__)
+
+
+class DaemonFailedError(MountError):
+    """The daemon ended for a reason it did not foresee; its log says more."""
+
+
+def log_path(config: MountConfig) -> str:
+    """Where a daemon in the background logs."""
+    return config.log_file or os.path.join(config.store, "irdmafs.log")
+
+
+def _set_up_logging(config: MountConfig) -> None:
+    if config.cluster is not None:
+        from ..backend.observe.logs import set_up_logging
+
+        to_terminal = config.foreground and config.log_file is None
+        set_up_logging(
+            "mount",
+            config.cluster.log.format,
+            config.log_level,
+            config.cluster.log.file if to_terminal else log_path(config),
+        )
+        return
+    handler: logging.Handler
+    if config.foreground and config.log_file is None:
+        handler = logging.StreamHandler()
+    else:
+        handler = logging.handlers.RotatingFileHandler(
+            log_path(config), maxBytes=_LOG_LIMIT_BYTES, backupCount=1
+        )
+    handler.setFormatter(
+        logging.Formatter("%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s")
+    )
+    logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
+    # A full store must not turn every log line into a traceback on top.
+    logging.raiseExceptions = False
+
+
+def run_here(config: MountConfig, ready: Callable[[str], None]) -> None:
+    """Serve the mount in this process until it is unmounted.
+
+    `ready` gets the session's name, and after a newline why it is not a faster one. Raises
+    MountError where it cannot be mounted.
+    """
+    import trio
+
+    from . import daemon
+
+    try:
+        _set_up_logging(config)
+    except OSError as error:
+        raise MountError(f"cannot log to {log_path(config)}: {error.strerror}") from error
+    trio.run(daemon.serve, config, ready)
+
+
+def start(config: MountConfig) -> str:
+    """Serve the mount in a new process in the background; returns what it told `ready`. Raises as
+    start_process does."""
+    return start_process(log_path(config), lambda ready: run_here(config, ready))
+
+
+def start_process(path: str, run: Callable[[Callable[[str], None]], None]) -> str:
+    """Do `run` in a new process in the background, with its output in the log `path`, and return what
+    it told the function that it is given.
+
+    Raises MountError with the daemon's reason, DaemonFailedError with the end of its log where it
+    died without one.
+    """
+    try:
+        log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise MountError(f"cannot log to {path}: {error.strerror}") from error
+    log_start = os.fstat(log).st_size
+    reader, writer = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Before any thread: what a forked process inherits of those is broken.
+    pid = os.fork()
+    if pid == 0:
+        os.close(reader)
+        _daemonize(run, log, writer)
+    os.close(log)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        try:
+            answer = pipe.readline()
+        except KeyboardInterrupt:
+            os.kill(pid, signal.SIGTERM)
+            os.waitpid(pid, 0)
+            raise
+    message = json.loads(answer) if answer.endswith(b"\n") else {}
+    if "ready" in message:
+        return str(message["ready"])
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if "error" in message:
+        raise MountError(message["error"])
+    if "failure" in message:
+        raise DaemonFailedError(f"the daemon failed: {message['failure']} (see {path})")
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+    tail = _tail(path, log_start)
+    raise DaemonFailedError(f"the daemon {how} before it answered{tail or f'; see {path}'}")
+
+
+def _daemonize(run: Callable[[Callable[[str], None]], None], log: int, writer: int) -> None:
+    """The life of the forked process; never returns."""
+    code = 1
+
+    def tell(**message: str) -> None:
+        nonlocal writer
+        if writer >= 0:
+            try:
+                os.write(writer, json.dumps(message).encode() + b"\n")
+            except BrokenPipeError:
+                pass
+            os.close(writer)
+            writer = -1
+
+    try:
+        os.setsid()
+        os.chdir("/")
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(null)
+        os.close(log)
+        run(lambda text: tell(ready=text))
+        tell(error="it was ended before it answered")
+        code = 0
+    except MountError as error:
+        _log.error("%s", error)
+        tell(error=str(error))
+    except BaseException as error:
+        _log.exception("the daemon failed")
+        tell(failure=f"{type(error).__name__}: {error}")
+    finally:
+        logging.shutdown()
+        # Not sys.exit: what the parent registered to happen at its end is the parent's.
+        os._exit(code)
+
+
+def _tail(path: str, start: int) -> str:
+    try:
+        with open(path, "rb") as file:
+            file.seek(start)
+            lines = file.read(_LOG_LIMIT_BYTES).decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    if not lines:
+        return ""
+    return "; the end of its log:\n" + "\n".join(lines[-_TAIL_LINES:])

@@ -1,0 +1,452 @@
+"""Store directories: where they are by default, how they are made and thrown away.
+
+A default store is named after its mountpoint, so that mounting there again finds what was
+published. Where we may mount it is a tmpfs of its own: its pages can be huge, its size has a
+limit, and discarding it is one unmount.
+
+A directory serves one purpose: the store of an embedded mount, the cache of a cluster's mount (where
+nothing is worth keeping) or the store of a cluster's node. Each empties what it does not know, so that
+none may be used as another.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from ..backend.sizes import human_bytes, memory_limit
+from .config import MountError
+from .mounting import (
+    FSTYPE,
+    MS_NODEV,
+    MS_NOSUID,
+    MS_REMOUNT,
+    can_mount,
+    containing_mount,
+    find_mount,
+    mount_filesystem,
+    unmount_filesystem,
+)
+from .store_use import is_locked, mountpoint_of, note_mountpoint, wait_until_free
+
+# Not a temporary directory cleaner's business, unlike /tmp, and root's alone.
+TMPFS_ROOT = "/run/irdmafs/stores"
+SHM_ROOT = "/dev/shm"
+
+# A tmpfs that fills all memory takes the machine down; the rest is for programs.
+_DEFAULT_SHARE = 0.8
+_SIZE_MIN_BYTES = 1 << 20
+_TMPFS_FLAGS = MS_NOSUID | MS_NODEV
+# In a cache: the configuration that its mount was given.
+_CLUSTER_FILE = "cluster"
+_ENTRIES = re.compile(r"kv\.sqlite.*|extents|lock|open|mountpoint|cluster|irdmafs\.log.*")
+
+Purpose = Literal["mount", "cache", "node"]
+_PURPOSES: tuple[tuple[str, Purpose], ...] = (
+    ("node.json", "node"),
+    ("kv.sqlite", "mount"),
+    (_CLUSTER_FILE, "cache"),
+)
+_OWNERS: dict[Purpose, str] = {
+    "node": "a store node of a cluster (irdmafs serve)",
+    "mount": "a mount without --cluster",
+    "cache": "a cluster's mount",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """A store directory ready for a daemon. `created` when we made it, so that it holds nothing
+    from before; `warnings` are lines for the user."""
+
+    path: str
+    created: bool
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LeftoverStore:
+    """A default store that no mount uses. `mountpoint` is where mounting brings it back."""
+
+    path: str
+    mountpoint: str | None
+    bytes_used: int
+
+
+def store_name(mountpoint: str) -> str:
+    """The name of a mountpoint's default store: readable, and its own."""
+    readable = re.sub(r"[^A-Za-z0-9._-]", "_", os.path.basename(mountpoint))[:40] or "root"
+    return f"{readable}-{hashlib.sha256(os.fsencode(mountpoint)).hexdigest()[:8]}"
+
+
+def _shm_directory() -> str:
+    return os.path.join(SHM_ROOT, f"irdmafs-{os.geteuid()}")
+
+
+def _private_directory(path: str) -> bool:
+    """Make a directory that only we can look into; True when it is new.
+
+    /dev/shm is everybody's: a directory or symlink that somebody else put there is refused.
+    """
+    created = True
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        created = False
+    except OSError as error:
+        raise MountError(f"cannot create the store {path}: {error.strerror}") from error
+    status = os.lstat(path)
+    if not stat.S_ISDIR(status.st_mode):
+        raise MountError(f"the store {path} is not a directory; move it away or use --store")
+    if status.st_uid != os.geteuid():
+        raise MountError(
+            f"the store {path} belongs to user {status.st_uid}, not to you; use --store"
+        )
+    if status.st_mode & 0o077:
+        os.chmod(path, 0o700)
+    return created
+
+
+@contextmanager
+def _locked(directory: str) -> Iterator[None]:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def default_store(mountpoint: str, size: int | None = None) -> Store:
+    """The store of a mountpoint that was given none; `size` in bytes limits it.
+
+    Raises MountError where it cannot be made, or not with that size.
+    """
+    if size is not None:
+        _refuse_size(size)
+    if can_mount():
+        try:
+            os.makedirs(os.path.dirname(TMPFS_ROOT), 0o755, exist_ok=True)
+            _private_directory(TMPFS_ROOT)
+            with _locked(TMPFS_ROOT):
+                store = _tmpfs_store(os.path.join(TMPFS_ROOT, store_name(mountpoint)), size)
+            return _noting_mountpoint(store, mountpoint)
+        except PermissionError as error:
+            refused = f"no tmpfs of its own for the store ({error.strerror})"
+    else:
+        refused = ""
+    if size is not None:
+        raise MountError(
+            "--size needs a tmpfs of its own for the store, and mounting one needs CAP_SYS_ADMIN; "
+            f"without it the store shares {SHM_ROOT} and that one's limit"
+        )
+    _private_directory(_shm_directory())
+    path = os.path.join(_shm_directory(), store_name(mountpoint))
+    created = _private_directory(path)
+    wait_until_free(path)
+    warnings = (f"{refused}; it is in {path}, without huge pages",) if refused else ()
+    return _noting_mountpoint(Store(path, created, warnings), mountpoint)
+
+
+def _refuse_size(size: int) -> None:
+    """Raise MountError for a size in which nothing has room, or that memory and swap together do not have:
+    writing so much would not fail with ENOSPC, but have the kernel end programs."""
+    if size < _SIZE_MIN_BYTES:
+        raise MountError(f"--size {human_bytes(size)} is too little for a store; give 1M or more")
+    memory, swap = memory_limit(), _swap_bytes()
+    if size <= memory + swap:
+        return
+    there = f"{human_bytes(memory)} of memory" + (
+        f" and {human_bytes(swap)} of swap" if swap else ""
+    )
+    raise MountError(
+        f"--size {human_bytes(size)} is more than this machine has ({there}): the kernel would end "
+        "programs before the store is full; give less, or keep contents on a disk with --store DIR"
+    )
+
+
+def _swap_bytes() -> int:
+    with open("/proc/meminfo") as lines:
+        found = (line.split()[1] for line in lines if line.startswith("SwapTotal:"))
+        return int(next(found, 0)) << 10
+
+
+def _tmpfs_store(path: str, size: int | None) -> Store:
+    mount = find_mount(path)
+    if mount is not None:
+        if mount.fstype != "tmpfs":
+            raise MountError(f"a {mount.fstype} filesystem is mounted on {path}; unmount it")
+        wait_until_free(path)
+        if size is not None:
+            empty_cache(path)
+            resize(path, size)
+        return Store(path, created=False)
+    _private_directory(path)
+    warnings = mount_tmpfs(path, int(memory_limit() * _DEFAULT_SHARE) if size is None else size)
+    return Store(path, created=True, warnings=warnings)
+
+
+def mount_tmpfs(path: str, size: int) -> tuple[str, ...]:
+    """Mount a private huge-page tmpfs of `size` bytes. Returns warnings (of a kernel without
+    huge pages); raises PermissionError where mounting is forbidden, else MountError."""
+    data = f"mode=0700,size={size}"
+    try:
+        mount_filesystem("irdmafs", path, "tmpfs", _TMPFS_FLAGS, f"huge=within_size,{data}")
+        return ()
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise _refusal(path, error) from error
+    try:
+        mount_filesystem("irdmafs", path, "tmpfs", _TMPFS_FLAGS, data)
+    except OSError as error:
+        raise _refusal(path, error) from error
+    return ("this kernel has no huge pages for tmpfs: large files are slower",)
+
+
+def _refusal(path: str, error: OSError) -> Exception:
+    if isinstance(error, PermissionError):
+        return error
+    return MountError(f"cannot mount a tmpfs on {path}: {error.strerror}")
+
+
+def resize(path: str, size: int) -> None:
+    """Set the size in bytes of a mounted tmpfs. Raises MountError (smaller than its contents)."""
+    try:
+        mount_filesystem("irdmafs", path, "tmpfs", _TMPFS_FLAGS | MS_REMOUNT, f"size={size}")
+    except OSError as error:
+        used = _bytes_used(path)
+        raise MountError(
+            f"cannot resize the store {path} to {size} bytes: {error.strerror} (it holds {used})"
+        ) from error
+
+
+def _noting_mountpoint(store: Store, mountpoint: str) -> Store:
+    note_mountpoint(store.path, mountpoint)
+    return store
+
+
+def explicit_store(directory: str, mountpoint: str, size: int | None = None) -> Store:
+    """The store that was asked for with --store; it is created where it is missing.
+
+    Raises MountError where it cannot be one.
+    """
+    path = os.path.realpath(directory)
+    inside = os.path.commonpath([path, mountpoint])
+    if inside in (path, mountpoint):
+        raise MountError(f"the store {directory} and the mountpoint must not contain each other")
+    below = containing_mount(path)
+    if below is not None and below.fstype == FSTYPE:
+        raise MountError(f"the store {directory} is on an irdmafs mount; it needs memory or a disk")
+    ours = os.path.dirname(path) == TMPFS_ROOT and find_mount(path) is not None
+    if size is not None and not ours:
+        raise MountError(
+            f"--size limits the private tmpfs that irdmafs makes; {directory} has the size of the "
+            "filesystem that it is on"
+        )
+    try:
+        created = not os.path.lexists(path)
+        os.makedirs(path, 0o700, exist_ok=True)
+        if not os.path.isdir(path):
+            raise NotADirectoryError(path)
+    except (FileExistsError, NotADirectoryError):
+        raise MountError(f"the store {directory} is not a directory") from None
+    except OSError as error:
+        raise MountError(f"cannot use the store {directory}: {_reason(error)}") from error
+    warnings: tuple[str, ...] = ()
+    if not created:
+        warnings = _make_fit(path, directory)
+        wait_until_free(path)
+    if size is not None:
+        resize(path, size)
+    return _noting_mountpoint(Store(path, created, warnings), mountpoint)
+
+
+def _reason(error: OSError) -> str:
+    if error.errno == errno.EROFS:
+        return "its filesystem is read-only, and a mount writes there, also with -o ro"
+    return error.strerror or str(error)
+
+
+def _make_fit(path: str, name: str) -> tuple[str, ...]:
+    """See to it that an existing directory is a store of ours, or may become one, and that nobody else can
+    change what is in it. Returns warnings; raises MountError."""
+    try:
+        status = os.stat(path)
+        entries = sorted(os.scandir(path), key=lambda entry: entry.name)
+        if os.statvfs(path).f_flag & os.ST_RDONLY:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+        if not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        owners = {entry.stat(follow_symlinks=False).st_uid for entry in entries} | {status.st_uid}
+        strangers = sorted(owners - {os.geteuid()})
+    except OSError as error:
+        raise MountError(f"cannot use the store {name}: {_reason(error)}") from error
+    strange = [entry.name for entry in entries if not _ENTRIES.fullmatch(entry.name)]
+    if strange and purpose_of(path) is None:
+        some = ", ".join(strange[:3]) + (", ..." if len(strange) > 3 else "")
+        raise MountError(
+            f"the store {name} holds other files already ({some}): a store keeps contents under names "
+            "of its own; take an empty or a new directory (and copy the files into the mount)"
+        )
+    if strangers:
+        raise MountError(
+            f"the store {name}, or what is in it, belongs to user {strangers[0]}, who could change it; "
+            "take a directory of your own"
+        )
+    if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
+        os.chmod(path, stat.S_IMODE(status.st_mode) & ~0o022)
+        return (f"other users could write to the store {name}; they cannot any more",)
+    return ()
+
+
+def purpose_of(path: str) -> Purpose | None:
+    """What a directory is used for; None: nothing so far."""
+    return next((use for name, use in _PURPOSES if os.path.lexists(os.path.join(path, name))), None)
+
+
+def cluster_of(path: str) -> str | None:
+    """The configuration of the cluster whose files a directory caches; None: it is no cache."""
+    try:
+        with open(os.path.join(path, _CLUSTER_FILE), "rb") as file:
+            return os.fsdecode(file.read())
+    except OSError:
+        return None
+
+
+def refuse_other_purpose(path: str, purpose: Purpose) -> None:
+    """Raise MountError if the directory keeps something that this purpose would destroy."""
+    found = purpose_of(path)
+    if found is None or found == purpose:
+        return
+    if found == "cache" and purpose == "mount":
+        # Nothing in it is worth keeping, but who mounts it may have forgotten the option.
+        file = cluster_of(path) or "FILE"
+        raise MountError(
+            f"{path} is the cache of a cluster's mount; mount it with --cluster {file}, or "
+            f"take it for files of this host after: {_discarding(path)}"
+        )
+    remedy = "take another directory"
+    if found == "mount":
+        remedy += f", or throw away what it keeps with: {_discarding(path)}"
+    raise MountError(f"{path} is in use as the store of {_OWNERS[found]}; {remedy}")
+
+
+def _discarding(path: str) -> str:
+    return f"irdmafs umount --discard --store {path}"
+
+
+def claim_cache(path: str, config: str) -> None:
+    """Note that a directory is a cache for this cluster, and make room in it: what an earlier mount left
+    is fetched again when it is asked for. Raises MountError."""
+    if is_locked(path):
+        return  # the daemon says by whom
+    try:
+        empty_cache(path)
+        with open(os.path.join(path, _CLUSTER_FILE), "wb") as file:
+            file.write(os.fsencode(config))
+    except OSError as error:
+        raise MountError(f"cannot use the store {path}: {error.strerror}") from error
+
+
+def empty_cache(path: str) -> None:
+    """Free the memory that a cache holds, unless a daemon works on it. Raises OSError."""
+    if cluster_of(path) is not None and not is_locked(path):
+        shutil.rmtree(os.path.join(path, "extents"), ignore_errors=True)
+
+
+def default_store_path(mountpoint: str) -> str | None:
+    """Where the default store of a mountpoint is, if there is one."""
+    name = store_name(mountpoint)
+    for parent in (TMPFS_ROOT, _shm_directory()):
+        path = os.path.join(parent, name)
+        if os.path.isdir(path):
+            return path
+    return None
+
+
+def discard_given_store(directory: str) -> None:
+    """As discard_store, a directory that was named by somebody who may be wrong. Raises MountError where
+    it is not the store or the cache of a mount."""
+    path = os.path.realpath(directory)
+    purpose = purpose_of(path)
+    if purpose == "node":
+        raise MountError(
+            f"{directory} is the store of {_OWNERS[purpose]}; see irdmafs cluster drain"
+        )
+    if purpose is None:
+        raise MountError(f"{directory} is not the store of a mount: nothing is discarded")
+    discard_store(path)
+
+
+def discard_store(path: str) -> None:
+    """Throw a store away with everything in it. In a directory that was given with --store,
+    what is not the store's is left. Raises MountError when a daemon still works on it."""
+    wait_until_free(path)
+    mount = find_mount(path)
+    try:
+        if mount is not None and mount.fstype == "tmpfs" and os.path.dirname(path) == TMPFS_ROOT:
+            unmount_filesystem(path)
+        else:
+            for entry in os.scandir(path):
+                if not _ENTRIES.fullmatch(entry.name):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path)
+                else:
+                    os.unlink(entry.path)
+        os.rmdir(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if error.errno == errno.ENOTEMPTY:
+            return
+        raise MountError(f"cannot discard the store {path}: {error.strerror}") from error
+
+
+def _bytes_used(path: str) -> int:
+    if find_mount(path) is not None:
+        usage = os.statvfs(path)
+        return (usage.f_blocks - usage.f_bfree) * usage.f_frsize
+    return sum(
+        os.lstat(os.path.join(directory, name)).st_blocks * 512
+        for directory, _, names in os.walk(path)
+        for name in names
+    )
+
+
+def _is_empty(directory: str) -> bool:
+    try:
+        return not os.listdir(directory)
+    except OSError:
+        return True
+
+
+def leftover_stores(mountpoints: Iterable[str]) -> list[LeftoverStore]:
+    """The default stores that belong to none of these mountpoints and to no daemon."""
+    used = {store_name(mountpoint) for mountpoint in mountpoints}
+    found = []
+    for parent in (TMPFS_ROOT, _shm_directory()):
+        try:
+            names = sorted(os.listdir(parent))
+        except OSError:
+            continue
+        for name in names:
+            path = os.path.join(parent, name)
+            if name in used or not os.path.isdir(path) or is_locked(path):
+                continue
+            if cluster_of(path) is not None and _is_empty(os.path.join(path, "extents")):
+                continue  # nothing waits in it
+            try:
+                found.append(LeftoverStore(path, mountpoint_of(path), _bytes_used(path)))
+            except OSError:
+                continue
+    return found

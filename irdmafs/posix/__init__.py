@@ -1,0 +1,1 @@
+"""POSIX operations on names and attributes, and the locks of files."""

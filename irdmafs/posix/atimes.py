@@ -1,0 +1,134 @@
+"""When files were last read, without a request or a transaction for a read.
+
+Where reads pass through they are reads of the extent, a file of the store, and the kernel keeps its access
+time by the rule of relatime: that is looked at when somebody asks for the file's. What comes through us
+(cached reads, listings, links) is noted by the same rule. What is known goes into the inode's record with
+the next change of its attributes, and in an embedded store when it is unmounted; until then it is in memory
+alone, as with lazytime. Each host of a cluster knows its own reads.
+"""
+
+import ctypes
+import os
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+from ..backend.clock import now_ns
+from ..backend.namespace import Inode
+from ..backend.namespace.protection import NOATIME
+from ..backend.store.extents import ExtentStore
+from ..mount.config import MountOptions
+
+# Files whose last read is remembered; of more, the first ones seem not to have been read.
+_KNOWN_MAX: Final = 1 << 16
+_SECOND_NS: Final = 1_000_000_000
+_DAY_NS: Final = 86_400 * _SECOND_NS
+_UTIME_OMIT: Final = (1 << 30) - 2
+_TIMES: Final = struct.Struct("qqqq")
+_AT_FDCWD: Final = -100
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Passed(NamedTuple):
+    extent: int
+    atime_ns: int
+
+
+class Atimes:
+    """Access times that are newer than the inodes' records. `in_use`: whether an inode is open."""
+
+    def __init__(
+        self, options: MountOptions, extents: ExtentStore, in_use: Callable[[int], bool]
+    ) -> None:
+        self._extents = extents
+        self._in_use = in_use
+        self._noatime = options.noatime
+        self._nodiratime = options.noatime or options.nodiratime
+        self._read: dict[int, int] = {}
+        # By inode and node: the extent that reads pass through to, and its access time when they began to.
+        self._passed: dict[int, dict[int, _Passed]] = {}
+        # Inodes that may have been read past us since their extents were looked at.
+        self._may_be_read: set[int] = set()
+
+    def passes(self, node: int, ino: int, extent: int, atime_ns: int) -> None:
+        """Reads of a node are about to pass through to an extent, last read at `atime_ns`."""
+        if not self._noatime:
+            _limit(self._passed)
+            self._passed.setdefault(ino, {})[node] = _Passed(extent, atime_ns)
+
+    def opened(self, ino: int) -> None:
+        """An inode whose reads pass through is opened by somebody who may read it."""
+        if ino in self._passed:
+            self._may_be_read.add(ino)
+
+    def moved(self, node: int, ino: int, extent: int) -> None:
+        """The extent that reads of a node pass through to has another number now."""
+        passed = self._passed.get(ino)
+        if passed is not None and node in passed:
+            passed[node] = passed[node]._replace(extent=extent)
+
+    def gone(self, node: int, ino: int) -> None:
+        """Reads of a node do not pass through any more; the extent may go."""
+        passed = self._passed.get(ino)
+        if passed is not None and node in passed:
+            self._look(ino)
+            del passed[node]
+            if not passed:
+                del self._passed[ino]
+                self._may_be_read.discard(ino)
+
+    def read(self, inode: Inode) -> None:
+        """Note that an inode is read through us."""
+        if self._nodiratime if inode.is_dir else self._noatime:
+            return
+        now, atime_ns = now_ns(), self._read.get(inode.ino, inode.atime_ns)
+        stale = atime_ns <= max(inode.mtime_ns, inode.ctime_ns) or now - atime_ns > _DAY_NS
+        if stale and not inode.flags & NOATIME:
+            _limit(self._read)
+            self._read[inode.ino] = now
+
+    def of(self, inode: Inode) -> int:
+        """Return an inode's access time in ns."""
+        if inode.ino in self._may_be_read and not inode.flags & NOATIME:
+            self._look(inode.ino)
+        return self._read.get(inode.ino, inode.atime_ns) if self._read else inode.atime_ns
+
+    def saved(self, inode: Inode) -> None:
+        """The record of an inode that changed has its access time. By the rule of relatime the next read
+        counts, so the extents have to know of the change."""
+        self._read.pop(inode.ino, None)
+        seconds, rest = divmod(inode.atime_ns, _SECOND_NS)
+        times = _TIMES.pack(seconds, rest, 0, _UTIME_OMIT)
+        nodes = self._passed.get(inode.ino, {})
+        for node, passed in nodes.items():
+            path = os.fsencode(self._extents.path(passed.extent))
+            if _libc.utimensat(_AT_FDCWD, path, times, 0) == 0:
+                nodes[node] = passed._replace(atime_ns=inode.atime_ns)
+
+    def unsaved(self) -> Mapping[int, int]:
+        """Return the access times that no record has, by inode."""
+        for ino in list(self._may_be_read):
+            self._look(ino)
+        return self._read
+
+    def _look(self, ino: int) -> None:
+        if ino not in self._may_be_read:
+            return
+        if not self._in_use(ino):
+            self._may_be_read.remove(ino)
+        nodes = self._passed.get(ino, {})
+        for node, passed in nodes.items():
+            try:
+                found = self._extents.stat(passed.extent).st_atime_ns
+            except OSError:
+                continue
+            if found != passed.atime_ns:
+                _limit(self._read)
+                self._read[ino] = found
+                nodes[node] = passed._replace(atime_ns=found)
+
+
+def _limit(known: dict[int, Any]) -> None:
+    if len(known) >= _KNOWN_MAX:
+        del known[next(iter(known))]

@@ -1,0 +1,71 @@
+"""The arguments of operations that say who calls them and for what, and their answers."""
+
+from typing import Protocol
+
+import pyfuse3
+
+from ..coherence.nodes import Handle
+
+__all__ = ["Attributes", "Caller", "Fields", "OpenInfo"]
+
+
+class Caller(Protocol):
+    """Who made a request; pyfuse3's RequestContext is one."""
+
+    @property
+    def uid(self) -> int: ...
+    @property
+    def gid(self) -> int: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def umask(self) -> int: ...
+
+
+class Fields(Protocol):
+    """Which attributes a setattr changes; pyfuse3's SetattrFields is one."""
+
+    @property
+    def update_mode(self) -> bool: ...
+    @property
+    def update_uid(self) -> bool: ...
+    @property
+    def update_gid(self) -> bool: ...
+    @property
+    def update_size(self) -> bool: ...
+    @property
+    def update_atime(self) -> bool: ...
+    @property
+    def update_mtime(self) -> bool: ...
+
+
+class Attributes:
+    """Attributes of a node, or a name that leads to none (`st_ino` 0). Names are those of
+    pyfuse3.EntryAttributes, which takes longer to fill in and to read.
+
+    `st_ino` is the node id; `ino` is what stat(2) shows. Timeouts are seconds.
+    """
+
+    entry_timeout: float = 0
+    attr_timeout: float = 0
+    generation: int = 0
+    ino: int = 0
+    st_ino: int = 0
+    st_mode: int = 0
+    st_nlink: int = 0
+    st_uid: int = 0
+    st_gid: int = 0
+    st_rdev: int = 0
+    st_size: int = 0
+    st_blocks: int = 0
+    st_atime_ns: int = 0
+    st_mtime_ns: int = 0
+    st_ctime_ns: int = 0
+
+
+class OpenInfo(pyfuse3.FileInfo):
+    """The answer to an open; the kernel session passes the handle's node through when `passthrough`."""
+
+    handle: Handle
+    passthrough: bool
+    noflush: bool

@@ -1,0 +1,301 @@
+"""The locks of one mount: its own tables, what other hosts may hold, and what happens to lost ones.
+
+Whoever gets a lock sees what was written under it before, on whichever host: what a process wrote is
+published before another host can lock the file, and who gets a lock from another host is shown the
+newest version. A lock is lost with the mount's session in its cluster. Then a process that held one
+can publish nothing until it has been told: by the error of closing or unlocking the locked file.
+"""
+
+import errno
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from fcntl import F_RDLCK, F_UNLCK
+from typing import Protocol
+
+from ..backend.cluster.lock_claims import FLOCK, POSIX, Claim, HostLocks
+from ..callers.processes import ids_of
+from ..inline import detach
+from ..mount.config import LockScope
+from .locks import LAST_BYTE, FlockTable, Lock, LockTable
+
+__all__ = ["Contents", "Locking"]
+
+log = logging.getLogger(__name__)
+
+
+class Contents(Protocol):
+    """The contents that are written in place on this host; see Cache."""
+
+    async def publish_in_place(self, ino: int) -> None: ...
+    async def refresh(self, ino: int) -> None: ...
+
+
+class Locking:
+    """The locks that processes of this host take through the mount. `shared`: those of other hosts."""
+
+    def __init__(
+        self,
+        scope: LockScope,
+        shared: HostLocks | None,
+        contents: Contents,
+        describe: Callable[[int], str],
+    ) -> None:
+        self._scope = scope
+        self._shared = shared if scope == "cluster" else None
+        self._contents = contents
+        self._describe = describe
+        self.posix = LockTable()
+        self.flocks = FlockTable()
+        # Owners of POSIX locks, by the handle through which they took some.
+        self._lockers: dict[int, set[int]] = {}
+        # Handles that are being released, whose flock(2) locks end with them.
+        self._leaving: set[int] = set()
+        # Processes that do not know yet that they lost locks: on which inodes.
+        self._lost: dict[int, set[int]] = {}
+        self._publishing: dict[int, list[int]] = {}  # inode -> processes
+        if self._shared is not None:
+            self._shared.holder = self
+
+    # -- fcntl(2) and flock(2) -------------------------------------------------------------------
+
+    async def test(self, ino: int, owner: int, lock: Lock) -> Lock:
+        """fcntl(F_GETLK): return the lock in the way, or `lock` as F_UNLCK. The process of one that is held
+        on another host has the number 0."""
+        self._refuse()
+        found = self.posix.test(ino, owner, lock)
+        if found is not None:
+            return found
+        if self._shared is not None and lock.type != F_UNLCK:
+            await detach()
+            other = await self._shared.test(ino, Claim(POSIX, lock.type, lock.start, lock.end))
+            if other is not None:
+                return Lock(other.type, other.start, other.end, 0)
+        return lock._replace(type=F_UNLCK)
+
+    async def lock(
+        self, fh: int, ino: int, owner: int, lock: Lock, *, flock: bool, wait: bool
+    ) -> None:
+        """fcntl(F_SETLK, F_SETLKW) and flock(2), also LOCK_UN. Raises OSError EAGAIN, EDEADLK, ENOLCK;
+        EIO: the lock to be given back was lost."""
+        table = self.flocks if flock else self.posix
+        if flock:
+            # The kernel's number of a description may be that of another one before we hear of its end.
+            owner = fh
+        if lock.type == F_UNLCK:
+            await self._unlock(table, ino, owner, lock)
+            self.tell_lost(lock.pid, ino)
+            return
+        self._refuse()
+        if not flock:
+            self._lockers.setdefault(fh, set()).add(owner)
+        if self._shared is not None:
+            await self._lock_shared(self._shared, table, ino, owner, lock, wait=wait)
+            return
+        while True:
+            try:
+                table.acquire(ino, owner, lock)
+                return
+            except BlockingIOError:
+                if not wait and not self._is_about_to_end(table, ino, owner, lock):
+                    raise
+            await detach()
+            if wait:
+                await table.acquire_wait(ino, owner, lock)
+                return
+            await table.wait_free(ino, owner, lock)
+
+    def _is_about_to_end(self, table: LockTable, ino: int, owner: int, lock: Lock) -> bool:
+        """Return whether only closed files stand in the way of a lock. The kernel does not wait for a
+        release, so that a process may ask for the lock before we have given it up."""
+        return table is self.flocks and table.blockers(ino, owner, lock) <= self._leaving
+
+    async def _lock_shared(
+        self, shared: HostLocks, table: LockTable, ino: int, owner: int, lock: Lock, *, wait: bool
+    ) -> None:
+        since = turn = time.monotonic()
+        claim = _claim(table, lock)
+        if lock.type == F_RDLCK and not shared.is_alone(ino) and table.writes(ino, owner, lock):
+            await detach()
+            await self._contents.publish_in_place(ino)  # others may read it in a moment
+        while True:
+            if shared.grants(ino, claim, turn):
+                try:
+                    table.acquire(ino, owner, lock)
+                except BlockingIOError:
+                    if not wait and not self._is_about_to_end(table, ino, owner, lock):
+                        raise
+                else:
+                    if lock.type == F_RDLCK:
+                        shared.shrunk(ino)  # it may have been one for writing
+                    return
+            elif not table.conflicts(ino, owner, lock):
+                await detach()
+                if table is self.flocks and table.holds(ino, owner):
+                    # A conversion gives up what it has: two hosts that both want more can go on.
+                    await self._unlock(table, ino, owner, lock._replace(type=F_UNLCK))
+                await shared.claim(ino, claim, wait=wait, since=since)
+                turn = 0.0  # it has let others go first for long enough
+                continue
+            elif not wait and not self._is_about_to_end(table, ino, owner, lock):
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            await detach()
+            await table.wait_free(ino, owner, lock)
+            turn = since
+
+    async def _unlock(self, table: LockTable, ino: int, owner: int, lock: Lock) -> None:
+        shared = self._shared
+        if shared is None or not table.holds(ino, owner):
+            table.acquire(ino, owner, lock)
+            return
+        alone = shared.is_alone(ino)
+        try:
+            if not alone:
+                await detach()
+                await self._contents.publish_in_place(ino)
+        finally:
+            table.acquire(ino, owner, lock)
+            if alone:
+                shared.shrunk(ino)  # in case that it is not by now
+            else:
+                await shared.shrink(ino)
+
+    def _refuse(self) -> None:
+        if self._scope == "refuse":
+            raise OSError(errno.ENOLCK, "the mount refuses locks (-o locks=refuse)")
+
+    # -- closing ---------------------------------------------------------------------------------
+
+    def must_hear_of_closes(self, ino: int) -> bool:
+        """Return whether closing a descriptor that is opened for reading may drop locks."""
+        return self.posix.is_used(ino)
+
+    def count(self) -> int:
+        """Return how many locks the processes of this host hold."""
+        return self.posix.count() + self.flocks.count()
+
+    @property
+    def closes_matter(self) -> bool:
+        """Return whether a close may have to give a lock back, or to tell of a lost one."""
+        return bool(self._lost) or len(self.posix) > 0 or bool(self._lockers)
+
+    def has_locked(self, fh: int) -> bool:
+        """Return whether POSIX locks were taken through a handle, and not all given back by a close."""
+        return fh in self._lockers
+
+    async def closed(self, fh: int, ino: int, owner: int) -> None:
+        """A descriptor was closed: its process loses its locks on the file, as POSIX wants. Raises OSError
+        if what was written under them cannot be published."""
+        owners = self._lockers.get(fh)
+        if owners is not None:
+            owners.discard(owner)
+            if not owners:
+                del self._lockers[fh]
+        if self.posix.holds(ino, owner):
+            await self._unlock(self.posix, ino, owner, Lock(F_UNLCK, 0, LAST_BYTE, 0))
+
+    def _drop_lockers(self, fh: int, ino: int) -> None:
+        """Give back the POSIX locks that were taken through a handle which is to be released: read locks of
+        those of whose closes we were not told, and those of open descriptions, which were flushed."""
+        for owner in self._lockers.pop(fh, ()):
+            self.posix.release_owner(ino, owner)
+            if self._shared is not None:
+                self._shared.shrunk(ino)
+
+    @asynccontextmanager
+    async def releasing(self, fh: int, ino: int) -> AsyncIterator[None]:
+        """Give up the locks of a handle whose last descriptor is closed, after what was written through
+        it is published."""
+        self._drop_lockers(fh, ino)
+        self._leaving.add(fh)
+        try:
+            try:
+                yield
+            finally:
+                if self.flocks.holds(ino, fh):
+                    await self._unlock(self.flocks, ino, fh, Lock(F_UNLCK, 0, LAST_BYTE, 0))
+        finally:
+            self._leaving.discard(fh)
+
+    # -- what the mount tells of itself to other hosts (Holder) ----------------------------------
+
+    def held(self, ino: int) -> Iterable[Claim]:
+        for table in (self.posix, self.flocks):
+            for lock in table.held(ino):
+                yield _claim(table, lock)
+
+    async def publish(self, ino: int) -> None:
+        await self._contents.publish_in_place(ino)
+
+    async def refresh(self, ino: int) -> None:
+        await self._contents.refresh(ino)
+
+    # -- locks that are lost ---------------------------------------------------------------------
+
+    def lost(self) -> None:
+        """The session is over: other hosts may have taken what processes here believe to have locked."""
+        for table in (self.posix, self.flocks):
+            for ino, owners in table.clear().items():
+                pids = {pid for _, pid in owners}
+                log.error(
+                    "%s: the locks of process %s are lost with the session: what it writes is not "
+                    "published until it has closed or unlocked the file",
+                    self._describe(ino), ", ".join(map(str, sorted(pids))),
+                )  # fmt: skip
+                for pid in pids:
+                    self._lost.setdefault(pid, set()).add(ino)
+        for pid in [pid for pid in self._lost if not os.path.exists(f"/proc/{pid}")]:
+            del self._lost[pid]
+
+    def tell_lost(self, pid: int, ino: int) -> None:
+        """Raises OSError EIO, once, when a process unlocks or closes what it had lost."""
+        if not self._lost:
+            return
+        inodes = self._lost.get(_process_of(pid))
+        if inodes is None or ino not in inodes:
+            return
+        inodes.discard(ino)
+        if not inodes:
+            del self._lost[_process_of(pid)]
+        raise OSError(errno.EIO, "the lock was lost when the mount was cut off from its cluster")
+
+    def check(self, pid: int) -> None:
+        """Raises OSError EIO if a process that is to publish something has lost locks, and may not know."""
+        if self._lost and _process_of(pid) in self._lost:
+            raise OSError(
+                errno.EIO,
+                "the process lost a lock when the mount was cut off; close or unlock that file first",
+            )
+
+    @contextmanager
+    def publishing(self, ino: int, pid: int) -> Iterator[None]:
+        """While a process publishes a file, which may take longer than the session lives."""
+        pids = self._publishing.setdefault(ino, [])
+        pids.append(pid)
+        try:
+            yield
+        finally:
+            pids.remove(pid)
+            if not pids:
+                del self._publishing[ino]
+
+    def check_publishing(self, ino: int) -> None:
+        """Likewise, for whoever is publishing a file now."""
+        for pid in self._publishing.get(ino, ()):
+            self.check(pid)
+
+
+def _claim(table: LockTable, lock: Lock) -> Claim:
+    if isinstance(table, FlockTable):
+        return Claim(FLOCK, lock.type, 0, LAST_BYTE)
+    return Claim(POSIX, lock.type, lock.start, lock.end)
+
+
+def _process_of(pid: int) -> int:
+    """Return the process that a thread belongs to; the thread itself if it has ended."""
+    try:
+        return ids_of(pid).process
+    except OSError:
+        return pid

@@ -1,0 +1,102 @@
+"""The extended attributes of our own, user.irdmafs.…: which there are, and who may set which to what.
+
+Some are kept with an inode, some tell something or do something when they are read or set.
+"""
+
+import errno
+import logging
+import os
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from ..backend.namespace import Inode, Namespace, fail
+from ..backend.namespace.attributes import ISOLATION, NAMES, check
+from ..backend.namespace.quotas import QUOTA_NAMES
+from ..coherence.cache import Cache
+from ..coherence.content import Content
+from ..coherence.nodes import NodeTable
+
+log = logging.getLogger(__name__)
+
+PREFIX: Final = b"user.irdmafs."
+DISCARD: Final = PREFIX + b"discard"
+PREFETCH: Final = PREFIX + b"prefetch"
+# Reading it begins a prefetch: that takes no right to write, and goes on a read-only mount.
+PREFETCH_NOW: Final = PREFIX + b"prefetch_now"
+# Followed by the numbers of two descriptors of the caller: ".5.6".
+READ_INTO: Final = PREFIX + b"read_into"
+STATUS: Final = PREFIX + b"status"
+VERSION: Final = PREFIX + b"version"
+VERSIONS: Final = PREFIX + b"versions"
+QUOTA_USED_BYTES: Final = PREFIX + b"quota_used_bytes"
+QUOTA_USED_INODES: Final = PREFIX + b"quota_used_inodes"
+
+_TELLING = {STATUS, VERSION, VERSIONS, QUOTA_USED_BYTES, QUOTA_USED_INODES}
+_OF_DIRECTORIES = {ISOLATION, *NAMES, *QUOTA_NAMES}
+# What an array file consists of (irdmafs.client), and how a directory has what is below it kept.
+_KEPT = {PREFIX + b"dtype", PREFIX + b"shape", *_OF_DIRECTORIES}
+_SETTABLE = {DISCARD, PREFETCH, *_KEPT}
+
+
+@contextmanager
+def saying_why(namespace: Namespace, inode: Inode, name: bytes) -> Iterator[None]:
+    """Log why an attribute is refused: the caller hears an error code only."""
+    try:
+        yield
+    except OSError as error:
+        where = namespace.describe(inode.ino)
+        log.info("%s: %r is refused: %s", where, os.fsdecode(name), error.strerror)
+        raise
+
+
+def refuse_nonsense(inode: Inode, name: bytes, value: bytes) -> None:
+    """Raise OSError for what means nothing, rather than to keep a slip of the pen: EINVAL, EPERM."""
+    if name in _TELLING:
+        raise fail(errno.EPERM, "it tells something, and cannot be set")
+    if name not in _KEPT:
+        known = ", ".join(sorted(map(os.fsdecode, _SETTABLE)))
+        raise fail(errno.EINVAL, f"it means nothing; there are {known}")
+    if name in _OF_DIRECTORIES:
+        if not inode.is_dir:
+            raise fail(errno.EINVAL, "only directories have it, for what is below")
+        try:
+            check(name, value)
+        except ValueError as error:
+            raise fail(errno.EINVAL, str(error)) from None
+
+
+def versions(inode: Inode, cache: Cache, nodes: NodeTable) -> dict[str, Any]:
+    """Return every content of a file that is kept, newest first, and who keeps it."""
+    openers: dict[Content, list[int]] = {}
+    for handle in nodes.handles.values():
+        if handle.content is not None and handle.node.ino == inode.ino:
+            openers.setdefault(handle.content, []).append(handle.pid)
+    working: list[dict[str, Any]] = []
+    old: list[dict[str, Any]] = []
+    current_openers: set[int] = set()
+    for content, pids in openers.items():
+        if not content.is_changing and not content.superseded:
+            current_openers.update(pids)
+            continue
+        size, _, mtime_ns, _ = cache.look_of(content, inode)
+        row = _version_row(
+            None if content.is_changing else content.version, size, mtime_ns,
+            "working" if content.is_changing else "open", pids,
+        )  # fmt: skip
+        (working if content.is_changing else old).append(row)
+    current = _version_row(inode.version, inode.size, inode.mtime_ns, "current", current_openers)
+    old.sort(key=lambda row: row["version"] or 0, reverse=True)
+    return {"ino": inode.ino, "versions": [*working, current, *old]}
+
+
+def _version_row(
+    version: int | None, size: int, mtime_ns: int, state: str, pids: Collection[int]
+) -> dict[str, Any]:
+    return {
+        "version": version,
+        "size": size,
+        "mtime_ns": mtime_ns,
+        "state": state,
+        "openers": sorted(set(pids)),
+    }
