@@ -1,44 +1,76 @@
 """Space kept back on a storage, so that a full one can still be told to free something."""
 
 import os
+from typing import Final
 
-BALLAST_BYTES = 4 * 1024 * 1024
+BALLAST_BYTES: Final = 4 * 1024 * 1024
+# What is taken when less is free than was given up.
+_PARTS: Final = tuple(BALLAST_BYTES >> shift for shift in range(7))
+# With less than this, only what frees something may go on.
+_LOW_BYTES: Final = BALLAST_BYTES // 2
 
 
 class Ballast:
     """A file of BALLAST_BYTES at `path`, taken when there is room and given up on demand.
 
-    It stays behind when the process ends and is taken over by the next one.
+    It stays behind when the process ends and is taken over by the next one. `whole`: all of it is held.
+    `low`: so little is left of it that a change may be made only if it frees something. A storage that
+    never had room for it is not low.
     """
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self.held = False
+        self._was_held = os.path.exists(path)
+        self.whole = self.low = False
         self.take()
 
     def take(self) -> None:
-        """Take the space if it is there, and as much again: the last free bytes are not ours."""
+        """Take the space if it is there, and as much again: the last free bytes are not ours. If it was held
+        before, take as much of it as there is."""
         room = os.statvfs(os.path.dirname(self._path) or ".")
         # f_blocks is 0 on a tmpfs without a limit.
-        scarce = room.f_blocks and room.f_bavail * room.f_frsize < 2 * BALLAST_BYTES
-        if scarce and not os.path.exists(self._path):
+        free = room.f_bavail * room.f_frsize if room.f_blocks else 2 * BALLAST_BYTES
+        if not self._was_held and free < 2 * BALLAST_BYTES:
             return
-        try:
-            fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                os.posix_fallocate(fd, 0, BALLAST_BYTES)
-            finally:
-                os.close(fd)
-        except OSError:
-            self.give_up()
-        else:
-            self.held = True
+        self._hold(self._grow(free))
 
     def give_up(self) -> bool:
-        """Returns whether there was space to give."""
-        held, self.held = self.held, False
+        """Return whether there was space to give."""
         try:
+            held = _allocated(self._path)
             os.unlink(self._path)
         except FileNotFoundError:
-            pass
-        return held
+            held = 0
+        self._hold(0)
+        return held > 0
+
+    def _grow(self, free: int) -> int:
+        """Return how many bytes the file has then."""
+        try:
+            fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError:
+            return 0
+        try:
+            have = _allocated(fd)
+            for wanted in _PARTS:
+                if wanted <= have:
+                    break
+                if wanted - have > free:
+                    continue
+                try:
+                    os.posix_fallocate(fd, 0, wanted)
+                    break
+                except OSError:
+                    continue
+            return _allocated(fd)
+        finally:
+            os.close(fd)
+
+    def _hold(self, size: int) -> None:
+        self._was_held |= size > 0
+        self.whole = size >= BALLAST_BYTES
+        self.low = self._was_held and size < _LOW_BYTES
+
+
+def _allocated(file: str | int) -> int:
+    return os.stat(file).st_blocks * 512

@@ -86,17 +86,21 @@ class SQLiteEngine:
         """As OwnEngine says. There are no leases: ValueError."""
         if self._database.closed:
             raise trio.ClosedResourceError("the engine is closed")
+        if self._ballast.low and not _frees(operations, urgent):
+            self._ballast.take()
+            if self._ballast.low:
+                raise NoSpace(self._path)
         try:
             return self._transact(operations, durable)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-            urgent = urgent or all(isinstance(op, Delete) for op in operations)
-            if not (urgent and self._ballast.give_up()):
+            if not (_frees(operations, urgent) and self._ballast.give_up()):
                 raise NoSpace(self._path) from error
         try:
             return self._transact(operations, durable)
         except OSError as error:
+            self._ballast.take()
             raise NoSpace(self._path) if error.errno == errno.ENOSPC else error from error
 
     async def flush(self) -> None:
@@ -140,7 +144,7 @@ class SQLiteEngine:
             self._revision = revision
         if len(self._pending) > _PENDING_KEYS or self._journal.size > _JOURNAL_BYTES:
             self._settle()
-        if not self._ballast.held:
+        if not self._ballast.whole:
             self._ballast.take()
         return self._revision
 
@@ -162,7 +166,10 @@ class SQLiteEngine:
                 self._pending = {}
                 self._volatile.clear()
                 self._journal.clear()
+                if not self._ballast.whole:
+                    self._ballast.take()
                 return True
+        self._ballast.take()
         log.warning("%s: the store is full; its journal goes on growing", self._path)
         return False
 
@@ -183,3 +190,7 @@ class SQLiteEngine:
             raise self._database.damaged(f"{self._path}-redo cannot be read ({error})") from error
         if self._pending:
             self._revision = max(revision for revision, _ in self._pending.values())
+
+
+def _frees(operations: Sequence[Put | Delete], urgent: bool) -> bool:
+    return urgent or all(isinstance(operation, Delete) for operation in operations)

@@ -371,7 +371,6 @@ class TestFullStore:
             ]
             now(engine.transact(urgent, urgent=True))
         assert now(engine.range(b"", END)) == [KeyValue(b"lazy", b"199", revision_of(engine))]
-        assert not (small_tmpfs / "kv.sqlite-ballast").exists()
         os.unlink(small_tmpfs / "filler")
         now(engine.transact([Put(b"after", b"")]))
         assert (small_tmpfs / "kv.sqlite-ballast").stat().st_blocks * 512 == 4 << 20
@@ -380,6 +379,37 @@ class TestFullStore:
 
         engine = SQLiteEngine(str(small_tmpfs / "kv.sqlite"), power_safe=False)
         assert now(engine.range(b"", END)) == before
+        now(engine.close())
+
+    def test_puts_do_not_take_the_room_that_is_kept_back_for_deletes(
+        self, small_tmpfs: Path
+    ) -> None:
+        """The engine has time for what is pending after each of them, and others take what becomes free."""
+        path = str(small_tmpfs / "kv.sqlite")
+        engine = SQLiteEngine(path, power_safe=False)
+        keys = [b"%d" % number for number in range(64)]
+        for key in keys:
+            now(engine.transact([Put(key, b"")]))
+        fill(small_tmpfs)
+        os.truncate(small_tmpfs / "filler", os.path.getsize(small_tmpfs / "filler") - (512 << 10))
+        refused = 0
+        for _ in range(3):
+            for key in keys:
+                try:
+                    now(engine.transact([Put(key, bytes(65536))]))
+                except NoSpace:
+                    refused += 1
+                now(engine.idle())
+            fill(small_tmpfs)
+            now(engine.close())
+            engine = SQLiteEngine(path, power_safe=False)
+        assert refused
+        for key in keys:
+            now(engine.transact([Delete(key)]))
+            now(engine.idle())
+        assert now(engine.range(b"", END)) == []
+        os.unlink(small_tmpfs / "filler")
+        now(engine.transact([Put(b"after", bytes(65536))]))
         now(engine.close())
 
     def test_flushes_what_was_acknowledged_without_being_durable(self, small_tmpfs: Path) -> None:
