@@ -112,8 +112,7 @@ class Actor:
 
     def __init__(self, number: int, sockets: list[socket.socket], *, times: bool) -> None:
         """`times`: they are compared. Then no empty file is emptied and no file cut to the size that it
-        has: a tmpfs moves times then only if the file has pages, most filesystems do always. Nor is
-        anything read where nothing is: whether that is an access, filesystems do not agree."""
+        has: a tmpfs moves times then only if the file has pages, most filesystems do always."""
         self.number = number
         self.sockets = sockets
         self.times = times
@@ -261,24 +260,10 @@ class Actor:
 
     # -- reading and writing ---------------------------------------------------------------------
 
-    def _reads_nothing(self, fd: int, offset: int | None, length: int) -> bool:
-        """Return whether a descriptor that may be read has nothing there, if times are compared."""
-        found = os.fstat(fd)
-        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-        is_open = flags & os.O_ACCMODE != os.O_WRONLY and not flags & os.O_PATH
-        if not self.times or not is_open or not stat.S_ISREG(found.st_mode):
-            return False
-        at = os.lseek(fd, 0, os.SEEK_CUR) if offset is None else offset
-        return not length or at >= found.st_size
-
     def do_read(self, slot: int, length: int) -> Value:
-        if self._reads_nothing(self._fd(slot), None, length):
-            return _content(b"")
         return _content(os.read(self._fd(slot), length))
 
     def do_pread(self, slot: int, offset: int, length: int) -> Value:
-        if self._reads_nothing(self._fd(slot), offset, length):
-            return _content(b"")
         return _content(os.pread(self._fd(slot), length, offset))
 
     def do_write(self, slot: int, mark: int, length: int) -> Value:
@@ -320,15 +305,11 @@ class Actor:
     def do_copy_range(
         self, source: int, target: int, length: int, from_offset: int | None, to_offset: int | None
     ) -> Value:
-        if self._reads_nothing(self._fd(source), from_offset, length):
-            return 0
         return os.copy_file_range(
             self._fd(source), self._fd(target), length, from_offset, to_offset
         )
 
     def do_sendfile(self, source: int, target: int, offset: int | None, length: int) -> Value:
-        if self._reads_nothing(self._fd(source), offset, length):
-            return 0
         return os.sendfile(self._fd(target), self._fd(source), offset, length)
 
     def do_ftruncate(self, slot: int, size: int) -> Value:
@@ -353,8 +334,6 @@ class Actor:
         return mapping
 
     def do_mmap(self, where: int, slot: int, length: int, protection: int, flags: int) -> Value:
-        if self._reads_nothing(self._fd(slot), 0, length):
-            return "nothing to map"
         address = _libc.mmap(None, length, protection, flags, self._fd(slot), 0)
         if address is None or address == ctypes.c_void_p(-1).value:
             _checked(-1)
