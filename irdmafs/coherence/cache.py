@@ -462,7 +462,7 @@ class Cache:
         else:
             self._move_backings(content.ino, before, extent)
         if is_version:
-            content.seen = content.begun = self._set_times(content, inode)
+            content.seen = content.begun = self._set_mtime(content, inode)
         content.writable = True
 
     def _move_backings(self, ino: int, before: int, extent: int) -> None:
@@ -472,11 +472,12 @@ class Cache:
                 self.nodes.set_backing(node, extent, node.backing_id)
                 self.kernel.backing_moved(node)
 
-    def _set_times(self, content: Content, inode: Inode) -> Stamp:
-        """Give the content the times of the inode, and return how it looks then."""
+    def _set_mtime(self, content: Content, inode: Inode) -> Stamp:
+        """Give the content the inode's time of modification, and return how it looks then. Its access time
+        stays: it may be that of a read which no record has."""
         status = self.table.stat(content)
         if status.st_mtime_ns != inode.mtime_ns:
-            self.table.set_times(content, inode.atime_ns, inode.mtime_ns)
+            self.table.set_times(content, status.st_atime_ns, inode.mtime_ns)
             status = self.table.stat(content)
         return stamp_of(status)
 
@@ -568,7 +569,7 @@ class Cache:
                 with extents.opened(inode.extent) as source:
                     await trio.to_thread.run_sync(copy_contents, source, fd)
         content.show(inode)
-        content.seen, content.dirty = self._set_times(content, inode), False
+        content.seen, content.dirty = self._set_mtime(content, inode), False
 
     async def release(self, fh: int) -> None:
         """The last descriptor of a handle is gone. Publishes what is not yet; the node counts as open

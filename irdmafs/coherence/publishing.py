@@ -80,8 +80,10 @@ class Publisher:
             # In a cluster the bytes are compared before they are published for the same times.
             written = self._is_surely_written if self._store.shared else self.is_written
             return written(content)
-        if self._store.shared and not content.version and not self._size(content):
-            return False  # a new file that stays empty: its name says so already, to all
+        if self._store.shared and not content.version:
+            stamp = self._table.stamp(content)
+            if not stamp[0] and (not content.extent or stamp == content.since):
+                return False  # a new file that stays empty: its name says so already, to all
         inode = self._inodes[content.ino]
         # An empty copy that nobody wrote gives way to a version that was published meanwhile.
         return inode.version == content.version or self.is_written(content)

@@ -448,6 +448,25 @@ def test_fallocate_knows_the_modes_that_tmpfs_knows(
 
 
 @pytest.mark.kernel_session("pyfuse3 does not carry it")
+def test_times_of_a_new_file_that_stays_empty_do_not_go_back_when_it_is_closed(
+    folder: Path, tmpfs: Path
+) -> None:
+    def seen(place: Path) -> Any:
+        fd = os.open(place / "file", os.O_RDWR | os.O_CREAT)
+        made = os.fstat(fd)
+        assert libc.fallocate(fd, KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(4096)) == 0
+        changed = os.fstat(fd)
+        os.close(fd)
+        closed = (place / "file").stat()
+        return (
+            made.st_mtime_ns < changed.st_mtime_ns == closed.st_mtime_ns,
+            made.st_ctime_ns < changed.st_ctime_ns == closed.st_ctime_ns,
+        )
+
+    assert seen(folder) == seen(tmpfs) == (True, True)
+
+
+@pytest.mark.kernel_session("pyfuse3 does not carry it")
 def test_clones_and_other_ioctls_are_refused_as_on_tmpfs(folder: Path, tmpfs: Path) -> None:
     def seen(place: Path) -> Any:
         (place / "file").write_bytes(b"content")
@@ -511,6 +530,23 @@ def test_access_times_move_when_they_move_on_tmpfs(
         return found
 
     assert seen(folder) == seen(tmpfs)
+
+
+def test_access_time_stays_when_what_was_read_is_opened_for_writing(
+    folder: Path, tmpfs: Path
+) -> None:
+    def seen(place: Path) -> Any:
+        file = place / "file"
+        file.write_bytes(b"content")
+        with file.open("rb") as reader:
+            os.utime(file, (1, 2))
+            reader.read()
+            read_ns = file.stat().st_atime_ns
+            with file.open("r+b"):
+                opened_ns = file.stat().st_atime_ns
+        return read_ns > 10**9, opened_ns == read_ns, file.stat().st_atime_ns == read_ns
+
+    assert seen(folder) == seen(tmpfs) == (True, True, True)
 
 
 @pytest.mark.beyond_posix
