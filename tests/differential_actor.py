@@ -32,6 +32,7 @@ _AT_FDCWD = -100
 _FLOCK = struct.Struct("hhqqixxxx")
 _LOCK_KINDS = {"read": fcntl.F_RDLCK, "write": fcntl.F_WRLCK, "none": fcntl.F_UNLCK}
 _OFD_GETLK, _OFD_SETLK = 36, 37
+_FICLONE = 0x40049409
 _PR_SET_CHILD_SUBREAPER = 36
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -309,8 +310,23 @@ class Actor:
             self._fd(source), self._fd(target), length, from_offset, to_offset
         )
 
+    def _overlap(self, source: int, target: int, offset: int | None, length: int) -> bool:
+        """Return whether bytes of a file are to be sent onto themselves: what comes of that depends on the
+        pages that they lie in."""
+        fds = self._fd(source), self._fd(target)
+        with contextlib.suppress(OSError):  # one of them may not be open for that
+            begin = os.lseek(fds[0], 0, os.SEEK_CUR) if offset is None else offset
+            distance = abs(os.lseek(fds[1], 0, os.SEEK_CUR) - begin)
+            return os.path.sameopenfile(*fds) and distance < length
+        return False
+
     def do_sendfile(self, source: int, target: int, offset: int | None, length: int) -> Value:
+        if self._overlap(source, target, offset, length):
+            return "overlap"
         return os.sendfile(self._fd(target), self._fd(source), offset, length)
+
+    def do_clone(self, source: int, target: int) -> Value:
+        return fcntl.ioctl(self._fd(target), _FICLONE, self._fd(source))
 
     def do_ftruncate(self, slot: int, size: int) -> Value:
         fd = self._fd(slot)

@@ -51,7 +51,7 @@ _SELDOM = ("exit", "exec", "umask", "unlink", "rmdir", "fork", "munmap")
 _OF_MAPS = ("load", "store", "msync", "munmap")
 _OF_SLOTS = (
     *("mmap", "read", "pread", "write", "pwrite", "lseek", "seek_data", "copy_range", "sendfile"),
-    *("ftruncate", "fallocate", "fsync", "fstat", "fchmod", "fchown", "futimens", "fsetxattr"),
+    *("clone", "ftruncate", "fallocate", "fsync", "fstat", "fchmod", "fchown", "futimens", "fsetxattr"),
     *(
         "fgetxattr",
         "flock",
@@ -143,8 +143,9 @@ def _flags(source: Source, *, truncate: bool) -> int:
     return flags
 
 
-def _times(source: Source) -> tuple[int, int] | None:
-    return source.choice((None, (PAST_NS[0], PAST_NS[1]), (PAST_NS[1], PAST_NS[0])))
+def _times(source: Source, *, touch: bool) -> tuple[int, int] | None:
+    past = (PAST_NS[0], PAST_NS[1]), (PAST_NS[1], PAST_NS[0])
+    return source.choice((None, *past) if touch else past)
 
 
 def _mark() -> Callable[[], int]:
@@ -187,8 +188,10 @@ class Vocabulary:
     """The steps that a program may have."""
 
     def __init__(self, without: frozenset[str] = frozenset()) -> None:
-        """`without`: operations, "truncating opens" or "set-group-id" modes that are not to occur."""
+        """`without`: operations, "truncating opens", "set-group-id" modes or "touch" (times that are set to
+        now) that are not to occur."""
         self._truncate = "truncating opens" not in without
+        self._touch = "touch" not in without
         self._modes = [
             mode for mode in MODES if "set-group-id" not in without or not mode & stat.S_ISGID
         ]
@@ -383,6 +386,9 @@ class Vocabulary:
             "length": source.choice(LENGTHS),
         }
 
+    def _make_clone(self, source: Source) -> dict[str, Any]:
+        return {"source": self._slot(source), "target": self._slot(source)}
+
     def _make_ftruncate(self, source: Source) -> dict[str, Any]:
         return {"slot": self._slot(source), "size": source.choice(SIZES)}
 
@@ -488,10 +494,10 @@ class Vocabulary:
         return {"slot": self._slot(source), "uid": uid, "gid": gid}
 
     def _make_utimens(self, source: Source) -> dict[str, Any]:
-        return {"path": self._name(source), "times": _times(source)}
+        return {"path": self._name(source), "times": _times(source, touch=self._touch)}
 
     def _make_futimens(self, source: Source) -> dict[str, Any]:
-        return {"slot": self._slot(source), "times": _times(source)}
+        return {"slot": self._slot(source), "times": _times(source, touch=self._touch)}
 
     def _xattr(self, source: Source) -> dict[str, Any]:
         value = {"mark": self._next_mark(), "length": source.choice((0, 4, 300))}

@@ -113,6 +113,10 @@ class NodeTable:
             self._siblings.setdefault(inode.ino, {first}).add(node)
         return node
 
+    def numbered(self, inode: Inode) -> Node:
+        """Return the node that has the number of its inode."""
+        return self.by_id.get(inode.ino) or self.add(inode)
+
     def of(self, ino: int) -> Iterator[Node]:
         """Every node of an inode."""
         siblings = self._siblings.get(ino)

@@ -114,7 +114,7 @@ def _adapted(operations: Operations, session: PortableSession) -> pyfuse3.Operat
 
     pyfuse3 has one number for the node id and for what stat(2) shows. Where they differ (a second
     node of an inode) the attributes of a lookup are not to be kept, and getattr, whose answer has
-    no node id, tells the inode's number.
+    no node id, tells the inode's number. Listings have the node that has the inode's number.
     """
 
     def wrap(name: str, method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
@@ -148,6 +148,7 @@ def _adapted(operations: Operations, session: PortableSession) -> pyfuse3.Operat
         return pyfuse3.readdir_reply(token, name, _numbered(entry, shown=False), next_id)
 
     operations.readdir_reply = readdir_reply
+    operations.lists_one_number = True
     return adapted
 
 

@@ -89,6 +89,8 @@ class Operations:
 
     # True if the session has the kernel check ACLs. Otherwise there are none.
     enforces_acls = False
+    # True if the session has one number for a node and its inode in a listing.
+    lists_one_number = False
     # How the session takes an entry of a directory; False: it has no room for it.
     readdir_reply: Callable[[Any, bytes, Attributes, int], bool]
 
@@ -468,6 +470,7 @@ class Operations:
             await detach()
         if fields.update_size:
             await self._truncate(found, attr.st_size, fh)
+            self._refresh_other_nodes(node, node.ino)  # one of them may show what was cut
             found = self._inode(inode)
         changes: dict[str, int] = {}
         if touch and found.flags & IMMUTABLE:
@@ -1052,7 +1055,9 @@ class Operations:
                 if not self.readdir_reply(token, name, dots, index + 1):
                     return
                 continue
-            node = self._cache.node_of(inode, 0)
+            main = node = self._cache.node_of(inode, 0)
+            if self.lists_one_number:
+                node = self.nodes.numbered(inode)
             if valid_s and node.lookups and self._beliefs.holds((directory, name), ino, soon):
                 # Without a node: the kernel has name and attributes, and will for a while.
                 known = Attributes()
@@ -1061,7 +1066,8 @@ class Operations:
                     return
                 continue
             entry = self._attributes(node, inode)
-            if not self._cache.names_are_stable(ino) or not self._leads_to(directory, name, ino):
+            is_stable = node is main and self._cache.names_are_stable(ino)
+            if not is_stable or not self._leads_to(directory, name, ino):
                 entry.entry_timeout = 0
             elif valid_s:
                 node.name = (directory, name)

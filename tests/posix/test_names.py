@@ -185,6 +185,24 @@ def test_large_directory_lists_every_name_once(folder: Path, process: TakeProces
         assert sorted(process().do("os.listdir(folder)", folder=str(folder))) == names
 
 
+def test_listing_has_the_inodes_of_files_that_are_being_replaced(
+    folder: Path, process: TakeProcess
+) -> None:
+    file = folder / "file"
+    file.write_bytes(b"before")
+    ino = file.stat().st_ino
+    reader, writer = process(), process()
+    reader.do("before = open(f, 'rb')", f=str(file))
+    listed = []
+    for step in ("w = open(f, 'wb'); w.write(b'after'); w.flush()", "w.close()"):
+        writer.do(step, f=str(file))
+        with os.scandir(folder) as entries:
+            listed += [entry.inode() for entry in entries]
+        listed.append(file.stat().st_ino)
+    assert listed == [ino] * 4
+    assert (reader.do("before.read()"), file.read_bytes()) == (b"before", b"after")
+
+
 def test_names_that_stay_are_listed_once_while_others_come_and_go(
     folder: Path, process: TakeProcess
 ) -> None:

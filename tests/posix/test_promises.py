@@ -104,6 +104,21 @@ def test_truncation_by_name_is_seen_at_once(folder: Path, process: TakeProcess) 
     assert file.read_bytes() == b""
 
 
+@pytest.mark.parametrize("access", ["O_RDWR", "O_WRONLY"])
+def test_truncation_by_name_is_seen_by_who_replaces_the_file(
+    folder: Path, process: TakeProcess, access: str
+) -> None:
+    file = folder / "file"
+    file.write_bytes(b"content")
+    writer = process()
+    writer.do(f"fd = os.open(f, os.{access} | os.O_TRUNC)", f=str(file))
+    assert writer.do("os.fstat(fd).st_size") == 0
+    os.truncate(file, 100)
+    assert writer.do("os.fstat(fd).st_size, os.lseek(fd, 0, os.SEEK_END)") == (100, 100)
+    writer.do("os.close(fd)")
+    assert file.read_bytes() == bytes(100)
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_reader_sees_at_once_what_is_edited_in_place(
     folder: Path, process: TakeProcess, size: int
