@@ -96,6 +96,11 @@ class Uncertain:
       Test: test_as_tmpfs_does.py, test_map_without_a_descriptor_keeps_its_extent.
     - O_APPEND was taken off a descriptor: writes that pass through go on appending (docs/sharing.md).
 
+    The store nodes of a cluster keep what is named or open. What was written to a file without a name ends
+    with the last descriptor that opened it: one that never did (O_PATH) shows size and time of the version
+    before. Test: test_attributes.py, test_what_was_written_to_a_file_without_a_name_is_there_for_a_descriptor
+    that_never_opened_it.
+
     A map that passes through is one of the extent: it does not keep the description open through which
     it was made. So locks that belong to a description end when the last descriptor is closed, where on a
     tmpfs a map keeps them. From then on the file's locks are not compared. Nor are they when a descriptor
@@ -103,9 +108,14 @@ class Uncertain:
     Test: test_as_tmpfs_does.py, test_flock_ends_with_the_last_descriptor_whatever_is_mapped.
     """
 
-    def __init__(self, *, isolated: bool, passes_through: bool, moves_extents: bool) -> None:
-        """`moves_extents`: what is written in place lies in another extent after it was published."""
+    def __init__(
+        self, *, isolated: bool, passes_through: bool, moves_extents: bool, keeps_unopened: bool
+    ) -> None:
+        """`moves_extents`: what is written in place lies in another extent after it was published.
+        `keeps_unopened`: what was written to a file without a name is there while a descriptor that never
+        opened it (O_PATH) is."""
         self._isolated = isolated
+        self._keeps_unopened = keeps_unopened
         self._moves_extents = moves_extents
         self._passes_through = passes_through
         self._holders = Holders()
@@ -178,6 +188,9 @@ class Uncertain:
             return True
         if self._replaced:
             tmpfs, mount = (without_times(one, self._replaced) for one in (tmpfs, mount))
+        if not self._keeps_unopened:
+            opened = self._holders.opened()
+            tmpfs, mount = (without_mtime_of_lost(one, opened) for one in (tmpfs, mount))
         uncertain = set(self._parted)
         if "slot" not in step.arguments or step.arguments.keys() & {"path", "new"}:
             uncertain |= self._private
@@ -213,6 +226,16 @@ def without_times(value: Value, inodes: set[int]) -> object:
     return value
 
 
+def without_mtime_of_lost(value: Value, opened: set[int]) -> object:
+    """The value without times of modification of files that have neither a name nor a descriptor through
+    which they can be read."""
+    if isinstance(value, dict) and not value["nlink"] and value["inode"] not in opened:
+        return {key: one for key, one in value.items() if key != "mtime"}
+    if isinstance(value, tuple):
+        return tuple(without_mtime_of_lost(part, opened) for part in value)
+    return value
+
+
 def _inode_of(value: Value) -> int | None:
     if isinstance(value, dict):
         return int(value["inode"])
@@ -244,6 +267,7 @@ class Leniency:
         self._isolated = isolated
         self._passes_through = kind in ("kernel", "cluster")
         self._moves_extents = kind == "cluster"
+        self._keeps_unopened = kind != "cluster"
         self._uncertain: Uncertain
 
     def begin(self, _root: Path, _number_of: NumberOf) -> None:
@@ -252,6 +276,7 @@ class Leniency:
             isolated=self._isolated,
             passes_through=self._passes_through,
             moves_extents=self._moves_extents,
+            keeps_unopened=self._keeps_unopened,
         )
 
     def before(self, _step: Step) -> list[Step]:

@@ -51,7 +51,17 @@ _SELDOM = ("exit", "exec", "umask", "unlink", "rmdir", "fork", "munmap")
 _OF_MAPS = ("load", "store", "msync", "munmap")
 _OF_SLOTS = (
     *("mmap", "read", "pread", "write", "pwrite", "lseek", "seek_data", "copy_range", "sendfile"),
-    *("clone", "ftruncate", "fallocate", "fsync", "fstat", "fchmod", "fchown", "futimens", "fsetxattr"),
+    *(
+        "clone",
+        "ftruncate",
+        "fallocate",
+        "fsync",
+        "fstat",
+        "fchmod",
+        "fchown",
+        "futimens",
+        "fsetxattr",
+    ),
     *(
         "fgetxattr",
         "flock",
