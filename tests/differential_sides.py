@@ -42,7 +42,8 @@ class Normal:
         self.processes: dict[int, int] = {}
 
     def stored(self) -> None:
-        """Note a store through a mapping: it moves times when it is the first of a page, large or small."""
+        """Note a store through a mapping: it moves times when it is the first of a page, large or small; with
+        pyfuse3 when the kernel writes the page."""
         self._stored = True
 
     def value(self, found: Value) -> Value:
@@ -78,10 +79,10 @@ class Normal:
     def _moved(self, ino: int, mtime: int, ctime: int) -> dict[str, Value]:
         before = self._times.get(ino)
         self._times[ino] = (mtime, ctime)
-        if before is None:
-            return {"mtime": _told(mtime)}
         if self._stored:
             return {"mtime": "unknown"}
+        if before is None:
+            return {"mtime": _told(mtime)}
         return {"mtime": _told(mtime, before[0]), "ctime": _order(ctime, before[1])}
 
 

@@ -59,8 +59,7 @@ def _compare(
 ) -> None:
     leniency = Leniency(session, isolated=isolated)
     vocabulary = Vocabulary(REFUSED.get(session, frozenset()))
-    # In the other sessions times are the kernel's, or those of more than one clock.
-    with Pair([mount.path], reference, leniency, times=session == "kernel") as pair:
+    with Pair([mount.path], reference, leniency) as pair:
         compare(pair, vocabulary, seed, steps)
 
 
