@@ -98,8 +98,8 @@ class Uncertain:
 
     The store nodes of a cluster keep what is named or open. What was written to a file without a name ends
     with the last descriptor that opened it: one that never did (O_PATH) shows size and time of the version
-    before. Test: test_attributes.py, test_what_was_written_to_a_file_without_a_name_is_there_for_a_descriptor
-    that_never_opened_it.
+    before. Test: test_attributes.py,
+    test_what_was_written_to_a_file_without_a_name_is_there_for_a_descriptor_that_never_opened_it.
 
     A map that passes through is one of the extent: it does not keep the description open through which
     it was made. So locks that belong to a description end when the last descriptor is closed, where on a

@@ -42,8 +42,8 @@ class Normal:
         self.processes: dict[int, int] = {}
 
     def stored(self) -> None:
-        """Note a store through a mapping: it moves times when it is the first of a page, large or small; with
-        pyfuse3 when the kernel writes the page."""
+        """Note a store through a mapping: it moves times when it is the first of a page, large or small;
+        with pyfuse3 when the kernel writes the page."""
         self._stored = True
 
     def value(self, found: Value) -> Value:

@@ -25,8 +25,8 @@ class Ballast:
         self.take()
 
     def take(self) -> None:
-        """Take the space if it is there, and as much again: the last free bytes are not ours. If it was held
-        before, take as much of it as there is."""
+        """Take the space if it is there, and as much again: the last free bytes are not ours. If it was
+        held before, take as much of it as there is."""
         room = os.statvfs(os.path.dirname(self._path) or ".")
         # f_blocks is 0 on a tmpfs without a limit.
         free = room.f_bavail * room.f_frsize if room.f_blocks else 2 * BALLAST_BYTES
