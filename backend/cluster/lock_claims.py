@@ -3,6 +3,7 @@
 docs/locks.md has the protocol. Nothing here knows of etcd: decisions are functions of what is recorded.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
 from fcntl import F_WRLCK
 from typing import NamedTuple, Protocol
@@ -16,12 +17,13 @@ __all__ = [
     "ENTRY",
     "FLOCK",
     "GUARD",
+    "NOBODY",
     "NOTHING",
     "POSIX",
     "Claim",
     "Entry",
-    "Holder",
     "HostLocks",
+    "LockHolder",
     "entry_key",
     "guard_key",
     "is_blocked",
@@ -133,28 +135,43 @@ def _coarser(row: list[Claim], limit: int) -> list[Claim]:
     return result
 
 
-class Holder(Protocol):
+class LockHolder(ABC):
     """The mount's side: what its processes have locked and written."""
 
-    def held(self, ino: int) -> Iterable[Claim]: ...
+    @abstractmethod
+    def held(self, ino: int) -> Iterable[Claim]:
+        """Return the locks of this host's processes on an inode."""
 
+    @abstractmethod
     async def publish(self, ino: int) -> None:
         """Publish what was written in place: another host may lock the file next. Raises OSError."""
-        ...
 
+    @abstractmethod
     async def refresh(self, ino: int) -> None:
         """Show the newest version: another host may have written it under the lock. Raises OSError."""
-        ...
 
+    @abstractmethod
     def lost(self) -> None:
         """Every lock is lost, as the session is."""
-        ...
+
+
+class _Nobody(LockHolder):
+    def held(self, ino: int) -> Iterable[Claim]:
+        return ()
+
+    async def publish(self, ino: int) -> None: ...
+
+    async def refresh(self, ino: int) -> None: ...
+
+    def lost(self) -> None: ...
+
+
+# Where nothing is locked.
+NOBODY = _Nobody()
 
 
 class HostLocks(Protocol):
     """The locks that all hosts share, and what this host may grant of them (see remote.locks)."""
-
-    holder: Holder
 
     def grants(self, ino: int, claim: Claim, since: float) -> bool:
         """Return whether a lock may be granted now, as far as other hosts are concerned, to a request

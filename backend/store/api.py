@@ -1,36 +1,79 @@
 """What the mount side needs of a store: one in this process (node) or a cluster's (remote)."""
 
 import os
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
-from ..cluster.lock_claims import HostLocks
+from ..cluster.lock_claims import NOBODY, HostLocks, LockHolder
 from ..cluster.records import Layout
 from ..namespace import Inode, Namespace, Outdated
 from .extents import ExtentStore
 
-__all__ = ["Outdated", "Store", "Watcher"]
+__all__ = ["Outdated", "Store", "StoreEvents", "Unmounted"]
 
 
-class Watcher(Protocol):
-    """Told of everything that changes in a shared namespace, by whomever, before anybody is told that
-    this mount knows of it."""
+class StoreEvents(ABC):
+    """What a store asks its mount, and tells it. A store is made with it, and calls it from inside its own
+    loops: a method must not block, and not raise unless it says so.
 
+    Only a shared store tells of changes: of all in its namespace, by whomever, before anybody is told that
+    this mount knows of them.
+    """
+
+    @property
+    @abstractmethod
+    def lock_holder(self) -> LockHolder:
+        """What this host's processes have locked."""
+
+    @abstractmethod
+    def is_held(self, ino: int) -> bool:
+        """Return whether the mount has an inode open. It stays then when its last name is removed."""
+
+    @abstractmethod
     def inode_changed(self, old: Inode | None, new: Inode | None) -> None:
-        """None: it did not exist, or is gone."""
-        ...
+        """An inode changed. None: it did not exist, or is gone."""
 
+    @abstractmethod
     def name_changed(self, parent: int, name: bytes, old_ino: int) -> None:
-        """`old_ino`: what the name led to, 0: nothing."""
-        ...
+        """A name changed. `old_ino`: what it led to, 0: nothing."""
 
-    def content_gone(self, extent: int) -> None:
-        """The file of a content is not on this host any more. It may come again, as another file."""
-        ...
-
+    @abstractmethod
     def transaction(self, *, ours: bool) -> None:
         """All that changed since the last call changed at once; `ours`: by this mount."""
-        ...
+
+    @abstractmethod
+    def version_published(self, ino: int) -> None:
+        """The file has another version, by this mount or another one."""
+
+    @abstractmethod
+    def content_gone(self, extent: int) -> None:
+        """The file of a content is not on this host any more. It may come again, as another file."""
+
+    @abstractmethod
+    def check_publishing(self, ino: int) -> None:
+        """What was begun in a session that is lost is about to be published in a new one. Raise OSError
+        if it must not."""
+
+
+class Unmounted(StoreEvents):
+    """The events of a store that no mount uses: nothing is open, and nobody is told."""
+
+    lock_holder = NOBODY
+
+    def is_held(self, ino: int) -> bool:
+        return False
+
+    def inode_changed(self, old: Inode | None, new: Inode | None) -> None: ...
+
+    def name_changed(self, parent: int, name: bytes, old_ino: int) -> None: ...
+
+    def transaction(self, *, ours: bool) -> None: ...
+
+    def version_published(self, ino: int) -> None: ...
+
+    def content_gone(self, extent: int) -> None: ...
+
+    def check_publishing(self, ino: int) -> None: ...
 
 
 class Store(Protocol):
@@ -39,14 +82,6 @@ class Store(Protocol):
     namespace: Namespace
     # Bytes. Larger files are refused with EFBIG.
     size_max: int
-    watcher: Watcher | None
-    # Whether the mount has an inode open, which stays then when its last name is removed.
-    is_held: Callable[[int], bool]
-    # Called with an inode number when a version was published by another host.
-    on_version: Callable[[int], None]
-    # Called with an inode number when what was begun in a session that is lost is about to be published
-    # in a new one. It may raise OSError.
-    may_publish: Callable[[int], None]
 
     @property
     def locks(self) -> HostLocks | None:
@@ -148,7 +183,7 @@ class Store(Protocol):
 
     def believable_s(self, directory: int, *, used: bool = True) -> float:
         """For how many seconds what the namespace says of a directory, its names and what has no other
-        names may be believed: whoever changes it waits for the `watcher` that long. What is `used`
+        names may be believed: whoever changes it waits for this mount that long. What is `used`
         often becomes believable."""
         ...
 

@@ -8,7 +8,6 @@ extent is freed once nothing pins it; working and retired extents do not survive
 import errno
 import logging
 import os
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Self
@@ -18,7 +17,7 @@ import trio
 from ..cluster.records import Layout
 from ..kv.sqlite import SQLiteEngine
 from ..namespace import Inode, Namespace, fail, load_own
-from .api import Watcher
+from .api import StoreEvents
 from .aside import make_aside
 from .extents import ExtentStore
 from .pins import Pinned
@@ -48,14 +47,11 @@ class EmbeddedStore(Pinned):
     engine: SQLiteEngine
     _resources: AsyncExitStack
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, events: StoreEvents) -> None:
         super().__init__()
+        self._events = events
         self.directory = directory
         self.waits = False
-        self.watcher: Watcher | None = None
-        self.on_version: Callable[[int], None] = lambda ino: None
-        self.is_held: Callable[[int], bool] = lambda ino: False
-        self.may_publish: Callable[[int], None] = lambda ino: None
 
     async def __aenter__(self) -> Self:
         os.makedirs(self.directory, mode=0o700, exist_ok=True)
@@ -67,7 +63,7 @@ class EmbeddedStore(Pinned):
             resources.push_async_callback(self.engine.close)
             self.extents = ExtentStore(f"{self.directory}/extents")
             resources.callback(self.extents.close)
-            self.namespace = await load_own(self.engine, lambda ino: self.is_held(ino))
+            self.namespace = await load_own(self.engine, self._events.is_held)
             self._free_leftovers()
             if not self._begin():
                 await self._take_what_was_written()

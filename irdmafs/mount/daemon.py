@@ -30,6 +30,7 @@ from ..posix import quotas
 from ..posix.operations import Operations
 from . import mounting
 from .config import MountConfig, MountError
+from .store_events import MountEvents, Parts
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +48,10 @@ async def serve(config: MountConfig, ready: Callable[[str], None]) -> None:
     """
     raise_open_files_limit()
     try:
-        async with _opened_store(config) as (store, warnings):
+        events = MountEvents()
+        async with _opened_store(config, events) as (store, warnings):
             calm_the_collector()
-            await _Daemon(config, store, warnings).run(ready)
+            await _Daemon(config, store, events, warnings).run(ready)
     except StoreInUse as error:
         raise MountError(f"{config.store}: {error.strerror}") from error
     except (ConfigError, Damaged) as error:
@@ -63,11 +65,11 @@ async def serve(config: MountConfig, ready: Callable[[str], None]) -> None:
 
 @asynccontextmanager
 async def _opened_store(
-    config: MountConfig,
+    config: MountConfig, events: MountEvents
 ) -> AsyncIterator[tuple[Store, Callable[[], list[str]]]]:
     """The store, and what gives lines about what is wrong with it."""
     if config.cluster is None:
-        async with EmbeddedStore(config.store) as node:
+        async with EmbeddedStore(config.store, events) as node:
             yield node, list
         return
     # Here only: an embedded mount starts without all of it.
@@ -78,6 +80,7 @@ async def _opened_store(
         config.store,
         config.mountpoint,
         __version__,
+        events,
         timeout_s=config.cluster.mount.timeout,
     ) as remote:
         with trio.move_on_after(_CHECK_NODES_S):
@@ -87,10 +90,15 @@ async def _opened_store(
 
 class _Daemon:
     def __init__(
-        self, config: MountConfig, store: Store, warnings: Callable[[], list[str]]
+        self,
+        config: MountConfig,
+        store: Store,
+        events: MountEvents,
+        warnings: Callable[[], list[str]],
     ) -> None:
         self._config = config
         self._store = store
+        self._events = events
         self._warnings = warnings
         self._started = time.monotonic()
         self._reason = ""
@@ -199,10 +207,10 @@ class _Daemon:
             self._store, self._config.mountpoint, isolation, passthrough=passthrough
         )
         self._cache.kernel = session
-        self._store.on_version = session.version_published
-        self._store.is_held = self._cache.is_held
-        self._operations = Operations(self._store, self._cache, self._config.options, self.status)
-        return self._operations
+        operations = Operations(self._store, self._cache, self._config.options, self.status)
+        self._operations = operations
+        self._events.begin(Parts(self._cache, operations.beliefs, operations.locking, session))
+        return operations
 
     async def _announce(self, ready: Callable[[str], None]) -> None:
         """Say ready when the mount answers a stat that really comes through the kernel."""

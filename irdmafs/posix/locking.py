@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, contextmanager
 from fcntl import F_RDLCK, F_UNLCK
 from typing import Protocol
 
-from ..backend.cluster.lock_claims import FLOCK, POSIX, Claim, HostLocks
+from ..backend.cluster.lock_claims import FLOCK, POSIX, Claim, HostLocks, LockHolder
 from ..callers.processes import ids_of
 from ..inline import detach
 from ..mount.config import LockScope
@@ -33,7 +33,7 @@ class Contents(Protocol):
     async def refresh(self, ino: int) -> None: ...
 
 
-class Locking:
+class Locking(LockHolder):
     """The locks that processes of this host take through the mount. `shared`: those of other hosts."""
 
     def __init__(
@@ -56,8 +56,6 @@ class Locking:
         # Processes that do not know yet that they lost locks: on which inodes.
         self._lost: dict[int, set[int]] = {}
         self._publishing: dict[int, list[int]] = {}  # inode -> processes
-        if self._shared is not None:
-            self._shared.holder = self
 
     # -- fcntl(2) and flock(2) -------------------------------------------------------------------
 
@@ -219,7 +217,7 @@ class Locking:
         finally:
             self._leaving.discard(fh)
 
-    # -- what the mount tells of itself to other hosts (Holder) ----------------------------------
+    # -- what the mount tells of itself to other hosts (LockHolder) ------------------------------
 
     def held(self, ino: int) -> Iterable[Claim]:
         for table in (self.posix, self.flocks):
@@ -236,6 +234,8 @@ class Locking:
 
     def lost(self) -> None:
         """The session is over: other hosts may have taken what processes here believe to have locked."""
+        if self._shared is None:
+            return
         for table in (self.posix, self.flocks):
             for ino, owners in table.clear().items():
                 pids = {pid for _, pid in owners}

@@ -114,13 +114,11 @@ class Operations:
         self._valid_s = 0.0 if store.shared else store.believable_s(ROOT_INO)
         self.listings_stay = not store.shared
         self._trails = LookupTrails(store.namespace)
-        self._beliefs = Beliefs(store.namespace, cache.nodes, cache.kernel)
-        store.watcher = self._beliefs
+        self.beliefs = Beliefs(store.namespace, cache.nodes, cache.kernel)
         self._options = options
         self.atimes = Atimes(options, store.extents, cache.nodes.in_use)
         self._umask = options.umask or 0
         self.locking = Locking(options.locks, store.locks, cache, store.namespace.describe)
-        store.may_publish = self.locking.check_publishing
 
     # -- helpers ---------------------------------------------------------------------------------
 
@@ -216,7 +214,7 @@ class Operations:
         if made and not self._leads_to(parent, name, inode.ino):
             return  # others changed it again while they were waited for
         entry.entry_timeout = valid_s
-        self._beliefs.name(parent, name, inode.ino, valid_s)
+        self.beliefs.name(parent, name, inode.ino, valid_s)
         if not made:
             self._let_believe_attributes(entry, inode, parent, valid_s)
 
@@ -239,7 +237,7 @@ class Operations:
             )
         if valid_s and self._cache.kernel.can_forget:
             entry.attr_timeout = valid_s
-            self._beliefs.attributes(inode.ino, valid_s)
+            self.beliefs.attributes(inode.ino, valid_s)
 
     def _refresh_other_nodes(self, node: Node | None, ino: int) -> None:
         """An inode's attributes changed through one node: the kernel may hold them for others."""
@@ -428,7 +426,7 @@ class Operations:
 
     def _changing(self, *names: Name) -> AbstractContextManager[None]:
         """While a program here changes names. Where nobody else does, the kernel knows all of it."""
-        return self._beliefs.changing(*names) if self._shared else nullcontext()
+        return self.beliefs.changing(*names) if self._shared else nullcontext()
 
     def _renamed(self, inode: Inode, old: Name, new: Name) -> None:
         for node in self.nodes.of(inode.ino):
@@ -1058,7 +1056,7 @@ class Operations:
             main = node = self._cache.node_of(inode, 0)
             if self.lists_one_number:
                 node = self.nodes.numbered(inode)
-            if valid_s and node.lookups and self._beliefs.holds((directory, name), ino, soon):
+            if valid_s and node.lookups and self.beliefs.holds((directory, name), ino, soon):
                 # Without a node: the kernel has name and attributes, and will for a while.
                 known = Attributes()
                 known.ino, known.st_mode = ino, inode.mode
@@ -1147,5 +1145,5 @@ class Operations:
             "nodes": len(self.nodes.by_id),
             "open_handles": len(self.nodes.handles),
             "locks": self.locking.count(),
-            **self._beliefs.count(),
+            **self.beliefs.count(),
         }

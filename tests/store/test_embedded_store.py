@@ -23,6 +23,7 @@ from irdmafs.backend.kv import Damaged, NoSpace, Put
 from irdmafs.backend.namespace import ROOT_INO, Inode
 from irdmafs.backend.store import embedded as node
 from irdmafs.backend.store import storedir
+from irdmafs.backend.store.api import Unmounted
 from irdmafs.backend.store.embedded import EmbeddedStore
 from irdmafs.backend.store.extents import ExtentStore, copy_contents
 from irdmafs.backend.store.storedir import StoreInUse
@@ -241,7 +242,7 @@ class Store:
     """A store node, entered and left from synchronous code."""
 
     def __init__(self, directory: Path) -> None:
-        self.node = EmbeddedStore(str(directory))
+        self.node = EmbeddedStore(str(directory), Unmounted())
 
     def __enter__(self) -> EmbeddedStore:
         return run(self.node.__aenter__())
@@ -346,7 +347,7 @@ def test_only_a_store_on_a_disk_is_synced(
         sync(fd)
 
     async def main() -> None:
-        async with EmbeddedStore(str(tmp_path)) as store:
+        async with EmbeddedStore(str(tmp_path), Unmounted()) as store:
             inode = await store.namespace.create(ROOT_INO, b"file", FILE, 0, 0)
             extent = write(store.extents, b"one")
             with monkeypatch.context() as patch:
@@ -369,10 +370,11 @@ def test_a_directory_on_tmpfs_is_known_to_be_in_memory() -> None:
 
 HOLDER = """
 import os, sys, trio
+from irdmafs.backend.store.api import Unmounted
 from irdmafs.backend.store.embedded import EmbeddedStore
 
 async def main():
-    async with EmbeddedStore(sys.argv[1]):
+    async with EmbeddedStore(sys.argv[1], Unmounted()):
         print("open", flush=True)
         await trio.to_thread.run_sync(sys.stdin.read)
 
@@ -475,7 +477,7 @@ def test_a_full_disk_at_the_end_still_lets_go_of_the_store(
     before = open_files()
 
     async def main() -> None:
-        async with EmbeddedStore(str(tmp_path)) as store:
+        async with EmbeddedStore(str(tmp_path), Unmounted()) as store:
             monkeypatch.setattr(store.engine, "flush", full)
 
     with pytest.raises(NoSpace):

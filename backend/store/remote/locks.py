@@ -9,7 +9,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import msgspec
 import trio
@@ -20,7 +20,7 @@ from ...cluster.lock_claims import (
     NOTHING,
     Claim,
     Entry,
-    Holder,
+    LockHolder,
     entry_key,
     guard_key,
     is_blocked,
@@ -48,19 +48,6 @@ _IDLE_S = 10.0
 _LEFT_BEHIND_S = 30.0
 _LOOK_AGAIN_S = 1.0
 _RETRY_S = 0.5
-
-
-class _Nobody:
-    """The holder before there is one."""
-
-    def held(self, ino: int) -> Iterable[Claim]:
-        return ()
-
-    async def publish(self, ino: int) -> None: ...
-
-    async def refresh(self, ino: int) -> None: ...
-
-    def lost(self) -> None: ...
 
 
 class _Inode:
@@ -99,17 +86,24 @@ class _Inode:
 
 
 class SharedLocks:
-    """A consumer of the replica hub that knows every host's entries, and this host's part in them."""
+    """A consumer of the replica hub that knows every host's entries, and this host's part in them.
+    `holder` returns what its processes have locked."""
 
     prefixes = (GUARD, ENTRY)
 
-    def __init__(self, engine: EtcdEngine, members: Members, timeout_s: float) -> None:
+    def __init__(
+        self,
+        engine: EtcdEngine,
+        members: Members,
+        holder: Callable[[], LockHolder],
+        timeout_s: float,
+    ) -> None:
         self._engine = engine
         self._members = members
         self._timeout_s = timeout_s
         self.replica: Replica
         self.session: Session
-        self.holder: Holder = _Nobody()
+        self._holder = holder
         self._entries: dict[int, dict[int, Entry]] = {}  # inode -> lease -> entry; ours, too
         self._guards: dict[int, int] = {}
         self._left_behind: dict[int, float] = {}
@@ -281,7 +275,7 @@ class SharedLocks:
             # Nothing is granted under it before all is known here that was published before.
             state.unsure = True
             await self.replica.wait_applied(revision)
-            await self.holder.refresh(ino)
+            await self._holder().refresh(ino)
             if lease != self.session.lease:
                 return False
             state.mine, state.unsure = entry, False
@@ -322,7 +316,7 @@ class SharedLocks:
             if state.mine.sole:
                 state.coming_down = True
                 try:
-                    await self.holder.publish(ino)
+                    await self._holder().publish(ino)
                 except OSError as error:
                     log.error(
                         "inode %d: what was written under a lock is not published: %s", ino, error
@@ -330,7 +324,7 @@ class SharedLocks:
                 finally:
                     state.coming_down = False
                 # No await from here to where `mine` is what others will know.
-            held = merged(self.holder.held(ino))
+            held = merged(self._holder().held(ino))
             entry = Entry(False, held, merged(state.wanting))
             if state.unsure or entry != state.mine:
                 await self._put(ino, state, entry)
@@ -376,7 +370,7 @@ class SharedLocks:
         for state in self._inodes.values():
             state.mine, state.unsure = NOTHING, False
             state.wake()
-        self.holder.lost()
+        self._holder().lost()
 
     async def run(self) -> None:
         """Tell others what is given back, and give up what is idle."""
@@ -392,7 +386,7 @@ class SharedLocks:
                 self._settle_soon(ino, state)
             if state.used or state.wanting or state.changing.locked():
                 state.used, state.idle_since = False, now
-            elif now - state.idle_since < _IDLE_S or any(True for _ in self.holder.held(ino)):
+            elif now - state.idle_since < _IDLE_S or any(True for _ in self._holder().held(ino)):
                 pass
             elif state.mine:
                 await _quietly(self._settle(ino, state, idle=True))

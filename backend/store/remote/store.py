@@ -41,7 +41,7 @@ from ...transport.verbs.devices import local_address
 from ...transport.verbs.rdma import Rdma
 from ...trust.certificates import Certificates
 from ...unwrap import first_error, only_error
-from ..api import Watcher
+from ..api import StoreEvents
 from ..aside import make_aside
 from ..extents import copy_contents
 from ..pins import Pinned
@@ -76,6 +76,7 @@ async def remote_store(
     directory: str,
     mountpoint: str,
     version: str,
+    events: StoreEvents,
     *,
     timeout_s: float = 60.0,
 ) -> AsyncIterator["RemoteStore"]:
@@ -99,7 +100,7 @@ async def remote_store(
                 config.cluster.engine(role, timeout_s) as engine,
                 trio.open_nursery() as nursery,
             ):
-                store = RemoteStore(config, engine, nursery, directory, record, timeout_s)
+                store = RemoteStore(config, engine, nursery, directory, record, events, timeout_s)
                 store.rdma = rdma
                 store.session_key = session_key
                 with closing(store.contents):
@@ -132,9 +133,11 @@ class RemoteStore(Pinned):
         nursery: trio.Nursery,
         directory: str,
         record: MountRecord,
+        events: StoreEvents,
         timeout_s: float,
     ) -> None:
         super().__init__()
+        self._events = events
         self.config = config
         self.engine = engine
         self.timeout_s = timeout_s
@@ -147,13 +150,12 @@ class RemoteStore(Pinned):
         self._fetched: set[int] = set()
         self.contents = Contents(
             f"{directory}/extents", ContentNumbers(lambda: self.session.number).new,
-            self._content_gone, config.mount.cache_size,
+            events.content_gone, config.mount.cache_size,
         )  # fmt: skip
         self.members = Members()
         self.groups = Groups()
-        self.is_held: Callable[[int], bool] = lambda ino: False
-        tree = Tree(held=lambda ino: self.is_held(ino), listener=self)
-        self.locks = SharedLocks(engine, self.members, timeout_s)
+        tree = Tree(held=events.is_held, listener=self)
+        self.locks = SharedLocks(engine, self.members, lambda: events.lock_holder, timeout_s)
         self._transactions = Transactions()
         self.history = History(engine)
         self.certificates = Certificates(config.cluster.serial(config.cluster.mount_role))
@@ -180,10 +182,6 @@ class RemoteStore(Pinned):
         self.rdma: Rdma
         self.session_key: bytes
         self.peers: Peers
-        self.on_version: Callable[[int], None] = lambda ino: None
-        # Asked when a version is to be published in another session than it was begun in.
-        self.may_publish: Callable[[int], None] = lambda ino: None
-        self.watcher: Watcher | None = None
         # Published since the nodes last told how much room they have.
         self._untold_bytes = 0
         self._figures = StoreFigures()
@@ -317,12 +315,11 @@ class RemoteStore(Pinned):
     def inode_changed(self, old: Inode | None, new: Inode | None) -> None:
         known = new or old
         assert known is not None
-        if self.watcher is not None:
-            self.watcher.inode_changed(old, new)
+        self._events.inode_changed(old, new)
         if old is not None and old.extent and (new is None or new.extent != old.extent):
             self.retire(old.extent)
         if new is not None and old is not None and new.version != old.version:
-            self.on_version(new.ino)
+            self._events.version_published(new.ino)
             if new.extent and any(
                 map(self.leases.is_followed_for_good, self.namespace.parents_of(new.ino))
             ):
@@ -337,18 +334,12 @@ class RemoteStore(Pinned):
         await self.leases.wait_for_followers(directories, revision)
 
     def name_changed(self, parent: int, name: bytes, old_ino: int, new_ino: int) -> None:
-        if self.watcher is not None:
-            self.watcher.name_changed(parent, name, old_ino)
+        self._events.name_changed(parent, name, old_ino)
         self.leases.changed((parent,))
-
-    def _content_gone(self, extent: int) -> None:
-        if self.watcher is not None:
-            self.watcher.content_gone(extent)
 
     def _transaction(self, revision: int, last_id: bytes) -> None:
         ours = self.engine.is_ours(last_id)
-        if self.watcher is not None:
-            self.watcher.transaction(ours=ours)
+        self._events.transaction(ours=ours)
         self.leases.transaction(revision, ours=ours, known=bool(last_id))
 
     # -- contents on this host -------------------------------------------------------------------
@@ -569,7 +560,7 @@ class RemoteStore(Pinned):
         begun_in = self.session.number
         while not size:
             if await self.session.wait_valid() != begun_in:
-                self.may_publish(ino)
+                self._events.check_publishing(ino)
             try:
                 return await commit(content=0, transfer=None)
             except Conflict as conflict:
@@ -588,7 +579,7 @@ class RemoteStore(Pinned):
             while True:
                 session = await self.session.wait_valid()
                 if session != begun_in:
-                    self.may_publish(ino)
+                    self._events.check_publishing(ino)
                 if session_of(extent) != session or (transfer is None and extent in self._used):
                     # What an old session sent may be dropped any time; and a number stands for the
                     # same bytes for ever, though the file may be written on in place.
