@@ -366,7 +366,7 @@ class Catalog:
             self._free_left(group, seen=True)
         self._files.give_up_spares()
         self.freed_extents += self._files.tidy_quarantine(wanted_bytes)
-        return self.freed_extents > before or self._files.has_condemned
+        return self.freed_extents > before or self._files.incoming.has_condemned
 
     async def run(self) -> None:
         """Give the memory of freed extents back, and look now and then for what can go."""
@@ -386,11 +386,11 @@ class Catalog:
             if now - since > _LEFT_KEPT_S or not self.wanted(group):
                 self._free_left(group, seen)
         self.freed_extents += self._files.tidy_quarantine()
-        for name, content in self._files.working_copies().items():
+        for name, content in self._files.incoming.working_copies().items():
             session = session_of(content)
             # One that is newer than what we know of is open.
             if session <= self._revision and session not in self.sessions:
-                self._files.remove(name)
+                self._files.incoming.remove(name)
 
     def _look_over(self) -> None:
         """Decide on every extent that is here."""
@@ -460,7 +460,7 @@ class Catalog:
         if extent in self._files:
             self._files.free(extent)
             self.freed_extents += 1
-            if self._files.has_condemned:
+            if self._files.incoming.has_condemned:
                 self._busy.set()
 
     def _remember_gone(self, content: int) -> None:

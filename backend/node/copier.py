@@ -339,7 +339,7 @@ class Copier:
                 self.kept_wrong(extent)
 
     async def _begin(self, size: int, allocated: int) -> Intake[Incoming]:
-        return Intake(await self._create(size, allocated), self._files.discard)
+        return Intake(await self._create(size, allocated), self._files.incoming.discard)
 
     def _seal(self, intake: Intake[Incoming], extent: Extent, left: dict[Extent, int]) -> bool:
         """False if it is not needed any more: it would be nobody's to free."""

@@ -134,7 +134,11 @@ class _Node:
     async def run(self, ready: Callable[[str], None]) -> None:
         node = self._config.node
         assert node.store is not None
-        with Files(node.store, node.size, node.quarantine) as self._files:
+        choice = self._config.cluster.rdma_choice(node.encrypt_data)
+        with (
+            Rdma(choice) as self._rdma,
+            Files(node.store, node.size, node.quarantine, self._rdma) as self._files,
+        ):
             async with self._config.cluster.engine("node") as self._engine:
                 settings = await _settings(self._config, self._engine)
                 self._files.identity.bind(settings.cluster_id)
@@ -161,9 +165,7 @@ class _Node:
             store=os.path.realpath(files.directory), total_bytes=0, free_bytes=0,
             version=__version__, name=config.cluster.identity("node")[0],
         )  # fmt: skip
-        with Rdma(config.cluster.rdma_choice(config.node.encrypt_data)) as self._rdma:
-            files.mappings = self._rdma
-            await self._work(settings, address, ready)
+        await self._work(settings, address, ready)
 
     async def _work(
         self, settings: Settings, address: NodeAddress, ready: Callable[[str], None]
@@ -337,8 +339,8 @@ class _Node:
         counters.freed_extents = self._catalog.freed_extents
         counters.store_bytes, counters.store_free_bytes = space.used, space.free
         counters.extents = len(self._files)
-        counters.created_files = self._files.created_files
-        counters.reused_files = self._files.reused_files
+        counters.created_files = self._files.figures().created_files
+        counters.reused_files = self._files.figures().reused_files
         rdma = self._rdma.figures()
         counters.rdma_registrations = rdma.registrations
         counters.rdma_registered_bytes = rdma.registered_bytes

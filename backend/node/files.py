@@ -1,24 +1,13 @@
-"""A store node's directory: one file per extent, immutable once it is there.
+"""A store node's extents: one file each, immutable once it is there.
 
-    STORE/node.json             which node this is, for ever (identity.py)
-    STORE/lock                  one process at a time
-    STORE/extents/CONTENT.STRIPE    sealed extents, numbers in hexadecimal; mode 0400 once it was named,
-                                with the sticky bit if the node made the file itself
-    STORE/incoming/_N           being received, on its way out, or spare
-    STORE/incoming/CONTENT      a working copy of a mount on this host, to be adopted
-    STORE/lent/CONTENT.STRIPE   another name of an extent that a mount on this host has opened
-    STORE/held/ID/CONTENT       another name of a file that a mount on this host needs (held.py)
-    STORE/quarantine/CONTENT.STRIPE     an extent that nothing names, kept for a while (quarantine.py)
-
-An extent comes into being by a rename into extents/, so what lies there is whole. Its file may be used
+An extent comes into being by a rename into STORE/extents, so what lies there is whole. Its file may be used
 again for another one after it (spares.py says when).
 
-A mount makes the name in lent/ before it opens an extent, and this process looks for it after it has
+A mount makes the name in STORE/lent before it opens an extent, and this process looks for it after it has
 renamed a freed extent: so either the mount does not find the extent any more, or the name is found.
 """
 
 import errno
-import itertools
 import logging
 import os
 import stat
@@ -27,12 +16,14 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from ..store.file_lease import is_only_opener
 from ..store.sparse import allocated_bytes
-from ..store.storedir import StoreInUse, in_memory, lock_directory
+from ..store.storedir import StoreInUse
 from ..transport import Extent
+from .directory import StoreDirectory
+from .figures import FileFigures
 from .held import drop_orphans
 from .identity import Identity
+from .incoming import OWN_FILE, IncomingFiles
 from .quarantine import (
     KEPT_IN_MEMORY_S,
     KEPT_ON_DISK_S,
@@ -56,13 +47,12 @@ __all__ = ["Files", "Held", "Incoming", "Space", "StoreInUse"]
 
 log = logging.getLogger(__name__)
 
-# Removing a large file frees its pages, which takes long (0.1 ms per MiB); it is left to `reap`.
+# A file that is at most so large is removed at once, as that takes no time.
 _REMOVED_AT_ONCE_BYTES = 1 << 20
 # With less room than this share of the store, nothing is spare.
 _ROOM_SHARE = 1 / 16
 # With less, the oldest in quarantine go: working copies of mounts on this host need room at once.
 _QUARANTINE_ROOM_SHARE = 1 / 8
-_OWN = stat.S_ISVTX
 
 
 class Space(NamedTuple):
@@ -76,7 +66,8 @@ class Space(NamedTuple):
 
 class Files:
     """An open store directory, at most `limit_bytes` of extents in it. What nothing names is kept for
-    `quarantine_s` (None: as is fit for a disk, or for memory). Use as a context manager.
+    `quarantine_s` (None: as is fit for a disk, or for memory). `mappings` knows who keeps files mapped.
+    Use as a context manager.
 
     Methods are for the event loop except where they say otherwise. Raises StoreInUse when another
     process has it open and kv.Damaged when node.json makes no sense.
@@ -87,17 +78,13 @@ class Files:
         directory: str,
         limit_bytes: int | None = None,
         quarantine_s: float | None = None,
+        mappings: Mappings | None = None,
     ) -> None:
         self.directory = directory
-        self._limit_bytes = limit_bytes
-        self._quarantine_s = quarantine_s
-        self.quarantine: Quarantine
-        self.identity = Identity(directory)
-        self.power_safe = False
         self.used_bytes = 0
-        self.mappings: Mappings = Unmapped()
-        self.created_files = 0
-        self.reused_files = 0
+        self._limit_bytes = limit_bytes
+        self._mappings = mappings or Unmapped()
+        self._created = self._reused = 0
         self._sizes: dict[Extent, int] = {}
         self._holes: dict[Extent, int] = {}  # bytes of those that have any
         self._named: set[Extent] = set()
@@ -107,32 +94,24 @@ class Files:
         self._spares = Spares()
         self._freed = 0
         self._settled = 0  # of those that were freed, how many have lost their name for good
-        self._numbers = itertools.count(1)
-        self._receiving: dict[str, int] = {}
-        self._condemned: list[str] = []
-        self._fds: list[int] = []
-
-    def __enter__(self) -> Self:
-        os.makedirs(self.directory, mode=0o700, exist_ok=True)
+        place = self._place = StoreDirectory(directory)
         try:
-            self._fds.append(lock_directory(self.directory, "store is in use by another process"))
-            for name in ("", "extents", "incoming", "lent", "held", "quarantine"):
-                path = f"{self.directory}/{name}"
-                os.makedirs(path, mode=0o700, exist_ok=True)
-                os.chmod(path, 0o700)
-                self._fds.append(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-            _, self._top, self._sealed, self._incoming, self._lent, self._held, aside = self._fds
-            self.power_safe = not in_memory(self.directory)
+            self.power_safe = place.power_safe
             usual_s = KEPT_ON_DISK_S if self.power_safe else KEPT_IN_MEMORY_S
-            kept_s = usual_s if self._quarantine_s is None else self._quarantine_s
-            self.quarantine = Quarantine(aside, kept_s)
-            if not self.identity.load(self._top):
+            self.quarantine = Quarantine(
+                place.quarantine, usual_s if quarantine_s is None else quarantine_s
+            )
+            self.identity = Identity(directory, place.top)
+            if self.identity.is_new:
                 self._forget_strays()
                 self.identity.save()
+            self.incoming = IncomingFiles(place.incoming, directory, self._mappings)
             self._scan()
         except BaseException:
-            self._close()
+            place.close()
             raise
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -141,14 +120,12 @@ class Files:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
         self.give_up_spares()
         self.reap()
-        self._close()
-
-    def _close(self) -> None:
-        for fd in reversed(self._fds):
-            os.close(fd)
-        self._fds.clear()
+        self._place.close()
 
     @property
     def node(self) -> int:
@@ -156,27 +133,22 @@ class Files:
         return self.identity.node
 
     def _forget_strays(self) -> None:
-        names = os.listdir(self._sealed)
-        if names:
+        if os.listdir(self._place.extents):
             log.warning(
                 "%s: node.json is gone, so this is a new node; the extents of the former one are put into "
                 "quarantine",
                 self.directory,
             )
-        for entry in os.scandir(self._sealed):
+        for entry in os.scandir(self._place.extents):
             extent = parsed_name(entry.name)
             if extent is not None:
-                self.quarantine.take_in(extent, entry.stat().st_size, self._sealed)
+                self.quarantine.take_in(extent, entry.stat().st_size, self._place.extents)
 
     def _scan(self) -> None:
-        """Find sealed extents; what was being received or removed when the last process ended goes. None
-        of their files is used again, lent or not."""
-        for entry in os.scandir(self._incoming):
-            if working_copy(entry.name) is None:
-                os.unlink(entry.name, dir_fd=self._incoming)
-        for name in os.listdir(self._lent):
-            os.unlink(name, dir_fd=self._lent)
-        for entry in os.scandir(self._sealed):
+        """Find sealed extents. None of their files is used again, lent or not."""
+        for name in os.listdir(self._place.lent):
+            os.unlink(name, dir_fd=self._place.lent)
+        for entry in os.scandir(self._place.extents):
             extent = parsed_name(entry.name)
             if extent is None or not entry.is_file(follow_symlinks=False):
                 log.warning("%s is not an extent and is passed over", entry.path)
@@ -185,8 +157,12 @@ class Files:
             self._count_in(extent, status)
             if not status.st_mode & stat.S_IWUSR:
                 self._named.add(extent)
-            if not status.st_mode & _OWN:
+            if not status.st_mode & OWN_FILE:
                 self._foreign.add(extent)
+
+    def figures(self) -> FileFigures:
+        space = self.space()
+        return FileFigures(self._created, self._reused, space.used, space.free, len(self))
 
     # -- what is here ----------------------------------------------------------------------------
 
@@ -219,10 +195,10 @@ class Files:
     def _open(self, extent: Extent) -> int:
         if extent not in self._sizes:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), extent_name(extent))
-        return os.open(extent_name(extent), os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._sealed)
+        return os.open(extent_name(extent), os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._place.extents)
 
     def space(self) -> Space:
-        status = os.fstatvfs(self._sealed)
+        status = os.fstatvfs(self._place.extents)
         total = status.f_blocks * status.f_frsize
         spare = self._spares.bytes + self.quarantine.bytes
         free = min(total, status.f_bavail * status.f_frsize + spare)
@@ -230,15 +206,6 @@ class Files:
             total = min(total, self._limit_bytes)
             free = min(free, max(0, self._limit_bytes - self._taken() + spare))
         return Space(self.used_bytes, total, free)
-
-    def working_copies(self) -> dict[str, int]:
-        """Names and content numbers of what mounts on this host are writing."""
-        found = {}
-        for name in os.listdir(self._incoming):
-            content = working_copy(name)
-            if content is not None:
-                found[name] = content
-        return found
 
     # -- coming ----------------------------------------------------------------------------------
 
@@ -250,35 +217,18 @@ class Files:
                 continue  # a power loss could give it its old name back
             self._spares.remove(file)
             try:
-                fd = self._open_spare(file)
+                incoming = self.incoming.open_again(file)
             except OSError as error:
                 log.info("a file is not used again: %s", error)
-                self._condemned.append(file.name)
+                self.incoming.condemn(file.name)
                 continue
-            self._receiving[file.name] = length
-            self.reused_files += 1
-            return Incoming(file.name, fd, file)
+            self._reused += 1
+            return incoming
         return None
-
-    def _open_spare(self, file: StoredFile) -> int:
-        """Raises OSError, EBUSY when it is not ours alone."""
-        os.chmod(file.name, 0o600 | _OWN, dir_fd=self._incoming)
-        status = os.stat(file.name, dir_fd=self._incoming)
-        mapped = self.mappings.descriptors((status.st_dev, status.st_ino))
-        is_ours = not file.is_lent and (status.st_nlink, status.st_size) == (1, file.length)
-        # Those that are mapped by several descriptors would have to be asked one by one.
-        if not is_ours or (len(mapped) == 1 and not is_only_opener(mapped[0])):
-            raise OSError(errno.EBUSY, "somebody else has it", file.name)
-        fd = os.open(file.name, os.O_RDWR | os.O_CLOEXEC, dir_fd=self._incoming)
-        if not mapped and not is_only_opener(fd):
-            os.close(fd)
-            raise OSError(errno.EBUSY, "somebody else has it", file.name)
-        return fd
 
     def create(self, length: int, allocated: int | None = None) -> Incoming:
         """A file of `length` bytes that has its room already, or that is a hole for which so many bytes are
-        reserved. May be called in any thread, as it takes a while for a large one (0.2 ms per MiB of small
-        pages).
+        reserved. For any thread.
 
         Raises OSError: ENOSPC, and nothing is left of it.
         """
@@ -286,50 +236,9 @@ class Files:
             allocated = length
         if self._limit_bytes is not None and self._taken() + allocated > self._limit_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.directory)
-        name = self._new_name()
-        fd = os.open(
-            name,
-            os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC,
-            0o600 | _OWN,
-            dir_fd=self._incoming,
-        )
-        self._receiving[name] = allocated
-        try:
-            if allocated < length:
-                self._check_room(allocated)
-                os.ftruncate(fd, length)
-            elif length:
-                os.posix_fallocate(fd, 0, length)
-        except BaseException:
-            os.close(fd)
-            self.remove(name)
-            raise
-        self.created_files += 1
-        return Incoming(name, fd, StoredFile(name, allocated))
-
-    def _check_room(self, allocated: int) -> None:
-        """Raises OSError ENOSPC."""
-        status = os.fstatvfs(self._incoming)
-        if allocated > status.f_bavail * status.f_frsize:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.directory)
-
-    def take_over(self, name: str, content: int) -> Incoming:
-        """The working copy that a mount on this host made in incoming/ for this content.
-
-        Raises OSError: ENOENT (it is not there), EPERM (it is not what a mount makes).
-        """
-        if working_copy(name) != content:
-            raise PermissionError(errno.EPERM, f"{name!r} does not name content {content:x}")
-        fd = os.open(
-            name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._incoming
-        )
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid not in (0, os.geteuid()):
-            os.close(fd)
-            raise PermissionError(errno.EPERM, "not a mount's working copy", name)
-        # It may have been an extent before, and truncated since.
-        self.mappings.forget(fd)
-        return Incoming(name, fd)
+        incoming = self.incoming.create(length, allocated)
+        self._created += 1
+        return incoming
 
     def harden(self, incoming: Incoming) -> None:
         """Make the bytes survive a power loss, if the store is on a disk. For a worker thread."""
@@ -345,7 +254,6 @@ class Files:
 
     def _put_in_place(self, incoming: Incoming, extent: Extent) -> None:
         status = os.fstat(incoming.fd)
-        self._receiving.pop(incoming.name, None)
         self._forget_file(extent)
         if incoming.file is None:
             self._foreign.add(extent)
@@ -353,12 +261,7 @@ class Files:
             # Before it can be opened, as `open` marks it.
             self._made[extent] = incoming.file
         try:
-            os.rename(
-                incoming.name,
-                extent_name(extent),
-                src_dir_fd=self._incoming,
-                dst_dir_fd=self._sealed,
-            )
+            self.incoming.move_out(incoming, extent_name(extent), self._place.extents)
         except OSError:
             self._made.pop(extent, None)
             raise
@@ -376,8 +279,8 @@ class Files:
         if extent in self._sizes and extent not in self._named:
             self._named.add(extent)
             try:
-                own = 0 if extent in self._foreign else _OWN
-                os.chmod(extent_name(extent), 0o400 | own, dir_fd=self._sealed)
+                own = 0 if extent in self._foreign else OWN_FILE
+                os.chmod(extent_name(extent), 0o400 | own, dir_fd=self._place.extents)
             except FileNotFoundError:
                 log.error("extent %s vanished from the store", extent_name(extent))
                 self.free(extent)
@@ -389,21 +292,8 @@ class Files:
         """Make sealed names survive a power loss, if the store is on a disk. For a worker thread."""
         if self.power_safe:
             freed = self._freed
-            os.fsync(self._sealed)
+            os.fsync(self._place.extents)
             self._settled = max(self._settled, freed)
-
-    def discard(self, incoming: Incoming) -> None:
-        """It will not become an extent. A working copy stays its mount's."""
-        if working_copy(incoming.name) is None:
-            self.remove(incoming.name)
-
-    def remove(self, name: str) -> None:
-        """Remove a file of incoming/; one that is not there is no error. For any thread."""
-        self._receiving.pop(name, None)
-        try:
-            os.unlink(name, dir_fd=self._incoming)
-        except FileNotFoundError:
-            pass
 
     # -- going -----------------------------------------------------------------------------------
 
@@ -419,11 +309,16 @@ class Files:
             file = None
         try:
             if file is None and size <= _REMOVED_AT_ONCE_BYTES:
-                os.unlink(extent_name(extent), dir_fd=self._sealed)
+                os.unlink(extent_name(extent), dir_fd=self._place.extents)
                 self._forget_file(extent)
                 return
-            name = self._new_name()
-            os.rename(extent_name(extent), name, src_dir_fd=self._sealed, dst_dir_fd=self._incoming)
+            name = self.incoming.new_name()
+            os.rename(
+                extent_name(extent),
+                name,
+                src_dir_fd=self._place.extents,
+                dst_dir_fd=self._place.incoming,
+            )
         except FileNotFoundError:
             log.warning("extent %s vanished from the store", extent_name(extent))
             self._forget_file(extent)
@@ -432,7 +327,7 @@ class Files:
         # Now, as nobody can borrow it any more.
         was_borrowed = self._forget_file(extent)
         if file is None or file.is_lent or was_borrowed or not self._room_for_spare(size):
-            self._condemned.append(name)
+            self.incoming.condemn(name)
         else:
             file.name, file.freed = name, self._freed
             self._spares.add(file)
@@ -444,17 +339,17 @@ class Files:
             return
         self._named.discard(extent)
         try:
-            self.quarantine.take_in(extent, size, self._sealed)
+            self.quarantine.take_in(extent, size, self._place.extents)
         except FileNotFoundError:
             log.warning("extent %s vanished from the store", extent_name(extent))
         self._forget_file(extent)
 
     def bring_back(self, extent: Extent) -> None:
         """Take an extent out of quarantine. Raises FileNotFoundError."""
-        self.quarantine.give_back(extent, self._sealed)
-        status = os.stat(extent_name(extent), dir_fd=self._sealed)
+        self.quarantine.give_back(extent, self._place.extents)
+        status = os.stat(extent_name(extent), dir_fd=self._place.extents)
         self._count_in(extent, status)
-        if not status.st_mode & _OWN:
+        if not status.st_mode & OWN_FILE:
             self._foreign.add(extent)
 
     def tidy_quarantine(self, wanted_bytes: int = 0) -> int:
@@ -468,12 +363,12 @@ class Files:
         short = int(space.total * _QUARANTINE_ROOM_SHARE) - really_free
         due = self.quarantine.due(max(wanted_bytes, short))
         for extent in due:
-            name = self._new_name()
+            name = self.incoming.new_name()
             try:
-                self.quarantine.move_out(extent, name, self._incoming)
+                self.quarantine.move_out(extent, name, self._place.incoming)
             except FileNotFoundError:
                 continue
-            self._condemned.append(name)
+            self.incoming.condemn(name)
         return len(due)
 
     def _forget_file(self, extent: Extent) -> bool:
@@ -482,7 +377,7 @@ class Files:
         self._made.pop(extent, None)
         self._foreign.discard(extent)
         try:
-            os.unlink(extent_name(extent), dir_fd=self._lent)
+            os.unlink(extent_name(extent), dir_fd=self._place.lent)
         except FileNotFoundError:
             return False
         return True
@@ -507,27 +402,16 @@ class Files:
         file = self._spares.oldest()
         assert file is not None
         self._spares.remove(file)
-        self._condemned.append(file.name)
+        self.incoming.condemn(file.name)
 
     def let_go(self) -> None:
         """After `reap`: what is removed is not kept mapped. For the event loop."""
-        self.mappings.drop_orphans()
-
-    @property
-    def has_condemned(self) -> bool:
-        return bool(self._condemned)
+        self._mappings.drop_orphans()
 
     def reap(self) -> int:
         """Give back the memory of freed extents, and of those that only mounts which have ended held;
         returns how many. May be called in any thread."""
-        done = drop_orphans(self._held)
-        while True:
-            try:
-                name = self._condemned.pop()
-            except IndexError:
-                return done
-            self.remove(name)
-            done += 1
+        return drop_orphans(self._place.held) + self.incoming.reap()
 
     def _count_in(self, extent: Extent, status: os.stat_result) -> None:
         taken = allocated_bytes(status.st_size, status.st_blocks)
@@ -545,16 +429,4 @@ class Files:
 
     def _taken(self) -> int:
         kept = self.used_bytes + self._spares.bytes + self.quarantine.bytes
-        return kept + sum(list(self._receiving.values()))
-
-    def _new_name(self) -> str:
-        return f"_{next(self._numbers):x}"
-
-
-def working_copy(name: str) -> int | None:
-    """The content that a file in incoming/ is a mount's working copy of; None: it is ours."""
-    try:
-        content = int(name, 16)
-    except ValueError:
-        return None
-    return content if f"{content:x}" == name else None
+        return kept + self.incoming.reserved_bytes

@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import secrets
+from typing import Any
 
 from ..cluster.records import Epoch, Witness
 from ..kv import Damaged
@@ -20,48 +21,50 @@ _NAME = "node.json"
 
 
 class Identity:
-    """What node.json in a store's directory says, once it is loaded. `node` is the node's number, `cluster`
-    the id of the cluster that it belongs to ("": none yet). `mark` is a revision and the transaction that
-    etcd had then (0: none is known)."""
+    """What node.json in a store's directory says. `node` is the node's number, `cluster` the id of the
+    cluster that it belongs to ("": none yet). `mark` is a revision and the transaction that etcd had then
+    (0: none is known). If `is_new`, there was no such file, and `save` makes one.
 
-    def __init__(self, directory: str) -> None:
+    `dir_fd` is the directory's, and stays open. Raises kv.Damaged when the file makes no sense.
+    """
+
+    def __init__(self, directory: str, dir_fd: int) -> None:
         self._directory = directory
-        self._dir_fd = -1
+        self._dir_fd = dir_fd
         self.node = 0
         self.cluster = ""
         self.admitted = False
         self.epoch = Epoch()
         self.witness = Witness()
         self.mark: tuple[int, bytes] = 0, b""
-
-    def load(self, dir_fd: int) -> bool:
-        """Returns whether the directory was a node's already; if not, `save` makes it one. `dir_fd` is
-        the directory's, and stays open. Raises kv.Damaged when the file makes no sense."""
-        self._dir_fd = dir_fd
-        path = f"{self._directory}/{_NAME}"
+        path = f"{directory}/{_NAME}"
         try:
             with open(path, "rb") as file:
                 text = file.read(4096)
         except FileNotFoundError:
             self.node = secrets.randbelow((1 << 63) - 1) + 1
-            return False
+            self.is_new = True
+            return
+        self.is_new = False
         try:
-            record = json.loads(text)
-            if record["format"] != _FORMAT:
-                raise ValueError(f"format {record['format']} is not known to this version")
-            self.node, self.cluster = int(record["id"], 16), str(record["cluster"])
-            self.admitted = bool(record.get("admitted", False))
-            self.epoch = Epoch(*_pair(record.get("epoch", [0, ""])))
-            self.witness = Witness(*_pair(record.get("witness", [0, ""])))
-            revision, transaction = _pair(record.get("mark", [0, ""]))
-            self.mark = revision, bytes.fromhex(transaction)
-            if not 0 < self.node < 1 << 63:
-                raise ValueError("the node id is out of range")
+            self._read(json.loads(text))
         except (KeyError, TypeError, ValueError) as error:
             raise Damaged(
                 f"{path} is damaged ({error}); remove the store directory to begin as a new node"
             ) from None
-        return True
+
+    def _read(self, record: dict[str, Any]) -> None:
+        """Raise KeyError, TypeError or ValueError if it makes no sense."""
+        if record["format"] != _FORMAT:
+            raise ValueError(f"format {record['format']} is not known to this version")
+        self.node, self.cluster = int(record["id"], 16), str(record["cluster"])
+        self.admitted = bool(record.get("admitted", False))
+        self.epoch = Epoch(*_pair(record.get("epoch", [0, ""])))
+        self.witness = Witness(*_pair(record.get("witness", [0, ""])))
+        revision, transaction = _pair(record.get("mark", [0, ""]))
+        self.mark = revision, bytes.fromhex(transaction)
+        if not 0 < self.node < 1 << 63:
+            raise ValueError("the node id is out of range")
 
     def bind(self, cluster: str) -> None:
         """Make this a store of the cluster with this id; raises OSError EINVAL if it is another's."""

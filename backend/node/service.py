@@ -147,7 +147,7 @@ class NodeService:
 
         Raises OSError ENOENT, EPERM.
         """
-        incoming = self._files.take_over(name, extent.content)
+        incoming = self._files.incoming.take_over(name, extent.content)
         self._begin()
         return incoming
 
@@ -167,7 +167,7 @@ class NodeService:
             if self._files.power_safe:
                 await trio.to_thread.run_sync(self._files.settle)
         except BaseException:
-            self._files.discard(incoming)
+            self._files.incoming.discard(incoming)
             raise
         finally:
             self._end()
@@ -180,12 +180,12 @@ class NodeService:
         if size != os.fstat(incoming.fd).st_size:
             text = f"extent {extent.content:x}.{extent.stripe:x} is here, with {size} bytes"
             raise FileExistsError(errno.EEXIST, text)
-        self._files.discard(incoming)
+        self._files.incoming.discard(incoming)
         return True
 
     def drop(self, incoming: Incoming) -> None:
         """The bytes did not arrive."""
-        self._files.discard(incoming)
+        self._files.incoming.discard(incoming)
         self._end()
 
     def abort(self, content: int) -> None:
@@ -281,8 +281,8 @@ class NodeService:
             "quarantined_bytes": self._files.quarantine.bytes,
             "named_contents": self._catalog.named_contents,
             "receiving": self._receiving,
-            "created_files": self._files.created_files,
-            "reused_files": self._files.reused_files,
+            "created_files": self._files.figures().created_files,
+            "reused_files": self._files.figures().reused_files,
             "closing": self._closed,
             **(self._scrub.status() if self._scrub is not None else {}),
             **self._figures(),

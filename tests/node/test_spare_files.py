@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from irdmafs.backend.node import directory as directory_module
 from irdmafs.backend.node import files as files_module
 from irdmafs.backend.node import spares
 from irdmafs.backend.node.files import Files
@@ -67,7 +68,7 @@ def test_versions_of_one_size_take_turns_in_two_files(files: Files) -> None:
         assert os.pread(held.fd, LENGTH + 1, 0) == b"%d" % version * LENGTH
         held.close()
     assert inos == [inos[0], inos[1]] * 5
-    assert (files.created_files, files.reused_files) == (2, 8)
+    assert (files.figures().created_files, files.figures().reused_files) == (2, 8)
 
 
 def test_only_a_file_of_exactly_the_same_length_is_used_again(files: Files) -> None:
@@ -88,10 +89,10 @@ def test_small_files_are_not_worth_keeping(files: Files, memory: Path) -> None:
 
 
 def is_used_again(files: Files, number: int) -> bool:
-    before = files.reused_files
+    before = files.figures().reused_files
     files.free(Extent(number, 0))
     keep(files, number + 1000)
-    return files.reused_files > before
+    return files.figures().reused_files > before
 
 
 def test_a_file_that_was_opened_to_be_sent_is_never_used_again(files: Files) -> None:
@@ -146,7 +147,7 @@ def test_a_file_that_was_cut_short_is_not_used_again(files: Files, memory: Path)
 
 def test_a_working_copy_that_was_taken_over_is_never_used_again(files: Files, memory: Path) -> None:
     (memory / f"store/incoming/{CONTENT:x}").write_bytes(bytes(LENGTH))
-    incoming = files.take_over(f"{CONTENT:x}", CONTENT)
+    incoming = files.incoming.take_over(f"{CONTENT:x}", CONTENT)
     assert not incoming.is_own
     files.seal(incoming, Extent(CONTENT, 0))
     incoming.close()
@@ -217,10 +218,10 @@ class Mapped(Unmapped):
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
 
 
-def test_a_file_that_is_registered_and_in_use_is_not_used_again(files: Files) -> None:
-    files.mappings = Mapped()
-    keep(files, 1)
-    assert not is_used_again(files, 1)
+def test_a_file_that_is_registered_and_in_use_is_not_used_again(memory: Path) -> None:
+    with Files(f"{memory}/store", mappings=Mapped()) as files:
+        keep(files, 1)
+        assert not is_used_again(files, 1)
 
 
 def test_no_file_of_an_earlier_process_is_used_again(memory: Path) -> None:
@@ -243,7 +244,7 @@ def test_no_file_of_an_earlier_process_is_used_again(memory: Path) -> None:
 def test_on_a_disk_a_file_is_used_again_when_its_old_name_is_gone_for_good(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files_module, "in_memory", lambda directory: False)
+    monkeypatch.setattr(directory_module, "in_memory", lambda directory: False)
     with Files(f"{memory}/store") as files:
         first = keep(files, 1)
         files.free(Extent(1, 0))
@@ -263,7 +264,7 @@ def test_spare_files_are_free_room_and_make_room(memory: Path) -> None:
         with pytest.raises(OSError, match="No space"):
             files.create(8 << 20)
         files.give_up_spares()
-        assert files.has_condemned
+        assert files.incoming.has_condemned
         files.reap()
         files.create(8 << 20).close()
 

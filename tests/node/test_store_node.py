@@ -199,13 +199,13 @@ def test_a_working_copy_is_taken_over_without_a_copy(memory: Path) -> None:
         path.write_bytes(b"written by a mount")
         path.chmod(0o600)
         ino = path.stat().st_ino
-        assert files.working_copies() == {f"{CONTENT:x}": CONTENT}
-        incoming = files.take_over(f"{CONTENT:x}", CONTENT)
+        assert files.incoming.working_copies() == {f"{CONTENT:x}": CONTENT}
+        incoming = files.incoming.take_over(f"{CONTENT:x}", CONTENT)
         files.seal(incoming, Extent(CONTENT, 0))
         os.close(incoming.fd)
         assert contents_of(files, Extent(CONTENT, 0)) == b"written by a mount"
         assert os.stat(memory / f"store/extents/{CONTENT:x}.0").st_ino == ino
-        assert files.working_copies() == {}
+        assert files.incoming.working_copies() == {}
 
 
 def test_nothing_but_the_contents_own_working_copy_is_taken_over(memory: Path) -> None:
@@ -222,7 +222,7 @@ def test_nothing_but_the_contents_own_working_copy_is_taken_over(memory: Path) -
             (f"{CONTENT + 2:x}", CONTENT + 2, errno.ENOENT),
         ):
             with pytest.raises(OSError) as caught:
-                files.take_over(name, content)
+                files.incoming.take_over(name, content)
             assert caught.value.errno == code, name
         os.close(incoming.fd)
 
@@ -246,7 +246,7 @@ def test_a_store_can_be_limited_to_less_than_its_filesystem_has(memory: Path) ->
         assert files.space() == (400, 1000, 200)
         with pytest.raises(OSError, match="No space"):
             files.create(201)
-        files.discard(incoming)
+        files.incoming.discard(incoming)
         os.close(incoming.fd)
         files.free(Extent(CONTENT, 0))
         keep(files, Extent(CONTENT, 1), bytes(1000))

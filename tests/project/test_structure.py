@@ -22,7 +22,6 @@ LONG = {
     "irdmafs.posix.operations",
     "irdmafs.fuse.kernel",
     "irdmafs.backend.store.remote.store",
-    "irdmafs.backend.node.files",
 }
 # Modules that import each other, directly or by others.
 CIRCLES: list[set[str]] = []

@@ -107,8 +107,7 @@ class FilesService:
 
     def __init__(self, directory: Path, node: int, rdma: Rdma) -> None:
         self.node = node
-        self.files = Files(str(directory))
-        self.files.mappings = rdma
+        self.files = Files(str(directory), mappings=rdma)
 
     async def check_owner(self, peer: Peer, session: int, content: int) -> None:
         pass
@@ -123,13 +122,13 @@ class FilesService:
         return self.files.reuse(length) or self.files.create(length, allocated)
 
     async def adopt(self, extent: Extent, name: str) -> Incoming:
-        return self.files.take_over(name, extent.content)
+        return self.files.incoming.take_over(name, extent.content)
 
     async def seal(self, extent: Extent, incoming: Incoming) -> None:
         self.files.seal(incoming, extent)
 
     def drop(self, incoming: Incoming) -> None:
-        self.files.discard(incoming)
+        self.files.incoming.discard(incoming)
 
     def open(self, extent: Extent) -> int:
         return self.files.open(extent)
@@ -207,7 +206,7 @@ class Nodes:
 
     @property
     def reused(self) -> list[int]:
-        return [files.reused_files for files in self.files]
+        return [files.figures().reused_files for files in self.files]
 
 
 def with_nodes(memory: Path, address: str, test: Any) -> None:
@@ -254,7 +253,7 @@ def test_in_steady_state_nodes_make_no_file_and_register_nothing(
             if number == 1:
                 registrations = nodes.rdma.figures().registrations
         assert nodes.rdma.figures().registrations == registrations
-        assert [files.created_files for files in nodes.files] == [2, 2]
+        assert [files.figures().created_files for files in nodes.files] == [2, 2]
         assert nodes.reused == [18, 18]
 
     with_nodes(memory, address, test)

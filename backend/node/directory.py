@@ -1,0 +1,53 @@
+"""A store node's directory: what lies where.
+
+STORE/node.json             which node this is, for ever (identity.py)
+STORE/scrub.json            how far it has looked over what it keeps (scrub.py)
+STORE/lock                  one process at a time
+STORE/extents/CONTENT.STRIPE    sealed extents, numbers in hexadecimal; mode 0400 once it was named,
+                            with the sticky bit if the node made the file itself (files.py)
+STORE/incoming/_N           being received, on its way out, or spare (incoming.py)
+STORE/incoming/CONTENT      a working copy of a mount on this host, to be adopted
+STORE/lent/CONTENT.STRIPE   another name of an extent that a mount on this host has opened
+STORE/held/ID/CONTENT       another name of a file that a mount on this host needs (held.py)
+STORE/quarantine/CONTENT.STRIPE     an extent that nothing names, kept for a while (quarantine.py)
+"""
+
+import os
+from contextlib import ExitStack
+
+from ..store.storedir import in_memory, lock_directory
+
+__all__ = ["StoreDirectory"]
+
+
+class StoreDirectory:
+    """A store directory, locked, with a descriptor of each directory in it, until it is closed.
+
+    `power_safe` is whether it lies on a disk. Raises StoreInUse when another process has it open.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        with ExitStack() as opened:
+            lock = lock_directory(path, "store is in use by another process")
+            opened.callback(os.close, lock)
+            self.top = _opened(opened, path)
+            self.extents = _opened(opened, f"{path}/extents")
+            self.incoming = _opened(opened, f"{path}/incoming")
+            self.lent = _opened(opened, f"{path}/lent")
+            self.held = _opened(opened, f"{path}/held")
+            self.quarantine = _opened(opened, f"{path}/quarantine")
+            self.power_safe = not in_memory(path)
+            self._opened = opened.pop_all()
+
+    def close(self) -> None:
+        self._opened.close()
+
+
+def _opened(stack: ExitStack, path: str) -> int:
+    os.makedirs(path, mode=0o700, exist_ok=True)
+    os.chmod(path, 0o700)
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    stack.callback(os.close, fd)
+    return fd

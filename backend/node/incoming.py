@@ -1,0 +1,168 @@
+"""Files that are no extents: those that are being received, and those that are on their way out.
+
+They lie in STORE/incoming (directory.py), where mounts on this host have their working copies, too.
+"""
+
+import errno
+import itertools
+import os
+import stat
+
+from ..store.file_lease import is_only_opener
+from .spares import Incoming, Mappings, StoredFile
+
+__all__ = ["OWN_FILE", "IncomingFiles", "working_copy"]
+
+# The mode bit of files that the node made itself.
+OWN_FILE = stat.S_ISVTX
+
+
+class IncomingFiles:
+    """The files in the directory `fd`, which stays the caller's; `path` is for messages. What the last
+    process was receiving or removing goes. For any thread, except where a method says otherwise."""
+
+    def __init__(self, fd: int, path: str, mappings: Mappings) -> None:
+        self._fd = fd
+        self._path = path
+        self._mappings = mappings
+        self._numbers = itertools.count(1)
+        self._reserved: dict[str, int] = {}
+        self._condemned: list[str] = []
+        for name in os.listdir(fd):
+            if working_copy(name) is None:
+                os.unlink(name, dir_fd=fd)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Return the room that files take, or will take, which are being received."""
+        return sum(list(self._reserved.values()))
+
+    def working_copies(self) -> dict[str, int]:
+        """Return the names and content numbers of what mounts on this host are writing."""
+        found = {}
+        for name in os.listdir(self._fd):
+            content = working_copy(name)
+            if content is not None:
+                found[name] = content
+        return found
+
+    # -- coming ----------------------------------------------------------------------------------
+
+    def create(self, length: int, allocated: int) -> Incoming:
+        """Make a file of `length` bytes with room for them, or a hole for which `allocated` are free. It
+        takes a while for a large one (0.2 ms per MiB of small pages).
+
+        Raises OSError: ENOSPC, and nothing is left of it.
+        """
+        name = self.new_name()
+        fd = os.open(
+            name,
+            os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC,
+            0o600 | OWN_FILE,
+            dir_fd=self._fd,
+        )
+        self._reserved[name] = allocated
+        try:
+            if allocated < length:
+                self._check_room(allocated)
+                os.ftruncate(fd, length)
+            elif length:
+                os.posix_fallocate(fd, 0, length)
+        except BaseException:
+            os.close(fd)
+            self.remove(name)
+            raise
+        return Incoming(name, fd, StoredFile(name, allocated))
+
+    def _check_room(self, allocated: int) -> None:
+        """Raise OSError ENOSPC if there is less."""
+        status = os.fstatvfs(self._fd)
+        if allocated > status.f_bavail * status.f_frsize:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._path)
+
+    def open_again(self, file: StoredFile) -> Incoming:
+        """Open a spare file for another extent. For the event loop. Raises OSError: EBUSY if somebody else
+        has it."""
+        os.chmod(file.name, 0o600 | OWN_FILE, dir_fd=self._fd)
+        status = os.stat(file.name, dir_fd=self._fd)
+        mapped = self._mappings.descriptors((status.st_dev, status.st_ino))
+        is_ours = not file.is_lent and (status.st_nlink, status.st_size) == (1, file.length)
+        # Those that are mapped by several descriptors would have to be asked one by one.
+        if not is_ours or (len(mapped) == 1 and not is_only_opener(mapped[0])):
+            raise OSError(errno.EBUSY, "somebody else has it", file.name)
+        fd = os.open(file.name, os.O_RDWR | os.O_CLOEXEC, dir_fd=self._fd)
+        if not mapped and not is_only_opener(fd):
+            os.close(fd)
+            raise OSError(errno.EBUSY, "somebody else has it", file.name)
+        self._reserved[file.name] = file.length
+        return Incoming(file.name, fd, file)
+
+    def take_over(self, name: str, content: int) -> Incoming:
+        """Open the working copy that a mount on this host made for this content. For the event loop.
+
+        Raises OSError: ENOENT (it is not there), EPERM (it is not what a mount makes).
+        """
+        if working_copy(name) != content:
+            raise PermissionError(errno.EPERM, f"{name!r} does not name content {content:x}")
+        fd = os.open(
+            name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._fd
+        )
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid not in (0, os.geteuid()):
+            os.close(fd)
+            raise PermissionError(errno.EPERM, "not a mount's working copy", name)
+        # It may have been an extent before, and truncated since.
+        self._mappings.forget(fd)
+        return Incoming(name, fd)
+
+    def move_out(self, incoming: Incoming, name: str, to_fd: int) -> None:
+        """Move a file that has been received into another directory. Raises OSError."""
+        self._reserved.pop(incoming.name, None)
+        os.rename(incoming.name, name, src_dir_fd=self._fd, dst_dir_fd=to_fd)
+
+    def discard(self, incoming: Incoming) -> None:
+        """Remove a file that will not become an extent. A working copy stays its mount's."""
+        if working_copy(incoming.name) is None:
+            self.remove(incoming.name)
+
+    def remove(self, name: str) -> None:
+        """Remove a file. One that is not there is no error."""
+        self._reserved.pop(name, None)
+        try:
+            os.unlink(name, dir_fd=self._fd)
+        except FileNotFoundError:
+            pass
+
+    # -- going -----------------------------------------------------------------------------------
+
+    def new_name(self) -> str:
+        """Return a name that no file here has."""
+        return f"_{next(self._numbers):x}"
+
+    def condemn(self, name: str) -> None:
+        """Have the next `reap` remove a file: giving its memory back takes long (0.1 ms per MiB)."""
+        self._condemned.append(name)
+
+    @property
+    def has_condemned(self) -> bool:
+        return bool(self._condemned)
+
+    def reap(self) -> int:
+        """Remove what was condemned, and return how many files that were."""
+        done = 0
+        while True:
+            try:
+                name = self._condemned.pop()
+            except IndexError:
+                return done
+            self.remove(name)
+            done += 1
+
+
+def working_copy(name: str) -> int | None:
+    """Return the content that a file in incoming/ is a mount's working copy of; None: it is ours."""
+    try:
+        content = int(name, 16)
+    except ValueError:
+        return None
+    return content if f"{content:x}" == name else None
