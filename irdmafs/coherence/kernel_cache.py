@@ -9,13 +9,12 @@ Name = tuple[int, bytes]  # number of a directory, which is its node id, too, an
 
 
 class KernelCache(Protocol):
-    """The means by which the session makes the kernel forget.
+    """The means by which the session makes the kernel forget."""
 
-    `can_forget`: it can do so without waiting for a lock. Otherwise the kernel is not to believe what
-    others may change.
-    """
-
-    can_forget: bool
+    @property
+    def can_forget(self) -> bool:
+        """Whether it can do so without waiting for a lock. Otherwise the kernel is not to believe what
+        others may change."""
 
     def start_soon(self, telling: Callable[..., Awaitable[None]], *args: Any) -> bool:
         """Run something in a task of the session. False: it has ended, and so has the mount."""

@@ -41,6 +41,7 @@ from .replies import (
     readdir_reply,
     sized,
 )
+from .submounts import Submounts
 from .wakeups import FastWakeups
 from .wire import BODY, Init, Malformed, Opcode, Valid
 
@@ -151,7 +152,8 @@ class KernelSession(KernelCache):
         self._pollers: dict[int, set[int]] = {}
         self._operations: Operations
         self._finished = trio.Event()
-        self.can_forget = self._can_prune = self._has_acls = False
+        self._has_epochs = self._can_prune = self._has_acls = False
+        self._submounts: Submounts | None = None
         self._trace = log.isEnabledFor(logging.DEBUG)
         self._requests = [0] * 64
         # Handles and (node id, lookups) of requests that are put off, see settle().
@@ -168,6 +170,10 @@ class KernelSession(KernelCache):
         self._operations = operations
         operations.readdir_reply = readdir_reply
         operations.enforces_acls = self._has_acls
+
+    def mounted(self, device: str) -> None:
+        """Tell the session the device number ("0:37") of its mount."""
+        self._submounts = Submounts(device)
 
     @property
     def requests(self) -> dict[str, int]:
@@ -200,7 +206,7 @@ class KernelSession(KernelCache):
             os.write(self._fd, wire.error_reply(unique, errno.EPROTO))
             raise ProtocolError("the kernel's FUSE has no passthrough (Linux 6.9 with "
                                 "CONFIG_FUSE_PASSTHROUGH has)")  # fmt: skip
-        self.can_forget = minor >= wire.EPOCH_MINOR
+        self._has_epochs = minor >= wire.EPOCH_MINOR
         self._can_prune = minor >= wire.PRUNE_MINOR
         self._has_acls = acls
         agreed = flags & (_WANTED if acls else _WANTED & ~Init.POSIX_ACL)
@@ -228,6 +234,9 @@ class KernelSession(KernelCache):
 
     def close(self) -> None:
         self.wakeups.close()
+        if self._submounts is not None:
+            self._submounts.close()
+            self._submounts = None
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -389,6 +398,10 @@ class KernelSession(KernelCache):
             self._send(wire.error_reply(unique, code))
 
     # -- telling the kernel ----------------------------------------------------------------------
+
+    @property
+    def can_forget(self) -> bool:
+        return self._has_epochs and not (self._submounts is not None and self._submounts.exist())
 
     def invalidate_attributes(self, node: Node) -> None:
         if node.lookups > 0:

@@ -111,7 +111,10 @@ class _Daemon:
         config = self._config
         await self._mount()
         found = mounting.find_mount(config.mountpoint)
-        self._mounted = (found.mount_id, found.device) if found is not None else None
+        if found is not None:
+            self._mounted = found.mount_id, found.device
+            if isinstance(self._session, KernelSession):
+                self._session.mounted(found.device)
         log.info(
             "mounted %s: %s session, store %s", config.mountpoint, self._session.name, config.store
         )

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -237,6 +238,25 @@ def test_link_publishes_a_file_that_is_still_being_written(
     writer.do("f = open(file, 'wb', buffering=0); f.write(pattern(1, 9000))", file=str(file))
     writer.do("os.link(file, other)", file=str(file), other=str(other))
     assert reader.do("version_of(open(other, 'rb').read())", other=str(other)) == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_filesystem_on_a_directory_stays_when_a_file_with_two_names_is_published(
+    folder: Path, process: TakeProcess
+) -> None:
+    below = folder / "below"
+    below.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", below], check=True)
+    try:
+        (below / "inside").touch()
+        write(folder / "file", 1, 64 * 1024)
+        os.link(folder / "file", folder / "name")
+        for version in (2, 3):
+            process().do(REPUBLISH["truncate"], file=str(folder / "file"), version=version, size=9)
+            assert os.stat(folder / "name").st_size == 9
+            assert os.listdir(below) == ["inside"]
+    finally:
+        subprocess.run(["umount", "-l", below], check=False)
 
 
 @pytest.mark.beyond_posix

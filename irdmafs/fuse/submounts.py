@@ -1,0 +1,41 @@
+"""Filesystems that are mounted on directories of a mount.
+
+When the kernel finds a directory's name forgotten by a new epoch, it unmounts what is mounted there, in
+every mount namespace. So while there is such a filesystem, names are to be forgotten one by one.
+"""
+
+import os
+import re
+import select
+from typing import Final
+
+_TABLE: Final = "/proc/self/mountinfo"
+# Id, id of the mount below, device.
+_LINE: Final = re.compile(rb"^(\d+) (\d+) (\S+)", re.MULTILINE)
+
+
+class Submounts:
+    """Those on the mount with this device number ("0:37") that this process can see."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device.encode()
+        self._fd = os.open(_TABLE, os.O_RDONLY | os.O_CLOEXEC)
+        # The kernel tells by POLLPRI that the table changed since the last question.
+        self._changes = select.poll()
+        self._changes.register(self._fd, select.POLLPRI)
+        self._exist = self._found()
+
+    def exist(self) -> bool:
+        """Return whether there is one. Asking again costs a system call until the table changes."""
+        if self._changes.poll(0):
+            self._exist = self._found()
+        return self._exist
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _found(self) -> bool:
+        with open(_TABLE, "rb") as file:
+            table = _LINE.findall(file.read())
+        ours = {mount for mount, _, device in table if device == self._device}
+        return any(below in ours for _, below, _ in table)
