@@ -10,16 +10,19 @@ made by `irdmafs cluster init` can be moved. Every error names the file and the 
 """
 
 import difflib
+import functools
 import ipaddress
 import os
 import socket
 import tomllib
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import msgspec
 
-from .config_sections import ClusterSection, LogSection, MountSection, NodeSection, Section
+from ..options import declared
+from .config_sections import SECTIONS, ClusterSection, LogSection, MountSection, NodeSection
 from .config_values import ConfigError, Seconds, Size, from_text, split_host_port
 
 __all__ = ["ClusterConfig", "Listen", "find_config"]
@@ -39,13 +42,14 @@ class Listen(NamedTuple):
     port: int
 
 
-class ClusterConfig(Section, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
     """One process's configuration; `path` is the file it came from, None if there was none."""
 
-    cluster: ClusterSection = msgspec.field(default_factory=ClusterSection)
-    node: NodeSection = msgspec.field(default_factory=NodeSection)
-    mount: MountSection = msgspec.field(default_factory=MountSection)
-    log: LogSection = msgspec.field(default_factory=LogSection)
+    cluster: ClusterSection = field(default_factory=ClusterSection)
+    node: NodeSection = field(default_factory=NodeSection)
+    mount: MountSection = field(default_factory=MountSection)
+    log: LogSection = field(default_factory=LogSection)
     path: str | None = None
 
     @classmethod
@@ -67,7 +71,7 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
         _make_paths_absolute(given, os.getcwd())
         for section, values in given.items():
             data[section] = {**data.get(section, {}), **values}
-        config = msgspec.structs.replace(_convert(data, "command line"), path=path)
+        config = replace(_convert(data, "command line"), path=path)
         if not config.cluster.etcd:
             where = f"{path} names no etcd" if path else "no etcd is named"
             raise ConfigError(
@@ -120,21 +124,23 @@ def find_config(path: str | None = None) -> str | None:
     return DEFAULT_PATH if os.path.exists(DEFAULT_PATH) else None
 
 
-_PATHS = {
-    "cluster": ("etcd_password_file", "etcd_ca", "etcd_cert", "etcd_key", "ca", "cert", "key"),
-    "node": ("store",),
-    "log": ("file",),
-}
+@functools.cache
+def _paths() -> tuple[tuple[str, str], ...]:
+    """Return section and key of each path."""
+    return tuple(
+        (section, setting.name)
+        for section, kind in SECTIONS.items()
+        for setting in declared(kind)
+        if setting.option.is_path
+    )
 
 
 def _make_paths_absolute(data: dict[str, dict[str, object]], directory: str) -> None:
-    for section, keys in _PATHS.items():
-        for key in keys:
-            value = data.get(section, {}).get(key)
-            if isinstance(value, str) and value:
-                data[section][key] = os.path.normpath(
-                    os.path.join(directory, os.path.expanduser(value))
-                )
+    for section, key in _paths():
+        value = data.get(section, {}).get(key)
+        if isinstance(value, str) and value:
+            path = os.path.join(directory, os.path.expanduser(value))
+            data[section][key] = os.path.normpath(path)
 
 
 def _read(path: str) -> dict[str, dict[str, object]]:
@@ -154,22 +160,14 @@ def _read(path: str) -> dict[str, dict[str, object]]:
     return data
 
 
-_SECTIONS: dict[str, type[Section]] = {
-    "cluster": ClusterSection,
-    "node": NodeSection,
-    "mount": MountSection,
-    "log": LogSection,
-}
-
-
 def _check_keys(data: Mapping[str, Any], source: str) -> None:
     for section, values in data.items():
-        if section not in _SECTIONS:
+        if section not in SECTIONS:
             what = "section" if isinstance(values, dict) else "key outside a section"
-            raise ConfigError(f"{source}: unknown {what} {section!r}{_hint(section, _SECTIONS)}")
+            raise ConfigError(f"{source}: unknown {what} {section!r}{_hint(section, SECTIONS)}")
         if not isinstance(values, dict):
             raise ConfigError(f"{source}: {section} is a section: write [{section}]")
-        known = [field.encode_name for field in msgspec.structs.fields(_SECTIONS[section])]
+        known = [key.name for key in fields(SECTIONS[section])]
         for key in values:
             if key not in known:
                 raise ConfigError(
@@ -193,18 +191,18 @@ def _convert(data: Mapping[str, Any], source: str) -> ClusterConfig:
 
 
 def _plain(config: ClusterConfig) -> ClusterConfig:
-    """With int and float for Size and Seconds: msgspec encodes no others, and what is computed from a
-    limit goes into records."""
+    """Return the configuration with int and float for Size and Seconds: msgspec encodes no others, and
+    values that are computed from a limit go into records."""
     sections = {}
-    for name in _SECTIONS:
+    for name in SECTIONS:
         section = getattr(config, name)
-        values = msgspec.structs.asdict(section)
-        sections[name] = msgspec.structs.replace(
+        values = asdict(section)
+        sections[name] = replace(
             section,
             **{key: int(value) for key, value in values.items() if isinstance(value, Size)},
             **{key: float(value) for key, value in values.items() if isinstance(value, Seconds)},
         )
-    return msgspec.structs.replace(config, **sections)
+    return replace(config, **sections)
 
 
 def _resolve(host: str) -> str:

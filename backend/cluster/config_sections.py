@@ -3,10 +3,10 @@
 import os
 import re
 import stat
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import msgspec
-
+from ..options import Option
 from .config_values import ConfigError, Seconds, Size, split_host_port
 
 if TYPE_CHECKING:
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from ..trust.security import Credentials, Role
 
 __all__ = [
+    "SECTIONS",
     "ClusterSection",
     "LogFormat",
     "LogSection",
     "MountSection",
     "NodeSection",
     "RdmaMode",
-    "Section",
 ]
 
 ETCD_PORT = 2379
@@ -34,37 +34,72 @@ RdmaMode = Literal["auto", "off", "require"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
+_SERVE = ("serve",)
+_MOUNT = ("mount",)
+_RDMA = ("mount", "serve", "doctor")
 
 
-class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Keys with their defaults; unknown ones are refused."""
+def _hostname() -> str:
+    return os.uname().nodename
 
 
-class ClusterSection(Section, frozen=True, kw_only=True):
-    """`etcd` are endpoints HOST:PORT. `ca`, `cert` and `key` are this process's credentials towards
-    nodes and mounts; towards etcd they are `etcd_*`. In the paths of certificates and keys, "{role}"
-    stands for node, mount, reader or admin, so that one file serves all. `insecure`: without credentials,
-    talk over the network all the same. `rdma`: move parameters by RDMA verbs where this host and a peer
-    can ("auto"), never ("off"), or not start without ("require"); through `rdma_device` and `gid_index`
-    (names, with commas between) instead of what is on the way to the peer, from `rdma_threshold` bytes on;
-    over `rdma_queue_pairs` for each pair of ports."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSection:
+    """Which cluster, where its etcd is, and this process's credentials.
 
-    name: str = "default"
-    etcd: tuple[str, ...] = ()
-    etcd_user: str | None = None
-    etcd_password_file: str | None = None
-    etcd_ca: str | None = None
-    etcd_cert: str | None = None
-    etcd_key: str | None = None
-    ca: str | None = None
-    cert: str | None = None
-    key: str | None = None
-    insecure: bool = False
-    rdma: RdmaMode = "auto"
-    rdma_device: str | None = None
-    gid_index: int | None = None
-    rdma_threshold: Size = Size(64 << 10)
-    rdma_queue_pairs: int = 1
+    In the paths of certificates and keys, "{role}" stands for node, mount, reader or admin, so that one
+    file serves all processes."""
+
+    name: Annotated[str, Option("The cluster's name", "NAME", commands=_SERVE)] = "default"
+    etcd: Annotated[
+        tuple[str, ...],
+        Option("Where etcd listens", "HOST:PORT[,...]", commands=_SERVE, commas=True),
+    ] = ()
+    etcd_user: Annotated[str | None, Option("User of etcd, where it asks for passwords")] = None
+    etcd_password_file: Annotated[
+        str | None, Option("File with that user's password", is_path=True)
+    ] = None
+    etcd_ca: Annotated[
+        str | None, Option("CA of etcd's certificate: talk TLS to etcd", is_path=True)
+    ] = None
+    etcd_cert: Annotated[
+        str | None, Option("This process's certificate towards etcd", is_path=True)
+    ] = None
+    etcd_key: Annotated[str | None, Option("Its key", is_path=True)] = None
+    ca: Annotated[
+        str | None, Option("CA of the certificates of nodes and mounts", is_path=True)
+    ] = None
+    cert: Annotated[
+        str | None, Option("This process's certificate towards nodes and mounts", is_path=True)
+    ] = None
+    key: Annotated[str | None, Option("Its key", is_path=True)] = None
+    insecure: Annotated[
+        bool,
+        Option(
+            "Without credentials, talk over the network all the same: anybody may read and write",
+            commands=_SERVE,
+        ),
+    ] = False
+    rdma: Annotated[
+        RdmaMode,
+        Option(
+            "Move parameters by RDMA verbs: where it can be done, never, or refuse to start without",
+            commands=_RDMA,
+        ),
+    ] = "auto"
+    rdma_device: Annotated[
+        str | None,
+        Option(
+            "Only through these RDMA devices", "NAME,...", "all on a network with the peer", _RDMA
+        ),
+    ] = None
+    gid_index: Annotated[
+        int | None, Option("Only with this entry of the device's GID table", "N", commands=_RDMA)
+    ] = None
+    rdma_threshold: Annotated[Size, Option("Extents from this size on move by RDMA")] = Size(
+        64 << 10
+    )
+    rdma_queue_pairs: Annotated[int, Option("Queue pairs for each pair of RDMA ports")] = 1
 
     def __post_init__(self) -> None:
         if self.gid_index is not None and not 0 <= self.gid_index < 1 << 16:
@@ -209,31 +244,73 @@ class ClusterSection(Section, frozen=True, kw_only=True):
         return password
 
 
-class NodeSection(Section, frozen=True, kw_only=True):
-    """`listen` is ADDR or ADDR:PORT, empty: see `Listen`. `zone`, `rack` and `host` are failure domains;
-    processes of equal `host` share memory. `size` limits a tmpfs store (None: what the directory has).
-    `rebalance_rate` is in bytes per second. A node that is gone for `rereplicate_after` is given up:
-    its groups get other members. Extents that nothing names are kept for `quarantine` (None: a week on a
-    disk, an hour in memory), or until room is wanted. `encrypt_data`: TLS for the data streams too, not
-    only for control. Everything that is kept is read and compared with its digests once in
-    `scrub_period` (0: only when told to), `scrub_rate` bytes per second at most."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSection:
+    """What a store node keeps, where, and how fast it copies."""
 
-    store: str | None = None
-    listen: str = ""
-    zone: str = ""
-    rack: str = ""
-    host: str = msgspec.field(default_factory=lambda: os.uname().nodename)
-    weight: float = 1.0
-    size: Size | None = None
-    metrics_port: int | None = None
-    metrics_address: str = "127.0.0.1"
-    rebalance_rate: Size = Size(256 << 20)
-    rereplicate_after: Seconds = Seconds(60)
-    quarantine: Seconds | None = None
-    scrub_rate: Size = Size(32 << 20)
-    scrub_period: Seconds = Seconds(7 * 86400)
-    streams: int = 4
-    encrypt_data: bool = False
+    store: Annotated[
+        str | None, Option("The store directory; `serve` is always given one", is_path=True)
+    ] = None
+    listen: Annotated[
+        str,
+        Option(
+            "Where to listen",
+            "ADDR[:PORT]",
+            "the address that reaches etcd; without credentials loopback",
+            _SERVE,
+        ),
+    ] = ""
+    zone: Annotated[
+        str, Option("Failure domain: replicas are kept in different ones", commands=_SERVE)
+    ] = ""
+    rack: Annotated[str, Option("Failure domain, as zone", commands=_SERVE)] = ""
+    host: Annotated[
+        str,
+        Option(
+            "Failure domain, as zone; processes of equal hosts share memory",
+            default="the host name",
+            commands=_SERVE,
+        ),
+    ] = field(default_factory=_hostname)
+    weight: Annotated[
+        float, Option("Share of the data, relative to other nodes'", commands=_SERVE)
+    ] = 1.0
+    size: Annotated[
+        Size | None,
+        Option(
+            "Limit of what is kept: 512M, 8G, 50%",
+            default="what the directory has",
+            commands=_SERVE,
+        ),
+    ] = None
+    metrics_port: Annotated[
+        int | None, Option("Serve Prometheus metrics on this port", "PORT", commands=_SERVE)
+    ] = None
+    metrics_address: Annotated[str, Option("Where metrics are served")] = "127.0.0.1"
+    rebalance_rate: Annotated[
+        Size, Option("Bytes per second for filling groups", commands=_SERVE)
+    ] = Size(256 << 20)
+    rereplicate_after: Annotated[
+        Seconds, Option("A node that is gone for so long is replaced in its groups by others")
+    ] = Seconds(60)
+    quarantine: Annotated[
+        Seconds | None,
+        Option(
+            "How long extents without a name are kept, unless room is wanted",
+            default="a week on a disk, an hour in memory",
+        ),
+    ] = None
+    scrub_rate: Annotated[Size, Option("Bytes per second for reading what is kept again")] = Size(
+        32 << 20
+    )
+    scrub_period: Annotated[
+        Seconds,
+        Option("How often all that is kept is compared with its digests; 0: only when told to"),
+    ] = Seconds(7 * 86400)
+    streams: Annotated[int, Option("Data connections to each peer", commands=_SERVE)] = 4
+    encrypt_data: Annotated[
+        bool, Option("TLS for data, not only for control; switches RDMA off", commands=_SERVE)
+    ] = False
 
     def __post_init__(self) -> None:
         if self.listen:
@@ -252,23 +329,58 @@ class NodeSection(Section, frozen=True, kw_only=True):
         return {name: value for name, value in domains.items() if value}
 
 
-class MountSection(Section, frozen=True, kw_only=True):
-    """`cache_size` limits what is kept of other hosts' files (None: the cache directory's own default).
-    Files up to `small_file` bytes travel inside control messages. `follow` are directories, as paths
-    within the filesystem, whose new versions are fetched when they are published. `timeout`: how long a
-    call waits for etcd or store nodes before it fails. `verify`: digests of what is published go into its
-    record, and what is fetched is checked by them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MountSection:
+    """What a mount keeps, follows and checks, and for how long it waits."""
 
-    cache_size: Size | None = None
-    host: str = msgspec.field(default_factory=lambda: os.uname().nodename)
-    follow: tuple[str, ...] = ()
-    metrics_port: int | None = None
-    metrics_address: str = "127.0.0.1"
-    streams: int = 4
-    small_file: Size = Size(64 << 10)
-    encrypt_data: bool = False
-    timeout: Seconds = Seconds(60)
-    verify: bool = True
+    cache_size: Annotated[
+        Size | None,
+        Option("How much of other hosts' files to keep here", "SIZE", "3/4 of --size", _MOUNT),
+    ] = None
+    host: Annotated[
+        str,
+        Option(
+            "This host's name; processes of equal hosts share memory",
+            "NAME",
+            "the host name",
+            _MOUNT,
+        ),
+    ] = field(default_factory=_hostname)
+    follow: Annotated[
+        tuple[str, ...],
+        Option(
+            "Fetch new versions below this directory of the filesystem when they are published",
+            "PATH",
+            commands=_MOUNT,
+        ),
+    ] = ()
+    metrics_port: Annotated[
+        int | None, Option("Serve Prometheus metrics on this port", "PORT", commands=_MOUNT)
+    ] = None
+    metrics_address: Annotated[str, Option("Where metrics are served")] = "127.0.0.1"
+    streams: Annotated[int, Option("Data connections to each store node")] = 4
+    small_file: Annotated[Size, Option("Files up to this size travel inside control messages")] = (
+        Size(64 << 10)
+    )
+    encrypt_data: Annotated[
+        bool, Option("TLS for data, not only for control; switches RDMA off")
+    ] = False
+    timeout: Annotated[
+        Seconds,
+        Option(
+            "How long a call waits for etcd or store nodes that do not answer before it fails: "
+            "30, 90s, 5m",
+            "DURATION",
+            commands=_MOUNT,
+        ),
+    ] = Seconds(60)
+    verify: Annotated[
+        bool,
+        Option(
+            "Publish digests, and check by them that what is fetched is what was published",
+            commands=_MOUNT,
+        ),
+    ] = True
 
     def __post_init__(self) -> None:
         if not self.host:
@@ -284,10 +396,30 @@ class MountSection(Section, frozen=True, kw_only=True):
         _check_streams(self.streams)
 
 
-class LogSection(Section, frozen=True, kw_only=True):
-    format: LogFormat = "text"
-    level: LogLevel = "info"
-    file: str | None = None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogSection:
+    """Where a process logs, and how much."""
+
+    format: Annotated[LogFormat, Option("Lines of text, or of JSON", commands=_SERVE)] = "text"
+    level: Annotated[LogLevel, Option("How much to log", commands=_SERVE)] = "info"
+    file: Annotated[
+        str | None,
+        Option(
+            "Where to log",
+            "FILE",
+            "irdmafs.log in the store; in the foreground stderr",
+            _SERVE,
+            is_path=True,
+        ),
+    ] = None
+
+
+SECTIONS: dict[str, type[ClusterSection | NodeSection | MountSection | LogSection]] = {
+    "cluster": ClusterSection,
+    "node": NodeSection,
+    "mount": MountSection,
+    "log": LogSection,
+}
 
 
 def _checked(key: str, parse: Any, *arguments: object) -> Any:

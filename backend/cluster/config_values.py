@@ -6,15 +6,25 @@ __all__ = ["ConfigError", "Seconds", "Size", "from_text", "split_host_port"]
 
 
 class ConfigError(Exception):
-    """The configuration makes no sense; the text is one line that says what to do."""
+    """The configuration cannot be used; the text is one line that says what to do."""
 
 
 class Size(int):
     """Bytes; in the file a number or text such as "64M" or "50%" (of the machine's memory)."""
 
+    def __str__(self) -> str:
+        for shift, unit in ((30, "G"), (20, "M"), (10, "K")):
+            if self and not self % (1 << shift):
+                return f"{self >> shift}{unit}"
+        return str(int(self))
+
 
 class Seconds(float):
-    """In the file a number or text such as "90s", "5m"."""
+    """Seconds; in the file a number or text such as "90s", "5m"."""
+
+    def __str__(self) -> str:
+        days = self / 86400
+        return f"{days:g}d" if days >= 1 else f"{float(self):g}s"
 
 
 def split_host_port(text: str, default_port: int) -> tuple[str, int]:

@@ -36,42 +36,26 @@ config_option = click.option(
     "--cluster", "--config", "config_path", metavar="FILE",
     help="The cluster's file  [default: $IRDMAFS_CONFIG, /etc/irdmafs/cluster.toml]",
 )  # fmt: skip
-_RDMA_OPTIONS = (
-    click.option("--rdma", type=click.Choice(["auto", "off", "require"]), help="Move parameters by RDMA "
-                 "verbs: where it can be done, never, or refuse to start without  [default: auto]"),
-    click.option("--rdma-device", metavar="NAME,...", help="Only through these devices  [default: all on "
-                 "a network with the peer]"),
-    click.option("--gid-index", type=int, metavar="N", help="Only with this entry of its GID table."),
-)  # fmt: skip
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
-def rdma_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The flags of whoever moves parameters."""
-    for option in reversed(_RDMA_OPTIONS):
-        command = option(command)
-    return command
-
-
-def rdma_wanted(
-    path: str | None, mode: str | None, device: str | None, gid_index: int | None
-) -> tuple[Choice, str | None]:
-    """What a mount would ask of RDMA, and a host of the cluster, if there is a file of one."""
+def rdma_wanted(path: str | None, flags: dict[str, dict[str, Any]]) -> tuple[Choice, str | None]:
+    """Return the choice of RDMA devices that a mount with these flags would make, and a host of the
+    cluster, if there is a file of one."""
     import msgspec
 
     from ..backend.cluster.config import ClusterConfig, find_config
     from ..backend.cluster.config_sections import ClusterSection
 
-    flags = {"rdma": mode, "rdma_device": device, "gid_index": gid_index}
     with one_line_errors():
         if find_config(path) is None:
-            given = {name: value for name, value in flags.items() if value is not None}
+            given = {name: value for name, value in flags["cluster"].items() if value is not None}
             try:
                 section = msgspec.convert(given, ClusterSection)
             except msgspec.ValidationError as error:
                 raise MountError(str(error)) from None
             return section.rdma_choice(encrypt_data=False), None
-        config = ClusterConfig.load(path, {"cluster": flags})
+        config = ClusterConfig.load(path, flags)
         return (
             config.cluster.rdma_choice(config.mount.encrypt_data),
             config.cluster.endpoints[0][0],

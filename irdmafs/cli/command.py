@@ -12,8 +12,8 @@ import os
 import select
 import signal
 import sys
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, get_args
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,14 +22,14 @@ from ..mount import background, mounting, stores
 from ..mount.config import (
     MountConfig,
     MountError,
-    SessionName,
-    WakeupSetting,
+    MountFlags,
     parse_mount_options,
     parse_size,
 )
 from ..mount.users import holders_of, users_of
 from . import status
-from .cluster import config_option, load, rdma_options, rdma_wanted
+from .cluster import config_option, load, rdma_wanted
+from .flags import flag_name, flags_of, overrides, section_flags
 from .members import cluster
 from .nodes import admit, drain, remove, scrub
 from .recover import recover
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 _DAEMON_EXIT_TIMEOUT_S = 60.0
 # Longer than one takes that has nothing to store.
 _DAEMON_SOON_S = 2.0
-_LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def _say(text: str, err: bool = False) -> None:
@@ -78,73 +77,35 @@ def main() -> None:
 @main.command()
 @click.argument("directory", metavar="DIR")
 @click.option("--store", metavar="STORE", help="Keep contents in this directory "
-              "(default: a private tmpfs, found again by the mountpoint's name).")  # fmt: skip
+              " [default: a private tmpfs, found again by the mountpoint's name]")  # fmt: skip
 @click.option("--size", metavar="SIZE", help="Limit of that tmpfs: 512M, 8G, 50%  [default: 80%]")
-@click.option("--session", type=click.Choice(get_args(SessionName)), default="auto",
-              show_default=True, help="How to talk to the kernel.")  # fmt: skip
 @click.option("-o", "options", metavar="OPT[,OPT...]", multiple=True, help="Mount options: ro, "
-              "allow_other, uid=, gid=, umask=, noexec, nonempty, fsname=, ...")  # fmt: skip
-@click.option("--fast-wakeups", type=click.Choice(get_args(WakeupSetting)), default="auto",
-              show_default=True, help="Let idle processors poll while requests come (kernel session; "
-              "auto: where they would halt at once).")  # fmt: skip
+              "allow_other, uid=, gid=, umask=, noexec, locks= and others (docs/options.md).")  # fmt: skip
+@flags_of(MountFlags)
+@click.option("-v", "--verbose", is_flag=True, help="Log every request (--log-level debug).")
 @click.option("--cluster", "cluster_file", metavar="FILE", help="Mount the cluster that this file "
               "describes (irdmafs cluster init writes one).")  # fmt: skip
-@click.option("--cache-size", metavar="SIZE", help="With --cluster: how much of other hosts' files "
-              "to keep here  [default: 3/4 of --size]")  # fmt: skip
-@click.option("--follow", metavar="PATH", multiple=True, help="With --cluster: fetch new versions "
-              "below this directory of the filesystem when they are published.")  # fmt: skip
-@click.option("--host", metavar="NAME", help="With --cluster: this host's name; processes of equal "
-              "hosts share memory  [default: the host name]")  # fmt: skip
-@click.option("--timeout", metavar="DURATION", help="With --cluster: how long a call waits for etcd or "
-              "store nodes that do not answer before it fails: 30, 90s, 5m  [default: 60s]")  # fmt: skip
-@click.option("--metrics-port", type=int, metavar="PORT", help="With --cluster: serve Prometheus "
-              "metrics on this port of loopback.")  # fmt: skip
-@click.option("--verify/--no-verify", default=None, help="With --cluster: check that what is fetched from "
-              "store nodes is what was published  [default: --verify]")  # fmt: skip
-@rdma_options
-@click.option("-f", "--foreground", is_flag=True, help="Stay; Ctrl-C unmounts.")
-@click.option("--log-level", type=click.Choice(_LOG_LEVELS), default="info", show_default=True)
-@click.option("--log-file", metavar="FILE", help="Default: irdmafs.log in the "
-              "store, or stderr in the foreground.")  # fmt: skip
-@click.option("-v", "--verbose", is_flag=True, help="Log every request (--log-level debug).")
+@section_flags("mount", "With --cluster: ")
 @click.pass_context
 def mount(
     ctx: click.Context,
+    /,
     directory: str,
     store: str | None,
     size: str | None,
-    session: SessionName,
-    fast_wakeups: WakeupSetting,
     options: tuple[str, ...],
-    cluster_file: str | None,
-    cache_size: str | None,
-    follow: tuple[str, ...],
-    host: str | None,
-    timeout: str | None,
-    metrics_port: int | None,
-    verify: bool | None,
-    rdma: str | None,
-    rdma_device: str | None,
-    gid_index: int | None,
-    foreground: bool,
-    log_level: str,
-    log_file: str | None,
     verbose: bool,
+    cluster_file: str | None,
+    **flags: Any,
 ) -> None:
     """Mount a filesystem on DIR and return once it answers."""
+    own = {field.name: flags.pop(field.name) for field in fields(MountFlags)}
+    if verbose:
+        own["log_level"] = "debug"
+    if own["log_file"] is not None:
+        own["log_file"] = os.path.abspath(own["log_file"])
     mount_options = parse_mount_options(options)
-    cluster = _load_cluster(
-        cluster_file,
-        cache_size=cache_size,
-        follow=list(follow) or None,
-        host=host,
-        timeout=timeout,
-        metrics_port=metrics_port,
-        verify=verify,
-        rdma=rdma,
-        rdma_device=rdma_device,
-        gid_index=gid_index,
-    )
+    cluster = _load_cluster(cluster_file, overrides(flags))
     if cluster is not None and cluster.cluster.mount_role == "reader":
         mount_options = replace(mount_options, read_only=True)
         # It cannot tell other hosts of locks, and programs lock what they only read.
@@ -163,14 +124,10 @@ def mount(
     config = MountConfig(
         mountpoint=mountpoint,
         store=chosen.path,
-        session=session,
         options=mount_options,
         size=size_bytes,
-        fast_wakeups=fast_wakeups,
-        log_level="debug" if verbose else log_level,
-        log_file=None if log_file is None else os.path.abspath(log_file),
-        foreground=foreground,
         cluster=cluster,
+        **own,
     )
 
     def ready(text: str) -> None:
@@ -181,7 +138,7 @@ def mount(
         sys.stdout.flush()
 
     try:
-        if foreground:
+        if config.foreground:
             background.run_here(config, ready)
         else:
             ready(background.start(config))
@@ -220,20 +177,14 @@ def _check_cache_size(path: str, cache_bytes: int) -> None:
         )
 
 
-def _load_cluster(path: str | None, **flags: object) -> ClusterConfig | None:
+def _load_cluster(path: str | None, flags: dict[str, dict[str, Any]]) -> ClusterConfig | None:
     if path is None:
-        given = [name for name, value in flags.items() if value is not None]
-        if given:
-            raise click.UsageError(f"--{given[0].replace('_', '-')} needs --cluster FILE")
+        for section, keys in flags.items():
+            for key, value in keys.items():
+                if value is not None:
+                    raise click.UsageError(f"{flag_name(section, key)} needs --cluster FILE")
         return None
-    from ..backend.cluster.config import ClusterConfig
-    from ..backend.cluster.config_values import ConfigError
-
-    try:
-        of_cluster = {name: flags.pop(name) for name in ("rdma", "rdma_device", "gid_index")}
-        return ClusterConfig.load(path, {"mount": flags, "cluster": of_cluster})
-    except ConfigError as error:
-        raise MountError(str(error)) from error
+    return load(path, flags)
 
 
 @main.command()
@@ -445,16 +396,15 @@ def _why_no_versions(error: OSError) -> str:
 
 @main.command()
 @config_option
-@rdma_options
+@section_flags("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def doctor(
     ctx: click.Context,
+    /,
     config_path: str | None,
-    rdma: str | None,
-    rdma_device: str | None,
-    gid_index: int | None,
     as_json: bool,
+    **flags: Any,
 ) -> None:
     """Say what this machine can do for irdmafs, and what would make it do better.
 
@@ -465,7 +415,7 @@ def doctor(
     from ..doctor.machine import examine
     from ..doctor.trust import check_trust
 
-    found = examine(*rdma_wanted(config_path, rdma, rdma_device, gid_index))
+    found = examine(*rdma_wanted(config_path, overrides(flags)))
     if find_config(config_path) is not None:
         found = replace(found, checks=(*found.checks, *check_trust(load(config_path))))
     if as_json:

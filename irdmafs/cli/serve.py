@@ -13,57 +13,23 @@ import click
 
 from ..mount.config import MountError
 from ..mount.stores import refuse_other_purpose
-from .cluster import config_option, load, one_line_errors, rdma_options, say
+from .cluster import config_option, load, one_line_errors, say
+from .flags import overrides, section_flags
 
 
 @click.command()
 @click.argument("store")
 @config_option
-@click.option("--etcd", metavar="HOST:PORT[,...]", help="Where etcd listens.")
-@click.option("--name", metavar="NAME", help="The cluster's name.")
-@click.option("--listen", metavar="ADDR[:PORT]", help="[default: the address that reaches etcd; "
-              "without credentials loopback]")  # fmt: skip
-@click.option("--zone", help="Failure domains: replicas are kept in different ones.")
-@click.option("--rack")
-@click.option("--host", help="Also: processes of equal host share memory  [default: the host name]")
-@click.option(
-    "--weight", type=float, help="Share of the data, relative to other nodes' [default: 1]"
-)
-@click.option("--size", metavar="SIZE", help="Limit of what is kept: 512M, 8G, 50%")
-@click.option("--streams", type=int, help="Connections to each peer  [default: 4]")
-@click.option("--rebalance-rate", metavar="SIZE", help="Bytes per second for filling groups "
-              "[default: 256M]")  # fmt: skip
-@click.option(
-    "--metrics-port", type=int, metavar="PORT", help="Serve Prometheus metrics, on loopback."
-)
-@click.option("--insecure", is_flag=True, default=None, help="Without credentials, listen on the network "
-              "all the same: anybody may read and write.")  # fmt: skip
-@click.option(
-    "--encrypt-data", is_flag=True, default=None, help="TLS for data, not only for control."
-)
-@rdma_options
+@section_flags("serve")
 @click.option("-f", "--foreground", is_flag=True, help="Stay; Ctrl-C ends it.")
-@click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]))
-@click.option("--log-format", type=click.Choice(["text", "json"]))
-@click.option("--log-file", metavar="FILE", help="[default: irdmafs.log in STORE; in the foreground "
-              "stderr]")  # fmt: skip
 @click.pass_context
 def serve(
     ctx: click.Context,
     /,
     store: str,
     config_path: str | None,
-    etcd: str | None,
-    name: str | None,
-    insecure: bool | None,
-    rdma: str | None,
-    rdma_device: str | None,
-    gid_index: int | None,
     foreground: bool,
-    log_level: str | None,
-    log_format: str | None,
-    log_file: str | None,
-    **node: Any,
+    **flags: Any,
 ) -> None:
     """Be a store node of a cluster.
 
@@ -74,26 +40,12 @@ def serve(
     from ..backend.cluster.config import find_config
     from ..mount import background
 
-    endpoints = [part.strip() for part in etcd.split(",") if part.strip()] if etcd else None
-    if config_path is None and endpoints is None and find_config() is None:
+    given = overrides(flags)
+    if config_path is None and given["cluster"]["etcd"] is None and find_config() is None:
         raise MountError(
             "which cluster? give --cluster FILE (irdmafs cluster init writes one) or --etcd HOST:PORT"
         )
-    config = load(
-        config_path,
-        {
-            "cluster": {
-                "etcd": endpoints,
-                "name": name,
-                "insecure": insecure,
-                "rdma": rdma,
-                "rdma_device": rdma_device,
-                "gid_index": gid_index,
-            },
-            "node": {"store": store, **node},
-            "log": {"level": log_level, "format": log_format, "file": log_file},
-        },
-    )
+    config = load(config_path, {**given, "node": {"store": store, **given["node"]}})
     with one_line_errors():
         config.listen()
         config.cluster.credentials("node")

@@ -4,103 +4,35 @@ from __future__ import annotations
 
 import grp
 import pwd
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from ..backend import sizes
+from ..backend.options import Option
 
 if TYPE_CHECKING:
     from ..backend.cluster.config import ClusterConfig
 
 SessionName = Literal["auto", "kernel", "pyfuse3"]
 WakeupSetting = Literal["auto", "on", "off"]
-# Which hosts the locks of a mount hold on: all of its cluster, this one only, or none.
+LogLevel = Literal["debug", "info", "warning", "error"]
+# The hosts on which the locks of a mount hold: all of its cluster, this one only, or none.
 LockScope = Literal["cluster", "local", "refuse"]
 
 
 class MountError(Exception):
     """Something about a mount cannot be done; the text is one line for the person who asked."""
-
-
-@dataclass(frozen=True, slots=True)
-class MountOptions:
-    """The options of ``-o``. ``uid``, ``gid`` and ``umask`` are overrides: None shows what is
-    stored. Sizes are in bytes; None leaves them to the session."""
-
-    read_only: bool = False
-    allow_other: bool = False
-    default_permissions: bool = True
-    acl: bool = True
-    uid: int | None = None
-    gid: int | None = None
-    umask: int | None = None
-    dev: bool = False
-    suid: bool = False
-    exec: bool = True
-    noatime: bool = False
-    nodiratime: bool = False
-    lazytime: bool = False
-    relatime: bool = False
-    sync: bool = False
-    dirsync: bool = False
-    nonempty: bool = False
-    fsname: str = "irdmafs"
-    max_read: int | None = None
-    max_write: int | None = None
-    locks: LockScope = "cluster"
-    isolation: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class MountConfig:
-    """One mount, with every default filled in. ``mountpoint`` and ``store`` are absolute paths
-    without symlinks; ``size`` is the store's limit in bytes, None where none was asked for.
-    ``cluster`` makes it a mount of a cluster, and ``store`` the cache of what it fetched."""
-
-    mountpoint: str
-    store: str
-    session: SessionName = "auto"
-    options: MountOptions = field(default_factory=MountOptions)
-    size: int | None = None
-    fast_wakeups: WakeupSetting = "auto"
-    log_level: str = "info"
-    log_file: str | None = None
-    foreground: bool = False
-    cluster: ClusterConfig | None = None
-
-
-_FLAGS: dict[str, dict[str, bool]] = {
-    "ro": {"read_only": True},
-    "rw": {"read_only": False},
-    "allow_other": {"allow_other": True},
-    "default_permissions": {"default_permissions": True},
-    "acl": {"acl": True},
-    "noacl": {"acl": False},
-    "dev": {"dev": True},
-    "nodev": {"dev": False},
-    "suid": {"suid": True},
-    "nosuid": {"suid": False},
-    "exec": {"exec": True},
-    "noexec": {"exec": False},
-    "atime": {"noatime": False},
-    "noatime": {"noatime": True},
-    "diratime": {"nodiratime": False},
-    "nodiratime": {"nodiratime": True},
-    "relatime": {"relatime": True},
-    "lazytime": {"lazytime": True},
-    "nolazytime": {"lazytime": False},
-    "sync": {"sync": True},
-    "async": {"sync": False},
-    "dirsync": {"dirsync": True},
-    "nonempty": {"nonempty": True},
-}
-
-# What fstab and systemd say to each other, not to a filesystem.
-_IGNORED = frozenset(
-    {"_netdev", "auto", "defaults", "group", "noauto", "nofail", "nouser", "owner", "user", "users"}
-)
-_IGNORED_PREFIXES = ("x-", "comment=")
 
 
 def _parse_user(text: str) -> int:
@@ -140,16 +72,163 @@ def _parse_switch(text: str) -> bool:
     return {"on": True, "off": False}[text]
 
 
-_VALUES: dict[str, tuple[Callable[[str], Any], str]] = {
-    "uid": (_parse_user, "a user id or name"),
-    "gid": (_parse_group, "a group id or name"),
-    "umask": (_parse_umask, "an octal mask such as 022"),
-    "fsname": (_parse_name, "a name"),
-    "isolation": (_parse_switch, "on or off"),
-    "max_read": (_parse_request_size, "a size from 4K to 1G"),
-    "max_write": (_parse_request_size, "a size from 4K to 1G"),
-    "locks": (_parse_locks, "cluster, local or refuse"),
-}
+class Switch(NamedTuple):
+    """A mount option without a value: the word that sets the field, and the one that clears it, if any."""
+
+    on: str | None
+    off: str | None
+    help: str
+
+    def words(self, name: str) -> Iterator[tuple[str, dict[str, bool]]]:
+        """Yield each word, and the field's value by it."""
+        if self.on is not None:
+            yield self.on, {name: True}
+        if self.off is not None:
+            yield self.off, {name: False}
+
+
+class Value(NamedTuple):
+    """A mount option `name=value`. `parse` raises ValueError, KeyError or MountError for what is not
+    `expected`."""
+
+    parse: Callable[[str], Any]
+    expected: str
+    help: str
+
+
+_SIZE = "a size from 4K to 1G"
+
+
+@dataclass(frozen=True, slots=True)
+class MountOptions:
+    """The options of ``-o``. Sizes are in bytes."""
+
+    read_only: Annotated[bool, Switch("ro", "rw", "refuse changes")] = False
+    allow_other: Annotated[
+        bool, Switch("allow_other", None, "let other users than the one who mounted enter")
+    ] = False
+    default_permissions: Annotated[
+        bool, Switch("default_permissions", None, "have the kernel check modes; always so")
+    ] = True
+    acl: Annotated[
+        bool, Switch("acl", "noacl", "keep POSIX ACLs and have the kernel check them")
+    ] = True
+    uid: Annotated[
+        int | None, Value(_parse_user, "a user id or name", "show this user as every owner")
+    ] = None
+    gid: Annotated[
+        int | None, Value(_parse_group, "a group id or name", "show this group as every group")
+    ] = None
+    umask: Annotated[
+        int | None,
+        Value(_parse_umask, "an octal mask such as 022", "take these bits off every mode shown"),
+    ] = None
+    dev: Annotated[bool, Switch("dev", "nodev", "let device files open devices")] = False
+    suid: Annotated[
+        bool, Switch("suid", "nosuid", "obey set-user-id, set-group-id and file capabilities")
+    ] = False
+    exec: Annotated[bool, Switch("exec", "noexec", "let programs be run")] = True
+    noatime: Annotated[bool, Switch("noatime", "atime", "keep access times as they are")] = False
+    nodiratime: Annotated[
+        bool, Switch("nodiratime", "diratime", "keep access times of directories as they are")
+    ] = False
+    lazytime: Annotated[
+        bool, Switch("lazytime", "nolazytime", "passed to the kernel; access times are lazy anyway")
+    ] = False
+    relatime: Annotated[
+        bool, Switch("relatime", None, "passed to the kernel; access times are relative anyway")
+    ] = False
+    sync: Annotated[
+        bool, Switch("sync", "async", "passed to the kernel: writes are synchronous")
+    ] = False
+    dirsync: Annotated[
+        bool, Switch("dirsync", None, "passed to the kernel: changes of names are synchronous")
+    ] = False
+    nonempty: Annotated[bool, Switch("nonempty", None, "allow a mountpoint that is not empty")] = (
+        False
+    )
+    fsname: Annotated[
+        str, Value(_parse_name, "a name", "the source that the mount table shows")
+    ] = "irdmafs"
+    max_read: Annotated[
+        int | None, Value(_parse_request_size, _SIZE, "the largest READ request of the kernel")
+    ] = None
+    max_write: Annotated[
+        int | None, Value(_parse_request_size, _SIZE, "accepted, and without effect")
+    ] = None
+    locks: Annotated[
+        LockScope,
+        Value(
+            _parse_locks,
+            "cluster, local or refuse",
+            "where locks hold: on every host of the cluster, on this one only, or nowhere (ENOLCK)",
+        ),
+    ] = "cluster"
+    isolation: Annotated[
+        bool,
+        Value(
+            _parse_switch, "on or off", "truncating a published file begins a version of its own"
+        ),
+    ] = True
+
+
+class DeclaredOption(NamedTuple):
+    """A field of MountOptions, and how it is written."""
+
+    name: str
+    default: Any
+    form: Switch | Value
+
+
+@cache
+def mount_options() -> tuple[DeclaredOption, ...]:
+    """Return all options of ``-o`` in the order of their declaration."""
+    hints = get_type_hints(MountOptions, include_extras=True)
+    return tuple(
+        DeclaredOption(one.name, one.default, get_args(hints[one.name])[1])
+        for one in fields(MountOptions)
+        if get_origin(hints[one.name]) is Annotated
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MountFlags:
+    """Settings of a mount that are given by flags alone."""
+
+    session: Annotated[SessionName, Option("How to talk to the kernel")] = "auto"
+    fast_wakeups: Annotated[
+        WakeupSetting,
+        Option(
+            "Let idle processors poll while requests come (kernel session; auto: where they would halt "
+            "at once)"
+        ),
+    ] = "auto"
+    foreground: Annotated[bool, Option("Stay; Ctrl-C unmounts", short="-f")] = False
+    log_level: Annotated[LogLevel, Option("How much to log")] = "info"
+    log_file: Annotated[
+        str | None,
+        Option("Where to log", "FILE", "irdmafs.log in the store, or stderr in the foreground"),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MountConfig(MountFlags):
+    """One mount, with every default filled in. ``mountpoint`` and ``store`` are absolute paths
+    without symlinks; ``size`` is the store's limit in bytes, None where none was asked for.
+    ``cluster`` makes it a mount of a cluster, and ``store`` the cache of what it fetched."""
+
+    mountpoint: str
+    store: str
+    options: MountOptions = field(default_factory=MountOptions)
+    size: int | None = None
+    cluster: ClusterConfig | None = None
+
+
+# Words of fstab and systemd that no filesystem is meant by.
+_IGNORED = frozenset(
+    {"_netdev", "auto", "defaults", "group", "noauto", "nofail", "nouser", "owner", "user", "users"}
+)
+_IGNORED_PREFIXES = ("x-", "comment=")
 
 
 def parse_mount_options(arguments: Iterable[str]) -> MountOptions:
@@ -158,21 +237,27 @@ def parse_mount_options(arguments: Iterable[str]) -> MountOptions:
     Raises MountError for an unknown option or a value that makes no sense.
     """
     changes: dict[str, Any] = {}
+    flags: dict[str, dict[str, bool]] = {}
+    values: dict[str, Value] = {}
+    for name, _, form in mount_options():
+        if isinstance(form, Switch):
+            flags.update(form.words(name))
+        else:
+            values[name] = form
     for option in (part.strip() for argument in arguments for part in argument.split(",")):
         name, equals, value = option.partition("=")
         if not option or option in _IGNORED or option.startswith(_IGNORED_PREFIXES):
             continue
-        if not equals and name in _FLAGS:
-            changes.update(_FLAGS[name])
-        elif equals and name in _VALUES:
-            parse, expected = _VALUES[name]
+        if not equals and name in flags:
+            changes.update(flags[name])
+        elif equals and name in values:
             try:
-                changes[name] = parse(value)
+                changes[name] = values[name].parse(value)
             except (ValueError, KeyError, MountError):
-                raise MountError(f"-o {option}: {name} takes {expected}") from None
-        elif name in _VALUES:
-            raise MountError(f"-o {name} needs a value: {name}={_VALUES[name][1]}")
-        elif equals and name in _FLAGS:
+                raise MountError(f"-o {option}: {name} takes {values[name].expected}") from None
+        elif name in values:
+            raise MountError(f"-o {name} needs a value: {name}={values[name].expected}")
+        elif equals and name in flags:
             raise MountError(f"-o {option}: {name} takes no value")
         elif name == "strictatime":
             raise MountError(
@@ -183,7 +268,7 @@ def parse_mount_options(arguments: Iterable[str]) -> MountOptions:
                 "-o allow_root is not supported; use allow_other (permissions are still checked)"
             )
         else:
-            known = ", ".join(sorted([*_FLAGS, *(f"{key}=" for key in _VALUES)]))
+            known = ", ".join(sorted([*flags, *(f"{key}=" for key in values)]))
             raise MountError(f"unknown mount option {name!r}; known are: {known}")
     return replace(MountOptions(), **changes)
 
