@@ -138,8 +138,8 @@ class Cache:
 
     def node_of(self, inode: Inode, pid: int) -> Node:
         """The node a lookup of the inode's name by this thread finds."""
-        if self.redirects:
-            promise = self.redirects.promised((pid, inode.ino))
+        if self.redirects.promises:
+            promise = self.redirects.promised((pid, inode.ino)) or self._moved(pid, inode)
             if promise is not None:
                 promise.looked_up = True
                 return promise.node
@@ -153,6 +153,19 @@ class Cache:
             self.nodes.main[inode.ino] = node
         return node
 
+    def _moved(self, pid: int, inode: Inode) -> Promise | None:
+        """Return the promise to a thread whose open was refused because another node has to show the file,
+        for the file that it finds now under the name: the kernel tries twice, no more. In a cluster the
+        thread is led to the file that it was refused (freshness.py). Raises OSError (ENOSPC, EMFILE)."""
+        before = None if self.store.shared else self.redirects.of_thread(pid)
+        if before is None or not inode.is_file or not before.may_move:
+            return None
+        content, cut = self._content_for(inode, before.flags)
+        moves = before.moves + 1
+        return self._promise(
+            (pid, inode.ino), before.came_to, content, inode, before.flags, cut=cut, moves=moves
+        )
+
     def _shows_current(self, node: Node, inode: Inode) -> bool:
         if not node.is_bound:
             return True
@@ -161,7 +174,7 @@ class Cache:
 
     def names_are_stable(self, ino: int) -> bool:
         """Whether the kernel may keep the answer of a lookup: no one is to see another node."""
-        return ino not in self.table.private and ino not in self.redirects
+        return ino not in self.table.private and ino not in self.redirects.inodes
 
     def is_promised(self, pid: int, ino: int) -> bool:
         """Return whether the thread's open of the inode was led to another node."""
@@ -192,7 +205,7 @@ class Cache:
 
     def _content_for(self, inode: Inode, flags: int) -> tuple[Content, bool]:
         """The one rule, see docs/sharing.md. Raises OSError (ENOSPC, EMFILE)."""
-        if self.redirects:
+        if self.redirects.promises:
             for key in self.redirects.stale():
                 self._withdraw(key)  # nobody is to join what no open came for
         current = self._current_or_new(inode)
@@ -263,8 +276,16 @@ class Cache:
         return self.nodes.add(inode)
 
     def _promise(
-        self, key: Key, came_to: Node, content: Content, inode: Inode, flags: int, *, cut: bool
-    ) -> None:
+        self,
+        key: Key,
+        came_to: Node,
+        content: Content,
+        inode: Inode,
+        flags: int,
+        *,
+        cut: bool,
+        moves: int = 0,
+    ) -> Promise:
         """Have the next lookup by this thread find a node for the content."""
         self._withdraw(key)
         node = self.node_for(inode, content)
@@ -272,9 +293,10 @@ class Cache:
             node.content = content
         self.table.hold(content)
         node.promised += 1
-        promise = Promise(key, came_to, node, content, flags, cut=cut)
+        promise = Promise(key, came_to, node, content, flags, cut=cut, moves=moves)
         content.awaited += promise.joins
         self.redirects.add(promise)
+        return promise
 
     def promise(self, inode: Inode, flags: int, pid: int, came_to: Node | None) -> None:
         """Have everything ready for the thread's second try, which comes by name, or to the same node."""
@@ -305,7 +327,7 @@ class Cache:
 
         Raises OSError ESTALE when the kernel has to look the name up again.
         """
-        promise = self.redirects.take((pid, inode.ino)) if self.redirects else None
+        promise = self.redirects.take((pid, inode.ino)) if self.redirects.promises else None
         if promise is not None and promise.key[1] != inode.ino:
             self._end(promise)
             promise = None
@@ -358,6 +380,8 @@ class Cache:
 
     async def open_any(self, inode: Inode, flags: int, pid: int) -> Handle:
         """Open the file for a request that takes whichever node it is given."""
+        if self.redirects.promises:
+            self._withdraw((pid, inode.ino))
         content, cut = self._content_for(await self._settled(inode, flags), flags)
         handle = self._open(self.node_for(inode, content), content, flags, pid)
         await self._make_ready(handle, content, cut=cut)
@@ -365,6 +389,8 @@ class Cache:
 
     def create(self, inode: Inode, flags: int, pid: int) -> Handle:
         """Open a file that was just made. Raises OSError (ENOSPC, EMFILE)."""
+        if self.redirects.promises:
+            self._withdraw((pid, inode.ino))
         content = Content(inode)
         node = self.nodes.add(inode)
         if flags & os.O_ACCMODE != os.O_RDONLY:

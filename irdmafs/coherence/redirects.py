@@ -4,6 +4,9 @@ The kernel decides by name which node an open goes to, and does not know which c
 it. An open that came to the wrong node is answered ESTALE. The kernel then looks the name up once
 more, and the lookup leads it to the node that is ready for it. A file that is opened without a name
 (/proc/self/fd, a file that is bind-mounted, fanotify) comes back without a lookup in between.
+
+The second try is the last one. If the name has come to mean another file by then, the promise moves to
+that file when the thread looks it up.
 """
 
 import os
@@ -16,18 +19,29 @@ from .nodes import Node
 # The kernel comes back at once; an older promise belongs to an open that died.
 _MAX_AGE_S = 2.0
 _MAX_PROMISES = 65536
+# The kernel looks a name up again each time another thread was led to another node meanwhile.
+_MAX_MOVES = 16
 
 Key = tuple[int, int]  # thread, inode
 
 
 class Promise:
     """An open of one thread, by `flags`, that came to one node and is to find a content on another one
-    when it comes again. `cut`: the content is to be emptied for it."""
+    when it comes again. `cut`: the content is to be emptied for it. `moves`: how often the promise was made
+    anew because the name had come to mean another file."""
 
-    __slots__ = ("came_to", "content", "cut", "flags", "key", "looked_up", "node", "since")
+    __slots__ = ("came_to", "content", "cut", "flags", "key", "looked_up", "moves", "node", "since")
 
     def __init__(
-        self, key: Key, came_to: Node, node: Node, content: Content, flags: int, *, cut: bool
+        self,
+        key: Key,
+        came_to: Node,
+        node: Node,
+        content: Content,
+        flags: int,
+        *,
+        cut: bool,
+        moves: int = 0,
     ) -> None:
         self.key = key
         self.came_to = came_to
@@ -35,8 +49,17 @@ class Promise:
         self.content = content
         self.flags = flags
         self.cut = cut
+        self.moves = moves
         self.looked_up = False
         self.since = time.monotonic()
+
+    @property
+    def may_move(self) -> bool:
+        """Return whether the open is to find another file if its name means one by now. An open that
+        empties a file although it only reads did so when it was refused."""
+        empties = self.flags & (os.O_TRUNC | os.O_ACCMODE) == os.O_TRUNC | os.O_RDONLY
+        young = time.monotonic() - self.since < _MAX_AGE_S
+        return young and self.moves < _MAX_MOVES and not empties
 
     @property
     def joins(self) -> bool:
@@ -60,43 +83,42 @@ class Redirects:
     """
 
     def __init__(self) -> None:
-        self._promises: dict[Key, Promise] = {}
-        self._inodes: dict[int, int] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._promises)
-
-    def __contains__(self, ino: int) -> bool:
-        """Return whether somebody is on the way to a node of this inode."""
-        return ino in self._inodes
+        # By slot. Lookups and opens see here, without a call, that there are none.
+        self.promises: dict[Key, Promise] = {}
+        # How many threads are on the way to a node of each inode.
+        self.inodes: dict[int, int] = {}
 
     def promised(self, key: Key) -> Promise | None:
-        promise = self._promises.get(_slot(key))
+        promise = self.promises.get(_slot(key))
         return promise if promise is not None and promise.key == key else None
+
+    def of_thread(self, thread: int) -> Promise | None:
+        """Return the promise to a thread, for whichever inode; None if its number cannot be seen."""
+        return self.promises.get((thread, 0)) if thread else None
 
     def add(self, promise: Promise) -> None:
         """The thread has no other one."""
-        self._promises[_slot(promise.key)] = promise
+        self.promises[_slot(promise.key)] = promise
         ino = promise.key[1]
-        self._inodes[ino] = self._inodes.get(ino, 0) + 1
+        self.inodes[ino] = self.inodes.get(ino, 0) + 1
 
     def take(self, key: Key) -> Promise | None:
         """Return the promise to a thread, maybe for another inode, which is none from now on."""
-        promise = self._promises.pop(_slot(key), None)
+        promise = self.promises.pop(_slot(key), None)
         if promise is not None:
             ino = promise.key[1]
-            left = self._inodes[ino] - 1
+            left = self.inodes[ino] - 1
             if left:
-                self._inodes[ino] = left
+                self.inodes[ino] = left
             else:
-                del self._inodes[ino]
+                del self.inodes[ino]
         return promise
 
     def stale(self) -> Iterator[Key]:
         """Keys of promises whose open has not come for long, oldest first."""
-        too_many = len(self._promises) - _MAX_PROMISES
+        too_many = len(self.promises) - _MAX_PROMISES
         now = time.monotonic()
-        for number, promise in enumerate(list(self._promises.values())):
+        for number, promise in enumerate(list(self.promises.values())):
             if number >= too_many and now - promise.since < _MAX_AGE_S:
                 return
             yield promise.key

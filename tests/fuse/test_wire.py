@@ -37,6 +37,7 @@ from irdmafs.posix.operations import Operations
 ROOT = 1
 NO_REPLY = (Opcode.FORGET, Opcode.BATCH_FORGET, Opcode.INTERRUPT)
 U32, U64 = 2**32 - 1, 2**64 - 1
+O_LARGEFILE = 0o100000  # of every open by a name
 
 # Offsets are signed to us; here they are to take any bits.
 READ_IN = WRITE_IN = struct.Struct("<QQIIQII")
@@ -255,17 +256,15 @@ class Served:
         assert list(self.nodes.by_id) == [ROOT]
 
     def expire_redirections(self) -> None:
-        """Opens that were sent to another node and never came: the next such open notices."""
-        name = b"for redirections"
+        """Opens that were sent to another node and never came: such an open of another thread notices."""
+        name, pid = b"for redirections", 4711
         self.request(Opcode.MKNOD, ROOT, wire.MKNOD_IN.pack(0o100644, 0, 0, 0) + name + b"\0")
-        _, entry = self.request(Opcode.LOOKUP, ROOT, name + b"\0")
-        node_id = wire.ENTRY_OUT.unpack(entry)[0]
         truncating = wire.OPEN_IN.pack(os.O_WRONLY | os.O_TRUNC, 0)
+        node_id = lookup(self, name, pid)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("irdmafs.coherence.redirects._MAX_AGE_S", -1)
-            assert self.request(Opcode.OPEN, node_id, truncating)[0] == errno.ESTALE
-        _, entry = self.request(Opcode.LOOKUP, ROOT, name + b"\0")
-        self.request(Opcode.OPEN, wire.ENTRY_OUT.unpack(entry)[0], truncating)
+            assert self.request(Opcode.OPEN, node_id, truncating, pid=pid)[0] == errno.ESTALE
+        self.request(Opcode.OPEN, lookup(self, name, pid), truncating, pid=pid)
         self.release_all()
         assert self.request(Opcode.UNLINK, ROOT, name + b"\0")[0] == 0
 
@@ -621,8 +620,8 @@ def content_of(served: Served, fh: int) -> Content:
     return content
 
 
-def lookup(served: Served, name: bytes) -> int:
-    error, payload = served.request(Opcode.LOOKUP, ROOT, name + b"\0")
+def lookup(served: Served, name: bytes, pid: int = 4242) -> int:
+    error, payload = served.request(Opcode.LOOKUP, ROOT, name + b"\0", pid=pid)
     assert error == 0
     return int(wire.ENTRY_OUT.unpack(payload)[0])
 
@@ -699,6 +698,66 @@ def test_an_open_that_never_came_back_for_a_file_since_removed_hurts_no_other(mo
             patch.setattr("irdmafs.coherence.redirects._MAX_AGE_S", -1)
             node_id = lookup(served, b"other")
             assert served.request(Opcode.OPEN, node_id, truncating)[0] == errno.ESTALE
+
+    serve(mode, talk)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [os.O_WRONLY | os.O_TRUNC, os.O_WRONLY | os.O_APPEND, os.O_RDONLY | O_LARGEFILE],
+)
+@pytest.mark.parametrize("mode", ["passthrough", "cached"])
+def test_an_open_whose_name_means_another_busy_file_at_its_second_try_gets_that_one(
+    mode: str, flags: int
+) -> None:
+    def talk(served: Served) -> None:
+        asking = wire.OPEN_IN.pack(flags, 0)
+        new, old = busy(served, b"new", flags), busy(served, b"file", flags)
+        assert served.request(Opcode.OPEN, old, asking)[0] == errno.ESTALE
+        renaming = wire.RENAME_IN.pack(ROOT) + b"new\0file\0"
+        assert served.request(Opcode.RENAME, ROOT, renaming)[0] == 0
+        again = lookup(served, b"file")
+        error, opened = served.request(Opcode.OPEN, again, asking)
+        assert error == 0
+        handle = served.nodes.handles[wire.OPEN_OUT.unpack(opened)[0]]
+        assert handle.node.ino == served.nodes.by_id[new].ino
+        served.release_all()
+
+    serve(mode, talk)
+
+
+def busy(served: Served, name: bytes, flags: int) -> int:
+    """Make a file, and return a node of it that cannot show what an open by `flags` gets."""
+    node_id = write_whole(served, name, b"old")
+    reading, emptying = (
+        wire.OPEN_IN.pack(os.O_RDONLY, 0),
+        wire.OPEN_IN.pack(os.O_WRONLY | os.O_TRUNC, 0),
+    )
+    assert served.request(Opcode.OPEN, node_id, reading, pid=1)[0] == 0
+    if flags & os.O_TRUNC:
+        return node_id
+    assert served.request(Opcode.OPEN, node_id, emptying, pid=2)[0] == errno.ESTALE
+    other = lookup(served, name, pid=2)
+    _, opened = served.request(Opcode.OPEN, other, emptying, pid=2)
+    if flags & os.O_ACCMODE == os.O_RDONLY:
+        close(served, other, wire.OPEN_OUT.unpack(opened)[0])
+    return node_id
+
+
+@pytest.mark.parametrize("mode", ["passthrough", "cached"])
+def test_a_creation_ends_the_second_try_of_an_open(mode: str) -> None:
+    """What its thread looks up next is shown as it is."""
+
+    def talk(served: Served) -> None:
+        node_id = write_whole(served, b"file", b"weights")
+        write_whole(served, b"other", b"weights")
+        emptying = wire.OPEN_IN.pack(os.O_WRONLY | os.O_TRUNC | os.O_CREAT, 0)
+        assert served.request(Opcode.OPEN, node_id, emptying)[0] == errno.ESTALE
+        assert served.request(Opcode.UNLINK, ROOT, b"file\0", pid=1)[0] == 0
+        creating = wire.CREATE_IN.pack(os.O_WRONLY | os.O_TRUNC | os.O_CREAT, 0o644, 0, 0)
+        assert served.request(Opcode.CREATE, ROOT, creating + b"file\0")[0] == 0
+        _, entry = served.request(Opcode.LOOKUP, ROOT, b"other\0")
+        assert wire.ENTRY_OUT.unpack(entry)[7] == len(b"weights")
 
     serve(mode, talk)
 

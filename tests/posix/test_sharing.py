@@ -327,6 +327,29 @@ def test_no_write_fails_or_is_lost_while_readers_come_and_go(
         reader.result()
 
 
+def test_no_open_fails_while_others_empty_the_file_and_rename_another_over_it(
+    folder: Path, process: TakeProcess
+) -> None:
+    """The kernel tries an open twice: the name may mean another file by then, which is busy, too."""
+    files = [str(folder / f"file{number}") for number in range(2)]
+    for file in files:
+        Path(file).write_bytes(b"weights")
+    programs = [process() for _ in range(5)]
+    for number, program in enumerate(programs):
+        program.start(
+            "rng = __import__('random').Random(own)\n"
+            "for _ in range(150):\n"
+            "    file = rng.choice(files)\n"
+            "    how = rng.choice(('wb', 'r+b', 'rb', 'ab', 'rename'))\n"
+            "    with open(own if how == 'rename' else file, 'wb' if how == 'rename' else how) as opened:\n"
+            "        opened.read(1) if how == 'rb' else opened.write(b'weights')\n"
+            "    if how == 'rename': os.rename(own, file)\n",
+            files=files, own=str(folder / f"own{number}"),
+        )  # fmt: skip
+    for program in programs:
+        program.result()
+
+
 @pytest.mark.kernel_session("in the pyfuse3 session times are kept by the kernel")
 def test_a_store_through_a_mapping_moves_the_times(folder: Path, process: TakeProcess) -> None:
     file = folder / "file"
