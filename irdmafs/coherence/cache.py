@@ -39,7 +39,7 @@ class Cache:
         self.passthrough = passthrough
         self._isolation = isolation
         self._inodes = store.namespace.inodes
-        self.nodes = NodeTable(self._inodes[1], self._dropped)
+        self.nodes = NodeTable(self._inodes, self._dropped)
         self.table = ContentTable(store)
         self.redirects = Redirects()
         self.processes = Processes(mountpoint)

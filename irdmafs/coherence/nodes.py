@@ -4,10 +4,11 @@ A node has one backing file at a time. So a file of which an old content is open
 written is two nodes behind one name. docs/sharing.md has the rules; here is only the bookkeeping.
 """
 
+import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
-from ..backend.namespace import ROOT_INO, Inode
+from ..backend.namespace import ROOT_INO, Inode, fail
 from .content import Content, Stamp
 
 # The id of a node is the number of its inode, and above these bits, which no number reaches, its own.
@@ -83,7 +84,8 @@ class Handle:
 class NodeTable:
     """All nodes and handles. `on_drop` is told of every node the kernel forgot."""
 
-    def __init__(self, root: Inode, on_drop: Callable[[Node], None]) -> None:
+    def __init__(self, inodes: Mapping[int, Inode], on_drop: Callable[[Node], None]) -> None:
+        self._inodes = inodes
         self._on_drop = on_drop
         self._next_extra_id = 1
         self._next_fh = 1
@@ -96,9 +98,25 @@ class NodeTable:
         self._first: dict[int, Node] = {}
         # Those of which the kernel holds the file, by the number of its extent.
         self._backed: dict[int, set[Node]] = {}
-        root_node = self.add(root)
-        root_node.lookups = 1
-        assert root_node.id == ROOT_INO
+        root = self.add(inodes[ROOT_INO])
+        root.lookups = 1
+        assert root.id == ROOT_INO
+
+    def get(self, node_id: int) -> tuple[Node, Inode]:
+        """Return a node and its inode. Raises OSError ESTALE if either is gone."""
+        node = self.by_id.get(node_id)
+        inode = self._inodes.get(node.ino) if node is not None else None
+        if node is None or inode is None:
+            raise fail(errno.ESTALE)
+        return node, inode
+
+    def inode_of(self, node_id: int) -> Inode:
+        """Return a node's inode. Raises OSError ESTALE if either is gone."""
+        node = self.by_id.get(node_id)
+        inode = self._inodes.get(node.ino) if node is not None else None
+        if inode is None:
+            raise fail(errno.ESTALE)
+        return inode
 
     def add(self, inode: Inode, node_id: int = 0) -> Node:
         """Make a node. `node_id`: one that is free again, by which somebody asks for the inode."""

@@ -38,7 +38,6 @@ from .replies import (
     pack_attributes,
     pack_entry,
     pack_statx,
-    readdir_reply,
     sized,
 )
 from .submounts import Submounts
@@ -152,7 +151,7 @@ class KernelSession(KernelCache):
         self._pollers: dict[int, set[int]] = {}
         self._operations: Operations
         self._finished = trio.Event()
-        self._has_epochs = self._can_prune = self._has_acls = False
+        self._has_epochs = self._can_prune = False
         self._submounts: Submounts | None = None
         self._trace = log.isEnabledFor(logging.DEBUG)
         self._requests = [0] * 64
@@ -168,8 +167,6 @@ class KernelSession(KernelCache):
 
     def attach(self, operations: Operations) -> None:
         self._operations = operations
-        operations.readdir_reply = readdir_reply
-        operations.enforces_acls = self._has_acls
 
     def mounted(self, device: str) -> None:
         """Tell the session the device number ("0:37") of its mount."""
@@ -208,7 +205,6 @@ class KernelSession(KernelCache):
                                 "CONFIG_FUSE_PASSTHROUGH has)")  # fmt: skip
         self._has_epochs = minor >= wire.EPOCH_MINOR
         self._can_prune = minor >= wire.PRUNE_MINOR
-        self._has_acls = acls
         agreed = flags & (_WANTED if acls else _WANTED & ~Init.POSIX_ACL)
         answer = wire.INIT_OUT.pack(
             wire.MAJOR, min(minor, wire.MINOR), readahead, agreed & 0xFFFFFFFF,
@@ -799,9 +795,9 @@ class KernelSession(KernelCache):
 
     async def _readdirplus(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         fh, offset, size, _, _, _, _ = wire.decode(wire.READ_IN, self._buffer, end)
-        token = DirectoryReply(size)
-        await self._operations.readdir(fh, offset, token)
-        return wire.reply(unique, b"".join(token.parts))
+        listing = DirectoryReply(size)
+        await self._operations.readdir(fh, offset, listing.add)
+        return wire.reply(unique, b"".join(listing.parts))
 
     async def _releasedir(self, unique: int, nodeid: int, caller: Caller, end: int) -> bytes:
         fh, _, _, _ = wire.decode(wire.RELEASE_IN, self._buffer, end)

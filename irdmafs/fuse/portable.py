@@ -27,9 +27,8 @@ _GONE = frozenset({errno.ENOENT, errno.ENODEV, errno.ENOTDIR})
 
 _REQUESTS = (
     "lookup", "getattr", "setattr", "readlink", "mknod", "mkdir", "unlink", "rmdir", "symlink",
-    "rename", "link", "open", "read", "write", "flush", "release", "fsync", "opendir", "readdir",
-    "releasedir", "fsyncdir", "statfs", "setxattr", "getxattr", "listxattr", "removexattr",
-    "create", "forget",
+    "rename", "link", "open", "read", "write", "flush", "release", "fsync", "opendir", "releasedir",
+    "fsyncdir", "statfs", "setxattr", "getxattr", "listxattr", "removexattr", "create", "forget",
 )  # fmt: skip
 
 _ATTRIBUTES = [name for name in Attributes.__annotations__ if name != "ino"]
@@ -140,15 +139,16 @@ def _adapted(operations: Operations, session: PortableSession) -> pyfuse3.Operat
 
         return wrapped
 
+    async def readdir(fh: int, start_id: int, token: Any) -> None:
+        def add(name: bytes, entry: Attributes, next_id: int) -> bool:
+            return pyfuse3.readdir_reply(token, name, _numbered(entry, shown=False), next_id)
+
+        await operations.readdir(fh, start_id, add, one_number=True)
+
     adapted = pyfuse3.Operations()
-    for name in _REQUESTS:
-        setattr(adapted, name, wrap(name, getattr(operations, name)))
-
-    def readdir_reply(token: Any, name: bytes, entry: Attributes, next_id: int) -> bool:
-        return pyfuse3.readdir_reply(token, name, _numbered(entry, shown=False), next_id)
-
-    operations.readdir_reply = readdir_reply
-    operations.lists_one_number = True
+    methods = {name: getattr(operations, name) for name in _REQUESTS}
+    for name, method in {**methods, "readdir": readdir}.items():
+        setattr(adapted, name, wrap(name, method))
     return adapted
 
 

@@ -3,7 +3,7 @@
 import errno
 import functools
 import os
-from typing import Any, Final
+from typing import Final
 
 from ..posix.calls import Attributes
 from . import wire
@@ -31,11 +31,6 @@ class DirectoryReply:
         self.parts.append(pack_entry(entry, entry.st_ino) if referred else _NO_ENTRY)
         self.parts.append(record)
         return True
-
-
-def readdir_reply(token: Any, name: bytes, entry: Attributes, next_id: int) -> bool:
-    reply: DirectoryReply = token
-    return reply.add(name, entry, next_id)
 
 
 def sized(unique: int, value: bytes, room: int) -> bytes:

@@ -159,19 +159,18 @@ class _Daemon:
         session = KernelSession(fd, wakeups)
         try:
             options = self._config.options
+            acls = options.default_permissions and options.acl
             mounting.mount_fuse(fd, self._config.mountpoint, options)
             try:
                 # INIT is the first message, and the kernel has sent it when mount(2) returns.
-                session.handshake(
-                    self._stack_depth(), acls=options.default_permissions and options.acl
-                )
+                session.handshake(self._stack_depth(), acls=acls)
             except BaseException:
                 mounting.unmount(self._config.mountpoint, lazy=True)
                 raise
         except BaseException:
             session.close()
             raise
-        session.attach(self._assemble(session, passthrough=True))
+        session.attach(self._assemble(session, passthrough=True, acls=acls))
         return session
 
     def _stack_depth(self) -> int:
@@ -191,7 +190,7 @@ class _Daemon:
         if self._config.options.locks == "refuse":
             raise MountError("-o locks=refuse takes the kernel session; see `irdmafs doctor`")
         session = PortableSession()
-        operations = self._assemble(session, passthrough=False)
+        operations = self._assemble(session, passthrough=False, acls=False)
         options = mounting.libfuse_options(self._config.options)
         try:
             session.mount(operations, self._config.mountpoint, options)
@@ -203,14 +202,16 @@ class _Daemon:
         return session
 
     def _assemble(
-        self, session: KernelSession | PortableSession, *, passthrough: bool
+        self, session: KernelSession | PortableSession, *, passthrough: bool, acls: bool
     ) -> Operations:
         isolation = Isolation(self._store.namespace, default=self._config.options.isolation)
         self._cache = Cache(
             self._store, self._config.mountpoint, isolation, passthrough=passthrough
         )
         self._cache.kernel = session
-        operations = Operations(self._store, self._cache, self._config.options, self.status)
+        operations = Operations(
+            self._store, self._cache, self._config.options, self.status, acls=acls
+        )
         self._operations = operations
         self._events.begin(Parts(self._cache, operations.beliefs, operations.locking, session))
         return operations

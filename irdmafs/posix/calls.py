@@ -1,12 +1,16 @@
 """The arguments of operations that say who calls them and for what, and their answers."""
 
-from typing import Protocol
+import errno
+from typing import Final, Protocol
 
 import pyfuse3
 
+from ..backend.namespace import Inode, fail
 from ..coherence.nodes import Handle
 
-__all__ = ["Attributes", "Caller", "Fields", "OpenInfo"]
+__all__ = ["OFFSET_MAX", "Attributes", "Caller", "Fields", "OpenInfo", "refuse_other_than_file"]
+
+OFFSET_MAX: Final = 2**63 - 1
 
 
 class Caller(Protocol):
@@ -69,3 +73,9 @@ class OpenInfo(pyfuse3.FileInfo):
     handle: Handle
     passthrough: bool
     noflush: bool
+
+
+def refuse_other_than_file(inode: Inode) -> None:
+    """Raise OSError unless the inode is a file: the kernel opens devices and fifos itself."""
+    if not inode.is_file:
+        raise fail(errno.EISDIR if inode.is_dir else errno.EINVAL)

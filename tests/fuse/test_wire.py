@@ -177,7 +177,7 @@ class Served:
         self.store = store
         self.cache = Cache(store, "/nowhere", Isolation(store.namespace), passthrough=passthrough)
         self.cache.kernel = session
-        self.operations = Operations(store, self.cache, MountOptions(), dict)
+        self.operations = Operations(store, self.cache, MountOptions(), dict, acls=False)
         self.nodes = self.cache.nodes
         session.attach(self.operations)
         self.expected: Counter[int] = Counter()

@@ -19,7 +19,6 @@ VERSION = "irdmafs._version"  # belongs to both sides
 # Modules longer than LINES_MAX.
 LONG = {
     "irdmafs.coherence.cache",
-    "irdmafs.posix.operations",
     "irdmafs.fuse.kernel",
     "irdmafs.backend.store.remote.store",
 }

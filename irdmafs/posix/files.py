@@ -1,0 +1,202 @@
+"""What is done through an open file: data, locks, and closing it."""
+
+import ctypes
+import errno
+import os
+from collections.abc import Coroutine
+from typing import Any, Final
+
+from ..backend.namespace import fail
+from ..backend.namespace.protection import APPEND, IMMUTABLE
+from ..backend.store.api import Store
+from ..coherence.cache import Cache
+from ..coherence.content import Content
+from ..coherence.nodes import Handle
+from .answers import Answers
+from .atimes import Atimes
+from .calls import OFFSET_MAX
+from .locking import Locking
+from .locks import Lock
+from .metadata import Metadata
+from .privileges import Closer, privileges_of
+
+_COPIED_MAX_BYTES: Final = 16 * 1024 * 1024  # in one request: others wait meanwhile
+_FALLOC_FL_KEEP_SIZE: Final = 1
+_FALLOC_FL_PUNCH_HOLE: Final = 2
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+class OpenFiles:
+    """Reads, writes, locks and closes by file handle. An unknown handle is a KeyError."""
+
+    def __init__(
+        self,
+        store: Store,
+        cache: Cache,
+        answers: Answers,
+        metadata: Metadata,
+        locking: Locking,
+        atimes: Atimes,
+    ) -> None:
+        self._store = store
+        self._inodes = store.namespace.inodes
+        self._extents = store.extents
+        self._shared = store.shared
+        self._cache = cache
+        self._nodes = cache.nodes
+        self._answers = answers
+        self._metadata = metadata
+        self._locking = locking
+        self._atimes = atimes
+
+    def _handle(self, fh: int, *, writing: bool = False) -> Handle:
+        """An open file; KeyError when there is none, OSError EBADF when it is not open for this."""
+        handle = self._nodes.handles[fh]
+        if handle.is_directory or (writing and not handle.writing):
+            raise fail(errno.EBADF)
+        return handle
+
+    @staticmethod
+    def _content(handle: Handle) -> Content:
+        assert handle.content is not None
+        return handle.content
+
+    async def read(self, fh: int, off: int, size: int) -> bytes:
+        if off > OFFSET_MAX:
+            raise fail(errno.EINVAL)
+        handle = self._handle(fh)
+        if not handle.flags & os.O_NOATIME:
+            self._atimes.read(self._inodes[handle.node.ino])
+        return await self._cache.read(handle, off, size)
+
+    async def write(self, fh: int, off: int, buf: "memoryview | bytes") -> int:
+        if off > OFFSET_MAX:
+            raise fail(errno.EINVAL)
+        handle = self._handle(fh, writing=True)
+        inode = self._inodes[handle.node.ino]
+        # The kernel let O_APPEND be taken off: it does not know that this is not to be.
+        if inode.flags & APPEND and off < self._answers.attributes(handle.node, inode).st_size:
+            raise fail(errno.EPERM)
+        return await self._cache.write(handle, off, buf)
+
+    async def flush(self, fh: int, pid: int = 0) -> None:
+        handle = self._handle(fh)
+        pid = pid or handle.pid
+        found = self._inodes[handle.node.ino]
+        if handle.writing and privileges_of(found) & ~handle.node.told:
+            await self._metadata.lose_privileges(found.ino, Closer(pid))
+        await self._publish(handle, pid, self._cache.flush(handle, pid))
+
+    async def _publish(self, handle: Handle, pid: int, step: Coroutine[Any, Any, None]) -> None:
+        """Run what may publish something for a process, unless that has lost a lock."""
+        if not self._shared:
+            await step
+            return
+        try:
+            self._locking.check(pid)
+        except OSError:
+            if self._cache.give_up(handle):
+                step.close()
+                raise
+        with self._locking.publishing(handle.node.ino, pid):
+            await step
+
+    async def release(self, fh: int) -> None:
+        self._handle(fh)
+        await self._cache.release(fh)
+
+    def release_can_wait(self, fh: int) -> bool:
+        """Whether releasing this handle shows others nothing that its flush did not show before.
+
+        Raises OSError EBADF for a directory's, KeyError when there is none.
+        """
+        return not self._handle(fh).writing
+
+    async def fsync(self, fh: int, datasync: bool) -> None:
+        handle = self._handle(fh)
+        await self._publish(handle, handle.pid, self._cache.fsync(handle))
+
+    async def fallocate(self, fh: int, mode: int, offset: int, length: int) -> None:
+        handle = self._handle(fh, writing=True)
+        protected = self._inodes[handle.node.ino].flags
+        if protected & IMMUTABLE or (protected & APPEND and mode & ~_FALLOC_FL_KEEP_SIZE):
+            raise fail(errno.EPERM)
+        if offset + length > self._store.size_max:
+            raise fail(errno.EFBIG)
+
+        def change(fd: int) -> None:
+            if not mode & _FALLOC_FL_PUNCH_HOLE:
+                self._cache.refuse_growth(handle.node.ino, fd, offset, length)
+            if _libc.fallocate(fd, mode, offset, length):
+                raise fail(ctypes.get_errno())
+
+        await self._cache.change(handle, change)
+
+    async def lseek(self, fh: int, offset: int, whence: int) -> int:
+        content = self._content(self._handle(fh))
+        if whence not in (os.SEEK_DATA, os.SEEK_HOLE):
+            raise fail(errno.EINVAL)
+        if not content.extent:
+            raise fail(errno.ENXIO)
+        with self._extents.opened(content.extent) as fd:
+            return os.lseek(fd, offset, whence)
+
+    async def copy_file_range(
+        self, fh_in: int, off_in: int, fh_out: int, off_out: int, length: int
+    ) -> int:
+        if max(off_in, off_out) > OFFSET_MAX:
+            raise fail(errno.EOVERFLOW)
+        source = self._content(self._handle(fh_in))
+        target = self._handle(fh_out, writing=True)
+        if self._inodes[target.node.ino].flags & (IMMUTABLE | APPEND):
+            raise fail(errno.EPERM)
+        length = min(length, 16 * 1024 * 1024)  # other requests wait meanwhile
+        copied = 0
+
+        def change(out: int) -> None:
+            nonlocal copied
+            if source.extent:
+                with self._extents.opened(source.extent) as fd:
+                    left = max(0, os.fstat(fd).st_size - off_in)
+                    self._cache.refuse_growth(target.node.ino, out, off_out, min(length, left))
+                    copied = os.copy_file_range(fd, out, length, off_in, off_out)
+
+        await self._cache.change(target, change)
+        if copied:
+            self._atimes.read(self._inodes[source.ino])
+        return copied
+
+    def newer_version(self, fh: int) -> tuple[int, bool]:
+        """The handle's inode, and whether a version newer than the handle's was published."""
+        handle = self._handle(fh)
+        content, inode = self._content(handle), self._inodes[handle.node.ino]
+        changing = content.is_changing and not content.superseded
+        return inode.ino, not changing and content.version != inode.version
+
+    async def test_lock(self, node_id: int, owner: int, lock: Lock) -> Lock:
+        """fcntl(F_GETLK): the lock in the way, or `lock` as F_UNLCK."""
+        return await self._locking.test(self._nodes.inode_of(node_id).ino, owner, lock)
+
+    async def lock(self, fh: int, owner: int, lock: Lock, *, flock: bool, wait: bool) -> None:
+        """fcntl(F_SETLK, F_SETLKW) and flock(2). Raises OSError EAGAIN, EDEADLK, ENOLCK, EIO."""
+        ino = self._handle(fh).node.ino
+        await self._locking.lock(fh, ino, owner, lock, flock=flock, wait=wait)
+
+    async def close(self, fh: int, pid: int, owner: int) -> None:
+        """close(2) of a descriptor in the kernel session, which tells whose locks on the file end with it.
+        Whoever has such a lock next is to see what was written under it."""
+        locking = self._locking
+        try:
+            await self.flush(fh, pid)
+        finally:
+            if locking.closes_matter:
+                await locking.closed(fh, self._handle(fh).node.ino, owner)
+        if locking.closes_matter:
+            locking.tell_lost(pid, self._handle(fh).node.ino)
+
+    async def release_locked(self, fh: int) -> None:
+        """Release a handle through which locks may have been taken."""
+        async with self._locking.releasing(fh, self._handle(fh).node.ino):
+            await self.release(fh)

@@ -1,0 +1,82 @@
+"""Which node a name leads to, and which nodes the kernel has forgotten."""
+
+import errno
+from collections.abc import Sequence
+
+from ..backend.namespace import Namespace, fail
+from ..coherence.arrivals import Arrivals
+from ..coherence.cache import Cache
+from ..coherence.nodes import INO_BITS
+from .answers import Answers
+from .calls import Attributes, Caller
+
+
+class Lookups:
+    """Answers lookups, by name and by file handle."""
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        cache: Cache,
+        answers: Answers,
+        arrivals: Arrivals,
+        *,
+        shared: bool,
+    ) -> None:
+        self._namespace = namespace
+        self._inodes = namespace.inodes
+        self._cache = cache
+        self._nodes = cache.nodes
+        self._answers = answers
+        self._arrivals = arrivals
+        self._shared = shared
+
+    def find(self, parent_inode: int, name: bytes, pid: int) -> Attributes | None:
+        """Return the answer to a lookup by a thread; None: the namespace has to be fresh first."""
+        if name == b".":
+            return self._found_by_handle(parent_inode)
+        parent = self._nodes.inode_of(parent_inode)
+        if name == b"..":
+            return self._found_by_handle(self._namespace.parent_of(parent.ino))
+        inode = self._namespace.lookup(parent.ino, name)
+        if self._shared:
+            led = self._inodes.get(self._arrivals.trails.led(pid, (parent.ino, name)))
+            if led is not None and self._cache.is_promised(pid, led.ino):
+                return self._answers.entry(parent.ino, name, led, pid)
+            if inode is None:
+                return None
+            self._arrivals.trails.note(pid, parent.ino, name, inode)
+        if inode is None:
+            return self._answers.missing()
+        return self._answers.entry(parent.ino, name, inode, pid)
+
+    async def lookup(self, parent_inode: int, name: bytes, ctx: Caller) -> Attributes:
+        found = self.find(parent_inode, name, ctx.pid)
+        if found is not None:
+            return found
+        parent = self._nodes.inode_of(parent_inode)
+        await self._arrivals.freshen(parent)
+        inode = self._namespace.lookup(parent.ino, name)
+        if inode is None:
+            self._arrivals.trails.forget(ctx.pid)
+            return self._answers.missing()
+        return self._answers.entry(parent.ino, name, inode, ctx.pid)
+
+    def _found_by_handle(self, node_id: int) -> Attributes:
+        """Return the attributes of a file handle's node (name_to_handle_at(2)). The kernel may have
+        forgotten it."""
+        node = self._nodes.by_id.get(node_id)
+        inode = self._inodes.get(node.ino if node is not None else node_id % (1 << INO_BITS))
+        if inode is None:
+            raise fail(errno.ESTALE)
+        if node is None:
+            node = self._cache.node_of(inode, 0)
+            if node.id != node_id:
+                node = self._nodes.add(inode, node_id)
+        node.lookups += 1
+        return self._answers.attributes(node, inode)
+
+    async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
+        for node_id, lookups in inode_list:
+            self._nodes.forget(node_id, lookups)
+        await self._cache.forget_nameless()

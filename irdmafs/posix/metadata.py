@@ -1,0 +1,167 @@
+"""The attributes of inodes: asked for, set by their owners, and taken by others' changes."""
+
+import errno
+import os
+
+import pyfuse3
+
+from ..backend.namespace import ROOT_INO, Inode, fail
+from ..backend.namespace.protection import APPEND, IMMUTABLE
+from ..backend.store.api import Store
+from ..coherence.arrivals import Arrivals
+from ..coherence.cache import Cache
+from ..inline import detach
+from . import quotas
+from .answers import Answers
+from .atimes import Atimes
+from .calls import OFFSET_MAX, Attributes, Caller, Fields, refuse_other_than_file
+from .privileges import CAPABILITY, SET_IDS, may_keep_set_ids, mode_left, refuse_stranger
+from .privileges import Caller as Changer
+
+
+class Metadata:
+    """Shows and changes the attributes that stat(2), statfs(2) and lsattr(1) show."""
+
+    def __init__(
+        self, store: Store, cache: Cache, answers: Answers, arrivals: Arrivals, atimes: Atimes
+    ) -> None:
+        self._store = store
+        self._namespace = store.namespace
+        self._inodes = store.namespace.inodes
+        self._shared = store.shared
+        self._cache = cache
+        self._nodes = cache.nodes
+        self._processes = cache.processes
+        self._answers = answers
+        self._arrivals = arrivals
+        self._atimes = atimes
+
+    async def getattr(self, inode: int, ctx: Caller) -> Attributes:
+        return self.attributes(inode)
+
+    def attributes(self, node_id: int) -> Attributes:
+        node, found = self._nodes.get(node_id)
+        entry = self._answers.attributes(node, found)
+        if self._shared:
+            self._answers.let_believe_attributes(entry, found)
+        return entry
+
+    async def setattr(
+        self,
+        inode: int,
+        attr: Attributes | pyfuse3.EntryAttributes,
+        fields: Fields,
+        fh: int | None,
+        ctx: Caller,
+        *,
+        lose_set_ids: bool = False,
+        touch: bool = False,
+    ) -> Attributes:
+        """`lose_set_ids`: the caller is about to change the content, or does it by this truncation, and
+        may not keep set-user-id and set-group-id. `touch`: both times are to be now."""
+        node, found = self._nodes.get(inode)
+        if self._shared:
+            await detach()
+        if fields.update_size:
+            await self._truncate(found, attr.st_size, fh)
+            self._answers.refresh_other_nodes(node, node.ino)  # one of them may show what was cut
+            found = self._nodes.inode_of(inode)
+        changes: dict[str, int] = {}
+        if touch and found.flags & IMMUTABLE:
+            raise fail(errno.EPERM)
+        sets_times = (fields.update_atime or fields.update_mtime) and not touch
+        asked_for = fields.update_mode or fields.update_uid or fields.update_gid or sets_times
+        if lose_set_ids or fields.update_uid or fields.update_gid:
+            changes["mode"] = await mode_left(found, ctx, self._processes)
+            if lose_set_ids and not fields.update_size and not self._cache.is_written(found.ino):
+                await refuse_stranger(found, changes["mode"], ctx, self._processes)
+        if fields.update_mode:
+            changes["mode"] = attr.st_mode
+        if fields.update_uid:
+            changes["uid"] = attr.st_uid
+        if fields.update_gid:
+            changes["gid"] = attr.st_gid
+        if fields.update_atime:
+            changes["atime_ns"] = attr.st_atime_ns
+        if fields.update_mtime:
+            changes["mtime_ns"] = attr.st_mtime_ns
+            self._cache.set_mtime(node, attr.st_mtime_ns)
+        atime_ns = self._atimes.of(found)
+        if not changes and not fields.update_size:
+            changes["mode"] = found.mode  # chown(2) to nobody: the time of change moves
+        if changes:
+            changes.setdefault("atime_ns", atime_ns)
+            await self._namespace.set_attributes(node.ino, **changes, asked_for=asked_for)
+            self._atimes.saved(self._inodes[node.ino])
+            self._answers.refresh_other_nodes(node, node.ino)
+        return self._answers.attributes(node, self._inodes[node.ino])
+
+    async def _truncate(self, inode: Inode, size: int, fh: int | None) -> None:
+        refuse_other_than_file(inode)
+        if inode.flags & APPEND or (inode.flags & IMMUTABLE and fh is None):
+            raise fail(errno.EPERM)
+        if not 0 <= size <= OFFSET_MAX:
+            raise fail(errno.EINVAL)
+        if size > self._store.size_max:
+            raise fail(errno.EFBIG)
+        handle = self._nodes.handles.get(fh) if fh is not None else None
+        if handle is not None and handle.writing:
+            await self._cache.change(handle, lambda fd: os.ftruncate(fd, size))
+        else:
+            if size:
+                inode = await self._arrivals.ensure_local(inode)
+            inode = await self._arrivals.refreshed(inode, bring=size > 0)
+            await self._cache.truncate(inode, size)
+
+    async def lose_privileges(
+        self, ino: int, ctx: Changer, *, lose_set_ids: bool | None = None
+    ) -> None:
+        """A file's content is about to be replaced. None: the session does not say what may be kept."""
+        found = self._inodes[ino]
+        if not found.xattrs and not found.mode & SET_IDS:
+            return
+        if self._shared:
+            await detach()
+        if CAPABILITY in found.xattrs:
+            await self._namespace.remove_xattr(ino, CAPABILITY)
+        if found.mode & SET_IDS:
+            lose = lose_set_ids
+            if lose is None:
+                lose = not await may_keep_set_ids(ctx, self._processes)
+            mode = await mode_left(found, ctx, self._processes) if lose else found.mode
+            if mode != found.mode:
+                await self._namespace.set_attributes(ino, mode=mode, asked_for=False)
+                self._answers.refresh_other_nodes(None, ino)
+
+    def has_set_ids(self, node_id: int) -> bool:
+        return bool(self._nodes.inode_of(node_id).mode & SET_IDS)
+
+    def birth_ns(self, node_id: int) -> int:
+        """When an inode was made, 0: before that was kept."""
+        return self._nodes.inode_of(node_id).birth_ns
+
+    def flags(self, node_id: int) -> int:
+        """chattr(1)'s flags of an inode."""
+        return self._nodes.inode_of(node_id).flags
+
+    async def set_flags(self, node_id: int, flags: int) -> None:
+        node, _ = self._nodes.get(node_id)
+        if self._shared:
+            await detach()
+        await self._namespace.set_attributes(node.ino, flags=flags)
+        self._answers.refresh_other_nodes(None, node.ino)
+
+    async def statfs(self, ctx: Caller, node_id: int = ROOT_INO) -> pyfuse3.StatvfsData:
+        """Return the space of the filesystem, or what quotas leave of it at the node."""
+        below = self._store.statvfs()
+        data = pyfuse3.StatvfsData()
+        data.f_bsize, data.f_frsize = below.f_bsize, below.f_frsize
+        data.f_blocks, data.f_bfree, data.f_bavail = below.f_blocks, below.f_bfree, below.f_bavail
+        data.f_files = below.f_files
+        data.f_ffree = data.f_favail = below.f_ffree
+        data.f_namemax = 255
+        node = self._nodes.by_id.get(node_id)
+        if self._namespace.quotas.in_use and node is not None:
+            for usage in self._namespace.quotas.around(node.ino):
+                quotas.limit(data, usage)
+        return data

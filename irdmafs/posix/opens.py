@@ -1,0 +1,151 @@
+"""Opens of files: by a name that is there, by one that is created, and without one."""
+
+import errno
+import os
+import stat
+from collections.abc import Sequence
+
+from ..backend.namespace import Inode, fail
+from ..backend.namespace.protection import refuse_open
+from ..backend.store.api import Store
+from ..coherence.arrivals import Arrivals, name_of
+from ..coherence.cache import Cache, truncates
+from ..coherence.freshness import TrailStep
+from ..coherence.kernel_cache import Name
+from ..coherence.nodes import Handle
+from ..inline import detach
+from .answers import Answers
+from .calls import Attributes, Caller, OpenInfo, refuse_other_than_file
+from .locking import Locking
+from .metadata import Metadata
+
+
+class Opens:
+    """Opens files, each on the content that the cache decides on."""
+
+    def __init__(
+        self,
+        store: Store,
+        cache: Cache,
+        answers: Answers,
+        arrivals: Arrivals,
+        metadata: Metadata,
+        locking: Locking,
+    ) -> None:
+        self._store = store
+        self._namespace = store.namespace
+        self._inodes = store.namespace.inodes
+        self._shared = store.shared
+        self._cache = cache
+        self._nodes = cache.nodes
+        self._answers = answers
+        self._arrivals = arrivals
+        self._metadata = metadata
+        self._locking = locking
+
+    async def open(
+        self, inode: int, flags: int, ctx: Caller, *, lose_set_ids: bool | None = None
+    ) -> OpenInfo:
+        names: Sequence[TrailStep] = ()
+        if not flags:
+            # The kernel's own open, for an ioctl on what a program has open: whoever opens by a name has
+            # O_LARGEFILE among the flags (or is a 32-bit program without it). It would not come again.
+            node, found = self._nodes.get(inode)
+            refuse_other_than_file(found)
+            return self._opened(self._cache.open_here(found, node, flags, ctx.pid))
+        if self._shared:
+            names = self._arrivals.trails.take(ctx.pid)
+            node, found = await self._arrivals.settled(inode, names, flags, ctx.pid)
+            found = await self._arrivals.refreshed(found, bring=not truncates(flags))
+        else:
+            node, found = self._nodes.get(inode)
+        refuse_other_than_file(found)
+        if found.flags:
+            refuse_open(found, flags)
+        if flags & os.O_TRUNC:
+            await self._metadata.lose_privileges(found.ino, ctx, lose_set_ids=lose_set_ids)
+            found = self._inodes[found.ino]
+        try:
+            handle = await self._cache.open(found, node, flags, ctx.pid)
+        except OSError as error:
+            if error.errno == errno.ESTALE and self._shared:
+                # It has to come back by the same name, although that may mean another file by then.
+                name = name_of(self._nodes.by_id.get(inode), names)
+                if name is not None:
+                    self._arrivals.trails.lead(ctx.pid, (name.parent, name.name), found.ino)
+            raise
+        if self._shared and not truncates(flags):
+            self._store.count_open(found.extent)
+        return self._opened(handle)
+
+    async def create(
+        self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: Caller
+    ) -> tuple[OpenInfo, Attributes]:
+        directory = self._nodes.inode_of(parent_inode)
+        if self._shared:
+            await detach()
+        if self._namespace.lookup(directory.ino, name) is None:
+            writing = flags & os.O_ACCMODE != os.O_RDONLY
+            # A file nobody writes is published as it is: empty. Else the name is made durable
+            # together with the first version; a crash before that leaves neither.
+            try:
+                inode = await self._namespace.create(
+                    directory.ino, name, mode & 0o7777 | stat.S_IFREG, ctx.uid, ctx.gid,
+                    version=0 if writing else 1, durable=not writing, umask=ctx.umask,
+                    layout=self._store.layout(directory.ino, name),
+                )  # fmt: skip
+            except FileExistsError:
+                pass  # another host was first
+            else:
+                return self._created(inode, flags, ctx, (directory.ino, name))
+        found = self._namespace.lookup(directory.ino, name)
+        if found is None or flags & os.O_EXCL:
+            raise fail(errno.EEXIST)
+        refuse_other_than_file(found)
+        if not flags & os.O_TRUNC:
+            found = await self._arrivals.ensure_local(found)
+        found = await self._arrivals.refreshed(found, bring=not flags & os.O_TRUNC)
+        handle = await self._cache.open_any(found, flags, ctx.pid)
+        handle.node.lookups += 1
+        if not truncates(flags):
+            self._store.count_open(found.extent)
+        return self._opened(handle), self._answers.attributes(handle.node, found)
+
+    async def tmpfile(
+        self, parent_inode: int, mode: int, flags: int, ctx: Caller
+    ) -> tuple[OpenInfo, Attributes]:
+        """O_TMPFILE: a file without a name, that linkat(2) may give one."""
+        directory = self._nodes.inode_of(parent_inode)
+        mode = mode & 0o7777 | stat.S_IFREG
+        inode = self._namespace.orphan(
+            mode, ctx.uid, ctx.gid, directory=directory.ino, umask=ctx.umask
+        )
+        return self._created(inode, flags, ctx)
+
+    def _created(
+        self, inode: Inode, flags: int, ctx: Caller, name: Name | None = None
+    ) -> tuple[OpenInfo, Attributes]:
+        handle = self._cache.create(inode, flags, ctx.pid)
+        node = handle.node
+        node.lookups += 1
+        info = self._opened(handle)
+        entry = self._answers.attributes(node, inode, is_new=True)
+        if name is not None and self._shared:
+            node.name = name
+            valid_s = self._store.believable_s(name[0], used=False)
+            self._answers.let_believe(entry, *name, inode, valid_s, made=True)
+        return info, entry
+
+    def _opened(self, handle: Handle) -> OpenInfo:
+        node = handle.node
+        info = OpenInfo(handle.fh, False, node.opens > 1 and node.cached, False)
+        info.handle = handle
+        info.passthrough = not node.cached
+        # Closing any descriptor of a file drops its process's POSIX locks: then we must hear of it.
+        info.noflush = not handle.writing and not self._locking.must_hear_of_closes(node.ino)
+        return info
+
+    async def cancel_open(self, handle: Handle) -> None:
+        """An open that was decided on cannot be answered: nobody will release what nobody got."""
+        handle.aborted = True
+        await self._cache.release(handle.fh)

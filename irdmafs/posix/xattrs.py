@@ -1,0 +1,175 @@
+"""Extended attributes: those that are kept, and our own, which tell or do something."""
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from typing import Any, Final
+
+from ..backend.namespace import ROOT_INO, acl, fail
+from ..backend.namespace.quotas import QUOTA_NAMES
+from ..backend.store.api import Store
+from ..callers.credentials import CAP_SYS_ADMIN
+from ..callers.processes import ids_of, open_thread
+from ..coherence.arrivals import Arrivals
+from ..coherence.cache import Cache
+from ..inline import detach
+from . import own_xattrs, quotas
+from .answers import Answers
+from .calls import Caller
+from .privileges import privileges_of
+
+_DESCRIPTOR_MAX: Final = 2**31 - 1
+_WHY_MAX: Final = 96
+_TRUSTED: Final = b"trusted."
+_XATTR_NAMESPACES: Final = (b"user.", _TRUSTED, b"security.")
+
+
+class Xattrs:
+    """Sets, shows and removes extended attributes. `status`: what user.irdmafs.status tells; `acls`: the
+    session has the kernel check ACLs, otherwise there are none."""
+
+    def __init__(
+        self,
+        store: Store,
+        cache: Cache,
+        answers: Answers,
+        arrivals: Arrivals,
+        status: Callable[[], dict[str, Any]],
+        *,
+        acls: bool,
+    ) -> None:
+        self._store = store
+        self._namespace = store.namespace
+        self._shared = store.shared
+        self._cache = cache
+        self._nodes = cache.nodes
+        self._processes = cache.processes
+        self._answers = answers
+        self._arrivals = arrivals
+        self._status = status
+        self._acls = acls
+
+    async def setxattr(
+        self,
+        inode: int,
+        name: bytes,
+        value: bytes,
+        ctx: Caller,
+        flags: int = 0,
+        *,
+        drop_set_gid: bool = False,
+    ) -> None:
+        found = self._nodes.inode_of(inode)
+        self._refuse_unknown_xattr(name)
+        if name == own_xattrs.PREFETCH:
+            self._store.prefetch(found.ino)
+            return
+        if name.startswith(own_xattrs.PREFIX):
+            with own_xattrs.saying_why(self._namespace, found, name):
+                if name == own_xattrs.DISCARD:
+                    self._cache.discard(self._nodes.get(inode)[0])
+                    return
+                own_xattrs.refuse_nonsense(found, name, value)
+                if name in QUOTA_NAMES:
+                    await quotas.refuse_setting(ctx.uid, ctx.pid, self._processes)
+                if self._shared:
+                    await detach()
+                    await self._store.check_attribute(found, name, value)
+        elif self._shared:
+            await detach()
+        await self._namespace.set_xattr(found.ino, name, value, flags, drop_set_gid=drop_set_gid)
+        self._answers.refresh_several(found.ino)
+        node = self._nodes.by_id.get(inode)
+        if node is not None:
+            node.told |= privileges_of(self._nodes.inode_of(inode))
+
+    def _refuse_unknown_xattr(self, name: bytes) -> None:
+        """Raises OSError EINVAL for a namespace without a name, EOPNOTSUPP for another one, so that no
+        program takes an ACL for checked that nobody checks."""
+        if name in _XATTR_NAMESPACES:
+            raise fail(errno.EINVAL)
+        if name.startswith(_XATTR_NAMESPACES) or (name in acl.NAMES and self._acls):
+            return
+        raise fail(errno.EOPNOTSUPP)
+
+    async def getxattr(self, inode: int, name: bytes, ctx: Caller) -> bytes:
+        found = self._nodes.inode_of(inode)
+        self._refuse_unknown_xattr(name)
+        value = found.xattrs.get(name)
+        if value is not None:
+            return value
+        if name == own_xattrs.VERSION and found.is_file:
+            node, _ = self._nodes.get(inode)
+            return b"%d" % self._cache.version(node, found)
+        if name == own_xattrs.VERSIONS and found.is_file:
+            return json.dumps(own_xattrs.versions(found, self._cache, self._nodes)).encode()
+        if name == own_xattrs.PREFETCH_NOW:
+            self._store.prefetch(found.ino)
+        if name in (own_xattrs.PREFETCH, own_xattrs.PREFETCH_NOW):
+            return json.dumps(self._store.prefetch_progress(found.ino)).encode()
+        if name == own_xattrs.STATUS and found.ino == ROOT_INO:
+            return json.dumps(self._status()).encode()
+        if name in (own_xattrs.QUOTA_USED_BYTES, own_xattrs.QUOTA_USED_INODES):
+            await self._arrivals.freshen(found)
+            return quotas.used(self._namespace, found.ino, name)
+        if name.startswith(own_xattrs.READ_INTO) and found.is_file and self._shared:
+            try:
+                answer = await self._read_into(inode, name, ctx)
+            except OSError as error:
+                if error.errno != errno.EOPNOTSUPP:
+                    raise
+                answer = {"why_not": str(error.strerror)[:_WHY_MAX]}
+            return json.dumps(answer).encode()
+        raise fail(errno.ENODATA)
+
+    async def _read_into(self, node_id: int, name: bytes, ctx: Caller) -> dict[str, Any]:
+        """Read a file's current version, as an open would find it, into memory that the caller lends. An
+        answer is short enough for what getxattr(2) is first called with. Raises OSError EOPNOTSUPP, which
+        says why, where the file had better be opened."""
+        _, *numbers = name.removeprefix(own_xattrs.READ_INTO).split(b".")
+        if len(numbers) != 2 or not all(map(bytes.isdigit, numbers)):
+            raise fail(errno.EINVAL)
+        lent = [*map(int, numbers)]
+        if max(lent) > _DESCRIPTOR_MAX:
+            raise fail(errno.EBADF)
+        names = self._arrivals.trails.take(ctx.pid)
+        believed = await self._arrivals.freshen(self._nodes.inode_of(node_id))
+        found = self._nodes.inode_of(node_id)
+        if not self._arrivals.trails.hold(ctx.pid, names, found.ino, believed=believed):
+            raise fail(errno.ESTALE)  # the kernel looks the name up again, once
+        if self._cache.is_written_in_place(found):
+            raise fail(errno.EOPNOTSUPP, "it is being written on this host")
+        await detach()
+        memory, lifeline = await self._take(ctx.pid, *lent)
+        found = await self._store.read_into(found.ino, memory, lifeline)
+        return {"version": found.version, "size": found.size}
+
+    async def _take(self, thread: int, memory: int, lifeline: int) -> tuple[int, int]:
+        process = open_thread(thread)
+        try:
+            uid = ids_of(thread).uid
+            return await self._processes.onlookers.lend(uid, process, thread, memory, lifeline)
+        finally:
+            os.close(process)
+
+    def has_xattrs(self, node_id: int) -> bool:
+        return bool(self._nodes.inode_of(node_id).xattrs)
+
+    async def listxattr(self, inode: int, ctx: Caller) -> list[bytes]:
+        # A quota belongs to its place, so `cp -a` and `rsync -X` are not to copy it.
+        names = [name for name in self._nodes.inode_of(inode).xattrs if name not in QUOTA_NAMES]
+        trusted = any(name.startswith(_TRUSTED) for name in names)
+        if trusted and not (await self._processes.credentials(ctx.pid)).has(CAP_SYS_ADMIN):
+            names = [name for name in names if not name.startswith(_TRUSTED)]
+        return names if self._acls else [name for name in names if name not in acl.NAMES]
+
+    async def removexattr(self, inode: int, name: bytes, ctx: Caller) -> None:
+        found = self._nodes.inode_of(inode)
+        self._refuse_unknown_xattr(name)
+        if name in QUOTA_NAMES:
+            await quotas.refuse_setting(ctx.uid, ctx.pid, self._processes)
+        if self._shared:
+            await detach()
+        await self._namespace.remove_xattr(found.ino, name)
+        self._answers.refresh_several(found.ino)
