@@ -421,7 +421,7 @@ class NamespaceAgainstModel(RuleBasedStateMachine):
         name=names,
         to=index,
         new_name=names,
-        flags=st.sampled_from([0, 0, 0, RENAME_NOREPLACE, RENAME_EXCHANGE, RENAME_EXCHANGE, 3, 4]),
+        flags=st.sampled_from([0, 0, 0, RENAME_NOREPLACE, RENAME_EXCHANGE, RENAME_EXCHANGE, 3, 8]),
         in_use=st.booleans(),
         full=st.booleans(),
     )

@@ -20,6 +20,7 @@ from .local import LocalCommitter
 from .planner import (
     RENAME_EXCHANGE,
     RENAME_NOREPLACE,
+    RENAME_WHITEOUT,
     XATTR_SIZE_MAX,
     Outdated,
     Planner,
@@ -35,6 +36,7 @@ __all__ = [
     "NAME_MAX",
     "RENAME_EXCHANGE",
     "RENAME_NOREPLACE",
+    "RENAME_WHITEOUT",
     "ROOT_INO",
     "XATTR_SIZE_MAX",
     "Dentry",
@@ -213,18 +215,21 @@ class Namespace:
         flags: int,
         *,
         in_use: bool,
+        owner: tuple[int, int] = (0, 0),
     ) -> Inode | None:
         """Rename with renameat2(2)'s flags. Returns the inode that lost its name, if one did.
 
-        `in_use` as for unlink, and for that inode. Raises ENAMETOOLONG when a directory of a shared
-        engine would be moved below more than a hundred others.
+        `in_use` as for unlink, and for that inode. `owner`: user and group of a whiteout. Raises
+        ENAMETOOLONG when a directory of a shared engine would be moved below more than a hundred others.
         """
-        if flags not in (0, RENAME_NOREPLACE, RENAME_EXCHANGE):
+        if flags & ~RENAME_WHITEOUT not in (0, RENAME_NOREPLACE) and flags != RENAME_EXCHANGE:
             raise fail(errno.EINVAL)
         expected = self.tree.ino_behind(new_parent, new_name) if in_use else 0
 
         return await self._carry_out(
-            partial(self._planner.rename, parent, name, new_parent, new_name, flags, expected)
+            partial(
+                self._planner.rename, parent, name, new_parent, new_name, flags, expected, owner
+            )
         )
 
     # -- inodes ----------------------------------------------------------------------------------

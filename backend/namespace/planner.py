@@ -27,6 +27,7 @@ from .tree import Tree
 __all__ = [
     "RENAME_EXCHANGE",
     "RENAME_NOREPLACE",
+    "RENAME_WHITEOUT",
     "XATTR_SIZE_MAX",
     "Outdated",
     "Planner",
@@ -41,6 +42,7 @@ _XATTRS_TOTAL_MAX = 1024 * 1024
 
 RENAME_NOREPLACE = 1
 RENAME_EXCHANGE = 2
+RENAME_WHITEOUT = 4
 
 
 class Outdated(OSError):
@@ -175,8 +177,10 @@ class Planner:
         new_name: bytes,
         flags: int,
         kept_ino: int,
+        owner: tuple[int, int],
     ) -> Commit | None:
-        """Rename with renameat2(2)'s flags; `kept_ino` as for unlink."""
+        """Rename with renameat2(2)'s flags. `kept_ino` as for unlink; `owner`: user and group of a
+        whiteout."""
         moved, replaced = self._tree.existing(parent, name), self._tree.lookup(new_parent, new_name)
         if flags & RENAME_NOREPLACE and replaced is not None:
             raise fail(errno.EEXIST)
@@ -217,7 +221,22 @@ class Planner:
             _unname(commit, replaced, now)
             commit.urgent = True
             commit.keep = replaced.ino == kept_ino
+        if flags & RENAME_WHITEOUT:
+            self._leave_whiteout(commit, parent, name, owner)
         return commit
+
+    def _leave_whiteout(
+        self, commit: Commit, parent: int, name: bytes, owner: tuple[int, int]
+    ) -> None:
+        """Put a whiteout where the old name was. It is a character device 0:0 (overlayfs)."""
+        directory = self._tree.inodes[parent]
+        whiteout = self.new_inode(directory, stat.S_IFCHR, *owner, 0, now_ns())
+        whiteout.version = 1
+        commit.inodes = [*commit.inodes, whiteout]
+        commit.names = [commit.names[0], (parent, name, whiteout.ino)]
+        commit.fixed = [*commit.fixed, directory]
+        if self._quotas.in_use:
+            self._quotas.admit(whiteout.ino, self._quotas.above(parent), 0)
 
     def _above(self, moved: Inode, source: int, target: int) -> list[Inode]:
         """All directories from `target` up, if moving a directory there could make a circle.

@@ -133,7 +133,7 @@ class Names:
         in_use = replaced is not None and self._nodes.has_nodes(replaced.ino)
         with self._changing((old, name_old), (new, name_new)):
             unnamed = await self._namespace.rename(
-                old, name_old, new, name_new, flags, in_use=in_use
+                old, name_old, new, name_new, flags, in_use=in_use, owner=(ctx.uid, ctx.gid)
             )
         if self._shared:
             self._arrivals.trails.forget(ctx.pid)  # what it looked up was for this

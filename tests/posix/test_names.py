@@ -304,6 +304,31 @@ def test_rename_exchanges(folder: Path) -> None:
         renameat2(folder / "a", folder / "d", RENAME_EXCHANGE | RENAME_NOREPLACE)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="the whiteout belongs to root")
+def test_rename_leaves_a_whiteout(folder: Path) -> None:
+    def is_whiteout(path: Path) -> bool:
+        found = os.lstat(path)
+        return (found.st_mode, found.st_rdev, found.st_nlink) == (stat.S_IFCHR, 0, 1)
+
+    (folder / "a").write_text("a")
+    (folder / "b").write_text("b")
+    (folder / "d").mkdir()
+    with raises(errno.EEXIST):
+        renameat2(folder / "a", folder / "b", RENAME_WHITEOUT | RENAME_NOREPLACE)
+    renameat2(folder / "a", folder / "b", RENAME_WHITEOUT)
+    assert is_whiteout(folder / "a")
+    assert (folder / "b").read_text() == "a"
+    renameat2(folder / "d", folder / "e", RENAME_WHITEOUT | RENAME_NOREPLACE)
+    assert is_whiteout(folder / "d")
+    assert os.listdir(folder / "e") == []
+    assert sorted(os.listdir(folder)) == ["a", "b", "d", "e"]
+    os.rename(folder / "e", folder / "c")
+    renameat2(folder / "a", folder / "d", RENAME_WHITEOUT)
+    assert is_whiteout(folder / "a")
+    assert is_whiteout(folder / "d")
+    os.unlink(folder / "d")
+
+
 def test_parent_follows_a_directory_that_was_moved(folder: Path, process: TakeProcess) -> None:
     for name in ("a/b/deep", "c"):
         (folder / name).mkdir(parents=True)
