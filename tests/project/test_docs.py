@@ -1,0 +1,78 @@
+"""What the documentation names exists: pages, modules, tests and classes."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PACKAGES = ("backend", "irdmafs", "tests", "scripts")
+LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
+QUOTED = re.compile(r"`([^`\n]+)`")
+# What is a file of the project by its form: a module or page, or anything below a directory of ours.
+FILE = re.compile(r"[\w./-]+\.(?:py|md)|(?:backend|irdmafs|docs|tests|scripts)/[\w./-]+")
+PAGE = re.compile(r"docs/[\w-]+\.md")
+CLASS = re.compile(r"^class (\w+)", re.MULTILINE)
+
+
+def text_of(page: Path) -> str:
+    """Return a page without its blocks of code."""
+    return re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def modules() -> Iterator[Path]:
+    for package in PACKAGES:
+        yield from (ROOT / package).rglob("*.py")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    for link, _ in LINK.findall(text_of(page)):
+        if "://" not in link:
+            assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    for name in QUOTED.findall(text_of(page)):
+        if FILE.fullmatch(name):
+            assert (ROOT / name).exists(), f"{page.name} names {name}"
+
+
+def test_every_page_is_reached_from_the_design() -> None:
+    links = {link for link, _ in LINK.findall((ROOT / "docs" / "design.md").read_text())}
+    pages = {page.name for page in PAGES if page.parent.name == "docs"} - {"design.md"}
+    assert pages <= links
+
+
+def test_pages_that_modules_name_exist() -> None:
+    for module in modules():
+        for name in PAGE.findall(module.read_text()):
+            assert (ROOT / name).exists(), f"{module.relative_to(ROOT)} names {name}"
+
+
+def test_words_of_the_design_are_names_in_the_code() -> None:
+    text = (ROOT / "docs" / "design.md").read_text()
+    words = text.partition("## Words\n")[2]
+    known = {name for module in modules() for name in CLASS.findall(module.read_text())}
+    named = {
+        name for row in words.splitlines() for name in QUOTED.findall(row.rpartition(" | ")[2])
+    }
+    assert named, "the glossary has a column of classes"
+    assert named <= known, f"no classes: {named - known}"
+
+
+def test_rooms_of_the_design_are_directories_and_modules() -> None:
+    """The map of the rooms names what there is, and every package that there is."""
+    text = (ROOT / "docs" / "design.md").read_text()
+    rooms = text.partition("## Rooms\n```\n")[2].partition("```")[0]
+    packages = {
+        path.parent.relative_to(ROOT / place).parts[0]
+        for place in ("backend", "irdmafs")
+        for path in (ROOT / place).rglob("__init__.py")
+        if path.parent != ROOT / place
+    }
+    named = set(re.findall(r"(\w+)/", rooms))
+    assert packages - {"backend"} <= named, f"not in the map: {packages - named}"
