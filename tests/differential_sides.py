@@ -7,7 +7,6 @@ import os
 import select
 import signal
 import socket
-import stat
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -52,9 +51,8 @@ class Normal:
             return found
         if found and found[0] == "stat":
             _, ino, mode, nlink, uid, gid, size, _atime, mtime, ctime = found
-            # Not compared: access times, which follow those of the extents, and times of directories.
-            is_timed = self._with_times and not stat.S_ISDIR(mode)
-            moved = self._moved(ino, mtime, ctime) if is_timed else {}
+            # Not compared: access times, which follow those of the extents.
+            moved = self._moved(ino, mtime, ctime) if self._with_times else {}
             return {
                 "inode": self._inode(ino),
                 "mode": oct(mode),
