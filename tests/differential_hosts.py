@@ -81,6 +81,7 @@ class Hosts(Leniency):
         return not concerned & self._foreign_writers(self._host(step.actor))
 
     def note(self, step: Step, tmpfs: Value) -> None:
+        super().note(step, tmpfs)
         result = tmpfs[0] if isinstance(tmpfs, tuple) else tmpfs
         before = self._holders.inodes.copy()
         self._holders.note(step, tmpfs)
