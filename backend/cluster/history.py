@@ -16,12 +16,13 @@ revisions, and with them the numbers of sessions and contents, are never used tw
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import trio
 
 from ..kv import Event, KeyValue, SharedEngine, WentBack
+from .lease import Session
 from .records import EPOCH_KEY, REPORT, Epoch, Report, decode, key_of
 
 __all__ = ["History", "described", "read_epoch", "read_reports", "report_key"]
@@ -32,16 +33,15 @@ LOOK_AGAIN_S = 1.0
 
 
 class History:
-    """A consumer of the replica. `on_doubt` is called when nothing may be believed any more, and
-    `on_accepted` when a new epoch has been taken over: nothing that is under way may go on."""
+    """A consumer of the replica. `session` is doubted when nothing may be believed any more, and lost when
+    a new epoch has been taken over: nothing that is under way may go on."""
 
     prefixes: tuple[bytes, ...] = (EPOCH_KEY, REPORT)
 
-    def __init__(self, engine: SharedEngine) -> None:
+    def __init__(self, engine: SharedEngine, session: Session | None = None) -> None:
         self._engine = engine
+        self._session = session
         self.epoch = Epoch()
-        self.on_doubt: Callable[[], None] = lambda: None
-        self.on_accepted: Callable[[], None] = lambda: None
 
     async def check(self) -> None:
         """To be awaited before everything is read. Raises WentBack, OSError."""
@@ -54,7 +54,8 @@ class History:
         it is the former, so that nothing has changed meanwhile."""
         log.error("%s", error.strerror)
         self._engine.past.doubt(error)
-        self.on_doubt()
+        if self._session is not None:
+            self._session.doubt()
         while True:
             await trio.sleep(LOOK_AGAIN_S)
             try:
@@ -65,7 +66,8 @@ class History:
                     self._engine.past.trust()
                     log.warning("etcd's restored state was accepted: everything is read anew")
                     self.epoch = epoch
-                    self.on_accepted()
+                    if self._session is not None:
+                        self._session.lose()
                     return False
                 if epoch == self.epoch and await self._engine.past.is_continued():
                     self._engine.past.trust()

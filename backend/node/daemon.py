@@ -18,12 +18,10 @@ import trio
 
 from ..._version import __version__
 from ..cluster.config import ClusterConfig
-from ..cluster.config_values import ConfigError
 from ..cluster.group_configs import Groups
 from ..cluster.lease import NODE, Removed, Session
 from ..cluster.membership import Members, admit
 from ..cluster.records import (
-    SETTINGS_KEY,
     NodeAddress,
     NodeRecord,
     Settings,
@@ -32,6 +30,7 @@ from ..cluster.records import (
     key_of,
 )
 from ..cluster.replica import Replica
+from ..cluster.settings import read_settings
 from ..kv import Conflict, Put, SharedEngine, WentBack
 from ..observe.logs import identify
 from ..observe.metrics import Collector, NodeCounters, serve_metrics
@@ -140,7 +139,7 @@ class _Node:
             Files(node.store, node.size, node.quarantine, self._rdma) as self._files,
         ):
             async with self._config.cluster.engine("node") as self._engine:
-                settings = await _settings(self._config, self._engine)
+                settings = await read_settings(self._engine, self._config)
                 self._files.identity.bind(settings.cluster_id)
                 identify("node", f"{self._files.node:016x}")
                 await self._engine.admin.warn()
@@ -376,22 +375,6 @@ class _Node:
             elif node in config.in_sync:
                 states["primary" if config.in_sync[0] == node else "in_sync"] += 1
         return dict(states)
-
-
-async def _settings(config: ClusterConfig, engine: SharedEngine) -> Settings:
-    found = await engine.get(SETTINGS_KEY)
-    if found is None:
-        raise ConfigError(
-            f"etcd at {', '.join(config.cluster.etcd)} knows no cluster named "
-            f"{config.cluster.name!r}; make it with: irdmafs cluster init"
-        )
-    try:
-        return decode(found.value, Settings)
-    except msgspec.DecodeError as error:
-        raise ConfigError(
-            f"the settings of cluster {config.cluster.name!r} in etcd are damaged, or of another "
-            f"version of irdmafs: {error}"
-        ) from error
 
 
 async def _admit(engine: SharedEngine, files: Files, weight: float, labels: dict[str, str]) -> None:

@@ -78,7 +78,7 @@ class EmbeddedStore(Pinned):
     ) -> None:
         for extent in self._retired:
             self.extents.free(extent)
-        if not self._pins:
+        if not self.counts:
             os.unlink(self._open_mark)
         await self._resources.aclose()
 
@@ -158,7 +158,7 @@ class EmbeddedStore(Pinned):
             ino, kept, size, status.st_blocks, mtime_ns,
             ctime_ns=ctime_ns, base=base, within_quotas=within_quotas,
         )  # fmt: skip
-        self._retired.discard(kept)
+        self.named(kept)
         if before != kept:
             self.retire(before)
         return inode

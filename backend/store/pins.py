@@ -1,35 +1,37 @@
 """Pins: what keeps a content although its file moves on to another version."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Pinned:
+class Pinned(ABC):
     """A store whose contents are freed, by `_free`, once no version names them and nothing pins them.
 
-    Contents are numbers; 0 stands for an empty one, which needs no keeping.
+    Contents are numbers; 0 stands for an empty one, which needs no keeping. `counts` says how often each
+    is pinned; it is for reading.
     """
 
     def __init__(self) -> None:
-        self._pins: dict[int, int] = {}
+        self.counts: dict[int, int] = {}
         self._retired: set[int] = set()
 
-    def _free(self, extent: int) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _free(self, extent: int) -> None: ...
 
     def pin(self, extent: int) -> None:
         """Keep a content although its file moves on to another version."""
         if extent:
-            self._pins[extent] = self._pins.get(extent, 0) + 1
+            self.counts[extent] = self.counts.get(extent, 0) + 1
 
     def unpin(self, extent: int) -> None:
         if not extent:
             return
-        left = self._pins[extent] - 1
+        left = self.counts[extent] - 1
         if left:
-            self._pins[extent] = left
+            self.counts[extent] = left
             return
-        del self._pins[extent]
+        del self.counts[extent]
         if extent in self._retired:
             self._retired.remove(extent)
             self._free(extent)
@@ -43,11 +45,15 @@ class Pinned:
         finally:
             self.unpin(extent)
 
+    def named(self, extent: int) -> None:
+        """A version names this content, which may have been retired before."""
+        self._retired.discard(extent)
+
     def retire(self, extent: int) -> None:
         """No version names this content any more: free it as soon as nothing pins it."""
         if not extent:
             return
-        if extent in self._pins:
+        if extent in self.counts:
             self._retired.add(extent)
         else:
             self._free(extent)

@@ -20,7 +20,6 @@ VERSION = "irdmafs._version"  # belongs to both sides
 LONG = {
     "irdmafs.coherence.cache",
     "irdmafs.fuse.kernel",
-    "irdmafs.backend.store.remote.store",
 }
 # Modules that import each other, directly or by others.
 CIRCLES: list[set[str]] = []

@@ -1,6 +1,7 @@
 """What a mount knows of its cluster: what fetching and replicating both start from."""
 
-import logging
+import json
+import os
 from collections.abc import Awaitable, Callable
 
 import trio
@@ -12,15 +13,13 @@ from ...cluster.records import Layout, Settings
 from ...cluster.replica import Replica
 from ...transport.peers import Peers
 
-log = logging.getLogger(__name__)
-
 _STRIPES_AT_ONCE = 4
 
 
 class Cluster:
     """Files up to `small_bytes` travel inside control messages. `timeout_s`: how long a group may have
-    no reachable members before a transfer fails. `here` is the store node on this host, 0 if there is
-    none."""
+    no reachable members before a transfer fails. `here` is the store node on `host` whose directory this
+    process can open, 0 if there is none."""
 
     def __init__(
         self,
@@ -29,6 +28,7 @@ class Cluster:
         members: Members,
         peers: Peers,
         *,
+        host: str,
         small_bytes: int,
         timeout_s: float,
     ) -> None:
@@ -39,6 +39,19 @@ class Cluster:
         self.small_bytes = small_bytes
         self.timeout_s = timeout_s
         self.here = 0
+        self._host = host
+        self._find_node_here()
+        members.node_changed.append(self._node_changed)
+
+    def _node_changed(self, node: int) -> None:
+        self.peers.node_changed(node)
+        self._find_node_here()
+
+    def _find_node_here(self) -> None:
+        self.here = 0
+        for node, address in self.members.nodes.items():
+            if address.host == self._host and _is_store_of(address.store, node):
+                self.here = node
 
     @property
     def settings(self) -> Settings:
@@ -57,6 +70,16 @@ class Cluster:
     def has_member_here(self, group: int) -> bool:
         found = self.groups.get(group)
         return found is not None and self.here in found[0].members
+
+
+def _is_store_of(directory: str, node: int) -> bool:
+    try:
+        with open(f"{directory}/node.json", "rb") as file:
+            return bool(json.load(file)["id"] == f"{node:x}") and os.access(
+                f"{directory}/incoming", os.W_OK | os.X_OK
+            )
+    except (OSError, ValueError, KeyError):
+        return False
 
 
 async def for_each_stripe(stripes: int, work: Callable[[int], Awaitable[None]]) -> None:

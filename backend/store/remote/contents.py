@@ -42,6 +42,10 @@ class Contents(ExtentStore):
         self._kept: OrderedDict[int, int] = OrderedDict()
         # Working copies that become versions now: they may be named before we hear of it.
         self._publishing: set[int] = set()
+        # Numbers that may not be used for other bytes: store nodes were sent something under them.
+        self.sent: set[int] = set()
+        # Contents that were fetched for an open which is not counted yet.
+        self.uncounted: set[int] = set()
         self._limit_bytes = limit_bytes
         self.kept_bytes = 0
         self.evictions = 0
@@ -166,6 +170,8 @@ class Contents(ExtentStore):
 
     def free(self, extent: int) -> None:
         self.kept_bytes -= self._kept.pop(extent, 0)
+        self.sent.discard(extent)
+        self.uncounted.discard(extent)
         path = self._elsewhere.pop(extent, None)
         if path is None:
             super().free(extent)

@@ -25,6 +25,7 @@ from ...namespace import Inode, fail
 from ...transport import Distrusted, Extent, FileRange, Memory
 from ...unwrap import first_error
 from ..digest import Digests, Stripe, digest_of_bytes
+from ..pins import Pinned
 from ..reading import read_hashed
 from ..sparse import allocated_bytes, is_sparse
 from .cluster import Cluster, for_each_stripe
@@ -75,13 +76,13 @@ class _Batch:
 
 
 class Fetcher:
-    """`pins` are the contents that must stay on this host. With `verify`, what has digests is checked;
+    """What `pins` counts must stay on this host. With `verify`, what has digests is checked;
     `describe` gives an inode's path for messages."""
 
     def __init__(
         self,
         contents: Contents,
-        pins: dict[int, int],
+        pins: Pinned,
         cluster: Cluster,
         *,
         salt: int,
@@ -115,7 +116,7 @@ class Fetcher:
         try:
             if self._borrow(content, inode.layout, inode.size):
                 return
-            if not self._contents.make_room(room, self._pins):
+            if not self._contents.make_room(room, self._pins.counts):
                 return
             if inode.size <= self._cluster.small_bytes:
                 await self._fetch_small(inode, ahead)
@@ -452,7 +453,7 @@ class Fetcher:
         return True
 
     def _store_small(self, content: int, data: bytes) -> None:
-        if not self._contents.make_room(len(data), self._pins):
+        if not self._contents.make_room(len(data), self._pins.counts):
             return
         fd = self._contents.make(content, len(data))
         try:

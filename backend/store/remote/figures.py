@@ -10,11 +10,17 @@ from ...observe.figures import count, counts, gauge
 
 
 @dataclass(slots=True)
-class StoreFigures:
-    """Opens and publishes."""
+class OpenFigures:
+    """Opens."""
 
     cache_hits: int = count("Opens of a version that was in the cache")
     cache_misses: int = count("Opens of a version that had to be fetched")
+
+
+@dataclass(slots=True)
+class PublishFigures:
+    """Publishes."""
+
     publishes: int = count("Versions published")
     published_bytes: int = count("Bytes of published versions sent to store nodes")
 

@@ -13,16 +13,16 @@ something there next must not return before every follower knows of the move.
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator
 
 import trio
 
 from ...cluster.lease import now_s
 from ...cluster.membership import Members, Session, followed_key, seen_key
 from ...cluster.replica import Replica
-from ...kv import Delete, Event, KeyValue, Put
+from ...kv import Delete, Put
 from ...kv.etcd import EtcdEngine
-from ...namespace import ROOT_INO, Namespace
+from ...namespace import ROOT_INO, Inode, Tree
 from .promise import Followers, Sureness
 
 log = logging.getLogger(__name__)
@@ -39,23 +39,6 @@ _FOLLOWED_MAX = 256
 _BELIEVED_S = 1.0
 # It counts from when the caller takes the answer in, which may be kept from its processor.
 _GRACE_S = 0.5
-
-
-class Transactions:
-    """A consumer of the replica hub, its last: told of each transaction when all others know it."""
-
-    prefixes = (b"s",)
-
-    def __init__(self) -> None:
-        self.on_transaction: Callable[[int, bytes], None] = lambda revision, last_id: None
-
-    def load(self, records: Sequence[KeyValue], revision: int) -> None:
-        """What happened while the watch was broken: somebody may wait for us to have seen it."""
-        self.on_transaction(revision, b"")
-
-    def apply(self, revision: int, events: Sequence[Event]) -> None:
-        for event in events:
-            self.on_transaction(revision, event.value or b"")
 
 
 class _Interest:
@@ -76,13 +59,13 @@ class Leases:
         self,
         engine: EtcdEngine,
         replica: Replica,
-        namespace: Namespace,
+        tree: Tree,
         members: Members,
         session: Session,
     ) -> None:
         self._engine = engine
         self._replica = replica
-        self._namespace = namespace
+        self._tree = tree
         self._members = members
         self._session = session
         self._held: dict[int, int] = {}  # directory -> the lease under which it is followed
@@ -167,7 +150,7 @@ class Leases:
     def _path(self, directory: int) -> set[int]:
         """The directory and all above it."""
         path: set[int] = set()
-        inodes = self._namespace.inodes
+        inodes = self._tree.inodes
         while directory and directory not in path:
             path.add(directory)
             inode = inodes.get(directory)
@@ -176,7 +159,7 @@ class Leases:
 
     def _held_above(self, directory: int) -> Iterator[int]:
         """The followed directories that the directory is or lies in."""
-        held, lease, inodes = self._held, self._session.lease, self._namespace.inodes
+        held, lease, inodes = self._held, self._session.lease, self._tree.inodes
         while True:
             if held.get(directory) == lease:
                 yield directory
@@ -257,18 +240,26 @@ class Leases:
 
     # -- keeping the promise ---------------------------------------------------------------------
 
-    def changed(self, directories: Sequence[int]) -> None:
-        """A change below these directories is being applied."""
+    def inode_changed(self, old: Inode | None, new: Inode | None) -> None:
+        """A change of an inode is being applied. That of a directory's record, perhaps of its place,
+        matters to all below it."""
+        known = new or old
+        assert known is not None
         if self._held:
-            self._touched.update(directories)
+            self._touched.update(self._tree.parents_of(known.ino))
+            if new is None and known.is_dir:
+                self._touched.add(known.ino)
+        if new is not None and old is not None and new.is_dir and new.revision != old.revision:
+            self._directory_changed = True
+            self._ways.clear()
+            self._moved = self._moved or new.parent != old.parent
 
-    def directory_changed(self, *, moved: bool) -> None:
-        """… or a change of a directory's record, perhaps of its place: it matters to all below it."""
-        self._directory_changed = True
-        self._ways.clear()
-        self._moved = self._moved or moved
+    def name_changed(self, directory: int) -> None:
+        """A change of a name in the directory is being applied."""
+        if self._held:
+            self._touched.add(directory)
 
-    def transaction(self, revision: int, *, ours: bool, known: bool) -> None:
+    def transaction(self, revision: int, ours: bool, known: bool) -> None:
         """One has been applied, or, if they are not `known`, several. For our own nobody waits to
         hear from us, unless what we changed could be changed again from outside our leases."""
         if self._moved:
@@ -327,12 +318,12 @@ class Leases:
 
     async def wait_for_followers(self, directories: tuple[int, ...], revision: int) -> None:
         """Return when all who follow these directories have seen the revision."""
-        inodes = self._namespace.inodes
+        inodes = self._tree.inodes
         path = set().union(*map(self._path, directories))
         moved = any(
             directory in inodes
             and inodes[directory].revision == revision
-            and self._namespace.children(directory)
+            and self._tree.children(directory)
             for directory in directories
         )
         members, ours = self._members, self._session.lease

@@ -11,12 +11,9 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
-import msgspec
 import trio
 
 from ...cluster.lock_claims import (
-    ENTRY,
-    GUARD,
     NOTHING,
     Claim,
     Entry,
@@ -26,14 +23,14 @@ from ...cluster.lock_claims import (
     is_blocked,
     is_covered,
     merged,
-    parse_key,
 )
 from ...cluster.membership import Members, Session
-from ...cluster.records import decode, encode
+from ...cluster.records import encode
 from ...cluster.replica import Replica
-from ...kv import Compare, Conflict, Delete, Event, KeyValue, Put
+from ...kv import Compare, Conflict, Delete, Put
 from ...kv.etcd import EtcdEngine
 from ...kv.etcd_leases import LeaseEnded
+from .lock_entries import LockEntries
 
 __all__ = ["SharedLocks"]
 
@@ -86,30 +83,30 @@ class _Inode:
 
 
 class SharedLocks:
-    """A consumer of the replica hub that knows every host's entries, and this host's part in them.
-    `holder` returns what its processes have locked."""
-
-    prefixes = (GUARD, ENTRY)
+    """This host's part in the locks of a cluster. `holder` returns what its processes have locked. Waits
+    for etcd end with OSError after `timeout_s`."""
 
     def __init__(
         self,
         engine: EtcdEngine,
+        replica: Replica,
+        session: Session,
         members: Members,
+        entries: LockEntries,
         holder: Callable[[], LockHolder],
         timeout_s: float,
     ) -> None:
         self._engine = engine
+        self._replica = replica
+        self._session = session
         self._members = members
+        self._entries = entries
         self._timeout_s = timeout_s
-        self.replica: Replica
-        self.session: Session
         self._holder = holder
-        self._entries: dict[int, dict[int, Entry]] = {}  # inode -> lease -> entry; ours, too
-        self._guards: dict[int, int] = {}
-        self._left_behind: dict[int, float] = {}
         self._inodes: dict[int, _Inode] = {}
         self._nursery: trio.Nursery | None = None
         self.transactions = 0
+        entries.changed.append(self._moved)
 
     # -- what is granted -------------------------------------------------------------------------
 
@@ -117,7 +114,7 @@ class SharedLocks:
         """Return whether a lock may be granted now, as far as other hosts are concerned, to a request
         that was made at `since` (time.monotonic(), seconds)."""
         state = self._inodes.get(ino)
-        if state is None or not self.session.valid():
+        if state is None or not self._session.valid():
             return False
         state.used = True
         if state.mine.sole:
@@ -133,14 +130,14 @@ class SharedLocks:
         return state.mine.sole and not state.coming_down and next(self._others(ino), None) is None
 
     def _others(self, ino: int) -> Iterator[Entry]:
-        ours = self.session.lease
-        for lease, entry in self._entries.get(ino, {}).items():
+        ours = self._session.lease
+        for lease, entry in self._entries.of(ino).items():
             if lease != ours:
                 yield entry
 
     def _yields(self, ino: int, state: _Inode, claim: Claim, since: float) -> bool:
         """Return whether another host waits for longer for what this would keep it from."""
-        entries = self._entries.get(ino, {})
+        entries = self._entries.of(ino)
         return any(
             seen < since and lease in entries and any(map(claim.conflicts, entries[lease].wanted))
             for lease, seen in state.yielding_to.items()
@@ -156,7 +153,7 @@ class SharedLocks:
         state = self._state(ino)
         state.wanting.append(claim)
         yield_until = time.monotonic() + _YIELD_S
-        give_up = time.monotonic() + 2 * self.session.ttl_s + self._timeout_s
+        give_up = time.monotonic() + 2 * self._session.ttl_s + self._timeout_s
         fresh = wait
         try:
             while True:
@@ -171,7 +168,7 @@ class SharedLocks:
                 others = list(self._others(ino))
                 if is_blocked(others, claim):
                     if not fresh:
-                        await self.replica.barrier()
+                        await self._replica.barrier()
                         fresh = True
                         continue
                     if not wait and (now > give_up or not any(other.sole for other in others)):
@@ -184,7 +181,7 @@ class SharedLocks:
                     with trio.move_on_after(yield_until - now):
                         await moved.wait()
                 elif not await self._grow(ino, state, claim):
-                    await self.replica.barrier()
+                    await self._replica.barrier()
         finally:
             state.wanting.remove(claim)
             if state.mine.wanted:
@@ -197,7 +194,7 @@ class SharedLocks:
         try:
             await self._wait_valid()
             if not self.is_alone(ino):
-                await self.replica.barrier()
+                await self._replica.barrier()
             while not self.is_alone(ino):
                 moved = state.moved
                 others = list(self._others(ino))
@@ -232,10 +229,10 @@ class SharedLocks:
                 raise
 
     async def _wait_valid(self) -> None:
-        if self.session.valid():
+        if self._session.valid():
             return
         with trio.move_on_after(self._timeout_s):
-            await self.session.wait_valid()
+            await self._session.wait_valid()
             return
         raise OSError(errno.ETIMEDOUT, "etcd does not answer: nobody knows which locks others hold")
 
@@ -246,7 +243,7 @@ class SharedLocks:
         async with state.changing:
             if state.mine.sole or is_blocked(list(self._others(ino)), claim):
                 return True  # what is to be done is another thing by now
-            lease, guard = self.session.lease, self._guards.get(ino, 0)
+            lease, guard = self._session.lease, self._entries.guard(ino)
             calm = time.monotonic() - state.contended > _CALM_S
             sole = calm and next(self._others(ino), None) is None
             held = merged((*state.mine.held, claim))
@@ -255,7 +252,7 @@ class SharedLocks:
             wanting = list(state.wanting)
             wanting.remove(claim)
             entry = Entry(sole, held, merged(wanting))
-            compares = [self.session.compare(), (guard_key(ino), guard)]
+            compares = [self._session.compare(), (guard_key(ino), guard)]
             try:
                 revision = await self._transact(
                     compares,
@@ -274,9 +271,9 @@ class SharedLocks:
                 raise
             # Nothing is granted under it before all is known here that was published before.
             state.unsure = True
-            await self.replica.wait_applied(revision)
+            await self._replica.wait_applied(revision)
             await self._holder().refresh(ino)
-            if lease != self.session.lease:
+            if lease != self._session.lease:
                 return False
             state.mine, state.unsure = entry, False
         if not self._is_alone(ino, state):
@@ -296,8 +293,8 @@ class SharedLocks:
             self._nursery.start_soon(self._settle_quietly, ino, state)
 
     async def _settle_quietly(self, ino: int, state: _Inode) -> None:
-        lease = self.session.lease
-        while lease == self.session.lease:
+        lease = self._session.lease
+        while lease == self._session.lease:
             state.settling = False
             try:
                 await self._settle(ino, state)
@@ -332,9 +329,9 @@ class SharedLocks:
     async def _put(self, ino: int, state: _Inode, entry: Entry) -> None:
         """Put an entry that claims no more than before. Raises OSError."""
         state.mine = entry
-        lease = self.session.lease
+        lease = self._session.lease
         key = entry_key(ino, lease)
-        session: list[Compare] = [self.session.compare()]
+        session: list[Compare] = [self._session.compare()]
         try:
             if entry:
                 await self._transact(session, [Put(key, encode(entry), lease)])
@@ -349,8 +346,8 @@ class SharedLocks:
 
     async def _remove(self, ino: int, session: Sequence[Compare]) -> bool:
         """Remove our entry, when there is no other, and the guard. False: somebody has grown."""
-        compares = [*session, (guard_key(ino), self._guards.get(ino, 0))]
-        key = entry_key(ino, self.session.lease)
+        compares = [*session, (guard_key(ino), self._entries.guard(ino))]
+        key = entry_key(ino, self._session.lease)
         try:
             await self._transact(compares, [Delete(key), Delete(guard_key(ino))])
         except Conflict:
@@ -396,58 +393,23 @@ class SharedLocks:
 
     async def _remove_left_behind(self, now: float) -> None:
         """A guard stays when the host that put it dies. One mount of all takes them away."""
-        for ino, since in list(self._left_behind.items()):
-            if now - since < _LEFT_BEHIND_S or not self.session.valid():
+        for ino, since in list(self._entries.left_behind.items()):
+            if now - since < _LEFT_BEHIND_S or not self._session.valid():
                 continue
-            if self.session.number == min(self._members.sessions, default=0):
-                await _quietly(self._remove(ino, [self.session.compare()]))
+            if self._session.number == min(self._members.sessions, default=0):
+                await _quietly(self._remove(ino, [self._session.compare()]))
 
-    # -- consumer of the replica -----------------------------------------------------------------
-
-    def load(self, records: Sequence[KeyValue], revision: int) -> None:
-        self._entries.clear()
-        self._guards.clear()
-        self._left_behind.clear()
-        for record in records:
-            self._take(record.key, record.value, record.mod_revision)
-        for ino in list(self._inodes):
-            self._moved(ino)
-
-    def apply(self, revision: int, events: Sequence[Event]) -> None:
-        for event in events:
-            self._take(event.key, event.value, event.revision)
-        for ino in {parse_key(event.key)[0] for event in events}:
-            self._moved(ino)
-
-    def _take(self, key: bytes, value: bytes | None, revision: int) -> None:
-        ino, lease = parse_key(key)
-        if not lease:
-            if value is None:
-                self._guards.pop(ino, None)
-            else:
-                self._guards[ino] = revision
-        elif value is None:
-            entries = self._entries.get(ino)
-            if entries is not None:
-                entries.pop(lease, None)
-                if not entries:
-                    del self._entries[ino]
-        else:
-            self._entries.setdefault(ino, {})[lease] = _decoded(key, value)
-        if ino in self._guards and ino not in self._entries:
-            self._left_behind.setdefault(ino, time.monotonic())
-        else:
-            self._left_behind.pop(ino, None)
+    # -- what others do ------------------------------------------------------------------------------
 
     def _moved(self, ino: int) -> None:
         state = self._inodes.get(ino)
         if state is None:
             return
         now = time.monotonic()
-        ours = self.session.lease
+        ours = self._session.lease
         waiting = {
             lease
-            for lease, entry in self._entries.get(ino, {}).items()
+            for lease, entry in self._entries.of(ino).items()
             if lease != ours and entry.wanted
         }
         for lease in state.yielding_to.keys() - waiting:
@@ -470,14 +432,6 @@ class SharedLocks:
     def count(self) -> int:
         """Return on how many inodes this host has claims."""
         return sum(bool(state.mine) for state in self._inodes.values())
-
-
-def _decoded(key: bytes, value: bytes) -> Entry:
-    try:
-        return decode(value, Entry)
-    except msgspec.DecodeError as error:
-        log.error("the record %r in etcd is damaged; nobody can lock the file: %s", key, error)
-        return Entry(sole=True)
 
 
 async def _quietly(step: Awaitable[object]) -> None:

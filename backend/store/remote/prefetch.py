@@ -32,17 +32,20 @@ class Progress:
 
 
 class Prefetcher:
-    """`bring` fetches the current version of an inode. Tasks run in `nursery`."""
+    """`bring` fetches the current version of an inode. Tasks run in `nursery`. New versions in directories
+    of which is_followed(directory) says so are fetched when they are published."""
 
     def __init__(
         self,
         namespace: Namespace,
         nursery: trio.Nursery,
         bring: Callable[[int], Awaitable[Inode]],
+        is_followed: Callable[[int], bool],
     ) -> None:
         self._namespace = namespace
         self._nursery = nursery
         self._bring = bring
+        self._is_followed = is_followed
         self._limit = trio.CapacityLimiter(_AT_ONCE)
         self._progress: dict[int, Progress] = {}
         self.fetched_bytes = 0
@@ -63,9 +66,12 @@ class Prefetcher:
         """Of the newest request for this file or directory; all zero if there was none."""
         return self._progress.get(ino, Progress()).to_json()
 
-    def start_one(self, ino: int) -> None:
-        """A version was published that is to be here before it is asked for."""
-        self._nursery.start_soon(self._fetch, ino, Progress())
+    def inode_changed(self, old: Inode | None, new: Inode | None) -> None:
+        """Fetch a version that was published, if it is to be here before it is asked for."""
+        if new is None or old is None or new.version == old.version or not new.extent:
+            return
+        if any(map(self._is_followed, self._namespace.parents_of(new.ino))):
+            self._nursery.start_soon(self._fetch, new.ino, Progress())
 
     def _below(self, ino: int) -> Iterator[Inode]:
         inode = self._namespace.inodes.get(ino)

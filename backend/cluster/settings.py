@@ -1,0 +1,27 @@
+"""The settings of a cluster, which a mount or a node needs before anything else."""
+
+import msgspec
+
+from ..kv import SharedEngine
+from .config import ClusterConfig
+from .config_values import ConfigError
+from .records import SETTINGS_KEY, Settings, decode
+
+__all__ = ["read_settings"]
+
+
+async def read_settings(engine: SharedEngine, config: ClusterConfig) -> Settings:
+    """Raises ConfigError when there is no such cluster, OSError when etcd cannot be asked."""
+    found = await engine.get(SETTINGS_KEY)
+    if found is None:
+        raise ConfigError(
+            f"etcd at {', '.join(config.cluster.etcd)} knows no cluster named "
+            f"{config.cluster.name!r}; make it with: irdmafs cluster init"
+        )
+    try:
+        return decode(found.value, Settings)
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"the settings of cluster {config.cluster.name!r} in etcd are damaged, or of another "
+            f"version of irdmafs: {error}"
+        ) from error

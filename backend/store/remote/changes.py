@@ -1,0 +1,59 @@
+"""What changes in a cluster's namespace, as the watch tells it, and who is told of it here."""
+
+from collections.abc import Callable, Sequence
+
+from ...kv import Event, KeyValue
+from ...namespace import Inode
+from ..api import StoreEvents
+
+__all__ = ["Changes"]
+
+
+class Changes:
+    """The listener of the mount's tree, and the last consumer of the replica hub: so it hears of a
+    transaction when all others know it. The mount is told first. `is_ours` tells whether a transaction is
+    this process's own, by its id.
+    """
+
+    prefixes = (b"s",)
+
+    def __init__(self, events: StoreEvents, is_ours: Callable[[bytes], bool]) -> None:
+        self._events = events
+        self._is_ours = is_ours
+        # Called with an inode as it was and as it is; None: it did not exist, or is gone.
+        self.inode_listeners: list[Callable[[Inode | None, Inode | None], None]] = []
+        # Called with the directory in which a name changed.
+        self.name_listeners: list[Callable[[int], None]] = []
+        # Called with the revision of a transaction, whether it is this process's own, and whether it is one
+        # that is known: not all those that were missed while the watch was broken.
+        self.transaction_listeners: list[Callable[[int, bool, bool], None]] = []
+
+    # -- listener of the tree ----------------------------------------------------------------------
+
+    def inode_changed(self, old: Inode | None, new: Inode | None) -> None:
+        self._events.inode_changed(old, new)
+        if new is not None and old is not None and new.version != old.version:
+            self._events.version_published(new.ino)
+        for listener in self.inode_listeners:
+            listener(old, new)
+
+    def name_changed(self, parent: int, name: bytes, old_ino: int, new_ino: int) -> None:
+        self._events.name_changed(parent, name, old_ino)
+        for listener in self.name_listeners:
+            listener(parent)
+
+    # -- consumer of the replica hub ---------------------------------------------------------------
+
+    def load(self, records: Sequence[KeyValue], revision: int) -> None:
+        """What happened while the watch was broken: somebody may wait for us to have seen it."""
+        self._transaction(revision, b"")
+
+    def apply(self, revision: int, events: Sequence[Event]) -> None:
+        for event in events:
+            self._transaction(revision, event.value or b"")
+
+    def _transaction(self, revision: int, last_id: bytes) -> None:
+        ours = self._is_ours(last_id)
+        self._events.transaction(ours=ours)
+        for listener in self.transaction_listeners:
+            listener(revision, ours, bool(last_id))

@@ -1,0 +1,103 @@
+"""A mount's place in its cluster: its session in etcd, and what it knows of everything there."""
+
+import logging
+
+import trio
+
+from ...cluster.config import ClusterConfig
+from ...cluster.config_values import ConfigError
+from ...cluster.group_configs import Groups
+from ...cluster.history import History
+from ...cluster.lease import MOUNT, Session
+from ...cluster.membership import Members
+from ...cluster.records import MountRecord, Settings
+from ...cluster.replica import Replica
+from ...kv.etcd import EtcdEngine
+from ...namespace import ROOT_INO, Namespace, SharedCommitter, Tree
+from ...trust.certificates import Certificates
+from ..api import StoreEvents
+from .changes import Changes
+from .leases import Leases
+from .lock_entries import LockEntries
+from .locks import SharedLocks
+
+__all__ = ["Connection"]
+
+log = logging.getLogger(__name__)
+
+
+class Connection:
+    """What a mount shares with others by way of etcd. Nothing is known before `read`, and nothing may be
+    changed before `join`. `events` is asked and told."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        settings: Settings,
+        engine: EtcdEngine,
+        record: MountRecord,
+        events: StoreEvents,
+        timeout_s: float,
+    ) -> None:
+        self._name = config.cluster.name
+        self.engine = engine
+        self.role = config.cluster.mount_role
+        self.session = Session(
+            engine, MOUNT, record, settings.lease_ttl_s, on_lost=lambda: self.locks.lost()
+        )
+        self.members = Members()
+        self.members.attach(self.session)
+        self.groups = Groups()
+        self.certificates = Certificates(config.cluster.serial(self.role))
+        self.changes = Changes(events, engine.is_ours)
+        entries = LockEntries()
+        tree = Tree(held=events.is_held, listener=self.changes)
+        self.replica = Replica(
+            engine,
+            (self.members, self.groups, self.certificates, tree, entries, self.changes),
+            history=History(engine, self.session),
+        )
+        self.locks = SharedLocks(
+            engine, self.replica, self.session, self.members, entries,
+            lambda: events.lock_holder, timeout_s,
+        )  # fmt: skip
+        self.leases = Leases(engine, self.replica, tree, self.members, self.session)
+        self.changes.inode_listeners.append(self.leases.inode_changed)
+        self.changes.name_listeners.append(self.leases.name_changed)
+        self.changes.transaction_listeners.append(self.leases.transaction)
+        committer = SharedCommitter(
+            tree, engine, self.replica,
+            after_commit=self.leases.wait_for_followers, read_only=self.role == "reader",
+        )  # fmt: skip
+        self.namespace = Namespace(tree, committer)
+
+    @property
+    def settings(self) -> Settings:
+        """The settings as they are now."""
+        assert self.members.settings is not None, "a mount starts with the settings"
+        return self.members.settings
+
+    async def read(self, nursery: trio.Nursery) -> None:
+        """Read what the cluster is, and follow it from there on. Raises OSError."""
+        await self.replica.start(nursery)
+
+    async def join(self, nursery: trio.Nursery) -> None:
+        """Become a session of the cluster. Raises ConfigError, OSError."""
+        await nursery.start(self.session.run)
+        await self._ensure_root()
+        await self.engine.admin.warn()
+        nursery.start_soon(self.leases.run)
+        nursery.start_soon(self.locks.run)
+
+    async def _ensure_root(self) -> None:
+        if not self.namespace.read_only:
+            await self.namespace.ensure_root()
+            return
+        log.info(
+            "this mount is read-only: its certificate is a reader's (locks hold on this host only, unless "
+            "-o locks= says otherwise)"
+        )
+        if ROOT_INO not in self.namespace.inodes:
+            raise ConfigError(
+                f"the cluster {self._name!r} was never mounted for writing: there is nothing to read yet"
+            )

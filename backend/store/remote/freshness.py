@@ -1,0 +1,85 @@
+"""Whether what the replica says is all that anybody was told: known by a lease, or asked of etcd."""
+
+import errno
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+import trio
+
+from ...namespace import Inode, Namespace
+from ...unwrap import first_error
+from .cluster import Cluster
+from .contents import Contents
+from .leases import Leases
+
+__all__ = ["Freshness"]
+
+log = logging.getLogger(__name__)
+
+
+class Freshness:
+    """The freshness of files and directories as a mount sees them. bring(ino) fetches a file's current
+    version."""
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        leases: Leases,
+        cluster: Cluster,
+        contents: Contents,
+        bring: Callable[[int], Awaitable[Inode]],
+    ) -> None:
+        self._namespace = namespace
+        self._leases = leases
+        self._cluster = cluster
+        self._replica = cluster.replica
+        self._contents = contents
+        self._bring = bring
+
+    def is_fresh(self, inode: Inode) -> bool:
+        """Return whether `freshen` has nothing to wait for."""
+        directories = self._directories_of(inode)
+        return bool(directories) and all(map(self._leases.covers, directories))
+
+    def _directories_of(self, inode: Inode) -> Sequence[int]:
+        return (inode.ino,) if inode.is_dir else self._namespace.parents_of(inode.ino)
+
+    def believable_s(self, directory: int, *, used: bool = True) -> float:
+        """Return for how long what is known of a directory may be believed (see Store.believable_s)."""
+        seconds = self._leases.believable_s(directory, used=used)
+        if used and not seconds:
+            self._leases.asked(directory)
+        return seconds
+
+    async def freshen(self, inode: Inode, *, content: bool = False) -> None:
+        """Return when the namespace holds all that anybody was told before this call, as far as it
+        matters to an open of this file (see Store.freshen). Raises OSError ETIMEDOUT."""
+        if self.is_fresh(inode):
+            return
+        small = content and inode.is_file and 0 < inode.size <= self._cluster.small_bytes
+        if small and inode.extent and not self._contents.has(inode.extent):
+            await self._barrier_and_content(inode)
+        else:
+            await self._replica.barrier()
+        for directory in self._directories_of(inode):
+            self._leases.asked(directory)
+
+    async def _barrier_and_content(self, inode: Inode) -> None:
+        """Ask whether the version known here is the newest, and for its content, in one round trip."""
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._bring_quietly, inode.ino)
+                await self._replica.barrier()
+                current = self._namespace.inodes.get(inode.ino)
+                if current is None or current.extent != inode.extent:
+                    nursery.cancel_scope.cancel()
+        except BaseExceptionGroup as group:
+            raise first_error(group) from group
+
+    async def _bring_quietly(self, ino: int) -> None:
+        try:
+            await self._bring(ino)
+        except OSError as error:
+            if error.errno in (errno.ETIMEDOUT, errno.EIO):
+                raise  # it was looked for long enough
+            log.debug("inode %d: %s", ino, error)  # whoever opens it will see for itself

@@ -1,0 +1,104 @@
+"""How contents are spread over store nodes: the layout of a new file, and the groups that it needs."""
+
+import errno
+import logging
+
+from ...cluster.placement import local_seed, pool_of, seed_of
+from ...cluster.policy import Policy, parse_policy, policy_id
+from ...cluster.records import Layout, policy_key
+from ...kv import Conflict, Put
+from ...kv.etcd import EtcdEngine
+from ...namespace import Inode, Namespace, attributes, fail
+from .cluster import Cluster
+
+__all__ = ["Layouts"]
+
+log = logging.getLogger(__name__)
+
+
+class Layouts:
+    """The layouts of a mount's files, by their names and by the attributes of the directories above."""
+
+    def __init__(self, namespace: Namespace, cluster: Cluster, engine: EtcdEngine) -> None:
+        self._namespace = namespace
+        self._cluster = cluster
+        self._members = cluster.members
+        self._engine = engine
+
+    def of_name(self, parent: int, name: bytes) -> Layout:
+        """Return where the contents of a file created under this name are to be kept."""
+        cluster, settings = self._cluster, self._cluster.settings
+        replicas, stripe_bytes, wanted = attributes.of(self._namespace, parent, settings)
+        path = self._namespace.path_of(parent) + b"/" + name
+        layout = Layout(replicas, stripe_bytes, seed_of(path), self._policy_number(wanted))
+        if wanted.local and cluster.here:
+            seed = local_seed(path, layout, 0, settings.buckets, cluster.has_member_here)
+            layout = layout._replace(seed=seed)
+        return layout
+
+    def _policy_number(self, wanted: Policy) -> int:
+        """0, the default, too, for a rule that nobody has made known (an attribute set by other means)."""
+        rules = self._members.policies
+        return next((number for number, rule in rules.items() if rule == wanted.rule), 0)
+
+    def of(self, inode: Inode) -> Layout:
+        """Return the layout of a file, also of one that was made without a name."""
+        if inode.layout.seed:
+            return inode.layout
+        settings = self._cluster.settings
+        seed = seed_of(inode.ino.to_bytes(8, "big"))
+        return Layout(settings.replicas, settings.stripe_bytes, seed)
+
+    async def check_attribute(self, inode: Inode, name: bytes, value: bytes) -> None:
+        """Check an attribute that is about to be set, and make a new placement rule known to all. Raises
+        OSError EINVAL."""
+        if name not in attributes.NAMES:
+            return
+        if not inode.is_dir:
+            raise fail(errno.EINVAL, "only directories have a policy: for what is created below")
+        try:
+            attributes.check(name, value)
+        except ValueError as error:
+            raise fail(errno.EINVAL, str(error)) from None
+        if name == attributes.REPLICAS and int(value) > (up := len(self._members.candidates())):
+            log.warning(
+                "%s: %d replicas are wanted, and %d store nodes are up: what is created there has fewer "
+                "until others are added",
+                self._namespace.describe(inode.ino), int(value), up,
+            )  # fmt: skip
+        if name != attributes.PLACEMENT:
+            return
+        if self._namespace.read_only:
+            raise fail(errno.EROFS)
+        rule = parse_policy(value.decode("ascii", errors="replace")).rule
+        replica = self._cluster.replica
+        while rule and rule not in self._members.policies.values():
+            number = policy_id(rule, self._members.policies)
+            key = policy_key(number)
+            try:
+                revision = await self._engine.transact([(key, 0)], [Put(key, rule.encode())])
+                await replica.wait_applied(revision)
+            except Conflict:
+                await replica.barrier()
+
+    # -- the groups ------------------------------------------------------------------------------
+
+    async def prepare(self) -> None:
+        """Have the usual groups made before they are needed: where a working copy is best begun
+        depends on them. Not on fewer nodes than are to have them: others may be about to start."""
+        settings = self._cluster.settings
+        if self._namespace.read_only or len(self._members.candidates()) < settings.replicas:
+            return
+        try:
+            await self.ensure_groups(Layout(settings.replicas, settings.stripe_bytes))
+        except OSError as error:
+            log.info("the placement groups are not made yet: %s", error)
+
+    async def ensure_groups(self, layout: Layout) -> None:
+        """Return when there are placement groups for contents of this layout. Raises OSError."""
+        cluster = self._cluster
+        if cluster.groups.get(cluster.group(layout, 0)) is not None:
+            return
+        pool = pool_of(layout.replicas, layout.policy)
+        target = self._members.placement().target
+        await cluster.groups.want(self._engine, pool, cluster.settings, target, cluster.timeout_s)

@@ -1,0 +1,86 @@
+"""What etcd has of the locks of all hosts, as the replica hub tells it."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from ...cluster.lock_claims import ENTRY, GUARD, Entry, parse_key
+from ...cluster.records import decode
+from ...kv import Event, KeyValue
+
+__all__ = ["LockEntries"]
+
+log = logging.getLogger(__name__)
+
+_NONE: Mapping[int, Entry] = {}
+
+
+class LockEntries:
+    """A consumer of the replica hub: every host's entries, this one's, too. `left_behind` says since when
+    (time.monotonic()) an inode has a guard and no entry."""
+
+    prefixes = (GUARD, ENTRY)
+
+    def __init__(self) -> None:
+        self._entries: dict[int, dict[int, Entry]] = {}  # inode -> lease -> entry
+        self._guards: dict[int, int] = {}
+        self.left_behind: dict[int, float] = {}
+        # Called with the number of an inode whose entries or guard changed.
+        self.changed: list[Callable[[int], None]] = []
+
+    def of(self, ino: int) -> Mapping[int, Entry]:
+        """Return the entries of an inode, by the leases of the hosts."""
+        return self._entries.get(ino, _NONE)
+
+    def guard(self, ino: int) -> int:
+        """Return the revision that put the guard of an inode, 0: there is none."""
+        return self._guards.get(ino, 0)
+
+    def load(self, records: Sequence[KeyValue], revision: int) -> None:
+        inodes = {*self._entries, *self._guards}
+        self._entries.clear()
+        self._guards.clear()
+        self.left_behind.clear()
+        for record in records:
+            self._take(record.key, record.value, record.mod_revision)
+        self._tell(inodes.union(self._entries, self._guards))
+
+    def apply(self, revision: int, events: Sequence[Event]) -> None:
+        for event in events:
+            self._take(event.key, event.value, event.revision)
+        self._tell({parse_key(event.key)[0] for event in events})
+
+    def _take(self, key: bytes, value: bytes | None, revision: int) -> None:
+        ino, lease = parse_key(key)
+        if not lease:
+            if value is None:
+                self._guards.pop(ino, None)
+            else:
+                self._guards[ino] = revision
+        elif value is None:
+            entries = self._entries.get(ino)
+            if entries is not None:
+                entries.pop(lease, None)
+                if not entries:
+                    del self._entries[ino]
+        else:
+            self._entries.setdefault(ino, {})[lease] = _decoded(key, value)
+        if ino in self._guards and ino not in self._entries:
+            self.left_behind.setdefault(ino, time.monotonic())
+        else:
+            self.left_behind.pop(ino, None)
+
+    def _tell(self, inodes: set[int]) -> None:
+        for listener in self.changed:
+            for ino in inodes:
+                listener(ino)
+
+
+def _decoded(key: bytes, value: bytes) -> Entry:
+    try:
+        return decode(value, Entry)
+    except msgspec.DecodeError as error:
+        log.error("the record %r in etcd is damaged; nobody can lock the file: %s", key, error)
+        return Entry(sole=True)

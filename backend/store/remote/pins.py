@@ -1,0 +1,103 @@
+"""Who needs a content: programs here, and for them the store nodes that keep it."""
+
+import errno
+import logging
+
+import trio
+
+from ...cluster.lease import Session
+from ...cluster.records import pin_key
+from ...cluster.replica import Replica
+from ...kv import Delete, Put
+from ...kv.etcd import EtcdEngine
+from ...namespace import Inode, Namespace, fail
+from ..pins import Pinned
+from .contents import Contents
+
+__all__ = ["ContentPins"]
+
+log = logging.getLogger(__name__)
+
+
+class ContentPins(Pinned):
+    """The pins of one mount. A content that is read from its store nodes is pinned there, too, by a key in
+    etcd that ends with the session."""
+
+    def __init__(
+        self,
+        contents: Contents,
+        engine: EtcdEngine,
+        session: Session,
+        replica: Replica,
+        namespace: Namespace,
+        nursery: trio.Nursery,
+    ) -> None:
+        super().__init__()
+        self._contents = contents
+        self._engine = engine
+        self._session = session
+        self._replica = replica
+        self._inodes = namespace.inodes
+        self._nursery = nursery
+        self._on_nodes: set[int] = set()
+
+    def pin(self, extent: int) -> None:
+        """Raises OSError ESTALE when a store node here has let it go: the file has a newer version."""
+        try:
+            self._contents.hold(extent)
+        except FileNotFoundError:
+            raise fail(errno.ESTALE) from None
+        super().pin(extent)
+
+    def unpin(self, extent: int) -> None:
+        super().unpin(extent)
+        if extent and extent not in self.counts:
+            self._contents.let_go(extent)
+            self.let_go_on_nodes(extent)
+
+    def _free(self, extent: int) -> None:
+        self._contents.free(extent)
+
+    def inode_changed(self, old: Inode | None, new: Inode | None) -> None:
+        """Retire the content of a version that is superseded, or whose file is gone."""
+        if old is not None and old.extent and (new is None or new.extent != old.extent):
+            self.retire(old.extent)
+
+    def is_here(self, extent: int) -> bool:
+        """Return whether a content need not be read from its nodes."""
+        pinned = extent in self.counts and extent not in self._on_nodes
+        return pinned or self._contents.has(extent)
+
+    # -- on store nodes --------------------------------------------------------------------------
+
+    async def pin_on_nodes(self, inode: Inode) -> bool:
+        """Keep a file's content on its nodes while this mount reads it; False: it is not current any more.
+        Raises OSError."""
+        lease, content = self._session.lease, inode.extent
+        self._on_nodes.add(content)
+        revision = await self._engine.transact(
+            (self._session.compare(),), (Put(pin_key(content, lease), b"", lease),)
+        )
+        await self._replica.wait_applied(revision)
+        current = self._inodes.get(inode.ino)
+        if current is not None and current.extent == content:
+            return True
+        await self._unpin_on_nodes(content)
+        return False
+
+    def unpin_on_nodes(self, content: int) -> None:
+        """It is on this host now."""
+        if content in self._on_nodes:
+            self._nursery.start_soon(self._unpin_on_nodes, content)
+
+    def let_go_on_nodes(self, content: int) -> None:
+        """Nobody reads it now, unless it was opened."""
+        if content not in self.counts:
+            self.unpin_on_nodes(content)
+
+    async def _unpin_on_nodes(self, content: int) -> None:
+        self._on_nodes.discard(content)
+        try:
+            await self._engine.transact((), (Delete(pin_key(content, self._session.lease)),))
+        except OSError as error:
+            log.info("content %x stays pinned until this session ends: %s", content, error)

@@ -1,0 +1,221 @@
+"""How a working copy becomes a file's next version: store nodes get its bytes, then etcd names it."""
+
+import errno
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+import trio
+
+from ...cluster.lease import Session
+from ...cluster.records import Layout, session_of
+from ...kv import Compare, Conflict
+from ...namespace import Inode, Namespace, Outdated, fail
+from ..aside import make_aside
+from ..sparse import allocated_bytes
+from .abandoned import Abandoned
+from .cluster import Cluster
+from .contents import Contents
+from .figures import PublishFigures
+from .layouts import Layouts
+from .pins import ContentPins
+from .space import Space
+from .writer import Transfer
+
+__all__ = ["SIZE_MAX", "Publisher"]
+
+log = logging.getLogger(__name__)
+
+# A version is digested and laid out by stripes, holes as well: some 2 s for 1 TiB of holes.
+SIZE_MAX = 16 << 40
+
+
+class _Version(NamedTuple):
+    """What a file's next version is to be; `base`: the version that must still be the newest."""
+
+    ino: int
+    status: os.stat_result
+    mtime_ns: int
+    ctime_ns: int | None
+    base: int | None
+    layout: Layout
+
+
+class Publisher:
+    """Publishes the working copies of one mount on `host`.
+
+    check_publishing(ino) is asked when a version is to be published in another session than it was begun
+    in; `forget` is called with a descriptor whose file is not to stay registered for RDMA. With `verify`
+    versions get digests.
+    """
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        session: Session,
+        cluster: Cluster,
+        contents: Contents,
+        pins: ContentPins,
+        layouts: Layouts,
+        abandoned: Abandoned,
+        space: Space,
+        check_publishing: Callable[[int], None],
+        forget: Callable[[int], None],
+        *,
+        host: str,
+        verify: bool,
+    ) -> None:
+        self._namespace = namespace
+        self._session = session
+        self._cluster = cluster
+        self._contents = contents
+        self._pins = pins
+        self._layouts = layouts
+        self._abandoned = abandoned
+        self._space = space
+        self._check_publishing = check_publishing
+        self._forget = forget
+        self._host = host
+        self._verify = verify
+        self.figures = PublishFigures()
+
+    def allocate(self, inode: Inode) -> tuple[int, int]:
+        """Return the number of an empty working copy for a file, and a descriptor that the caller closes.
+        Raises OSError (ENOSPC, EMFILE)."""
+        self._contents.make_room(0, self._pins.counts)
+        store = self._cluster.store_here
+        group = self._cluster.group(self._layouts.of(inode), 0)
+        if store and self._cluster.has_member_here(group):
+            # One that gets longer than a stripe is sent after all.
+            return self._contents.allocate_in(f"{store}/incoming")
+        return self._contents.allocate()
+
+    async def publish(
+        self,
+        ino: int,
+        extent: int,
+        status: os.stat_result,
+        mtime_ns: int,
+        *,
+        ctime_ns: int | None = None,
+        mapped: bool = False,
+        base: int | None = None,
+    ) -> Inode:
+        """Make a content the file's next version (see Store.publish)."""
+        size = status.st_size
+        if size > SIZE_MAX:
+            raise fail(errno.EFBIG)
+        layout = self._layouts.of(self._namespace.inode(ino))
+        version = _Version(ino, status, mtime_ns, ctime_ns, base, layout)
+        begun_in = self._session.number
+        while not size:
+            await self._valid_session(ino, begun_in)
+            try:
+                return await self._commit(version, 0, None)
+            except Conflict as conflict:
+                log.info("inode %d, empty: %s; again", ino, conflict)
+                await self._cluster.replica.barrier()
+        await self._namespace.check_room(ino, status.st_blocks)
+        await self._layouts.ensure_groups(layout)
+        begun_as, transfer = extent, None
+        with ExitStack() as ending:
+            # A store node here may take it over, and let it go, while it is still to be found.
+            ending.enter_context(self._pins.pinned(extent))
+            fd = self._contents.open(extent)
+            # A descriptor that stays open, or a later one if this failed, may truncate it.
+            ending.callback(os.close, fd)
+            ending.callback(self._forget, fd)
+            while True:
+                session = await self._valid_session(ino, begun_in)
+                was_sent = transfer is None and extent in self._contents.sent
+                if session_of(extent) != session or was_sent:
+                    # What an old session sent may be dropped any time; and a number stands for the
+                    # same bytes for ever, though the file may be written on in place.
+                    if extent != begun_as:
+                        self._pins.retire(extent)
+                    extent, transfer = self._contents.renumber(extent), None
+                    ending.enter_context(self._renumbered(extent))
+                if transfer is None:
+                    transfer = Transfer(
+                        self._cluster, extent, layout, fd, size,
+                        self._contents.adoptable(extent) if layout.stripes(size) == 1 else "",
+                        verify=self._verify, mapped=mapped,
+                    )  # fmt: skip
+                self._contents.sent.add(extent)
+                try:
+                    with self._contents.publishing(extent):
+                        return await self._commit(version, extent, transfer)
+                except Conflict as conflict:
+                    log.info("content %x: %s; again", extent, conflict)
+                    await self._cluster.replica.barrier()
+                except OSError as error:
+                    if error.errno != errno.ECANCELED:
+                        raise
+                    # A node takes our session for over, or heard that this content was given up.
+                    log.info("content %x: %s; again under another number", extent, error)
+                    await self._cluster.replica.barrier()
+                    transfer = None
+
+    async def _valid_session(self, ino: int, begun_in: int) -> int:
+        session = await self._session.wait_valid()
+        if session != begun_in:
+            self._check_publishing(ino)
+        return session
+
+    @contextmanager
+    def _renumbered(self, extent: int) -> Iterator[None]:
+        """Keep another number of a working copy until its publish has ended, and longer if it is named."""
+        with self._pins.pinned(extent):
+            try:
+                yield
+            except BaseException:
+                self._pins.retire(extent)
+                raise
+
+    async def _commit(self, version: _Version, content: int, transfer: Transfer | None) -> Inode:
+        """Raises Conflict when the session or a group's configuration is another one by now, Outdated
+        when the file's version is not the one it is based on."""
+        guards: list[Compare] = [self._session.compare()]
+        if transfer is not None:
+            try:
+                guards += await transfer.complete()
+            except BaseException:
+                self._abandoned.give_up(content, transfer.asked, is_certain=True)
+                raise
+        status = version.status
+        # Once begun, only etcd knows how it ends.
+        try:
+            with trio.CancelScope(shield=True):
+                inode = await self._namespace.publish(
+                    version.ino, content, status.st_size, status.st_blocks, version.mtime_ns,
+                    ctime_ns=version.ctime_ns, base=version.base, layout=version.layout,
+                    digests=transfer.digests if transfer is not None else b"", guards=guards,
+                )  # fmt: skip
+        except OSError as error:
+            if transfer is not None:
+                certain = isinstance(error, Outdated) or error.errno == errno.EDQUOT
+                self._abandoned.give_up(content, transfer.asked, is_certain=certain)
+            raise
+        self.figures.publishes += 1
+        self.figures.published_bytes += status.st_size
+        self._space.published(allocated_bytes(status.st_size, status.st_blocks))
+        if transfer is not None:
+            self._contents.published(content, status.st_blocks * 512, self._cluster.store_here)
+            self._pins.named(content)
+            current = self._namespace.inodes.get(version.ino)
+            if current is None or current.extent != content:
+                self._pins.retire(content)  # somebody was faster
+            if not inode.nlink:
+                self._abandoned.give_up(content, transfer.asked, is_certain=True)
+        return inode
+
+    async def save_aside(self, ino: int, extent: int, status: os.stat_result, mtime_ns: int) -> str:
+        """Publish a content as a new file beside the one that it was made for, and return that one's name.
+        Raises OSError."""
+        made, name = await make_aside(self._namespace, ino, self._host, self._layouts.of_name)
+        published = await self.publish(made.ino, extent, status, mtime_ns)
+        if published.extent != extent:
+            self._pins.retire(extent)
+        return name

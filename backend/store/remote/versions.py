@@ -1,0 +1,130 @@
+"""How the current version of a file comes to this host, however often others replace it meanwhile."""
+
+import errno
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import trio
+
+from ...cluster.replica import Replica
+from ...namespace import Inode, Namespace, fail
+from .contents import Contents
+from .fetcher import Fetcher, Gone, Wrong
+from .figures import OpenFigures
+from .lent import Declined, Lender
+from .pins import ContentPins
+from .readahead import ReadAhead
+
+__all__ = ["Versions"]
+
+# A file that changes faster than it can be fetched: the version to read is then pinned on its nodes.
+_GONE_BEFORE_PIN = 3
+_LOOK_AGAIN_S = 0.2
+
+
+class Versions:
+    """Brings current versions to this host, or into memory that programs lend. Waits end with OSError
+    after `timeout_s`."""
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        replica: Replica,
+        contents: Contents,
+        pins: ContentPins,
+        fetcher: Fetcher,
+        lender: Lender,
+        timeout_s: float,
+    ) -> None:
+        self._namespace = namespace
+        self._replica = replica
+        self._contents = contents
+        self._pins = pins
+        self._fetcher = fetcher
+        self._lender = lender
+        self._ahead = ReadAhead(namespace)
+        self._timeout_s = timeout_s
+        self.figures = OpenFigures()
+
+    async def bring(self, ino: int, *, ahead: bool = False) -> Inode:
+        """See to it that the file's current version is on this host; returns the inode as it then is.
+        `ahead`: before anybody has asked for it. Raises OSError."""
+
+        async def fetch(inode: Inode) -> Inode | None:
+            await self._fetcher.fetch(inode, partial(self._ahead.after, inode))
+            if not ahead:
+                self._contents.uncounted.add(inode.extent)
+            if not self._contents.has(inode.extent):
+                return inode if await self._pins.pin_on_nodes(inode) else None
+            self._pins.unpin_on_nodes(inode.extent)
+            current = self._namespace.inode(ino)  # ESTALE: it went meanwhile, and nobody held it
+            return current if self._contents.has(current.extent) else None
+
+        return await self._with_current(ino, fetch)
+
+    def count_open(self, extent: int) -> None:
+        """Count an open that gets this content as one that found it here or had it fetched."""
+        if extent in self._contents.uncounted:
+            self._contents.uncounted.remove(extent)
+            self.figures.cache_misses += 1
+        elif extent:
+            self.figures.cache_hits += 1
+
+    async def read_into(self, ino: int, memory: int, lifeline: int) -> Inode:
+        """Read the file's current version, whole, into memory that a program lends (see lent). Raises
+        OSError."""
+        was_read = False
+
+        async def read(inode: Inode) -> Inode:
+            nonlocal was_read
+            await self._fetcher.read_into(inode, lent)
+            was_read = True
+            self._pins.let_go_on_nodes(inode.extent)
+            return inode
+
+        async with self._lender.using(memory, lifeline) as lent:
+            inode = await self._with_current(ino, read)
+        if not was_read:
+            raise Declined("it is on this host")
+        return inode
+
+    async def _with_current(
+        self, ino: int, get: Callable[[Inode], Awaitable[Inode | None]]
+    ) -> Inode:
+        """Have `get` get the file's current version, again and again while that is replaced under it (or it
+        returns None), unless it is on this host. Raises OSError: ESTALE when the file is gone."""
+        deadline = time.monotonic() + self._timeout_s
+        attempt = 0
+        while time.monotonic() < deadline:
+            attempt += 1
+            inode = self._namespace.inode(ino)
+            if not inode.extent or self._contents.has(inode.extent):
+                return inode
+            if not inode.nlink:
+                raise fail(errno.ESTALE)  # gone with its last name, from all nodes
+            got = None
+            try:
+                if attempt >= _GONE_BEFORE_PIN and not await self._pins.pin_on_nodes(inode):
+                    continue
+                got = await get(inode)
+            except Gone:
+                await self._replica.barrier()
+                current = self._namespace.inodes.get(ino)
+                if current is not None and current.extent == inode.extent:
+                    # Those who should have it do not: they are about to find that out, too.
+                    await trio.sleep(_LOOK_AGAIN_S)
+                continue
+            except Wrong:
+                await self._replica.barrier()
+                current = self._namespace.inodes.get(ino)
+                if current is None or current.extent == inode.extent:
+                    raise
+                continue
+            finally:
+                if got is None:
+                    self._pins.let_go_on_nodes(inode.extent)
+            if got is not None:
+                return got
+        where = self._namespace.describe(ino)
+        raise fail(errno.EIO, f"{where}: no store node has content {inode.extent:x}: it is lost")
