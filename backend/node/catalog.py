@@ -358,15 +358,13 @@ class Catalog:
             self._found_unnamed.discard(content)
             self._reconsider(content)
 
-    def make_room(self, wanted_bytes: int = 0) -> bool:
+    def make_room(self, wanted_bytes: int = 0) -> None:
         """The store is full: free at once what is kept just in case, of what is in quarantine only so
-        much. Returns whether something was freed, whose memory the next `Files.reap` gives back."""
-        before = self.freed_extents
+        much. The next `Files.reap` gives the memory back."""
         for group in list(self._left):
             self._free_left(group, seen=True)
         self._files.give_up_spares()
         self.freed_extents += self._files.tidy_quarantine(wanted_bytes)
-        return self.freed_extents > before or self._files.incoming.has_condemned
 
     async def run(self) -> None:
         """Give the memory of freed extents back, and look now and then for what can go."""

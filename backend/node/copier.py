@@ -24,6 +24,7 @@ from ..store.reading import read_hashed
 from ..transport import Extent, FileRange
 from .checks import Verdict
 from .files import Files, Incoming
+from .room import Room
 
 __all__ = ["Catalog", "Copier", "Judge", "Source", "Throttle"]
 
@@ -87,10 +88,6 @@ class Catalog(Protocol):
         """An extent has just been sealed."""
         ...
 
-    def make_room(self, wanted_bytes: int = 0) -> bool:
-        """The store is full: condemn what is kept just in case, for `Files.reap`."""
-        ...
-
 
 class Throttle:
     """A token bucket without a burst: bytes per second, 0: unlimited. May be changed any time."""
@@ -118,6 +115,7 @@ class Copier:
         catalog: Catalog,
         files: Files,
         device: Callable[[int], Source],
+        room: Room,
         throttle: Throttle,
         judge: Judge,
     ) -> None:
@@ -129,6 +127,7 @@ class Copier:
         self._catalog = catalog
         self._files = files
         self._device = device
+        self._room = room
         self._throttle = throttle
         self._reads = trio.Semaphore(READS_AT_ONCE)
         self._recent: deque[tuple[float, int]] = deque()
@@ -339,7 +338,7 @@ class Copier:
                 self.kept_wrong(extent)
 
     async def _begin(self, size: int, allocated: int) -> Intake[Incoming]:
-        return Intake(await self._create(size, allocated), self._files.incoming.discard)
+        return Intake(await self._room.create(size, allocated), self._files.incoming.discard)
 
     def _seal(self, intake: Intake[Incoming], extent: Extent, left: dict[Extent, int]) -> bool:
         """False if it is not needed any more: it would be nobody's to free."""
@@ -354,18 +353,6 @@ class Copier:
     def _put_down(self, extent: Extent) -> None:
         self._judge.forget(extent)
         self._catalog.sealed(extent)
-
-    async def _create(self, size: int, allocated: int) -> Incoming:
-        if allocated == size and (spare := self._files.reuse(size)) is not None:
-            return spare
-        try:
-            return await trio.to_thread.run_sync(self._files.create, size, allocated)
-        except OSError as error:
-            if error.errno != errno.ENOSPC or not self._catalog.make_room(allocated):
-                raise
-        await trio.to_thread.run_sync(self._files.reap)
-        self._files.let_go()
-        return await trio.to_thread.run_sync(self._files.create, size, allocated)
 
     def _count(self, count: int) -> None:
         now = time.monotonic()

@@ -26,6 +26,7 @@ from .catalog import Catalog
 from .checks import Checks
 from .copier import Copier, Source, Throttle
 from .files import Files
+from .room import Room
 
 __all__ = ["Progress", "Resync"]
 
@@ -84,7 +85,8 @@ class Resync:
         self._catalog = catalog
         self._files = files
         self.checks = Checks(files, catalog, members, groups, device)
-        self.copier = Copier(members, catalog, files, device, self.throttle, self.checks)
+        room = Room(files, catalog)
+        self.copier = Copier(members, catalog, files, device, room, self.throttle, self.checks)
         self._slots = trio.CapacityLimiter(GROUPS_AT_ONCE)
         self._active: set[int] = set()
         self._touched: set[int] = set()

@@ -23,6 +23,7 @@ from ..transport.rights import Peer
 from ..transport.session_keys import session_digest
 from .catalog import Catalog
 from .files import Files, Held, Incoming
+from .room import Room
 from .scrub import Scrub
 
 __all__ = ["NodeService"]
@@ -33,8 +34,6 @@ T = TypeVar("T")
 
 # How far this node may lag behind a writer before it says that it cannot be asked.
 _CATCH_UP_S = 5.0
-# Larger files are allocated and hardened in a worker thread.
-_AT_ONCE_BYTES = 1 << 20
 # What opening a file that is gone, or on a damaged disk, says.
 _DAMAGE = (errno.ENOENT, errno.EIO, errno.EUCLEAN, errno.EBADMSG)
 
@@ -63,6 +62,7 @@ class NodeService:
     ) -> None:
         self._files = files
         self._catalog = catalog
+        self._room = Room(files, catalog)
         self._replica = replica
         self._members = members
         self._groups = groups
@@ -130,15 +130,9 @@ class NodeService:
     async def create(self, extent: Extent, length: int, allocated: int | None = None) -> Incoming:
         """A file for an extent of `length` bytes, with room for all of them, or for as many as are to be
         allocated. To be given to `seal` or `drop`. Raises OSError ENOSPC."""
-        if allocated is None:
-            allocated = length
-        try:
-            incoming = await self._create(length, allocated)
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            await self._make_room(length)
-            incoming = await self._create(length, allocated)
+        incoming = await self._room.create(
+            length, length if allocated is None else allocated, self._learn
+        )
         self._begin()
         return incoming
 
@@ -317,25 +311,13 @@ class NodeService:
         if self._replica.applied < revision:
             raise Unreachable(self._files.node, "it does not hear from etcd")
 
-    async def _make_room(self, wanted_bytes: int) -> None:
-        """What was superseded a moment ago, or is kept just in case, goes now."""
+    async def _learn(self) -> None:
+        """Hear of what was superseded a moment ago."""
         with trio.move_on_after(_CATCH_UP_S):
             try:
                 await self._replica.barrier()
             except OSError as error:
                 log.info("the store is full, and what can go is not known: %s", error)
-        self._catalog.make_room(wanted_bytes)
-        await trio.to_thread.run_sync(self._files.reap)
-        self._files.let_go()
-
-    async def _create(self, length: int, allocated: int) -> Incoming:
-        if allocated < length:
-            return self._files.create(length, allocated)
-        if (spare := self._files.reuse(length)) is not None:
-            return spare
-        if length <= _AT_ONCE_BYTES:
-            return self._files.create(length)
-        return await trio.to_thread.run_sync(self._files.create, length)
 
     def _begin(self) -> None:
         if not self._receiving:

@@ -81,6 +81,10 @@ class Target(msgspec.Struct, array_like=True, frozen=True):
     config: int
     chain: tuple[int, ...]
 
+    def onward(self) -> tuple[int, "Target"]:
+        """Return the next node, and the target that it is given."""
+        return self.chain[0], Target(self.group, self.config, self.chain[1:])
+
 
 class Fenced(OSError):
     """The node knows a newer configuration of the group: look it up and begin again."""

@@ -4,7 +4,7 @@ import errno
 import logging
 import os
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import trio
@@ -47,7 +47,7 @@ from .messages import (
 from .mover import Connection, Lasting, Others
 from .prompt import acquire
 from .rights import Peer, Scope, may, need, tell_of_denial
-from .service import Service
+from .service import Service, begin
 
 log = logging.getLogger(__name__)
 
@@ -225,22 +225,20 @@ class Control:
         return await self._connections[type(request)].answer(request)
 
     async def _put(self, extent: Extent, target: Target, data: bytes) -> None:
-        await self._service.admit(extent, target)
+        intake = await begin(self._service, extent, target, len(data))
 
         async def store() -> None:
-            if self._service.size(extent) == len(data):
-                return
-            incoming = await self._service.create(extent, len(data))
-            with Intake(incoming, self._service.drop) as intake:
+            if intake is not None:
                 _write(intake.fd, data)
                 await self._service.seal(extent, intake.take())
-            self._counters.received_bytes += len(data)
+                self._counters.received_bytes += len(data)
 
         async def forward(node: int, rest: Target) -> None:
             await self._others.device(node).put(extent, rest, data)
             self._counters.sent_bytes += len(data)
 
-        await _here_and_further(target, store, forward)
+        with intake or nullcontext():
+            await _here_and_further(target, store, forward)
 
     async def _adopt(self, extent: Extent, target: Target, name: str) -> None:
         service = self._service
@@ -307,8 +305,7 @@ async def _here_and_further(
         except OSError as error:
             errors[is_here] = error
 
-    node, *rest = target.chain
-    further = Target(target.group, target.config, tuple(rest))
+    node, further = target.onward()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(attempt, True, here)
         nursery.start_soon(attempt, False, lambda: forward(node, further))

@@ -2,8 +2,11 @@
 
 from typing import Any, Protocol, TypeVar
 
+from ..store.intake import Intake
 from . import Extent, Target
 from .rights import Peer
+
+__all__ = ["Held", "Incoming", "Service", "begin"]
 
 
 class Held(Protocol):
@@ -36,8 +39,8 @@ class Service(Protocol[I]):
     """A store node as seen by its transport. All calls are made in the event loop, except `open`.
 
     Errors that a method raises reach the caller: Fenced and Unreachable as such, any other OSError with
-    its errno and text. An extent is received so: `admit`, `create`, then either `seal` or `drop`. The
-    same extent may be on its way several times, with the same bytes.
+    its errno and text. An extent is received so: `begin`, then either `seal` or `drop`. The same extent may
+    be on its way several times, with the same bytes.
     """
 
     @property
@@ -112,3 +115,17 @@ class Service(Protocol[I]):
     def status(self) -> dict[str, Any]:
         """What can be told in MessagePack."""
         ...
+
+
+async def begin(
+    service: Service[I],
+    extent: Extent,
+    target: Target,
+    length: int,
+    allocated: int | None = None,
+) -> Intake[I] | None:
+    """Begin to take an extent in; None: it is here. Raises what Service's `admit` and `create` do."""
+    await service.admit(extent, target)
+    if service.size(extent) == length:
+        return None
+    return Intake(await service.create(extent, length, allocated), service.drop)

@@ -6,7 +6,6 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import trio
 
 from irdmafs.backend.transport import Extent, FileRange, Target
@@ -14,6 +13,7 @@ from irdmafs.backend.transport.growth import Growth
 from irdmafs.backend.transport.messages import Answer, Done, Message, Request
 from irdmafs.backend.transport.mover import Connection, Host, Lasting, Serving
 from irdmafs.backend.transport.rights import Peer
+from irdmafs.backend.transport.service import begin
 
 from .messages import Bring, Fetch, Laid
 
@@ -73,24 +73,16 @@ class _Ferryman(Connection):
         data = (self._pier / name).read_bytes()
         if len(data) != length:
             raise OSError(errno.EINVAL, "the extent is not as long as was said")
-        await service.admit(extent, target)
-        if service.size(extent) != length:
-            incoming = await service.create(extent, length)
-            try:
-                try:
-                    os.pwrite(incoming.fd, data, 0)
-                except BaseException:
-                    service.drop(incoming)
-                    raise
-                await service.seal(extent, incoming)
-            finally:
-                incoming.close()
+        intake = await begin(service, extent, target, length)
+        if intake is not None:
+            with intake:
+                os.pwrite(intake.fd, data, 0)
+                await service.seal(extent, intake.take())
         if target.chain:
             await self._hand_on(extent, target, length)
 
     async def _hand_on(self, extent: Extent, target: Target, length: int) -> None:
-        node, *rest = target.chain
-        further = msgspec.structs.replace(target, chain=tuple(rest))
+        node, further = target.onward()
         held = self._host.service.hold(extent)
         try:
             await self._host.others.device(node).pass_on(

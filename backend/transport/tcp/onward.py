@@ -6,8 +6,6 @@ kernel's buffers hold: measured on links of 10 Gbit/s, one thread that takes tur
 
 import threading
 
-import msgspec
-
 from .. import Unreachable
 from ..frames import BadMessage
 from ..messages import error_of
@@ -21,11 +19,8 @@ class Onward:
     the one that sends; a failure of the next node is kept, and does not concern what is received."""
 
     def __init__(self, header: Header, timeout_s: float) -> None:
-        target = header.target
-        self._node = target.chain[0]
-        self._header = header._replace(
-            target=msgspec.structs.replace(target, chain=target.chain[1:])
-        )
+        self._node, target = header.target.onward()
+        self._header = header._replace(target=target)
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._fd = -1

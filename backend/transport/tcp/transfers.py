@@ -20,7 +20,7 @@ from ...store.intake import Intake
 from .. import Extent, Unreachable
 from ..frames import BadMessage
 from ..messages import RECEIVER_PATIENCE, failure_of
-from ..service import Incoming, Service
+from ..service import Incoming, Service, begin
 from .channel import Channel, Lost, Patience
 from .onward import Onward
 from .streams import receive_range
@@ -164,18 +164,18 @@ class Transfers:
         )
 
     async def _begin(self, receiving: Receiving, header: Header) -> None:
-        await self._service.admit(header.extent, header.target)
-        receiving.check()
-        if self._service.size(header.extent) == header.total:
-            receiving.fd = self._service.open(header.extent)
+        extent, total = header.extent, header.total
+        allocated = header.length if receiving.is_sparse else total
+        intake = await begin(self._service, extent, header.target, total, allocated)
+        if intake is None:
+            receiving.fd = self._service.open(extent)
             receiving.is_here_already = True
-        else:
-            allocated = header.length if receiving.is_sparse else header.total
-            incoming = await self._service.create(header.extent, header.total, allocated)
-            receiving.intake = Intake(incoming, self._service.drop)
-            receiving.fd = incoming.fd
-            if header.target.chain:
-                incoming.lend()
+            return
+        receiving.intake = intake
+        receiving.fd = intake.fd
+        if header.target.chain:
+            intake.incoming.lend()
+        receiving.check()
 
 
 def take_extent(

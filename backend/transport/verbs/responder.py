@@ -8,15 +8,15 @@ import errno
 import itertools
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import msgspec
 import trio
 
+from ...store.intake import Intake
 from .. import Extent, FileRange, Target
 from ..growth import Growth
 from ..mover import Host
-from ..service import Held
+from ..service import Held, Incoming, begin
 from .adapter import Adapter
 from .ends import QueueEnd, Rail
 from .messages import HANDLES_MAX, NO_QUEUE_PAIR, NOT_BY_VERBS
@@ -56,20 +56,37 @@ class _Given:
 
 
 class _Arrival:
-    """An extent that is coming in, or one that is here and only handed on (`given` is None)."""
+    """An extent that is coming in, in `intake` and by the right that was `given`; or one that is here, as
+    `held`, and only handed on."""
 
-    def __init__(self, end: _End, extent: Extent, target: Target, held: Held, length: int) -> None:
+    def __init__(
+        self,
+        end: _End,
+        extent: Extent,
+        target: Target,
+        growth: Growth,
+        piece: int,
+        held: Held,
+        intake: Intake[Incoming] | None = None,
+        given: _Given | None = None,
+    ) -> None:
         self.end = end
         self.extent = extent
         self.target = target
+        self.growth = growth
+        self.piece = piece
         self.held = held
-        self.piece = length
-        self.growth = Growth(length)
-        self.incoming: Any = None
-        self.given: _Given | None = None
+        self.intake = intake
+        self.given = given
         self.onward = trio.CancelScope()
         self.handed_on = trio.Event()
         self.onward_error: OSError | None = None
+        if not target.chain:
+            self.handed_on.set()
+
+    def close(self) -> None:
+        """Close the file, which nobody hands on any more, and drop it unless it was sealed."""
+        (self.intake or self.held).close()
 
 
 class Responder:
@@ -140,21 +157,13 @@ class Responder:
             # Closed before any file is let go: a message that is half in holds its memory.
             end.pair.fail(why)
             end.pair.close()
-        for handle, given in list(self._given.items()):
-            if given.end in gone:
-                del self._given[handle]
-                given.take_back()
-                given.held.close()
-        for handle, arrival in list(self._arrivals.items()):
-            if arrival.end in gone:
+        held: dict[int, _Given | _Arrival] = {**self._given, **self._arrivals}
+        for handle, each in held.items():
+            if each.end in gone:
                 self._drop(handle, why)
 
     def release(self, handle: int) -> None:
         """The peer has read, or will not write."""
-        given = self._given.pop(handle, None)
-        if given is not None:
-            given.take_back()
-            given.held.close()
         self._drop(handle, "the sender gave it up")
 
     def give_up(self, content: int) -> None:
@@ -187,25 +196,29 @@ class Responder:
     async def reserve(
         self, extent: Extent, target: Target, length: int, piece: int, number: int
     ) -> tuple[int, int, int, bool]:
-        """Handle, address, key and whether the bytes are wanted. Raises OSError: what Service.admit and
-        `create` raise, NOT_BY_VERBS, NO_QUEUE_PAIR."""
+        """Handle, address, key and whether the bytes are wanted. Raises OSError: what `begin` raises,
+        NOT_BY_VERBS, NO_QUEUE_PAIR."""
         end = self._end(number)
-        await self._service.admit(extent, target)
-        handle = next(self._handles)
-        if self._service.size(extent) == length:
-            arrival = _Arrival(end, extent, target, self._service.hold(extent), length)
-            arrival.growth.advance(length)
+        intake = await self._begin(end, extent, target, length)
+        if intake is None:
+            growth, held = Growth(length, length), self._service.hold(extent)
+            arrival = _Arrival(end, extent, target, growth, piece, held)
         else:
-            arrival = await self._begin(end, extent, target, length)
-        arrival.piece = piece
+            held = intake.incoming
+            try:
+                given = await self._give(end, held, length, 0, length, True)
+            except BaseException:
+                intake.close()
+                raise
+            arrival = _Arrival(end, extent, target, Growth(length), piece, held, intake, given)
+        handle = next(self._handles)
         self._arrivals[handle] = arrival
         self._counters.requests["write"] += 1
         if target.chain:
             self._nursery.start_soon(self._hand_on, arrival)
-        given = arrival.given
-        if given is None:
+        if arrival.given is None:
             return handle, 0, 0, False
-        return handle, given.window.address, given.window.key, True
+        return handle, arrival.given.window.address, arrival.given.window.key, True
 
     async def seal(self, handle: int) -> None:
         """All pieces have arrived, and the extent is sealed here and down the chain, when this returns.
@@ -219,37 +232,26 @@ class Responder:
             raise OSError(NOT_BY_VERBS, "what was written is not here any more")
         try:
             await self._seal(arrival)
-            if arrival.target.chain:
-                await arrival.handed_on.wait()
-                if arrival.onward_error is not None:
-                    raise arrival.onward_error
+            await arrival.handed_on.wait()
+            if arrival.onward_error is not None:
+                raise arrival.onward_error
         finally:
             arrival.onward.cancel()
             self._leave(arrival)
 
     # -- coming in -------------------------------------------------------------------------------
 
-    async def _begin(self, end: _End, extent: Extent, target: Target, length: int) -> _Arrival:
-        incoming = await self._create(end, extent, length)
+    async def _begin(
+        self, end: _End, extent: Extent, target: Target, length: int
+    ) -> Intake[Incoming] | None:
         try:
-            given = await self._give(end, incoming, length, 0, length, True)
-        except BaseException:
-            self._service.drop(incoming)
-            incoming.close()
-            raise
-        arrival = _Arrival(end, extent, target, incoming, length)
-        arrival.incoming, arrival.given = incoming, given
-        return arrival
-
-    async def _create(self, end: _End, extent: Extent, length: int) -> Any:
-        try:
-            return await self._service.create(extent, length)
+            return await begin(self._service, extent, target, length)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
         # Removed extents keep their memory for as long as they are registered.
         end.adapter.regions.drop_orphans()
-        return await self._service.create(extent, length)
+        return await begin(self._service, extent, target, length)
 
     def _arrived(self, handle: int) -> None:
         arrival = self._arrivals.get(handle)
@@ -259,37 +261,35 @@ class Responder:
             self._counters.received_bytes += arrival.growth.done - before
 
     async def _seal(self, arrival: _Arrival) -> None:
-        if arrival.given is None:
-            return
-        # What is sealed never changes: first nobody can write it any more.
-        arrival.given.take_back()
-        incoming, arrival.incoming = arrival.incoming, None
-        await self._service.seal(arrival.extent, incoming)
+        if arrival.intake is not None and arrival.given is not None:
+            # What is sealed never changes: first nobody can write it any more.
+            arrival.given.take_back()
+            await self._service.seal(arrival.extent, arrival.intake.take())
 
     def _drop(self, handle: int, why: str) -> None:
+        given = self._given.pop(handle, None)
+        if given is not None:
+            given.take_back()
+            given.held.close()
         arrival = self._arrivals.pop(handle, None)
         if arrival is not None:
             arrival.growth.give_up(OSError(NOT_BY_VERBS, why))
             arrival.onward.cancel()
             if arrival.given is not None:
                 arrival.given.take_back()
-            if arrival.incoming is not None:
-                self._service.drop(arrival.incoming)
             self._leave(arrival)
 
     def _leave(self, arrival: _Arrival) -> None:
-        if not arrival.target.chain or arrival.handed_on.is_set():
-            arrival.held.close()
+        if arrival.handed_on.is_set():
+            arrival.close()
         else:
             self._nursery.start_soon(_close_after, arrival)
 
     async def _hand_on(self, arrival: _Arrival) -> None:
-        node, *rest = arrival.target.chain
-        target = msgspec.structs.replace(arrival.target, chain=tuple(rest))
-        length = arrival.growth.length
+        node, target = arrival.target.onward()
+        held, length = arrival.held, arrival.growth.length
         try:
             with arrival.onward:
-                held = arrival.held
                 await self._others.device(node).pass_on(
                     arrival.extent, target, FileRange(held.fd, 0, length), arrival.growth, held.lend
                 )
@@ -354,11 +354,10 @@ class Responder:
             if self._is_gone():
                 pair.fail(SESSION_OVER)
             now = trio.current_time()
-            for handle, given in list(self._given.items()):
+            rights = list(self._given.items())
+            rights += [(each, one.given) for each, one in self._arrivals.items() if one.given]
+            for handle, given in rights:
                 if given.until < now:
-                    self.release(handle)
-            for handle, arrival in list(self._arrivals.items()):
-                if arrival.given is not None and arrival.given.until < now:
                     self.release(handle)
         end = self._ends.get(number)
         if end is not None and end.pair is pair:
@@ -368,4 +367,4 @@ class Responder:
 async def _close_after(arrival: _Arrival) -> None:
     with trio.CancelScope(shield=True):
         await arrival.handed_on.wait()
-    arrival.held.close()
+    arrival.close()
