@@ -15,7 +15,8 @@ from typing import Any, Self
 import trio
 
 from ..cluster.records import Layout
-from ..kv.sqlite import SQLiteEngine
+from ..kv import OwnEngine
+from ..kv.engines import OpenEngine, open_engine
 from ..namespace import Inode, Namespace, fail, load_own
 from .api import StoreEvents
 from .aside import make_aside
@@ -44,11 +45,14 @@ class EmbeddedStore(Pinned):
     size_max = 2**63 - 1
     namespace: Namespace
     extents: ExtentStore
-    engine: SQLiteEngine
+    engine: OwnEngine
     _resources: AsyncExitStack
 
-    def __init__(self, directory: str, events: StoreEvents) -> None:
+    def __init__(
+        self, directory: str, events: StoreEvents, open_engine: OpenEngine = open_engine
+    ) -> None:
         super().__init__()
+        self._open_engine = open_engine
         self._events = events
         self.directory = directory
         self.waits = False
@@ -59,7 +63,7 @@ class EmbeddedStore(Pinned):
             lock = lock_directory(self.directory, "store is in use by another daemon")
             resources.callback(os.close, lock)
             self.waits = not in_memory(self.directory)
-            self.engine = SQLiteEngine(f"{self.directory}/kv.sqlite", power_safe=self.waits)
+            self.engine = self._open_engine(self.directory, power_safe=self.waits)
             resources.push_async_callback(self.engine.close)
             self.extents = ExtentStore(f"{self.directory}/extents")
             resources.callback(self.extents.close)

@@ -20,12 +20,14 @@ from etcd_server import etcd, new_prefix  # noqa: F401
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from memory_engine import MemoryEngine, Place
 
 from irdmafs.backend.kv import (
     Damaged,
     Delete,
     KeyValue,
     NoSpace,
+    OwnEngine,
     Put,
 )
 from irdmafs.backend.kv.etcd import EtcdEngine
@@ -68,26 +70,29 @@ def value_of(engine: SQLiteEngine, key: bytes) -> KeyValue | None:
 class Either:
     """An engine of either kind, by what both can do."""
 
-    def __init__(self, engine: SQLiteEngine | EtcdEngine) -> None:
+    def __init__(self, engine: OwnEngine | EtcdEngine) -> None:
         self._engine = engine
         self.range = engine.range
         self.close = engine.close
 
     async def transact(self, operations: Sequence[Put | Delete], *, durable: bool = True) -> int:
-        if isinstance(self._engine, SQLiteEngine):
-            return await self._engine.transact(operations, durable=durable)
-        return await self._engine.transact((), operations)
+        if isinstance(self._engine, EtcdEngine):
+            return await self._engine.transact((), operations)
+        return await self._engine.transact(operations, durable=durable)
 
 
 Open = Callable[[], Either]
 
 
-@pytest.fixture(params=["sqlite", "sqlite-power-safe", "etcd"])
+@pytest.fixture(params=["sqlite", "sqlite-power-safe", "memory", "etcd"])
 def open_engine(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
     """Opens the engine of this test: the same store every time."""
     if request.param == "etcd":
         server, prefix = request.getfixturevalue("etcd"), new_prefix()
         return lambda: Either(EtcdEngine(server.endpoints, prefix))
+    if request.param == "memory":
+        place = Place()
+        return lambda: Either(MemoryEngine(place))
     power_safe = request.param == "sqlite-power-safe"
     return lambda: Either(SQLiteEngine(str(tmp_path / "kv.sqlite"), power_safe=power_safe))
 

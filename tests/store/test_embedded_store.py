@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from invariants import check
+from memory_engine import MemoryEngine, Place
 
 from irdmafs.backend.kv import Damaged, NoSpace, Put
 from irdmafs.backend.namespace import ROOT_INO, Inode
@@ -364,6 +365,25 @@ def test_a_directory_on_tmpfs_is_known_to_be_in_memory() -> None:
         pytest.skip("/dev/shm is no tmpfs here")
     assert storedir.in_memory("/dev/shm")
     assert not storedir.in_memory("/proc")
+
+
+def test_a_store_keeps_its_names_on_the_engine_that_it_is_given(tmp_path: Path) -> None:
+    place = Place()
+
+    def open_engine(directory: str, *, power_safe: bool) -> MemoryEngine:
+        return MemoryEngine(place)
+
+    async def main() -> None:
+        async with EmbeddedStore(str(tmp_path), Unmounted(), open_engine) as store:
+            inode = await store.namespace.create(ROOT_INO, b"file", FILE, 0, 0)
+            extent = write(store.extents, b"one")
+            await store.publish(inode.ino, extent, store.extents.stat(extent), 1)
+        assert place.keys and not list(tmp_path.glob("kv.*"))
+        async with EmbeddedStore(str(tmp_path), Unmounted(), open_engine) as store:
+            found = store.namespace.inodes[inode.ino]
+            assert (found.version, store.extents.stat(found.extent).st_size) == (1, 3)
+
+    trio.run(main)
 
 
 # -- starting ----------------------------------------------------------------------------------------
