@@ -118,7 +118,7 @@ def mount(
         chosen = stores.default_store(mountpoint, size_bytes)
     else:
         chosen = stores.explicit_store(store, mountpoint, size_bytes)
-    _claim(chosen, cluster)
+    _claim(chosen, cluster, strictatime=mount_options.strictatime)
     for warning in chosen.warnings:
         _say(f"warning: {warning}", err=True)
     config = MountConfig(
@@ -152,7 +152,7 @@ def mount(
         ctx.exit(128 + signal.SIGINT)
 
 
-def _claim(store: stores.Store, cluster: ClusterConfig | None) -> None:
+def _claim(store: stores.Store, cluster: ClusterConfig | None, *, strictatime: bool) -> None:
     """Take a store for a mount of this kind, unless that would destroy what it keeps."""
     try:
         stores.refuse_other_purpose(store.path, "cache" if cluster else "mount")
@@ -160,6 +160,7 @@ def _claim(store: stores.Store, cluster: ClusterConfig | None) -> None:
             stores.claim_cache(store.path, cluster.path or "FILE")
             if cluster.mount.cache_size is not None:
                 _check_cache_size(store.path, cluster.mount.cache_size)
+        stores.keep_access_times(store.path, strict=strictatime)
     except MountError:
         if store.created:
             stores.discard_store(store.path)

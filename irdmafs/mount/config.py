@@ -135,8 +135,13 @@ class MountOptions:
     lazytime: Annotated[
         bool, Switch("lazytime", "nolazytime", "passed to the kernel; access times are lazy anyway")
     ] = False
-    relatime: Annotated[
-        bool, Switch("relatime", None, "passed to the kernel; access times are relative anyway")
+    strictatime: Annotated[
+        bool,
+        Switch(
+            "strictatime",
+            "relatime",
+            "move the access time with every read, also those of the store",
+        ),
     ] = False
     sync: Annotated[
         bool, Switch("sync", "async", "passed to the kernel: writes are synchronous")
@@ -259,10 +264,6 @@ def parse_mount_options(arguments: Iterable[str]) -> MountOptions:
             raise MountError(f"-o {name} needs a value: {name}={values[name].expected}")
         elif equals and name in flags:
             raise MountError(f"-o {option}: {name} takes no value")
-        elif name == "strictatime":
-            raise MountError(
-                "-o strictatime is not supported: reads that pass through are noted as with relatime"
-            )
         elif name == "allow_root":
             raise MountError(
                 "-o allow_root is not supported; use allow_other (permissions are still checked)"

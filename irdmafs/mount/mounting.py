@@ -34,7 +34,9 @@ MS_REMOUNT = 0x20
 MS_DIRSYNC = 0x80
 MS_NOATIME = 0x400
 MS_NODIRATIME = 0x800
+MS_BIND = 0x1000
 MS_RELATIME = 0x200000
+MS_STRICTATIME = 0x1000000
 MS_LAZYTIME = 0x2000000
 MNT_DETACH = 0x2
 UMOUNT_NOFOLLOW = 0x8
@@ -296,7 +298,7 @@ def mount_flags(options: MountOptions) -> int:
         (options.dirsync, MS_DIRSYNC),
         (options.noatime, MS_NOATIME),
         (options.nodiratime, MS_NODIRATIME),
-        (options.relatime, MS_RELATIME),
+        (options.strictatime, MS_STRICTATIME),
         (options.lazytime, MS_LAZYTIME),
     ):
         if wanted:

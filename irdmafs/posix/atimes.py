@@ -1,10 +1,10 @@
 """When files were last read, without a request or a transaction for a read.
 
 Where reads pass through they are reads of the extent, a file of the store, and the kernel keeps its access
-time by the rule of relatime: that is looked at when somebody asks for the file's. What comes through us
-(cached reads, listings, links) is noted by the same rule. What is known goes into the inode's record with
-the next change of its attributes, and in an embedded store when it is unmounted; until then it is in memory
-alone, as with lazytime. Each host of a cluster knows its own reads.
+time by the rule of relatime (with strictatime: at every read): that is looked at when somebody asks for
+the file's. What comes through us (cached reads, listings, links) is noted by the same rule. What is known
+goes into the inode's record with the next change of its attributes, and in an embedded store when it is
+unmounted; until then it is in memory alone, as with lazytime. Each host of a cluster knows its own reads.
 """
 
 import ctypes
@@ -43,8 +43,10 @@ class Atimes:
     ) -> None:
         self._extents = extents
         self._in_use = in_use
-        self._noatime = options.noatime
-        self._nodiratime = options.noatime or options.nodiratime
+        self._strict = options.strictatime
+        # As mount(2) has it: strictatime outdoes noatime.
+        self._noatime = options.read_only or (options.noatime and not options.strictatime)
+        self._nodiratime = self._noatime or options.nodiratime
         self._read: dict[int, int] = {}
         # By inode and node: the extent that reads pass through to, and its access time when they began to.
         self._passed: dict[int, dict[int, _Passed]] = {}
@@ -83,8 +85,12 @@ class Atimes:
         if self._nodiratime if inode.is_dir else self._noatime:
             return
         now, atime_ns = now_ns(), self._read.get(inode.ino, inode.atime_ns)
-        stale = atime_ns <= max(inode.mtime_ns, inode.ctime_ns) or now - atime_ns > _DAY_NS
-        if stale and not inode.flags & NOATIME:
+        counts = (
+            self._strict
+            or atime_ns <= max(inode.mtime_ns, inode.ctime_ns)
+            or now - atime_ns > _DAY_NS
+        )
+        if counts and not inode.flags & NOATIME:
             _limit(self._read)
             self._read[inode.ino] = now
 

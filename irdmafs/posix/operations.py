@@ -49,7 +49,7 @@ class Operations:
         self.processes = cache.processes
         self.nodes = cache.nodes
         self.extents = store.extents
-        self.listings_stay = not store.shared
+        self.listings_stay = not (store.shared or options.strictatime)
         self.beliefs = beliefs = Beliefs(store.namespace, cache.nodes, cache.kernel)
         arrivals = Arrivals(store, cache)
         self.atimes = atimes = Atimes(options, store.extents, cache.nodes.in_use)

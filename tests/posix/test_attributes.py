@@ -6,6 +6,7 @@ import fcntl
 import os
 import shutil
 import stat
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -571,3 +572,47 @@ def test_access_times_are_kept_when_it_is_unmounted_and_not_kept_with_noatime(
         mount.remount()
         assert file.stat().st_atime_ns == atime_ns
         mount.unmount()
+
+
+@needs_root
+@pytest.mark.beyond_posix
+def test_access_times_move_with_every_read_with_strictatime(
+    new_mount: Callable[..., Mount], process: TakeProcess
+) -> None:
+    mount = new_mount("-o", "strictatime", store_size="32m")
+    subprocess.run(["mount", "-o", "remount,strictatime", mount.store], check=True)
+    mount.mount()
+    file, directory = mount.path / "file", mount.path / "dir"
+    file.write_bytes(b"content")
+    directory.mkdir()
+    reader = process()
+    reader.do("import time", f=str(file), d=str(directory))
+    for path, read in ((file, "open(f, 'rb').read()"), (directory, "os.listdir(d)")):
+        seen = [path.stat().st_atime_ns]
+        for _ in range(3):
+            reader.do("time.sleep(0.02)\n" + read)
+            seen.append(path.stat().st_atime_ns)
+        assert sorted(set(seen)) == seen
+
+
+@pytest.mark.beyond_posix
+def test_access_times_stay_on_a_read_only_mount(
+    session: str, new_mount: Callable[..., Mount], process: TakeProcess
+) -> None:
+    if session == CLUSTER:
+        pytest.skip("what is written is not on the next mount's host")
+    mount = new_mount()
+    mount.mount()
+    file, directory = mount.path / "file", mount.path / "dir"
+    file.write_bytes(b"content")
+    directory.mkdir()
+    for path in (file, directory):
+        os.utime(path, (1, 2))
+    mount.unmount()
+    mount.arguments = ("-o", "ro")
+    mount.remount()
+    process().do("open(f, 'rb').read(); os.listdir(d)", f=str(file), d=str(directory))
+    assert [path.stat().st_atime_ns for path in (file, directory)] == [10**9, 10**9]
+    mount.unmount()
+    mount.remount()
+    assert [path.stat().st_atime_ns for path in (file, directory)] == [10**9, 10**9]
