@@ -11,9 +11,10 @@ from typing import Final
 from ..backend.namespace import ROOT_INO, Inode, fail
 from ..backend.store.api import Store
 from ..inline import detach
-from .cache import Cache, truncates
+from .cache import Cache
 from .freshness import LookupTrails, TrailStep
 from .nodes import Node
+from .sharing import truncates
 
 # A file that is replaced each time before its content is here.
 _LEADS_MAX: Final = 20

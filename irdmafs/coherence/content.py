@@ -130,6 +130,8 @@ class ContentTable:
         self.current: dict[int, Content] = {}
         # The newest one last.
         self.private: dict[int, list[Content]] = {}
+        # The newest version of each file that was published on this host.
+        self.published: dict[int, int] = {}
         # Those with a descriptor, the oldest first.
         self._described: dict[Content, None] = {}
 
@@ -151,6 +153,16 @@ class ContentTable:
             os.utime(content.fd, ns=(atime_ns, mtime_ns))
         else:
             self._store.extents.set_times(content.extent, atime_ns, mtime_ns)
+
+    # -- where it lies ---------------------------------------------------------------------------
+
+    def is_here(self, content: Content) -> bool:
+        """Return whether it is on this host: not too large for that."""
+        return content.own or (bool(content.extent) and self._store.is_here(content.extent))
+
+    def is_borrowed(self, content: Content) -> bool:
+        """Return whether it is the very file of a store node, which nobody may write."""
+        return not content.writable and self._store.is_lent(content.extent)
 
     # -- what keeps an extent --------------------------------------------------------------------
 

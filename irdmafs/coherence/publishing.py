@@ -6,8 +6,6 @@ docs/sharing.md, "When a version is published", has the rules that this module c
 import errno
 import logging
 import os
-import platform
-import time
 
 import trio
 
@@ -16,6 +14,7 @@ from ..backend.store.api import Outdated, Store
 from ..backend.store.extents import copy_contents
 from ..callers.processes import Processes
 from ..inline import detach
+from .changes import Changes
 from .content import Content, ContentTable, stamp_of
 from .kernel_cache import KernelCache
 from .nodes import Handle, NodeTable
@@ -24,82 +23,29 @@ log = logging.getLogger(__name__)
 
 # Larger copies are made in a thread, so that other requests are served meanwhile.
 COPY_INLINE_MAX_BYTES = 1024 * 1024
-# Before 6.13 a write may leave the times of a file as they were, for a timer tick (1-10 ms).
-_TIMESTAMP_GRAIN_NS = 20_000_000
 # A store with less room than this is full: a write may just have failed.
 _FULL_BYTES = 64 * 1024
-
-
-def _stamps_are_fine() -> bool:
-    """Return whether a write always moves a time that was looked at before (Linux 6.13)."""
-    major, minor, *_ = (int(part) for part in platform.release().split("-")[0].split(".")[:2])
-    return (major, minor) >= (6, 13)
 
 
 class Publisher:
     """Decides what is published when, and publishes it."""
 
-    kernel: KernelCache
-
     def __init__(
-        self, store: Store, table: ContentTable, nodes: NodeTable, processes: Processes
+        self,
+        store: Store,
+        kernel: KernelCache,
+        table: ContentTable,
+        changes: Changes,
+        nodes: NodeTable,
+        processes: Processes,
     ) -> None:
         self._store = store
+        self._kernel = kernel
         self._table = table
+        self._changes = changes
         self._nodes = nodes
         self._inodes = store.namespace.inodes
         self._processes = processes
-        # The newest version of each file that was published on this host.
-        self._published: dict[int, int] = {}
-        self._grain_ns = 0 if _stamps_are_fine() else _TIMESTAMP_GRAIN_NS
-
-    def forget(self, ino: int) -> None:
-        """Nobody has the file open any more, nor knows its number."""
-        self._published.pop(ino, None)
-
-    # -- whether there is anything to publish ----------------------------------------------------
-
-    def is_written(self, content: Content) -> bool:
-        """Return whether anybody may have written to it since it was published or begun, as far as stat can
-        tell. A store through a mapping changes no time."""
-        return self._is_surely_written(content) or self._may_share_a_tick(content)
-
-    def _is_surely_written(self, content: Content) -> bool:
-        if content.dirty:
-            return True
-        return bool(content.extent) and stamp_of(self._table.stat(content)) != content.since
-
-    def _may_share_a_tick(self, content: Content) -> bool:
-        """Return whether a write after the publication may have left the times as they were then."""
-        if not self._grain_ns or content.seen is None or not content.extent:
-            return False
-        return time.time_ns() - self._table.stat(content).st_mtime_ns < self._grain_ns
-
-    def _is_unpublished(self, content: Content) -> bool:
-        if content.seen is not None:
-            # In a cluster the bytes are compared before they are published for the same times.
-            written = self._is_surely_written if self._store.shared else self.is_written
-            return written(content)
-        if self._store.shared and not content.version:
-            stamp = self._table.stamp(content)
-            if not stamp[0] and (not content.extent or stamp == content.since):
-                return False  # a new file that stays empty: its name says so already, to all
-        inode = self._inodes[content.ino]
-        # An empty copy that nobody wrote gives way to a version that was published meanwhile.
-        return inode.version == content.version or self.is_written(content)
-
-    def _is_changed(self, handle: Handle, content: Content) -> bool:
-        """Return whether closing the handle has something to publish, as far as stat can tell."""
-        wrote_nothing = handle.since is not None and self._table.stamp(content) == handle.since
-        return not wrote_nothing and self._is_unpublished(content)
-
-    def _may_hide_writes(self, content: Content) -> bool:
-        """Return whether only a comparison of bytes can tell that somebody wrote. A store through a mapping
-        changes no time if its page was stored to before, or (in a tmpfs) read before."""
-        return (content.mapped and content.seen is not None) or self._may_share_a_tick(content)
-
-    def _size(self, content: Content) -> int:
-        return self._table.stamp(content)[0]
 
     # -- close -----------------------------------------------------------------------------------
 
@@ -116,7 +62,7 @@ class Publisher:
             async with content.locked():
                 pass
         handle.aborted = content.discarded
-        if handle.aborted or (content.superseded and not self.is_written(content)):
+        if handle.aborted or (content.superseded and not self._changes.is_written(content)):
             return
         if content.whole or content.seen is None:
             process = await self._processes.of(pid)
@@ -131,7 +77,7 @@ class Publisher:
                 return
             if (
                 content.seen is None
-                and not self.is_written(content)
+                and not self._changes.is_written(content)
                 and await self._has_duplicate(pid, content.ino)
             ):
                 return
@@ -139,8 +85,8 @@ class Publisher:
                 # A write that the kernel refused for want of room did not come to us.
                 handle.aborted = True
                 raise fail(errno.ENOSPC, "the store is full; the version before stays")
-        changed = self._is_changed(handle, content)
-        if not changed and not self._is_to_be_compared(content):
+        changed = self._changes.is_changed(handle, content)
+        if not changed and not self._changes.is_to_be_compared(content):
             return
         try:
             stays = await self._stays(handle, content, pid)
@@ -185,11 +131,11 @@ class Publisher:
         while (
             not (handle.aborted or content.discarded)
             and (bool(inode.nlink) or not self._store.shared)
-            and not (content.superseded and not self.is_written(content))
+            and not (content.superseded and not self._changes.is_written(content))
             and content.writers == 1
         ):
-            changed = self._is_changed(handle, content)
-            if changed or (self._is_to_be_compared(content) and not content.superseded):
+            changed = self._changes.is_changed(handle, content)
+            if changed or (self._changes.is_to_be_compared(content) and not content.superseded):
                 await self._publish_locked(content, stays=False, changed=changed)
             if not changed:
                 return
@@ -199,27 +145,31 @@ class Publisher:
 
     async def fsync(self, handle: Handle, content: Content) -> None:
         """fsync(2): publish what is written so far; the descriptor stays open for more."""
-        if content.discarded or (content.superseded and not self.is_written(content)):
+        if content.discarded or (content.superseded and not self._changes.is_written(content)):
             return
-        changed = self._is_changed(handle, content)
+        changed = self._changes.is_changed(handle, content)
         if not self._store.shared:
             # Here nobody else has another copy; but who waits for versions is to hear of this one.
             was_written = content.seen != content.begun
-            changed = changed or (was_written and self._may_hide_writes(content))
-        if changed or self._is_to_be_compared(content):
+            changed = changed or (was_written and self._changes.may_hide_writes(content))
+        if changed or self._changes.is_to_be_compared(content):
             await self._publish_locked(content, stays=True, changed=changed)
 
     async def publish_so_far(self, content: Content) -> None:
         """Publish what was written in place, whoever wrote it; nothing where nobody wrote."""
         if not content.extent or content.discarded:
             return
-        changed = self.is_written(content)
-        if changed or self._is_to_be_compared(content):
+        changed = self._changes.is_written(content)
+        if changed or self._changes.is_to_be_compared(content):
             await self._publish_locked(content, stays=True, changed=changed)
 
     async def publish_named(self, content: Content) -> None:
         """Publish what is being written to a file whose name is about to mean something new."""
-        if not content.discarded and self._size(content) and self.is_written(content):
+        if (
+            not content.discarded
+            and self._table.stamp(content)[0]
+            and self._changes.is_written(content)
+        ):
             if self._store.waits:
                 await detach()
             await self._publish_locked(content, stays=True, naming=True)
@@ -231,7 +181,7 @@ class Publisher:
     async def keep(self, content: Content) -> None:
         """A killed writer left a new file: it stays on this host as it is, as on any filesystem, and
         other hosts see nothing of it."""
-        if not self._size(content):
+        if not self._table.stamp(content)[0]:
             return
         if self._store.shared:
             content.kept = True
@@ -244,7 +194,7 @@ class Publisher:
         inode = self._inodes[content.ino]
         if not content.extent or content.own or content.extent != inode.extent or not inode.nlink:
             return
-        if self._size(content) > inode.size:
+        if self._table.stamp(content)[0] > inode.size:
             self._store.extents.truncate(content.extent, inode.size)
 
     # -- publishing ------------------------------------------------------------------------------
@@ -262,11 +212,13 @@ class Publisher:
         async with content.locked():
             # Somebody else may have published it meanwhile.
             certain = changed and content.seen == seen
-            if not certain and not self._is_surely_written(content):
-                if not self._is_to_be_compared(content):
+            if not certain and not self._changes.is_surely_written(content):
+                if not self._changes.is_to_be_compared(content):
                     return False
                 same = await self._store.is_same(content.published, content.extent)
-                if same and not self._is_surely_written(content):  # somebody may have cut the file
+                if same and not self._changes.is_surely_written(
+                    content
+                ):  # somebody may have cut the file
                     return False
             content.leaves = not stays and self._store.hands_over(content.extent)
             if content.leaves and content.holds > 1:
@@ -276,10 +228,6 @@ class Publisher:
             finally:
                 content.leaves = False
             return True
-
-    def _is_to_be_compared(self, content: Content) -> bool:
-        """Return whether its bytes have to be compared with those that other hosts have."""
-        return self._store.shared and self._may_hide_writes(content)
 
     def _copies(self, content: Content) -> bool:
         """Return whether a copy is published while the content is written on. Readers of a private content
@@ -294,7 +242,7 @@ class Publisher:
         status = shape = self._table.stat(content)
         extent = content.extent
         mapped = content.mapped
-        written = content.private or self.is_written(content)
+        written = content.private or self._changes.is_written(content)
         ctime_ns = status.st_ctime_ns if written else 0
         dirty, content.dirty = content.dirty, False
         # A writer that replaces a file does so whatever others published meanwhile. On one host the last
@@ -315,7 +263,7 @@ class Publisher:
                         break
                     except Outdated:
                         newest = self._inodes[content.ino].version
-                        if newest == base or newest != self._published.get(content.ino):
+                        if newest == base or newest != self._table.published.get(content.ino):
                             raise
                         base = newest  # it was published on this host, where the last close wins
             except Outdated as outdated:
@@ -335,7 +283,7 @@ class Publisher:
             if extent != content.extent:
                 self._store.extents.free(extent)
             raise
-        self._published[content.ino] = inode.version
+        self._table.published[content.ino] = inode.version
         content.seen = stamp_of(status)
         content.kept = False
         if extent != content.extent and content.private:
@@ -404,17 +352,17 @@ class Publisher:
     async def _announce(self, inode: Inode, content: Content, *, naming: bool) -> None:
         """A version was published. Other nodes and names of the file may still show the one before."""
         ino = inode.ino
-        self.kernel.version_published(ino)
+        self._kernel.version_published(ino)
         if self._nodes.has_siblings(ino):
             for node in self._nodes.of(ino):
                 if not node.is_bound and node.backing_extent != inode.extent:
-                    self.kernel.drop_backing(node)
+                    self._kernel.drop_backing(node)
                 if node.content is not content:
-                    self.kernel.invalidate_attributes(node)
+                    self._kernel.invalidate_attributes(node)
         if inode.nlink > 1:
             names = self._store.namespace.names_of(ino)
             if naming:
-                self.kernel.start_soon(self.kernel.expire_names, names)
+                self._kernel.start_soon(self._kernel.expire_names, names)
             else:
                 await detach()
-                await self.kernel.expire_names(names)
+                await self._kernel.expire_names(names)

@@ -21,6 +21,7 @@ from ..backend.process import calm_the_collector, raise_open_files_limit
 from ..backend.store.api import Store
 from ..backend.store.embedded import EmbeddedStore
 from ..backend.store.storedir import StoreInUse
+from ..callers.processes import Processes
 from ..coherence.cache import Cache
 from ..coherence.isolation import Isolation
 from ..fuse.kernel import KernelSession, ProtocolError
@@ -100,11 +101,11 @@ class _Daemon:
         self._store = store
         self._events = events
         self._warnings = warnings
+        self._processes = Processes(config.mountpoint)
         self._started = time.monotonic()
         self._reason = ""
         self._mounted: tuple[int, str] | None = None
         self._session: KernelSession | PortableSession
-        self._cache: Cache
         self._operations: Operations
 
     async def run(self, ready: Callable[[str], None]) -> None:
@@ -128,7 +129,7 @@ class _Daemon:
         finally:
             self._unmount()
             self._session.close()
-            self._cache.close()
+            self._processes.close()
             log.info("unmounted %s", config.mountpoint)
 
     # -- mounting --------------------------------------------------------------------------------
@@ -205,15 +206,10 @@ class _Daemon:
         self, session: KernelSession | PortableSession, *, passthrough: bool, acls: bool
     ) -> Operations:
         isolation = Isolation(self._store.namespace, default=self._config.options.isolation)
-        self._cache = Cache(
-            self._store, self._config.mountpoint, isolation, passthrough=passthrough
-        )
-        self._cache.kernel = session
-        operations = Operations(
-            self._store, self._cache, self._config.options, self.status, acls=acls
-        )
+        cache = Cache(self._store, session, self._processes, isolation, passthrough=passthrough)
+        operations = Operations(self._store, cache, self._config.options, self.status, acls=acls)
         self._operations = operations
-        self._events.begin(Parts(self._cache, operations.beliefs, operations.locking, session))
+        self._events.begin(Parts(cache, operations.beliefs, operations.locking, session))
         return operations
 
     async def _announce(self, ready: Callable[[str], None]) -> None:

@@ -39,7 +39,7 @@ class MountEvents(StoreEvents):
         return self._parts.locking if self._parts is not None else NOBODY
 
     def is_held(self, ino: int) -> bool:
-        return self._parts is not None and self._parts.cache.is_held(ino)
+        return self._parts is not None and self._parts.cache.nodes.has_nodes(ino)
 
     def inode_changed(self, old: Inode | None, new: Inode | None) -> None:
         if self._parts is not None:

@@ -9,10 +9,11 @@ from ..backend.namespace import Inode, fail
 from ..backend.namespace.protection import refuse_open
 from ..backend.store.api import Store
 from ..coherence.arrivals import Arrivals, name_of
-from ..coherence.cache import Cache, truncates
+from ..coherence.cache import Cache
 from ..coherence.freshness import TrailStep
 from ..coherence.kernel_cache import Name
 from ..coherence.nodes import Handle
+from ..coherence.sharing import truncates
 from ..inline import detach
 from .answers import Answers
 from .calls import Attributes, Caller, OpenInfo, refuse_other_than_file

@@ -25,6 +25,7 @@ from irdmafs.backend.clock import now_ns
 from irdmafs.backend.store import embedded as store_node
 from irdmafs.backend.store.api import Unmounted
 from irdmafs.backend.store.embedded import EmbeddedStore
+from irdmafs.callers.processes import Processes
 from irdmafs.coherence.cache import Cache
 from irdmafs.coherence.content import Content
 from irdmafs.coherence.isolation import Isolation
@@ -175,8 +176,10 @@ class Served:
     def __init__(self, store: EmbeddedStore, session: Session, *, passthrough: bool) -> None:
         self.session = session
         self.store = store
-        self.cache = Cache(store, "/nowhere", Isolation(store.namespace), passthrough=passthrough)
-        self.cache.kernel = session
+        self.processes = Processes("/nowhere")
+        self.cache = Cache(
+            store, session, self.processes, Isolation(store.namespace), passthrough=passthrough
+        )
         self.operations = Operations(store, self.cache, MountOptions(), dict, acls=False)
         self.nodes = self.cache.nodes
         session.attach(self.operations)
@@ -360,7 +363,7 @@ def serve(mode: str, talk: Callable[[Served], None], messages: list[bytes] | Non
             check(store.namespace)
             named = {inode.extent for inode in store.namespace.inodes.values()} - {0}
             assert set(store.extents) == named
-            served.cache.close()
+            served.processes.close()
         session.close()
         async with EmbeddedStore(directory, Unmounted()) as store:
             check(store.namespace)

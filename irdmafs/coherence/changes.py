@@ -1,0 +1,74 @@
+"""Whether anybody has written to a content since it was published or begun.
+
+Programs write past us: only the size and the times of an extent tell.
+"""
+
+import platform
+import time
+from typing import Final
+
+from ..backend.store.api import Store
+from .content import Content, ContentTable, stamp_of
+from .nodes import Handle
+
+# Before 6.13 a write may leave the times of a file as they were, for a timer tick (1-10 ms).
+_TIMESTAMP_GRAIN_NS: Final = 20_000_000
+
+
+def _stamps_are_fine() -> bool:
+    """Return whether a write always moves a time that was looked at before (Linux 6.13)."""
+    major, minor, *_ = (int(part) for part in platform.release().split("-")[0].split(".")[:2])
+    return (major, minor) >= (6, 13)
+
+
+class Changes:
+    """Compares contents with how they looked when they were published, or begun."""
+
+    def __init__(self, store: Store, table: ContentTable) -> None:
+        self._store = store
+        self._table = table
+        self._inodes = store.namespace.inodes
+        self._grain_ns = 0 if _stamps_are_fine() else _TIMESTAMP_GRAIN_NS
+
+    def is_written(self, content: Content) -> bool:
+        """Return whether anybody may have written to it since it was published or begun, as far as stat can
+        tell. A store through a mapping changes no time."""
+        return self.is_surely_written(content) or self._may_share_a_tick(content)
+
+    def is_surely_written(self, content: Content) -> bool:
+        if content.dirty:
+            return True
+        return bool(content.extent) and stamp_of(self._table.stat(content)) != content.since
+
+    def _may_share_a_tick(self, content: Content) -> bool:
+        """Return whether a write after the publication may have left the times as they were then."""
+        if not self._grain_ns or content.seen is None or not content.extent:
+            return False
+        return time.time_ns() - self._table.stat(content).st_mtime_ns < self._grain_ns
+
+    def _is_unpublished(self, content: Content) -> bool:
+        if content.seen is not None:
+            # In a cluster the bytes are compared before they are published for the same times.
+            written = self.is_surely_written if self._store.shared else self.is_written
+            return written(content)
+        if self._store.shared and not content.version:
+            stamp = self._table.stamp(content)
+            if not stamp[0] and (not content.extent or stamp == content.since):
+                return False  # a new file that stays empty: its name says so already, to all
+        inode = self._inodes[content.ino]
+        # An empty copy that nobody wrote gives way to a version that was published meanwhile.
+        return inode.version == content.version or self.is_written(content)
+
+    def is_changed(self, handle: Handle, content: Content) -> bool:
+        """Return whether closing the handle has something to publish, as far as stat can tell."""
+        wrote_nothing = handle.since is not None and self._table.stamp(content) == handle.since
+        return not wrote_nothing and self._is_unpublished(content)
+
+    def may_hide_writes(self, content: Content) -> bool:
+        """Return whether only a comparison of bytes can tell that somebody wrote. A store through a mapping
+        changes no time if its page was stored to before, or (in a tmpfs) read before."""
+        return (content.mapped and content.seen is not None) or self._may_share_a_tick(content)
+
+    def is_to_be_compared(self, content: Content) -> bool:
+        """Return whether its bytes have to be compared with those that other hosts have."""
+        return self._store.shared and self.may_hide_writes(content)

@@ -1,0 +1,136 @@
+"""Which content an open gets: the one rule of docs/sharing.md."""
+
+import errno
+import os
+
+from ..backend.namespace import Inode, fail
+from ..backend.store.api import Store
+from .content import Content, ContentTable, stamp_of
+from .isolation import Isolation
+from .nodes import Node
+
+__all__ = ["Sharing", "truncates"]
+
+
+class Sharing:
+    """Chooses the content of a file that an open shares, or begins one for it."""
+
+    def __init__(self, store: Store, table: ContentTable, isolation: Isolation) -> None:
+        self._store = store
+        self._table = table
+        self._isolation = isolation
+
+    def current(self, inode: Inode) -> Content | None:
+        """Return the file's content here; None when nobody has had its present version open.
+
+        Another host may have published since. Then the content is left to those who read it. Programs
+        that write it in place stay together with all who open it, until `refresh` or a conflict.
+        """
+        content = self._table.current.get(inode.ino)
+        if content is None or content.version == inode.version or not self._store.shared:
+            return content
+        # While it is published here, the newer version may be that very one.
+        if content.is_busy or content.writers:
+            return content
+        self._table.supersede(content)
+        return None
+
+    def current_or_new(self, inode: Inode) -> Content:
+        content = self.current(inode)
+        if content is None:
+            content = self._table.current[inode.ino] = Content(inode)
+        return content
+
+    def newest(self, inode: Inode) -> Content:
+        """Return the content that truncate(2) by name cuts."""
+        return self.to_share(
+            self._table.newest_private(inode.ino) or self.current_or_new(inode), inode
+        )
+
+    def content_for(self, inode: Inode, flags: int) -> tuple[Content, bool]:
+        """Return the content that an open gets, and whether it is to be emptied. May begin a private one.
+        Raises OSError (ENOSPC, EMFILE)."""
+        current = self.current_or_new(inode)
+        private = self._table.newest_private(inode.ino)
+        if truncates(flags):
+            if private is not None and (private.awaited or not private.whole):
+                return private, True  # somebody writes it in place, as others may from now on
+            if private is not None or self._is_replaced(current, inode):
+                return self._begin_private(inode), False
+            return self.to_share(current, inode), True
+        if flags & os.O_ACCMODE == os.O_RDONLY:
+            return current, False
+        return self.to_share(private or current, inode), False
+
+    def content_to_empty(self, inode: Inode, shown: Content | None) -> Content:
+        """Return the content that an open by O_RDONLY | O_TRUNC empties. `shown`: it came by a descriptor
+        of this one."""
+        if shown is not None:
+            return shown
+        current = self.current_or_new(inode)
+        if self._is_replaced(current, inode):
+            return self._begin_private(inode)
+        return self.to_share(current, inode)
+
+    def to_share(self, content: Content, inode: Inode) -> Content:
+        """Return the content that is to be written in place for this one: another if the processes that
+        have it open read a store node's own file, which nobody may write."""
+        if content.opens and not content.is_busy and self._table.is_borrowed(content):
+            self._table.supersede(content)
+            return self.current_or_new(inode)
+        return content
+
+    def _is_replaced(self, current: Content, inode: Inode) -> bool:
+        """Return whether emptying the file begins a version of its own, which nobody sees before it is
+        closed."""
+        writers = current.writers + current.awaited - current.leaving
+        written = current.private or current.kept or writers > 0
+        return bool(inode.version) and not written and self._isolation.of(inode)
+
+    def _begin_private(self, inode: Inode) -> Content:
+        content = Content(inode, private=True)
+        self.allocate(content, inode)
+        self._table.add_private(content)
+        return content
+
+    def allocate(self, content: Content, inode: Inode) -> None:
+        """Give the content an empty extent. As long as nobody writes it, its times are those of the name;
+        if it is to replace the file, those of its beginning."""
+        extent, fd = self._store.allocate(inode)
+        try:
+            if not content.private:
+                os.utime(fd, ns=(inode.atime_ns, inode.mtime_ns))
+            content.begun = stamp_of(os.fstat(fd))
+        except BaseException:
+            os.close(fd)
+            raise
+        self._table.give_extent(content, extent, own=True)
+        self._table.keep_open(content, fd)
+        content.writable = True
+
+    # -- what others see of it -------------------------------------------------------------------
+
+    def discard(self, node: Node) -> None:
+        """The writers of a private content give it up: closing it publishes nothing.
+
+        Raises OSError EBUSY when others see it already.
+        """
+        content = node.content
+        if content is None or not node.opens or content.seen is not None or not content.whole:
+            raise fail(errno.EBUSY, "only what nobody else sees yet can be discarded")
+        content.discarded = True
+
+    def is_at_hand(self, inode: Inode) -> bool:
+        """Return whether opens get a content of this host, without anything of another one."""
+        content = self.current(inode)
+        return content is not None and content.own
+
+    def is_written_in_place(self, inode: Inode) -> bool:
+        """Return whether opens for reading see what is not published."""
+        content = self.current(inode)
+        return content is not None and content.is_changing
+
+
+def truncates(flags: int) -> bool:
+    """Return whether an open is to begin with an empty file."""
+    return bool(flags & os.O_TRUNC) and flags & os.O_ACCMODE != os.O_RDONLY
