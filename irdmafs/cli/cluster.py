@@ -1,6 +1,6 @@
 """The commands of a cluster: `irdmafs cluster ...`.
 
-What they need beyond click is imported when they run. Exit codes are those of the other commands, and
+Libraries other than click are imported when a command runs. Exit codes are those of the other commands, and
 for `cluster status`: 0 all is well, 1 degraded, 2 unavailable.
 """
 
@@ -299,7 +299,7 @@ def status_command(ctx: click.Context, watch: bool, as_json: bool, config_path: 
     except KeyboardInterrupt:
         ctx.exit(128 + signal.SIGINT)
     except MountError as error:
-        # As for a cluster whose nodes are all gone.
+        # The exit code is that of a cluster whose nodes are all gone.
         say(str(error), err=True)
         ctx.exit(_EXIT_CODES["unavailable"])
     ctx.exit(_EXIT_CODES[health])

@@ -1,4 +1,4 @@
-"""What the commands of a cluster write: its first files and records, and the state of nodes."""
+"""Write what the commands of a cluster change: its first files and records, and the state of nodes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _CHANGE_RETRIES = 10
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What `irdmafs cluster init` is asked to make. `etcd_options` are keys of [cluster]."""
+    """The cluster that `irdmafs cluster init` is asked to make. `etcd_options` are keys of [cluster]."""
 
     name: str
     etcd: tuple[str, ...]
@@ -50,10 +50,11 @@ class Plan:
 
 @contextmanager
 def made_files(directory: str, plan: Plan) -> Iterator[str]:
-    """Write cluster.toml and the certificates, unless an earlier run left those of the same cluster;
-    the path of the former. What is new is removed again when the body fails, or is interrupted.
+    """Write cluster.toml and the certificates, unless an earlier run left those of the same cluster, and
+    yield the path of cluster.toml. Files that are new are removed again when the body fails, or is
+    interrupted.
 
-    Raises ConfigError when those that are there are another cluster's, or cannot be written.
+    Raises ConfigError when the files that exist are another cluster's, or when they cannot be written.
     """
     path = os.path.join(directory, "cluster.toml")
     text = _config_text(plan, directory)
@@ -88,7 +89,7 @@ def _write_files(directory: str, plan: Plan, text: str) -> None:
                 issue(directory, role, role)
             if plan.etcd_hosts:
                 issue(directory, "etcd", "etcd", plan.etcd_hosts)
-        # The last one: it says that the others are there.
+        # Written last: its presence says that the other files are complete.
         with open(path, "x") as file:
             file.write(text)
     except OSError as error:
@@ -102,18 +103,18 @@ def _config_text(plan: Plan, directory: str) -> str:
     if plan.etcd_hosts:
         options |= {"etcd_ca": "ca.pem", "etcd_cert": "{role}.pem", "etcd_key": "{role}.key"}
     for key, value in options.items():
-        # Given relative to where the command runs; the file's are relative to the file.
+        # Flags are relative to the working directory, keys of the file to the file's directory.
         is_path = key != "etcd_user" and not plan.etcd_hosts
         values[key] = os.path.abspath(value) if is_path else value
     if plan.tls:
         values |= {"ca": "ca.pem", "cert": "{role}.pem", "key": "{role}.key"}
-    # JSON's strings and arrays of strings are TOML's as well.
+    # A JSON string, or array of strings, is also valid TOML.
     lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
     return "\n".join(["[cluster]", *lines, "", "[node]", "", "[mount]", ""])
 
 
 def hosts_of(endpoints: Iterable[str]) -> tuple[str, ...]:
-    """The hosts of HOST:PORT. Raises ConfigError."""
+    """Return the hosts of endpoints HOST:PORT. Raises ConfigError."""
     try:
         found = (split_host_port(endpoint, ETCD_PORT)[0] for endpoint in endpoints)
         return tuple(dict.fromkeys(found))
@@ -122,7 +123,8 @@ def hosts_of(endpoints: Iterable[str]) -> tuple[str, ...]:
 
 
 def etcd_arguments(directory: str) -> list[str]:
-    """With which etcd shows its certificate, and lets only members of the cluster in."""
+    """Return the arguments with which etcd shows its certificate, and lets only members of the cluster
+    in."""
     ca, cert, key = (os.path.join(directory, name) for name in ("ca.pem", "etcd.pem", "etcd.key"))
     return [
         f"--cert-file={cert}",
@@ -139,7 +141,7 @@ def etcd_arguments(directory: str) -> list[str]:
 
 
 async def refuse_existing(engine: EtcdEngine, config: ClusterConfig) -> None:
-    """Raises ConfigError if there is a cluster of this name."""
+    """Raise ConfigError if there is a cluster of this name."""
     if await engine.get(SETTINGS_KEY) is not None:
         raise _exists(config)
 
@@ -159,7 +161,7 @@ async def register(
     stripe_bytes: int,
     lease_ttl_s: int,
 ) -> Settings:
-    """Put the cluster's settings. Raises ConfigError if there is a cluster of this name."""
+    """Put the cluster's settings into etcd. Raises ConfigError if there is a cluster of this name."""
     settings = Settings(_FORMAT, str(uuid.uuid4()), replicas, buckets, stripe_bytes, lease_ttl_s)
     try:
         await engine.transact([(SETTINGS_KEY, 0)], [Put(SETTINGS_KEY, encode(settings))])
@@ -169,7 +171,7 @@ async def register(
 
 
 async def set_node_state(engine: EtcdEngine, node: int, state: str) -> None:
-    """ "up" or "draining". Raises ConfigError if the node is not known any more."""
+    """Set a node's state to "up" or "draining". Raises ConfigError if the node is not known any more."""
     key = key_of(b"N", node)
     for _ in range(_CHANGE_RETRIES):
         found = await engine.get(key)
@@ -198,8 +200,8 @@ async def forget_node(engine: EtcdEngine, node: int) -> None:
 
 
 async def admit_again(engine: EtcdEngine, node: int) -> bool:
-    """Undo `forget_node`: the node may start again, and says its weight and labels then. False: it was
-    not removed."""
+    """Undo `forget_node`, and return whether the node had been removed. It registers its weight and labels
+    when it starts again."""
     key = key_of(b"N", node)
     try:
         await engine.transact([(key, 0)], [Put(key, encode(NodeRecord("up", 1.0, {})))])

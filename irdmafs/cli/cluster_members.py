@@ -65,8 +65,8 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A process that is in the cluster with a certificate: what it is, for people, its key in etcd, and the
-    lease of that (0: none)."""
+    """A process that is in the cluster with a certificate: a description for people, its key in etcd, and
+    the lease of that key (0: none)."""
 
     what: str
     key: bytes
@@ -74,7 +74,7 @@ class Use:
 
 
 async def list_members(engine: EtcdEngine) -> list[Member]:
-    """By name, the newest first."""
+    """Return the certificates that were issued, by name, the newest first."""
     found = [
         Member(pair.key[1:].decode(errors="replace"), decode(pair.value, CertificateRecord))
         for pair in await engine.range(b"K", b"L")
@@ -83,8 +83,8 @@ async def list_members(engine: EtcdEngine) -> list[Member]:
 
 
 async def register_all(engine: EtcdEngine, paths: Iterable[str]) -> None:
-    """Have etcd know certificates, and what each may write, if it can tell who asks. What it knows already
-    stays. Raises ConfigError when one of them is revoked."""
+    """Record certificates in etcd, and the rights of each if etcd authenticates its users. Records that
+    exist stay. Raises ConfigError when one of the certificates is revoked."""
     if engine.admin.secure:
         await _set_shared_roles(engine)
     known = {member.serial: member.record for member in await list_members(engine)}
@@ -124,8 +124,8 @@ async def _know(engine: EtcdEngine, serial: str, record: CertificateRecord) -> N
 
 
 async def protect(engine: EtcdEngine) -> None:
-    """Make etcd's roles and users, and have it check from now on who asks. May be repeated, and is to be
-    after an update of irdmafs. The caller's certificate must be an admin's.
+    """Make etcd's roles and users, and enable its authentication. Can be repeated, and should be after an
+    update of irdmafs. The caller's certificate must be an admin's.
 
     Raises ConfigError where etcd is not the cluster's own.
     """
@@ -178,7 +178,7 @@ async def uses_of(engine: EtcdEngine, name: str) -> list[Use]:
 
 
 def _describe(key: bytes, value: bytes) -> tuple[str, str]:
-    """A process, for people, and the name that it says is in its certificate."""
+    """Return a description of a process for people, and the name that it says its certificate has."""
     try:
         if key.startswith(MOUNT):
             mount = decode(value, MountRecord)
@@ -190,8 +190,8 @@ def _describe(key: bytes, value: bytes) -> tuple[str, str]:
 
 
 async def revoke(engine: EtcdEngine, name: str) -> list[Member]:
-    """Revoke all valid certificates of a name, and end the sessions of who is in with them. Returns what
-    was revoked. May be repeated. Raises ConfigError when there is no such certificate."""
+    """Revoke all valid certificates of a name, end the sessions of processes that use them, and return the
+    certificates. Can be repeated. Raises ConfigError when there is no such certificate."""
     members = [member for member in await list_members(engine) if member.record.name == name]
     if not members:
         raise ConfigError(
@@ -205,7 +205,7 @@ async def revoke(engine: EtcdEngine, name: str) -> list[Member]:
             user = _user_of(member.record)
             await engine.admin.auth.delete_user(user)
             await engine.admin.auth.delete_role(_own_name(engine, user))
-    # Nodes and mounts have cut them off, and etcd lets them make no others.
+    # Nodes and mounts have cut these processes off, and etcd lets them make no other sessions.
     for use in await uses_of(engine, name):
         if use.lease:
             await engine.leases.revoke(use.lease)
@@ -218,7 +218,7 @@ async def revoke(engine: EtcdEngine, name: str) -> list[Member]:
 
 
 async def _remove_own(engine: EtcdEngine, role: Role, owner: int) -> None:
-    """Remove what is left of a certificate's own keys: some may hang on no lease, or on one kept alive."""
+    """Remove the remaining keys of a certificate: some may have no lease, or one that is kept alive."""
     for start, end in own_ranges(role, owner):
         while found := await engine.page(start, end, _REMOVED_AT_ONCE):
             await engine.transact((), [Delete(pair.key) for pair in found])
@@ -246,7 +246,7 @@ async def _mark(engine: EtcdEngine, member: Member) -> bool:
 
 
 def certificates_in(directory: str) -> list[str]:
-    """Return the certificates in a directory but for those of the CA and of etcd."""
+    """Return the certificates in a directory except those of the CA and of etcd."""
     return sorted(
         os.path.join(directory, name)
         for name in os.listdir(directory)

@@ -1,4 +1,4 @@
-"""What the commands of a cluster print: its state, what would move, and progress bars."""
+"""Print a cluster for people: its state, planned moves, and progress bars."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LINE_PERIOD_S = 5.0
 
 
 def print_cluster(data: Mapping[str, Any]) -> None:
-    """What `irdmafs cluster status` found, for people."""
+    """Print the report of `irdmafs cluster status` for people."""
     settings = data.get("settings") or {}
     groups = data.get("groups") or {}
     moving = data.get("moving") or {}
@@ -121,7 +121,7 @@ def _node_row(node: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _scrubbed(node: Mapping[str, Any]) -> str:
-    """When everything there was last compared with what was published, or how far that is."""
+    """Return when a node last compared everything with its digests, or how far it has come."""
     share, age_s = node.get("scrub_share"), node.get("scrub_age_s")
     if share is not None:
         return f"{share:.0%} done"
@@ -131,7 +131,7 @@ def _scrubbed(node: Mapping[str, Any]) -> str:
 
 
 def print_moves(plan: Mapping[str, Any]) -> None:
-    """What `irdmafs rebalance --dry-run` found, for people: per pair of nodes, largest first."""
+    """Print planned moves for people: for each pair of nodes, the largest first."""
     replicas: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
     for move in plan["moves"]:
@@ -158,7 +158,7 @@ def print_moves(plan: Mapping[str, Any]) -> None:
 
 
 class Progress:
-    """A bar on a terminal; elsewhere a line now and then. `unit` "bytes" shows sizes."""
+    """A progress bar on a terminal; elsewhere a line now and then. `unit` "bytes" shows sizes."""
 
     def __init__(self, title: str, unit: str, total: int) -> None:
         self._title = printable(title)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ..backend.cluster.config import ClusterConfig
 
 _DAEMON_EXIT_TIMEOUT_S = 60.0
-# Longer than one takes that has nothing to store.
+# A daemon that has nothing to store ends sooner.
 _DAEMON_SOON_S = 2.0
 
 
@@ -63,7 +63,7 @@ class _Group(click.Group):
         except KeyboardInterrupt:
             ctx.exit(128 + signal.SIGINT)
         except BrokenPipeError:
-            # The reader of our output went away, as `head` does.
+            # The reader of the output closed it, as `head` does.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             ctx.exit(1)
 
@@ -108,7 +108,7 @@ def mount(
     cluster = _load_cluster(cluster_file, overrides(flags))
     if cluster is not None and cluster.cluster.mount_role == "reader":
         mount_options = replace(mount_options, read_only=True)
-        # It cannot tell other hosts of locks, and programs lock what they only read.
+        # A reader cannot record locks in etcd, yet programs lock files that they only read.
         if not any(option.startswith("locks=") for text in options for option in text.split(",")):
             mount_options = replace(mount_options, locks="local")
     size_bytes = None if size is None else parse_size(size)
@@ -153,7 +153,7 @@ def mount(
 
 
 def _claim(store: stores.Store, cluster: ClusterConfig | None, *, strictatime: bool) -> None:
-    """Take a store for a mount of this kind, unless that would destroy what it keeps."""
+    """Claim a store for a mount of this kind. Raises MountError where that would destroy its contents."""
     try:
         stores.refuse_other_purpose(store.path, "cache" if cluster else "mount")
         if cluster is not None:
@@ -168,7 +168,8 @@ def _claim(store: stores.Store, cluster: ClusterConfig | None, *, strictatime: b
 
 
 def _check_cache_size(path: str, cache_bytes: int) -> None:
-    """A cache larger than its directory would not make room: opening files would fail."""
+    """Raise MountError for a cache larger than its directory: it would never evict, and opens would
+    fail."""
     below = os.statvfs(path)
     room = below.f_blocks * below.f_frsize
     if cache_bytes > room:
@@ -223,7 +224,7 @@ def umount(directory: str | None, lazy: bool, discard: bool, given: str | None) 
             store = report.status.get("store", store)
         _unmount(found, report.status.get("pid") if is_trusted else None, lazy)
     if not is_trusted:
-        # Discard nothing on the word of a daemon of another user.
+        # A daemon of another user is not trusted to name the store.
         if discard:
             raise MountError(
                 f"{directory} is unmounted; it was a mount of user {found.user}, and so is its store: "
@@ -260,7 +261,7 @@ def _discard_unmounted(directory: str, mountpoint: str, discard: bool, given: st
 
 
 def _refuse_of_another(mount: mounting.Mount) -> None:
-    """Raise MountError for the mount of another user, which only he and root may unmount."""
+    """Raise MountError for the mount of another user: only that user and root may unmount it."""
     if mount.user is None or mounting.can_mount() or mount.user == os.geteuid():
         return
     raise MountError(
@@ -271,7 +272,7 @@ def _refuse_of_another(mount: mounting.Mount) -> None:
 
 def _unmount(mount: mounting.Mount, pid: int | None, lazy: bool) -> None:
     mountpoint = mount.mountpoint
-    # Taken before: once the daemon is gone its number may be another process's.
+    # Open the pidfd first: once the daemon is gone, its pid may be another process's.
     daemon = None if pid is None or lazy else _open_daemon(pid)
     try:
         mounting.unmount(mountpoint, lazy)
@@ -302,7 +303,7 @@ def _wait_for_end(mount: mounting.Mount, pid: int | None, daemon: int) -> None:
 
 
 def _open_daemon(pid: int) -> int | None:
-    # A daemon in another PID namespace reports a number that means somebody else here.
+    # A daemon in another PID namespace reports a pid that is another process here.
     try:
         descriptor = os.pidfd_open(pid)
     except OSError:
@@ -389,7 +390,7 @@ def versions(path: str, as_json: bool) -> None:
 def _why_no_versions(error: OSError) -> str:
     if error.errno in mounting.STALE_ERRNOS:
         return "its mount is stale, as the daemon is gone; mount it again"
-    # The mount itself has none to tell of: only files have versions.
+    # Only files have versions: the mount reports none for other inodes.
     if error.errno == errno.ENODATA:
         return "it is no regular file; name a file in it, each has versions of its own"
     return error.strerror or str(error)

@@ -60,7 +60,7 @@ def flag_name(section: str, key: str) -> str:
 
 
 def _log_prefix(section: str) -> str:
-    # The keys of the other sections are flags by their own names.
+    # Keys of the other sections have flags of the same name.
     return "log-" if section == "log" else ""
 
 

@@ -1,4 +1,4 @@
-"""The commands about who may take part in a cluster: cert, members, revoke, protect."""
+"""Commands about the members of a cluster: cert, members, revoke, rotate-ca, protect."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def cert(
             if role != "etcd":
                 with_etcd(config, lambda engine: register_all(engine, [made.cert]))
         except BaseException:
-            # Nobody is to get one that cannot be revoked.
+            # Record it before it is written: a certificate that etcd does not know cannot be revoked.
             os.unlink(made.cert)
             os.unlink(made.key)
             raise
@@ -126,7 +126,7 @@ def revoke(name: str, yes: bool, config_path: str | None) -> None:
 
 
 def _have_agreed(name: str, uses: Sequence[Use], yes: bool) -> None:
-    """Raises MountError if it is not agreed to."""
+    """Ask for consent. Raises MountError if it is not given."""
     say(f"with a certificate of {name!r} are in the cluster, and are cut off:", err=True)
     for use in uses:
         click.echo(f"  {use.what}", err=True)

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 __all__ = ["admit", "drain", "remove", "scrub"]
 
 WATCH_PERIOD_S = 1.0
-# The elected node looks every second for groups that it can begin anew.
+# The elected node looks for groups to begin anew every second.
 _BEGIN_ANEW_S = 30.0
 _PATHS_SHOWN = 20
 
 
 async def _read_trusted(config: ClusterConfig, engine: EtcdEngine) -> Cluster:
-    """As `read_state`. Raises WentBack while nobody may act on what etcd says: it was restored from a
-    backup, and what it says of nodes may not be so any more."""
+    """Read the cluster's state. Raises WentBack while etcd is known to have been restored from a backup
+    that was not accepted yet: its records of nodes may be out of date."""
     from ..backend.cluster.history import History
 
     await History(engine).check()
@@ -171,7 +171,8 @@ def remove(node: str, force: bool, yes: bool, config_path: str | None) -> None:
 
 
 def _consent(name: str, lost: Lost, yes: bool) -> None:
-    """Say what is removed together with a node, and have it agreed to. Raises MountError if it is not."""
+    """Name the files that are removed together with a node, and ask for consent. Raises MountError
+    without."""
     say(f"{_files(lost)} have their only copy on node {name} and are removed with it:", err=True)
     for path in lost.paths[:_PATHS_SHOWN]:
         click.echo(f"  {_one_line(path)}", err=True)
@@ -190,7 +191,7 @@ def _consent(name: str, lost: Lost, yes: bool) -> None:
 
 
 async def _take_out(engine: EtcdEngine, node: int, is_needed: bool) -> None:
-    """Remove a node, and what nobody has without it (`is_needed`)."""
+    """Remove a node; if it `is_needed`, also the files whose only copy it has."""
     from ..backend.cluster.history import History
     from ..backend.cluster.removal import removal
     from ..backend.cluster.report import counted

@@ -1,4 +1,4 @@
-"""The command that makes a damaged store usable again: `irdmafs recover`."""
+"""The command `irdmafs recover`, which makes a damaged store usable again."""
 
 from __future__ import annotations
 

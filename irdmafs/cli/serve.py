@@ -71,7 +71,7 @@ def serve(
             except Damaged as error:
                 raise MountError(str(error)) from error
             except OSError as error:
-                # What etcd and the network refuse says by itself where it comes from.
+                # Errors of etcd and of the network name their origin in the text.
                 where = f"{error.filename}: " if error.filename else ""
                 raise MountError(f"{where}{error.strerror or error}") from error
 

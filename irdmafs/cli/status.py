@@ -1,4 +1,4 @@
-"""What `irdmafs status`, `versions` and `doctor` print: JSON from a mount made readable.
+"""Print the reports of `irdmafs status`, `versions` and `doctor` for people.
 
 On a terminal the tables are rich's; elsewhere they are aligned text, and rich is not imported.
 A key that the daemon does not report shows as "-": the two may be of different releases.
@@ -24,7 +24,7 @@ _VERDICT_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "info": 
 
 @dataclass(frozen=True, slots=True)
 class MountReport:
-    """A mount and what its daemon says; `status` is empty unless `state` is "ok"."""
+    """A mount and its daemon's report; `status` is empty unless `state` is "ok"."""
 
     mount: Mount
     state: MountState
@@ -35,12 +35,12 @@ class MountReport:
 
 
 def read_status(mountpoint: str, timeout_s: float = _ASK_TIMEOUT_S) -> dict[str, Any]:
-    """What the daemon of a mount reports. Raises OSError, TimeoutError among them."""
+    """Return the report of a mount's daemon. Raises OSError, TimeoutError among them."""
     return _as_dict(ask_mount(mountpoint, STATUS_XATTR, timeout_s))
 
 
 def read_versions(path: str, timeout_s: float = _ASK_TIMEOUT_S) -> dict[str, Any]:
-    """The versions kept of a file on a mount. Raises OSError, TimeoutError among them."""
+    """Return the versions kept of a file on a mount. Raises OSError, TimeoutError among them."""
     return _as_dict(ask_mount(path, VERSIONS_XATTR, timeout_s))
 
 
@@ -56,8 +56,8 @@ _SCALARS = (str, int, float, bool, type(None))
 
 
 def _sane(found: dict[str, Any]) -> dict[str, Any]:
-    """Return what a daemon can report. Drop the rest, which only a foreign filesystem named irdmafs
-    reports."""
+    """Return the values of a report that a daemon of irdmafs can have sent. Others come from a foreign
+    filesystem of the same name, and are dropped."""
     kept: dict[str, Any] = {}
     for name, value in found.items():
         if isinstance(value, _SCALARS):
@@ -80,7 +80,7 @@ def _sane(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def report(mount: Mount) -> MountReport:
-    """Ask a mount how it is, without ever waiting for long."""
+    """Ask a mount for its state. Never waits for long."""
     try:
         found = read_status(mount.mountpoint)
         warnings = [*found.get("warnings", ()), *_cluster_warnings(found.get("cluster") or {})]
@@ -91,11 +91,11 @@ def report(mount: Mount) -> MountReport:
         try:
             return MountReport(mount, mount_state(mount.mountpoint), {})
         except OSError:
-            return MountReport(mount, "hung", {})  # it answers, but not as one of ours
+            return MountReport(mount, "hung", {})  # it answers, but it is not a mount of irdmafs
 
 
 def _cluster_warnings(cluster: Mapping[str, Any]) -> list[str]:
-    """What makes a mount of a cluster wait, and where to look."""
+    """Return what a mount of a cluster waits for, and where to look."""
     if not cluster:
         return []
     warnings = []
@@ -118,13 +118,13 @@ def _cluster_warnings(cluster: Mapping[str, Any]) -> list[str]:
 
 
 def printable(text: str) -> str:
-    """A text for people: bytes that are no UTF-8 and what would steer a terminal become question marks."""
+    """Return a text that can be printed: bytes that are no UTF-8 and control characters become "?"."""
     text = text.encode(errors="surrogateescape").decode(errors="replace")
     return "".join(one if one.isprintable() or one in "\n\t" else "?" for one in text)
 
 
 def human_duration(seconds: object) -> str:
-    """Two units at most: "45 s", "2 h 5 min", "3 d 4 h"."""
+    """Return a duration in two units at most: "45 s", "2 h 5 min", "3 d 4 h"."""
     if not isinstance(seconds, int | float):
         return "-"
     minutes, rest = divmod(int(seconds), 60)
@@ -149,8 +149,8 @@ def print_table(
     styles: Mapping[str, str] | None = None,
     right: frozenset[int] = frozenset(),
 ) -> None:
-    """Print rows of text on stdout. `styles` colours cells by their text, `right` are the columns
-    that are aligned there. Without column names there is no head line."""
+    """Print rows of text on stdout. `styles` colours cells by their text; the columns in `right` are
+    right-aligned. Without column names there is no head line."""
     table = [[printable(cell) for cell in row] for row in rows]
     if sys.stdout.isatty():
         _print_rich(columns, table, printable(title), styles or {}, right)
@@ -195,7 +195,7 @@ def _print_rich(
 
 
 def print_overview(reports: Sequence[MountReport], leftovers: Sequence[LeftoverStore]) -> None:
-    """All mounts, one line each, and the stores that wait for theirs."""
+    """Print one line for each mount, and for each store that no mount uses."""
     if not reports:
         print("no irdmafs mounts")
     else:
@@ -256,7 +256,7 @@ def _advice(entry: MountReport) -> list[str]:
 
 
 def print_mount(entry: MountReport) -> None:
-    """Everything that one mount reports."""
+    """Print everything that one mount reports."""
     data = entry.status
     if entry.state != "ok":
         for line in _advice(entry):
@@ -323,7 +323,7 @@ def _print_quotas(quotas: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _cluster_rows(cluster: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What a mount of a cluster says beyond what every mount does."""
+    """Return the rows that only a mount of a cluster has."""
     if not cluster:
         return []
     up, known = cluster.get("nodes_up"), cluster.get("nodes_known")
@@ -358,7 +358,7 @@ def _rdma(cluster: Mapping[str, Any]) -> str:
 
 
 def print_versions(path: str, data: Mapping[str, Any]) -> None:
-    """The versions kept of one file, newest first."""
+    """Print the versions kept of one file, the newest first."""
     rows = []
     for entry in data.get("versions") or ():
         mtime_ns = entry.get("mtime_ns")
@@ -385,12 +385,12 @@ def print_versions(path: str, data: Mapping[str, Any]) -> None:
 
 
 def print_checks(rows: Iterable[tuple[str, str, str, str]]) -> None:
-    """The doctor's findings: (name, verdict, found, remedy)."""
+    """Print the doctor's findings: (name, verdict, found, remedy)."""
     rows = list(rows)
     if sys.stdout.isatty():
         print_table(("check", "verdict", "found", "remedy"), rows, styles=_VERDICT_STYLES)
         return
-    # The remedies are sentences: beside the findings they would make lines too long to read.
+    # Remedies are sentences, so each has a line of its own.
     width = max((len(name) for name, *_ in rows), default=0)
     for name, verdict, found, remedy in rows:
         print(printable(f"{name.ljust(width)}  {verdict.ljust(4)}  {found}"))

@@ -75,7 +75,7 @@ def rebalance(
         assert settings is not None
         gone = {find_node(found, name) for name in leaving}
         candidates = [c for c in found.candidates() if c.node not in gone]
-        # Ids of nodes are random: any will do.
+        # The ids of new nodes are random anyway.
         candidates += (Candidate(number, 1.0, {}) for number in range(1, (added or 0) + 1))
         held = await read_group_bytes(engine, settings.buckets)
         return found.plan(candidates, held)
@@ -143,7 +143,7 @@ def prefetch(ctx: click.Context, paths: tuple[str, ...], no_wait: bool) -> None:
 
 
 def _prefetch_state(path: str) -> dict[str, int]:
-    """Files and bytes to fetch, and those that are here: {"files", "done", "bytes", "bytes_done"}."""
+    """Return how much there is to fetch, and how much is here: {"files", "done", "bytes", "bytes_done"}."""
     value = _prefetch_xattr(path, partial(os.getxattr, path, _PREFETCH_XATTR))
     found = json.loads(value or b"{}")
     return found if isinstance(found, dict) else {}

@@ -1,4 +1,4 @@
-"""What the doctor says about one thing."""
+"""The result of one check of the doctor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Verdict = Literal["ok", "warn", "fail", "info"]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing looked at; `remedy` is empty where there is nothing to do."""
+    """One finding; `remedy` is empty where there is nothing to do."""
 
     name: str
     verdict: Verdict

@@ -1,4 +1,4 @@
-"""What this machine can do for irdmafs: tried, not guessed, and nothing is left behind.
+"""Find out what this machine can do for irdmafs, by trying it; nothing is left behind.
 
 Passthrough is negotiated with the kernel on a throwaway mount, huge pages by mounting a tmpfs.
 """
@@ -34,7 +34,7 @@ from .rdma import check_memlock, check_rdma
 _FUSE_DEVICE = "/dev/fuse"
 _INIT_TIMEOUT_S = 5.0
 _TRIAL_TMPFS_BYTES = 4 << 20
-# Fewer descriptors than this, and a directory of shards held open by loaders can exhaust them.
+# Loaders that hold a directory of shards open can exhaust fewer descriptors than this.
 _COMFORTABLE_OPEN_FILES = 65536
 _COMFORTABLE_MEMORY_BYTES = 1 << 30
 
@@ -63,8 +63,8 @@ class Examination:
 
 
 def examine(choice: Choice | None = None, peer: str | None = None) -> Examination:
-    """Look at everything. Takes a fraction of a second. `choice` is what is wanted of RDMA, on the way to
-    the host `peer`."""
+    """Run all checks, in a fraction of a second. `choice` is the choice of RDMA devices to check, on the
+    route to the host `peer`."""
     device = check_fuse_device()
     through, can_mount = check_passthrough()
     helper = check_fusermount()
@@ -87,8 +87,8 @@ def examine(choice: Choice | None = None, peer: str | None = None) -> Examinatio
         packages,
     )
     sessions = []
-    # Both sessions run the same operations, and those are pyfuse3's. Where RDMA is required, none begins
-    # without it.
+    # Both sessions need pyfuse3, whose types the operations use. With rdma = "require" no session starts
+    # without RDMA.
     if packages.verdict != "fail" and all(check.verdict != "fail" for check in rdma):
         if through.verdict == "ok":
             sessions.append("kernel")
@@ -135,7 +135,7 @@ def check_privilege() -> Check:
 
 
 def check_passthrough() -> tuple[Check, bool]:
-    """Whether the kernel gives files straight to programs; and whether we may mount at all."""
+    """Check whether the kernel supports FUSE passthrough, and whether this process may mount at all."""
     name = "passthrough"
     slower = "mounts work without it, through the daemon"
     if not mounting.can_mount():
@@ -160,7 +160,7 @@ def check_passthrough() -> tuple[Check, bool]:
 
 @contextmanager
 def _trial_directory() -> Iterator[str]:
-    # The parent directory is private, so that nobody else runs into the trial mount.
+    # The parent directory is private, so that no other process enters the trial mount.
     parent = tempfile.mkdtemp(prefix="irdmafs-doctor-")
     path = os.path.join(parent, "mnt")
     try:
@@ -173,8 +173,9 @@ def _trial_directory() -> Iterator[str]:
 
 
 def negotiate_passthrough() -> tuple[bool, bool]:
-    """Do the INIT handshake on a throwaway mount: (kernel offers passthrough, a tmpfs file is
-    accepted as backing). Raises MountError or OSError where that far is not possible."""
+    """Do the INIT handshake on a throwaway mount, and return two answers: the kernel offers passthrough;
+    it accepts a tmpfs file as backing file. Raises MountError or OSError where the handshake is not
+    possible."""
     with _trial_directory() as path:
         device = os.open(_FUSE_DEVICE, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -183,7 +184,8 @@ def negotiate_passthrough() -> tuple[bool, bool]:
                 return False, False
             return True, _accepts_backing(device)
         finally:
-            # Ends the connection: whoever came by the mount meanwhile gets an error, not a wait.
+            # Closing ends the connection: a process that entered the mount gets an error instead of
+            # waiting.
             os.close(device)
 
 
@@ -319,7 +321,8 @@ def check_open_files() -> Check:
 
 
 def check_wakeups() -> Check:
-    """How a processor waits: one that halts at once makes each answer to an open 15-35 us later."""
+    """Check how an idle processor waits: one that halts at once delays each answer to an open by 15-35
+    us."""
     name = "wake-ups"
     if not wakeups.halts_at_once():
         return Check(name, "ok", "idle processors of this machine are woken fast")

@@ -1,4 +1,4 @@
-"""What the doctor says about RDMA: each device, port and GID, and what stops it from being used."""
+"""The doctor's checks of RDMA: each device, port and GID, and the obstacles to using it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .check import Check, Verdict
 
 _NAME = "RDMA"
 _MTUS = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}
-# With headers a packet of the largest MTU, 4096, fits in.
+# Holds a packet of the largest RDMA MTU, 4096, with its headers.
 _NETDEV_MTU_COMFORTABLE = 4200
 _GIDS_SHOWN = 8
 _REMEDY_LIBRARY = (
@@ -28,7 +28,7 @@ _REMEDY_TCP = 'use TCP (rdma = "auto"), or another device'
 
 
 class Limits(NamedTuple):
-    """What a device says when it is opened. `mtus` are of its ports, by number."""
+    """The limits that a device reports when it is opened. `mtus` are those of its ports, by number."""
 
     region_bytes_max: int
     has_windows: bool
@@ -36,8 +36,8 @@ class Limits(NamedTuple):
 
 
 def check_rdma(choice: Choice, peer: str | None = None) -> list[Check]:
-    """Whether it can be used as asked for, and a line for each device, port and GID. `peer` is a host on
-    the way to which it is to be used."""
+    """Check whether RDMA can be used as `choice` asks for, with a line for each device, port and GID.
+    `peer` is the host to reach by it."""
     found = devices.find()
     library, missing = _library()
     lines = []
@@ -95,7 +95,7 @@ def _library() -> tuple[Library | None, Obstacle]:
 
 
 def _gid_obstacle(found: list[Device], choice: Choice) -> Obstacle:
-    """An entry that was asked for, but that others do not reach."""
+    """Return the obstacle of a GID that was asked for, but that peers do not reach."""
     usable = [
         device for device in found if not device.obstacle and choice.device in (None, device.name)
     ]
@@ -107,7 +107,7 @@ def _gid_obstacle(found: list[Device], choice: Choice) -> Obstacle:
 
 
 def _way_to(found: list[Device], choice: Choice, peer: str) -> tuple[str, Obstacle]:
-    """How `peer` is reached, or why not."""
+    """Return the route to `peer`, or why there is none."""
     try:
         local = devices.local_address(peer)
     except OSError as error:
@@ -158,7 +158,7 @@ def _check_device(device: Device, library: Library | None) -> list[Check]:
 
 
 def _limits(device: Device, library: Library) -> Limits:
-    """Raises OSError."""
+    """Return the limits of a device. Raises OSError."""
     context, _ = library.open(device.name)
     with context, library.errors:
         limits = context.query_device()
@@ -206,7 +206,7 @@ def _netdev_mtu(netdev: str) -> int:
 
 
 def _human(count: int) -> str:
-    # Software has no limit, and says so with all ones.
+    # A software device has no limit, which it reports as all ones.
     return "unlimited" if count >= 1 << 63 else human_bytes(count)
 
 

@@ -1,4 +1,4 @@
-"""The doctor's checks of a cluster's certificates on this host, and of who may change its etcd."""
+"""The doctor's checks of a cluster's certificates on this host, and of the protection of its etcd."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RENEW_DAYS = 30
 
 
 def check_trust(config: ClusterConfig) -> list[Check]:
-    """A line for each certificate that is here, and one for etcd."""
+    """Return a check for each certificate on this host, and one for etcd."""
     section = config.cluster
     if section.ca is None or section.cert is None or section.key is None:
         found, remedy = "none: nodes and mounts do not know each other", "irdmafs cluster init"
