@@ -22,5 +22,5 @@ class Credentials(NamedTuple):
         return bool(self.effective >> capability & 1)
 
 
-# The credentials of a thread that cannot be seen or is gone.
+# Taken for a thread that cannot be seen, or has ended.
 NOTHING: Final = Credentials((), 0)

@@ -1,12 +1,11 @@
 """The process that looks at other processes for a mount. Run by onlookers.py, as a script.
 
-Whoever looks at a process or at what it has open may have to wait for it, beyond the reach of signals: for
-a lock that it holds in the middle of a system call, which copies from a page that never comes; for the
-owner of a filesystem whose file is closed. And what is behind a number can be replaced between a look and a
-use. So all that is done here, where only the one user waits for it. The mount gets answers, open files of
-/proc, which keep nobody waiting, and what it can hold and close without having to wait for anybody: memory
-that is lent, and a pipe of this process's own in the place of the lifeline.
-"""
+Reading /proc of a process, or taking a descriptor from it, can block beyond the reach of signals: for a
+lock that the process holds in the middle of a system call, which copies from a page that never comes; or
+for the owner of a filesystem whose file is closed. And the object behind a descriptor's number can be
+replaced between a check and a use. So all that is done here, where only one user's requests wait for it.
+The mount gets answers, open files of /proc, whose reads do not block, and descriptors that it can hold and
+close without blocking: lent memory, and a pipe of this process in the place of the lifeline."""
 
 import ctypes
 import errno
@@ -21,18 +20,18 @@ __all__ = [
     "main", "open_files", "read_status",
 ]  # fmt: skip
 
-# The number of the request and its kind; a process or thread, and what is asked of it. Bytes may follow.
+# A request: its number and kind, a process or thread, and arguments. Bytes may follow.
 REQUEST = struct.Struct("<QBiQQ")
 REQUEST_MAX_BYTES = REQUEST.size + 4096
-# The number of the request, an error code (0: none) and how much is lent; after it bytes, which are a text
-# where there is an error. Descriptors may come with it.
+# An answer: the number of the request, an error code (0: none) and how many bytes are lent; then data, or
+# the text of the error. Descriptors may come with it.
 REPLY = struct.Struct("<QiI")
 REPLY_MAX_BYTES = REPLY.size + 8192
-# Kinds. LEND: the memory and the lifeline, by their numbers; a pidfd comes with it. WATCH: statm and stat
-# of a process, open. STATUS: the text of its status. HOLDS: whether it has an inode open (its number, and
-# below which number of a descriptor) of the mount whose path follows.
+# Kinds of requests. LEND: take the memory and the lifeline, given by their descriptors' numbers; a pidfd
+# comes with it. WATCH: open statm and stat of a process. STATUS: read its status. HOLDS: tell whether it
+# has an inode of the mount whose path follows open, as a descriptor below a number.
 LEND, WATCH, STATUS, HOLDS = range(4)
-# By one user to one mount. Each takes two descriptors here and two there.
+# The most loans of one user to one mount. Each takes two descriptors here and two in the mount.
 _LENT_MAX = 128
 _NAME_MAX = 100
 _SYS_PIDFD_GETFD = 438
@@ -41,8 +40,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _Kinds:
-    """Tells what a descriptor is of without asking it: what cannot be made to wait is on mounts of the
-    kernel's own, which have their numbers for good and nobody else's files."""
+    """Tells the kind of a descriptor without a call that could block: memfds and pipes are on mounts
+    internal to the kernel, whose device numbers never change and which hold no other files."""
 
     def __init__(self) -> None:
         memory = os.memfd_create("irdmafs", os.MFD_CLOEXEC)
@@ -56,7 +55,7 @@ class _Kinds:
     def check_memory(self, fd: int) -> None:
         """Raise OSError EINVAL unless it is a memfd of ordinary pages or a dma-buf."""
         info = _info(fd)
-        # The second line only the kernel's own dma-bufs show.
+        # Only dma-bufs of the kernel itself show the second line.
         if info[b"mnt_id"] != self._memory and b"exp_name" not in info:
             raise OSError(errno.EINVAL, "neither a memfd of ordinary pages nor a dma-buf")
 
@@ -73,7 +72,7 @@ def _info(fd: int) -> dict[bytes, bytes]:
 
 
 def _check_name(thread: int, number: int, *beginnings: str) -> None:
-    """Raise OSError EINVAL for a slip of the pen, so that it need not be taken to find out."""
+    """Raise OSError EINVAL for a descriptor of an obviously wrong kind, before it is taken."""
     try:
         name = os.readlink(f"/proc/{thread}/fd/{number}")
     except OSError as error:
@@ -84,7 +83,7 @@ def _check_name(thread: int, number: int, *beginnings: str) -> None:
 
 
 def _take(process: int, number: int) -> int:
-    """pidfd_getfd(2). Raises OSError: EBADF, EPERM without the right to trace the process."""
+    """Call pidfd_getfd(2). Raises OSError: EBADF, EPERM without the right to trace the process."""
     fd: int = _libc.syscall(_SYS_PIDFD_GETFD, process, number, 0)
     if fd < 0:
         code = ctypes.get_errno()
@@ -108,18 +107,18 @@ def _close_all(descriptors: list[int]) -> None:
 
 
 def open_files(pid: int) -> list[int]:
-    """statm and stat of a process or thread, open. Raises OSError."""
+    """Return statm and stat of a process or thread, open. Raises OSError."""
     return _open_all(f"/proc/{pid}/statm", f"/proc/{pid}/stat")
 
 
 def read_status(pid: int) -> bytes:
-    """The text of /proc/PID/status. Raises OSError."""
+    """Return the text of /proc/PID/status. Raises OSError."""
     with open(f"/proc/{pid}/status", "rb") as file:
         return file.read(REPLY_MAX_BYTES - REPLY.size)
 
 
 def _is_in_exec(pid: int) -> bool:
-    """As Process.is_in_exec."""
+    """Return what Process.is_in_exec does."""
     with open(f"/proc/{pid}/statm", "rb") as file:
         pages, _, _, code, *_ = file.read().split()
     return pages != b"0" and code == b"0"
@@ -132,7 +131,7 @@ def holds(pid: int, ino: int, below: int, mountpoint: str) -> bool:
     prefix = mountpoint.rstrip("/") + "/"
     directory = os.open(f"/proc/{pid}/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        # Listing the directory takes as long as trying five numbers. Its size tells how many are open
+        # Listing the directory takes as long as trying five numbers. Its size is how many are open
         # (Linux 6.2; before, 0).
         left = os.fstat(directory).st_size if below else -1
         for name in map(str, range(below)) if below else os.listdir(directory):
@@ -158,12 +157,12 @@ class _Onlooker:
         self._kinds = _Kinds()
         self._poller = select.poll()
         self._poller.register(channel, select.POLLIN)
-        # A program's lifeline and our end of the one that the mount has, each by the other.
+        # A program's lifeline, and our end of the pipe that the mount has: each leads to the other.
         self._other_end: dict[int, int] = {}
         self._lifelines: set[int] = set()
 
     def run(self) -> None:
-        """Return when the mount is gone."""
+        """Answer requests, and return when the mount is gone."""
         while True:
             for fd, _ in self._poller.poll():
                 if fd != self._channel.fileno():
@@ -172,7 +171,7 @@ class _Onlooker:
                     return
 
     def _answer(self) -> bool:
-        """Answer one request; False when there will be none."""
+        """Answer one request; return False when the mount has closed the socket."""
         request, came, _, _ = socket.recv_fds(self._channel, REQUEST_MAX_BYTES, 1)
         if not request:
             return False
@@ -189,7 +188,7 @@ class _Onlooker:
             else:
                 path = os.fsdecode(request[REQUEST.size :])
                 if _is_in_exec(pid):
-                    # It may be waiting for the mount with a file that it closes.
+                    # The process may be waiting for the mount while it closes a file.
                     raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
                 data = b"1" if holds(pid, one, other, path) else b""
         except OSError as error:
@@ -202,7 +201,7 @@ class _Onlooker:
         return True
 
     def _lend(self, process: int, thread: int, memory: int, lifeline: int) -> list[int]:
-        """The memory, and the end of a pipe that loses its other one when the lifeline does."""
+        """Return the memory, and the end of a pipe whose other end is closed when the lifeline's is."""
         if len(self._lifelines) >= _LENT_MAX:
             raise OSError(errno.EOPNOTSUPP, f"{_LENT_MAX} buffers are lent by this user already")
         _check_name(thread, memory, "/memfd:", "/dmabuf:")
@@ -224,23 +223,23 @@ class _Onlooker:
         return [taken[0], end]
 
     def _end(self, fd: int) -> None:
-        """A lifeline was let go of, at one end or the other."""
+        """End a loan: its lifeline was closed, at one end or the other."""
         other = self._other_end.pop(fd, None)
         if other is None:
-            return  # the other one was told of in the same turn
+            return  # the other end was handled in the same turn
         del self._other_end[other]
         lifeline, ours = (fd, other) if fd in self._lifelines else (other, fd)
         self._lifelines.remove(lifeline)
         for one in (lifeline, ours):
             self._poller.unregister(one)
-        # In this order: closing the second one may take long.
+        # In this order: closing the second one may block.
         _close_all([ours, lifeline])
 
 
 def main(channel: int) -> None:
-    """Serve the mount at the other end of a socket until it is closed."""
+    """Serve the mount at the other end of a socket until the socket is closed."""
     _Onlooker(socket.socket(fileno=channel)).run()
-    # Without tidying up, which would close one after the other.
+    # Skip the interpreter's clean-up, which would close all descriptors one by one.
     os._exit(0)
 
 

@@ -1,4 +1,5 @@
-"""Looks at processes and at what they lend through a process apart for each user (onlooker.py says why)."""
+"""Questions about processes, and memory that they lend, asked of one process for each user
+(onlooker.py)."""
 
 import errno
 import logging
@@ -14,19 +15,19 @@ from . import onlooker
 
 log = logging.getLogger(__name__)
 
-# Far longer than an answer takes on a busy machine: then somebody keeps the process waiting.
+# Far longer than an answer takes on a busy machine: after it, the process is taken to be blocked.
 _PATIENCE_S = 10.0
-# Two for a user at most.
+# The limit for all users; a user has two at most.
 _ONLOOKERS_MAX = 32
 _LOOK_AGAIN_S = 0.01
 
-# A user, and whether others than the process that waits for the answer are looked at. They may wait for an
-# answer themselves.
+# A user, and whether processes other than the one that waits for the answer are looked at. Those may wait
+# for an answer themselves.
 _Key = tuple[int, bool]
 
 
 class _Gone(Exception):
-    """The process has ended."""
+    """The onlooker has ended."""
 
 
 class _Answer(NamedTuple):
@@ -35,7 +36,7 @@ class _Answer(NamedTuple):
 
 
 class _Onlooker:
-    """The process for one user."""
+    """The onlooker of one user."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -72,18 +73,19 @@ class _Onlooker:
         return not (self._lent or self.is_stuck or self._turn.locked())
 
     def close(self) -> None:
-        """Have it end, when it can."""
+        """Have the onlooker end, as soon as it does not block."""
         self._channel.close()
         self._process.kill()
         if self._process.poll() is None:
-            self._process.returncode = -9  # not worth a wait
+            self._process.returncode = -9  # no need to wait for it
 
     async def ask(
         self, kind: int, pid: int, one: int, other: int, more: bytes, fds: list[int]
     ) -> _Answer:
-        """Raises what it says, OSError; TimeoutError when it says nothing; _Gone."""
+        """Send a request and return the answer. Raises the OSError of the answer, TimeoutError without
+        one, _Gone."""
         async with self._turn:
-            # Not to be given up in between: the answer would come to the next request.
+            # Not cancelled in between: the answer would be taken for that of the next request.
             with trio.move_on_after(_PATIENCE_S, shield=True):
                 self._requests += 1
                 request = onlooker.REQUEST.pack(self._requests, kind, pid, one, other) + more
@@ -110,9 +112,9 @@ class _Onlooker:
 
 
 class Onlookers:
-    """Asks about processes, each of which belongs to a user, whose other questions may have to wait for it.
+    """Asks about processes. Only requests of the same user wait for one that blocks.
 
-    All raise OSError: EOPNOTSUPP where there is no answer to be had, which is the doing of that user.
+    All methods raise OSError: EOPNOTSUPP if no answer comes, because processes of that user block it.
     """
 
     def __init__(self) -> None:
@@ -124,8 +126,8 @@ class Onlookers:
     async def lend(
         self, uid: int, process: int, thread: int, memory: int, lifeline: int
     ) -> tuple[int, int]:
-        """Descriptors of memory that a thread (and its pidfd) lends, and of a pipe that is readable when
-        the lifeline is: both of the kernel's own kinds, which keep nobody waiting who holds or closes them.
+        """Return descriptors of the memory that a thread (and its pidfd) lends, and of a pipe that is
+        readable when the lifeline is. Holding or closing either never blocks.
 
         Raises OSError: EINVAL for other kinds, EBADF, EPERM without the right to trace the process.
         """
@@ -134,13 +136,13 @@ class Onlookers:
         return fd, end
 
     async def watch(self, uid: int, pid: int) -> tuple[int, int]:
-        """Open files: statm and stat of a process or thread. Raises OSError ENOENT."""
+        """Return statm and stat of a process or thread, open. Raises OSError ENOENT."""
         answer = await self._ask(uid, onlooker.WATCH, pid)
         memory, stat = answer.descriptors
         return memory, stat
 
     async def status(self, uid: int, pid: int) -> bytes:
-        """The text of /proc/PID/status. Raises OSError ENOENT."""
+        """Return the text of /proc/PID/status. Raises OSError ENOENT."""
         return (await self._ask(uid, onlooker.STATUS, pid)).data
 
     async def holds(
@@ -218,6 +220,6 @@ class Onlookers:
             found.close()
 
     def close(self) -> None:
-        """Let go of all that is lent."""
+        """Release all lent memory."""
         for key, found in list(self._onlookers.items()):
             self._drop(key, found)

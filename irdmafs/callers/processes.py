@@ -1,8 +1,7 @@
 """Questions about the process behind a request.
 
-What /proc says of a process it may keep one waiting for (onlooker.py): files there are opened by the user's
-onlooker, unless the user is the one who mounted. Reading them once they are open keeps nobody waiting.
-"""
+Opening files of /proc can block (onlooker.py says why), so the user's onlooker opens them, unless the user
+is the one who mounted. Reading them once they are open does not block."""
 
 import errno
 import fcntl
@@ -25,9 +24,9 @@ _PIDFD_THREAD = os.O_EXCL
 _PIDFD_GET_INFO = 0xC040FF0B
 _INFO = struct.Struct("<QQIIII24x")
 _INFO_PID_AND_CREDS = 0x3
-# Signals that by default end nobody.
+# Signals whose default action does not end a process.
 _HARMLESS = (SIGCHLD, SIGCONT, SIGSTOP, SIGTSTP, SIGTTIN, SIGTTOU, SIGURG, SIGWINCH)
-# Where shells, and what they start, put what is redirected.
+# Descriptors below this number are those of redirections, in shells and the programs they start.
 _LOW_DESCRIPTORS = 10
 
 
@@ -40,7 +39,8 @@ class Ids(NamedTuple):
 
 
 def open_thread(pid: int) -> int:
-    """A pidfd of a thread; before Linux 6.9 of its process, whose descriptors it nearly always shares.
+    """Return a pidfd of a thread; before Linux 6.9 of its process, whose descriptors it nearly always
+    shares.
 
     Raises OSError: EOPNOTSUPP for one that cannot be seen from here (`pid` 0), ESRCH.
     """
@@ -88,7 +88,7 @@ def _ids_by_name(pid: int) -> Ids:
 
 
 def _lines(status: bytes, *names: bytes) -> dict[bytes, bytes]:
-    """Lines of these names of a process's or thread's status. Raises ProcessLookupError."""
+    """Return the lines of these names in a process's or thread's status. Raises ProcessLookupError."""
     lines = (line.partition(b":") for line in status.splitlines())
     found = {name: value for name, _, value in lines if name in names}
     if len(found) < len(names):
@@ -99,8 +99,8 @@ def _lines(status: bytes, *names: bytes) -> dict[bytes, bytes]:
 class Process:
     """One process or thread, as long as it lives: its statm and its stat are open.
 
-    Each belongs to one process for good, and reading an open one takes half the time. What it answers is
-    how it was at the last look.
+    An open file of /proc belongs to one process for good, and reading it takes half the time of opening it
+    anew. The properties tell the state at the last `look`.
     """
 
     def __init__(self, files: tuple[int, int] | None) -> None:
@@ -109,12 +109,12 @@ class Process:
         self._pages = self._code_pages = b"0"
 
     def tell_once(self) -> bool:
-        """Return whether this is the first time that something is to be said of it."""
+        """Return whether this is the first call: so that a process is logged once."""
         first, self._is_told_of = not self._is_told_of, True
         return first
 
     def look(self) -> bool:
-        """Find out how it is now; False: it has ended."""
+        """Read the current state; return False if the process has ended."""
         if self._files is None:
             return False
         try:
@@ -124,29 +124,30 @@ class Process:
         return True
 
     def _flags_and_exit_code(self) -> tuple[int, int]:
-        """9 and 52 of proc_pid_stat(5). Raises ProcessLookupError. It is not in the middle of execve(2)."""
+        """Return fields 9 and 52 of proc_pid_stat(5). Call it only outside execve(2). Raises
+        ProcessLookupError."""
         if self._files is None:
             raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
         text = os.pread(self._files[1], 512, 0)
-        # From the third on, which follows the command name.
+        # The fields from the third on, which follows the command name.
         fields = text[text.rindex(b")") + 2 :].split()
         return int(fields[6]), int(fields[49])
 
     def is_in_exec(self) -> bool:
-        """Return whether it is in the middle of running another program. The kernel then closes descriptors
-        that the program is not to inherit.
+        """Return whether the process is in execve(2), in which the kernel closes descriptors that the new
+        program does not inherit.
 
-        Its files stat, syscall, stack and fd/ in /proc cannot be looked at before that is closed
-        (exec_update_lock; stat and fd/ too in Linux 6.18): whoever tries it while the process waits for
-        an answer to a close waits for ever.
+        Until they are closed, stat, syscall, stack and fd/ of the process in /proc block (exec_update_lock;
+        stat and fd/ too in Linux 6.18): reading them before a close of the process is answered is a
+        deadlock.
         """
         # The new memory is empty. A process that exits has none at all.
         return self._pages != b"0" and self._code_pages == b"0"
 
     def killed_by_signal(self) -> bool:
-        """Return whether a fatal signal is ending the process. This tells a close() that nobody asked for
-        from one that somebody did. Before a process that a signal kills closes its files, the kernel sets
-        its exit code and takes its memory (do_exit)."""
+        """Return whether a fatal signal is ending the process: its files are then closed by the kernel,
+        not by close(2). Before the kernel closes the files of a process that a signal kills, it sets the
+        exit code and takes the memory (do_exit)."""
         if self._pages != b"0":
             return False
         try:
@@ -156,7 +157,7 @@ class Process:
         return bool(flags & _PF_EXITING and exit_code & 0x7F)
 
     def has_not_run(self) -> bool:
-        """Return whether it was forked and has not run a program yet, or is in the middle of that."""
+        """Return whether the process was forked and has not finished execve(2) since."""
         if self.is_in_exec():
             return True
         try:
@@ -175,12 +176,12 @@ _UNKNOWN = Process(None)
 
 
 class Processes:
-    """The processes that a mount has to do with. Those that closed files last are remembered."""
+    """The processes that make requests of a mount. Those that closed files last are remembered."""
 
     def __init__(self, mountpoint: str) -> None:
         self.onlookers = Onlookers()
         self._mountpoint = mountpoint
-        # A process of this user can end the mount anyway, so it may make the mount wait. Looking at it
+        # A process of this user can end the mount anyway, so it may block the mount. Reading its /proc
         # directly is far cheaper.
         self._own_user = os.geteuid()
         self._known: OrderedDict[int, Process] = OrderedDict()
@@ -191,8 +192,8 @@ class Processes:
             self._known.popitem()[1].close()
 
     async def of(self, pid: int) -> Process:
-        """The process or thread; one of which nothing is known says no to all. Does not wait for one that
-        is remembered."""
+        """Return the process or thread; one that cannot be seen answers no to every question. Does not
+        wait for one that is remembered."""
         known = self._known.get(pid)
         if known is not None and known.look():
             return known
@@ -256,7 +257,7 @@ class Processes:
             return False
 
     async def _status(self, pid: int) -> bytes:
-        """Raises OSError."""
+        """Return the text of /proc/PID/status. Raises OSError."""
         uid = ids_of(pid).uid
         if uid == self._own_user:
             return onlooker.read_status(pid)
@@ -292,7 +293,7 @@ class Processes:
 
 
 class PendingSignals(NamedTuple):
-    """`fatal`: the thread is about to die. `keyboard`: it is about to handle SIGINT."""
+    """Signals that wait for a thread. `fatal`: it is about to die. `keyboard`: it will handle SIGINT."""
 
     fatal: bool
     keyboard: bool

@@ -33,7 +33,7 @@ are copies and outlive the version. For CUDA the mapped file is pinned while it 
 
 The mount of a cluster reads into it straight from the store nodes, past the host's cache, unless the file
 is on this host anyway; where that cannot be done, the file is opened and copied. It is for the only reader
-of a file on its host; what several processes read is better read from the cache.
+of a file on its host; files that several processes read are better read from the cache.
 
 **bfloat16 and 8-bit floats** are arrays of ml_dtypes where that package is installed, and
 otherwise ``uint16`` and ``uint8`` arrays of their bits. torch tensors of these types are published
@@ -52,5 +52,5 @@ __all__ = ["Buffer", "FormatError", "Store", "open"]
 
 
 def open(path: str | os.PathLike[str]) -> Store:
-    """The store in a directory. Raises FileNotFoundError and NotADirectoryError."""
+    """Return the store in a directory. Raises FileNotFoundError and NotADirectoryError."""
     return Store(path)

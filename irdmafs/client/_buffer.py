@@ -29,9 +29,9 @@ from ._files import Mapping, naming, open_to_read, read_version, view
 log = logging.getLogger(__name__)
 
 _READ_INTO_XATTR = "user.irdmafs.read_into"
-# Of filesystems and mounts that have no such thing, for callers that the mount may not trace, and for
-# files that went between two looks at their name: they are opened. So they are when signals come so often
-# that the mount never ends what it has to begin again after each.
+# Errors after which a file is opened and copied instead: the filesystem or mount cannot read into memory,
+# the mount may not trace the caller, the file went between two lookups of its name, or signals come so
+# often that the mount never completes the call.
 _OPEN_INSTEAD = (
     errno.ENODATA, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.ESTALE, errno.EINTR,
 )  # fmt: skip
@@ -42,8 +42,8 @@ class Buffer:
     """``size`` bytes of memory that a Store reads files into, each over what was there before.
 
     It is host memory, which numpy arrays show; or, with ``device`` ("cpu", "cuda", "cuda:1", a
-    torch.device), memory of that device, which torch tensors show. They show whatever it holds at any
-    time, and keep the memory when the buffer is closed.
+    torch.device), memory of that device, which torch tensors show. They show the current contents
+    of the memory, and keep it when the buffer is closed.
 
     ``filled`` is how many bytes of a file it holds, ``version`` of which version (None: of a file that is
     on no irdmafs mount). ``filled_by`` is "mount" if the mount read them in, past the cache; "copy" if they
@@ -79,19 +79,19 @@ class Buffer:
         raise TypeError("a buffer is this process's memory: make one where it is to be used")
 
     def close(self) -> None:
-        """Have mounts let go of the memory, when what is being read into it is there. Nothing can be read
-        into it after that."""
+        """Have mounts release the memory, after reads under way are complete. Nothing can be read into it
+        after that."""
         with self._lock:
             self._end()
 
     @property
     def memory(self) -> Any:
-        """All of it, as an array or a tensor of bytes."""
+        """Return all of the memory, as an array or a tensor of bytes."""
         return self._memory.bytes
 
     def fill(self, path: str | os.PathLike[str]) -> int:
-        """Read a file's current version, whole, and return its size in bytes. When this fails, what the
-        buffer holds is of no use.
+        """Read a file's current version, whole, and return its size in bytes. When this fails, the
+        contents of the buffer are undefined.
 
         Raises ValueError for a file that does not fit, FileNotFoundError and other OSErrors."""
         with self._lock:
@@ -141,16 +141,16 @@ class Buffer:
     # -- what it holds ---------------------------------------------------------------------------
 
     def head(self, size: int) -> bytes:
-        """The first bytes of the file, ``size`` if there are so many."""
+        """Return the first ``size`` bytes of the file, fewer if it is shorter."""
         return self._memory.head(min(size, self.filled))
 
     def show(self, path: str, layout: Layout) -> Any:
-        """What lies so in it as an array or a tensor. Raises FormatError, TypeError."""
+        """Return the array or tensor of this layout in the buffer. Raises FormatError, TypeError."""
         return self._memory.show(path, layout)
 
 
 def _get_xattr(path: str, name: str) -> bytes:
-    """Python itself does not repeat this call after a signal. Raises OSError."""
+    """Call getxattr(2), again after a signal, which Python itself does not do. Raises OSError."""
     for _ in range(_TRIES - 1):
         with contextlib.suppress(InterruptedError):
             return os.getxattr(path, name)
@@ -164,7 +164,7 @@ def _close(descriptors: list[int]) -> None:
 
 
 def _available_bytes() -> int:
-    """What the kernel thinks can be had without swapping, /proc/meminfo."""
+    """Return the memory that the kernel estimates to be available without swapping (/proc/meminfo)."""
     with open("/proc/meminfo") as lines:
         found = next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))
     return int(found) << 10
@@ -174,11 +174,11 @@ class _HostMemory:
     def __init__(self, size: int) -> None:
         available = _available_bytes()
         if size > available:
-            # The kernel would find out page by page, and end somebody.
+            # The kernel would find out page by page, and kill some process.
             raise MemoryError(f"a buffer of {size} bytes: {available} are available")
         self.fd = os.memfd_create("irdmafs-buffer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            # Allocated by this process, which is to be told if there is no more.
+            # Allocated by this process, so that it gets the error if there is no memory.
             os.posix_fallocate(self.fd, 0, size)
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
@@ -213,7 +213,7 @@ class _HostMemory:
 
 
 class _DeviceMemory:
-    """torch's. `fd` is -1 for what cannot be lent."""
+    """Device memory allocated by torch. `fd` is -1 for memory that cannot be lent."""
 
     def __init__(self, size: int, device: object) -> None:
         self._host: _HostMemory | None = None
@@ -224,11 +224,11 @@ class _DeviceMemory:
             self.bytes, self.fd = _device.lendable(size, device)
 
     def settle(self) -> None:
-        """Nothing that uses the memory is under way any more."""
+        """Wait until nothing uses the memory any more."""
         _device.settle(self.bytes)
 
     def see(self) -> None:
-        """What a network card wrote is seen from now on."""
+        """Make data that a network card wrote visible."""
         _device.see_writes(self.bytes)
 
     def head(self, size: int) -> bytes:

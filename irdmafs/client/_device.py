@@ -31,12 +31,12 @@ log = logging.getLogger(__name__)
 
 # cudaHostRegisterReadOnly: files are mapped read-only, and without it pinning such pages is refused.
 _READ_ONLY = 0x08
-# To pin less takes longer than to copy it twice.
+# Pinning fewer bytes takes longer than copying them twice.
 _PIN_BYTES_MIN = 4 << 20
 # Larger tensors have memory of their own: each can be freed by itself.
 _SMALL_BYTES = 1 << 20
 _RUN_BYTES_MAX = 32 << 20
-# A run begins at a multiple of this, as the device's memory does, so that what is aligned stays so.
+# A run begins at a multiple of this, as the device's memory does, so that tensors stay aligned.
 _ALIGN = 16
 
 # CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
@@ -44,7 +44,7 @@ _DMA_BUF = 1
 # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX, ..._TO_OWNER
 _FLUSH_CONTEXT, _FLUSH_TO_OWNER = 0, 100
 
-# Pages can be pinned once: whoever lets go of them must be sure that nobody else is copying them.
+# Pages can be pinned once only: unpin them only when no other thread is copying them.
 _pinning = threading.Lock()
 
 
@@ -66,14 +66,14 @@ class _Run(NamedTuple):
 
 
 def to_device(values: Mapping[str, Value], device: object) -> dict[str, Any]:
-    """torch tensors of these arrays, which lie in mapped files, in memory of their own on a device.
+    """Return torch tensors of these arrays, which lie in mapped files, in memory of their own on a device.
 
     Returns when all of it is there. Raises ImportError without torch, TypeError for elements that torch
     has no type for, and what torch raises (no such device, out of memory).
     """
     torch = _torch()
     target = torch.device(device)
-    tensors: dict[str, Any] = dict.fromkeys(values)  # in the order that was asked for
+    tensors: dict[str, Any] = dict.fromkeys(values)  # in the order of the arguments
     items = []
     for name, value in values.items():
         array, turned = _in_memory_order(value.array)
@@ -108,7 +108,7 @@ def _torch() -> Any:
 
 
 def _in_memory_order(array: Array) -> tuple[Array, bool]:
-    """The array, or its transpose, whichever lies in C order."""
+    """Return the array, or its transpose, whichever is in C order."""
     turned = array.flags.f_contiguous and not array.flags.c_contiguous
     return (array.T if turned else array), turned
 
@@ -130,7 +130,7 @@ def _dtype(torch: Any, name: str, dtype: DType, extension: str | None) -> Any:
 
 
 def _runs(items: Iterable[_Item]) -> Iterator[_Run]:
-    """What is to be copied at once."""
+    """Return the runs of items that are copied at once."""
     run: _Run | None = None
     for item in sorted(items, key=lambda item: item.address):
         if item.size > _SMALL_BYTES or item.address % item.dtype.itemsize:
@@ -150,15 +150,15 @@ def _runs(items: Iterable[_Item]) -> Iterator[_Run]:
 
 
 def _bytes_at(torch: Any, address: int, size: int) -> Any:
-    """Not from a read-only array: torch would warn that it cannot keep the tensor from being written."""
+    """Return a tensor of mapped bytes. It is not made of a read-only array, of which torch would warn."""
     memory = (ctypes.c_ubyte * size).from_address(address)
     return torch.from_numpy(np.ctypeslib.as_array(memory))
 
 
 @contextlib.contextmanager
 def _pinned(torch: Any, target: Any, runs: list[_Run]) -> Iterator[bool]:
-    """Copies out of these runs can be left to a CUDA device; they are over when the block has ended.
-    Yields whether the runs are pinned."""
+    """Pin these runs, so that a CUDA device can copy them by itself, and yield whether they are pinned.
+    Copies are complete when the block has ended."""
     if target.type != "cuda" or not runs:
         yield False
         return
@@ -188,13 +188,13 @@ def _pinned(torch: Any, target: Any, runs: list[_Run]) -> Iterator[bool]:
 
 
 def _register(cudart: Any, address: int, size: int) -> str:
-    """Pin mapped pages. Returns why it cannot be done, "" if it is."""
+    """Pin mapped pages, and return the reason if that fails, otherwise ""."""
     error = cudart.cudaHostRegister(address, size, _READ_ONLY)
     return "" if int(error) == 0 else str(cudart.cudaGetErrorString(error))
 
 
 def _clear_error(torch: Any, target: Any) -> None:
-    """The runtime remembers a refusal, and the next kernel that is launched would be blamed for it."""
+    """Clear the last error of the CUDA runtime, which would be raised for the next kernel launch."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=target)
 
@@ -203,23 +203,23 @@ def _clear_error(torch: Any, target: Any) -> None:
 
 
 def is_host(device: object) -> bool:
-    """Raises ImportError without torch, RuntimeError for what is no device."""
+    """Return whether a device is the host. Raises ImportError without torch, RuntimeError for no device."""
     return bool(_torch().device(device).type == "cpu")
 
 
 def wrapped(array: Array) -> Any:
-    """Host memory as a tensor."""
+    """Return host memory as a tensor."""
     return _torch().from_numpy(array)
 
 
 def lendable(size: int, device: object) -> tuple[Any, int]:
-    """A tensor of ``size`` bytes on a device, and the descriptor of a dma-buf that begins with it; -1
-    where there can be none."""
+    """Return a tensor of ``size`` bytes on a device, and the descriptor of a dma-buf that begins with it;
+    -1 if there can be none."""
     torch = _torch()
     target = torch.device(device)
     if target.type != "cuda":
         return torch.empty(size, dtype=torch.uint8, device=target), -1
-    # What is exported begins and ends with a page of the host's size.
+    # The exported range begins and ends at a page boundary of the host.
     whole = size + -size % mmap.PAGESIZE
     room = torch.empty(whole + mmap.PAGESIZE, dtype=torch.uint8, device=target)
     start = -room.data_ptr() % mmap.PAGESIZE
@@ -231,7 +231,7 @@ def lendable(size: int, device: object) -> tuple[Any, int]:
 
 
 def _export(torch: Any, target: Any, address: int, size: int) -> tuple[int, str]:
-    """A dma-buf, or -1 and why there is none."""
+    """Return a dma-buf, or -1 and the reason."""
     try:
         export = _driver().cuMemGetHandleForAddressRange
     except (OSError, AttributeError):
@@ -253,22 +253,22 @@ def _driver() -> ctypes.CDLL:
 
 
 def settle(tensor: Any) -> None:
-    """Wait for what was begun with the memory: a network card would not."""
+    """Wait until the device has done all work on the memory: a network card would not wait."""
     if tensor.device.type == "cuda":
         _torch().cuda.current_stream(tensor.device).synchronize()
 
 
 def see_writes(tensor: Any) -> None:
-    """Kernels that are launched from now on see what a network card has written."""
+    """Make data that a network card has written visible to kernels that are launched from now on."""
     if tensor.device.type != "cuda":
         return
     with _torch().cuda.device(tensor.device):
-        # Where writes are in order by themselves there may be nothing to flush, which is an error.
+        # Where writes are ordered anyway, flushing may be unsupported, which is an error.
         _driver().cuFlushGPUDirectRDMAWrites(_FLUSH_CONTEXT, _FLUSH_TO_OWNER)
 
 
 def copy_bytes(source: Array, tensor: Any) -> None:
-    """Copy mapped bytes to a tensor of as many; returns when they are there."""
+    """Copy mapped bytes to a tensor of the same size, and return when they are there."""
     torch = _torch()
     run = _Run(source.ctypes.data, source.nbytes, [])
     with _pinned(torch, tensor.device, [run]) as is_pinned:
@@ -276,8 +276,8 @@ def copy_bytes(source: Array, tensor: Any) -> None:
 
 
 def view(path: str, memory: Any, layout: Layout) -> Any:
-    """The tensor that lies so in a tensor of bytes: a view of it, but for elements that torch could not
-    look at where they lie, which are copied. Raises FormatError, and TypeError for unknown ones."""
+    """Return the tensor of this layout in a tensor of bytes: a view, or a copy if torch cannot view
+    elements that are not aligned. Raises FormatError, and TypeError for unknown elements."""
     torch = _torch()
     dtype, extension, shape, offset, order = layout
     kind = _dtype(torch, path, dtype, extension)

@@ -1,4 +1,4 @@
-"""Element types: what files call them, what numpy calls them, and how values become arrays.
+"""Element types: their names in files and in numpy, and how values become arrays.
 
 numpy has no bfloat16 and no 8-bit floats; the package ml_dtypes adds them. Such *extension* types
 are arrays of that package where it can be imported, and otherwise unsigned integers of the same
@@ -22,10 +22,10 @@ import numpy as np
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 DType: TypeAlias = np.dtype[Any]
 
-# Where an array's memory is not yet what the file needs, this many bytes are converted at a time.
+# An array whose memory differs from the file's form is converted in pieces of this many bytes.
 COPY_BYTES = 64 << 20
 
-# Safetensors codes and the numpy types they mean; the format is little-endian.
+# Safetensors codes and their numpy types; the format is little-endian.
 _CODES = {
     "BOOL": "|b1",
     "U8": "|u1",
@@ -56,8 +56,8 @@ _CODE_OF_EXTENSION = {name: code for code, name in _EXTENSION_CODES.items()}
 
 
 class Layout(NamedTuple):
-    """How an array lies in a file; ``offset`` in bytes from the file's beginning. ``extension`` is the
-    type whose bits ``dtype`` holds, if that is no type of numpy's."""
+    """The place and form of an array in a file; ``offset`` is in bytes from the beginning. ``extension``
+    is the type whose bits ``dtype`` holds, if numpy does not have it."""
 
     dtype: DType
     extension: str | None
@@ -68,14 +68,14 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What goes into a file: an array, and the extension type whose bits it holds, if any."""
+    """A value to be written: an array, and the extension type whose bits it holds, if any."""
 
     array: Array
     extension: str | None = None
 
     @property
     def code(self) -> str | None:
-        """The safetensors code of the elements, None where that format has no such type."""
+        """Return the safetensors code of the elements, None where that format has no such type."""
         if self.extension is not None:
             return _CODE_OF_EXTENSION[self.extension]
         dtype = self.array.dtype
@@ -83,14 +83,14 @@ class Value:
 
     @property
     def shown(self) -> Array:
-        """The array as programs get it: of the extension type, if there is one here."""
+        """Return the array as programs get it: of the extension type, if ml_dtypes is installed."""
         if self.extension is None:
             return self.array
         return self.array.view(extension_dtype(self.extension))
 
 
 def bits_of(extension: str) -> DType | None:
-    """The integer type that holds the bits of an extension type; None for an unknown name."""
+    """Return the integer type that holds the bits of an extension type; None for an unknown name."""
     if extension not in _CODE_OF_EXTENSION:
         return None
     return np.dtype("<u2" if extension == "bfloat16" else "|u1")
@@ -98,7 +98,7 @@ def bits_of(extension: str) -> DType | None:
 
 @functools.cache
 def extension_dtype(extension: str) -> DType:
-    """The ml_dtypes type of that name, or the integer type of its bits without ml_dtypes.
+    """Return the ml_dtypes type of that name, or the integer type of its bits without ml_dtypes.
 
     Raises KeyError for an unknown name.
     """
@@ -113,15 +113,16 @@ def extension_dtype(extension: str) -> DType:
 
 
 def dtype_of_code(code: str) -> tuple[DType, str | None]:
-    """The numpy type of a safetensors code, and the extension type whose bits it holds, if any. Raises
-    KeyError for one that numpy cannot index, such as the packed 4- and 6-bit floats."""
+    """Return the numpy type of a safetensors code, and the extension type whose bits it holds, if any.
+    Raises KeyError for one that numpy cannot index, such as the packed 4- and 6-bit floats."""
     extension = _EXTENSION_CODES.get(code)
     bits = None if extension is None else bits_of(extension)
     return (_DTYPE_OF_CODE[code], None) if bits is None else (bits, extension)
 
 
 def dtype_of_name(name: str) -> tuple[DType, str | None]:
-    """The type that ``float32``, ``<f4`` or ``bfloat16`` names, in two parts as for dtype_of_code().
+    """Return the type that ``float32``, ``<f4`` or ``bfloat16`` names, in two parts as dtype_of_code()
+    does.
 
     Raises whatever numpy raises for text that names no type (TypeError, ValueError, SyntaxError).
     """
@@ -130,7 +131,7 @@ def dtype_of_name(name: str) -> tuple[DType, str | None]:
 
 
 def value_of(source: object) -> Value:
-    """The array in a numpy array, a torch tensor, anything with ``numpy()`` or ``__array__``, or
+    """Return the array of a numpy array, a torch tensor, anything with ``numpy()`` or ``__array__``, or
     numbers in nested lists. Memory is shared with ``source`` where it can be.
 
     Raises TypeError for what numpy can only hold as Python objects.
@@ -147,7 +148,7 @@ def value_of(source: object) -> Value:
 
 
 def _value_of_tensor(tensor: Any) -> Value:
-    # The tensor's own module is loaded, or there would be no tensor: torch is never imported here.
+    # A tensor exists, so torch is loaded: torch is never imported here.
     torch = sys.modules["torch"]
     extension = str(tensor.dtype).removeprefix("torch.")
     bits = bits_of(extension)
@@ -158,8 +159,8 @@ def _value_of_tensor(tensor: Any) -> Value:
 
 
 def buffers(array: Array, dtype: DType) -> Iterator[memoryview]:
-    """The bytes of an array as ``dtype`` in C order: views of its memory where that is already
-    so, copies of COPY_BYTES at most where it is not."""
+    """Yield the bytes of an array as ``dtype`` in C order: views of its memory if it has that form,
+    otherwise copies of COPY_BYTES at most."""
     if array.nbytes == 0:
         return
     if array.dtype == dtype and array.flags.c_contiguous:
@@ -176,5 +177,5 @@ def buffers(array: Array, dtype: DType) -> Iterator[memoryview]:
 
 
 def size_bytes(dtype: DType, shape: tuple[int, ...]) -> int:
-    """Bytes of an array, without the overflow that numpy's own arithmetic would have."""
+    """Return the size of an array in bytes, without the overflow that numpy's own arithmetic would have."""
     return dtype.itemsize * math.prod(shape)

@@ -1,4 +1,4 @@
-"""What can be wrong with a file of arrays."""
+"""Errors about files of arrays."""
 
 from __future__ import annotations
 

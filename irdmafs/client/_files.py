@@ -60,12 +60,12 @@ class Mapping:
             "shape": (size,),
             "data": (address, True),
         }
-        # Not at exit: other exit handlers and daemon threads may still look at arrays.
+        # Not at exit: other exit handlers and daemon threads may still use arrays.
         weakref.finalize(self, _libc.munmap, address, size).atexit = False
 
     @property
     def bytes(self) -> Array:
-        """All of the file, as a read-only array of bytes that keeps the mapping."""
+        """Return the whole file as a read-only array of bytes that keeps the mapping."""
         return np.asarray(self)
 
 
@@ -77,7 +77,7 @@ def view(
     offset: int,
     order: Literal["C", "F"] = "C",
 ) -> Array:
-    """The array at ``offset`` bytes into a file's mapped bytes; ``data`` may be None for an array
+    """Return the array at ``offset`` in a file's mapped bytes; ``data`` may be None for an array
     without elements. Raises FormatError for what numpy cannot represent."""
     try:
         if size_bytes(dtype, shape) == 0:
@@ -92,7 +92,7 @@ def view(
 
 @contextlib.contextmanager
 def naming(path: str) -> Iterator[None]:
-    """Put the path into OSErrors of calls that know only a descriptor."""
+    """Add the path to OSErrors of calls that know only a descriptor."""
     try:
         yield
     except OSError as error:
@@ -103,7 +103,7 @@ def naming(path: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def open_to_read(path: str) -> Iterator[tuple[int, os.stat_result]]:
-    """The descriptor and status of a regular file; for anything else FileNotFoundError."""
+    """Return the descriptor and status of a regular file; raise FileNotFoundError for anything else."""
     with naming(path):
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -119,8 +119,8 @@ def open_to_read(path: str) -> Iterator[tuple[int, os.stat_result]]:
 
 
 def read_at(fd: int, size: int, offset: int) -> bytes:
-    """``size`` bytes at ``offset``, fewer only at the end of the file. Headers are read, not
-    looked at through a mapping: a file that shrinks meanwhile is then an error, not a SIGBUS."""
+    """Return ``size`` bytes at ``offset``, fewer only at the end of the file. Headers are read, not
+    mapped: a file that shrinks meanwhile is then an error, not a SIGBUS."""
     data = os.pread(fd, size, offset)
     while len(data) < size:
         more = os.pread(fd, size - len(data), offset + len(data))
@@ -131,7 +131,7 @@ def read_at(fd: int, size: int, offset: int) -> bytes:
 
 
 def read_xattr(file: str | int, name: str) -> bytes | None:
-    """An extended attribute, None where there is none or the filesystem has no such thing."""
+    """Return an extended attribute, None where there is none or the filesystem has no such thing."""
     try:
         return os.getxattr(file, name)
     except OSError as error:
@@ -141,13 +141,13 @@ def read_xattr(file: str | int, name: str) -> bytes | None:
 
 
 def read_version(file: str | int) -> int | None:
-    """The version that a file of an irdmafs mount has; None on other filesystems."""
+    """Return the version of a file of an irdmafs mount; None on other filesystems."""
     text = read_xattr(file, _VERSION_XATTR)
     return None if text is None else int(text)
 
 
 def is_irdmafs(device: int) -> bool:
-    """Whether the mount whose files have this ``st_dev`` is one of irdmafs."""
+    """Return whether the mount whose files have this ``st_dev`` is one of irdmafs."""
     number = f"{os.major(device)}:{os.minor(device)}"
     with open("/proc/self/mountinfo", errors="surrogateescape") as mounts:
         for line in mounts:
@@ -158,11 +158,11 @@ def is_irdmafs(device: int) -> bool:
 
 
 def replace_file(path: str, contents: Iterable[memoryview], *, versioned: bool) -> None:
-    """Make ``contents`` what ``path`` holds, whole or not at all, creating the file if need be.
+    """Replace the contents of ``path``, whole or not at all; the file is created if it does not exist.
 
     ``versioned`` says that the file lies on irdmafs: there truncating begins a new version, which
     closing publishes. Elsewhere a file of another name is written and renamed over it. Either way
-    whoever has the old content open or mapped keeps it. Raises OSError, with the path.
+    readers that have the old content open or mapped keep it. Raises OSError, with the path.
     """
     if versioned:
         with naming(path):
@@ -189,7 +189,7 @@ def replace_file(path: str, contents: Iterable[memoryview], *, versioned: bool) 
 
 
 def _discard(fd: int) -> None:
-    # Closing publishes what was written so far, unless the mount is told to drop it.
+    # Closing publishes what was written so far, unless the mount is told to discard it.
     try:
         os.setxattr(fd, _DISCARD_XATTR, b"1")
     except OSError:

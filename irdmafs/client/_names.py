@@ -15,7 +15,7 @@ SHAPE_XATTR = "user.irdmafs.shape"
 
 
 class Kind(Enum):
-    """How a file holds arrays."""
+    """The container of a file of arrays."""
 
     NPY = "npy"
     SAFETENSORS = "safetensors"
@@ -23,7 +23,7 @@ class Kind(Enum):
 
 
 def check_name(name: str) -> list[str]:
-    """The components of a name. Raises ValueError for one that is no name of an array."""
+    """Return the components of a name. Raises ValueError for one that is no name of an array."""
     parts = name.split("/")
     if not name or "\0" in name or any(part in ("", ".", "..") for part in parts):
         raise ValueError(
@@ -34,7 +34,7 @@ def check_name(name: str) -> list[str]:
 
 
 def split_name(name: str) -> tuple[str, str | None]:
-    """The file's name and, where the name lies inside a .safetensors file, the tensor's."""
+    """Return the file's name and, for a name inside a .safetensors file, the tensor's."""
     parts = check_name(name)
     for index, part in enumerate(parts[:-1], start=1):
         if part.endswith(SAFETENSORS):
@@ -43,7 +43,7 @@ def split_name(name: str) -> tuple[str, str | None]:
 
 
 def is_addressable(tensor: str) -> bool:
-    """Whether a tensor's own name can be part of a name."""
+    """Return whether a tensor's own name can be part of a name."""
     try:
         check_name(tensor)
     except ValueError:
@@ -52,7 +52,7 @@ def is_addressable(tensor: str) -> bool:
 
 
 def walk(root: str, prefix: str) -> Iterator[tuple[str, Kind]]:
-    """Every file of arrays under ``root``/``prefix``: its path from there, and its kind; in no
+    """Yield every file of arrays under ``root``/``prefix``: its path from there, and its kind; in no
     particular order. Symbolic links to directories are not followed.
 
     Raises OSError where a directory cannot be read; one that vanishes meanwhile is passed over.

@@ -21,7 +21,7 @@ from ._errors import FormatError
 from ._files import Mapping, open_to_read, read_at, view
 
 _ALIGN = 64
-# Headers are Python literals; a bound keeps a hostile one from costing memory and time.
+# Headers are Python literals; the limit keeps a hostile one from costing memory and time.
 _HEADER_MAX_BYTES = 64 << 10
 # Room that numpy also leaves, to let a file grow along its first axis without moving its data.
 _GROWTH_DIGITS = 21
@@ -31,7 +31,7 @@ _LENGTH_FORMATS = {1: ("<H", "latin1"), 2: ("<I", "latin1"), 3: ("<I", "utf-8")}
 
 
 def encode(value: Value) -> Iterator[memoryview]:
-    """The contents of a file that holds ``value``; data begins at a multiple of 64 bytes.
+    """Yield the contents of a file that holds ``value``; data begins at a multiple of 64 bytes.
 
     Raises ValueError, before anything is yielded, for a type that needs too long a header.
     """
@@ -66,7 +66,8 @@ def _encode_header(descr: object, fortran_order: bool, shape: tuple[int, ...]) -
 
 
 def layout(path: str, read: Callable[[int], bytes], size: int) -> Layout:
-    """Of a file of ``size`` bytes; ``read`` gives so many of the first. Raises FormatError."""
+    """Return the layout of a file of ``size`` bytes; ``read`` returns its first bytes. Raises
+    FormatError."""
     head = read(_FIRST_READ_BYTES)
     data_start, encoding = _measure(path, head, size)
     if data_start > len(head):
@@ -99,7 +100,7 @@ def load(path: str) -> Value | None:
 
 
 def _measure(path: str, head: bytes, size: int) -> tuple[int, str]:
-    """Where the data starts, and the encoding of the header before it."""
+    """Return where the data starts, and the encoding of the header before it."""
     if head[: len(_MAGIC)] != _MAGIC:
         raise FormatError(path, "not a .npy file: it does not begin with \\x93NUMPY")
     if len(head) < len(_MAGIC) + 2:
@@ -119,11 +120,11 @@ def _measure(path: str, head: bytes, size: int) -> tuple[int, str]:
     return start + length, encoding
 
 
-# The layers of a model have few different shapes, and a literal takes longer to read than a file
+# The layers of a model have few different shapes, and a literal takes longer to parse than a file
 # to map.
 @functools.lru_cache(maxsize=256)
 def _decode_header(head: bytes, encoding: str) -> tuple[DType, bool, tuple[int, ...]]:
-    """Type, Fortran order and shape. Raises ValueError, which says what is wrong."""
+    """Return type, Fortran order and shape. Raises ValueError, which says what is wrong."""
     start = 10 if head[6] == 1 else 12
     try:
         fields = ast.literal_eval(head[start:].decode(encoding))
@@ -154,7 +155,7 @@ def _shown(value: object) -> str:
 
 
 def _extension_of(dtype: DType) -> tuple[DType, str | None]:
-    """The type of the bits, and the name of the extension type."""
+    """Return the type of the bits, and the name of the extension type."""
     names = dtype.names
     bits = bits_of(names[0]) if names is not None and len(names) == 1 else None
     if names is None or bits is None or dtype[0] != bits:

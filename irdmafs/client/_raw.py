@@ -1,4 +1,4 @@
-"""Files of bare bytes, whose extended attributes tell type and shape."""
+"""Files of raw bytes, whose extended attributes hold type and shape."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def load(path: str) -> Value | None:
 
 
 def layout(path: str, file: str | int, size: int) -> Layout | None:
-    """Of a file of ``size`` bytes; None as of load(). Raises OSError, FormatError."""
+    """Return the layout of a file of ``size`` bytes; None as load() does. Raises OSError, FormatError."""
     dtype_text = read_xattr(file, DTYPE_XATTR)
     if dtype_text is None or path.endswith((NPY, SAFETENSORS)):
         return None

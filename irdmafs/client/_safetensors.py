@@ -19,7 +19,7 @@ from ._errors import FormatError
 from ._files import view
 
 LENGTH_BYTES = 8
-# The limit of the reference implementation: what we write it must read.
+# The limit of the reference implementation, which must be able to read our files.
 HEADER_MAX_BYTES = 100_000_000
 # numpy's own limit since 2.0.
 _NDIM_MAX = 64
@@ -40,21 +40,22 @@ _decode_metadata = msgspec.json.Decoder(dict[str, str] | None).decode
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says it holds, checked against the file's size."""
+    """The header of a file, checked against the file's size."""
 
     tensors: dict[str, Layout]
     metadata: dict[str, str]
     has_data: bool
 
     def value(self, path: str, data: Array | None, name: str) -> Value:
-        """The tensor ``name`` in the file's mapped bytes. Raises KeyError and FormatError."""
+        """Return the tensor ``name`` in the file's mapped bytes. Raises KeyError and FormatError."""
         tensor = self.tensors[name]
         array = view(path, data, tensor.dtype, tensor.shape, tensor.offset)
         return Value(array, tensor.extension)
 
 
 def header_size(path: str, first: bytes, size: int) -> int:
-    """Bytes of JSON in a file of ``size`` bytes that begins with ``first``. Raises FormatError."""
+    """Return the bytes of JSON in a file of ``size`` bytes that begins with ``first``. Raises
+    FormatError."""
     if len(first) < LENGTH_BYTES:
         raise FormatError(path, f"not a .safetensors file: it has only {len(first)} bytes")
     (length,) = struct.unpack_from("<Q", first)
@@ -81,7 +82,7 @@ def parse_header(path: str, text: bytes, size: int) -> Header:
         dtype, extension, shape, first, end = _parse_entry(path, name, raw)
         tensors[name] = Layout(dtype, extension, shape, data_start + first)
         ranges.append((first, end, name))
-    # As the reference implementation does: every byte of data belongs to exactly one tensor.
+    # As in the reference implementation: every byte of data belongs to exactly one tensor.
     position = 0
     for first, end, name in sorted(ranges):
         if first != position:
@@ -119,7 +120,7 @@ def _parse_entry(
 
 
 def encode(values: Mapping[str, Value], metadata: Mapping[str, str] | None) -> Iterator[memoryview]:
-    """The contents of a file that holds ``values``; data begins at a multiple of 64 bytes, and
+    """Yield the contents of a file that holds ``values``; data begins at a multiple of 64 bytes, and
     tensors of larger elements come first, so that every one is aligned to its element.
 
     Raises TypeError and ValueError, before anything is yielded, for what the format cannot hold.

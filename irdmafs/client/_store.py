@@ -26,12 +26,12 @@ from ._names import (
     walk,
 )
 
-# Headers kept parsed: what programs look into again and again is a few files of many tensors.
+# How many parsed headers are kept: programs read a few files of many tensors again and again.
 _HEADERS_MAX = 64
 
 
 class _Parsed(NamedTuple):
-    """A .safetensors file as it was last seen. The mapping lives only as long as arrays of it."""
+    """A .safetensors file as it was last read. The mapping lives only as long as arrays of it."""
 
     identity: tuple[int, int, int, int | None]
     text: bytes
@@ -44,7 +44,7 @@ def _unpublished(path: str) -> FileNotFoundError:
 
 
 class Store(MutableMapping[str, Array]):
-    """The arrays in a directory, by name. See the package's documentation for what is a name.
+    """The arrays in a directory, by name. The package's documentation defines names.
 
     Every lookup opens the version that is current at that moment; an array obtained earlier keeps
     showing the version it was taken from. Lookups may be made from several threads. Lookups raise
@@ -78,13 +78,13 @@ class Store(MutableMapping[str, Array]):
     def __reduce__(self) -> tuple[type[Self], tuple[str]]:
         return type(self), (self.path,)
 
-    # Mapping would compare contents, which for arrays has no truth value.
+    # Mapping would compare contents; a comparison of arrays has no truth value.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
     @property
     def versioned(self) -> bool:
-        """Whether the directory lies on an irdmafs mount, so that files have versions."""
+        """Return whether the directory lies on an irdmafs mount, so that files have versions."""
         return self._is_versioned(self._path(""))
 
     # -- reading ---------------------------------------------------------------------------------
@@ -94,14 +94,14 @@ class Store(MutableMapping[str, Array]):
         return self._load(name).shown
 
     def to_device(self, name: str, device: object = "cuda") -> Any:
-        """The array ``name`` as a torch tensor in a device's memory ("cpu", "cuda", "cuda:1", a
+        """Return the array ``name`` as a torch tensor in a device's memory ("cpu", "cuda", "cuda:1", a
         torch.device), its own and writable. Raises ImportError without torch, TypeError for elements
         that torch has no type for."""
         return _device.to_device({name: self._load(name)}, device)[name]
 
     def read_into(self, name: str, buffer: Buffer) -> Any:
-        """Read the file of the array ``name``, whole, into ``buffer``, and show the array there: a numpy
-        array, or a torch tensor if the buffer is a device's. What it showed before is overwritten.
+        """Read the file of the array ``name``, whole, into ``buffer``, and return the array there: a numpy
+        array, or a torch tensor if the buffer is a device's. The buffer's former contents are overwritten.
 
         Raises ValueError for a file that does not fit.
         """
@@ -129,7 +129,7 @@ class Store(MutableMapping[str, Array]):
     def state_dict(
         self, name: str = "", *, device: object = None, into: Buffer | None = None
     ) -> dict[str, Any]:
-        """The tensors of a .safetensors file by their own names, or every array under a directory
+        """Return the tensors of a .safetensors file by their own names, or every array under a directory
         ("" is the whole store) by its name from there. Arrays of one file are of one version.
         With ``device``, torch tensors as of to_device(); small ones of a file share their memory.
         With ``into``, one .safetensors file is read into that buffer, as by read_into().
@@ -169,7 +169,7 @@ class Store(MutableMapping[str, Array]):
         return value
 
     def _files_of(self, name: str) -> Iterator[dict[str, Value]]:
-        """What state_dict() has, file by file."""
+        """Yield the arrays of state_dict(), a dict for each file."""
         if not name:
             yield from self._load_tree("")
             return
@@ -186,7 +186,7 @@ class Store(MutableMapping[str, Array]):
         yield from self._load_tree(name)
 
     def metadata(self, name: str) -> dict[str, str]:
-        """The text that a .safetensors file carries beside its tensors. Raises KeyError."""
+        """Return the text that a .safetensors file carries beside its tensors. Raises KeyError."""
         check_name(name)
         try:
             with _files.open_to_read(self._path(name)) as (fd, status):
@@ -195,7 +195,7 @@ class Store(MutableMapping[str, Array]):
             raise KeyError(name) from None
 
     def version(self, name: str) -> int | None:
-        """The version of the file that holds the array ``name``, or of the file ``name``; None on
+        """Return the version of the file that holds the array ``name``, or of the file ``name``; None on
         a filesystem other than irdmafs. Raises KeyError for a missing file."""
         file, tensor = split_name(name)
         for path in (self._path(file),) if tensor else (self._path(file + NPY), self._path(file)):
@@ -219,7 +219,7 @@ class Store(MutableMapping[str, Array]):
             return False
 
     def __iter__(self) -> Iterator[str]:
-        """Every name, sorted. Tensors whose own name cannot be part of a name (one with an empty
+        """Yield every name, sorted. Tensors whose own name cannot be part of a name (one with an empty
         component, say) are left out; state_dict() has them."""
         names = set()
         for file, kind in walk(self._path(""), ""):
@@ -335,7 +335,7 @@ class Store(MutableMapping[str, Array]):
         _files.replace_file(path, contents, versioned=versioned)
 
     def _file_of(self, file: str) -> str | None:
-        """The path of the .npy or raw file that holds an array, None where there is none."""
+        """Return the path of the .npy or raw file that holds an array, None where there is none."""
         path = self._path(file + NPY)
         try:
             status = os.stat(path)
@@ -374,7 +374,7 @@ class Store(MutableMapping[str, Array]):
     def _read_tensors_into(
         self, buffer: Buffer, file: str, names: Iterable[str] | None
     ) -> dict[str, Any]:
-        """Those of ``names`` (None: all) that a .safetensors file has, in the buffer."""
+        """Return those of ``names`` (None: all) that a .safetensors file has, in the buffer."""
         path = self._path(file)
         size = buffer.fill(path)
         if size == 0:
@@ -395,7 +395,7 @@ class Store(MutableMapping[str, Array]):
                 elif (found := self._load_array(file.removesuffix(NPY))) is not None:
                     yield {name.removesuffix(NPY): found}
             except FileNotFoundError:
-                # Removed since the directory was read.
+                # The file was removed since the directory was read.
                 continue
 
     def _load_tensors(self, file: str, names: Iterable[str] | None) -> dict[str, Value]:
@@ -416,11 +416,11 @@ class Store(MutableMapping[str, Array]):
         return {name: header.value(path, data, name) for name in wanted}
 
     def _parse(self, path: str, fd: int, status: os.stat_result) -> _Parsed:
-        """The header of an open .safetensors file, with the mapping other arrays of it have.
+        """Return the header of an open .safetensors file, with the mapping that its other arrays use.
 
         A mapping is shared when it is of the same version; elsewhere than on irdmafs of the same
-        inode, which cannot be another file's as long as the mapping lives. What the header says
-        is compared, not trusted to be the same.
+        inode, which cannot be another file's as long as the mapping lives. The header
+        is compared, not assumed to be the same.
         """
         size = status.st_size
         if size == 0:

@@ -1,4 +1,4 @@
-"""Running the daemon: in this process, or in one of its own that outlives the command."""
+"""Run the daemon: in this process, or in one of its own that outlives the command."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class DaemonFailedError(MountError):
 
 
 def log_path(config: MountConfig) -> str:
-    """Where a daemon in the background logs."""
+    """Return the path of the log of a daemon in the background."""
     return config.log_file or os.path.join(config.store, "irdmafs.log")
 
 
@@ -73,14 +73,14 @@ def run_here(config: MountConfig, ready: Callable[[str], None]) -> None:
 
 
 def start(config: MountConfig) -> str:
-    """Serve the mount in a new process in the background; returns what it told `ready`. Raises as
-    start_process does."""
+    """Serve the mount in a new process in the background, and return the text that it gave to `ready`.
+    Raises as start_process does."""
     return start_process(log_path(config), lambda ready: run_here(config, ready))
 
 
 def start_process(path: str, run: Callable[[Callable[[str], None]], None]) -> str:
-    """Do `run` in a new process in the background, with its output in the log `path`, and return what
-    it told the function that it is given.
+    """Call `run` in a new process in the background, with its output in the log `path`, and return the text
+    that `run` gave to its argument.
 
     Raises MountError with the daemon's reason, DaemonFailedError with the end of its log where it
     died without one.
@@ -93,7 +93,7 @@ def start_process(path: str, run: Callable[[Callable[[str], None]], None]) -> st
     reader, writer = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Before any thread: what a forked process inherits of those is broken.
+    # Fork before any thread is started: a forked process inherits threads' locks, but not the threads.
     pid = os.fork()
     if pid == 0:
         os.close(reader)
@@ -121,7 +121,7 @@ def start_process(path: str, run: Callable[[Callable[[str], None]], None]) -> st
 
 
 def _daemonize(run: Callable[[Callable[[str], None]], None], log: int, writer: int) -> None:
-    """The life of the forked process; never returns."""
+    """Run the forked process to its end. Never returns."""
     code = 1
 
     def tell(**message: str) -> None:
@@ -154,7 +154,7 @@ def _daemonize(run: Callable[[Callable[[str], None]], None], log: int, writer: i
         tell(failure=f"{type(error).__name__}: {error}")
     finally:
         logging.shutdown()
-        # Not sys.exit: what the parent registered to happen at its end is the parent's.
+        # Not sys.exit: exit handlers that the parent registered must run in the parent only.
         os._exit(code)
 
 

@@ -1,4 +1,4 @@
-"""What a mount is asked to be: options, sizes, and the configuration the daemon is given."""
+"""The configuration of a mount: its options and flags, and what the daemon is given."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LockScope = Literal["cluster", "local", "refuse"]
 
 
 class MountError(Exception):
-    """Something about a mount cannot be done; the text is one line for the person who asked."""
+    """A mount cannot be made, unmounted or looked at; the text is one line for the person who asked."""
 
 
 def _parse_user(text: str) -> int:
@@ -229,7 +229,7 @@ class MountConfig(MountFlags):
     cluster: ClusterConfig | None = None
 
 
-# Words of fstab and systemd that no filesystem is meant by.
+# Options for fstab and systemd, which a filesystem ignores.
 _IGNORED = frozenset(
     {"_netdev", "auto", "defaults", "group", "noauto", "nofail", "nouser", "owner", "user", "users"}
 )
@@ -275,9 +275,9 @@ def parse_mount_options(arguments: Iterable[str]) -> MountOptions:
 
 
 def parse_size(text: str) -> int:
-    """Bytes meant by "4096", "64M", "8GiB" (powers of 1024) or "50%" (of the machine's memory).
+    """Return the bytes meant by "4096", "64M", "8GiB" (powers of 1024) or "50%" (of the machine's memory).
 
-    Raises MountError for anything else, and for nothing at all.
+    Raises MountError for any other text, and for a size of 0.
     """
     try:
         return sizes.parse_size(text)

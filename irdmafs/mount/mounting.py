@@ -76,7 +76,7 @@ class Mount:
 
 
 def user_name(uid: int) -> str:
-    """How a user is called."""
+    """Return the name of a user, or the number if there is none."""
     try:
         return f"{pwd.getpwuid(uid).pw_name} (user {uid})"
     except KeyError:
@@ -84,12 +84,12 @@ def user_name(uid: int) -> str:
 
 
 def unescape(field: bytes) -> str:
-    """A path as the kernel writes it in tables of /proc, where blanks are octal escapes."""
+    """Return a path from a table of /proc, in which the kernel writes blanks as octal escapes."""
     return os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda match: bytes([int(match[1], 8)]), field))
 
 
 def parse_mountinfo(text: bytes) -> list[Mount]:
-    """The mounts in the order of the table: of several on one mountpoint the last is on top."""
+    """Return the mounts in the order of the table: of several on one mountpoint the last is on top."""
     mounts = []
     for line in text.splitlines():
         before, _, after = line.partition(b" - ")
@@ -115,7 +115,7 @@ def parse_mountinfo(text: bytes) -> list[Mount]:
 
 
 def mounts() -> list[Mount]:
-    """Every mount that this process can see."""
+    """Return every mount that this process can see."""
     with open("/proc/self/mountinfo", "rb") as file:
         return parse_mountinfo(file.read())
 
@@ -125,12 +125,12 @@ def irdmafs_mounts() -> list[Mount]:
 
 
 def is_under(path: str, directory: str) -> bool:
-    """Whether `path` is `directory` or lies below it; both absolute, neither is touched."""
+    """Return whether `path` is `directory` or lies below it; both are absolute, and neither is accessed."""
     return path == directory or path.startswith(directory.rstrip("/") + "/")
 
 
 def resolve(path: str) -> str:
-    """The absolute path without symlinks, found without touching what is mounted on it."""
+    """Return the absolute path without symlinks, without accessing what is mounted on it."""
     path = os.path.abspath(path)
     for _ in range(40):
         parent, name = os.path.split(path)
@@ -146,18 +146,19 @@ def resolve(path: str) -> str:
 
 
 def mounted_at(path: str) -> Mount | None:
-    """The topmost mount on a path that is absolute and has no symlinks in it: nothing there is asked."""
+    """Return the topmost mount on a path that is absolute and has no symlinks; the mount is not
+    accessed."""
     return next((mount for mount in reversed(mounts()) if mount.mountpoint == path), None)
 
 
 def find_mount(path: str) -> Mount | None:
-    """The topmost mount on exactly this path."""
+    """Return the topmost mount on exactly this path."""
     return mounted_at(resolve(path))
 
 
 def containing_mount(path: str) -> Mount | None:
-    """The topmost mount that holds this path."""
-    # A path inside a mount is not resolved: that would ask the mount.
+    """Return the topmost mount that holds this path."""
+    # A path inside a mount is not resolved: that would access the mount.
     path = os.path.abspath(path)
     inside = [mount for mount in mounts() if is_under(path, mount.mountpoint)]
     best = max(inside, key=lambda mount: len(mount.mountpoint), default=None)
@@ -180,7 +181,7 @@ except OSError as error:
 
 
 def ask_mount(path: str, xattr: str = "", timeout_s: float = 5.0) -> bytes:
-    """The value of an extended attribute (or, without one, b"" once statfs answered).
+    """Return the value of an extended attribute (without a name: b"" once statfs answered).
 
     Raises the filesystem's OSError, and TimeoutError when there is no answer in time.
     """
@@ -198,7 +199,7 @@ def ask_mount(path: str, xattr: str = "", timeout_s: float = 5.0) -> bytes:
         try:
             child.communicate(timeout=0.5)
         except subprocess.TimeoutExpired:
-            # It waits in the kernel for the mount and ends with it; init will collect it.
+            # The child waits in the kernel for the mount, and ends with it; init will reap it.
             assert child.stdout is not None
             child.stdout.close()
             child.returncode = -9
@@ -213,7 +214,7 @@ MountState = Literal["ok", "stale", "hung", "denied"]
 
 
 def mount_state(path: str, timeout_s: float = 5.0) -> MountState:
-    """Whether a mount answers. "denied" is one that only its own user may look into."""
+    """Return whether a mount answers. "denied": only the user who mounted it may enter."""
     try:
         ask_mount(path, timeout_s=timeout_s)
     except TimeoutError:
@@ -228,7 +229,7 @@ def mount_state(path: str, timeout_s: float = 5.0) -> MountState:
 
 
 def is_stale(path: str) -> bool:
-    """Whether the daemon behind this mountpoint is gone while the mount is still there."""
+    """Return whether the daemon behind this mountpoint is gone while the mount is still there."""
     # statfs, not stat: stat may be answered from attributes that the kernel still holds.
     try:
         return mount_state(path) == "stale"
@@ -237,7 +238,7 @@ def is_stale(path: str) -> bool:
 
 
 def heal(path: str) -> None:
-    """Take away a stale irdmafs mount. Raises MountError where it is not one."""
+    """Unmount a stale irdmafs mount. Raises MountError where it is not one."""
     mount = find_mount(path)
     if mount is None:
         raise MountError(f"{path} is not a mountpoint")
@@ -252,7 +253,7 @@ def heal(path: str) -> None:
 
 
 def has_capability(capability: int) -> bool:
-    """Whether this process has a capability (a number of capabilities(7)) in effect."""
+    """Return whether this process has an effective capability (a number of capabilities(7))."""
     with open("/proc/self/status") as file:
         for line in file:
             if line.startswith("CapEff:"):
@@ -261,12 +262,12 @@ def has_capability(capability: int) -> bool:
 
 
 def can_mount() -> bool:
-    """Whether mount(2) is allowed to this process (a sandbox may still refuse it)."""
+    """Return whether this process may call mount(2) (a sandbox may still refuse it)."""
     return has_capability(CAP_SYS_ADMIN)
 
 
 def mount_filesystem(source: str, target: str, fstype: str, flags: int, data: str) -> None:
-    """mount(2). Raises OSError."""
+    """Call mount(2). Raises OSError."""
     result = _libc.mount(
         os.fsencode(source),
         os.fsencode(target),
@@ -280,14 +281,14 @@ def mount_filesystem(source: str, target: str, fstype: str, flags: int, data: st
 
 
 def unmount_filesystem(target: str, flags: int = 0) -> None:
-    """umount2(2), which never follows a symlink here. Raises OSError."""
+    """Call umount2(2), without following a symlink. Raises OSError."""
     if _libc.umount2(os.fsencode(target), flags | UMOUNT_NOFOLLOW) != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), target)
 
 
 def mount_flags(options: MountOptions) -> int:
-    """The MS_* flags of mount(2) that these options stand for."""
+    """Return the MS_* flags of mount(2) that these options stand for."""
     flags = 0
     for wanted, flag in (
         (options.read_only, MS_RDONLY),
@@ -328,7 +329,7 @@ def mount_fuse(fd: int, mountpoint: str, options: MountOptions, fsname: str | No
 
 
 def libfuse_options(options: MountOptions) -> set[str]:
-    """The same options for libfuse, as `pyfuse3.init` takes them."""
+    """Return the same options for libfuse, as `pyfuse3.init` takes them."""
     words = {f"fsname={options.fsname}", f"subtype={FSTYPE.removeprefix('fuse.')}"}
     for wanted, word in (
         (options.default_permissions, "default_permissions"),
@@ -349,8 +350,8 @@ def libfuse_options(options: MountOptions) -> set[str]:
 
 
 def refuse_what_users_may_not(options: MountOptions) -> None:
-    """Raise MountError where a user without the right to mount asks for what root has not allowed, or where
-    the helper is missing that mounts for users."""
+    """Raise MountError if this user may not mount by mount(2), and asks for an option that root has not
+    allowed, or the helper that mounts for users is missing."""
     if can_mount():
         return
     if fusermount() is None:
@@ -372,11 +373,11 @@ def _users_may_allow_other() -> bool:
     except FileNotFoundError:
         return False
     except OSError:
-        return True  # fusermount3 can read it, and says so if not
+        return True  # fusermount3 may be able to read it, and reports an error if not
 
 
 def fusermount() -> str | None:
-    """The setuid helper of libfuse through which unprivileged users mount and unmount."""
+    """Return the setuid helper of libfuse through which unprivileged users mount and unmount."""
     return shutil.which("fusermount3") or shutil.which("fusermount")
 
 
@@ -408,9 +409,9 @@ def unmount(path: str, lazy: bool = False) -> None:
 
 
 def prepare_mountpoint(path: str, nonempty: bool = False) -> str:
-    """The real path of a directory that can be mounted on; a stale mount of ours is taken away.
+    """Return the real path of a directory that can be mounted on; a stale irdmafs mount is unmounted.
 
-    Raises MountError saying what is wrong with it and what to do.
+    Raises MountError, which says what is wrong with the directory and what to do.
     """
     real = resolve(path)
     mount = find_mount(real)

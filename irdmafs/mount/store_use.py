@@ -11,13 +11,13 @@ from .config import MountError
 
 LOCK_FILE = "lock"
 MOUNTPOINT_FILE = "mountpoint"
-# umount(8) returns before the daemon has stored what is left and ended.
+# umount(8) returns before the daemon has stored its last changes and ended.
 _FREE_WITHIN_S = 15.0
 _LOOK_AGAIN_S = 0.02
 
 
 def is_locked(store: str) -> bool:
-    """Return whether a daemon works on this store."""
+    """Return whether a daemon uses this store."""
     try:
         descriptor = os.open(os.path.join(store, LOCK_FILE), os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -32,7 +32,7 @@ def is_locked(store: str) -> bool:
 
 
 def mountpoint_of(store: str) -> str | None:
-    """Where a store was mounted last, as far as it says."""
+    """Return the mountpoint that a store records as its last one, if any."""
     try:
         with open(os.path.join(store, MOUNTPOINT_FILE), "rb") as file:
             return os.fsdecode(file.read()) or None
@@ -41,15 +41,15 @@ def mountpoint_of(store: str) -> str | None:
 
 
 def note_mountpoint(store: str, mountpoint: str) -> None:
-    """Raises OSError."""
+    """Record the mountpoint in the store. Raises OSError."""
     with open(os.path.join(store, MOUNTPOINT_FILE), "wb") as file:
         file.write(os.fsencode(mountpoint))
 
 
 def wait_until_free(store: str) -> None:
-    """Return when no daemon works on a store any more; one whose mount is gone is waited for.
+    """Return when no daemon uses a store any more; a daemon whose mount is gone is waited for.
 
-    Raises MountError, which says who has it and what to do.
+    Raises MountError, which names the mount that uses it and what to do.
     """
     give_up = time.monotonic() + _FREE_WITHIN_S
     while is_locked(store):

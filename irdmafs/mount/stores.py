@@ -41,15 +41,15 @@ from .mounting import (
 )
 from .store_use import is_locked, mountpoint_of, note_mountpoint, wait_until_free
 
-# Not a temporary directory cleaner's business, unlike /tmp, and root's alone.
+# Unlike /tmp, it is not cleaned by age, and only root can write to it.
 TMPFS_ROOT = "/run/irdmafs/stores"
 SHM_ROOT = "/dev/shm"
 
-# A tmpfs that fills all memory takes the machine down; the rest is for programs.
+# A tmpfs that fills all memory takes the machine down; the rest of the memory is for programs.
 _DEFAULT_SHARE = 0.8
 _SIZE_MIN_BYTES = 1 << 20
 _TMPFS_FLAGS = MS_NOSUID | MS_NODEV
-# In a cache: the configuration that its mount was given.
+# A file in a cache, with the path of the configuration that its mount was given.
 _CLUSTER_FILE = "cluster"
 _ENTRIES = re.compile(r"kv\.sqlite.*|extents|lock|open|mountpoint|cluster|irdmafs\.log.*")
 
@@ -68,8 +68,8 @@ _OWNERS: dict[Purpose, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """A store directory ready for a daemon. `created` when we made it, so that it holds nothing
-    from before; `warnings` are lines for the user."""
+    """A store directory ready for a daemon. `created`: this command made it, so it holds nothing from
+    before; `warnings` are lines for the user."""
 
     path: str
     created: bool
@@ -86,7 +86,7 @@ class LeftoverStore:
 
 
 def store_name(mountpoint: str) -> str:
-    """The name of a mountpoint's default store: readable, and its own."""
+    """Return the name of a mountpoint's default store: readable, and unique."""
     readable = re.sub(r"[^A-Za-z0-9._-]", "_", os.path.basename(mountpoint))[:40] or "root"
     return f"{readable}-{hashlib.sha256(os.fsencode(mountpoint)).hexdigest()[:8]}"
 
@@ -96,7 +96,7 @@ def _shm_directory() -> str:
 
 
 def _private_directory(path: str) -> bool:
-    """Make a directory that only we can look into; True when it is new.
+    """Make a directory that only this user can enter, and return whether it is new.
 
     /dev/shm is everybody's: a directory or symlink that somebody else put there is refused.
     """
@@ -130,7 +130,7 @@ def _locked(directory: str) -> Iterator[None]:
 
 
 def default_store(mountpoint: str, size: int | None = None) -> Store:
-    """The store of a mountpoint that was given none; `size` in bytes limits it.
+    """Return the default store of a mountpoint; `size` in bytes limits it.
 
     Raises MountError where it cannot be made, or not with that size.
     """
@@ -161,8 +161,8 @@ def default_store(mountpoint: str, size: int | None = None) -> Store:
 
 
 def _refuse_size(size: int) -> None:
-    """Raise MountError for a size in which nothing has room, or that memory and swap together do not have:
-    writing so much would not fail with ENOSPC, but have the kernel end programs."""
+    """Raise MountError for a size that is too small for a store, or larger than memory and swap together:
+    writes would then not fail with ENOSPC, but have the kernel kill processes."""
     if size < _SIZE_MIN_BYTES:
         raise MountError(f"--size {human_bytes(size)} is too little for a store; give 1M or more")
     memory, swap = memory_limit(), _swap_bytes()
@@ -262,9 +262,9 @@ def _noting_mountpoint(store: Store, mountpoint: str) -> Store:
 
 
 def explicit_store(directory: str, mountpoint: str, size: int | None = None) -> Store:
-    """The store that was asked for with --store; it is created where it is missing.
+    """Return the store that was given by --store; it is created if it does not exist.
 
-    Raises MountError where it cannot be one.
+    Raises MountError if the directory cannot be a store.
     """
     path = os.path.realpath(directory)
     inside = os.path.commonpath([path, mountpoint])
@@ -303,8 +303,8 @@ def _reason(error: OSError) -> str:
 
 
 def _make_fit(path: str, name: str) -> tuple[str, ...]:
-    """See to it that an existing directory is a store of ours, or may become one, and that nobody else can
-    change what is in it. Returns warnings; raises MountError."""
+    """Check that an existing directory is a store of this user or empty, take write permission from other
+    users, and return warnings. Raises MountError."""
     try:
         status = os.stat(path)
         entries = sorted(os.scandir(path), key=lambda entry: entry.name)
@@ -335,12 +335,12 @@ def _make_fit(path: str, name: str) -> tuple[str, ...]:
 
 
 def purpose_of(path: str) -> Purpose | None:
-    """What a directory is used for; None: nothing so far."""
+    """Return the purpose of a directory; None: it has none so far."""
     return next((use for name, use in _PURPOSES if os.path.lexists(os.path.join(path, name))), None)
 
 
 def cluster_of(path: str) -> str | None:
-    """The configuration of the cluster whose files a directory caches; None: it is no cache."""
+    """Return the configuration of the cluster whose files a directory caches; None: it is no cache."""
     try:
         with open(os.path.join(path, _CLUSTER_FILE), "rb") as file:
             return os.fsdecode(file.read())
@@ -349,12 +349,12 @@ def cluster_of(path: str) -> str | None:
 
 
 def refuse_other_purpose(path: str, purpose: Purpose) -> None:
-    """Raise MountError if the directory keeps something that this purpose would destroy."""
+    """Raise MountError if the directory keeps contents that this purpose would destroy."""
     found = purpose_of(path)
     if found is None or found == purpose:
         return
     if found == "cache" and purpose == "mount":
-        # Nothing in it is worth keeping, but who mounts it may have forgotten the option.
+        # A cache could be replaced, but --cluster may just have been forgotten.
         file = cluster_of(path) or "FILE"
         raise MountError(
             f"{path} is the cache of a cluster's mount; mount it with --cluster {file}, or "
@@ -371,10 +371,10 @@ def _discarding(path: str) -> str:
 
 
 def claim_cache(path: str, config: str) -> None:
-    """Note that a directory is a cache for this cluster, and make room in it: what an earlier mount left
-    is fetched again when it is asked for. Raises MountError."""
+    """Record that a directory is a cache for this cluster, and empty it: files that an earlier mount
+    cached are fetched again when they are opened. Raises MountError."""
     if is_locked(path):
-        return  # the daemon says by whom
+        return  # the error of the daemon names the user of the store
     try:
         empty_cache(path)
         with open(os.path.join(path, _CLUSTER_FILE), "wb") as file:
@@ -384,13 +384,13 @@ def claim_cache(path: str, config: str) -> None:
 
 
 def empty_cache(path: str) -> None:
-    """Free the memory that a cache holds, unless a daemon works on it. Raises OSError."""
+    """Remove the contents of a cache, unless a daemon uses it. Raises OSError."""
     if cluster_of(path) is not None and not is_locked(path):
         shutil.rmtree(os.path.join(path, "extents"), ignore_errors=True)
 
 
 def default_store_path(mountpoint: str) -> str | None:
-    """Where the default store of a mountpoint is, if there is one."""
+    """Return the path of the default store of a mountpoint, if there is one."""
     name = store_name(mountpoint)
     for parent in (TMPFS_ROOT, _shm_directory()):
         path = os.path.join(parent, name)
@@ -400,8 +400,8 @@ def default_store_path(mountpoint: str) -> str | None:
 
 
 def discard_given_store(directory: str) -> None:
-    """As discard_store, a directory that was named by somebody who may be wrong. Raises MountError where
-    it is not the store or the cache of a mount."""
+    """Discard the store in a directory that a user named. Raises MountError as discard_store does, and if
+    the directory is not the store or the cache of a mount."""
     path = os.path.realpath(directory)
     purpose = purpose_of(path)
     if purpose == "node":
@@ -414,8 +414,8 @@ def discard_given_store(directory: str) -> None:
 
 
 def discard_store(path: str) -> None:
-    """Throw a store away with everything in it. In a directory that was given with --store,
-    what is not the store's is left. Raises MountError when a daemon still works on it."""
+    """Remove a store with everything in it. In a directory that was given by --store, files that are not
+    the store's are left. Raises MountError if a daemon still uses it."""
     wait_until_free(path)
     mount = find_mount(path)
     try:
@@ -457,7 +457,7 @@ def _is_empty(directory: str) -> bool:
 
 
 def leftover_stores(mountpoints: Iterable[str]) -> list[LeftoverStore]:
-    """The default stores that belong to none of these mountpoints and to no daemon."""
+    """Return the default stores that belong to none of these mountpoints and to no daemon."""
     used = {store_name(mountpoint) for mountpoint in mountpoints}
     found = []
     for parent in (TMPFS_ROOT, _shm_directory()):
@@ -470,7 +470,7 @@ def leftover_stores(mountpoints: Iterable[str]) -> list[LeftoverStore]:
             if name in used or not os.path.isdir(path) or is_locked(path):
                 continue
             if cluster_of(path) is not None and _is_empty(os.path.join(path, "extents")):
-                continue  # nothing waits in it
+                continue  # it is empty
             try:
                 found.append(LeftoverStore(path, mountpoint_of(path), _bytes_used(path)))
             except OSError:

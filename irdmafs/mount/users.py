@@ -1,7 +1,7 @@
 """The processes that keep a mount busy, read from /proc alone: the mount itself is never touched.
 
-A process can make whoever looks at it wait for ever (onlooker.py). So a child looks, which can be left
-behind.
+Reading /proc of a process can block for ever (onlooker.py says why). So a child reads it, which can be
+left behind.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ class MountUser:
 
 
 def users_of(mountpoint: str) -> list[MountUser]:
-    """The other processes that use a mount, one finding each: those that are found within some seconds."""
+    """Return the other processes that use a mount, each once, as far as they are found within some
+    seconds."""
     return [MountUser(*found) for found in _ask_child("users", mountpoint)]
 
 
 def holders_of(device: str) -> list[int]:
-    """The processes in whose mount namespaces a filesystem ("major:minor") is mounted. One that was
-    unmounted here lives on in the copies that other namespaces made of our mount table."""
+    """Return the processes in whose mount namespaces a filesystem ("major:minor") is mounted. After it is
+    unmounted here, it stays mounted in namespaces that were made as copies of this one."""
     return list(_ask_child("holders", device))
 
 
@@ -65,7 +66,7 @@ def _ask_child(what: str, argument: str) -> list[Any]:
     child.kill()
     child.stdout.close()
     if child.poll() is None:
-        child.returncode = -9  # it may wait in the kernel for good; init will collect it
+        child.returncode = -9  # it may block in the kernel for good; init will reap it
     return [json.loads(line) for line in bytes(found).split(b"\n")[:-1]]
 
 
@@ -75,7 +76,7 @@ def _holders(device: str) -> Iterator[int]:
             with open(f"/proc/{pid}/mountinfo", "rb") as file:
                 table = parse_mountinfo(file.read())
         except OSError:
-            continue  # it has ended, or is not ours to look into
+            continue  # the process has ended, or this user may not read it
         if any(mount.device == device for mount in table):
             yield pid
 
