@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 class Connection:
     """What a mount shares with others by way of etcd. Nothing is known before `read`, and nothing may be
-    changed before `join`. `events` is asked and told."""
+    changed before `join`. `events` is asked and told. Tasks run in `nursery`."""
 
     def __init__(
         self,
@@ -37,9 +37,11 @@ class Connection:
         engine: EtcdEngine,
         record: MountRecord,
         events: StoreEvents,
+        nursery: trio.Nursery,
         timeout_s: float,
     ) -> None:
         self._name = config.cluster.name
+        self._nursery = nursery
         self.engine = engine
         self.role = config.cluster.mount_role
         self.session = Session(
@@ -59,9 +61,9 @@ class Connection:
         )
         self.locks = SharedLocks(
             engine, self.replica, self.session, self.members, entries,
-            lambda: events.lock_holder, timeout_s,
+            lambda: events.lock_holder, nursery, timeout_s,
         )  # fmt: skip
-        self.leases = Leases(engine, self.replica, tree, self.members, self.session)
+        self.leases = Leases(engine, self.replica, tree, self.members, self.session, nursery)
         self.changes.inode_listeners.append(self.leases.inode_changed)
         self.changes.name_listeners.append(self.leases.name_changed)
         self.changes.transaction_listeners.append(self.leases.transaction)
@@ -77,17 +79,17 @@ class Connection:
         assert self.members.settings is not None, "a mount starts with the settings"
         return self.members.settings
 
-    async def read(self, nursery: trio.Nursery) -> None:
+    async def read(self) -> None:
         """Read what the cluster is, and follow it from there on. Raises OSError."""
-        await self.replica.start(nursery)
+        await self.replica.start(self._nursery)
 
-    async def join(self, nursery: trio.Nursery) -> None:
+    async def join(self) -> None:
         """Become a session of the cluster. Raises ConfigError, OSError."""
-        await nursery.start(self.session.run)
+        await self._nursery.start(self.session.run)
         await self._ensure_root()
         await self.engine.admin.warn()
-        nursery.start_soon(self.leases.run)
-        nursery.start_soon(self.locks.run)
+        self._nursery.start_soon(self.leases.run)
+        self._nursery.start_soon(self.locks.run)
 
     async def _ensure_root(self) -> None:
         if not self.namespace.read_only:

@@ -62,6 +62,7 @@ class Leases:
         tree: Tree,
         members: Members,
         session: Session,
+        nursery: trio.Nursery,
     ) -> None:
         self._engine = engine
         self._replica = replica
@@ -87,7 +88,7 @@ class Leases:
         self._moved_at = self._moved_known = 0
         self._owed = 0  # the newest revision that somebody may wait for us to have seen
         self._owing = trio.Event()
-        self._nursery: trio.Nursery | None = None
+        self._nursery = nursery
         self.acknowledgements = 0
         self.transactions = 0  # asked for: to follow, to give up and to acknowledge
 
@@ -212,9 +213,7 @@ class Leases:
 
     def asked(self, directory: int) -> None:
         """Something about the directory had to be asked: is it worth following?"""
-        if self._nursery is None or directory in self._asking:
-            return
-        if directory in self._ending:
+        if directory in self._asking or directory in self._ending:
             return
         now = time.monotonic()
         interest = self._interest.get(directory)
@@ -351,12 +350,11 @@ class Leases:
 
     async def run(self) -> None:
         """Keep the promise, give up what is idle, follow again in a new session."""
-        async with trio.open_nursery() as self._nursery:
-            self._nursery.start_soon(self.acknowledge)
-            self._nursery.start_soon(self._stay_sure)
-            while True:
-                await trio.sleep(1.0)
-                await self._tidy()
+        self._nursery.start_soon(self.acknowledge)
+        self._nursery.start_soon(self._stay_sure)
+        while True:
+            await trio.sleep(1.0)
+            await self._tidy()
 
     async def _tidy(self) -> None:
         now = time.monotonic()

@@ -94,6 +94,7 @@ class SharedLocks:
         members: Members,
         entries: LockEntries,
         holder: Callable[[], LockHolder],
+        nursery: trio.Nursery,
         timeout_s: float,
     ) -> None:
         self._engine = engine
@@ -104,7 +105,7 @@ class SharedLocks:
         self._timeout_s = timeout_s
         self._holder = holder
         self._inodes: dict[int, _Inode] = {}
-        self._nursery: trio.Nursery | None = None
+        self._nursery = nursery
         self.transactions = 0
         entries.changed.append(self._moved)
 
@@ -288,7 +289,7 @@ class SharedLocks:
                 await self._put(ino, state, Entry(False, state.mine.held, wanted))
 
     def _settle_soon(self, ino: int, state: _Inode) -> None:
-        if not state.settling and self._nursery is not None:
+        if not state.settling:
             state.settling = True
             self._nursery.start_soon(self._settle_quietly, ino, state)
 
@@ -371,10 +372,9 @@ class SharedLocks:
 
     async def run(self) -> None:
         """Tell others what is given back, and give up what is idle."""
-        async with trio.open_nursery() as self._nursery:
-            while True:
-                await trio.sleep(1.0)
-                await self._tidy()
+        while True:
+            await trio.sleep(1.0)
+            await self._tidy()
 
     async def _tidy(self) -> None:
         now = time.monotonic()

@@ -77,16 +77,18 @@ async def remote_store(
                 trio.open_nursery() as nursery,
             ):
                 settings = await read_settings(engine, config)
-                connection = Connection(config, settings, engine, record, events, timeout_s)
+                connection = Connection(
+                    config, settings, engine, record, events, nursery, timeout_s
+                )
                 session = connection.session
                 contents = Contents(
                     f"{directory}/extents", ContentNumbers(lambda: session.number).new,
                     events.content_gone, config.mount.cache_size,
                 )  # fmt: skip
                 with closing(contents):
-                    await connection.read(nursery)
+                    await connection.read()
                     _check_rdma(rdma, connection.members)
-                    await connection.join(nursery)
+                    await connection.join()
                     async with _peers(config, connection, rdma, session_key) as peers:
                         store = RemoteStore(
                             config, connection, peers, rdma, contents, events, nursery, timeout_s
