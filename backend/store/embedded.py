@@ -8,9 +8,9 @@ extent is freed once nothing pins it; working and retired extents do not survive
 import errno
 import logging
 import os
-from contextlib import AsyncExitStack
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from typing import Any
 
 import trio
 
@@ -26,7 +26,7 @@ from .storedir import in_memory, lock_directory
 
 log = logging.getLogger(__name__)
 
-# In the store directory, see EmbeddedStore.
+# In the store directory, see EmbeddedStore.begin.
 OPEN_MARK = "open"
 
 _HERE = Layout()
@@ -34,70 +34,61 @@ _HERE = Layout()
 _FOREVER_S = 86400.0
 
 
-class EmbeddedStore(Pinned):
-    """One open store directory. Use as an async context manager.
+@asynccontextmanager
+async def embedded_store(
+    directory: str, events: StoreEvents, open_engine: OpenEngine = open_engine
+) -> AsyncIterator["EmbeddedStore"]:
+    """Open a store directory.
 
     Raises StoreInUse when another process has it open, kv.Damaged when its database cannot be read.
     """
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    with os.fdopen(lock_directory(directory, "store is in use by another daemon")):
+        waits = not in_memory(directory)
+        engine = open_engine(directory, power_safe=waits)
+        try:
+            with closing(ExtentStore(f"{directory}/extents")) as extents:
+                namespace = await load_own(engine, events.is_held)
+                store = EmbeddedStore(engine, namespace, extents, waits=waits)
+                await store.begin(f"{directory}/{OPEN_MARK}")
+                try:
+                    yield store
+                finally:
+                    store.end(f"{directory}/{OPEN_MARK}")
+        finally:
+            await engine.close()
+
+
+class EmbeddedStore(Pinned):
+    """What `embedded_store` opens: the Store of a mount that is alone with it."""
 
     shared = False
     locks = None
     size_max = 2**63 - 1
-    namespace: Namespace
-    extents: ExtentStore
-    engine: OwnEngine
-    _resources: AsyncExitStack
 
     def __init__(
-        self, directory: str, events: StoreEvents, open_engine: OpenEngine = open_engine
+        self, engine: OwnEngine, namespace: Namespace, extents: ExtentStore, *, waits: bool
     ) -> None:
         super().__init__()
-        self._open_engine = open_engine
-        self._events = events
-        self.directory = directory
-        self.waits = False
+        self.engine = engine
+        self.namespace = namespace
+        self.extents = extents
+        self.waits = waits
 
-    async def __aenter__(self) -> Self:
-        os.makedirs(self.directory, mode=0o700, exist_ok=True)
-        async with AsyncExitStack() as resources:
-            lock = lock_directory(self.directory, "store is in use by another daemon")
-            resources.callback(os.close, lock)
-            self.waits = not in_memory(self.directory)
-            self.engine = self._open_engine(self.directory, power_safe=self.waits)
-            resources.push_async_callback(self.engine.close)
-            self.extents = ExtentStore(f"{self.directory}/extents")
-            resources.callback(self.extents.close)
-            self.namespace = await load_own(self.engine, self._events.is_held)
-            self._free_leftovers()
-            if not self._begin():
-                await self._take_what_was_written()
-            self._resources = resources.pop_all()
-        return self
+    async def begin(self, open_mark: str) -> None:
+        """Put right what a crash left. The file `open_mark` is there while files may be open."""
+        self._free_leftovers()
+        try:
+            os.close(os.open(open_mark, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        except FileExistsError:
+            await self._take_what_was_written()
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def end(self, open_mark: str) -> None:
+        """Leave nothing that the next daemon would take for what a crash left."""
         for extent in self._retired:
             self.extents.free(extent)
         if not self.counts:
-            os.unlink(self._open_mark)
-        await self._resources.aclose()
-
-    @property
-    def _open_mark(self) -> str:
-        """It is there while files may be open, and after a crash."""
-        return f"{self.directory}/{OPEN_MARK}"
-
-    def _begin(self) -> bool:
-        """Return whether the daemon before this one ended with nothing open."""
-        try:
-            os.close(os.open(self._open_mark, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        except FileExistsError:
-            return False
-        return True
+            os.unlink(open_mark)
 
     async def _take_what_was_written(self) -> None:
         """Keep what was written in place when the daemon or the machine died. It is in the extents, as on

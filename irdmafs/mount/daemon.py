@@ -19,7 +19,7 @@ from ..backend.cluster.config_values import ConfigError
 from ..backend.kv import Damaged
 from ..backend.process import calm_the_collector, raise_open_files_limit
 from ..backend.store.api import Store
-from ..backend.store.embedded import EmbeddedStore
+from ..backend.store.embedded import embedded_store
 from ..backend.store.storedir import StoreInUse
 from ..callers.processes import Processes
 from ..coherence.cache import Cache
@@ -70,7 +70,7 @@ async def _opened_store(
 ) -> AsyncIterator[tuple[Store, Callable[[], list[str]]]]:
     """The store, and what gives lines about what is wrong with it."""
     if config.cluster is None:
-        async with EmbeddedStore(config.store, events) as node:
+        async with embedded_store(config.store, events) as node:
             yield node, list
         return
     # Here only: an embedded mount starts without all of it.

@@ -24,7 +24,7 @@ from invariants import check
 from irdmafs.backend.clock import now_ns
 from irdmafs.backend.store import embedded as store_node
 from irdmafs.backend.store.api import Unmounted
-from irdmafs.backend.store.embedded import EmbeddedStore
+from irdmafs.backend.store.embedded import EmbeddedStore, embedded_store
 from irdmafs.callers.processes import Processes
 from irdmafs.coherence.cache import Cache
 from irdmafs.coherence.content import Content
@@ -344,7 +344,7 @@ def serve(mode: str, talk: Callable[[Served], None], messages: list[bytes] | Non
 
     async def main(directory: str) -> None:
         session = Session(os.memfd_create("device", os.MFD_CLOEXEC))
-        async with EmbeddedStore(directory, Unmounted()) as store:
+        async with embedded_store(directory, Unmounted()) as store:
             served = Served(store, session, passthrough=mode != "cached")
             async with trio.open_nursery() as session._nursery:
                 talk(served)
@@ -365,7 +365,7 @@ def serve(mode: str, talk: Callable[[Served], None], messages: list[bytes] | Non
             assert set(store.extents) == named
             served.processes.close()
         session.close()
-        async with EmbeddedStore(directory, Unmounted()) as store:
+        async with embedded_store(directory, Unmounted()) as store:
             check(store.namespace)
 
     async def limited(directory: str) -> None:

@@ -25,7 +25,7 @@ from irdmafs.backend.namespace import ROOT_INO, Inode
 from irdmafs.backend.store import embedded as node
 from irdmafs.backend.store import storedir
 from irdmafs.backend.store.api import Unmounted
-from irdmafs.backend.store.embedded import EmbeddedStore
+from irdmafs.backend.store.embedded import EmbeddedStore, embedded_store
 from irdmafs.backend.store.extents import ExtentStore, copy_contents
 from irdmafs.backend.store.storedir import StoreInUse
 from irdmafs.inline import run
@@ -243,7 +243,7 @@ class Store:
     """A store node, entered and left from synchronous code."""
 
     def __init__(self, directory: Path) -> None:
-        self.node = EmbeddedStore(str(directory), Unmounted())
+        self.node = embedded_store(str(directory), Unmounted())
 
     def __enter__(self) -> EmbeddedStore:
         return run(self.node.__aenter__())
@@ -348,7 +348,7 @@ def test_only_a_store_on_a_disk_is_synced(
         sync(fd)
 
     async def main() -> None:
-        async with EmbeddedStore(str(tmp_path), Unmounted()) as store:
+        async with embedded_store(str(tmp_path), Unmounted()) as store:
             inode = await store.namespace.create(ROOT_INO, b"file", FILE, 0, 0)
             extent = write(store.extents, b"one")
             with monkeypatch.context() as patch:
@@ -374,12 +374,12 @@ def test_a_store_keeps_its_names_on_the_engine_that_it_is_given(tmp_path: Path) 
         return MemoryEngine(place)
 
     async def main() -> None:
-        async with EmbeddedStore(str(tmp_path), Unmounted(), open_engine) as store:
+        async with embedded_store(str(tmp_path), Unmounted(), open_engine) as store:
             inode = await store.namespace.create(ROOT_INO, b"file", FILE, 0, 0)
             extent = write(store.extents, b"one")
             await store.publish(inode.ino, extent, store.extents.stat(extent), 1)
         assert place.keys and not list(tmp_path.glob("kv.*"))
-        async with EmbeddedStore(str(tmp_path), Unmounted(), open_engine) as store:
+        async with embedded_store(str(tmp_path), Unmounted(), open_engine) as store:
             found = store.namespace.inodes[inode.ino]
             assert (found.version, store.extents.stat(found.extent).st_size) == (1, 3)
 
@@ -391,10 +391,10 @@ def test_a_store_keeps_its_names_on_the_engine_that_it_is_given(tmp_path: Path) 
 HOLDER = """
 import os, sys, trio
 from irdmafs.backend.store.api import Unmounted
-from irdmafs.backend.store.embedded import EmbeddedStore
+from irdmafs.backend.store.embedded import embedded_store
 
 async def main():
-    async with EmbeddedStore(sys.argv[1], Unmounted()):
+    async with embedded_store(sys.argv[1], Unmounted()):
         print("open", flush=True)
         await trio.to_thread.run_sync(sys.stdin.read)
 
@@ -497,7 +497,7 @@ def test_a_full_disk_at_the_end_still_lets_go_of_the_store(
     before = open_files()
 
     async def main() -> None:
-        async with EmbeddedStore(str(tmp_path), Unmounted()) as store:
+        async with embedded_store(str(tmp_path), Unmounted()) as store:
             monkeypatch.setattr(store.engine, "flush", full)
 
     with pytest.raises(NoSpace):
@@ -521,14 +521,15 @@ class StoreAgainstModel(RuleBasedStateMachine):
         self.patch.setattr(node, "in_memory", lambda path: True)
         self.base = Path(tempfile.mkdtemp(prefix="irdmafs-store-"))
         self.directory = self.base / "store"
-        self.store = Store(self.directory).__enter__()
+        self.opened = Store(self.directory)
+        self.store = self.opened.__enter__()
         self.contents: dict[int, bytes] = {}  # by extent
         self.current: dict[int, tuple[int, int, int]] = {}  # file -> ino, version, extent
         self.working: list[int] = []
         self.pins: list[int] = []
 
     def teardown(self) -> None:
-        run(self.store.__aexit__(None, None, None))
+        self.opened.__exit__()
         self.patch.undo()
         shutil.rmtree(self.base)
 
@@ -592,11 +593,12 @@ class StoreAgainstModel(RuleBasedStateMachine):
         left = self.base / "left"
         if killed:
             shutil.copytree(self.directory, left)
-        run(self.store.__aexit__(None, None, None))
+        self.opened.__exit__()
         if killed:
             shutil.rmtree(self.directory)
             left.rename(self.directory)
-        self.store = Store(self.directory).__enter__()
+        self.opened = Store(self.directory)
+        self.store = self.opened.__enter__()
         self.working.clear()
         self.pins.clear()
         self.current = {file: kept for file, kept in self.current.items() if kept[1]}

@@ -14,7 +14,7 @@ from patterns import pattern
 
 from irdmafs.backend.namespace import ROOT_INO
 from irdmafs.backend.store.api import Unmounted
-from irdmafs.backend.store.embedded import EmbeddedStore
+from irdmafs.backend.store.embedded import embedded_store
 
 FILES = 12
 FILE = stat.S_IFREG | 0o644
@@ -32,7 +32,7 @@ def crashed() -> Iterator[Mount]:
 
 
 async def _fill_and_crash(store: Path) -> None:
-    async with EmbeddedStore(str(store), Unmounted()) as node:
+    async with embedded_store(str(store), Unmounted()) as node:
         for number in range(FILES):
             made = await node.namespace.create(ROOT_INO, b"file-%d" % number, FILE, 0, 0)
             extent, fd = node.allocate(made)
