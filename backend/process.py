@@ -2,9 +2,10 @@
 
 import gc
 import logging
+import os
 import resource
 
-__all__ = ["calm_the_collector", "raise_open_files_limit"]
+__all__ = ["calm_the_collector", "has_terminal", "raise_open_files_limit"]
 
 log = logging.getLogger(__name__)
 
@@ -34,3 +35,12 @@ def raise_open_files_limit() -> None:
         except (OSError, ValueError):
             continue  # raising the hard limit needs CAP_SYS_RESOURCE
     log.warning("the limit of open files stays at %d", soft)
+
+
+def has_terminal() -> bool:
+    """Return whether this process has a controlling terminal: SIGHUP says then that it is gone."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True

@@ -147,7 +147,7 @@ class ClusterSection:
         credentials = Credentials(
             self.ca, self.cert.replace(_ROLE, role), self.key.replace(_ROLE, role)
         )
-        identity = credentials.check()
+        identity = credentials.identity
         if identity.role != role:
             raise ConfigError(
                 f"{credentials.cert} is the certificate of a {identity.role}, not of a {role}; make one "
@@ -175,13 +175,7 @@ class ClusterSection:
         credentials = self.credentials(role)
         if credentials is None:
             return "", ""
-        found = credentials.check()
-        return found.name, found.role
-
-    def serial(self, role: "Role") -> str:
-        """The number of the certificate of a process of this role, "" without. Raises ConfigError."""
-        credentials = self.credentials(role)
-        return credentials.check().serial if credentials is not None else ""
+        return credentials.identity.name, credentials.identity.role
 
     def rdma_choice(self, encrypt_data: bool) -> "Choice":
         """Return the choice of devices. Raises ConfigError for a combination that is impossible."""
@@ -203,21 +197,32 @@ class ClusterSection:
     def engine(self, role: "Role", timeout_s: float = 60.0) -> "EtcdEngine":
         """The cluster's part of etcd, not opened yet. Raises ConfigError."""
         from ..kv.etcd import EtcdEngine
-        from ..trust.security import identity_in
+        from ..trust.security import Credentials, check_user, identity_in
 
-        etcd_cert = self.etcd_cert and self.etcd_cert.replace(_ROLE, role)
+        etcd_ca, etcd_cert, etcd_key = (
+            path and path.replace(_ROLE, role)
+            for path in (self.etcd_ca, self.etcd_cert, self.etcd_key)
+        )
         shown = identity_in(etcd_cert) if etcd_cert and os.path.exists(etcd_cert) else None
+
+        def check() -> None:
+            if etcd_ca and etcd_cert and etcd_key and shown is not None:
+                found = Credentials(etcd_ca, etcd_cert, etcd_key).check()
+                if self.etcd_user is None:
+                    check_user(etcd_cert, shown, found)
+
         try:
             return EtcdEngine(
                 self.etcd,
                 f"/irdmafs/{self.name}/".encode(),
                 user=self.etcd_user,
                 password=self.etcd_password(),
-                ca=self.etcd_ca,
+                ca=etcd_ca,
                 cert=etcd_cert,
-                key=self.etcd_key and self.etcd_key.replace(_ROLE, role),
+                key=etcd_key,
                 timeout_s=timeout_s,
                 owner=shown.owner if shown is not None and self.etcd_user is None else 0,
+                check_renewed=check,
                 reader=role == "reader",
             )
         except OSError as error:

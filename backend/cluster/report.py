@@ -131,6 +131,9 @@ def _node_problem(found: Cluster, node: int) -> str:
     at, alone = found.members.nodes.get(node), len(found.only_copies(node))
     name = f"node {node:016x}"
     if at is not None:
+        refused = found.reports.get(node, {}).get("credential_problems")
+        if isinstance(refused, list) and refused:
+            return f"{name} goes on with its former credentials: {'; '.join(refused)}"
         if at.free_bytes >= _FULL_SHARE * at.total_bytes:
             return ""
         return (

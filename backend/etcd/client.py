@@ -9,12 +9,14 @@ etcd can have got it.
 import errno
 import logging
 import random
+import ssl
 from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import trio
 
 from ..pauses import Pauses
+from ..trust.renewal import Renewable
 from . import etcd_pb2 as pb
 from .connection import Connection
 from .endpoint import Endpoint, connect, parse_endpoint, tls_context
@@ -105,8 +107,9 @@ class Uncertain(Exception):
 class Client:
     """Connections of one process to an etcd cluster.
 
-    Used inside trio; runs in system tasks until `close`. Raises ValueError and OSError for addresses
-    and certificate files that make no sense.
+    Used inside trio; runs in system tasks until `close`. `check_renewed` raises an error where certificates
+    must not be used that are there now. Raises ValueError and OSError for addresses and certificate files
+    that make no sense.
     """
 
     def __init__(
@@ -118,14 +121,21 @@ class Client:
         ca: str | None = None,
         cert: str | None = None,
         key: str | None = None,
+        check_renewed: Callable[[], None] = lambda: None,
     ) -> None:
         secure = ca is not None or cert is not None
         self.endpoints = [parse_endpoint(text, secure) for text in endpoints]
         if not self.endpoints:
             raise ValueError("no address of etcd is given")
-        self._tls = (
-            tls_context(ca, cert, key) if any(one.secure for one in self.endpoints) else None
-        )
+
+        def load(before: ssl.SSLContext | None) -> ssl.SSLContext:
+            if before is not None:
+                check_renewed()
+            return tls_context(ca, cert, key)
+
+        files = [path for path in (ca, cert, key) if path is not None]
+        # For new connections.
+        self.tls = Renewable(files, load) if any(one.secure for one in self.endpoints) else None
         self._ca = ca
         self._user, self._password = user, password or ""
         self._token: str | None = None
@@ -297,7 +307,7 @@ class Client:
                 sock = await connect(endpoint)
             except OSError as error:
                 raise ConnectionLost(error.strerror or str(error), sent=False) from None
-            tls = (self._tls, endpoint.host) if endpoint.secure and self._tls else None
+            tls = (self.tls.current, endpoint.host) if endpoint.secure and self.tls else None
             connection = Connection(sock, tls)
             trio.lowlevel.spawn_system_task(connection.run)
             try:

@@ -7,10 +7,11 @@ the newest transaction, and whose value says whose transaction it was.
 
 import errno
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import Any, Self
 
 from ..etcd import etcd_pb2 as pb
 from ..etcd.client import RANGE, Client, RpcError
+from ..trust.renewal import Renewable
 from . import Compare, Delete, Event, KeyValue, Put
 from .etcd_admin import EtcdAdmin
 from .etcd_calls import LAST_KEY, OUT_OF_RANGE, Calls
@@ -46,8 +47,12 @@ class EtcdEngine:
         timeout_s: float = 60.0,
         owner: int = 0,
         reader: bool = False,
+        check_renewed: Callable[[], None] = lambda: None,
     ) -> None:
-        client = Client(endpoints, user=user, password=password, ca=ca, cert=cert, key=key)
+        client = Client(
+            endpoints, user=user, password=password, ca=ca, cert=cert, key=key,
+            check_renewed=check_renewed,
+        )  # fmt: skip
         calls = self._calls = Calls(client, prefix, timeout_s)
         self.past = EtcdPast(calls)
         self.leases = EtcdLeases(calls, owner)
@@ -86,6 +91,12 @@ class EtcdEngine:
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
+
+    @property
+    def renewables(self) -> Sequence[Renewable[Any]]:
+        """Return what is read again when the files of certificates change."""
+        tls = self._calls.client.tls
+        return [tls] if tls is not None else []
 
     @property
     def prefix(self) -> bytes:

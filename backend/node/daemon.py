@@ -34,7 +34,7 @@ from ..cluster.settings import read_settings
 from ..kv import Conflict, Put, SharedEngine, WentBack
 from ..observe.logs import identify
 from ..observe.metrics import Collector, NodeCounters, serve_metrics
-from ..process import calm_the_collector, raise_open_files_limit
+from ..process import calm_the_collector, has_terminal, raise_open_files_limit
 from ..transport.mover import Mover
 from ..transport.movers import all_movers
 from ..transport.peers import Peers, patience_s
@@ -42,6 +42,7 @@ from ..transport.rights import Peer
 from ..transport.server import Listener
 from ..transport.verbs.rdma import Rdma
 from ..trust.certificates import Certificates
+from ..trust.renewal import Renewal
 from ..unwrap import only_error
 from .agent import Agent
 from .catalog import Catalog
@@ -78,7 +79,7 @@ async def serve_node(
     raise_open_files_limit()
     config.listen()  # before anything is touched
     try:
-        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
             async with trio.open_nursery() as nursery:
                 turn = _Turn(patient)
                 nursery.start_soon(_heed, signals, turn, nursery.cancel_scope)
@@ -90,12 +91,13 @@ async def serve_node(
 
 
 class _Turn:
-    """`stop` tells the node to end in order, once it `serves`."""
+    """`stop` tells the node to end in order, once it `serves`. `renewal` reads its certificates again."""
 
     def __init__(self, patient: bool) -> None:
         self.patient = patient
         self.stop = trio.Event()
         self.serves = False
+        self.renewal: Renewal | None = None
 
 
 async def _served(config: ClusterConfig, turn: _Turn, ready: Callable[[str], None]) -> bool:
@@ -114,8 +116,14 @@ async def _served(config: ClusterConfig, turn: _Turn, ready: Callable[[str], Non
 
 
 async def _heed(signals: AsyncIterator[int], turn: _Turn, scope: trio.CancelScope) -> None:
-    """The first signal ends the node in order; the next one, or one before it serves, at once."""
+    """The first signal ends the node in order; the next one, or one before it serves, at once. SIGHUP to a
+    node without a terminal has it read its certificates again."""
+    ends_by_hangup = has_terminal()
     async for number in signals:
+        if number == signal.SIGHUP and not ends_by_hangup:
+            if turn.renewal is not None:
+                turn.renewal.ask()
+            continue
         log.info("%s: stopping", signal.Signals(number).name)
         if not turn.serves or turn.stop.is_set():
             scope.cancel()
@@ -152,7 +160,13 @@ class _Node:
     async def _assemble(self, settings: Settings, ready: Callable[[str], None]) -> None:
         config, files = self._config, self._files
         self._catalog = Catalog(files, self._groups, settings.buckets)
-        self._certificates = Certificates(config.cluster.serial("node"))
+        credentials = self._credentials = config.cluster.credentials("node")
+        self._certificates = Certificates(
+            lambda: credentials.identity.serial if credentials else ""
+        )
+        own = [credentials.renewable] if credentials is not None else []
+        self._renewal = self._turn.renewal = Renewal([*own, *self._engine.renewables])
+        self._nursery.start_soon(self._renewal.run)
         consumers = self._members, self._groups, self._certificates, self._catalog
         self._replica = Replica(self._engine, consumers, history=self._history)
         await self._replica.start(self._nursery)
@@ -162,7 +176,7 @@ class _Node:
         address = NodeAddress(
             address="", control_port=0, data_port=0, transports=["tcp"], host=config.node.host,
             store=os.path.realpath(files.directory), total_bytes=0, free_bytes=0,
-            version=__version__, name=config.cluster.identity("node")[0],
+            version=__version__, name=credentials.identity.name if credentials is not None else "",
         )  # fmt: skip
         await self._work(settings, address, ready)
 
@@ -212,7 +226,7 @@ class _Node:
         self._rdma.check(where.advertised)
         self._listener = Listener(
             self._service, peers, movers, where.bind, where.port,
-            credentials=config.cluster.credentials("node"), is_gone=self._is_gone,
+            credentials=self._credentials, is_gone=self._is_gone,
             is_revoked=self._certificates.is_revoked,
         )  # fmt: skip
         self._certificates.revoked.append(self._listener.cut)
@@ -246,11 +260,10 @@ class _Node:
     # -- beginning -------------------------------------------------------------------------------
 
     def _peers(self, settings: Settings, movers: Sequence[Mover]) -> Peers:
-        config = self._config
         return Peers(
             self._members.address,
             movers,
-            credentials=config.cluster.credentials("node"),
+            credentials=self._credentials,
             name=f"{self._files.node:x}",
             role="node",
             session=lambda: self._session.number,
@@ -360,6 +373,7 @@ class _Node:
             "own_groups": self._own_groups(),
             "connections": self._listener.counters.connections,
             "rdma": self._rdma.why_not or "on",
+            "credential_problems": self._renewal.problems(),
             "rdma_registrations": rdma.registrations,
             "rdma_registered_bytes": rdma.registered_bytes,
             **self._agent.status(),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import trio
 
 from ..cluster.records import NodeAddress
-from ..trust.security import describe_tls_error
+from ..trust.security import Credentials, describe_tls_error
 from . import Unreachable
 from .codec import Codec
 from .counters import Counters
@@ -45,18 +45,17 @@ _PUT_OFF_S = 0.01
 @dataclass(frozen=True)
 class Caller:
     """The process that asks store nodes. `resolve` tells where a node is (None: it is not registered),
-    `session` the number of this process's session, which `session_key` shows to be its own. `context` is
-    for TLS, None where there are no certificates; `is_revoked` tells whether a node's certificate, by its
-    serial number, is not accepted any more, and `trusted` whose certificates are. A node that is silent
-    for `timeout_s` is given up. `nursery` outlives all connections."""
+    `session` the number of this process's session, which `session_key` shows to be its own. `credentials`
+    are for TLS, None where there are no certificates; `is_revoked` tells whether a node's certificate, by
+    its serial number, is not accepted any more. A node that is silent for `timeout_s` is given up.
+    `nursery` outlives all connections."""
 
     name: str
     role: str
     resolve: Callable[[int], NodeAddress | None]
     session: Callable[[], int]
     session_key: bytes
-    context: ssl.SSLContext | None
-    trusted: str
+    credentials: Credentials | None
     is_revoked: Callable[[str], bool]
     timeout_s: float
     codec: Codec

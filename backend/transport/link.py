@@ -138,7 +138,8 @@ class Link:
             why = broken_text(error)
             if isinstance(error.__cause__, ssl.SSLError):
                 final = is_final(error.__cause__)
-                why += f"; we trust {self.caller.trusted}"
+                if self.caller.credentials is not None:
+                    why += f"; we trust {self.caller.credentials.ca}"
         except Refusal as error:
             why, final = str(error), True
         except (BadMessage, trio.EndOfChannel) as error:
@@ -180,9 +181,9 @@ class Link:
                 int(self.caller.timeout_s * USER_TIMEOUTS * 1000),
             )
             ends = Ends(sock.family, sock.getsockname()[0], sock.getpeername(), address)
-            if self.caller.context is None:
+            if self.caller.credentials is None:
                 return stream, ends
-            secure = trio.SSLStream(stream, self.caller.context)
+            secure = trio.SSLStream(stream, self.caller.credentials.client_context())
             await secure.do_handshake()
             check_node(secure, self.caller.is_revoked)
         except BaseException:

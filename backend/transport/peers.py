@@ -72,13 +72,13 @@ class Peers:
 
     async def __aenter__(self) -> Self:
         credentials = self._credentials
+        if credentials is not None:
+            credentials.client_context()  # or an error now
         self._manager = trio.open_nursery()
         self.nursery = await self._manager.__aenter__()
         self._caller = Caller(
             self._name, self._role, self.resolve, self._session, self._session_key,
-            credentials.client_context() if credentials is not None else None,
-            credentials.ca if credentials is not None else "nobody",
-            self._is_revoked, self._timeout_s, Codec(mover.messages for mover in self._movers),
+            credentials, self._is_revoked, self._timeout_s, Codec(mover.messages for mover in self._movers),
             self.counters, self.nursery,
         )  # fmt: skip
         self.nursery.start_soon(self._tidy)

@@ -86,7 +86,8 @@ RIGHTS: Mapping[type[Message], Row] = {
 
 class Peer:
     """A connected peer. With credentials, `role` and `name` are those of the certificate (`is_certified`).
-    Without, they are what the peer says. `serial` is the certificate's number. `session` is the number of
+    Without, they are what the peer says. `serial` is the certificate's number, which
+    `expires_s` seconds after 1970 ends (0: never). `session` is the number of
     its session, as it last told, or 0. `session_key` shows that the session is its own. `node` is the id of
     a store node, as it says, or 0.
     """
@@ -102,6 +103,7 @@ class Peer:
         session_key: bytes = b"",
         is_certified: bool = False,
         serial: str = "",
+        expires_s: int = 0,
     ) -> None:
         self.role = role
         self.name = name
@@ -111,6 +113,7 @@ class Peer:
         self.session_key = session_key
         self.is_certified = is_certified
         self.serial = serial
+        self.expires_s = expires_s
         # The session that was last found to be its own.
         self.owned = 0
         self.denials = 0

@@ -1,7 +1,9 @@
 """The node's end of the transport: whoever connects is identified, then served."""
 
 import logging
+import math
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, contextmanager
 from functools import partial
@@ -60,7 +62,8 @@ class Listener:
         self._codec = Codec(mover.messages for mover in movers)
         self._address = address
         self._credentials = credentials
-        self._context = credentials.server_context() if credentials is not None else None
+        if credentials is not None:
+            credentials.server_context()  # or an error now
         self._timeout_s = timeout_s
         self._is_gone = is_gone
         self._is_revoked = is_revoked
@@ -121,14 +124,14 @@ class Listener:
             await self._check_tls(plain)
             stream: trio.abc.Stream = plain
             identity: Identity | None = None
-            if self._context is not None:
+            if self._credentials is not None:
                 stream, identity = await self._tls(plain, after)
             frames = Frames(stream, HELLO_BYTES_MAX)
             return frames, await self._meet(frames, address, identity)
 
     async def _control(self, frames: Frames, peer: Peer, local: str) -> None:
         frames.limit = FRAME_BYTES_MAX
-        with self.door.member(), self._until_revoked(peer):
+        with self.door.member(), self._while_certified(peer):
             log.debug("%s is connected", peer)
             control = Control(
                 frames, peer, self._codec, self._service, self._others, self.counters,
@@ -141,9 +144,10 @@ class Listener:
                 raise BadMessage(f"{peer.role} {peer.name!r}: {error}") from None
 
     @contextmanager
-    def _until_revoked(self, peer: Peer) -> Iterator[None]:
-        """Raises BadMessage when the peer's certificate is revoked meanwhile."""
-        with trio.CancelScope() as scope:
+    def _while_certified(self, peer: Peer) -> Iterator[None]:
+        """Raises BadMessage when the peer's certificate is revoked, or expires, meanwhile."""
+        lasts_s = peer.expires_s - time.time() if peer.expires_s else math.inf
+        with trio.CancelScope(deadline=trio.current_time() + lasts_s) as scope:
             self._connected[scope] = peer
             try:
                 if self._is_revoked(peer.serial):
@@ -152,7 +156,8 @@ class Listener:
             finally:
                 del self._connected[scope]
         if scope.cancelled_caught:
-            raise BadMessage(f"{peer}: {_REVOKED}")
+            why = _REVOKED if self._is_revoked(peer.serial) else "its certificate has expired"
+            raise BadMessage(f"{peer}: {why}")
 
     def cut(self, serial: str) -> None:
         """End all connections, and with them all rights, of who showed the certificate of this number."""
@@ -192,7 +197,7 @@ class Listener:
         better times would be in vain. Raises BadMessage."""
         start = await stream.peek()
         encrypted = begins_with_tls(start)
-        if not start or encrypted == (self._context is not None):
+        if not start or encrypted == (self._credentials is not None):
             return
         frames = Frames(stream, HELLO_BYTES_MAX)
         # What is not read of it would take the answer away from him.
@@ -208,9 +213,8 @@ class Listener:
     async def _tls(
         self, stream: trio.abc.Stream, after: ExitStack
     ) -> tuple[trio.abc.Stream, Identity]:
-        assert self._context is not None
         assert self._credentials is not None
-        secure = trio.SSLStream(stream, self._context, server_side=True)
+        secure = trio.SSLStream(stream, self._credentials.server_context(), server_side=True)
         after.callback(let_go, secure)
         try:
             await secure.do_handshake()
@@ -227,7 +231,7 @@ class Listener:
         why = ""
         if hello.version != VERSION:
             why = describe_version(hello.version)
-        elif self._context is None and hello.role not in ROLES:
+        elif self._credentials is None and hello.role not in ROLES:
             why = f"{hello.role!r} is no role"
         elif identity is not None and self._is_revoked(identity.serial):
             why = _REVOKED
@@ -238,13 +242,13 @@ class Listener:
             await frames.send(Refused(why, for_good=for_good))
             raise BadMessage(why)
         await frames.send(Welcome(VERSION, self._service.node))
-        role, name, serial = hello.role, hello.name, ""
+        role, name, serial, expires_s = hello.role, hello.name, "", 0
         if identity is not None:
-            role, name, serial = identity.role, identity.name, identity.serial
+            role, name, _, serial, expires_s = identity
         node = _number(hello.name) if role == "node" else 0
         return Peer(
             role, name[:128], address, hello.session, node, session_key=hello.session_key,
-            is_certified=identity is not None, serial=serial,
+            is_certified=identity is not None, serial=serial, expires_s=expires_s,
         )  # fmt: skip
 
 

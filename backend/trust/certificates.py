@@ -19,12 +19,12 @@ log = logging.getLogger(__name__)
 
 
 class Certificates:
-    """The records of certificates in etcd, by serial number (hexadecimal). `own` is the number of this
+    """The records of certificates in etcd, by serial number (hexadecimal). `own` gives the number of this
     process's certificate."""
 
     prefixes = (b"K",)
 
-    def __init__(self, own: str = "") -> None:
+    def __init__(self, own: Callable[[], str] = str) -> None:
         self._own = own
         self._loaded = False
         self.records: dict[str, CertificateRecord] = {}
@@ -65,7 +65,7 @@ class Certificates:
                 listener(serial)
 
     def _tell(self, serial: str, record: CertificateRecord) -> None:
-        if serial == self._own:
+        if serial == self._own():
             log.error(
                 "our certificate was revoked: etcd and store nodes refuse us from now on; end this, and "
                 "start it with another one (irdmafs cluster cert %s --role %s)",

@@ -16,7 +16,8 @@ from ..backend.cluster.config_sections import ETCD_PORT
 from ..backend.cluster.config_values import ConfigError, split_host_port
 from ..backend.cluster.records import SETTINGS_KEY, NodeRecord, Settings, decode, encode, key_of
 from ..backend.kv import Conflict, Delete, Put
-from ..backend.trust.security import Role, issue, make_ca
+from ..backend.trust.authority import issue, make_ca
+from ..backend.trust.security import Role
 
 if TYPE_CHECKING:
     from ..backend.kv.etcd import EtcdEngine

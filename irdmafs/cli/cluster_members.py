@@ -29,7 +29,16 @@ from ..backend.trust.security import Identity, Role, expiry_of, identity_in
 if TYPE_CHECKING:
     from ..backend.kv.etcd import EtcdEngine
 
-__all__ = ["Member", "Use", "list_members", "protect", "register_all", "revoke", "uses_of"]
+__all__ = [
+    "Member",
+    "Use",
+    "list_members",
+    "owner_of",
+    "protect",
+    "register_all",
+    "revoke",
+    "uses_of",
+]
 
 _SHARED_ROLES: tuple[Role, ...] = ("mount", "node", "reader")
 _CHANGE_RETRIES = 10
@@ -82,19 +91,33 @@ async def list_members(engine: EtcdEngine) -> list[Member]:
     return sorted(found, key=lambda member: (member.record.name, -member.record.issued_s))
 
 
+async def owner_of(engine: EtcdEngine, name: str, role: Role) -> int:
+    """Return the number in etcd of the user who has the newest certificate of this name and role. Raises
+    ConfigError when there is none that is not revoked."""
+    for member in await list_members(engine):
+        record = member.record
+        if (record.name, record.role) == (name, role) and record.owner and not record.revoked_s:
+            return record.owner
+    raise ConfigError(
+        f"{role} {name!r} has no certificate that could be renewed; leave --renew out to make one"
+    )
+
+
 async def register_all(engine: EtcdEngine, paths: Iterable[str]) -> None:
     """Record certificates in etcd, and the rights of each if etcd authenticates its users. Records that
     exist stay. Raises ConfigError when one of the certificates is revoked."""
     if engine.admin.secure:
         await _set_shared_roles(engine)
     known = {member.serial: member.record for member in await list_members(engine)}
-    owners = {record.owner: serial for serial, record in known.items()}
+    owners: dict[int, list[CertificateRecord]] = {}
+    for record in known.values():
+        owners.setdefault(record.owner, []).append(record)
     for path in paths:
         identity = identity_in(path)
         if identity is None or identity.role == "etcd":
             continue
-        serial = owners.get(identity.owner, identity.serial)
-        if serial != identity.serial:
+        others = owners.setdefault(identity.owner, [])
+        if identity.serial not in known and not all(_is_followed(one, identity) for one in others):
             raise ConfigError(
                 f"{path} has the same number in etcd as another certificate; remove it and its key, "
                 "and issue it again"
@@ -110,7 +133,12 @@ async def register_all(engine: EtcdEngine, paths: Iterable[str]) -> None:
             identity.name, identity.role, identity.owner, int(time.time()), expiry_of(path)
         )
         await _know(engine, identity.serial, record)
-        owners[identity.owner] = identity.serial
+        others.append(record)
+
+
+def _is_followed(record: CertificateRecord, by: Identity) -> bool:
+    """Return whether a certificate renews the one of this record."""
+    return (record.name, record.role) == (by.name, by.role) and not record.revoked_s
 
 
 async def _know(engine: EtcdEngine, serial: str, record: CertificateRecord) -> None:

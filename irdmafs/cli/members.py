@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -40,6 +42,8 @@ _STYLES = {"valid": "green", "expired": "yellow", "revoked": "bold red"}
 @click.option("--host", "hosts", multiple=True, metavar="NAME",
               help="A name or address that the certificate carries (etcd's needs them).")  # fmt: skip
 @click.option("--days", type=click.IntRange(1, 3650), default=825, show_default=True)
+@click.option("--renew", is_flag=True, help="For who has one already, and stays the same user of etcd: "
+              "processes that run read it by themselves. Files in DIR are replaced.")  # fmt: skip
 @click.option("--out", "directory", metavar="DIR", help="[default: where ca.pem is]")
 @config_option
 def cert(
@@ -47,6 +51,7 @@ def cert(
     role: Any,
     hosts: tuple[str, ...],
     days: int,
+    renew: bool,
     directory: str | None,
     config_path: str | None,
 ) -> None:
@@ -54,23 +59,41 @@ def cert(
 
     etcd is told of it, so that it can be revoked, and so that etcd knows what it may change.
     """
-    from ..backend.trust.security import issue
-    from .cluster_members import register_all
+    from ..backend.trust.authority import issue
+    from .cluster_members import owner_of, register_all
 
     config = _with_ca(config_path)
     with one_line_errors():
         assert config.cluster.ca is not None
         authority = os.path.dirname(config.cluster.ca)
-        made = issue(directory or authority, name, role, hosts, days, authority)
-        try:
-            if role != "etcd":
-                with_etcd(config, lambda engine: register_all(engine, [made.cert]))
-        except BaseException:
-            # Record it before it is written: a certificate that etcd does not know cannot be revoked.
-            os.unlink(made.cert)
-            os.unlink(made.key)
-            raise
-    say(f"made {made.cert} and {made.key}")
+        target, owner = directory or authority, 0
+        if renew and role != "etcd":
+            owner = with_etcd(config, lambda engine: owner_of(engine, name, role))
+        with _drafts(target) if renew else nullcontext(target) as drafts:
+            made = issue(drafts, name, role, hosts, days, authority, owner)
+            try:
+                if role != "etcd":
+                    with_etcd(config, lambda engine: register_all(engine, [made.cert]))
+            except BaseException:
+                # A certificate that etcd does not know cannot be revoked.
+                os.unlink(made.cert)
+                os.unlink(made.key)
+                raise
+            for path in (made.key, made.cert):
+                os.replace(path, os.path.join(target, os.path.basename(path)))
+    names = [os.path.join(target, os.path.basename(path)) for path in (made.cert, made.key)]
+    say(f"made {names[0]} and {names[1]}")
+
+
+@contextmanager
+def _drafts(directory: str) -> Iterator[str]:
+    """Make a directory for files that are to replace others in `directory`."""
+    try:
+        drafts = tempfile.TemporaryDirectory(prefix=".renewed-", dir=directory)
+    except OSError as error:
+        raise MountError(f"cannot write to {directory}: {error.strerror}") from error
+    with drafts as path:
+        yield path
 
 
 @cluster.command()
@@ -147,7 +170,7 @@ def rotate_ca(finish: bool, config_path: str | None) -> None:
 
     Makes a new one, which signs from now on; ca.pem then holds both. docs/security.md has the steps.
     """
-    from ..backend.trust.security import begin_ca_change, finish_ca_change
+    from ..backend.trust.authority import begin_ca_change, finish_ca_change
 
     config = _with_ca(config_path)
     assert config.cluster.ca is not None

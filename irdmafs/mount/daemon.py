@@ -10,14 +10,14 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import trio
 
 from .._version import __version__
 from ..backend.cluster.config_values import ConfigError
 from ..backend.kv import Damaged
-from ..backend.process import calm_the_collector, raise_open_files_limit
+from ..backend.process import calm_the_collector, has_terminal, raise_open_files_limit
 from ..backend.store.api import Store
 from ..backend.store.embedded import embedded_store
 from ..backend.store.storedir import StoreInUse
@@ -50,9 +50,9 @@ async def serve(config: MountConfig, ready: Callable[[str], None]) -> None:
     raise_open_files_limit()
     try:
         events = MountEvents()
-        async with _opened_store(config, events) as (store, warnings):
+        async with _opened_store(config, events) as (store, cluster):
             calm_the_collector()
-            await _Daemon(config, store, events, warnings).run(ready)
+            await _Daemon(config, store, events, cluster).run(ready)
     except StoreInUse as error:
         raise MountError(f"{config.store}: {error.strerror}") from error
     except (ConfigError, Damaged) as error:
@@ -64,14 +64,25 @@ async def serve(config: MountConfig, ready: Callable[[str], None]) -> None:
         raise MountError(f"{where}: {reason}" if where else reason) from error
 
 
+class _Cluster(Protocol):
+    """What a mount of a cluster may be asked beside its store."""
+
+    def warnings(self) -> list[str]:
+        """Return a line for each thing that is wrong."""
+        ...
+
+    def renew(self) -> None:
+        """Read certificates and keys again now."""
+        ...
+
+
 @asynccontextmanager
 async def _opened_store(
     config: MountConfig, events: MountEvents
-) -> AsyncIterator[tuple[Store, Callable[[], list[str]]]]:
-    """The store, and what gives lines about what is wrong with it."""
+) -> AsyncIterator[tuple[Store, _Cluster | None]]:
     if config.cluster is None:
         async with embedded_store(config.store, events) as node:
-            yield node, list
+            yield node, None
         return
     # Here only: an embedded mount starts without all of it.
     from ..backend.store.remote.store import remote_store
@@ -86,7 +97,7 @@ async def _opened_store(
     ) as remote:
         with trio.move_on_after(_CHECK_NODES_S):
             await remote.peers.check(islice(remote.members.nodes, _CHECKED_NODES_MAX))
-        yield remote, remote.peers.refusals
+        yield remote, remote
 
 
 class _Daemon:
@@ -95,12 +106,12 @@ class _Daemon:
         config: MountConfig,
         store: Store,
         events: MountEvents,
-        warnings: Callable[[], list[str]],
+        cluster: _Cluster | None,
     ) -> None:
         self._config = config
         self._store = store
         self._events = events
-        self._warnings = warnings
+        self._cluster = cluster
         self._processes = Processes(config.mountpoint)
         self._started = time.monotonic()
         self._reason = ""
@@ -250,8 +261,14 @@ class _Daemon:
     # -- ending ----------------------------------------------------------------------------------
 
     async def _stop_on_signal(self) -> None:
+        """Unmount when a signal says so. SIGHUP has a mount of a cluster that has no terminal read its
+        certificates again."""
+        cluster = None if has_terminal() else self._cluster
         with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
             async for number in signals:
+                if number == signal.SIGHUP and cluster is not None:
+                    cluster.renew()
+                    continue
                 log.info("%s: unmounting", signal.Signals(number).name)
                 self._session.stop()
 
@@ -266,6 +283,9 @@ class _Daemon:
             log.error("%s", error)
 
     # -- status ----------------------------------------------------------------------------------
+
+    def _warnings(self) -> list[str]:
+        return self._cluster.warnings() if self._cluster is not None else []
 
     def status(self) -> dict[str, Any]:
         below = self._store.statvfs()

@@ -22,15 +22,12 @@ from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.config_values import ConfigError
 from irdmafs.backend.observe import logs
 from irdmafs.backend.observe.metrics import Collector, NodeCounters, serve_metrics
+from irdmafs.backend.trust.authority import begin_ca_change, finish_ca_change, issue, make_ca
 from irdmafs.backend.trust.security import (
     Credentials,
     CredentialsError,
     Identity,
-    begin_ca_change,
     describe_tls_error,
-    finish_ca_change,
-    issue,
-    make_ca,
     peer_identity,
 )
 

@@ -26,8 +26,9 @@ from irdmafs.backend.cluster.records import (
 from irdmafs.backend.etcd.errors import RpcError
 from irdmafs.backend.kv import Delete, Put
 from irdmafs.backend.kv.etcd import EtcdEngine
+from irdmafs.backend.trust.authority import issue, make_ca
 from irdmafs.backend.trust.rights import own_ranges, shared_ranges
-from irdmafs.backend.trust.security import Role, issue, make_ca
+from irdmafs.backend.trust.security import Role
 
 NODE_RECORDS = {"a node's address": key_of(b"n", 7), "a node's record": key_of(b"N", 7)}
 PLACEMENT = {"a group's configuration": group_key(1), "a pool's targets": targets_key(1)}

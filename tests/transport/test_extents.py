@@ -18,7 +18,8 @@ from transport_place import MiB, Place, memory, mounted, random_bytes, until
 
 from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable
 from irdmafs.backend.transport.peers import Peers
-from irdmafs.backend.trust.security import Credentials, issue, make_ca
+from irdmafs.backend.trust.authority import issue, make_ca
+from irdmafs.backend.trust.security import Credentials
 
 __all__ = ["memory"]
 

@@ -15,6 +15,7 @@ from ...cluster.replica import Replica
 from ...kv.etcd import EtcdEngine
 from ...namespace import ROOT_INO, Namespace, SharedCommitter, Tree
 from ...trust.certificates import Certificates
+from ...trust.renewal import Renewal
 from ..api import StoreEvents
 from .changes import Changes
 from .leases import Leases
@@ -50,7 +51,10 @@ class Connection:
         self.members = Members()
         self.members.attach(self.session)
         self.groups = Groups()
-        self.certificates = Certificates(config.cluster.serial(self.role))
+        credentials = self.credentials = config.cluster.credentials(self.role)
+        self.certificates = Certificates(lambda: credentials.identity.serial if credentials else "")
+        own = [credentials.renewable] if credentials is not None else []
+        self.renewal = Renewal([*own, *engine.renewables])
         self.changes = Changes(events, engine.is_ours)
         entries = LockEntries()
         tree = Tree(held=events.is_held, listener=self.changes)
@@ -88,6 +92,7 @@ class Connection:
         await self._nursery.start(self.session.run)
         await self._ensure_root()
         await self.engine.admin.warn()
+        self._nursery.start_soon(self.renewal.run)
         self._nursery.start_soon(self.leases.run)
         self._nursery.start_soon(self.locks.run)
 

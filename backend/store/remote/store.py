@@ -122,7 +122,7 @@ def _peers(config: ClusterConfig, connection: Connection, rdma: Rdma, session_ke
     session = connection.session
     return Peers(
         connection.members.address, movers,
-        credentials=config.cluster.credentials(connection.role),
+        credentials=connection.credentials,
         name=f"{config.mount.host}:{os.getpid()}", role=connection.role,
         session=lambda: session.number, session_key=session_key,
         timeout_s=patience_s(connection.settings), is_revoked=connection.certificates.is_revoked,
@@ -230,6 +230,17 @@ class RemoteStore:
             raise OSError(errno.ENOTDIR, "not a directory to follow", path)
         await self._connection.leases.follow(inode.ino, for_good=True)
         self._prefetcher.start(inode.ino)
+
+    def renew(self) -> None:
+        """Read certificates and keys again now."""
+        self._connection.renewal.ask()
+
+    def warnings(self) -> list[str]:
+        """Return a line for each thing that is wrong with the credentials of this mount, or of nodes."""
+        former = [
+            f"{line}; the former ones stay in use" for line in self._connection.renewal.problems()
+        ]
+        return [*self.peers.refusals(), *former]
 
     # -- figures ---------------------------------------------------------------------------------
 

@@ -143,14 +143,16 @@ class Pool:
         return channel
 
     def _channel(self, plain: socket.socket) -> Channel:
-        context = self._caller.context
+        credentials = self._caller.credentials
         user_timeout_s = self._caller.timeout_s * USER_TIMEOUTS
         try:
-            if context is None:
+            if credentials is None:
                 return Channel(plain, user_timeout_s)
             if not self._encrypt:
                 return AuthenticatedChannel(plain, user_timeout_s)
-            secure: ssl.SSLSocket = context.wrap_socket(plain, do_handshake_on_connect=False)
+            secure: ssl.SSLSocket = credentials.client_context().wrap_socket(
+                plain, do_handshake_on_connect=False
+            )
             return EncryptedChannel(secure, user_timeout_s)
         except BaseException:
             plain.close()

@@ -47,9 +47,8 @@ class TcpServing(Serving):
     """The end of one node; made by `serving`."""
 
     def __init__(self, host: Host, encrypt: bool, port: int) -> None:
-        credentials = host.credentials
         self._door = host.door
-        self._context = credentials.server_context() if credentials is not None else None
+        self._credentials = host.credentials
         self._encrypt = encrypt
         self._timeout_s = host.timeout_s
         self._port = port
@@ -91,16 +90,16 @@ class TcpServing(Serving):
         """Encrypted if the peer begins so."""
         start = await sock.recv(1, socket.MSG_PEEK)
         user_timeout_s = self._timeout_s * RECEIVER_PATIENCE
-        encrypted = begins_with_tls(start) and self._context is not None
+        encrypted = begins_with_tls(start) and self._credentials is not None
         if self._encrypt and not encrypted:
             raise BadMessage("it opened a data connection that is not encrypted")
         plain = socket.socket(fileno=sock.detach())
         try:
             if not encrypted:
-                kind = Channel if self._context is None else AuthenticatedChannel
+                kind = Channel if self._credentials is None else AuthenticatedChannel
                 return kind(plain, user_timeout_s)
-            assert self._context is not None
-            secure = self._context.wrap_socket(
+            assert self._credentials is not None
+            secure = self._credentials.server_context().wrap_socket(
                 plain, server_side=True, do_handshake_on_connect=False
             )
             channel = EncryptedChannel(secure, user_timeout_s)

@@ -67,7 +67,7 @@ class TcpWay(PuttingWay):
     @property
     def shows_bytes(self) -> bool:
         # Where there are certificates, they have a code or are encrypted.
-        return self._link.caller.context is not None
+        return self._link.caller.credentials is not None
 
     async def put(self, extent: Extent, target: Target, data: bytes) -> None:
         await self._link.ask(

@@ -1,0 +1,263 @@
+"""The cluster's certificate authority: making it, replacing it, and issuing certificates.
+
+Extended key usage keeps a mount from posing as a node: only nodes (and etcd) may accept connections.
+Certificates of the role "etcd" are for etcd itself, whose clients do check names, and carry them.
+"""
+
+import contextlib
+import datetime
+import ipaddress
+import os
+import re
+import secrets
+import tempfile
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, cast
+
+from .security import (
+    OWNER_BITS,
+    Credentials,
+    CredentialsError,
+    Identity,
+    Role,
+    check_private,
+    check_time,
+    load_certificate,
+    load_certificates,
+    read_file,
+)
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+
+__all__ = ["begin_ca_change", "finish_ca_change", "issue", "make_ca"]
+
+_LISTENING_ROLES = ("node", "etcd")
+CA_DAYS = 3650
+CERTIFICATE_DAYS = 825
+# Clocks of different hosts are not equal: what was just issued is valid elsewhere, too.
+_CLOCK_SKEW = datetime.timedelta(hours=1)
+# With the number of the certificate, at most the 64 characters that a CN may have.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,55}", re.ASCII)
+
+
+def make_ca(directory: str, cluster_name: str, days: float = CA_DAYS) -> str:
+    """Make the cluster's certificate authority: `ca.pem`, whose path is returned, and `ca.key`, which
+    only issuing certificates needs and no node or mount should have.
+
+    Raises CredentialsError, also when one is there already.
+    """
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = _subject(f"{cluster_name} CA"[:64], "ca", cluster_name)
+    builder = _builder(name, name, key, days)
+    usage = _key_usage(key_cert_sign=True, crl_sign=True)
+    identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    builder = (
+        builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(identifier, critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier),
+            critical=False,
+        )
+    )
+    return _write_pair(directory, "ca", builder, key, key)[0]
+
+
+def begin_ca_change(directory: str, cluster_name: str) -> None:
+    """Make another certificate authority: new certificates are signed by it, and `ca.pem` holds both, so
+    that those of either are accepted. Raises CredentialsError."""
+    path = os.path.join(directory, "ca.pem")
+    old = load_certificates(path)
+    if len(old) > 1:
+        raise CredentialsError(f"{path} holds two CAs already: the change before is not finished")
+    with tempfile.TemporaryDirectory(prefix=".ca-", dir=directory) as made:
+        both = read_file(make_ca(made, cluster_name)) + read_file(path)
+        _write_new(os.path.join(made, "both.pem"), both)
+        # Between the two, nothing can be issued, and nobody is refused.
+        os.replace(os.path.join(made, "both.pem"), path)
+        os.replace(os.path.join(made, "ca.key"), os.path.join(directory, "ca.key"))
+
+
+def finish_ca_change(directory: str) -> None:
+    """Take the older certificate authority out of `ca.pem`: what it signed is accepted no more where this
+    file is. Raises CredentialsError."""
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    path = os.path.join(directory, "ca.pem")
+    trusted = load_certificates(path)
+    if len(trusted) < 2:
+        raise CredentialsError(f"{path} holds one CA only: no change has begun")
+    with tempfile.TemporaryDirectory(prefix=".ca-", dir=directory) as made:
+        _write_new(os.path.join(made, "ca.pem"), trusted[0].public_bytes(Encoding.PEM))
+        os.replace(os.path.join(made, "ca.pem"), path)
+
+
+def issue(
+    directory: str,
+    name: str,
+    role: Role,
+    hosts: Iterable[str] = (),
+    days: float = CERTIFICATE_DAYS,
+    ca_directory: str | None = None,
+    owner: int = 0,
+) -> Credentials:
+    """Make `ROLE-NAME.pem` and `ROLE-NAME.key` in `directory` (`ROLE.pem`, `ROLE.key` if that is the
+    name), signed by the CA there or in `ca_directory`. `hosts` are names and addresses that the
+    certificate carries (etcd's need them). `owner` is its number in etcd, if it follows another one of the
+    same user; 0: it is another user.
+
+    Raises CredentialsError, also when they are there already.
+    """
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+    if not _NAME.fullmatch(name):
+        raise CredentialsError(f"{name!r} is not a name: take letters, digits, '.', '_', '-'")
+    ca_directory = ca_directory or directory
+    ca_path, ca_key_path = (os.path.join(ca_directory, file) for file in ("ca.pem", "ca.key"))
+    ca = load_certificate(ca_path)
+    check_time(ca_path, ca)
+    check_private(ca_key_path)
+    try:
+        ca_key = cast("EllipticCurvePrivateKey", load_pem_private_key(read_file(ca_key_path), None))
+    except (ValueError, TypeError) as error:
+        raise CredentialsError(f"{ca_key_path} holds no usable private key: {error}") from error
+    if ca_key.public_key() != ca.public_key():
+        raise CredentialsError(f"{ca_key_path} is not the key of {ca_path}")
+    cluster = str(ca.subject.get_attributes_for_oid(NameOID.ORGANIZATION_NAME)[0].value)
+    key = ec.generate_private_key(ec.SECP256R1())
+    uses = [ExtendedKeyUsageOID.CLIENT_AUTH]
+    if role in _LISTENING_ROLES:
+        uses.append(ExtendedKeyUsageOID.SERVER_AUTH)
+    # etcd knows its clients by CN: a certificate that follows another one of its name is somebody else.
+    if role != "etcd":
+        owner = owner or secrets.randbelow((1 << OWNER_BITS) - 1) + 1
+    user = Identity(role, name, owner).user
+    builder = _builder(_subject(user, role, cluster), ca.subject, key, days)
+    builder = (
+        builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_key_usage(digital_signature=True), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False
+        )
+    )
+    alternatives = [_general_name(host) for host in hosts]
+    if alternatives:
+        builder = builder.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
+    file_name = role if name == role else f"{role}-{name}"
+    cert_path, key_path = _write_pair(directory, file_name, builder, key, ca_key)
+    return Credentials(ca_path, cert_path, key_path)
+
+
+def _builder(
+    subject: "x509.Name", issuer: "x509.Name", key: "EllipticCurvePrivateKey", days: float
+) -> "x509.CertificateBuilder":
+    from cryptography import x509
+
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _CLOCK_SKEW)
+        .not_valid_after(now + datetime.timedelta(days=days))
+    )
+
+
+def _subject(name: str, unit: str, organization: str) -> "x509.Name":
+    from cryptography import x509
+    from cryptography.x509.oid import NameOID
+
+    return x509.Name(
+        [
+            x509.NameAttribute(NameOID.ORGANIZATION_NAME, organization),
+            x509.NameAttribute(NameOID.ORGANIZATIONAL_UNIT_NAME, unit),
+            x509.NameAttribute(NameOID.COMMON_NAME, name),
+        ]
+    )
+
+
+def _key_usage(**used: bool) -> "x509.KeyUsage":
+    from cryptography import x509
+
+    names = (
+        "digital_signature",
+        "content_commitment",
+        "key_encipherment",
+        "data_encipherment",
+        "key_agreement",
+        "key_cert_sign",
+        "crl_sign",
+        "encipher_only",
+        "decipher_only",
+    )
+    return x509.KeyUsage(**{name: used.get(name, False) for name in names})
+
+
+def _general_name(host: str) -> "x509.GeneralName":
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    try:
+        return x509.DNSName(host)
+    except ValueError as error:
+        raise CredentialsError(f"{host!r} is no host name: {error}") from error
+
+
+def _write_pair(
+    directory: str,
+    name: str,
+    builder: "x509.CertificateBuilder",
+    key: "EllipticCurvePrivateKey",
+    signer: "EllipticCurvePrivateKey",
+) -> tuple[str, str]:
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.serialization import (
+        Encoding,
+        NoEncryption,
+        PrivateFormat,
+    )
+
+    cert_path, key_path = (os.path.join(directory, f"{name}.{kind}") for kind in ("pem", "key"))
+    key_pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    _write_new(key_path, key_pem)
+    try:
+        _write_new(cert_path, builder.sign(signer, hashes.SHA256()).public_bytes(Encoding.PEM))
+    except BaseException:
+        os.unlink(key_path)
+        raise
+    return cert_path, key_path
+
+
+def _write_new(path: str, data: bytes) -> None:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        raise CredentialsError(
+            f"{path} exists; remove it first if it is really to be replaced"
+        ) from None
+    except OSError as error:
+        raise CredentialsError(f"cannot write {path}: {error.strerror}") from error
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise CredentialsError(f"cannot write {path}: {error.strerror}") from error
