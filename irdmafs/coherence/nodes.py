@@ -6,7 +6,8 @@ written is two nodes behind one name. docs/sharing.md has the rules; here is onl
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 
 from ..backend.namespace import ROOT_INO, Inode, fail
 from .content import Content, Stamp
@@ -81,12 +82,20 @@ class Handle:
         return self.flags & os.O_ACCMODE == os.O_RDWR
 
 
-class NodeTable:
-    """All nodes and handles. `on_drop` is told of every node the kernel forgot."""
+class NodeEvents(ABC):
+    """Is told by a table of nodes."""
 
-    def __init__(self, inodes: Mapping[int, Inode], on_drop: Callable[[Node], None]) -> None:
+    @abstractmethod
+    def node_dropped(self, node: Node) -> None:
+        """The kernel has forgotten a node, and nothing refers to it any more."""
+
+
+class NodeTable:
+    """All nodes and handles."""
+
+    def __init__(self, inodes: Mapping[int, Inode], events: NodeEvents) -> None:
         self._inodes = inodes
-        self._on_drop = on_drop
+        self._events = events
         self._next_extra_id = 1
         self._next_fh = 1
         self.by_id: dict[int, Node] = {}
@@ -180,7 +189,7 @@ class NodeTable:
             self._first[node.ino] = next(iter(siblings))
             if len(siblings) == 1:
                 del self._siblings[node.ino]
-        self._on_drop(node)
+        self._events.node_dropped(node)
 
     def set_backing(self, node: Node, extent: int, backing_id: int) -> None:
         """Note which file of ours the kernel holds for a node; id 0: none."""

@@ -9,10 +9,10 @@ from ..backend.store.api import Store
 from .changes import Changes
 from .content import Content, ContentTable
 from .kernel_cache import KernelCache
-from .nodes import Node, NodeTable
+from .nodes import Node, NodeEvents, NodeTable
 
 
-class Unused:
+class Unused(NodeEvents):
     """Lets go of contents and nodes. Makes the table of nodes, which tells it of each node that the kernel
     forgot."""
 
@@ -25,7 +25,7 @@ class Unused:
         self._changes = changes
         self._inodes = store.namespace.inodes
         self.nameless: list[Inode] = []
-        self.nodes = NodeTable(self._inodes, self._dropped)
+        self.nodes = NodeTable(self._inodes, self)
 
     # -- contents --------------------------------------------------------------------------------
 
@@ -76,7 +76,7 @@ class Unused:
             self._kernel.invalidate_attributes(node)
         self.nodes.drop_unused(node)
 
-    def _dropped(self, node: Node) -> None:
+    def node_dropped(self, node: Node) -> None:
         self._kernel.drop_backing(node)
         ino = node.ino
         if self.nodes.has_nodes(ino):

@@ -1,10 +1,8 @@
 """Contents on this host: fetched ones, working copies, and what a store node here shares with us.
 
 The directory is a cache: it starts and ends empty, and what nothing pins may go, least recently used
-first. A content that lies in the directory of a store node on this host is used where it lies; while it
-is pinned, a name of our own keeps it (holds.py). The node uses the files of superseded contents again,
-but not those that a mount has opened: what we give to applications may stay in their pipes and sockets.
-So before one is opened, it gets a name in the node's directory lent/ (node/files.py).
+first. A content that lies in the directory of a store node on this host is used where it lies (places.py);
+while it is pinned, a name of our own keeps it (holds.py).
 """
 
 import errno
@@ -16,6 +14,7 @@ from contextlib import contextmanager
 from ..extents import OPEN_FLAGS, ExtentStore
 from .figures import CacheFigures
 from .holds import Holds
+from .places import Borrowed, Incoming, Place
 
 # The rest is for working copies: the kernel fills them without asking us, and must find room.
 _KEPT_SHARE = 0.75
@@ -36,7 +35,8 @@ class Contents(ExtentStore):
         self._empty()
         self._new_number = new_number
         self._gone = gone
-        self._elsewhere: dict[int, str] = {}
+        # Of contents that lie in the directory of a store node.
+        self._places: dict[int, Place] = {}
         self._holds: dict[str, Holds] = {}  # by store directory
         self._held: dict[int, str] = {}
         self._kept: OrderedDict[int, int] = OrderedDict()
@@ -75,26 +75,27 @@ class Contents(ExtentStore):
     # -- files -----------------------------------------------------------------------------------
 
     def path(self, extent: int) -> str:
-        return self._elsewhere.get(extent) or super().path(extent)
+        place = self._places.get(extent)
+        return place.path if place is not None else super().path(extent)
 
     def allocate(self) -> tuple[int, int]:
         self._next = self._new_number()
         return super().allocate()
 
-    def allocate_in(self, directory: str) -> tuple[int, int]:
-        """A working copy in the directory where a store node here will take it over.
+    def allocate_in(self, store: str) -> tuple[int, int]:
+        """Make a working copy where the store node in the directory `store` will take it over.
 
         Raises OSError (ENOSPC, EMFILE, EACCES)."""
         extent = self._new_number()
-        path = f"{directory}/{extent:x}"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        self._elsewhere[extent] = path
+        place = Incoming(store, f"{extent:x}")
+        fd = os.open(place.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._places[extent] = place
         return extent, fd
 
     def adoptable(self, extent: int) -> str:
-        """The name of a working copy that a store node here can take over; "" for others."""
-        path = self._elsewhere.get(extent, "")
-        return os.path.basename(path) if os.path.dirname(path).endswith("/incoming") else ""
+        """Return the name of a working copy that a store node here can take over; "" for others."""
+        place = self._places.get(extent)
+        return place.name if isinstance(place, Incoming) else ""
 
     @contextmanager
     def publishing(self, extent: int) -> Iterator[None]:
@@ -104,36 +105,36 @@ class Contents(ExtentStore):
         try:
             yield
         except BaseException:
-            if self.adoptable(extent) and not os.path.exists(self._elsewhere[extent]):
-                os.link(self._held[extent], self._elsewhere[extent])
+            place = self._places.get(extent)
+            if isinstance(place, Incoming) and not os.path.exists(place.path):
+                os.link(self._held[extent], place.path)
             raise
         finally:
             self._publishing.discard(extent)
 
     def published(self, extent: int, size: int, store: str) -> None:
         """The working copy is a version now. `store` is the directory of the node on this host."""
-        if self.adoptable(extent):
-            left = self._elsewhere[extent]
-            if self.borrow(extent, store) and os.path.exists(left):
-                os.unlink(left)  # of an attempt that failed
+        place = self._places.get(extent)
+        if isinstance(place, Incoming) and self.borrow(extent, store):
+            place.free()  # of an attempt that failed
         self.keep(extent, size)
 
     def renumber(self, extent: int) -> int:
         """Another number, of the present session, for a working copy here, or for a version that was
         written on in place."""
         renamed = self._new_number()
-        path = self._elsewhere.get(extent)
-        if path is None:
+        place = self._places.get(extent)
+        if place is None:
             os.link(super().path(extent), super().path(renamed))
         else:
-            renamed_path = f"{_store_of(path)}/incoming/{renamed:x}"
-            os.link(self._path_now(extent), renamed_path)
-            self._elsewhere[renamed] = renamed_path
+            renamed_place = Incoming(place.store, f"{renamed:x}")
+            os.link(self._held.get(extent) or place.path, renamed_place.path)
+            self._places[renamed] = renamed_place
         return renamed
 
     def is_lent(self, extent: int) -> bool:
         """Return whether it is the very file of a store node here, which nobody may write."""
-        return extent in self._elsewhere and not self.adoptable(extent)
+        return isinstance(self._places.get(extent), Borrowed)
 
     def take_out(self, extent: int) -> int:
         """Make a working copy of a published content that is kept here, without moving a byte: the
@@ -145,41 +146,35 @@ class Contents(ExtentStore):
 
     def put_back(self, number: int, extent: int) -> bool:
         """Undo `take_out`; False: the content has come here again meanwhile, or lies elsewhere."""
-        if extent in self._kept or extent in self._elsewhere or number in self._elsewhere:
+        if extent in self._kept or extent in self._places or number in self._places:
             return False
         os.rename(super().path(number), super().path(extent))
         self.keep(extent, self.stat(extent).st_blocks * 512)
         return True
 
     def open(self, extent: int, flags: int = os.O_RDONLY) -> int:
-        path = self._elsewhere.get(extent)
-        if path is None:
+        place = self._places.get(extent)
+        if place is None:
             return super().open(extent, flags)
         if extent in self._held:
             return os.open(self._held[extent], flags | os.O_CLOEXEC)
-        return _open_there(path, flags)
+        return place.open(flags)
 
     def stat(self, extent: int) -> os.stat_result:
-        if extent not in self._elsewhere:
+        place = self._places.get(extent)
+        if place is None:
             return super().stat(extent)
-        return os.stat(self._path_now(extent))
-
-    def _path_now(self, extent: int) -> str:
-        """A name of a file in a store node's directory which is there for as long as it is pinned."""
-        return self._held.get(extent) or self._elsewhere[extent]
+        return os.stat(self._held.get(extent) or place.path)
 
     def free(self, extent: int) -> None:
         self.kept_bytes -= self._kept.pop(extent, 0)
         self.sent.discard(extent)
         self.uncounted.discard(extent)
-        path = self._elsewhere.pop(extent, None)
-        if path is None:
+        place = self._places.pop(extent, None)
+        if place is None:
             super().free(extent)
-        elif "/incoming/" in path:
-            try:
-                os.unlink(path)
-            except FileNotFoundError:
-                pass  # taken over
+        else:
+            place.free()
         self._gone(extent)
 
     def make(self, extent: int, size: int, *, has_holes: bool = False) -> int:
@@ -223,12 +218,12 @@ class Contents(ExtentStore):
     def borrow(self, extent: int, store: str) -> bool:
         """Use a content of one stripe where the store node on this host keeps it, in its directory
         `store`; False: it is not there."""
-        path = f"{store}/extents/{extent:x}.0"
+        place = Borrowed(store, extent)
         try:
-            os.close(_open_there(path, os.O_RDONLY))
+            os.close(place.open(os.O_RDONLY))
         except OSError:
             return False
-        self._elsewhere[extent] = path
+        self._places[extent] = place
         return True
 
     def has(self, extent: int) -> bool:
@@ -238,36 +233,35 @@ class Contents(ExtentStore):
             return True
         if extent in self._publishing:
             return True
-        path = self._elsewhere.get(extent)
-        if path is None:
+        place = self._places.get(extent)
+        if place is None:
             return False
-        if extent in self._held or os.path.exists(path):
+        if extent in self._held or os.path.exists(place.path):
             return True
-        del self._elsewhere[extent]  # its node has let it go
+        del self._places[extent]  # its node has let it go
         return False
 
     def keep(self, extent: int, size: int) -> None:
         """A published content is here; `size` bytes of it are ours unless a store node has it."""
-        if extent not in self._elsewhere or self.adoptable(extent):
+        if not self.is_lent(extent):
             self.kept_bytes += size - self._kept.get(extent, 0)
             self._kept[extent] = size
 
     def hold(self, extent: int) -> None:
         """It is pinned: what a store node keeps for us, or takes over, must not go. Raises
         FileNotFoundError when its node has let it go already."""
-        path = self._elsewhere.get(extent)
-        if path is None or extent in self._held:
+        place = self._places.get(extent)
+        if place is None or extent in self._held:
             return
-        store = _store_of(path)
-        holds = self._holds.get(store)
+        holds = self._holds.get(place.store)
         if holds is None:
-            holds = self._holds[store] = Holds(store)
-        lent = _lend(path) if _is_sealed(path) else path
-        held = self._held[extent] = holds.add(path, f"{extent:x}")
+            holds = self._holds[place.store] = Holds(place.store)
+        told = place.tell()
+        held = self._held[extent] = holds.add(place.path, f"{extent:x}")
         # Both names could be of other files, if the content went and came again meanwhile.
-        if not os.path.samestat(os.stat(lent), os.stat(held)):
+        if not os.path.samestat(os.stat(told), os.stat(held)):
             self.let_go(extent)
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), place.path)
 
     def let_go(self, extent: int) -> None:
         held = self._held.pop(extent, None)
@@ -290,39 +284,3 @@ class Contents(ExtentStore):
             self.evictions += 1
             self.free(extent)
         return True
-
-
-def _store_of(path: str) -> str:
-    return os.path.dirname(os.path.dirname(path))
-
-
-def _is_sealed(path: str) -> bool:
-    """Return whether it is an extent in the directory of a store node, and no working copy of ours, which
-    the node uses for nothing else anyway."""
-    return os.path.dirname(path).endswith("/extents")
-
-
-def _lend(path: str) -> str:
-    """Tell a store node that its extent is about to be opened. Return the name that tells it."""
-    lent = f"{_store_of(path)}/lent/{os.path.basename(path)}"
-    try:
-        os.link(path, lent)
-    except FileExistsError:
-        pass  # it was opened before
-    return lent
-
-
-def _open_there(path: str, flags: int) -> int:
-    """Open a file of a store node. Raises FileNotFoundError when the node has let it go."""
-    if not _is_sealed(path):
-        return os.open(path, flags | os.O_CLOEXEC)
-    lent = _lend(path)
-    fd = os.open(path, flags | os.O_CLOEXEC)
-    try:
-        # Both names could be of other files, if the content went and came again meanwhile.
-        if os.path.samestat(os.stat(lent), os.fstat(fd)):
-            return fd
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-    except BaseException:
-        os.close(fd)
-        raise

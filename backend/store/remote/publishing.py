@@ -89,7 +89,7 @@ class Publisher:
         group = self._cluster.group(self._layouts.of(inode), 0)
         if store and self._cluster.has_member_here(group):
             # One that gets longer than a stripe is sent after all.
-            return self._contents.allocate_in(f"{store}/incoming")
+            return self._contents.allocate_in(store)
         return self._contents.allocate()
 
     async def publish(
