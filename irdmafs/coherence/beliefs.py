@@ -67,7 +67,7 @@ class Beliefs:
 
     def content_gone(self, extent: int) -> None:
         """Have the kernel let go of a file that is not kept here any more."""
-        for node in self._nodes.backed_by(extent):
+        for node in self._kernel.backed_by(extent):
             if not node.is_bound:
                 self._kernel.drop_backing(node)
 

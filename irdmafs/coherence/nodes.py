@@ -105,8 +105,6 @@ class NodeTable:
         # Inodes with several nodes; most have one and are not here.
         self._siblings: dict[int, set[Node]] = {}
         self._first: dict[int, Node] = {}
-        # Those of which the kernel holds the file, by the number of its extent.
-        self._backed: dict[int, set[Node]] = {}
         root = self.add(inodes[ROOT_INO])
         root.lookups = 1
         assert root.id == ROOT_INO
@@ -190,21 +188,6 @@ class NodeTable:
             if len(siblings) == 1:
                 del self._siblings[node.ino]
         self._events.node_dropped(node)
-
-    def set_backing(self, node: Node, extent: int, backing_id: int) -> None:
-        """Note which file of ours the kernel holds for a node; id 0: none."""
-        if node.backing_id:
-            backed = self._backed[node.backing_extent]
-            backed.discard(node)
-            if not backed:
-                del self._backed[node.backing_extent]
-        node.backing_extent, node.backing_id = extent, backing_id
-        if backing_id:
-            self._backed.setdefault(extent, set()).add(node)
-
-    def backed_by(self, extent: int) -> list[Node]:
-        """Return the nodes for which the kernel holds the file of an extent."""
-        return list(self._backed.get(extent, ()))
 
     def open(self, node: Node, content: Content | None, flags: int, pid: int) -> Handle:
         handle = Handle(self._next_fh, node, content, flags, pid)

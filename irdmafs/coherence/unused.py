@@ -61,8 +61,7 @@ class Unused(NodeEvents):
         """The very file of an extent has another number now."""
         for node in self.nodes.of(ino):
             if node.backing_id and node.backing_extent == before:
-                self.nodes.set_backing(node, extent, node.backing_id)
-                self._kernel.backing_moved(node)
+                self._kernel.move_backing(node, extent)
 
     # -- nodes -----------------------------------------------------------------------------------
 

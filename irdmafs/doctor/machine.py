@@ -24,7 +24,8 @@ from typing import Any
 from ..backend.sizes import memory_limit
 from ..backend.transport.verbs.rdma import Choice
 from ..cli.status import human_bytes
-from ..fuse import passthrough, wakeups, wire
+from ..fuse import passthrough, wakeups
+from ..fuse.connection import Connection, ProtocolError
 from ..mount import mounting
 from ..mount.config import MountError, MountOptions
 from ..mount.stores import SHM_ROOT, mount_tmpfs
@@ -192,22 +193,11 @@ def negotiate_passthrough() -> tuple[bool, bool]:
 def _answer_init(device: int) -> bool:
     if not select.select([device], [], [], _INIT_TIMEOUT_S)[0]:
         raise OSError(errno.ETIMEDOUT, "the kernel sent no INIT")
-    request = os.read(device, 1 << 16)
-    _, opcode, unique, *_ = wire.decode_header(request, len(request))
-    if opcode != wire.Opcode.INIT:
-        raise OSError(errno.EPROTO, f"the kernel sent request {opcode} before INIT")
-    major, minor, readahead, flags = wire.decode(wire.INIT_IN, request, len(request))
-    if flags & wire.Init.INIT_EXT:
-        offset = wire.BODY + wire.INIT_IN.size
-        flags |= wire.INIT_IN_FLAGS2.unpack_from(request, offset)[0] << 32
-    wanted = wire.Init.INIT_EXT | wire.Init.PASSTHROUGH
-    offered = flags & wanted == wanted
-    accepted = wanted if offered else 0
-    answer = wire.INIT_OUT.pack(
-        major, minor, readahead, accepted & 0xFFFFFFFF, 0, 0, 4096, 1, 0, 0, accepted >> 32, 1, 0
-    )
-    os.write(device, wire.reply(unique, answer))
-    return offered
+    try:
+        Connection(device)
+    except ProtocolError:
+        return False
+    return True
 
 
 def _accepts_backing(device: int) -> bool:

@@ -9,6 +9,7 @@ do not see each other's.
 import errno
 import functools
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
@@ -17,8 +18,9 @@ import trio
 
 from ..coherence.kernel_cache import KernelCache, Name
 from ..coherence.nodes import Node
-from ..posix.calls import Attributes
+from ..posix.calls import Attributes, OpenInfo, Space
 from ..posix.operations import Operations
+from .session import Session
 
 log = logging.getLogger(__name__)
 
@@ -34,23 +36,30 @@ _REQUESTS = (
 _ATTRIBUTES = [name for name in Attributes.__annotations__ if name != "ino"]
 
 
-class PortableSession(KernelCache):
+class PortableSession(Session, KernelCache):
     """Serves one mount through pyfuse3, which can serve one per process."""
 
     name = "pyfuse3"
     can_forget = False
 
     def __init__(self) -> None:
-        self.requests: dict[str, int] = {}
-        self.errors: dict[str, int] = {}
+        self._requests: Counter[str] = Counter()
+        self._errors: Counter[str] = Counter()
         self._nursery: trio.Nursery | None = None
 
     def mount(self, operations: Operations, mountpoint: str, options: set[str]) -> None:
         """Raises RuntimeError when libfuse cannot mount; it says why on stderr."""
         pyfuse3.init(_adapted(operations, self), mountpoint, options)
 
+    @property
+    def requests(self) -> Counter[str]:
+        return self._requests
+
+    @property
+    def errors(self) -> Counter[str]:
+        return self._errors
+
     async def run(self) -> None:
-        """Serve until the filesystem is unmounted or stop() is called."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             await pyfuse3.main()
@@ -101,11 +110,14 @@ class PortableSession(KernelCache):
     def version_published(self, ino: int) -> None:
         """Nobody to tell: pyfuse3's poll is not used."""
 
-    def backing_moved(self, node: Node) -> None:
+    def move_backing(self, node: Node, extent: int) -> None:
         """There is none."""
 
     def drop_backing(self, node: Node) -> None:
         """Nothing to let go of: there is no passthrough."""
+
+    def backed_by(self, extent: int) -> list[Node]:
+        return []
 
 
 def _adapted(operations: Operations, session: PortableSession) -> pyfuse3.Operations:
@@ -121,7 +133,7 @@ def _adapted(operations: Operations, session: PortableSession) -> pyfuse3.Operat
 
         @functools.wraps(method)
         async def wrapped(*args: Any) -> Any:
-            session.requests[kind] = session.requests.get(kind, 0) + 1
+            session.requests[kind] += 1
             try:
                 result = await method(*args)
             except (OSError, KeyError) as error:
@@ -129,12 +141,16 @@ def _adapted(operations: Operations, session: PortableSession) -> pyfuse3.Operat
                 if code in (errno.EIO, errno.ENOSPC, errno.EMFILE):
                     log.error("%s: %s", kind, error)
                 label = errno.errorcode.get(code, str(code))
-                session.errors[label] = session.errors.get(label, 0) + 1
+                session.errors[label] += 1
                 raise pyfuse3.FUSEError(code) from error
             if isinstance(result, Attributes):
                 return _numbered(result, shown=name in ("getattr", "setattr"))
+            if isinstance(result, OpenInfo):
+                return _opened(result)
+            if isinstance(result, Space):
+                return _space(result)
             if name == "create":
-                return result[0], _numbered(result[1], shown=False)
+                return _opened(result[0]), _numbered(result[1], shown=False)
             return result
 
         return wrapped
@@ -160,4 +176,15 @@ def _numbered(entry: Attributes, *, shown: bool) -> pyfuse3.EntryAttributes:
         answer.st_ino = entry.ino
     elif entry.ino != entry.st_ino:
         answer.attr_timeout = 0
+    return answer
+
+
+def _opened(info: OpenInfo) -> pyfuse3.FileInfo:
+    return pyfuse3.FileInfo(fh=info.handle.fh, keep_cache=info.keep_cache)
+
+
+def _space(space: Space) -> pyfuse3.StatvfsData:
+    answer = pyfuse3.StatvfsData()
+    for name in Space.__slots__:
+        setattr(answer, name, getattr(space, name))
     return answer

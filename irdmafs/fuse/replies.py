@@ -5,7 +5,9 @@ import functools
 import os
 from typing import Final
 
-from ..posix.calls import Attributes
+from ..backend.namespace import fail
+from ..posix.calls import Attributes, Space
+from ..posix.locks import Lock
 from . import wire
 
 _NS: Final = 1_000_000_000
@@ -28,18 +30,19 @@ class DirectoryReply:
         self._room -= size
         # The kernel takes no reference on "." and "..", nor on what comes without a node.
         referred = entry.st_ino and name not in (b".", b"..")
-        self.parts.append(pack_entry(entry, entry.st_ino) if referred else _NO_ENTRY)
+        self.parts.append(pack_entry(entry) if referred else _NO_ENTRY)
         self.parts.append(record)
         return True
 
 
-def sized(unique: int, value: bytes, room: int) -> bytes:
-    """The answer to GETXATTR and LISTXATTR: the size alone when none was offered."""
+def sized(value: bytes, room: int) -> bytes:
+    """Return the answer to GETXATTR and LISTXATTR: the size alone when no room was offered. Raises OSError
+    ERANGE."""
     if room == 0:
-        return wire.reply(unique, wire.XATTR_SIZE_OUT.pack(len(value), 0))
+        return wire.XATTR_SIZE_OUT.pack(len(value), 0)
     if len(value) > room:
-        return wire.error_reply(unique, errno.ERANGE)
-    return wire.reply(unique, value)
+        raise fail(errno.ERANGE)
+    return value
 
 
 @functools.lru_cache
@@ -48,26 +51,26 @@ def _split(seconds: float) -> tuple[int, int]:
     return int(seconds), int(seconds % 1 * _NS)
 
 
+def pack_found(entry: Attributes) -> bytes:
+    """Return the answer to a lookup: for as long as that holds, if the name does not exist."""
+    return pack_entry(entry) if entry.st_ino else _missing(entry.entry_timeout)
+
+
 @functools.lru_cache
-def missing(valid_s: float) -> bytes:
-    """The answer to a lookup of a name that does not exist, for as long as that holds."""
-    return pack_entry(_nothing(valid_s), 0)
-
-
-def _nothing(valid_s: float) -> Attributes:
+def _missing(valid_s: float) -> bytes:
     entry = Attributes()
     entry.entry_timeout = valid_s
-    return entry
+    return pack_entry(entry)
 
 
-def pack_entry(entry: Attributes, node_id: int) -> bytes:
+def pack_entry(entry: Attributes) -> bytes:
     entry_s, entry_ns = _split(entry.entry_timeout)
     attr_s, attr_ns = _split(entry.attr_timeout)
     atime, atime_ns = divmod(entry.st_atime_ns, _NS)
     mtime, mtime_ns = divmod(entry.st_mtime_ns, _NS)
     ctime, ctime_ns = divmod(entry.st_ctime_ns, _NS)
     return _pack_entry(
-        node_id, entry.generation, entry_s, attr_s, entry_ns, attr_ns,
+        entry.st_ino, entry.generation, entry_s, attr_s, entry_ns, attr_ns,
         entry.ino, entry.st_size, entry.st_blocks, atime, mtime, ctime,
         atime_ns, mtime_ns, ctime_ns, entry.st_mode, entry.st_nlink,
         entry.st_uid, entry.st_gid, entry.st_rdev, 4096, 0,
@@ -96,3 +99,18 @@ def pack_statx(entry: Attributes, birth_ns: int) -> bytes:
         entry.st_size, entry.st_blocks, 0, *seconds,
         os.major(entry.st_rdev), os.minor(entry.st_rdev), 0, 0,
     )  # fmt: skip
+
+
+def pack_statfs(space: Space) -> bytes:
+    return wire.STATFS_OUT.pack(
+        space.f_blocks, space.f_bfree, space.f_bavail, space.f_files, space.f_ffree,
+        space.f_bsize, space.f_namemax, space.f_frsize, 0,
+    )  # fmt: skip
+
+
+def pack_lock(found: Lock) -> bytes:
+    return wire.LOCK_OUT.pack(found.start, found.end, found.type, found.pid)
+
+
+def pack_written(size: int) -> bytes:
+    return wire.WRITE_OUT.pack(size, 0)

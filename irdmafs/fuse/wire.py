@@ -152,8 +152,8 @@ RENAME_IN: Final = struct.Struct("<Q")
 RENAME2_IN: Final = struct.Struct("<QII")
 LINK_IN: Final = struct.Struct("<Q")
 SETATTR_IN: Final = struct.Struct("<IIQQQqqqIIIIIIII")
-READ_IN: Final = struct.Struct("<QQIIQII")
-WRITE_IN: Final = struct.Struct("<QQIIQII")
+READ_IN: Final = struct.Struct("<QQI20x")
+WRITE_IN: Final = struct.Struct("<QQII16x")
 FLUSH_IN: Final = struct.Struct("<QIIQ")
 RELEASE_IN: Final = struct.Struct("<QIIQ")
 FSYNC_IN: Final = struct.Struct("<QII")
@@ -168,8 +168,8 @@ FORGET_IN: Final = struct.Struct("<Q")
 BATCH_FORGET_IN: Final = struct.Struct("<II")
 FORGET_ONE: Final = struct.Struct("<QQ")
 FALLOCATE_IN: Final = struct.Struct("<QQQII")
-LSEEK_IN: Final = struct.Struct("<QqII")
-COPY_FILE_RANGE_IN: Final = struct.Struct("<QQQQQQQ")
+LSEEK_IN: Final = struct.Struct("<QqI4x")
+COPY_FILE_RANGE_IN: Final = struct.Struct("<QQ8xQQQ8x")
 IOCTL_IN: Final = struct.Struct("<QIIQII")
 POLL_IN: Final = struct.Struct("<QQII")
 
@@ -199,21 +199,29 @@ BODY: Final = IN_HEADER.size
 EMPTY_LOCK_END: Final = (1 << 63) - 1
 
 
-def decode_header(buffer: Buffer, received: int) -> tuple[int, int, int, int, int, int, int]:
-    """Length, opcode, unique, nodeid, uid, gid and pid of a message of `received` bytes."""
-    if received < BODY:
-        raise Malformed(f"{received} bytes are no request")
-    header = IN_HEADER.unpack_from(buffer)
-    if header[0] != received:
-        raise Malformed(f"a request of {header[0]} bytes came as {received}")
-    return header
+_unpack_header = IN_HEADER.unpack_from
 
 
-def decode(layout: struct.Struct, buffer: Buffer, end: int) -> tuple[int, ...]:
-    """The fixed part of a request's body; `end` is the message's length."""
-    if BODY + layout.size > end:
-        raise Malformed("the request is too short for its kind")
-    return layout.unpack_from(buffer, BODY)
+class Request:
+    """The header of the request that was read as `received` bytes, which says who made it. `pid` is the
+    thread's, 0 when it lies outside our pid namespace. Raises Malformed."""
+
+    __slots__ = ("gid", "length", "nodeid", "opcode", "pid", "uid", "unique")
+    umask = 0  # requests that make something have one of their own
+
+    def __init__(self, buffer: Buffer, received: int) -> None:
+        if received < BODY:
+            raise Malformed(f"{received} bytes are no request")
+        (
+            self.length, self.opcode, self.unique, self.nodeid, self.uid, self.gid, self.pid,
+        ) = _unpack_header(buffer)  # fmt: skip
+        if self.length != received:
+            raise Malformed(f"a request of {self.length} bytes came as {received}")
+
+    def refuse_shorter(self, size: int) -> None:
+        """Raise Malformed if the request has not so many bytes."""
+        if size > self.length:
+            raise Malformed("the request is too short for its kind")
 
 
 def decode_name(buffer: bytes | bytearray, start: int, end: int) -> tuple[bytes, int]:

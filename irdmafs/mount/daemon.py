@@ -24,10 +24,16 @@ from ..backend.store.storedir import StoreInUse
 from ..callers.processes import Processes
 from ..coherence.cache import Cache
 from ..coherence.isolation import Isolation
-from ..fuse.kernel import KernelSession, ProtocolError
-from ..fuse.portable import PortableSession
+from ..coherence.kernel_cache import KernelCache
+from ..fuse.backings import Backings
+from ..fuse.connection import Connection, ProtocolError
+from ..fuse.kernel import KernelSession
+from ..fuse.notices import Notices
+from ..fuse.session import Session
+from ..fuse.submounts import Submounts
 from ..fuse.wakeups import FastWakeups
 from ..posix import quotas
+from ..posix.atimes import Atimes
 from ..posix.operations import Operations
 from . import mounting
 from .config import MountConfig, MountError
@@ -116,17 +122,14 @@ class _Daemon:
         self._started = time.monotonic()
         self._reason = ""
         self._mounted: tuple[int, str] | None = None
-        self._session: KernelSession | PortableSession
+        self._session: Session
         self._operations: Operations
 
     async def run(self, ready: Callable[[str], None]) -> None:
         config = self._config
         await self._mount()
         found = mounting.find_mount(config.mountpoint)
-        if found is not None:
-            self._mounted = found.mount_id, found.device
-            if isinstance(self._session, KernelSession):
-                self._session.mounted(found.device)
+        self._mounted = (found.mount_id, found.device) if found is not None else None
         log.info(
             "mounted %s: %s session, store %s", config.mountpoint, self._session.name, config.store
         )
@@ -168,22 +171,26 @@ class _Daemon:
         except OSError as error:
             os.close(fd)
             raise MountError(f"no fast wake-ups: {error.filename}: {error.strerror}") from error
-        session = KernelSession(fd, wakeups)
+        options = self._config.options
+        acls = options.default_permissions and options.acl
         try:
-            options = self._config.options
-            acls = options.default_permissions and options.acl
             mounting.mount_fuse(fd, self._config.mountpoint, options)
             try:
-                # INIT is the first message, and the kernel has sent it when mount(2) returns.
-                session.handshake(self._stack_depth(), acls=acls)
+                connection = Connection(fd, self._stack_depth(), acls=acls)
+                found = mounting.find_mount(self._config.mountpoint)
+                submounts = Submounts(found.device if found is not None else "")
             except BaseException:
                 mounting.unmount(self._config.mountpoint, lazy=True)
                 raise
         except BaseException:
-            session.close()
+            wakeups.close()
+            os.close(fd)
             raise
-        session.attach(self._assemble(session, passthrough=True, acls=acls))
-        return session
+        atimes = Atimes(options, self._store.extents)
+        backings = Backings(connection, self._store.extents, atimes)
+        notices = Notices(connection, backings, submounts)
+        operations = self._assemble(notices, atimes, passthrough=True, acls=acls)
+        return KernelSession(connection, operations, backings, notices, wakeups)
 
     def _stack_depth(self) -> int:
         """1 lets others stack (overlayfs) on this mount; a store on overlayfs itself takes 2."""
@@ -198,11 +205,15 @@ class _Daemon:
             ]
         return []
 
-    def _mount_portable(self) -> PortableSession:
+    def _mount_portable(self) -> Session:
+        # Here only: a kernel session needs no pyfuse3.
+        from ..fuse.portable import PortableSession
+
         if self._config.options.locks == "refuse":
             raise MountError("-o locks=refuse takes the kernel session; see `irdmafs doctor`")
         session = PortableSession()
-        operations = self._assemble(session, passthrough=False, acls=False)
+        atimes = Atimes(self._config.options, self._store.extents)
+        operations = self._assemble(session, atimes, passthrough=False, acls=False)
         options = mounting.libfuse_options(self._config.options)
         try:
             session.mount(operations, self._config.mountpoint, options)
@@ -214,13 +225,15 @@ class _Daemon:
         return session
 
     def _assemble(
-        self, session: KernelSession | PortableSession, *, passthrough: bool, acls: bool
+        self, kernel: KernelCache, atimes: Atimes, *, passthrough: bool, acls: bool
     ) -> Operations:
         isolation = Isolation(self._store.namespace, default=self._config.options.isolation)
-        cache = Cache(self._store, session, self._processes, isolation, passthrough=passthrough)
-        operations = Operations(self._store, cache, self._config.options, self.status, acls=acls)
+        cache = Cache(self._store, kernel, self._processes, isolation, passthrough=passthrough)
+        operations = Operations(
+            self._store, cache, self._config.options, atimes, self.status, acls=acls
+        )
         self._operations = operations
-        self._events.begin(Parts(cache, operations.beliefs, operations.locking, session))
+        self._events.begin(Parts(cache, operations.beliefs, operations.locking, kernel))
         return operations
 
     async def _announce(self, ready: Callable[[str], None]) -> None:

@@ -7,8 +7,7 @@ from ..backend.namespace import Inode
 from ..backend.store.api import StoreEvents
 from ..coherence.beliefs import Beliefs
 from ..coherence.cache import Cache
-from ..fuse.kernel import KernelSession
-from ..fuse.portable import PortableSession
+from ..coherence.kernel_cache import KernelCache
 from ..posix.locking import Locking
 
 __all__ = ["MountEvents", "Parts"]
@@ -20,7 +19,7 @@ class Parts(NamedTuple):
     cache: Cache
     beliefs: Beliefs
     locking: Locking
-    session: KernelSession | PortableSession
+    kernel: KernelCache
 
 
 class MountEvents(StoreEvents):
@@ -55,7 +54,7 @@ class MountEvents(StoreEvents):
 
     def version_published(self, ino: int) -> None:
         if self._parts is not None:
-            self._parts.session.version_published(ino)
+            self._parts.kernel.version_published(ino)
 
     def content_gone(self, extent: int) -> None:
         if self._parts is not None:

@@ -10,13 +10,14 @@ unmounted; until then it is in memory alone, as with lazytime. Each host of a cl
 import ctypes
 import os
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from ..backend.clock import now_ns
 from ..backend.namespace import Inode
 from ..backend.namespace.protection import NOATIME
 from ..backend.store.extents import ExtentStore
+from ..coherence.nodes import Node
 from ..mount.config import MountOptions
 
 # Files whose last read is remembered; of more, the first ones seem not to have been read.
@@ -36,42 +37,40 @@ class _Passed(NamedTuple):
 
 
 class Atimes:
-    """Access times that are newer than the inodes' records. `in_use`: whether an inode is open."""
+    """Access times that are newer than the inodes' records."""
 
-    def __init__(
-        self, options: MountOptions, extents: ExtentStore, in_use: Callable[[int], bool]
-    ) -> None:
+    def __init__(self, options: MountOptions, extents: ExtentStore) -> None:
         self._extents = extents
-        self._in_use = in_use
         self._strict = options.strictatime
         # As mount(2) has it: strictatime outdoes noatime.
         self._noatime = options.read_only or (options.noatime and not options.strictatime)
         self._nodiratime = self._noatime or options.nodiratime
         self._read: dict[int, int] = {}
         # By inode and node: the extent that reads pass through to, and its access time when they began to.
-        self._passed: dict[int, dict[int, _Passed]] = {}
+        self._passed: dict[int, dict[Node, _Passed]] = {}
         # Inodes that may have been read past us since their extents were looked at.
         self._may_be_read: set[int] = set()
 
-    def passes(self, node: int, ino: int, extent: int, atime_ns: int) -> None:
+    def passes(self, node: Node, extent: int, atime_ns: int) -> None:
         """Reads of a node are about to pass through to an extent, last read at `atime_ns`."""
         if not self._noatime:
             _limit(self._passed)
-            self._passed.setdefault(ino, {})[node] = _Passed(extent, atime_ns)
+            self._passed.setdefault(node.ino, {})[node] = _Passed(extent, atime_ns)
 
     def opened(self, ino: int) -> None:
         """An inode whose reads pass through is opened by somebody who may read it."""
         if ino in self._passed:
             self._may_be_read.add(ino)
 
-    def moved(self, node: int, ino: int, extent: int) -> None:
+    def moved(self, node: Node, extent: int) -> None:
         """The extent that reads of a node pass through to has another number now."""
-        passed = self._passed.get(ino)
+        passed = self._passed.get(node.ino)
         if passed is not None and node in passed:
             passed[node] = passed[node]._replace(extent=extent)
 
-    def gone(self, node: int, ino: int) -> None:
+    def gone(self, node: Node) -> None:
         """Reads of a node do not pass through any more; the extent may go."""
+        ino = node.ino
         passed = self._passed.get(ino)
         if passed is not None and node in passed:
             self._look(ino)
@@ -121,9 +120,9 @@ class Atimes:
     def _look(self, ino: int) -> None:
         if ino not in self._may_be_read:
             return
-        if not self._in_use(ino):
-            self._may_be_read.remove(ino)
         nodes = self._passed.get(ino, {})
+        if not any(node.is_bound for node in nodes):
+            self._may_be_read.remove(ino)
         for node, passed in nodes.items():
             try:
                 found = self._extents.stat(passed.extent).st_atime_ns

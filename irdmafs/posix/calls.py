@@ -1,14 +1,21 @@
 """The arguments of operations that say who calls them and for what, and their answers."""
 
 import errno
-from typing import Final, Protocol
-
-import pyfuse3
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol
 
 from ..backend.namespace import Inode, fail
 from ..coherence.nodes import Handle
 
-__all__ = ["OFFSET_MAX", "Attributes", "Caller", "Fields", "OpenInfo", "refuse_other_than_file"]
+__all__ = [
+    "OFFSET_MAX",
+    "Attributes",
+    "Caller",
+    "Fields",
+    "OpenInfo",
+    "Space",
+    "refuse_other_than_file",
+]
 
 OFFSET_MAX: Final = 2**63 - 1
 
@@ -67,12 +74,28 @@ class Attributes:
     st_ctime_ns: int = 0
 
 
-class OpenInfo(pyfuse3.FileInfo):
+class OpenInfo(NamedTuple):
     """The answer to an open; the kernel session passes the handle's node through when `passthrough`."""
 
     handle: Handle
     passthrough: bool
+    keep_cache: bool
     noflush: bool
+
+
+@dataclass(slots=True)
+class Space:
+    """The answer to statfs(2), in the names of its fields."""
+
+    f_bsize: int
+    f_frsize: int
+    f_blocks: int
+    f_bfree: int
+    f_bavail: int
+    f_files: int
+    f_ffree: int
+    f_favail: int
+    f_namemax: int
 
 
 def refuse_other_than_file(inode: Inode) -> None:

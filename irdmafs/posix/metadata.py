@@ -3,8 +3,6 @@
 import errno
 import os
 
-import pyfuse3
-
 from ..backend.namespace import ROOT_INO, Inode, fail
 from ..backend.namespace.protection import APPEND, IMMUTABLE
 from ..backend.store.api import Store
@@ -14,7 +12,7 @@ from ..inline import detach
 from . import quotas
 from .answers import Answers
 from .atimes import Atimes
-from .calls import OFFSET_MAX, Attributes, Caller, Fields, refuse_other_than_file
+from .calls import OFFSET_MAX, Attributes, Caller, Fields, Space, refuse_other_than_file
 from .privileges import CAPABILITY, SET_IDS, may_keep_set_ids, mode_left, refuse_stranger
 from .privileges import Caller as Changer
 
@@ -49,7 +47,7 @@ class Metadata:
     async def setattr(
         self,
         inode: int,
-        attr: Attributes | pyfuse3.EntryAttributes,
+        attr: Attributes,
         fields: Fields,
         fh: int | None,
         ctx: Caller,
@@ -151,15 +149,14 @@ class Metadata:
         await self._namespace.set_attributes(node.ino, flags=flags)
         self._answers.refresh_other_nodes(None, node.ino)
 
-    async def statfs(self, ctx: Caller, node_id: int = ROOT_INO) -> pyfuse3.StatvfsData:
+    async def statfs(self, ctx: Caller, node_id: int = ROOT_INO) -> Space:
         """Return the space of the filesystem, or what quotas leave of it at the node."""
         below = self._store.statvfs()
-        data = pyfuse3.StatvfsData()
-        data.f_bsize, data.f_frsize = below.f_bsize, below.f_frsize
-        data.f_blocks, data.f_bfree, data.f_bavail = below.f_blocks, below.f_bfree, below.f_bavail
-        data.f_files = below.f_files
-        data.f_ffree = data.f_favail = below.f_ffree
-        data.f_namemax = 255
+        data = Space(
+            f_bsize=below.f_bsize, f_frsize=below.f_frsize, f_blocks=below.f_blocks,
+            f_bfree=below.f_bfree, f_bavail=below.f_bavail, f_files=below.f_files,
+            f_ffree=below.f_ffree, f_favail=below.f_ffree, f_namemax=255,
+        )  # fmt: skip
         node = self._nodes.by_id.get(node_id)
         if self._namespace.quotas.in_use and node is not None:
             for usage in self._namespace.quotas.around(node.ino):

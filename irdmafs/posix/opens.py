@@ -139,12 +139,9 @@ class Opens:
 
     def _opened(self, handle: Handle) -> OpenInfo:
         node = handle.node
-        info = OpenInfo(handle.fh, False, node.opens > 1 and node.cached, False)
-        info.handle = handle
-        info.passthrough = not node.cached
         # Closing any descriptor of a file drops its process's POSIX locks: then we must hear of it.
-        info.noflush = not handle.writing and not self._locking.must_hear_of_closes(node.ino)
-        return info
+        noflush = not handle.writing and not self._locking.must_hear_of_closes(node.ino)
+        return OpenInfo(handle, not node.cached, node.opens > 1 and node.cached, noflush)
 
     async def cancel_open(self, handle: Handle) -> None:
         """An open that was decided on cannot be answered: nobody will release what nobody got."""

@@ -38,6 +38,7 @@ class Operations:
         store: Store,
         cache: Cache,
         options: MountOptions,
+        atimes: Atimes,
         status: Callable[[], dict[str, Any]],
         *,
         acls: bool,
@@ -52,7 +53,7 @@ class Operations:
         self.listings_stay = not (store.shared or options.strictatime)
         self.beliefs = beliefs = Beliefs(store.namespace, cache.nodes, cache.kernel)
         arrivals = Arrivals(store, cache)
-        self.atimes = atimes = Atimes(options, store.extents, cache.nodes.in_use)
+        self.atimes = atimes
         self.locking = locking = Locking(
             options.locks, store.locks, cache, store.namespace.describe
         )

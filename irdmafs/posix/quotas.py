@@ -4,12 +4,11 @@ import errno
 import os
 from typing import Any
 
-import pyfuse3
-
 from ..backend.namespace import Namespace, fail
 from ..backend.namespace.quotas import Usage
 from ..callers.credentials import CAP_SYS_ADMIN
 from ..callers.processes import Processes
+from .calls import Space
 from .own_xattrs import QUOTA_USED_BYTES as USED_BYTES
 
 # An attribute's value is at most 64 KiB.
@@ -52,7 +51,7 @@ def report(namespace: Namespace) -> list[dict[str, Any]]:
     return [row for _, row in sorted(found, key=lambda one: -one[0])[:_REPORTED_MAX]]
 
 
-def limit(data: pyfuse3.StatvfsData, usage: Usage) -> None:
+def limit(data: Space, usage: Usage) -> None:
     """Show no more space than a quota leaves, as statfs(2) does below a project quota. f_blocks and f_files
     are 0 on a filesystem without a limit."""
     limit_bytes, limit_inodes = usage.limits

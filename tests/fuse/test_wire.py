@@ -30,9 +30,14 @@ from irdmafs.coherence.cache import Cache
 from irdmafs.coherence.content import Content
 from irdmafs.coherence.isolation import Isolation
 from irdmafs.fuse import passthrough, wire
-from irdmafs.fuse.kernel import KernelSession, ProtocolError
-from irdmafs.fuse.wire import Malformed, Opcode
+from irdmafs.fuse.answering import Answering, Counts
+from irdmafs.fuse.backings import Backings
+from irdmafs.fuse.connection import Connection, ProtocolError
+from irdmafs.fuse.notices import Notices
+from irdmafs.fuse.submounts import Submounts
+from irdmafs.fuse.wire import Malformed, Opcode, Request
 from irdmafs.mount.config import MountOptions
+from irdmafs.posix.atimes import Atimes
 from irdmafs.posix.operations import Operations
 
 ROOT = 1
@@ -72,29 +77,29 @@ def test_a_header_is_taken_only_with_the_length_it_names(data: bytes, received: 
     buffer = data.ljust(100, b"\0")
     named = int.from_bytes(buffer[:4], "little")
     if received >= 40 and named == received:
-        assert wire.decode_header(buffer, received)[0] == received
+        assert Request(buffer, received).length == received
     else:
         with pytest.raises(Malformed):
-            wire.decode_header(buffer, received)
+            Request(buffer, received)
 
 
 @given(size=st.integers(1, 200))
 def test_a_header_is_decoded_field_by_field(size: int) -> None:
     buffer = wire.IN_HEADER.pack(40 + size, 1, 2, 3, 4, 5, 6) + bytes(size)
-    assert wire.decode_header(buffer, 40 + size) == (40 + size, 1, 2, 3, 4, 5, 6)
+    found = Request(buffer, 40 + size)
+    assert (found.length, found.opcode, found.unique, found.nodeid) == (40 + size, 1, 2, 3)
+    assert (found.uid, found.gid, found.pid) == (4, 5, 6)
 
 
-@given(size=st.integers(0, 100))
-def test_a_body_that_is_too_short_for_its_kind_is_refused(size: int) -> None:
-    buffer = bytearray(200)
-    for layout in (wire.SETATTR_IN, wire.RENAME2_IN, wire.LOCK_IN, wire.FORGET_IN):
-        if size >= layout.size:
-            assert len(wire.decode(layout, buffer, 40 + size)) == len(
-                layout.unpack(bytes(layout.size))
-            )
-        else:
-            with pytest.raises(Malformed):
-                wire.decode(layout, buffer, 40 + size)
+@given(size=st.integers(0, 100), wanted=st.integers(0, 200))
+def test_a_request_that_is_too_short_for_its_kind_is_refused(size: int, wanted: int) -> None:
+    buffer = wire.IN_HEADER.pack(40 + size, 1, 2, 3, 4, 5, 6) + bytes(size)
+    request = Request(buffer, 40 + size)
+    if wanted <= 40 + size:
+        request.refuse_shorter(wanted)
+    else:
+        with pytest.raises(Malformed):
+            request.refuse_shorter(wanted)
 
 
 @given(data=st.binary(max_size=40), start=st.integers(0, 50), end=st.integers(0, 40))
@@ -144,22 +149,27 @@ _PAYLOAD = {
     Opcode.FSYNC: 0, Opcode.FSYNCDIR: 0, Opcode.SYNCFS: 0, Opcode.SETXATTR: 0,
     Opcode.REMOVEXATTR: 0, Opcode.FLUSH: 0, Opcode.ACCESS: 0, Opcode.FALLOCATE: 0,
     Opcode.LSEEK: 8, Opcode.POLL: 8, Opcode.GETLK: 24, Opcode.SETLK: 0, Opcode.SETLKW: 0,
-    Opcode.DESTROY: 0,
+    Opcode.DESTROY: 0, Opcode.STATX: 288,
 }  # fmt: skip
 
 
-class Session(KernelSession):
+class Listener(Notices):
     """Notifications are collected: in a thread they would come at any time."""
 
-    def __init__(self, device_fd: int) -> None:
-        super().__init__(device_fd)
+    def __init__(self, connection: Connection, backings: Backings) -> None:
+        super().__init__(connection, backings, Submounts(""))
         self.notifications: list[bytes] = []
-        self.surprises: list[str] = []
 
-    async def _notify(self, message: bytes) -> None:
+    async def _tell_in_thread(self, message: bytes) -> None:
         self.notifications.append(message)
 
-    def _fail(self, unique: int, opcode: int, error: Exception) -> None:
+
+class Checked(Answering):
+    """Errors that no request should lead to are collected."""
+
+    surprises: list[str]
+
+    def fail(self, request: Request, error: Exception) -> None:
         expected = isinstance(error, Malformed) or (isinstance(error, OSError) and error.errno)
         frame = traceback.extract_tb(error.__traceback__)[-1]
         no_such_handle = isinstance(error, KeyError) and (
@@ -167,26 +177,38 @@ class Session(KernelSession):
         )
         if not expected and not no_such_handle:
             self.surprises.append("".join(traceback.format_exception(error)))
-        super()._fail(unique, opcode, error)
+        super().fail(request, error)
 
 
 class Served:
     """One store served by a session whose device is a file in memory: what it writes is read there."""
 
-    def __init__(self, store: EmbeddedStore, session: Session, *, passthrough: bool) -> None:
-        self.session = session
+    def __init__(self, store: EmbeddedStore, nursery: trio.Nursery, *, passthrough: bool) -> None:
+        self.connection = connected(init_message(7, 40, (1 << 64) - 1))
+        atimes = Atimes(MountOptions(), store.extents)
+        backings = Backings(self.connection, store.extents, atimes)
+        self.notices = Listener(self.connection, backings)
         self.store = store
         self.processes = Processes("/nowhere")
         self.cache = Cache(
-            store, session, self.processes, Isolation(store.namespace), passthrough=passthrough
+            store, self.notices, self.processes, Isolation(store.namespace), passthrough=passthrough
         )
-        self.operations = Operations(store, self.cache, MountOptions(), dict, acls=False)
+        self.operations = Operations(store, self.cache, MountOptions(), atimes, dict, acls=False)
         self.nodes = self.cache.nodes
-        session.attach(self.operations)
+        self.nursery = nursery
+        self.session = Checked(
+            self.connection, self.operations, backings, self.notices, Counts(), nursery
+        )
+        self.session.surprises = []
         self.expected: Counter[int] = Counter()
         self.sent: dict[int, tuple[int, bytes]] = {}
         self.replies: dict[int, list[tuple[int, bytes]]] = {}
         self._unique = 1000
+
+    def close(self) -> None:
+        self.processes.close()
+        self.notices.close()
+        self.connection.close()
 
     def request(
         self, opcode: int, nodeid: int, body: bytes = b"", *, pid: int = 4242
@@ -195,7 +217,7 @@ class Served:
         self._unique += 2
         unique = self._unique
         self.send(message(opcode, nodeid, body, unique=unique, pid=pid))
-        self.session.settle()  # as the reader does when no other request is there
+        self.session.deferred.settle()  # as the reader does when no other request is there
         if opcode in NO_REPLY:
             assert unique not in self.replies
             return 0, b""
@@ -204,23 +226,30 @@ class Served:
 
     def send(self, data: bytes) -> None:
         """Dispatch any bytes as one message, and check what was written, if anything was."""
-        self.session._buffer[: len(data)] = data
+        self.connection.buffer[: len(data)] = data
         if len(data) >= 40 and int.from_bytes(data[:4], "little") == len(data):
             _, opcode, unique, *_ = wire.IN_HEADER.unpack_from(data)
             if opcode not in NO_REPLY:
                 self.expected[unique] += 1
             self.sent[unique] = opcode, data
-        self.session.dispatch(len(data))
+        self.session.answer(len(data))
         self.collect()
 
     async def settle(self) -> None:
-        if self.session._nursery.child_tasks:
+        if self.nursery.child_tasks:
             await trio.testing.wait_all_tasks_blocked()
+        self.collect()
+
+    async def finish(self) -> None:
+        """Wait until nothing waits any more."""
+        self.session.deferred.settle()
+        while self.nursery.child_tasks:
+            await trio.testing.wait_all_tasks_blocked(0.001)
         self.collect()
 
     def collect(self) -> None:
         """Take the replies that were written since the last time."""
-        fd = self.session._fd
+        fd = self.connection.fd
         written = os.pread(fd, os.fstat(fd).st_size, 0)
         os.ftruncate(fd, 0)
         os.lseek(fd, 0, os.SEEK_SET)
@@ -228,7 +257,7 @@ class Served:
             length, error, unique = wire.OUT_HEADER.unpack_from(written)
             assert 16 <= length <= len(written), f"{length} bytes are named, {len(written)} came"
             if not unique:  # what the kernel is told without having asked
-                self.session.notifications.append(written[:length])
+                self.notices.notifications.append(written[:length])
                 written = written[length:]
                 continue
             assert -4095 <= error <= 0
@@ -241,7 +270,7 @@ class Served:
         assert not self.session.surprises, self.session.surprises[0]
 
     def interrupt_all(self) -> None:
-        for unique in list(self.session._waiting):
+        for unique in list(self.session.waiting):
             self.request(Opcode.INTERRUPT, 0, wire.INTERRUPT_IN.pack(unique))
 
     def let_go(self) -> None:
@@ -282,6 +311,27 @@ def message(
     return wire.IN_HEADER.pack(40 + len(body), opcode, unique, nodeid, uid, 0, pid) + body
 
 
+def init_message(major: int, minor: int, flags: int) -> bytes:
+    low = flags & 0xFFFFFFFF | wire.Init.INIT_EXT
+    data = wire.INIT_IN.pack(major, minor, 65536, low) + wire.INIT_IN_FLAGS2.pack(flags >> 32)
+    return message(Opcode.INIT, 0, data + bytes(44), unique=1)
+
+
+def device(first_message: bytes) -> int:
+    """Return a file in memory that stands for /dev/fuse, with a message to read."""
+    fd = os.memfd_create("device", os.MFD_CLOEXEC)
+    os.write(fd, first_message)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+def connected(first_message: bytes) -> Connection:
+    connection = Connection(device(first_message))
+    os.ftruncate(connection.fd, 0)
+    os.lseek(connection.fd, 0, os.SEEK_SET)
+    return connection
+
+
 def check_payload(opcode: int, request: bytes, payload: bytes) -> None:
     if opcode in _PAYLOAD:
         assert len(payload) == _PAYLOAD[Opcode(opcode)], Opcode(opcode)
@@ -301,7 +351,7 @@ def check_payload(opcode: int, request: bytes, payload: bytes) -> None:
         assert opcode == Opcode.READLINK
 
 
-class Backings:
+class Ioctls:
     """Stands in for the ioctls of passthrough, which need a real /dev/fuse."""
 
     def __init__(self) -> None:
@@ -338,33 +388,35 @@ def open_files() -> int:
 
 def serve(mode: str, talk: Callable[[Served], None], messages: list[bytes] | None = None) -> None:
     """Serve a new store; afterwards it must be whole, and nothing may have been left open."""
-    backings = Backings()
+    backings = Ioctls()
     now_ns()  # the clock keeps a descriptor
     before = open_files()
 
     async def main(directory: str) -> None:
-        session = Session(os.memfd_create("device", os.MFD_CLOEXEC))
-        async with embedded_store(directory, Unmounted()) as store:
-            served = Served(store, session, passthrough=mode != "cached")
-            async with trio.open_nursery() as session._nursery:
-                talk(served)
-                for data in messages or ():
-                    served.send(data)
-                    await served.settle()
-                served.interrupt_all()
-                session.settle()
-            served.collect()
+        async with (
+            embedded_store(directory, Unmounted()) as store,
+            trio.open_nursery() as telling,
+            trio.open_nursery() as nursery,
+        ):
+            served = Served(store, nursery, passthrough=mode != "cached")
+            telling.start_soon(served.notices.run)
+            talk(served)
+            for data in messages or ():
+                served.send(data)
+                await served.settle()
+            served.interrupt_all()
+            await served.finish()
             assert {unique: len(found) for unique, found in served.replies.items()} == {
                 unique: count for unique, count in served.expected.items() if count
             }
-            async with trio.open_nursery() as session._nursery:
-                served.let_go()
+            served.let_go()
+            await served.finish()
             assert not backings.registered, "the kernel still holds files of ours"
             check(store.namespace)
             named = {inode.extent for inode in store.namespace.inodes.values()} - {0}
             assert set(store.extents) == named
-            served.processes.close()
-        session.close()
+            served.notices.stop()
+        served.close()
         async with embedded_store(directory, Unmounted()) as store:
             check(store.namespace)
 
@@ -801,6 +853,21 @@ def test_opens_for_writing_that_never_came_back_leave_no_descriptor(
     serve(mode, talk)
 
 
+def test_every_kind_of_request_is_carried_out_but_those_that_the_kernel_answers_itself() -> None:
+    unknown = {
+        *(Opcode.INIT, Opcode.ACCESS, Opcode.BMAP, Opcode.NOTIFY_REPLY),
+        *(Opcode.SETUPMAPPING, Opcode.REMOVEMAPPING),
+    }
+
+    def talk(served: Served) -> None:
+        refused = {
+            kind for kind in Opcode if served.request(kind, ROOT, bytes(100))[0] == errno.ENOSYS
+        }
+        assert refused == unknown
+
+    serve("cached", talk)
+
+
 def test_locks_that_wait_are_answered_when_they_are_interrupted() -> None:
     def talk(served: Served) -> None:
         node_id, fh = create(served, b"file", os.O_RDWR)
@@ -887,33 +954,17 @@ def test_a_time_with_more_nanoseconds_than_a_second_is_refused() -> None:
 # -- the handshake -----------------------------------------------------------------------------------
 
 
-@contextmanager
-def device(first_message: bytes) -> Iterator[KernelSession]:
-    fd = os.memfd_create("device", os.MFD_CLOEXEC)
-    session = KernelSession(fd)
-    os.write(fd, first_message)
-    os.lseek(fd, 0, os.SEEK_SET)
-    yield session
-    session.close()
-
-
-def init_message(major: int, minor: int, flags: int) -> bytes:
-    low = flags & 0xFFFFFFFF | wire.Init.INIT_EXT
-    data = wire.INIT_IN.pack(major, minor, 65536, low) + wire.INIT_IN_FLAGS2.pack(flags >> 32)
-    return message(Opcode.INIT, 0, data + bytes(44), unique=1)
-
-
 def test_the_handshake_agrees_on_passthrough() -> None:
     asked = init_message(7, 45, (1 << 64) - 1)
-    with device(asked) as session:
-        session.handshake()
-        written = os.pread(session._fd, 1000, len(asked))
-        assert wire.OUT_HEADER.unpack_from(written) == (len(written), 0, 1)
-        major, minor, _, flags, *_, flags2, depth, _ = wire.INIT_OUT.unpack_from(written, 16)
-        assert (major, minor) == (wire.MAJOR, wire.MINOR)
-        assert (flags | flags2 << 32) & wire.Init.PASSTHROUGH
-        assert depth >= 1
-        assert not os.get_blocking(session._fd)
+    connection = Connection(device(asked))
+    written = os.pread(connection.fd, 1000, len(asked))
+    assert wire.OUT_HEADER.unpack_from(written) == (len(written), 0, 1)
+    major, minor, _, flags, *_, flags2, depth, _ = wire.INIT_OUT.unpack_from(written, 16)
+    assert (major, minor) == (wire.MAJOR, wire.MINOR)
+    assert (flags | flags2 << 32) & wire.Init.PASSTHROUGH
+    assert depth >= 1
+    assert not os.get_blocking(connection.fd)
+    connection.close()
 
 
 @pytest.mark.parametrize(
@@ -925,11 +976,12 @@ def test_the_handshake_agrees_on_passthrough() -> None:
     ],
 )
 def test_a_kernel_without_what_is_needed_is_told_so(asked: bytes) -> None:
-    with device(asked) as session:
-        with pytest.raises(ProtocolError):
-            session.handshake()
-        written = os.pread(session._fd, 1000, len(asked))
-        assert wire.OUT_HEADER.unpack(written) == (16, -errno.EPROTO, 1)
+    fd = device(asked)
+    with pytest.raises(ProtocolError):
+        Connection(fd)
+    written = os.pread(fd, 1000, len(asked))
+    assert wire.OUT_HEADER.unpack(written) == (16, -errno.EPROTO, 1)
+    os.close(fd)
 
 
 @settings(fuzzing, max_examples=100)
@@ -945,10 +997,13 @@ def test_a_broken_handshake_is_refused_or_answered(
     for position, bits in flips:
         if position < len(asked):
             asked[position] ^= bits
-    with device(bytes(asked)) as session:
-        try:
-            session.handshake()
-        except (Malformed, ProtocolError):
-            return
-        written = os.pread(session._fd, 1000, len(asked))
+    fd = device(bytes(asked))
+    try:
+        Connection(fd)
+    except (Malformed, ProtocolError):
+        return
+    else:
+        written = os.pread(fd, 1000, len(asked))
         assert wire.OUT_HEADER.unpack_from(written)[:2] == (len(written), 0)
+    finally:
+        os.close(fd)

@@ -5,6 +5,8 @@ not needed any more, too.
 """
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -17,9 +19,7 @@ GENERATED = "_pb2.py"
 VERSION = "irdmafs._version"  # belongs to both sides
 
 # Modules longer than LINES_MAX.
-LONG = {
-    "irdmafs.fuse.kernel",
-}
+LONG: set[str] = set()
 # Modules that import each other, directly or by others.
 CIRCLES: list[set[str]] = []
 
@@ -107,6 +107,19 @@ def test_store_does_not_import_mount() -> None:
         if name.startswith("irdmafs.backend"):
             outside = {other for other in others if not other.startswith("irdmafs.backend")}
             assert outside <= {VERSION}, f"{name} imports {outside - {VERSION}}"
+
+
+def test_only_the_portable_session_needs_pyfuse3() -> None:
+    """A kernel session is built without it; the doctor asks whether it is there."""
+    users = {
+        name
+        for name, path in modules().items()
+        if name.startswith("irdmafs")
+        and "pyfuse3" in {source for source, _ in imported(name, path)}
+    }
+    assert users == {"irdmafs.fuse.portable", "irdmafs.doctor.machine"}
+    without = "import sys; sys.modules['pyfuse3'] = None; import irdmafs.mount.daemon"
+    subprocess.run([sys.executable, "-c", without], check=True, cwd=ROOT, timeout=60)
 
 
 def test_transport_knows_its_movers_by_one_list_only() -> None:

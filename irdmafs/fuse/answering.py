@@ -1,0 +1,168 @@
+"""Answering one request: in place where that needs no waiting, else in a task that a signal may end."""
+
+import errno
+import logging
+from collections.abc import Coroutine
+from types import CoroutineType
+from typing import Any
+
+import trio
+
+from .. import inline
+from ..posix.operations import Operations
+from .backings import Backings
+from .connection import Connection
+from .deferred import Deferred
+from .interrupts import Waiting
+from .notices import Notices
+from .requests import ANSWERED, Requests, Row
+from .wire import Malformed, Opcode, Request
+
+log = logging.getLogger(__name__)
+
+# Requests that may be answered before releases and forgets that came earlier are carried out.
+_GO_AHEAD = frozenset(
+    map(
+        int,
+        (
+            *(Opcode.LOOKUP, Opcode.GETATTR, Opcode.GETXATTR, Opcode.OPEN, Opcode.RELEASE),
+            *(Opcode.FORGET, Opcode.BATCH_FORGET),
+        ),
+    )
+)
+_PUT_OFF_MAX = 1024
+_WITHOUT_ANSWER = (Opcode.FORGET, Opcode.BATCH_FORGET, Opcode.INTERRUPT)
+
+
+class Counts:
+    """How many requests came, by opcode, and how many were answered with an error, by its name."""
+
+    def __init__(self) -> None:
+        self.by_opcode = [0] * 64
+        self.errors: dict[str, int] = {}
+
+    @property
+    def requests(self) -> dict[str, int]:
+        """Requests so far, by kind."""
+        return {opcode.name: self.by_opcode[opcode] for opcode in Opcode if self.by_opcode[opcode]}
+
+
+class Answering:
+    """Answers the requests that are read into a connection's buffer."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        operations: Operations,
+        backings: Backings,
+        notices: Notices,
+        counts: Counts,
+        nursery: trio.Nursery,
+    ) -> None:
+        self._connection = connection
+        self._buffer = connection.buffer
+        self._processes = operations.processes
+        self._nursery = nursery
+        self._counts = counts
+        self._counted = counts.by_opcode
+        self._trace = log.isEnabledFor(logging.DEBUG)
+        self.deferred = Deferred(operations, nursery)
+        self._released, self._forgotten = self.deferred.released, self.deferred.forgotten
+        # Requests that wait in tasks of their own, by number.
+        self.waiting: dict[int, Waiting] = {}
+        table = Requests(
+            connection, operations, backings, notices, self.deferred, self._interrupted
+        )
+        self._rows = table.rows
+
+    def answer(self, received: int) -> None:
+        """Answer the request of `received` bytes that is in the buffer."""
+        try:
+            request = Request(self._buffer, received)
+        except Malformed as error:
+            log.error("from the kernel: %s", error)
+            return
+        opcode = request.opcode
+        self._counted[opcode & 63] += 1
+        if self._trace:
+            log.debug(
+                "%s node %d pid %d, %d bytes", _name(opcode), request.nodeid, request.pid, received
+            )
+        if (self._released or self._forgotten) and (
+            opcode not in _GO_AHEAD or len(self._released) + len(self._forgotten) > _PUT_OFF_MAX
+        ):
+            self.deferred.settle()
+        row = self._rows.get(opcode)
+        if row is None:
+            self._connection.refuse(request.unique, errno.ENOSYS)
+            return
+        size, carry_out, pack = row
+        try:
+            if received < size:
+                raise Malformed("the request is too short for its kind")
+            result = carry_out(request)
+            if result.__class__ is CoroutineType:
+                result = inline.run(result)
+            if result is not ANSWERED:
+                self._connection.answer(
+                    request.unique, (result or b"") if pack is None else pack(result)
+                )
+        except inline.Detached:
+            waiting = Waiting(opcode, request.pid, trio.CancelScope(), trio.Event())
+            self.waiting[request.unique] = waiting
+            self._nursery.start_soon(self._finish, request, row, waiting, result)
+        except Exception as error:
+            self.fail(request, error)
+
+    async def _finish(
+        self, request: Request, row: Row, waiting: Waiting, coro: Coroutine[Any, Any, Any]
+    ) -> None:
+        """Run a request that waits, in a task of its own; INTERRUPT may cancel it."""
+        with waiting.scope as scope:
+            try:
+                result = await inline.resume(coro)
+                payload = (result or b"") if row.pack is None else row.pack(result)
+                self._connection.answer(request.unique, payload)
+            except Exception as error:
+                self.fail(request, error)
+            finally:
+                waiting.ended.set()
+                del self.waiting[request.unique]
+        if scope.cancelled_caught:
+            self._connection.refuse(request.unique, errno.EINTR)
+
+    def _interrupted(self, unique: int) -> None:
+        """The caller of a request got a signal."""
+        waiting = self.waiting.get(unique)
+        if waiting is not None:
+            self._nursery.start_soon(waiting.interrupted, self._processes)
+
+    def fail(self, request: Request, error: Exception) -> None:
+        """Answer with an error, and log what is no answer of a filesystem."""
+        opcode = request.opcode
+        if isinstance(error, Malformed):
+            log.error("from the kernel: %s", error)
+            code = errno.EINVAL
+        elif isinstance(error, OSError) and error.errno:
+            code = error.errno
+            if code in (errno.EIO, errno.ENOSPC, errno.EMFILE):
+                log.error("%s: %s", _name(opcode), error)
+        elif isinstance(error, KeyError):
+            log.error("%s: the kernel asked for what is not open", _name(opcode), exc_info=error)
+            code = errno.EBADF
+        elif isinstance(error, OverflowError):
+            code = errno.EINVAL
+        else:
+            log.exception("%s failed", _name(opcode), exc_info=error)
+            code = errno.EIO
+        name = errno.errorcode.get(code, str(code))
+        self._counts.errors[name] = self._counts.errors.get(name, 0) + 1
+        if opcode not in _WITHOUT_ANSWER:
+            self._connection.refuse(request.unique, code)
+
+
+def _name(opcode: int) -> str:
+    try:
+        return Opcode(opcode).name
+    except ValueError:
+        return f"request {opcode}"

@@ -1,0 +1,125 @@
+"""The connection to the kernel: its descriptor, and what both sides agree on before the first request."""
+
+import errno
+import logging
+import os
+from typing import Final
+
+from . import wire
+from .wire import BODY, Init, Opcode, Request
+
+log = logging.getLogger(__name__)
+
+_pack_header, _HEADER_BYTES = wire.OUT_HEADER.pack, wire.OUT_HEADER.size
+
+MAX_WRITE_BYTES: Final = 1024 * 1024
+_BUFFER_BYTES: Final = MAX_WRITE_BYTES + 4096
+# Releases count among them: one that has to wait its turn would come after an open that it matters to.
+_BACKGROUND_MAX: Final = 65535
+
+_WANTED: Final = (
+    Init.ASYNC_READ
+    | Init.POSIX_LOCKS
+    | Init.ATOMIC_O_TRUNC
+    | Init.EXPORT_SUPPORT
+    | Init.BIG_WRITES
+    | Init.DONT_MASK
+    | Init.FLOCK_LOCKS
+    | Init.DO_READDIRPLUS
+    | Init.READDIRPLUS_AUTO
+    | Init.PARALLEL_DIROPS
+    | Init.POSIX_ACL
+    | Init.MAX_PAGES
+    | Init.CACHE_SYMLINKS
+    | Init.EXPLICIT_INVAL_DATA
+    | Init.HANDLE_KILLPRIV_V2
+    | Init.SETXATTR_EXT
+    | Init.INIT_EXT
+    | Init.PASSTHROUGH
+)
+
+
+class ProtocolError(Exception):
+    """The kernel's FUSE cannot do what this session needs; the text says what."""
+
+
+class Connection:
+    """An open /dev/fuse descriptor whose filesystem is mounted, which it closes in the end.
+
+    The constructor answers the kernel's INIT, which mount(2) leaves in the queue. It raises ProtocolError
+    when the kernel lacks what we need; the descriptor then stays the caller's.
+
+    `stack_depth` is how deep this filesystem may lie in a stack of filesystems, at most 2; the files it
+    passes through to lie at least one less deep. `acls`: the kernel is to check ACLs, and with them modes,
+    whatever the mount options say.
+    """
+
+    def __init__(self, device_fd: int, stack_depth: int = 1, *, acls: bool = True) -> None:
+        self.fd = device_fd
+        self.buffer = bytearray(_BUFFER_BYTES)
+        self.buffers = (self.buffer,)  # as readv(2) takes it
+        received = os.readv(device_fd, self.buffers)
+        request = Request(self.buffer, received)
+        if request.opcode != Opcode.INIT:
+            raise ProtocolError(f"the kernel began with request {request.opcode}, not INIT")
+        request.refuse_shorter(BODY + wire.INIT_IN.size)
+        major, minor, readahead, flags = wire.INIT_IN.unpack_from(self.buffer, BODY)
+        if major != wire.MAJOR or minor < wire.MIN_MINOR:
+            raise self._refused(
+                request, f"the kernel speaks FUSE {major}.{minor}; 7.{wire.MIN_MINOR} is needed"
+            )
+        if flags & Init.INIT_EXT:
+            (flags2,) = wire.INIT_IN_FLAGS2.unpack_from(self.buffer, BODY + wire.INIT_IN.size)
+            flags |= flags2 << 32
+        if not flags & Init.PASSTHROUGH:
+            raise self._refused(
+                request,
+                "the kernel's FUSE has no passthrough (Linux 6.9 with CONFIG_FUSE_PASSTHROUGH has)",
+            )
+        self.has_epochs = minor >= wire.EPOCH_MINOR
+        self.can_prune = minor >= wire.PRUNE_MINOR
+        agreed = flags & (_WANTED if acls else _WANTED & ~Init.POSIX_ACL)
+        answer = wire.INIT_OUT.pack(
+            wire.MAJOR, min(minor, wire.MINOR), readahead, agreed & 0xFFFFFFFF,
+            _BACKGROUND_MAX, _BACKGROUND_MAX, MAX_WRITE_BYTES, 1, MAX_WRITE_BYTES // 4096, 0,
+            agreed >> 32, stack_depth, 0,
+        )  # fmt: skip
+        os.write(device_fd, wire.reply(request.unique, answer))
+        os.set_blocking(device_fd, False)
+
+    def _refused(self, request: Request, why: str) -> ProtocolError:
+        os.write(self.fd, wire.error_reply(request.unique, errno.EPROTO))
+        return ProtocolError(why)
+
+    def answer(self, unique: int, payload: bytes) -> None:
+        """Send the answer to a request."""
+        try:
+            os.write(self.fd, _pack_header(_HEADER_BYTES + len(payload), 0, unique) + payload)
+        except OSError as error:
+            self._unanswered(error)
+
+    def refuse(self, unique: int, code: int) -> None:
+        """Answer a request with an error."""
+        try:
+            os.write(self.fd, wire.error_reply(unique, code))
+        except OSError as error:
+            self._unanswered(error)
+
+    @staticmethod
+    def _unanswered(error: OSError) -> None:
+        # ENOENT: the caller was killed meanwhile. ENODEV: unmounted.
+        if error.errno not in (errno.ENOENT, errno.ENODEV):
+            log.error("answering the kernel failed: %s", error)
+
+    def tell(self, message: bytes) -> None:
+        """Send what the kernel did not ask for."""
+        try:
+            os.write(self.fd, message)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENODEV, errno.ENOTDIR):
+                log.warning("notifying the kernel failed: %s", error)
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1

@@ -1,0 +1,50 @@
+"""Releases and forgets are carried out when nothing more urgent is there: nobody waits for them, but
+somebody may wait for what came after them."""
+
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+import trio
+
+from .. import inline
+from ..posix.operations import Operations
+
+log = logging.getLogger(__name__)
+
+
+class Deferred:
+    """What is put off: handles to release, and (node id, lookups) to forget. Whoever is about to do what
+    they could make a difference to calls settle() first."""
+
+    def __init__(self, operations: Operations, nursery: trio.Nursery) -> None:
+        self._operations = operations
+        self._nursery = nursery
+        self.released: list[int] = []
+        self.forgotten: list[tuple[int, int]] = []
+
+    def settle(self) -> bool:
+        """Carry out what was put off. Return whether there was anything."""
+        released, forgotten = self.released[:], self.forgotten[:]
+        self.released.clear()
+        self.forgotten.clear()
+        for fh in released:
+            self.carry_out(self._operations.release(fh), f"releasing handle {fh}")
+        if forgotten:
+            self.carry_out(self._operations.forget(forgotten), "forgetting nodes")
+        return bool(released or forgotten)
+
+    def carry_out(self, coro: Coroutine[Any, Any, None], what: str) -> None:
+        """Run what nobody waits for, in a task of its own when it has to wait."""
+        try:
+            inline.run(coro)
+        except inline.Detached:
+            self._nursery.start_soon(self._carry_out_later, coro, what)
+        except Exception:
+            log.exception("%s failed", what)
+
+    async def _carry_out_later(self, coro: Coroutine[Any, Any, None], what: str) -> None:
+        try:
+            await inline.resume(coro)
+        except Exception:
+            log.exception("%s failed", what)

@@ -1,0 +1,113 @@
+"""What the kernel is told without having asked: what it is to forget, and that a version is there."""
+
+import logging
+import math
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+import trio
+
+from ..coherence.kernel_cache import KernelCache, Name
+from ..coherence.nodes import Node
+from . import wire
+from .backings import Backings
+from .connection import Connection
+from .submounts import Submounts
+
+log = logging.getLogger(__name__)
+
+_Step = tuple[Callable[..., Awaitable[None]], tuple[Any, ...]]
+
+
+class Notices(KernelCache):
+    """The kernel's memory of a mount with a kernel session, which runs what has to wait (run)."""
+
+    def __init__(self, connection: Connection, backings: Backings, submounts: Submounts) -> None:
+        self._connection = connection
+        self._backings = backings
+        self._submounts = submounts
+        # The kernel's handles of polls for a newer version, by inode.
+        self._pollers: dict[int, set[int]] = {}
+        self._ended = False
+        self._to_run: trio.MemorySendChannel[_Step]
+        self._to_run, self._steps = trio.open_memory_channel[_Step](math.inf)
+
+    async def run(self) -> None:
+        """Run what start_soon() is given, until stop()."""
+        async with trio.open_nursery() as nursery:
+            async for telling, args in self._steps:
+                nursery.start_soon(telling, *args)
+
+    def start_soon(self, telling: Callable[..., Awaitable[None]], *args: Any) -> bool:
+        if self._ended:
+            return False
+        self._to_run.send_nowait((telling, args))
+        return True
+
+    def stop(self) -> None:
+        """Run nothing more."""
+        self._ended = True
+        self._to_run.close()
+
+    def close(self) -> None:
+        self.stop()
+        self._steps.close()
+        self._submounts.close()
+
+    # -- what it is to forget --------------------------------------------------------------------
+
+    @property
+    def can_forget(self) -> bool:
+        return self._connection.has_epochs and not self._submounts.exist()
+
+    def invalidate_attributes(self, node: Node) -> None:
+        if node.lookups > 0:
+            self._connection.tell(wire.inval_inode(node.id, -1, 0))  # takes no lock
+
+    async def expire_names(self, names: list[Name]) -> None:
+        if self.can_forget:
+            self._connection.tell(wire.inc_epoch())
+            return
+        for parent, name in names:
+            await self._tell_in_thread(wire.inval_entry(parent, name))
+
+    def forget(self, nodes: Iterable[int], *, names: bool) -> None:
+        # Neither takes a lock: a thread that waited for one could keep a killed daemon's mount alive.
+        if names:
+            self._connection.tell(wire.inc_epoch())
+        for node_id in nodes:
+            self._connection.tell(wire.inval_inode(node_id, -1, 0))
+
+    async def forget_content(self, node: Node) -> None:
+        await self._tell_in_thread(wire.inval_inode(node.id, 0, 0))
+
+    def prune(self, nodes: Sequence[int]) -> None:
+        if self._connection.can_prune:
+            for start in range(0, len(nodes), wire.PRUNE_MAX):
+                self._connection.tell(wire.prune(nodes[start : start + wire.PRUNE_MAX]))
+
+    async def _tell_in_thread(self, message: bytes) -> None:
+        # The kernel may wait for a lock that a caller of ours holds until we answer.
+        await trio.to_thread.run_sync(self._connection.tell, message)
+
+    # -- the files that it holds -----------------------------------------------------------------
+
+    def drop_backing(self, node: Node) -> None:
+        self._backings.drop(node)
+
+    def move_backing(self, node: Node, extent: int) -> None:
+        self._backings.move(node, extent)
+
+    def backed_by(self, extent: int) -> list[Node]:
+        return self._backings.of(extent)
+
+    # -- versions --------------------------------------------------------------------------------
+
+    def poll(self, ino: int, kernel_handle: int) -> None:
+        """Wake a poll(2) when the next version of a file is published."""
+        self._pollers.setdefault(ino, set()).add(kernel_handle)
+
+    def version_published(self, ino: int) -> None:
+        for handle in self._pollers.pop(ino, ()):
+            message = wire.notification(wire.Notify.POLL, wire.NOTIFY_POLL.pack(handle))
+            self.start_soon(self._tell_in_thread, message)
