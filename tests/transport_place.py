@@ -63,13 +63,14 @@ async def mounted(
     rdma: Rdma | None = None,
     encrypt_data: bool = False,
     stages: bool = True,
+    role: str = "mount",
     **options: Any,
 ) -> AsyncIterator[Peers]:
     """A mount's end of the transport, with all movers unless told otherwise; `options` are those of
     Peers."""
     movers = movers or all_movers(rdma, encrypt_data=encrypt_data, stages=stages)
     async with Peers(
-        resolver(f"{memory}/addresses"), movers, name="test", role="mount", **options
+        resolver(f"{memory}/addresses"), movers, name="test", role=role, **options
     ) as peers:
         yield peers
 

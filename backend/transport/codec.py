@@ -1,73 +1,51 @@
-"""Which messages are understood on control connections: the core's, and those that movers add."""
+"""The messages of control connections in bytes: those of operations, and those that movers add."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from . import messages
 from .frames import BadMessage
-from .messages import Abort, AboutExtent, Answer, Hello, Message, Refused, Request, Welcome
-from .rights import OWN, RIGHTS, Row
+from .messages import Abort, AboutExtent, Answer, Hello, Message, Refused, Welcome
+from .rights import OWN, Row
 
-__all__ = ["CORE", "Codec", "MessageSet", "decode_hello", "decode_welcome"]
+__all__ = ["Codec", "MessageSet", "decode_hello", "decode_welcome"]
 
 T = TypeVar("T")
 
 
 class MessageSet(NamedTuple):
-    """The messages of one part of the transport. `rights` has a row for each message to a node; one that is
-    no Request has no answer, and a Request that only the owner of a content may make is AboutExtent.
-    `check(request)` raises BadMessage for what our own software never sends."""
+    """The messages of one part of the transport. `rights` has a row for each message to a node; a message
+    that is no Request has no answer, and a Request that only the owner of a content may make is
+    AboutExtent."""
 
     rights: Mapping[type[Message], Row]
     answers: tuple[type[Answer], ...]
-    check: Callable[[Any], None]
-
-
-CORE = MessageSet(
-    RIGHTS,
-    (
-        messages.Done,
-        messages.Failed,
-        messages.Contents,
-        messages.Report,
-        messages.Verdict,
-        messages.Digested,
-        messages.Mapped,
-    ),
-    messages.check,
-)
 
 
 class Codec:
-    """The messages of the core and of `sets`, no two with the same tag."""
+    """Encodes and decodes the messages of `sets`, no two of which have the same tag."""
 
-    def __init__(self, sets: Iterable[MessageSet] = ()) -> None:
-        every = CORE, *sets
+    def __init__(self, sets: Iterable[MessageSet]) -> None:
+        every = tuple(sets)
         self.rights = {kind: row for each in every for kind, row in each.rights.items()}
         for kind, row in self.rights.items():
             if OWN in row and not issubclass(kind, (AboutExtent, Abort)):
                 raise TypeError(f"nobody owns what {kind.__name__} is about")
-        self._checks = {kind: each.check for each in every for kind in each.rights}
         self._asked = _decoder(self.rights)
         self._answers = _decoder(kind for each in every for kind in each.answers)
 
     def decode(self, body: bytes) -> Message:
-        """Return what a peer says to a node. Raises BadMessage."""
+        """Return a message to a node. Raises BadMessage."""
         message: Message = _decoded(self._asked, body)
         return message
 
     def decode_answer(self, body: bytes) -> Answer:
-        """Raises BadMessage."""
+        """Return a node's answer. Raises BadMessage."""
         answer: Answer = _decoded(self._answers, body)
         return answer
-
-    def check(self, request: Request) -> None:
-        """Raise BadMessage for what our own software never sends."""
-        self._checks[type(request)](request)
 
 
 _hello_decoder = msgspec.msgpack.Decoder(Hello)
@@ -77,12 +55,12 @@ _welcome_decoder: msgspec.msgpack.Decoder[Welcome | Refused] = msgspec.msgpack.D
 
 
 def decode_hello(body: bytes) -> Hello:
-    """Raises BadMessage."""
+    """Return the first message of a caller. Raises BadMessage."""
     return _decoded(_hello_decoder, body)
 
 
 def decode_welcome(body: bytes) -> Welcome | Refused:
-    """Raises BadMessage."""
+    """Return the first message of a node. Raises BadMessage."""
     return _decoded(_welcome_decoder, body)
 
 

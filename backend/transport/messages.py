@@ -7,7 +7,6 @@ messages of its own (mover.py).
 
 import errno
 import os
-from typing import Any
 
 import msgspec
 
@@ -71,16 +70,22 @@ class Renewed(Message, tag=4):
 
 
 class Request(Message):
-    """`trace` is the id of what this is done for, for log lines."""
+    """A message that is answered. `trace` is the id of the call that it is made for, for log lines."""
 
     number: int
     trace: str
+
+    def check(self) -> None:
+        """Raise BadMessage for values that our own software never sends."""
 
 
 class AboutExtent(Request):
     """The base of requests about one extent."""
 
     extent: Extent
+
+    def check(self) -> None:
+        check_extent(self.extent)
 
 
 class Ping(Request, tag=10):
@@ -91,24 +96,48 @@ class Put(AboutExtent, tag=11):
     target: Target
     data: bytes
 
+    def check(self) -> None:
+        check_extent(self.extent)
+        check_target(self.target)
+        if len(self.data) > PUT_BYTES_MAX:
+            raise BadMessage(f"an extent of {len(self.data)} bytes in a message")
+
 
 class Get(Request, tag=12):
     extents: list[Extent]
     limit: int
+
+    def check(self) -> None:
+        if len(self.extents) > GET_EXTENTS_MAX or self.limit > PUT_BYTES_MAX:
+            raise BadMessage("more is asked for than a message can hold")
+        for extent in self.extents:
+            check_extent(extent)
 
 
 class Adopt(AboutExtent, tag=13):
     target: Target
     name: str
 
+    def check(self) -> None:
+        check_extent(self.extent)
+        check_target(self.target)
+        if len(self.name) > NAME_MAX:
+            raise BadMessage(f"a file name of {len(self.name)} characters")
+
 
 class Abort(Request, tag=14):
     content: int
+
+    def check(self) -> None:
+        check_numbers(self.content)
 
 
 class Suspect(Request, tag=15):
     group: int
     node: int
+
+    def check(self) -> None:
+        check_numbers(self.group, self.node)
 
 
 class Status(Request, tag=16):
@@ -170,32 +199,6 @@ class Mapped(Answer, tag=40):
     """Starts and lengths."""
 
     segments: list[tuple[int, int]]
-
-
-def check(request: Any) -> None:
-    """Raise BadMessage for what our own software never sends."""
-    match request:
-        case Put():
-            check_target(request.target)
-            check_extent(request.extent)
-            if len(request.data) > PUT_BYTES_MAX:
-                raise BadMessage(f"an extent of {len(request.data)} bytes in a message")
-        case Adopt():
-            check_target(request.target)
-            check_extent(request.extent)
-            if len(request.name) > NAME_MAX:
-                raise BadMessage(f"a file name of {len(request.name)} characters")
-        case Abort():
-            check_numbers(request.content)
-        case Suspect():
-            check_numbers(request.group, request.node)
-        case Get():
-            if len(request.extents) > GET_EXTENTS_MAX or request.limit > PUT_BYTES_MAX:
-                raise BadMessage("more is asked for than a message can hold")
-            for extent in request.extents:
-                check_extent(extent)
-        case Doubt() | Digest() | Map():
-            check_extent(request.extent)
 
 
 def check_target(target: Target) -> None:

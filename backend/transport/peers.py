@@ -16,12 +16,12 @@ from ..observe.logs import current_request
 from ..trust.security import Credentials
 from . import Extent
 from .caller import Caller
-from .codec import Codec
 from .counters import Counters
 from .device import RemoteDevice
 from .link import Link
 from .messages import Ping, Report, Scrub, Status, Suspect, Verdict
 from .mover import Mover
+from .operations import codec_for
 
 __all__ = ["Peers", "patience_s"]
 
@@ -78,7 +78,7 @@ class Peers:
         self.nursery = await self._manager.__aenter__()
         self._caller = Caller(
             self._name, self._role, self.resolve, self._session, self._session_key,
-            credentials, self._is_revoked, self._timeout_s, Codec(mover.messages for mover in self._movers),
+            credentials, self._is_revoked, self._timeout_s, codec_for(self._movers),
             self.counters, self.nursery,
         )  # fmt: skip
         self.nursery.start_soon(self._tidy)

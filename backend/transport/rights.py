@@ -1,9 +1,9 @@
-"""The rights of each kind of peer at a store node, and who a peer is.
+"""The rights of each kind of peer at a store node, and the peer itself.
 
-A mount writes contents of its own session and no others, a reader none, and an administrator touches no
-content at all. A node hands on what others gave it, so it may write any content; it is trusted with all
-that a group keeps anyway. A role or a message that is not in the table has no rights. The table has a part
-here, and one beside the messages of each mover.
+A mount writes contents of its own session and no others, a reader none, and an administrator reads and
+writes no content at all. A node hands on contents that others gave it, so it may write any content; it is
+trusted with everything that a group keeps anyway. A role or a message that is not in the table has no
+rights. Each operation has its row in operations.py, each message of a mover beside the mover's messages.
 """
 
 import enum
@@ -13,27 +13,12 @@ from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Any, TypeAlias
 
-from .messages import (
-    Abort,
-    Adopt,
-    Digest,
-    Doubt,
-    Get,
-    Map,
-    Message,
-    Ping,
-    Put,
-    Renewed,
-    Scrub,
-    Status,
-    Suspect,
-)
+from .messages import Message
 
 __all__ = [
     "ANY",
     "NONE",
     "OWN",
-    "RIGHTS",
     "ROLES",
     "Peer",
     "Row",
@@ -62,26 +47,6 @@ ROLES = ("node", "mount", "reader", "admin")
 Row: TypeAlias = tuple[Scope, Scope, Scope, Scope]
 # A message on a control connection, or an operation on another one.
 Asked: TypeAlias = type[Message] | enum.IntEnum
-
-RIGHTS: Mapping[type[Message], Row] = {
-    Ping: (ANY, ANY, ANY, ANY),
-    Renewed: (ANY, ANY, ANY, ANY),
-    Status: (ANY, NONE, NONE, ANY),
-    Scrub: (NONE, NONE, NONE, ANY),
-    # Reading.
-    Get: (ANY, ANY, ANY, NONE),
-    Map: (ANY, ANY, ANY, NONE),
-    # It has the node look for itself whether its bytes are right.
-    Doubt: (ANY, ANY, ANY, NONE),
-    # It makes the node read much for little.
-    Digest: (ANY, NONE, NONE, NONE),
-    # Writing.
-    Put: (ANY, OWN, NONE, NONE),
-    Adopt: (NONE, OWN, NONE, NONE),
-    Abort: (NONE, OWN, NONE, NONE),
-    # It asks the node to look for itself whether another one can be reached.
-    Suspect: (NONE, ANY, NONE, NONE),
-}
 
 
 class Peer:

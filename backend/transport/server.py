@@ -14,13 +14,14 @@ import trio
 
 from ..trust.security import Credentials, Identity
 from .caller import broken_text
-from .codec import Codec, decode_hello
+from .codec import decode_hello
 from .control import Control
 from .counters import Counters
 from .door import Door, begins_with_tls, identity_of, listen
 from .frames import FRAME_BYTES_MAX, HELLO_BYTES_MAX, BadMessage, Frames
 from .messages import RECEIVER_PATIENCE, VERSION, Message, Refused, Welcome, describe_version
 from .mover import Connection, Host, Mover, Others, Serving
+from .operations import StoreNode, codec_for
 from .prompt import PromptStream, let_go
 from .rights import ROLES, Peer
 from .service import Service
@@ -59,7 +60,7 @@ class Listener:
         self._service = service
         self._others = others
         self._movers = movers
-        self._codec = Codec(mover.messages for mover in movers)
+        self._codec = codec_for(movers)
         self._address = address
         self._credentials = credentials
         if credentials is not None:
@@ -70,6 +71,7 @@ class Listener:
         self._connected: dict[trio.CancelScope, Peer] = {}
         self._serving: dict[Mover, Serving] = {}
         self.counters = Counters()
+        self._node = StoreNode(service, others, self.counters, self._give_up)
         self.control_port = control_port
 
     async def __aenter__(self) -> Self:
@@ -134,8 +136,8 @@ class Listener:
         with self.door.member(), self._while_certified(peer):
             log.debug("%s is connected", peer)
             control = Control(
-                frames, peer, self._codec, self._service, self._others, self.counters,
-                self._give_up, partial(self._connections, local, peer),
+                frames, peer, self._codec, self._node, self.counters,
+                partial(self._connections, local, peer),
                 idle_s=IDLE_S, patience_s=self._timeout_s * RECEIVER_PATIENCE,
             )  # fmt: skip
             try:

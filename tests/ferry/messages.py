@@ -1,7 +1,5 @@
 """The messages about files on the pier, the directory that both ends see."""
 
-from typing import Any
-
 from irdmafs.backend.transport import Target
 from irdmafs.backend.transport.codec import MessageSet
 from irdmafs.backend.transport.frames import BadMessage
@@ -22,6 +20,10 @@ class Fetch(AboutExtent, tag=64):
     start: int
     length: int
 
+    def check(self) -> None:
+        check_extent(self.extent)
+        check_range(self.start, self.length)
+
 
 class Bring(AboutExtent, tag=65):
     """Asks to take an extent from the pier."""
@@ -30,21 +32,16 @@ class Bring(AboutExtent, tag=65):
     length: int
     name: str
 
+    def check(self) -> None:
+        check_extent(self.extent)
+        check_target(self.target)
+        check_range(0, self.length)
+        if not self.name.isalnum() or len(self.name) > NAME_MAX:
+            raise BadMessage(f"{self.name[:NAME_MAX]!r} cannot lie on the pier")
+
 
 class Laid(Answer, tag=66):
     name: str
 
 
-def check(request: Any) -> None:
-    """Raise BadMessage for what our own software never sends."""
-    check_extent(request.extent)
-    if isinstance(request, Fetch):
-        check_range(request.start, request.length)
-    else:
-        check_target(request.target)
-        check_range(0, request.length)
-        if not request.name.isalnum() or len(request.name) > NAME_MAX:
-            raise BadMessage(f"{request.name[:NAME_MAX]!r} cannot lie on the pier")
-
-
-MESSAGES = MessageSet({Fetch: (ANY, ANY, ANY, NONE), Bring: (ANY, OWN, NONE, NONE)}, (Laid,), check)
+MESSAGES = MessageSet({Fetch: (ANY, ANY, ANY, NONE), Bring: (ANY, OWN, NONE, NONE)}, (Laid,))

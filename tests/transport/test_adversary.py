@@ -32,8 +32,9 @@ from irdmafs.backend.transport import (
     Unreachable,
     messages,
 )
-from irdmafs.backend.transport.codec import Codec, decode_welcome
+from irdmafs.backend.transport.codec import decode_welcome
 from irdmafs.backend.transport.movers import all_movers
+from irdmafs.backend.transport.operations import codec_for
 from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.rights import ROLES, Scope, may
 from irdmafs.backend.transport.tcp import data, tickets, wire
@@ -48,7 +49,7 @@ from irdmafs.backend.trust.security import Credentials
 __all__ = ["memory"]
 
 DOOR = "irdmafs.backend.transport.door"
-CODEC = Codec(mover.messages for mover in all_movers())
+CODEC = codec_for(all_movers())
 TARGET = Target(1, 1, ())
 TO_NODE, TO_MOUNT = 0, 1
 

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from irdmafs.backend.transport import messages
-from irdmafs.backend.transport.codec import Codec
 from irdmafs.backend.transport.complaints import BURST, PER_S, Complaints
 from irdmafs.backend.transport.movers import all_movers
+from irdmafs.backend.transport.operations import codec_for
 from irdmafs.backend.transport.rights import ROLES, Scope, may, need
 from irdmafs.backend.transport.session_keys import session_digest
 from irdmafs.backend.transport.tcp.authentication import (
@@ -181,7 +181,7 @@ def test_a_flood_of_complaints_is_cut_short_and_counted(caplog: pytest.LogCaptur
 # -- rights --------------------------------------------------------------------------------------
 
 MOVERS = all_movers()
-TABLE = Codec(mover.messages for mover in MOVERS).rights
+TABLE = codec_for(MOVERS).rights
 HANDSHAKE = {messages.Hello, messages.Welcome, messages.Refused}
 BASES = {messages.Message, messages.Request, messages.AboutExtent, messages.Answer}
 
@@ -189,8 +189,7 @@ BASES = {messages.Message, messages.Request, messages.AboutExtent, messages.Answ
 def test_every_message_that_a_peer_may_send_is_in_the_table() -> None:
     kinds = {
         kind
-        for mover in MOVERS
-        for module in (messages, inspect.getmodule(mover.messages.check))
+        for module in {messages, *(inspect.getmodule(message) for message in TABLE)}
         for _, kind in inspect.getmembers(module, inspect.isclass)
         if issubclass(kind, messages.Message) and not issubclass(kind, messages.Answer)
     }

@@ -22,6 +22,7 @@ from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.codec import Codec
 from irdmafs.backend.transport.mover import Mover
 from irdmafs.backend.transport.movers import all_movers
+from irdmafs.backend.transport.operations import codec_for
 from irdmafs.backend.transport.rights import ROLES, Scope, may
 
 __all__ = ["memory"]
@@ -190,7 +191,7 @@ def test_each_role_has_the_rights_that_the_mover_says() -> None:
         Scope.ANY, Scope.OWN, Scope.NONE, Scope.NONE,
     ]  # fmt: skip
     assert may(rights, "admin", Fetch) is Scope.NONE
-    assert may(Codec().rights, "node", Fetch) is Scope.NONE
+    assert may(codec_for(()).rights, "node", Fetch) is Scope.NONE
 
 
 def test_two_movers_with_one_tag_are_refused_at_once() -> None:

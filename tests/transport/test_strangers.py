@@ -31,9 +31,10 @@ from irdmafs.backend.transport import (
     door,
     messages,
 )
-from irdmafs.backend.transport.codec import Codec, decode_welcome
+from irdmafs.backend.transport.codec import decode_welcome
 from irdmafs.backend.transport.frames import HELLO_BYTES_MAX
 from irdmafs.backend.transport.movers import all_movers
+from irdmafs.backend.transport.operations import codec_for
 from irdmafs.backend.transport.tcp import messages as tcp
 from irdmafs.backend.transport.tcp import tickets, wire
 from irdmafs.backend.transport.tcp.authentication import CODE_BYTES, Authentication, Ticket
@@ -47,7 +48,7 @@ __all__ = ["memory"]
 
 LOGGER = "irdmafs.backend.transport.door"
 HUGE = 1 << 60
-CODEC = Codec(mover.messages for mover in all_movers())
+CODEC = codec_for(all_movers())
 
 
 @pytest.fixture(scope="module")

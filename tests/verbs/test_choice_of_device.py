@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from irdmafs.backend.cluster.config_sections import ClusterSection
 from irdmafs.backend.cluster.config_values import ConfigError
 from irdmafs.backend.transport import messages
-from irdmafs.backend.transport.codec import Codec
 from irdmafs.backend.transport.frames import BadMessage
 from irdmafs.backend.transport.growth import Growth
 from irdmafs.backend.transport.movers import all_movers
+from irdmafs.backend.transport.operations import codec_for
 from irdmafs.backend.transport.verbs import devices
 from irdmafs.backend.transport.verbs import messages as verbs
 from irdmafs.backend.transport.verbs.ends import QueueEnd
@@ -211,7 +211,7 @@ def test_what_a_caller_reserves_is_accepted(length: int) -> None:
     verbs.check_reservation(length, piece_bytes(length))
 
 
-CODEC = Codec(mover.messages for mover in all_movers())
+CODEC = codec_for(all_movers())
 
 
 @given(st.binary(max_size=200))

@@ -1,7 +1,6 @@
 """The messages by which queue pairs are set up, and rights to memory given."""
 
 import errno
-from typing import Any
 
 from .. import Target
 from ..codec import MessageSet
@@ -52,6 +51,10 @@ class Attach(Request, tag=18):
     rail: str
     gid: bytes
 
+    def check(self) -> None:
+        check_end(self.end)
+        check_pair(self.pair)
+
 
 class Expose(AboutExtent, tag=19):
     """Asks to read `length` bytes of an extent, from `start`, out of the node's memory, by queue pair
@@ -60,6 +63,11 @@ class Expose(AboutExtent, tag=19):
     start: int
     length: int
     pair: int = 0
+
+    def check(self) -> None:
+        check_pair(self.pair)
+        check_extent(self.extent)
+        check_range(self.start, self.length)
 
 
 class Reserve(AboutExtent, tag=30):
@@ -73,6 +81,12 @@ class Reserve(AboutExtent, tag=30):
     piece: int
     sealed: int
     pair: int = 0
+
+    def check(self) -> None:
+        check_pair(self.pair)
+        check_target(self.target)
+        check_extent(self.extent)
+        check_reservation(self.length, self.piece)
 
 
 class Rails(Request, tag=32):
@@ -95,23 +109,6 @@ class Exposed(Answer, tag=27):
 
 class RailsFound(Answer, tag=28):
     rails: list[Rail]
-
-
-def check(request: Any) -> None:
-    """Raise BadMessage for what our own software never sends."""
-    match request:
-        case Attach():
-            check_end(request.end)
-            check_pair(request.pair)
-        case Expose():
-            check_pair(request.pair)
-            check_extent(request.extent)
-            check_range(request.start, request.length)
-        case Reserve():
-            check_pair(request.pair)
-            check_target(request.target)
-            check_extent(request.extent)
-            check_reservation(request.length, request.piece)
 
 
 def check_end(end: QueueEnd) -> None:
@@ -165,5 +162,4 @@ MESSAGES = MessageSet(
         Release: (ANY, ANY, ANY, NONE),
     },
     (Attached, Exposed, RailsFound),
-    check,
 )

@@ -29,9 +29,9 @@ from irdmafs.backend.cluster.records import (
     group_key,
 )
 from irdmafs.backend.transport import Extent, FileRange, Target, messages
-from irdmafs.backend.transport.codec import Codec
 from irdmafs.backend.transport.device import RemoteDevice
 from irdmafs.backend.transport.movers import all_movers
+from irdmafs.backend.transport.operations import codec_for
 from irdmafs.backend.transport.peers import Peers
 from irdmafs.backend.transport.session_keys import make_session_key, session_digest
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
@@ -159,7 +159,7 @@ class DeviceJobs:
         """Both ends' encoding and decoding of a get and its answer."""
         asked = messages.Get(1, "", [Extent(self._contents, 0)], size)
         answer = messages.Contents(1, [bytes(size)])
-        known = Codec()
+        known = codec_for(())
         began = time.perf_counter()
         for _ in range(_CODEC_ROUNDS):
             known.decode(msgspec.msgpack.encode(asked))

@@ -1,0 +1,100 @@
+"""An operation of store nodes is added by a message and a line with its handler.
+
+The one that is added here tells how long an extent is.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import trio
+from transport_nodes import serving
+from transport_place import memory, mounted
+
+from irdmafs.backend.transport import Extent
+from irdmafs.backend.transport.frames import BadMessage
+from irdmafs.backend.transport.messages import AboutExtent, Answer, Request
+from irdmafs.backend.transport.operations import OPERATIONS, Operation, StoreNode, codec_for
+from irdmafs.backend.transport.peers import Peers
+from irdmafs.backend.transport.rights import ANY, NONE
+
+__all__ = ["memory"]
+
+KNOWN = Extent(7, 0)
+
+
+class Measure(AboutExtent, tag=80):
+    """Asks for the length of an extent, of which the node tells `digits` at most."""
+
+    digits: int
+
+    def check(self) -> None:
+        super().check()
+        if self.digits < 1:
+            raise BadMessage(f"{self.digits} digits")
+
+
+class Measured(Answer, tag=81):
+    length: int | None
+
+
+async def measure(node: StoreNode, request: Measure) -> Measured:
+    return Measured(request.number, node.service.size(request.extent))
+
+
+# The line of the table. Rights are those of nodes, mounts, readers and administrators.
+LINE: dict[type[Request], Operation] = {
+    Measure: Operation((ANY, ANY, NONE, NONE), Measured, measure)
+}
+
+
+@pytest.fixture(autouse=True)
+def added() -> Iterator[None]:
+    with patch.dict(OPERATIONS, LINE):
+        yield
+
+
+async def length(peers: Peers, extent: Extent, digits: int = 9) -> int | None:
+    answer = await peers.device(1).link.ask(lambda number: Measure(number, "", extent, digits))
+    assert isinstance(answer, Measured)
+    return answer.length
+
+
+def asked(memory: Path, extent: Extent, digits: int = 9, **options: Any) -> int | None:
+    """Return the answer of node 1 to a mount, or to whom the options say."""
+
+    async def main() -> int | None:
+        async with (
+            serving(f"{memory}/1", 1, f"{memory}/addresses") as node,
+            mounted(memory, **options) as peers,
+        ):
+            Path(node.service.path(KNOWN)).write_bytes(b"weights")
+            return await length(peers, extent, digits)
+
+    return trio.run(main)
+
+
+def test_a_handler_answers_the_message_that_it_is_for(memory: Path) -> None:
+    assert asked(memory, KNOWN) == len(b"weights")
+    assert asked(memory, Extent(8, 0)) is None
+
+
+def test_an_operation_is_refused_to_roles_that_have_no_right_to_it(memory: Path) -> None:
+    with pytest.raises(PermissionError, match="a reader may not send measure"):
+        asked(memory, KNOWN, role="reader")
+
+
+def test_a_message_that_makes_no_sense_ends_the_connection(memory: Path) -> None:
+    with pytest.raises(OSError, match="store node 1"):
+        asked(memory, KNOWN, digits=0)
+
+
+def test_operations_with_one_tag_are_refused_at_once() -> None:
+    class Other(Measure, tag=80):
+        pass
+
+    same_tag: dict[type[Request], Operation] = {Other: LINE[Measure]}
+    with patch.dict(OPERATIONS, same_tag), pytest.raises(TypeError, match="tag"):
+        codec_for(())
