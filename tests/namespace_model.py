@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 from invariants import check, walk
 
+from irdmafs.backend.cluster.records import ContentId
 from irdmafs.backend.kv import NoSpace
 from irdmafs.backend.namespace import (
     NAME_MAX,
@@ -511,7 +512,7 @@ class NamespaceAgainstModel(RuleBasedStateMachine):
             thing.content = (extent, size, size // 512)
 
         inode = self.both(
-            lambda: self.namespace.publish(thing.ino, extent, size, size // 512, 12345),
+            lambda: self.namespace.publish(thing.ino, ContentId(extent), size, size // 512, 12345),
             expected,
             full=full,
         )
@@ -545,7 +546,7 @@ class NamespaceAgainstModel(RuleBasedStateMachine):
             lambda: self.run(namespace.rmdir(ino, name, in_use=False)),
             lambda: self.run(namespace.rename(ino, name, ROOT_INO, name, 0, in_use=False)),
             lambda: self.run(namespace.set_attributes(ino, mode=0)),
-            lambda: self.run(namespace.publish(ino, 1, 1, 1, 1)),
+            lambda: self.run(namespace.publish(ino, ContentId(1), 1, 1, 1)),
             lambda: namespace.lookup(ino, name),
         ):
             assert error_of(call) == "ESTALE"

@@ -12,6 +12,7 @@ from etcd_server import EtcdServer
 from invariants import check, walk
 from namespace_model import DIRECTORY, FILE
 
+from irdmafs.backend.cluster.records import ContentId
 from irdmafs.backend.cluster.replica import Replica
 from irdmafs.backend.kv import Event
 from irdmafs.backend.kv.etcd import EtcdEngine
@@ -196,7 +197,9 @@ class Worker:
                 flags = self.random.choice([RENAME_EXCHANGE, RENAME_NOREPLACE])
                 return "exchange", n.rename(parent, name, to, new, flags, in_use=False)
             case _:
-                return "publish", n.publish(self.file(), self.random.getrandbits(40), 1, 1, 1)
+                return "publish", n.publish(
+                    self.file(), ContentId(self.random.getrandbits(40)), 1, 1, 1
+                )
 
     async def make(self, parent: int, name: bytes, mode: int) -> None:
         made = await self.namespace.create(parent, name, mode, 0, 0, version=1)

@@ -20,6 +20,7 @@ from irdmafs.backend.cluster.membership import MOUNT, NODE, Members, Session, ad
 from irdmafs.backend.cluster.placement import group_of
 from irdmafs.backend.cluster.records import (
     SETTINGS_KEY,
+    ContentId,
     GroupConfig,
     Layout,
     MountRecord,
@@ -272,7 +273,7 @@ class Writer:
                     await self.groups.changed()
                 continue
             inode = Inode(self._ino, 0o100644, 0, 0, 0)
-            inode.size, inode.extent, inode.layout = len(data), content, layout
+            inode.size, inode.extent, inode.layout = len(data), ContentId(content), layout
             inode.blocks = -(-len(data) // 512)
             key = key_of(b"i", self._ino)
             try:

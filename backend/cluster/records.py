@@ -32,7 +32,7 @@ are its stripes, (content, stripe index).
 """
 
 import logging
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, NewType, TypeVar
 
 import msgspec
 
@@ -42,6 +42,11 @@ GROUP_BUCKET_BITS = 16
 CONTENT_NUMBER_BITS = 24
 # A transaction compares the configuration of every group it wrote to; etcd takes 128 compares.
 STRIPE_GROUPS_MAX = 64
+
+# The number of a content: in a cluster the session that wrote it, and a counter; on a store of one host a
+# counter. The content's file in a store directory has this name, in hexadecimal.
+ContentId = NewType("ContentId", int)
+NO_CONTENT = ContentId(0)  # of an empty file
 
 SETTINGS_KEY = b"c"
 NEXT_INO_KEY = b"u"

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..cluster.records import Layout
+from ..cluster.records import NO_CONTENT, ContentId, Layout
 
 __all__ = [
     "NAME_MAX",
@@ -54,7 +54,7 @@ class _Record(NamedTuple):
     mtime_ns: int
     ctime_ns: int
     version: int
-    extent: int
+    extent: ContentId
     target: bytes
     xattrs: dict[bytes, bytes]
     layout: Layout
@@ -98,7 +98,7 @@ class Inode:
         self.atime_ns = self.mtime_ns = self.ctime_ns = self.birth_ns = now_ns
         self.flags = 0
         self.version = 0
-        self.extent = 0
+        self.extent = NO_CONTENT
         self.parent = 0
         self.target = b""
         self.xattrs = NO_XATTRS

@@ -12,7 +12,7 @@ from typing import Protocol
 import trio
 
 from ..clock import now_ns
-from ..cluster.records import Layout
+from ..cluster.records import ContentId, Layout
 from ..kv import Compare, OwnEngine
 from .changes import Commit
 from .inode import NAME_MAX, NO_LAYOUT, ROOT_INO, Dentry, Inode, fail
@@ -237,7 +237,7 @@ class Namespace:
     async def publish(
         self,
         ino: int,
-        extent: int,
+        extent: ContentId,
         size: int,
         blocks: int,
         mtime_ns: int,

@@ -16,7 +16,7 @@ import stat
 from collections.abc import Callable, Mapping
 
 from ..clock import now_ns
-from ..cluster.records import Layout
+from ..cluster.records import ContentId, Layout
 from . import acl
 from .changes import Commit
 from .inheritance import inherited_from
@@ -263,7 +263,7 @@ class Planner:
     def publish(
         self,
         ino: int,
-        extent: int,
+        extent: ContentId,
         size: int,
         blocks: int,
         mtime_ns: int,

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
 from ..cluster.lock_claims import NOBODY, HostLocks, LockHolder
-from ..cluster.records import Layout
+from ..cluster.records import ContentId, Layout
 from ..namespace import Inode, Namespace, Outdated
 from .extents import ExtentStore
 
@@ -46,7 +46,7 @@ class StoreEvents(ABC):
         """The file has another version, by this mount or another one."""
 
     @abstractmethod
-    def content_gone(self, extent: int) -> None:
+    def content_gone(self, extent: ContentId) -> None:
         """The file of a content is not on this host any more. It may come again, as another file."""
 
     @abstractmethod
@@ -71,7 +71,7 @@ class Unmounted(StoreEvents):
 
     def version_published(self, ino: int) -> None: ...
 
-    def content_gone(self, extent: int) -> None: ...
+    def content_gone(self, extent: ContentId) -> None: ...
 
     def check_publishing(self, ino: int) -> None: ...
 
@@ -103,13 +103,13 @@ class Store(Protocol):
         """Whether publishing waits for a disk or for the network."""
         ...
 
-    def pin(self, extent: int) -> None:
+    def pin(self, extent: ContentId) -> None:
         """Keep a content although its file moves on to another version."""
         ...
 
-    def unpin(self, extent: int) -> None: ...
+    def unpin(self, extent: ContentId) -> None: ...
 
-    def retire(self, extent: int) -> None:
+    def retire(self, extent: ContentId) -> None:
         """No version names this content any more: it goes as soon as nothing pins it."""
         ...
 
@@ -117,7 +117,7 @@ class Store(Protocol):
         """Where the contents of a file created under this name are to be kept."""
         ...
 
-    def allocate(self, inode: Inode) -> tuple[int, int]:
+    def allocate(self, inode: Inode) -> tuple[ContentId, int]:
         """An empty working copy for a file: its content number and a read-write descriptor that the
         caller closes. Raises OSError (ENOSPC, EMFILE)."""
         ...
@@ -125,7 +125,7 @@ class Store(Protocol):
     async def publish(
         self,
         ino: int,
-        extent: int,
+        extent: ContentId,
         status: os.stat_result,
         mtime_ns: int,
         *,
@@ -139,30 +139,32 @@ class Store(Protocol):
         OSError ENOSPC and EDQUOT: the present version stays; Outdated."""
         ...
 
-    async def save_aside(self, ino: int, extent: int, status: os.stat_result, mtime_ns: int) -> str:
+    async def save_aside(
+        self, ino: int, extent: ContentId, status: os.stat_result, mtime_ns: int
+    ) -> str:
         """Publish a content that cannot become the file's next version as a new file beside it, and return
         that one's name. Raises OSError."""
         ...
 
-    async def begin_in_place(self, inode: Inode, extent: int) -> int:
+    async def begin_in_place(self, inode: Inode, extent: ContentId) -> ContentId:
         """Make the content of a version one that may be written: its extent from now on. May be a copy.
         Raises OSError (ENOSPC)."""
         ...
 
-    def end_in_place(self, inode: Inode, extent: int) -> bool:
+    def end_in_place(self, inode: Inode, extent: ContentId) -> bool:
         """The extent that `begin_in_place` gave holds what it did then, and is wanted no more; whether
         it stands for the inode's version again. A copy does not."""
         ...
 
-    def is_lent(self, extent: int) -> bool:
+    def is_lent(self, extent: ContentId) -> bool:
         """Return whether the extent is the very file of a store node on this host."""
         ...
 
-    def hands_over(self, extent: int) -> bool:
+    def hands_over(self, extent: ContentId) -> bool:
         """Return whether publishing this content gives its very file to a store node on this host."""
         ...
 
-    async def is_same(self, inode: Inode, extent: int) -> bool:
+    async def is_same(self, inode: Inode, extent: ContentId) -> bool:
         """Return whether the content holds the bytes of the inode's version. False if that cannot be
         known."""
         ...
@@ -207,13 +209,13 @@ class Store(Protocol):
         EOPNOTSUPP, which says why, where the file had better be opened; EFBIG, EINVAL."""
         ...
 
-    def is_here(self, extent: int) -> bool: ...
+    def is_here(self, extent: ContentId) -> bool: ...
 
-    def count_open(self, extent: int) -> None:
+    def count_open(self, extent: ContentId) -> None:
         """Count an open that gets this content as one that found it here or had it fetched."""
         ...
 
-    async def read(self, inode: Inode, extent: int, offset: int, size: int) -> bytes:
+    async def read(self, inode: Inode, extent: ContentId, offset: int, size: int) -> bytes:
         """Some bytes of a content that is not on this host."""
         ...
 

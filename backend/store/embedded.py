@@ -14,7 +14,7 @@ from typing import Any
 
 import trio
 
-from ..cluster.records import Layout
+from ..cluster.records import NO_CONTENT, ContentId, Layout
 from ..kv import OwnEngine
 from ..kv.engines import OpenEngine, open_engine
 from ..namespace import Inode, Namespace, fail, load_own
@@ -124,13 +124,13 @@ class EmbeddedStore(Pinned):
 
     # -- the life of an extent -------------------------------------------------------------------
 
-    def _free(self, extent: int) -> None:
+    def _free(self, extent: ContentId) -> None:
         self.extents.free(extent)
 
     async def publish(
         self,
         ino: int,
-        extent: int,
+        extent: ContentId,
         status: os.stat_result,
         mtime_ns: int,
         *,
@@ -148,7 +148,7 @@ class EmbeddedStore(Pinned):
         if size and self.waits:
             await trio.to_thread.run_sync(self.extents.sync, extent)
         before = self.namespace.inode(ino).extent
-        kept = extent if size else 0
+        kept = extent if size else NO_CONTENT
         inode = await self.namespace.publish(
             ino, kept, size, status.st_blocks, mtime_ns,
             ctime_ns=ctime_ns, base=base, within_quotas=within_quotas,
@@ -158,24 +158,26 @@ class EmbeddedStore(Pinned):
             self.retire(before)
         return inode
 
-    async def save_aside(self, ino: int, extent: int, status: os.stat_result, mtime_ns: int) -> str:
+    async def save_aside(
+        self, ino: int, extent: ContentId, status: os.stat_result, mtime_ns: int
+    ) -> str:
         made, name = await make_aside(self.namespace, ino, "this-host", self.layout)
         await self.publish(made.ino, extent, status, mtime_ns)
         return name
 
-    async def begin_in_place(self, inode: Inode, extent: int) -> int:
+    async def begin_in_place(self, inode: Inode, extent: ContentId) -> ContentId:
         return extent
 
-    def end_in_place(self, inode: Inode, extent: int) -> bool:
+    def end_in_place(self, inode: Inode, extent: ContentId) -> bool:
         return False
 
-    def is_lent(self, extent: int) -> bool:
+    def is_lent(self, extent: ContentId) -> bool:
         return False
 
-    def hands_over(self, extent: int) -> bool:
+    def hands_over(self, extent: ContentId) -> bool:
         return False
 
-    async def is_same(self, inode: Inode, extent: int) -> bool:
+    async def is_same(self, inode: Inode, extent: ContentId) -> bool:
         return False
 
     async def forget(self, inode: Inode) -> None:
@@ -189,7 +191,7 @@ class EmbeddedStore(Pinned):
     def layout(self, parent: int, name: bytes) -> Layout:
         return _HERE
 
-    def allocate(self, inode: Inode) -> tuple[int, int]:
+    def allocate(self, inode: Inode) -> tuple[ContentId, int]:
         return self.extents.allocate()
 
     def is_fresh(self, inode: Inode) -> bool:
@@ -215,13 +217,13 @@ class EmbeddedStore(Pinned):
         os.close(lifeline)
         raise fail(errno.EOPNOTSUPP, "it is on this host")
 
-    def count_open(self, extent: int) -> None:
+    def count_open(self, extent: ContentId) -> None:
         """Count nothing: all contents are here."""
 
-    def is_here(self, extent: int) -> bool:
+    def is_here(self, extent: ContentId) -> bool:
         return True
 
-    async def read(self, inode: Inode, extent: int, offset: int, size: int) -> bytes:
+    async def read(self, inode: Inode, extent: ContentId, offset: int, size: int) -> bytes:
         with self.extents.opened(extent) as fd:
             return os.pread(fd, size, offset)
 

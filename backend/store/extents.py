@@ -9,6 +9,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ..cluster.records import ContentId
+
 # One call may copy at most this much, so that a signal or a cancelled scope is noticed in between.
 _COPY_CHUNK_BYTES = 256 * 1024 * 1024
 
@@ -24,23 +26,23 @@ class ExtentStore:
         self.directory = directory
         os.makedirs(directory, mode=0o700, exist_ok=True)
         self._dir_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._next = max(self, default=0) + 1
+        self._next = ContentId(max(self, default=0) + 1)
 
     def close(self) -> None:
         os.close(self._dir_fd)
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[ContentId]:
         """Numbers of all extents that exist as files."""
         for name in os.listdir(self._dir_fd):
             try:
-                yield int(name, 16)
+                yield ContentId(int(name, 16))
             except ValueError:
                 continue
 
-    def path(self, extent: int) -> str:
+    def path(self, extent: ContentId) -> str:
         return f"{self.directory}/{extent:x}"
 
-    def allocate(self) -> tuple[int, int]:
+    def allocate(self) -> tuple[ContentId, int]:
         """Make an empty extent. Returns its number and a read-write descriptor the caller closes.
 
         Raises OSError (ENOSPC, EMFILE).
@@ -52,10 +54,10 @@ class ExtentStore:
             0o600,
             dir_fd=self._dir_fd,
         )
-        self._next = extent + 1
+        self._next = ContentId(extent + 1)
         return extent, fd
 
-    def open(self, extent: int, flags: int = os.O_RDONLY) -> int:
+    def open(self, extent: ContentId, flags: int = os.O_RDONLY) -> int:
         """Open an extent. Raises OSError EIO when the file is gone: the store was damaged."""
         try:
             return os.open(f"{extent:x}", flags | OPEN_FLAGS, dir_fd=self._dir_fd)
@@ -63,39 +65,39 @@ class ExtentStore:
             raise self._missing(extent) from None
 
     @contextmanager
-    def opened(self, extent: int, flags: int = os.O_RDONLY) -> Iterator[int]:
+    def opened(self, extent: ContentId, flags: int = os.O_RDONLY) -> Iterator[int]:
         fd = self.open(extent, flags)
         try:
             yield fd
         finally:
             os.close(fd)
 
-    def stat(self, extent: int) -> os.stat_result:
+    def stat(self, extent: ContentId) -> os.stat_result:
         """Raises OSError EIO when the file is gone: the store was damaged."""
         try:
             return os.stat(f"{extent:x}", dir_fd=self._dir_fd)
         except FileNotFoundError:
             raise self._missing(extent) from None
 
-    def truncate(self, extent: int, size: int) -> None:
+    def truncate(self, extent: ContentId, size: int) -> None:
         with self.opened(extent, os.O_RDWR) as fd:
             os.ftruncate(fd, size)
 
-    def set_times(self, extent: int, atime_ns: int, mtime_ns: int) -> None:
+    def set_times(self, extent: ContentId, atime_ns: int, mtime_ns: int) -> None:
         with self.opened(extent, os.O_RDWR) as fd:
             os.utime(fd, ns=(atime_ns, mtime_ns))
 
-    def _missing(self, extent: int) -> OSError:
+    def _missing(self, extent: ContentId) -> OSError:
         return OSError(errno.EIO, "extent is missing from the store", self.path(extent))
 
-    def free(self, extent: int) -> None:
+    def free(self, extent: ContentId) -> None:
         """Remove an extent; its memory goes when the last open file of it is closed."""
         try:
             os.unlink(f"{extent:x}", dir_fd=self._dir_fd)
         except FileNotFoundError:
             pass
 
-    def sync(self, extent: int) -> None:
+    def sync(self, extent: ContentId) -> None:
         """Make an extent survive a power loss (for stores on disk)."""
         with self.opened(extent) as fd:
             os.fsync(fd)

@@ -4,6 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ..cluster.records import ContentId
+
 
 class Pinned(ABC):
     """A store whose contents are freed, by `_free`, once no version names them and nothing pins them.
@@ -13,18 +15,18 @@ class Pinned(ABC):
     """
 
     def __init__(self) -> None:
-        self.counts: dict[int, int] = {}
-        self._retired: set[int] = set()
+        self.counts: dict[ContentId, int] = {}
+        self._retired: set[ContentId] = set()
 
     @abstractmethod
-    def _free(self, extent: int) -> None: ...
+    def _free(self, extent: ContentId) -> None: ...
 
-    def pin(self, extent: int) -> None:
+    def pin(self, extent: ContentId) -> None:
         """Keep a content although its file moves on to another version."""
         if extent:
             self.counts[extent] = self.counts.get(extent, 0) + 1
 
-    def unpin(self, extent: int) -> None:
+    def unpin(self, extent: ContentId) -> None:
         if not extent:
             return
         left = self.counts[extent] - 1
@@ -37,7 +39,7 @@ class Pinned(ABC):
             self._free(extent)
 
     @contextmanager
-    def pinned(self, extent: int) -> Iterator[None]:
+    def pinned(self, extent: ContentId) -> Iterator[None]:
         """Pin a content for a while."""
         self.pin(extent)
         try:
@@ -45,11 +47,11 @@ class Pinned(ABC):
         finally:
             self.unpin(extent)
 
-    def named(self, extent: int) -> None:
+    def named(self, extent: ContentId) -> None:
         """A version names this content, which may have been retired before."""
         self._retired.discard(extent)
 
-    def retire(self, extent: int) -> None:
+    def retire(self, extent: ContentId) -> None:
         """No version names this content any more: free it as soon as nothing pins it."""
         if not extent:
             return

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator
 
 import trio
 
+from ..backend.cluster.records import ContentId
 from ..backend.namespace import ROOT_INO, Inode, Namespace
 from .kernel_cache import KernelCache, Name
 from .nodes import NodeTable
@@ -65,7 +66,7 @@ class Beliefs:
         self._collecting = False
         self.epochs = self.told_inodes = 0
 
-    def content_gone(self, extent: int) -> None:
+    def content_gone(self, extent: ContentId) -> None:
         """Have the kernel let go of a file that is not kept here any more."""
         for node in self._kernel.backed_by(extent):
             if not node.is_bound:

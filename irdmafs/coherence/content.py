@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import trio
 
+from ..backend.cluster.records import NO_CONTENT, ContentId
 from ..backend.namespace import Inode
 from ..backend.store.api import Store
 
@@ -59,7 +60,7 @@ class Content:
         self.awaited = 0
         self.leaves = False
         self.holds = 0
-        self.pinned = 0
+        self.pinned = NO_CONTENT
         self.own = False
         self.fd = -1
         self.writable = False
@@ -72,7 +73,7 @@ class Content:
         self.begun: Stamp | None = None
         self.lock: trio.Lock | None = None
         self.show(inode)
-        self.extent = 0 if private else inode.extent
+        self.extent = NO_CONTENT if private else inode.extent
 
     def show(self, inode: Inode) -> None:
         """Take over what the namespace says of the version."""
@@ -178,7 +179,7 @@ class ContentTable:
         if content.holds:
             return False
         self._store.unpin(content.pinned)
-        content.pinned = 0
+        content.pinned = NO_CONTENT
         self.close(content)
         return True
 
@@ -197,7 +198,7 @@ class ContentTable:
         self._described[content] = None
         content.fd = fd
 
-    def give_extent(self, content: Content, extent: int, *, own: bool) -> None:
+    def give_extent(self, content: Content, extent: ContentId, *, own: bool) -> None:
         """Let the content lie in another extent from now on, or in the same under another number.
         Raises OSError ESTALE, and changes nothing, when a store node has let that go already."""
         if content.holds:

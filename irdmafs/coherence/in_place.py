@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import trio
 
+from ..backend.cluster.records import NO_CONTENT
 from ..backend.namespace import Inode
 from ..backend.store.api import Store
 from ..backend.store.extents import copy_contents
@@ -159,7 +160,8 @@ class InPlace:
         if inode.size == size and not content.is_changing:
             return
         if not size and not content.holds and not content.kept:
-            self._table.give_extent(content, 0, own=False)  # it need not come here to be emptied
+            # It need not come here to be emptied.
+            self._table.give_extent(content, NO_CONTENT, own=False)
         await self._cut_and_publish(content, size)
 
     async def empty(self, content: Content) -> None:

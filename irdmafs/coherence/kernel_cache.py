@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
+from ..backend.cluster.records import ContentId
 from .nodes import Node
 
 Name = tuple[int, bytes]  # number of a directory, which is its node id, too, and a name in it
@@ -48,7 +49,7 @@ class KernelCache(ABC):
         """Wake who waits for a newer version of a file."""
 
     @abstractmethod
-    def move_backing(self, node: Node, extent: int) -> None:
+    def move_backing(self, node: Node, extent: ContentId) -> None:
         """The file that passthrough holds of a node has another number now."""
 
     @abstractmethod
@@ -56,5 +57,5 @@ class KernelCache(ABC):
         """The node's extent changes or goes: let go of what passthrough holds of it."""
 
     @abstractmethod
-    def backed_by(self, extent: int) -> list[Node]:
+    def backed_by(self, extent: ContentId) -> list[Node]:
         """Return the nodes of which passthrough holds the file of an extent."""

@@ -9,6 +9,7 @@ import os
 
 import trio
 
+from ..backend.cluster.records import ContentId
 from ..backend.namespace import Inode, fail
 from ..backend.store.api import Outdated, Store
 from ..backend.store.extents import copy_contents
@@ -322,7 +323,7 @@ class Publisher:
         if before is not None:
             self._table.supersede(before)
 
-    async def _copy(self, content: Content) -> tuple[int, os.stat_result]:
+    async def _copy(self, content: Content) -> tuple[ContentId, os.stat_result]:
         """A copy in an extent of its own, and how it looks."""
         extent, fd = self._store.allocate(self._inodes[content.ino])
         try:

@@ -4,6 +4,7 @@ without a name."""
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ..backend.cluster.records import ContentId
 from ..backend.namespace import Inode
 from ..backend.store.api import Store
 from .changes import Changes
@@ -57,7 +58,7 @@ class Unused(NodeEvents):
                 self._table.give_extent(content, inode.extent, own=False)
                 self.move_backings(content.ino, before, inode.extent)
 
-    def move_backings(self, ino: int, before: int, extent: int) -> None:
+    def move_backings(self, ino: int, before: int, extent: ContentId) -> None:
         """The very file of an extent has another number now."""
         for node in self.nodes.of(ino):
             if node.backing_id and node.backing_extent == before:

@@ -2,6 +2,7 @@
 
 import os
 
+from ..backend.cluster.records import ContentId
 from ..backend.store.extents import ExtentStore
 from ..coherence.nodes import Node
 from ..posix.atimes import Atimes
@@ -29,7 +30,7 @@ class Backings:
             with self._extents.opened(content.extent) as fd:
                 self._pass_through(node, content.extent, fd)
 
-    def _pass_through(self, node: Node, extent: int, fd: int) -> None:
+    def _pass_through(self, node: Node, extent: ContentId, fd: int) -> None:
         atime_ns = os.fstat(fd).st_atime_ns
         node.backing_id = passthrough.register(self._connection.fd, fd)
         node.backing_extent = extent
@@ -44,14 +45,14 @@ class Backings:
             self._remove(node)
             node.backing_id = node.backing_extent = 0
 
-    def move(self, node: Node, extent: int) -> None:
+    def move(self, node: Node, extent: ContentId) -> None:
         """Note that the file which the kernel holds for a node has another number now."""
         self._remove(node)
         node.backing_extent = extent
         self._by_extent.setdefault(extent, set()).add(node)
         self._atimes.moved(node, extent)
 
-    def of(self, extent: int) -> list[Node]:
+    def of(self, extent: ContentId) -> list[Node]:
         """Return the nodes for which the kernel holds the file of an extent."""
         return list(self._by_extent.get(extent, ()))
 

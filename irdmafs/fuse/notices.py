@@ -7,6 +7,7 @@ from typing import Any
 
 import trio
 
+from ..backend.cluster.records import ContentId
 from ..coherence.kernel_cache import KernelCache, Name
 from ..coherence.nodes import Node
 from . import wire
@@ -95,10 +96,10 @@ class Notices(KernelCache):
     def drop_backing(self, node: Node) -> None:
         self._backings.drop(node)
 
-    def move_backing(self, node: Node, extent: int) -> None:
+    def move_backing(self, node: Node, extent: ContentId) -> None:
         self._backings.move(node, extent)
 
-    def backed_by(self, extent: int) -> list[Node]:
+    def backed_by(self, extent: ContentId) -> list[Node]:
         return self._backings.of(extent)
 
     # -- versions --------------------------------------------------------------------------------

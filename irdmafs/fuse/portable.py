@@ -16,6 +16,7 @@ from typing import Any
 import pyfuse3
 import trio
 
+from ..backend.cluster.records import ContentId
 from ..coherence.kernel_cache import KernelCache, Name
 from ..coherence.nodes import Node
 from ..posix.calls import Attributes, OpenInfo, Space
@@ -110,13 +111,13 @@ class PortableSession(Session, KernelCache):
     def version_published(self, ino: int) -> None:
         """Nobody to tell: pyfuse3's poll is not used."""
 
-    def move_backing(self, node: Node, extent: int) -> None:
+    def move_backing(self, node: Node, extent: ContentId) -> None:
         """There is none."""
 
     def drop_backing(self, node: Node) -> None:
         """Nothing to let go of: there is no passthrough."""
 
-    def backed_by(self, extent: int) -> list[Node]:
+    def backed_by(self, extent: ContentId) -> list[Node]:
         return []
 
 

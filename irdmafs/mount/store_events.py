@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from ..backend.cluster.lock_claims import NOBODY, LockHolder
+from ..backend.cluster.records import ContentId
 from ..backend.namespace import Inode
 from ..backend.store.api import StoreEvents
 from ..coherence.beliefs import Beliefs
@@ -56,7 +57,7 @@ class MountEvents(StoreEvents):
         if self._parts is not None:
             self._parts.kernel.version_published(ino)
 
-    def content_gone(self, extent: int) -> None:
+    def content_gone(self, extent: ContentId) -> None:
         if self._parts is not None:
             self._parts.beliefs.content_gone(extent)
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from ..backend.clock import now_ns
+from ..backend.cluster.records import ContentId
 from ..backend.namespace import Inode
 from ..backend.namespace.protection import NOATIME
 from ..backend.store.extents import ExtentStore
@@ -32,7 +33,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _Passed(NamedTuple):
-    extent: int
+    extent: ContentId
     atime_ns: int
 
 
@@ -51,7 +52,7 @@ class Atimes:
         # Inodes that may have been read past us since their extents were looked at.
         self._may_be_read: set[int] = set()
 
-    def passes(self, node: Node, extent: int, atime_ns: int) -> None:
+    def passes(self, node: Node, extent: ContentId, atime_ns: int) -> None:
         """Reads of a node are about to pass through to an extent, last read at `atime_ns`."""
         if not self._noatime:
             _limit(self._passed)
@@ -62,7 +63,7 @@ class Atimes:
         if ino in self._passed:
             self._may_be_read.add(ino)
 
-    def moved(self, node: Node, extent: int) -> None:
+    def moved(self, node: Node, extent: ContentId) -> None:
         """The extent that reads of a node pass through to has another number now."""
         passed = self._passed.get(node.ino)
         if passed is not None and node in passed:

@@ -12,6 +12,7 @@ import pytest
 from irdmafs.backend.cluster.group_configs import Groups
 from irdmafs.backend.cluster.placement import group_of
 from irdmafs.backend.cluster.records import (
+    ContentId,
     GroupConfig,
     Layout,
     MountRecord,
@@ -130,7 +131,7 @@ class World:
 
 def record(ino: int, content: int, size: int, layout: Layout) -> bytes:
     inode = Inode(ino, 0o100644, 0, 0, 0)
-    inode.extent, inode.size, inode.layout, inode.version = content, size, layout, 1
+    inode.extent, inode.size, inode.layout, inode.version = ContentId(content), size, layout, 1
     return inode.encode()
 
 

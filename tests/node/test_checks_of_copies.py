@@ -17,6 +17,7 @@ from irdmafs.backend.cluster.groups import without
 from irdmafs.backend.cluster.membership import Members
 from irdmafs.backend.cluster.placement import group_of
 from irdmafs.backend.cluster.records import (
+    ContentId,
     GroupConfig,
     Layout,
     NodeAddress,
@@ -102,7 +103,12 @@ class Place:
         ]
         self.groups.load(records, 1)
         inode = Inode(2, 0o100644, 0, 0, 0)
-        inode.extent, inode.size, inode.layout, inode.version = CONTENT, stripes, LAYOUT, 1
+        inode.extent, inode.size, inode.layout, inode.version = (
+            ContentId(CONTENT),
+            stripes,
+            LAYOUT,
+            1,
+        )
         inode.digests = fold(self.digests)
         self.catalog.load([KeyValue(key_of(b"i", 2), inode.encode(), 1)], 1)
         for stripe, data in enumerate(self.right):

@@ -29,6 +29,7 @@ from irdmafs.backend.cluster.membership import MOUNT, Members, Session
 from irdmafs.backend.cluster.placement import group_of
 from irdmafs.backend.cluster.records import (
     SETTINGS_KEY,
+    ContentId,
     Layout,
     MountRecord,
     NodeRecord,
@@ -248,7 +249,7 @@ class Writer:
         assert found is not None
         guards = [(group_key(group), found[1]), self.session.compare()]
         return await self.namespace.publish(
-            ino, content, size, 8, time.time_ns(), layout=layout, guards=guards
+            ino, ContentId(content), size, 8, time.time_ns(), layout=layout, guards=guards
         )
 
     async def publish(self, name: bytes, data: bytes, seed: int = 0) -> int:

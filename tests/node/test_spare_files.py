@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from irdmafs.backend.cluster.records import NO_CONTENT, ContentId
 from irdmafs.backend.node import directory as directory_module
 from irdmafs.backend.node import files as files_module
 from irdmafs.backend.node import spares
@@ -160,18 +161,18 @@ def test_a_working_copy_that_was_taken_over_is_never_used_again(files: Files, me
 def test_what_a_mount_on_this_host_has_opened_is_never_used_again(
     files: Files, memory: Path
 ) -> None:
-    contents = Contents(f"{memory}/cache", lambda: 0, lambda content: None)
+    contents = Contents(f"{memory}/cache", lambda: NO_CONTENT, lambda content: None)
     store = f"{memory}/store"
     for number in (1, 2):
         keep(files, number)
-    assert contents.borrow(1, store)
-    fd = contents.open(1)
+    assert contents.borrow(ContentId(1), store)
+    fd = contents.open(ContentId(1))
     os.close(fd)
-    contents.free(1)
+    contents.free(ContentId(1))
     assert not is_used_again(files, 1)
     assert is_used_again(files, 2)
     assert not list((memory / "store/lent").iterdir())
-    assert not contents.borrow(2, store), "it is gone"
+    assert not contents.borrow(ContentId(2), store), "it is gone"
     assert not list((memory / "store/lent").iterdir())
     contents.close()
 
@@ -179,12 +180,12 @@ def test_what_a_mount_on_this_host_has_opened_is_never_used_again(
 def test_what_came_again_under_the_name_of_something_borrowed_is_not_borrowed_unseen(
     files: Files, memory: Path
 ) -> None:
-    contents = Contents(f"{memory}/cache", lambda: 0, lambda content: None)
+    contents = Contents(f"{memory}/cache", lambda: NO_CONTENT, lambda content: None)
     keep(files, 1, byte=b"a")
     keep(files, 2, byte=b"b")
     # As if the first had been lent while the second took its name.
     os.link(memory / "store/extents/1.0", memory / "store/lent/2.0")
-    assert not contents.borrow(2, f"{memory}/store")
+    assert not contents.borrow(ContentId(2), f"{memory}/store")
     contents.close()
 
 
@@ -192,21 +193,21 @@ def test_a_content_that_is_fetched_never_takes_the_place_of_a_file_that_is_here(
     memory: Path,
 ) -> None:
     gone: list[int] = []
-    contents = Contents(f"{memory}/cache", lambda: 0, gone.append)
+    contents = Contents(f"{memory}/cache", lambda: NO_CONTENT, gone.append)
     for number, comes in ((1, "kept"), (2, "published")):
-        os.close(contents.make(number, 10))
-        path = Path(contents.path(number))
+        os.close(contents.make(ContentId(number), 10))
+        path = Path(contents.path(ContentId(number)))
         path.write_bytes(b"first")
         if comes == "kept":
-            contents.keep(number, 10)
-            contents.admit(number, 10)
+            contents.keep(ContentId(number), 10)
+            contents.admit(ContentId(number), 10)
         else:
-            with contents.publishing(number):
-                assert contents.has(number)
-                contents.admit(number, 10)
+            with contents.publishing(ContentId(number)):
+                assert contents.has(ContentId(number))
+                contents.admit(ContentId(number), 10)
         assert path.read_bytes() == b"first"
     assert sorted(os.listdir(contents.directory)) == ["1", "2"] and not gone
-    contents.free(1)
+    contents.free(ContentId(1))
     assert gone == [1]
     contents.close()
 

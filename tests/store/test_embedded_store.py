@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from invariants import check
 from memory_engine import MemoryEngine, Place
 
+from irdmafs.backend.cluster.records import NO_CONTENT, ContentId
 from irdmafs.backend.kv import Damaged, NoSpace, Put
 from irdmafs.backend.namespace import ROOT_INO, Inode
 from irdmafs.backend.store import embedded as node
@@ -47,7 +48,7 @@ def extents(tmp_path: Path) -> Iterator[ExtentStore]:
     store.close()
 
 
-def write(extents: ExtentStore, content: bytes) -> int:
+def write(extents: ExtentStore, content: bytes) -> ContentId:
     extent, fd = extents.allocate()
     os.write(fd, content)
     os.close(fd)
@@ -69,7 +70,7 @@ def test_an_extent_is_empty_at_first_and_keeps_what_is_written(extents: ExtentSt
 
 
 def test_no_number_is_given_twice_while_its_extent_exists(tmp_path: Path) -> None:
-    numbers: list[int] = []
+    numbers: list[ContentId] = []
     for _ in range(3):
         extents = ExtentStore(str(tmp_path))
         numbers += [write(extents, b"x") for _ in range(20)]
@@ -229,7 +230,7 @@ def make_file_of(store: EmbeddedStore, name: bytes, content: bytes) -> Inode:
     return make_version(store, inode.ino, content)
 
 
-def content_of(store: EmbeddedStore, extent: int) -> bytes:
+def content_of(store: EmbeddedStore, extent: ContentId) -> bytes:
     return Path(store.extents.path(extent)).read_bytes()
 
 
@@ -277,9 +278,9 @@ def test_an_empty_version_keeps_no_extent(tmp_path: Path, in_memory: None) -> No
         empty = make_version(store, full.ino, b"")
         assert (empty.extent, empty.size, empty.version) == (0, 0, 2)
         assert set(store.extents) == set()
-        store.pin(0)
-        store.retire(0)
-        store.unpin(0)
+        store.pin(NO_CONTENT)
+        store.retire(NO_CONTENT)
+        store.unpin(NO_CONTENT)
 
 
 def test_publishing_the_same_extent_again_keeps_it(tmp_path: Path, in_memory: None) -> None:
@@ -523,10 +524,10 @@ class StoreAgainstModel(RuleBasedStateMachine):
         self.directory = self.base / "store"
         self.opened = Store(self.directory)
         self.store = self.opened.__enter__()
-        self.contents: dict[int, bytes] = {}  # by extent
-        self.current: dict[int, tuple[int, int, int]] = {}  # file -> ino, version, extent
-        self.working: list[int] = []
-        self.pins: list[int] = []
+        self.contents: dict[ContentId, bytes] = {}  # by extent
+        self.current: dict[int, tuple[int, int, ContentId]] = {}  # file -> ino, version, extent
+        self.working: list[ContentId] = []
+        self.pins: list[ContentId] = []
 
     def teardown(self) -> None:
         self.opened.__exit__()
@@ -547,7 +548,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
             return
         if file not in self.current:
             made = run(self.store.namespace.create(ROOT_INO, b"%d" % file, FILE, 0, 0))
-            self.current[file] = made.ino, 0, 0
+            self.current[file] = made.ino, 0, NO_CONTENT
         ino, version, _ = self.current[file]
         extent = self.working[which % len(self.working)]
         status = self.store.extents.stat(extent)
@@ -567,7 +568,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 9))
     def pin(self, which: int) -> None:
-        extents = sorted({0, *self.expected()})
+        extents = sorted({NO_CONTENT, *self.expected()})
         extent = extents[which % len(extents)]
         self.store.pin(extent)
         self.pins.append(extent)
@@ -603,9 +604,9 @@ class StoreAgainstModel(RuleBasedStateMachine):
         self.pins.clear()
         self.current = {file: kept for file, kept in self.current.items() if kept[1]}
 
-    def expected(self) -> set[int]:
+    def expected(self) -> set[ContentId]:
         return {*(extent for _, _, extent in self.current.values()), *self.working, *self.pins} - {
-            0
+            NO_CONTENT
         }
 
     @invariant()

@@ -13,7 +13,7 @@ import trio
 
 from ...cluster.lease import Session
 from ...cluster.membership import Members
-from ...cluster.records import session_of
+from ...cluster.records import ContentId, session_of
 from ...cluster.replica import Replica
 from ...transport.peers import Peers
 
@@ -49,7 +49,7 @@ class Abandoned:
         members: Members,
         peers: Peers,
         session: Session,
-        named: Callable[[set[int]], set[int]],
+        named: Callable[[set[ContentId]], set[ContentId]],
     ) -> None:
         self._engine = engine
         self._replica = replica
@@ -57,13 +57,13 @@ class Abandoned:
         self._peers = peers
         self._session = session
         self._named = named
-        self._contents: dict[int, _GivenUp] = {}  # the oldest first
+        self._contents: dict[ContentId, _GivenUp] = {}  # the oldest first
         self._news = trio.Event()
 
     def __len__(self) -> int:
         return len(self._contents)
 
-    def give_up(self, content: int, nodes: Iterable[int], *, is_certain: bool) -> None:
+    def give_up(self, content: ContentId, nodes: Iterable[int], *, is_certain: bool) -> None:
         """`is_certain`: nobody has asked etcd to name it."""
         self._contents[content] = _GivenUp(set(nodes), is_certain)
         if len(self._contents) > CONTENTS_MAX:
@@ -98,7 +98,7 @@ class Abandoned:
             self._contents[content] = self._contents[content]._replace(is_certain=True)
 
     async def _tell(self) -> None:
-        told: dict[int, list[int]] = {}  # by node
+        told: dict[int, list[ContentId]] = {}  # by node
         for content, (nodes, is_certain) in list(self._contents.items()):
             nodes -= {node for node in nodes if self._members.is_removed(node)}
             if not nodes or session_of(content) != self._session.number:
@@ -112,7 +112,7 @@ class Abandoned:
         for content in [content for content, one in self._contents.items() if not one.nodes]:
             del self._contents[content]
 
-    async def _tell_node(self, node: int, contents: list[int]) -> None:
+    async def _tell_node(self, node: int, contents: list[ContentId]) -> None:
         for content in contents:
             try:
                 await self._peers.device(node).abort(content)

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from ...cluster.records import ContentId
 from ..extents import OPEN_FLAGS, ExtentStore
 from .figures import CacheFigures
 from .holds import Holds
@@ -27,8 +28,8 @@ class Contents(ExtentStore):
     def __init__(
         self,
         directory: str,
-        new_number: Callable[[], int],
-        gone: Callable[[int], None],
+        new_number: Callable[[], ContentId],
+        gone: Callable[[ContentId], None],
         limit_bytes: int | None = None,
     ) -> None:
         super().__init__(directory)
@@ -36,16 +37,16 @@ class Contents(ExtentStore):
         self._new_number = new_number
         self._gone = gone
         # Of contents that lie in the directory of a store node.
-        self._places: dict[int, Place] = {}
+        self._places: dict[ContentId, Place] = {}
         self._holds: dict[str, Holds] = {}  # by store directory
-        self._held: dict[int, str] = {}
-        self._kept: OrderedDict[int, int] = OrderedDict()
+        self._held: dict[ContentId, str] = {}
+        self._kept: OrderedDict[ContentId, int] = OrderedDict()
         # Working copies that become versions now: they may be named before we hear of it.
-        self._publishing: set[int] = set()
+        self._publishing: set[ContentId] = set()
         # Numbers that may not be used for other bytes: store nodes were sent something under them.
-        self.sent: set[int] = set()
+        self.sent: set[ContentId] = set()
         # Contents that were fetched for an open which is not counted yet.
-        self.uncounted: set[int] = set()
+        self.uncounted: set[ContentId] = set()
         self._limit_bytes = limit_bytes
         self.kept_bytes = 0
         self.evictions = 0
@@ -74,15 +75,15 @@ class Contents(ExtentStore):
 
     # -- files -----------------------------------------------------------------------------------
 
-    def path(self, extent: int) -> str:
+    def path(self, extent: ContentId) -> str:
         place = self._places.get(extent)
         return place.path if place is not None else super().path(extent)
 
-    def allocate(self) -> tuple[int, int]:
+    def allocate(self) -> tuple[ContentId, int]:
         self._next = self._new_number()
         return super().allocate()
 
-    def allocate_in(self, store: str) -> tuple[int, int]:
+    def allocate_in(self, store: str) -> tuple[ContentId, int]:
         """Make a working copy where the store node in the directory `store` will take it over.
 
         Raises OSError (ENOSPC, EMFILE, EACCES)."""
@@ -92,13 +93,13 @@ class Contents(ExtentStore):
         self._places[extent] = place
         return extent, fd
 
-    def adoptable(self, extent: int) -> str:
+    def adoptable(self, extent: ContentId) -> str:
         """Return the name of a working copy that a store node here can take over; "" for others."""
         place = self._places.get(extent)
         return place.name if isinstance(place, Incoming) else ""
 
     @contextmanager
-    def publishing(self, extent: int) -> Iterator[None]:
+    def publishing(self, extent: ContentId) -> Iterator[None]:
         """Take a working copy for a published content that is here, while it becomes one. If it does not,
         it is ours again, whoever has taken it over. It has to be pinned."""
         self._publishing.add(extent)
@@ -112,14 +113,14 @@ class Contents(ExtentStore):
         finally:
             self._publishing.discard(extent)
 
-    def published(self, extent: int, size: int, store: str) -> None:
+    def published(self, extent: ContentId, size: int, store: str) -> None:
         """The working copy is a version now. `store` is the directory of the node on this host."""
         place = self._places.get(extent)
         if isinstance(place, Incoming) and self.borrow(extent, store):
             place.free()  # of an attempt that failed
         self.keep(extent, size)
 
-    def renumber(self, extent: int) -> int:
+    def renumber(self, extent: ContentId) -> ContentId:
         """Another number, of the present session, for a working copy here, or for a version that was
         written on in place."""
         renamed = self._new_number()
@@ -132,11 +133,11 @@ class Contents(ExtentStore):
             self._places[renamed] = renamed_place
         return renamed
 
-    def is_lent(self, extent: int) -> bool:
+    def is_lent(self, extent: ContentId) -> bool:
         """Return whether it is the very file of a store node here, which nobody may write."""
         return isinstance(self._places.get(extent), Borrowed)
 
-    def take_out(self, extent: int) -> int:
+    def take_out(self, extent: ContentId) -> ContentId:
         """Make a working copy of a published content that is kept here, without moving a byte: the
         content is not here any more. Raises OSError ENOENT when it was not."""
         number = self._new_number()
@@ -144,7 +145,7 @@ class Contents(ExtentStore):
         self.kept_bytes -= self._kept.pop(extent, 0)
         return number
 
-    def put_back(self, number: int, extent: int) -> bool:
+    def put_back(self, number: ContentId, extent: ContentId) -> bool:
         """Undo `take_out`; False: the content has come here again meanwhile, or lies elsewhere."""
         if extent in self._kept or extent in self._places or number in self._places:
             return False
@@ -152,7 +153,7 @@ class Contents(ExtentStore):
         self.keep(extent, self.stat(extent).st_blocks * 512)
         return True
 
-    def open(self, extent: int, flags: int = os.O_RDONLY) -> int:
+    def open(self, extent: ContentId, flags: int = os.O_RDONLY) -> int:
         place = self._places.get(extent)
         if place is None:
             return super().open(extent, flags)
@@ -160,13 +161,13 @@ class Contents(ExtentStore):
             return os.open(self._held[extent], flags | os.O_CLOEXEC)
         return place.open(flags)
 
-    def stat(self, extent: int) -> os.stat_result:
+    def stat(self, extent: ContentId) -> os.stat_result:
         place = self._places.get(extent)
         if place is None:
             return super().stat(extent)
         return os.stat(self._held.get(extent) or place.path)
 
-    def free(self, extent: int) -> None:
+    def free(self, extent: ContentId) -> None:
         self.kept_bytes -= self._kept.pop(extent, 0)
         self.sent.discard(extent)
         self.uncounted.discard(extent)
@@ -177,7 +178,7 @@ class Contents(ExtentStore):
             place.free()
         self._gone(extent)
 
-    def make(self, extent: int, size: int, *, has_holes: bool = False) -> int:
+    def make(self, extent: ContentId, size: int, *, has_holes: bool = False) -> int:
         """A file of `size` bytes to fetch a content into; it is here once `admit` was called. It has its
         room, or is one hole.
 
@@ -199,7 +200,7 @@ class Contents(ExtentStore):
             raise
         return fd
 
-    def admit(self, extent: int, size: int) -> None:
+    def admit(self, extent: ContentId, size: int) -> None:
         """What `make` made is complete; `size` bytes are kept. Whoever has the content from elsewhere
         meanwhile relies on that file."""
         if extent in self._kept or extent in self._publishing:
@@ -210,12 +211,12 @@ class Contents(ExtentStore):
         )
         self.keep(extent, size)
 
-    def give_up(self, extent: int) -> None:
+    def give_up(self, extent: ContentId) -> None:
         os.unlink(f"fetch-{extent:x}", dir_fd=self._dir_fd)
 
     # -- what is kept ----------------------------------------------------------------------------
 
-    def borrow(self, extent: int, store: str) -> bool:
+    def borrow(self, extent: ContentId, store: str) -> bool:
         """Use a content of one stripe where the store node on this host keeps it, in its directory
         `store`; False: it is not there."""
         place = Borrowed(store, extent)
@@ -226,7 +227,7 @@ class Contents(ExtentStore):
         self._places[extent] = place
         return True
 
-    def has(self, extent: int) -> bool:
+    def has(self, extent: ContentId) -> bool:
         """Whether the published content can be opened here. Asking for it counts as using it."""
         if extent in self._kept:
             self._kept.move_to_end(extent)
@@ -241,13 +242,13 @@ class Contents(ExtentStore):
         del self._places[extent]  # its node has let it go
         return False
 
-    def keep(self, extent: int, size: int) -> None:
+    def keep(self, extent: ContentId, size: int) -> None:
         """A published content is here; `size` bytes of it are ours unless a store node has it."""
         if not self.is_lent(extent):
             self.kept_bytes += size - self._kept.get(extent, 0)
             self._kept[extent] = size
 
-    def hold(self, extent: int) -> None:
+    def hold(self, extent: ContentId) -> None:
         """It is pinned: what a store node keeps for us, or takes over, must not go. Raises
         FileNotFoundError when its node has let it go already."""
         place = self._places.get(extent)
@@ -263,7 +264,7 @@ class Contents(ExtentStore):
             self.let_go(extent)
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), place.path)
 
-    def let_go(self, extent: int) -> None:
+    def let_go(self, extent: ContentId) -> None:
         held = self._held.pop(extent, None)
         if held is not None:
             try:
@@ -271,7 +272,7 @@ class Contents(ExtentStore):
             except FileNotFoundError:
                 pass  # the store has gone
 
-    def make_room(self, size: int, pinned: "dict[int, int]") -> bool:
+    def make_room(self, size: int, pinned: "dict[ContentId, int]") -> bool:
         """Evict what is not pinned until `size` more bytes may be kept and find room beside the working
         copies; whether they do."""
         below = self.statvfs()

@@ -20,7 +20,7 @@ from functools import partial
 
 import trio
 
-from ...cluster.records import Layout
+from ...cluster.records import ContentId, Layout
 from ...namespace import Inode, fail
 from ...transport import Distrusted, Extent, FileRange, Memory
 from ...unwrap import first_error
@@ -95,7 +95,7 @@ class Fetcher:
         self._salt = salt
         self._verify = verify
         self._describe = describe
-        self._running: dict[int, trio.Event] = {}
+        self._running: dict[ContentId, trio.Event] = {}
         self._next_batch: dict[int, _Batch] = {}
         self._asking: dict[int, trio.Lock] = {}
         self.figures = FetchFigures()
@@ -156,7 +156,7 @@ class Fetcher:
         self.figures.lent_files += 1
         self.figures.lent_bytes += size
 
-    async def read(self, inode: Inode, content: int, offset: int, size: int) -> bytes:
+    async def read(self, inode: Inode, content: ContentId, offset: int, size: int) -> bytes:
         """Bytes of a content that is not kept here (`inode` gives its layout)."""
         buffer = os.memfd_create("irdmafs-range", os.MFD_CLOEXEC)
         try:
@@ -180,7 +180,7 @@ class Fetcher:
 
     # -- where it is -----------------------------------------------------------------------------
 
-    def _sources(self, group: int, content: int) -> list[int]:
+    def _sources(self, group: int, content: ContentId) -> list[int]:
         """Live members to read from: on this host first, the others in an order that differs from
         content to content and from mount to mount, so that they share the load."""
         found = self._cluster.groups.get(group)
@@ -192,7 +192,7 @@ class Fetcher:
         live.sort(key=lambda node: (node != self._cluster.here, hash((node, content, self._salt))))
         return live
 
-    def _borrow(self, content: int, layout: Layout, size: int) -> bool:
+    def _borrow(self, content: ContentId, layout: Layout, size: int) -> bool:
         store = self._cluster.store_here
         if not store or layout.stripes(size) > 1:
             return False
@@ -204,7 +204,7 @@ class Fetcher:
     async def _from_any(
         self,
         group: int,
-        content: int,
+        content: ContentId,
         ino: int,
         wrong: set[int],
         take: Callable[[int], Awaitable[None]],
@@ -366,7 +366,7 @@ class Fetcher:
         return node, await found.finish()
 
     async def _read(
-        self, inode: Inode, content: int, stripe: int, start: int, into: FileRange
+        self, inode: Inode, content: ContentId, stripe: int, start: int, into: FileRange
     ) -> None:
         async def take(node: int) -> None:
             device = self._cluster.peers.device(node)
@@ -435,13 +435,14 @@ class Fetcher:
             return
         for extent, data in zip(wanted, answers, strict=True):
             batch.data[extent] = data
-            if data is None or self._contents.has(extent.content):
+            inode = batch.wanted[extent]
+            if data is None or self._contents.has(inode.extent):
                 continue
-            if self._is_right(batch.wanted[extent], data):
-                self._store_small(extent.content, data)
+            if self._is_right(inode, data):
+                self._store_small(inode.extent, data)
             else:
                 batch.wrong.add(extent)
-                self._report_wrong(batch.wanted[extent], [(node, 0)])
+                self._report_wrong(inode, [(node, 0)])
 
     def _is_right(self, inode: Inode, data: bytes) -> bool:
         digests = Digests(inode.digests, 1)
@@ -452,7 +453,7 @@ class Fetcher:
         self.figures.checked_bytes += len(data)
         return True
 
-    def _store_small(self, content: int, data: bytes) -> None:
+    def _store_small(self, content: ContentId, data: bytes) -> None:
         if not self._contents.make_room(len(data), self._pins.counts):
             return
         fd = self._contents.make(content, len(data))

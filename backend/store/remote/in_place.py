@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
+from ...cluster.records import ContentId
 from ...namespace import Inode, Namespace, fail
 from ..extents import copy_contents
 from .contents import Contents
@@ -23,14 +24,14 @@ class InPlace:
         namespace: Namespace,
         contents: Contents,
         bring: Callable[[int], Awaitable[Inode]],
-        allocate: Callable[[Inode], tuple[int, int]],
+        allocate: Callable[[Inode], tuple[ContentId, int]],
     ) -> None:
         self._namespace = namespace
         self._contents = contents
         self._bring = bring
         self._allocate = allocate
 
-    async def begin(self, inode: Inode, extent: int) -> int:
+    async def begin(self, inode: Inode, extent: ContentId) -> ContentId:
         """Make the content of a version one that may be written, and return its number. It is a copy
         where a store node here has the file. Raises OSError (ENOSPC)."""
         if not self._contents.is_lent(extent):
@@ -46,7 +47,7 @@ class InPlace:
             os.close(fd)
         return number
 
-    async def _take_out(self, inode: Inode, extent: int) -> int:
+    async def _take_out(self, inode: Inode, extent: ContentId) -> ContentId:
         try:
             return self._contents.take_out(extent)
         except FileNotFoundError:
@@ -64,12 +65,12 @@ class InPlace:
                 "hosts' files, and cannot be written in place; see --cache-size",
             ) from None
 
-    def end(self, inode: Inode, extent: int) -> bool:
+    def end(self, inode: Inode, extent: ContentId) -> bool:
         """The content that `begin` gave holds what it did then. Return whether it stands for the inode's
         version again."""
         return bool(inode.extent) and self._contents.put_back(extent, inode.extent)
 
-    async def is_same(self, inode: Inode, extent: int) -> bool:
+    async def is_same(self, inode: Inode, extent: ContentId) -> bool:
         """Return whether a content holds the bytes of the inode's version; False if that is not known."""
         with self._contents.opened(extent) as fd:
             if os.fstat(fd).st_size != inode.size:

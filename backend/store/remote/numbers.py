@@ -3,7 +3,7 @@
 import errno
 from collections.abc import Callable
 
-from ...cluster.records import CONTENT_NUMBER_BITS
+from ...cluster.records import CONTENT_NUMBER_BITS, ContentId
 from ...namespace import fail
 
 _NUMBERS = 1 << CONTENT_NUMBER_BITS
@@ -17,7 +17,7 @@ class ContentNumbers:
         self._last = 0
         self._last_of = 0
 
-    def new(self) -> int:
+    def new(self) -> ContentId:
         """Raises OSError ENOSPC when the session has none left."""
         session = self._session()
         if session != self._last_of:
@@ -25,4 +25,4 @@ class ContentNumbers:
         self._last += 1
         if self._last >= _NUMBERS:
             raise fail(errno.ENOSPC, "this session has no content numbers left; mount again")
-        return session << CONTENT_NUMBER_BITS | self._last
+        return ContentId(session << CONTENT_NUMBER_BITS | self._last)

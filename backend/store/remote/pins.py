@@ -6,7 +6,7 @@ import logging
 import trio
 
 from ...cluster.lease import Session
-from ...cluster.records import pin_key
+from ...cluster.records import ContentId, pin_key
 from ...cluster.replica import Replica
 from ...kv import Delete, Put
 from ...kv.etcd import EtcdEngine
@@ -39,9 +39,9 @@ class ContentPins(Pinned):
         self._replica = replica
         self._inodes = namespace.inodes
         self._nursery = nursery
-        self._on_nodes: set[int] = set()
+        self._on_nodes: set[ContentId] = set()
 
-    def pin(self, extent: int) -> None:
+    def pin(self, extent: ContentId) -> None:
         """Raises OSError ESTALE when a store node here has let it go: the file has a newer version."""
         try:
             self._contents.hold(extent)
@@ -49,13 +49,13 @@ class ContentPins(Pinned):
             raise fail(errno.ESTALE) from None
         super().pin(extent)
 
-    def unpin(self, extent: int) -> None:
+    def unpin(self, extent: ContentId) -> None:
         super().unpin(extent)
         if extent and extent not in self.counts:
             self._contents.let_go(extent)
             self.let_go_on_nodes(extent)
 
-    def _free(self, extent: int) -> None:
+    def _free(self, extent: ContentId) -> None:
         self._contents.free(extent)
 
     def inode_changed(self, old: Inode | None, new: Inode | None) -> None:
@@ -63,7 +63,7 @@ class ContentPins(Pinned):
         if old is not None and old.extent and (new is None or new.extent != old.extent):
             self.retire(old.extent)
 
-    def is_here(self, extent: int) -> bool:
+    def is_here(self, extent: ContentId) -> bool:
         """Return whether a content need not be read from its nodes."""
         pinned = extent in self.counts and extent not in self._on_nodes
         return pinned or self._contents.has(extent)
@@ -85,17 +85,17 @@ class ContentPins(Pinned):
         await self._unpin_on_nodes(content)
         return False
 
-    def unpin_on_nodes(self, content: int) -> None:
+    def unpin_on_nodes(self, content: ContentId) -> None:
         """It is on this host now."""
         if content in self._on_nodes:
             self._nursery.start_soon(self._unpin_on_nodes, content)
 
-    def let_go_on_nodes(self, content: int) -> None:
+    def let_go_on_nodes(self, content: ContentId) -> None:
         """Nobody reads it now, unless it was opened."""
         if content not in self.counts:
             self.unpin_on_nodes(content)
 
-    async def _unpin_on_nodes(self, content: int) -> None:
+    async def _unpin_on_nodes(self, content: ContentId) -> None:
         self._on_nodes.discard(content)
         try:
             await self._engine.transact((), (Delete(pin_key(content, self._session.lease)),))

@@ -10,6 +10,8 @@ import errno
 import os
 from dataclasses import dataclass
 
+from ...cluster.records import ContentId
+
 __all__ = ["Borrowed", "Incoming", "Place"]
 
 
@@ -43,7 +45,7 @@ class Borrowed:
     """The very file of the node in the directory `store`, which nobody may write."""
 
     store: str
-    extent: int
+    extent: ContentId
 
     @property
     def path(self) -> str:

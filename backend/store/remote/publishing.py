@@ -10,7 +10,7 @@ from typing import NamedTuple
 import trio
 
 from ...cluster.lease import Session
-from ...cluster.records import Layout, session_of
+from ...cluster.records import NO_CONTENT, ContentId, Layout, session_of
 from ...kv import Compare, Conflict
 from ...namespace import Inode, Namespace, Outdated, fail
 from ..aside import make_aside
@@ -81,7 +81,7 @@ class Publisher:
         self._verify = verify
         self.figures = PublishFigures()
 
-    def allocate(self, inode: Inode) -> tuple[int, int]:
+    def allocate(self, inode: Inode) -> tuple[ContentId, int]:
         """Return the number of an empty working copy for a file, and a descriptor that the caller closes.
         Raises OSError (ENOSPC, EMFILE)."""
         self._contents.make_room(0, self._pins.counts)
@@ -95,7 +95,7 @@ class Publisher:
     async def publish(
         self,
         ino: int,
-        extent: int,
+        extent: ContentId,
         status: os.stat_result,
         mtime_ns: int,
         *,
@@ -113,7 +113,7 @@ class Publisher:
         while not size:
             await self._valid_session(ino, begun_in)
             try:
-                return await self._commit(version, 0, None)
+                return await self._commit(version, NO_CONTENT, None)
             except Conflict as conflict:
                 log.info("inode %d, empty: %s; again", ino, conflict)
                 await self._cluster.replica.barrier()
@@ -165,7 +165,7 @@ class Publisher:
         return session
 
     @contextmanager
-    def _renumbered(self, extent: int) -> Iterator[None]:
+    def _renumbered(self, extent: ContentId) -> Iterator[None]:
         """Keep another number of a working copy until its publish has ended, and longer if it is named."""
         with self._pins.pinned(extent):
             try:
@@ -174,7 +174,9 @@ class Publisher:
                 self._pins.retire(extent)
                 raise
 
-    async def _commit(self, version: _Version, content: int, transfer: Transfer | None) -> Inode:
+    async def _commit(
+        self, version: _Version, content: ContentId, transfer: Transfer | None
+    ) -> Inode:
         """Raises Conflict when the session or a group's configuration is another one by now, Outdated
         when the file's version is not the one it is based on."""
         guards: list[Compare] = [self._session.compare()]
@@ -211,7 +213,9 @@ class Publisher:
                 self._abandoned.give_up(content, transfer.asked, is_certain=True)
         return inode
 
-    async def save_aside(self, ino: int, extent: int, status: os.stat_result, mtime_ns: int) -> str:
+    async def save_aside(
+        self, ino: int, extent: ContentId, status: os.stat_result, mtime_ns: int
+    ) -> str:
         """Publish a content as a new file beside the one that it was made for, and return that one's name.
         Raises OSError."""
         made, name = await make_aside(self._namespace, ino, self._host, self._layouts.of_name)

@@ -11,7 +11,7 @@ import trio
 
 from ...cluster.config import ClusterConfig
 from ...cluster.membership import Members
-from ...cluster.records import MountRecord
+from ...cluster.records import ContentId, MountRecord
 from ...cluster.settings import read_settings
 from ...namespace import ROOT_INO, Inode
 from ...observe.figures import values_of
@@ -203,10 +203,10 @@ class RemoteStore:
         self.prefetch, self.prefetch_progress = prefetcher.start, prefetcher.progress
         self.statvfs = space.statvfs
 
-    def _named(self, contents: set[int]) -> set[int]:
+    def _named(self, contents: set[ContentId]) -> set[ContentId]:
         return contents & {inode.extent for inode in self.namespace.inodes.values()}
 
-    def hands_over(self, extent: int) -> bool:
+    def hands_over(self, extent: ContentId) -> bool:
         return bool(self.extents.adoptable(extent))
 
     async def forget(self, inode: Inode) -> None:

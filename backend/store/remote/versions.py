@@ -7,6 +7,7 @@ from functools import partial
 
 import trio
 
+from ...cluster.records import ContentId
 from ...cluster.replica import Replica
 from ...namespace import Inode, Namespace, fail
 from .contents import Contents
@@ -63,7 +64,7 @@ class Versions:
 
         return await self._with_current(ino, fetch)
 
-    def count_open(self, extent: int) -> None:
+    def count_open(self, extent: ContentId) -> None:
         """Count an open that gets this content as one that found it here or had it fetched."""
         if extent in self._contents.uncounted:
             self._contents.uncounted.remove(extent)

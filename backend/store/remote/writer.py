@@ -13,7 +13,7 @@ import time
 import trio
 
 from ...cluster.groups import has_still
-from ...cluster.records import GroupConfig, Layout, group_key
+from ...cluster.records import ContentId, GroupConfig, Layout, group_key
 from ...kv import Compare
 from ...transport import Distrusted, Extent, Fenced, FileRange, Target, Unreachable, nothing_landed
 from ...unwrap import first_error
@@ -35,7 +35,7 @@ class Transfer:
     def __init__(
         self,
         cluster: Cluster,
-        content: int,
+        content: ContentId,
         layout: Layout,
         fd: int,
         size: int,
