@@ -4,7 +4,7 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ..backend.namespace import fail
 from ..backend.store.api import Store
@@ -118,14 +118,14 @@ class Directories:
                 return
             node.lookups += 1
 
-    def names(self, fh: int, start_id: int) -> list[tuple[int, int, bytes, int]]:
-        """A listing without attributes: (next id, ino, name, mode)."""
+    def names(self, fh: int, start_id: int) -> Iterator[tuple[int, int, bytes, int]]:
+        """Yield a listing without attributes: (next id, ino, name, mode)."""
         entries = self._listing(self._directory_handle(fh), start_id)
-        return [
-            (index + 1, ino, name, self._inodes[ino].mode)
-            for index, (name, ino) in enumerate(entries[start_id : start_id + 4096], start_id)
-            if ino in self._inodes
-        ]
+        for index in range(start_id, len(entries)):
+            name, ino = entries[index]
+            inode = self._inodes.get(ino)
+            if inode is not None:
+                yield index + 1, ino, name, inode.mode
 
     async def releasedir(self, fh: int) -> None:
         self._directory_handle(fh)

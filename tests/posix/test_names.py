@@ -329,6 +329,23 @@ def test_rename_leaves_a_whiteout(folder: Path) -> None:
     os.unlink(folder / "d")
 
 
+def test_listing_goes_on_behind_many_names_that_were_removed_meanwhile(
+    folder: Path, session: str
+) -> None:
+    if session == CLUSTER:
+        pytest.skip("listed by the same code as on one host, and slow to fill")
+    # In the order in which they are listed; who lists them first does so here.
+    order = [f"name{number}" for number in range(6000)]
+    for name in order:
+        os.mknod(folder / name)
+    with os.scandir(folder) as listing:
+        next(listing)
+        for name in order[1000:5900]:
+            os.unlink(folder / name)
+        seen = {entry.name for entry in listing}
+    assert seen.issuperset(order[5900:])
+
+
 def test_parent_follows_a_directory_that_was_moved(folder: Path, process: TakeProcess) -> None:
     for name in ("a/b/deep", "c"):
         (folder / name).mkdir(parents=True)
