@@ -19,7 +19,7 @@ _ROLE_GET = auth_method("RoleGet", pb.AuthRoleGetResponse)
 _ROLE_GRANT = auth_method("RoleGrantPermission", pb.AuthResponse)
 _ROLE_REVOKE = auth_method("RoleRevokePermission", pb.AuthResponse)
 
-# etcd's own role that may do everything; somebody must have it before users are checked.
+# etcd's own role that may do everything; a user must have it before authentication is enabled.
 ROOT = "root"
 _NOBODY = "irdmafs nobody"
 
@@ -28,14 +28,15 @@ _Response = TypeVar("_Response")
 
 
 class Auth:
-    """Every method may be repeated: what is there already stays. They raise RpcError and OSError."""
+    """Users, roles and authentication. Methods can be repeated: users and roles that exist stay. They raise
+    RpcError and OSError."""
 
     def __init__(self, client: Client, timeout_s: float) -> None:
         self._client = client
         self._timeout_s = timeout_s
 
     async def is_enabled(self) -> bool:
-        """Return whether etcd checks who asks. Anybody may ask this."""
+        """Return whether authentication is enabled. Needs no rights."""
         request = pb.AuthenticateRequest(name=_NOBODY, password="-")
         try:
             await self._call(AUTHENTICATE, request)
@@ -44,7 +45,7 @@ class Auth:
         return True
 
     async def enable(self) -> None:
-        """From now on etcd checks who asks. The caller's own user must have the role ROOT."""
+        """Enable authentication. The caller's own user must have the role ROOT."""
         await self.add_user(ROOT, [ROOT])
         await self._call(_ENABLE, pb.AuthEnableRequest())
 
@@ -53,7 +54,7 @@ class Auth:
         return set(answer.users)
 
     async def add_user(self, name: str, roles: Collection[str]) -> None:
-        """With a certificate instead of a password."""
+        """Add a user that has a certificate instead of a password."""
         options = pb.UserAddOptions(no_password=True)
         await self._add(_USER_ADD, pb.AuthUserAddRequest(name=name, options=options))
         for role in roles:

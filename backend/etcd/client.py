@@ -1,9 +1,9 @@
-"""Calls of etcd: which endpoint, with what credentials, and what to do when one does not answer.
+"""Calls of etcd: the choice of the endpoint, credentials, and retries.
 
 One connection at a time serves all calls. When it fails, or its member cannot serve (it has no
-leader, it is shutting down), the next endpoint is tried. A call that may be repeated is, until it
-has a definite answer or its time is over; one that may not (a transaction) tells its caller whether
-etcd can have got it.
+leader, it is shutting down), the next endpoint is tried. A call that may be repeated is repeated until
+it has a definite answer or its time is over; a call that may not (a transaction) reports whether etcd
+can have received it.
 """
 
 import errno
@@ -43,10 +43,10 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-# One try of a call. etcd itself gives a request up after 7 s.
+# The time-out of one try. etcd itself gives a request up after 7 s.
 TRY_S = 4.0
 _CONNECT_S = 2.0
-PAUSES_S = (0.02, 0.5)  # between tries: the first, the longest
+PAUSES_S = (0.02, 0.5)  # pauses between tries: the first, the longest
 
 # gRPC status codes
 _CANCELLED, _UNKNOWN, _INVALID_ARGUMENT, _DEADLINE_EXCEEDED = 1, 2, 3, 4
@@ -73,7 +73,7 @@ def _method(path: str, response: type[Response]) -> Method[Response]:
 
 
 def auth_method(name: str, response: type[Response]) -> Method[Response]:
-    """A method of etcd's service of users and roles."""
+    """Return a method of etcd's service of users and roles."""
     return _method(f"Auth/{name}", response)
 
 
@@ -83,7 +83,7 @@ COMPACT: Method[pb.CompactionResponse] = _method("KV/Compact", pb.CompactionResp
 WATCH: Method[pb.WatchResponse] = _method("Watch/Watch", pb.WatchResponse)
 GRANT: Method[pb.LeaseGrantResponse] = _method("Lease/LeaseGrant", pb.LeaseGrantResponse)
 REVOKE: Method[pb.LeaseRevokeResponse] = _method("Lease/LeaseRevoke", pb.LeaseRevokeResponse)
-# A stream of one message each way is, on the wire, a call.
+# On the wire, a stream of one message each way is the same as a unary call.
 KEEP_ALIVE: Method[pb.LeaseKeepAliveResponse] = _method(
     "Lease/LeaseKeepAlive", pb.LeaseKeepAliveResponse
 )
@@ -101,7 +101,7 @@ class Unsent(Exception):
 
 
 class Uncertain(Exception):
-    """The request was sent, and no definite answer came: etcd may have carried it out, or may yet."""
+    """The request was sent, and no definite answer came: etcd may have applied it, or may do so later."""
 
 
 class Client:
@@ -149,7 +149,7 @@ class Client:
 
     @property
     def secure(self) -> bool:
-        """Return whether it is spoken to over TLS only."""
+        """Return whether all endpoints use TLS."""
         return all(endpoint.secure for endpoint in self.endpoints)
 
     @property
@@ -158,11 +158,11 @@ class Client:
 
     @property
     def address(self) -> str:
-        """The endpoint in use, or the next to be tried."""
+        """Return the endpoint in use, or the next to be tried."""
         return str(self.endpoints[self._current])
 
     def failures(self) -> str:
-        """What each endpoint said last, for people."""
+        """Return the last error of each endpoint, for people."""
         said = [
             f"{endpoint}: {self._failures.get(str(endpoint), 'not tried')}"
             for endpoint in self.endpoints
@@ -179,7 +179,7 @@ class Client:
     ) -> Response:
         """Repeat a call that may be repeated until etcd answers.
 
-        Raises RpcError, and OSError (ETIMEDOUT; EACCES when there is no use in trying again).
+        Raises RpcError, and OSError (ETIMEDOUT; EACCES when another try cannot succeed).
         """
         deadline = trio.current_time() + timeout_s
         pauses = Pauses(*PAUSES_S)
@@ -197,7 +197,7 @@ class Client:
     async def attempt(
         self, method: Method[Response], request: Message, timeout_s: float
     ) -> Response:
-        """One try. Raises Unsent, Uncertain, and RpcError with a definite refusal."""
+        """Try a call once. Raises Unsent, Uncertain, and RpcError with a definite refusal."""
         message = request.SerializeToString()
         timeout_s = max(timeout_s, 0.0)
         sent_on: Connection | None = None
@@ -222,7 +222,7 @@ class Client:
                     if error.code == _RESOURCE_EXHAUSTED and "too many requests" in error.text:
                         raise Unsent(error.text) from None
                     if error.code == _INVALID_ARGUMENT and _OLD_STORE in error.text:
-                        # Users or roles have changed since etcd took it in; it did nothing.
+                        # Users or roles changed after etcd received the request, so etcd did not apply it.
                         raise Unsent(error.text) from None
                     raise
                 return method.parse(answer)
@@ -248,7 +248,7 @@ class Client:
         raise Unsent(f"no connection within {TRY_S:.0f} s")
 
     def stream_failed(self, error: RpcError) -> bool:
-        """Whether there is use in beginning the stream again."""
+        """Take note of a failed stream, and return whether another try can succeed."""
         if self._renew_token(error, self._token):
             return True
         if error.code in _TRANSIENT and self._connection is not None:
@@ -267,7 +267,8 @@ class Client:
         return OSError(errno.EACCES, f"etcd at {self.address} cannot be used: {reason}")
 
     async def _connected(self) -> Connection:
-        """The connection in use, or a new one to the first endpoint that takes it. Raises Unsent."""
+        """Return the connection in use, or a new one to the first endpoint that accepts it. Raises
+        Unsent."""
         connection = self._connection
         if connection is not None and connection.usable:
             return connection
@@ -276,7 +277,7 @@ class Client:
             if connection is not None:
                 if connection.usable:
                     return connection
-                # Somewhere else first: that member was just lost.
+                # Try other endpoints first: that member was just lost.
                 self._note(connection, connection.lost_because or "it is shutting down")
                 self._connection = None
                 self._current = (self._current + 1) % len(self.endpoints)
@@ -293,15 +294,15 @@ class Client:
                     self._failures[str(endpoint)] = str(error)
                     not_accepted += isinstance(error, NotAccepted)
                 finally:
-                    # Also when cancelled: an endpoint that is silent must not be tried for ever.
+                    # Also when cancelled: an endpoint that does not answer must not be tried for ever.
                     if self._connection is None:
                         self._current = (self._current + 1) % len(self.endpoints)
-            # What worked before may again: a server that stops says strange things, too.
+            # An endpoint that worked before may work again: a server that stops can send odd errors.
             final = not_accepted == len(self.endpoints) and not self._worked
             raise Unsent(self.failures(), final=final)
 
     async def _connect(self, endpoint: Endpoint) -> Connection:
-        """Raises ConnectionLost."""
+        """Connect to an endpoint. Raises ConnectionLost."""
         with trio.move_on_after(_CONNECT_S):
             try:
                 sock = await connect(endpoint)
@@ -321,7 +322,7 @@ class Client:
         raise ConnectionLost(f"no answer within {_CONNECT_S:.0f} s", sent=False)
 
     def _leave(self, connection: Connection, reason: str) -> None:
-        """The member behind this connection cannot serve; another one may."""
+        """Give up a connection whose member cannot serve, and turn to the next endpoint."""
         self._note(connection, reason)
         if len(self.endpoints) > 1:
             connection.close(reason)
@@ -331,7 +332,7 @@ class Client:
             self._failures[self.address] = reason
 
     async def _authenticated(self, connection: Connection) -> str | None:
-        """The token that calls carry."""
+        """Return the token that calls carry."""
         if self._user is None or self._token is not None:
             return self._token
         request = pb.AuthenticateRequest(name=self._user, password=self._password)
@@ -359,7 +360,7 @@ class Client:
         return self._token
 
     def _renew_token(self, error: RpcError, token: str | None) -> bool:
-        """Whether the call was refused for its token, and another one can be had."""
+        """Return whether the call was refused for its token, and another token can be requested."""
         stale = error.code == _UNAUTHENTICATED or (
             error.code == _INVALID_ARGUMENT and _OLD_STORE in error.text
         )
@@ -381,7 +382,7 @@ class Client:
                 (":authority", "etcd"),
                 ("te", "trailers"),
                 ("content-type", "application/grpc"),
-                ("hasleader", "true"),  # a member that is cut off refuses
+                ("hasleader", "true"),  # a member that is cut off refuses calls
             ]
             if self._token is not None and path != AUTHENTICATE.path:
                 headers.append(("token", self._token))

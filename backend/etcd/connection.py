@@ -1,7 +1,7 @@
-"""An HTTP/2 connection to etcd: the socket, TLS on it, and watching that the peer is not silent.
+"""An HTTP/2 connection to etcd: the socket, TLS on it, and a watchdog for a peer that does not answer.
 
-All that is sent goes out without waiting, or into a buffer that a task empties: a caller that is cancelled
-never leaves half a frame behind.
+Bytes are sent without waiting, or go into a buffer that a task empties: a caller that is cancelled never
+leaves half a frame behind.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ _DRAINED = "the server is shutting down"
 class Connection:
     """A connected, non-blocking socket, which it owns, and the calls on it.
 
-    `run` moves the bytes and must be running while it is used; it ends with the connection and raises
-    nothing. `tls` is a context and the name that the certificate must have.
+    `run` moves the bytes and must be running while the connection is used; it ends with the connection and
+    raises nothing. `tls` is a context and the name that the certificate must have.
     """
 
     def __init__(self, sock: socket.socket, tls: tuple[ssl.SSLContext, str] | None = None) -> None:
@@ -57,7 +57,7 @@ class Connection:
 
     @property
     def frames_received(self) -> int:
-        """Return a count that grows with everything that comes."""
+        """Return a count that grows with every frame that is received."""
         return self._http2.frames_received
 
     async def run(self) -> None:
@@ -92,7 +92,7 @@ class Connection:
         self._sock.close()
 
     async def wait_ready(self) -> None:
-        """Return when the peer has said that it speaks HTTP/2. Raises ConnectionLost, NotAccepted."""
+        """Return when the peer has sent its HTTP/2 settings. Raises ConnectionLost, NotAccepted."""
         await self._ready.wait()
         if self._not_accepted and self._reason is not None:
             raise NotAccepted(self._reason)
@@ -125,7 +125,7 @@ class Connection:
             self.close(_DRAINED)
 
     def _send(self, data: bytes) -> None:
-        """Send without waiting; what the socket does not take now, `run` sends later."""
+        """Send without waiting; `run` sends the rest that the socket does not accept now."""
         if self._reason is not None:
             return
         sent = 0
@@ -204,7 +204,7 @@ class Connection:
         return b"".join(parts)
 
     async def _watch_silence(self) -> None:
-        """Ping when nothing came for a while although something is awaited."""
+        """Ping the peer when nothing was received for a while although an answer is awaited."""
         while True:
             before = self.frames_received
             await trio.sleep(_QUIET_S)

@@ -1,4 +1,4 @@
-"""Addresses of etcd, TLS to them, and connecting."""
+"""Endpoints of etcd: addresses, TLS contexts and sockets."""
 
 import contextlib
 import errno
@@ -35,7 +35,7 @@ def parse_endpoint(text: str, secure: bool) -> Endpoint:
 
 
 def tls_context(ca: str | None, cert: str | None, key: str | None) -> ssl.SSLContext:
-    """Raises OSError or ValueError that name the file."""
+    """Return the TLS context of these certificates. Raises OSError or ValueError that name the file."""
     if (cert is None) != (key is None):
         raise ValueError("a client certificate for etcd needs its key, and a key its certificate")
     context = ssl.create_default_context()
@@ -59,7 +59,7 @@ def tls_context(ca: str | None, cert: str | None, key: str | None) -> ssl.SSLCon
 
 
 async def connect(endpoint: Endpoint) -> socket.socket:
-    """A connected, non-blocking socket. Raises OSError."""
+    """Return a connected, non-blocking socket. Raises OSError."""
     addresses = await trio.socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
     failed: OSError | None = None
     for family, kind, protocol, _, address in addresses:

@@ -18,7 +18,7 @@ FRAME_BYTES = 16384  # the largest frame that either side may send without askin
 
 
 def integer(value: int, prefix_bits: int, first: int = 0) -> bytes:
-    """HPACK's integers (RFC 7541, 5.1); `first` has the bits before the prefix."""
+    """Return an integer in HPACK's form (RFC 7541, 5.1); `first` has the bits before the prefix."""
     limit = (1 << prefix_bits) - 1
     if value < limit:
         return bytes((first | value,))
@@ -32,7 +32,7 @@ def integer(value: int, prefix_bits: int, first: int = 0) -> bytes:
 
 
 def header_block(headers: Iterable[tuple[str, str]]) -> bytes:
-    """Headers as literals that enter no table (RFC 7541, 6.2.2)."""
+    """Return headers as literals that enter no table (RFC 7541, 6.2.2)."""
     block = bytearray()
     for name, value in headers:
         block += b"\0"

@@ -42,7 +42,7 @@ from .frames import (
 from .stream import STREAM_WINDOW, Stream
 
 _HEADER_BLOCK_BYTES = 64 * 1024
-# Bytes that the peer may send on all streams before it is told that they were taken.
+# Bytes that the peer may send on all streams before they are acknowledged.
 _CONNECTION_WINDOW = 1 << 30
 _REMEMBERED_BLOCKS = 64
 _DEFAULT_WINDOW = 65535
@@ -65,7 +65,7 @@ class Http2:
         self._send = send
         self._on_end = on_end
         self._streams: dict[int, Stream] = {}
-        # Those whose request waits for the peer's window, in order.
+        # Streams whose request waits for the peer's window, in order.
         self._held: dict[int, Stream] = {}
         self._next_stream = 1
         self._in = bytearray()
@@ -80,9 +80,9 @@ class Http2:
         self._is_ended = False
         # The peer has sent its settings: it speaks HTTP/2.
         self.greeted = False
-        # No new calls may be made; those under way go on.
+        # No new calls may be made; calls under way go on.
         self.draining = False
-        # Grows with everything that comes: the caller sees whether the peer was silent meanwhile.
+        # Grows with every frame: shows the caller whether the peer was silent meanwhile.
         self.frames_received = 0
 
     @property
@@ -117,22 +117,22 @@ class Http2:
         return stream
 
     def give_up(self, stream: Stream) -> None:
-        """End a call, and tell the peer that nobody wants its answer."""
+        """End a call, and tell the peer to cancel it."""
         self._end(stream, None)
         self._send(frame(RST_STREAM, 0, stream.number, CANCEL.to_bytes(4, "big")))
 
     def acknowledge(self, stream: Stream, size_bytes: int) -> None:
-        """Let the peer send as many bytes more on a stream."""
+        """Open the peer's window of a stream by so many bytes."""
         self._send(window_update(stream.number, size_bytes))
 
     def end(self, reason: str) -> None:
-        """End all calls with ConnectionLost; bytes that come after it are left aside."""
+        """End all calls with ConnectionLost; bytes that are received later are ignored."""
         self._is_ended = True
         for stream in list(self._streams.values()):
             self._end(stream, ConnectionLost(reason, sent=True))
 
     def take(self, data: bytes) -> None:
-        """Act on bytes of the peer. Raises ProtocolError."""
+        """Process bytes from the peer. Raises ProtocolError."""
         buffer = self._in
         buffer += data
         offset = 0
@@ -187,7 +187,7 @@ class Http2:
             self._received_bytes = 0
         stream = self._streams.get(number)
         if stream is None:
-            return  # given up; what was on its way still comes
+            return  # the call was given up; its last frames still arrive
         stream.on_data(unpadded(flags, payload), len(payload))
         if flags & END_STREAM:
             raise ProtocolError("a gRPC answer has no status")
@@ -223,7 +223,7 @@ class Http2:
         for offset in range(0, len(payload) - 5, 6):
             name = int.from_bytes(payload[offset : offset + 2], "big")
             value = int.from_bytes(payload[offset + 2 : offset + 6], "big")
-            if name == INITIAL_WINDOW_SIZE:  # of streams that are open, too
+            if name == INITIAL_WINDOW_SIZE:  # it changes the windows of open streams, too
                 for stream in self._streams.values():
                     stream.send_window += value - self._peer_stream_window
                 self._peer_stream_window = value
@@ -241,7 +241,7 @@ class Http2:
         self._send_held()
 
     def _send_held(self) -> None:
-        """Send of the requests that wait as much as the peer's windows allow."""
+        """Send as much of the waiting requests as the peer's windows allow."""
         for stream in list(self._held.values()):
             while stream.unsent and not stream.ended:
                 room = min(self._send_window, stream.send_window, self._peer_frame_bytes)

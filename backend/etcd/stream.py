@@ -8,15 +8,15 @@ import trio
 
 from .errors import ProtocolError, RpcError
 
-# Bytes that a peer may send on a stream before it is told that they were taken.
+# Bytes that a peer may send on a stream before they are acknowledged.
 STREAM_WINDOW = 4 << 20
-# Messages that nobody has taken yet; beyond it the peer has to wait.
+# Messages that are queued for the receiver; beyond this the peer has to wait.
 _QUEUED_BYTES = 16 << 20
 _MESSAGE_BYTES = 512 << 20
 
 
 class Calls(Protocol):
-    """The calls of a connection, as one of them sees it."""
+    """The part of a connection that its streams use."""
 
     def give_up(self, stream: "Stream") -> None: ...
 

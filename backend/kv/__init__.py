@@ -91,7 +91,7 @@ class Conflict(Exception):
 
 
 class Compacted(Exception):
-    """Events this old are not kept: read the range again and watch from `revision` or later."""
+    """Events before `revision` are not kept: read the range again, and watch from `revision` or later."""
 
     def __init__(self, revision: int) -> None:
         super().__init__(f"only events after revision {revision} are kept")
@@ -103,15 +103,15 @@ class Damaged(Exception):
 
 
 class NoSpace(OSError):
-    """ENOSPC: the transaction was not applied; the engine goes on working."""
+    """ENOSPC: the transaction was not applied; the engine can still be used."""
 
     def __init__(self, path: str) -> None:
         super().__init__(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
 
 class WentBack(OSError):
-    """EIO: what is stored is older than what this process, or another one, knew: a backup was put back.
-    Nothing may be done on the strength of it."""
+    """EIO: the stored state is older than the state that this process, or another one, knew: a backup was
+    restored. Nothing may be changed or freed because of it."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -125,7 +125,7 @@ class WentBack(OSError):
 class Engine(Protocol):
     """An ordered map from bytes to bytes, changed by transactions.
 
-    Every method raises OSError when the storage fails, Damaged when it holds nonsense and
+    Every method raises OSError when the storage fails, Damaged when its contents are invalid and
     trio.ClosedResourceError after `close`. A transaction applies all of its operations or none; a key
     may occur in one of them only (ValueError). It returns its revision, or the current one if nothing
     changed.
@@ -136,7 +136,7 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None:
-        """Release the storage; what was done before is kept. Closing twice does nothing."""
+        """Release the storage; changes made before are kept. Closing twice does nothing."""
         ...
 
 
@@ -151,24 +151,25 @@ class OwnEngine(Engine, Protocol):
         durable=False: visible at once and in order, but it reaches the storage with the next
         durable transaction or `flush`. A crash loses the newest of these only, each whole, and
         nothing that came before a durable transaction.
-        urgent: on a full storage, use the space that is kept back for freeing some. Transactions
-        of nothing but deletes are always urgent.
+        urgent: on a full storage, use the space that is reserved for freeing space. Transactions
+        that only delete are always urgent.
 
         Raises NoSpace; then nothing has changed.
         """
         ...
 
     async def idle(self) -> None:
-        """There is nothing else to do: an engine may tidy up."""
+        """Do work that was put off: the caller has nothing else to do."""
         ...
 
     async def flush(self) -> None:
-        """Make every transaction so far durable. Raises NoSpace: all stay visible, try again."""
+        """Make every transaction so far durable. Raises NoSpace: all stay visible, and can be flushed
+        later."""
         ...
 
 
 class Past(Protocol):
-    """Whether the stored state continues from the one that this process knew."""
+    """Tells whether the stored state continues from the one that this process knew."""
 
     # The newest transaction that came by `snapshot` or `watch`: the key "s" as it was then.
     known: KeyValue | None
@@ -183,19 +184,19 @@ class Past(Protocol):
         ...
 
     def doubt(self, error: WentBack) -> None:
-        """From now on everything fails with this error, but for `get` and `range`."""
+        """Have every call except `get` and `range` raise this error from now on."""
         ...
 
     def trust(self) -> None:
-        """Take the stored state for the truth from now on, whatever was known before."""
+        """Accept the stored state from now on, whatever was known before."""
         ...
 
 
 class SharedEngine(Engine, Protocol):
     """An engine whose keys others change, too. A watch gives all changes, also those of this process."""
 
-    # Told what a transaction of this process did as soon as it is known to be applied, before
-    # `transact` returns; the watch tells it again.
+    # Called with the events of a transaction of this process as soon as it is known to be applied, before
+    # `transact` returns; the watch yields them again.
     on_answer: Callable[[int, Sequence[Event]], None] | None
 
     @property
@@ -227,8 +228,8 @@ class SharedEngine(Engine, Protocol):
         ...
 
     async def barrier(self) -> int:
-        """Return a revision not older than the newest transaction anybody had been told of when this was
-        called. A replica that is as far is up to date."""
+        """Return a revision that is not older than any transaction which was acknowledged before this
+        call. A replica that has applied it is up to date."""
         ...
 
     def watch(self, start: bytes, end: bytes, from_revision: int) -> AsyncIterator[Change]:

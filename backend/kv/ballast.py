@@ -1,4 +1,4 @@
-"""Space kept back on a storage, so that a full one can still be told to free something."""
+"""Space reserved on a storage, so that a full one has room for transactions that free space."""
 
 import os
 from typing import Final
@@ -6,17 +6,16 @@ from typing import Final
 BALLAST_BYTES: Final = 4 * 1024 * 1024
 # What is taken when less is free than was given up.
 _PARTS: Final = tuple(BALLAST_BYTES >> shift for shift in range(7))
-# With less than this, only what frees something may go on.
+# With less than this, only transactions that free space are accepted.
 _LOW_BYTES: Final = BALLAST_BYTES // 2
 
 
 class Ballast:
     """A file of BALLAST_BYTES at `path`, taken when there is room and given up on demand.
 
-    It stays behind when the process ends and is taken over by the next one. `whole`: all of it is held.
-    `low`: so little is left of it that a change may be made only if it frees something. A storage that
-    never had room for it is not low.
-    """
+    The file stays when the process ends, and the next one takes it over. `whole`: all of it is held.
+    `low`: so little is left of it that only changes which free space are accepted. A storage that never
+    had room for it is not low."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -35,7 +34,7 @@ class Ballast:
         self._hold(self._grow(free))
 
     def give_up(self) -> bool:
-        """Return whether there was space to give."""
+        """Truncate the file, and return whether that freed space."""
         try:
             held = _allocated(self._path)
             os.unlink(self._path)
@@ -45,7 +44,7 @@ class Ballast:
         return held > 0
 
     def _grow(self, free: int) -> int:
-        """Return how many bytes the file has then."""
+        """Allocate the file, and return its length then."""
         try:
             fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError:

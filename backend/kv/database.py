@@ -1,4 +1,4 @@
-"""A SQLite file of keys: made whole, checked when it is opened, changed all or nothing."""
+"""A SQLite file of keys: created complete, checked when it is opened, and changed atomically."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ __all__ = ["Database"]
 
 FORMAT = 2
 
-# mod_revision stands before value: a compare need not walk the overflow pages of a large value.
+# mod_revision is before value, so that reading it need not walk the overflow pages of a large value.
 _SCHEMA = """
 BEGIN;
 CREATE TABLE kv (
@@ -46,14 +46,14 @@ SELECT CAST(max(mod_revision) AS INTEGER), count(*),
 FROM kv
 """
 
-# The log goes into the file at 1 MiB, well below the ballast. Measured: no slower than at 4 MiB.
+# The log is checkpointed at 1 MiB, well below the ballast. Measured: no slower than at 4 MiB.
 _CHECKPOINT_PAGES = 256
 
 
 class Database:
     """The keys of one process in the file `path`, with its log `path`-wal.
 
-    power_safe: sync every change to the disk. Every method raises Damaged when the file holds nonsense,
+    power_safe: sync every change to the disk. Every method raises Damaged when the file is invalid,
     NoSpace on a full filesystem, OSError (EBUSY: another process has the file open) and, once it is closed,
     trio.ClosedResourceError.
     """
@@ -71,7 +71,7 @@ class Database:
         cursor = self._db.cursor()
         self._execute, self._executemany = cursor.execute, cursor.executemany
         try:
-            # Of the newest transaction that is in the file.
+            # The revision of the newest transaction in the file.
             self.revision = self._load()
         except BaseException:
             self._db.close()
@@ -118,7 +118,7 @@ class Database:
             if self._db.in_transaction:
                 self._execute("ROLLBACK")
         except sqlite3.Error as error:
-            # The file cannot be trusted to hold what was acknowledged: refuse everything from here.
+            # The file may lack acknowledged transactions: refuse every call from now on.
             self.close()
             raise OSError(errno.EIO, f"the store cannot be read: {error}", self._path) from error
 
@@ -171,7 +171,7 @@ class Database:
             self._fail(error)
 
     def _check_files(self) -> None:
-        """Refuse what SQLite would take for empty, and silently drop transactions with it."""
+        """Refuse files that SQLite would take for empty, dropping their transactions silently."""
         if not os.path.getsize(self._path):
             raise self.damaged("it is empty")
         try:
@@ -184,7 +184,7 @@ class Database:
             raise self.damaged("the header of its log is broken")
 
     def _load(self) -> int:
-        """Check the contents. Return the revision."""
+        """Check the contents, and return the revision."""
         try:
             meta = self._execute(_META).fetchall()
             newest, keys, sound = self._execute(_SCAN).fetchone()
@@ -200,7 +200,7 @@ class Database:
         return max(int(deleted_at), newest or 0)
 
     def _fail(self, error: sqlite3.Error | UnicodeDecodeError) -> NoReturn:
-        """Raise what `error` means to a caller."""
+        """Raise the engine's error for an error of SQLite."""
         if self.closed:
             raise trio.ClosedResourceError("the engine is closed") from error
         if isinstance(error, UnicodeDecodeError):  # SQLite quotes a broken schema in its message

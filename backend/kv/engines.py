@@ -1,4 +1,4 @@
-"""Which engine the namespace of one host is kept on."""
+"""The choice of the engine that the namespace of one host is kept on."""
 
 from typing import Protocol
 

@@ -2,7 +2,7 @@
 
 Revisions are etcd's, so they grow with what happens under other prefixes, too, and a transaction
 that has operations always makes one: it puts the key "s", by which `barrier` learns the revision of
-the newest transaction, and whose value says whose transaction it was.
+the newest transaction, and whose value names its process.
 """
 
 import errno
@@ -67,7 +67,7 @@ class EtcdEngine:
         self.on_answer: Callable[[int, Sequence[Event]], None] | None = None
 
     async def open(self) -> None:
-        """Find out whether etcd can be used. Raises OSError whose text says what to do."""
+        """Check that etcd can be used. Raises OSError whose text says what to do."""
         request = pb.RangeRequest(key=self.prefix + LAST_KEY)
         await self._calls.call(RANGE, request, timeout_s=min(self._calls.timeout_s, _OPEN_S))
 
@@ -143,7 +143,8 @@ class EtcdEngine:
     async def transact(
         self, compares: Sequence[Compare], operations: Sequence[Put | Delete]
     ) -> int:
-        """As SharedEngine says. Every transaction with operations has a revision of its own.
+        """Apply all operations, as SharedEngine says. Every transaction with operations has a revision of
+        its own.
 
         Raises LeaseEnded, and ValueError for more than TRANSACTION_OPERATIONS compares or operations.
         """
@@ -166,7 +167,7 @@ class EtcdEngine:
         return revision
 
     async def settle(self) -> None:
-        """Return when no transaction can be applied any more whose caller was not told its outcome."""
+        """Return when no transaction whose outcome is unknown can be applied any more."""
         await self._transactions.settle()
 
     def watch(self, start: bytes, end: bytes, from_revision: int) -> Watch:

@@ -13,7 +13,7 @@ __all__ = ["EtcdAdmin"]
 
 log = logging.getLogger(__name__)
 
-# Behind all keys that anybody follows.
+# A key after all keys that are watched.
 _SPENT_KEY = b"\xff"
 _SPENDING_AT_ONCE = 32
 
@@ -31,11 +31,11 @@ class EtcdAdmin:
 
     @property
     def secure(self) -> bool:
-        """Return whether etcd is spoken to over TLS, and so can know who asks."""
+        """Return whether etcd is used over TLS, and so can authenticate this process."""
         return self._calls.client.secure and self._calls.client.user is None
 
     async def has_others(self) -> bool:
-        """Return whether there are keys of others in this etcd."""
+        """Return whether this etcd has keys of other applications or clusters."""
         prefix = self._calls.prefix
         after = prefix[:-1] + bytes([prefix[-1] + 1])
         for start, end in ((b"\0", prefix), (after, b"\0")):
@@ -45,7 +45,8 @@ class EtcdAdmin:
         return False
 
     async def weaknesses(self) -> list[str]:
-        """Return why others than the cluster's members, or all of these alike, may change its keys."""
+        """Return why processes that are not members, or every member alike, can change the cluster's
+        keys."""
         client = self._calls.client
         where = ", ".join(map(str, client.endpoints))
         if not client.secure:
@@ -66,7 +67,7 @@ class EtcdAdmin:
         return []
 
     async def _is_restricted(self) -> bool:
-        """Return whether etcd keeps us from keys of others. Admins are not."""
+        """Return whether etcd denies this process the keys of others; it does not to admins."""
         try:
             await self._calls.ask(RANGE, pb.RangeRequest(key=b"\0", keys_only=True))
         except RpcError as error:
@@ -74,7 +75,7 @@ class EtcdAdmin:
         return False
 
     async def warn(self) -> None:
-        """Log the weaknesses. An etcd that cannot be asked stops nobody."""
+        """Log the weaknesses. Errors of etcd are ignored."""
         try:
             for weakness in await self.weaknesses():
                 log.warning("%s", weakness)
@@ -82,15 +83,15 @@ class EtcdAdmin:
             log.info("whether etcd checks who asks is not known: %s", error)
 
     async def compact(self, revision: int) -> None:
-        """Let etcd, for all its users, forget the history before `revision`."""
+        """Have etcd compact the history before `revision`, for all its users."""
         try:
             await self._calls.ask(COMPACT, pb.CompactionRequest(revision=revision))
         except RpcError as error:
-            if error.code != OUT_OF_RANGE:  # it is forgotten already
+            if error.code != OUT_OF_RANGE:  # it is compacted already
                 raise self._calls.failure(error) from None
 
     async def spend(self, count: int) -> None:
-        """Let etcd's revision grow by `count`, changing nothing."""
+        """Raise etcd's revision by `count`, without changing anything else."""
         request = pb.TxnRequest(
             success=[pb.RequestOp(request_put=pb.PutRequest(key=self._calls.prefix + _SPENT_KEY))]
         )

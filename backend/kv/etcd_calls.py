@@ -1,5 +1,5 @@
-"""Calls of an etcd below one prefix: repeated until they are answered, refused in words, and no longer
-believed when etcd went back in time."""
+"""Calls of an etcd below one prefix: repeated until they are answered, with errors in words, and not
+trusted any more when etcd went back in time."""
 
 import errno
 from collections.abc import Callable
@@ -15,7 +15,7 @@ __all__ = ["LAST_KEY", "Answered", "Calls"]
 
 Answer = TypeVar("Answer", bound="Answered")
 
-# Put by every transaction: its revision is the newest transaction's, its value says which that is.
+# A key that every transaction puts: its revision is the newest transaction's, its value its id.
 LAST_KEY = b"s"
 
 # gRPC status codes
@@ -31,9 +31,9 @@ class Answered(Protocol):
 
 
 class Calls:
-    """Calls of one process. `revision` is the newest one that any answer has told of.
+    """Calls of one process. `revision` is the newest one in any answer.
 
-    After `doubt`, and until `trust`, nothing goes on that rests on what etcd says (see `check_trusted`).
+    After `doubt`, and until `trust`, calls whose answers would be acted on fail (see `check_trusted`).
     """
 
     def __init__(self, client: Client, prefix: bytes, timeout_s: float) -> None:
@@ -55,7 +55,7 @@ class Calls:
         return self._went_back is None
 
     def close(self) -> None:
-        """Refuse further calls. Those of `client` go on until it is closed."""
+        """Refuse further calls. Calls under way go on until the client is closed."""
         self._closed = True
 
     async def ask(
@@ -104,13 +104,13 @@ class Calls:
             self.doubt(WentBack(f"it is at revision {revision}, and {before} was known here"))
 
     def doubt(self, error: WentBack) -> None:
-        """Believe nothing any more, because of this error. Doubting twice does nothing."""
+        """Stop trusting etcd, because of this error. Doubting twice does nothing."""
         if self.trusted:
             self._went_back = error
             self.on_doubt(error)
 
     def trust(self) -> None:
-        """Believe what etcd says, as if nothing had been known before."""
+        """Trust etcd again, as if nothing had been known before."""
         self._went_back = None
         self.revision = 0
         self.on_trust()

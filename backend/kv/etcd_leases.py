@@ -1,4 +1,4 @@
-"""Leases of etcd: keys that hang on one go away when it ends."""
+"""Leases of etcd: keys that are attached to a lease are deleted when it ends."""
 
 import errno
 import secrets
@@ -27,7 +27,7 @@ class LeaseEnded(OSError):
 
 
 class EtcdLeases:
-    """Leases with the number `owner` in front of theirs."""
+    """Leases whose numbers begin with the number `owner`."""
 
     def __init__(self, calls: Calls, owner: int) -> None:
         self._calls = calls
@@ -36,7 +36,7 @@ class EtcdLeases:
     async def grant(self, ttl_s: int) -> int:
         """Return a new lease that ends `ttl_s` seconds after it was last kept alive, or a little later."""
         self._calls.check_trusted()
-        # The number is ours: a repeated request grants nothing twice.
+        # This process chooses the number, so a repeated request grants no second lease.
         lease = self.owner << LEASE_BITS | (secrets.randbits(LEASE_BITS) or 1)
         try:
             await self._calls.ask(GRANT, pb.LeaseGrantRequest(TTL=ttl_s, ID=lease))
@@ -48,9 +48,9 @@ class EtcdLeases:
     async def keep_alive(self, lease: int) -> AsyncIterator[tuple[float, float]]:
         """Renew a lease until it has ended, about three times in its life.
 
-        Yields, after each renewal, when it was asked for (time.monotonic(), seconds) and for how
-        long from then the lease is sure to live (seconds). Goes on trying for as long as etcd cannot
-        be reached: it is for the caller to watch the clock. Raises OSError when etcd refuses.
+        Yields, after each renewal, the time at which it was requested (time.monotonic(), seconds) and
+        for how long from then the lease is sure to live (seconds). Keeps trying while etcd cannot be
+        reached: the caller has to watch the clock. Raises OSError when etcd refuses.
         """
         calls = self._calls
         request = pb.LeaseKeepAliveRequest(ID=lease)
@@ -72,11 +72,11 @@ class EtcdLeases:
             pauses.begin_anew()
             ttl_s = float(answer.TTL)
             yield sent, ttl_s
-            # A process that was stopped, or had much to do, may be late.
+            # A process that was stopped, or is busy, may be late.
             await trio.sleep(max(0.0, sent + ttl_s / 3 - time.monotonic()))
 
     async def revoke(self, lease: int) -> None:
-        """End a lease and delete its keys; nothing happens if it has ended."""
+        """End a lease and delete its keys; do nothing if it has ended."""
         try:
             await self._calls.ask(REVOKE, pb.LeaseRevokeRequest(ID=lease))
         except RpcError as error:
@@ -84,7 +84,7 @@ class EtcdLeases:
                 raise self._calls.failure(error) from None
 
     async def used_in(self, start: bytes, end: bytes) -> dict[bytes, int]:
-        """Return the keys with start <= key < end that hang on a lease, and on which."""
+        """Return the keys with start <= key < end that are attached to a lease, with their leases."""
         prefix = self._calls.prefix
         request = pb.RangeRequest(key=prefix + start, range_end=prefix + end)
         answer = await self._calls.call(RANGE, request)

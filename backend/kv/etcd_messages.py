@@ -26,7 +26,7 @@ def compare_of(prefix: bytes, compare: Compare) -> pb.Compare:
 
 
 def question_of(prefix: bytes, compare: Compare) -> pb.RequestOp:
-    """What tells, when a transaction fails, whether this compare held."""
+    """Return the request that tells, when a transaction fails, whether this compare held."""
     if isinstance(compare, Empty):
         request = pb.RangeRequest(
             key=prefix + compare.start,
@@ -49,7 +49,7 @@ def operation_of(prefix: bytes, operation: Put | Delete) -> pb.RequestOp:
 
 
 def differing(compares: Sequence[Compare], answer: pb.TxnResponse) -> bytes | None:
-    """The key of the first compare that did not hold in a transaction that failed."""
+    """Return the key of the first compare that did not hold in a transaction that failed."""
     for compare, response in zip(compares, answer.responses, strict=True):
         found = response.response_range.kvs
         if isinstance(compare, Empty):

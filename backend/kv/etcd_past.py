@@ -1,9 +1,9 @@
 """Find out whether an etcd still has the history that this process knew.
 
-An etcd that was restored from a backup must not be taken for the one that was known before. It is told by
-an answer whose revision is lower than one that was heard before the question was sent (answers are
-linearizable), and, whenever a watch begins again, by the key "s": at the newest revision that is known it
-must be what it was. If it is not, nothing is asked any more but what does no harm (`doubt`).
+An etcd that was restored from a backup must not be taken for the one that was known before. It shows in an
+answer whose revision is lower than one that was received before the request was sent (answers are
+linearizable), and, whenever a watch begins again, in the key "s": at the newest known revision it must have
+the known value. If it has not, only harmless calls are made from then on (`doubt`).
 """
 
 from ..etcd import etcd_pb2 as pb
@@ -58,7 +58,7 @@ class EtcdPast:
         self._calls.check_trusted()
 
     def learn(self, last: KeyValue) -> None:
-        """Remember the key "s", if it is newer than what is known."""
+        """Remember the key "s" if it is newer than the known one."""
         if self.known is None or last.mod_revision > self.known.mod_revision:
             self.known = last
 

@@ -1,4 +1,4 @@
-"""Transactions of etcd that are applied once, and whose outcome is known whatever happens on the way.
+"""Transactions of etcd that are applied once, and whose outcome is known whatever fails meanwhile.
 
 A transaction must not be applied twice, and its caller must learn whether it was applied, although
 the connection may break, or etcd's leader die, while it is on its way; and what was on its way may
@@ -8,8 +8,8 @@ known, the process puts its fence anew, at some revision F. From then on the try
 more; whether it was before F is found in the history of "s" up to F. If not, it is tried again, with
 the new fence. Keys: "s", and "x" + owner + 8 random bytes (leased) for each process's fence.
 
-A "reader", which may change nothing that others see, may not write "s" either: nobody has to wait for what
-it does for itself, its session for example. Its transactions put a key beside its fence instead.
+A "reader", which may change nothing that others see, may not write "s" either: no other process has to wait
+for changes of its own keys, its session for example. Its transactions put a key beside its fence instead.
 """
 
 import errno
@@ -34,7 +34,7 @@ __all__ = ["FENCE_KIND", "TRANSACTION_OPERATIONS", "EtcdTransactions"]
 FENCE_KIND = b"x"
 # etcd's default --max-txn-ops is 128; one of each is ours.
 TRANSACTION_OPERATIONS = 127
-# A fence that nobody renews goes away; a process that lives longer makes another one.
+# A fence whose lease is not renewed is deleted; a process that lives longer makes another one.
 _FENCE_TTL_S = 3600
 _REVOKE_S = 2.0
 
@@ -48,7 +48,7 @@ class _Fence(NamedTuple):
 
 
 class EtcdTransactions:
-    """The transactions of one process, and its fence. `mark` is the key that says whose one is."""
+    """The transactions of one process, and its fence. `mark` is the key whose value identifies each."""
 
     def __init__(
         self, calls: Calls, past: EtcdPast, watches: Watches, leases: EtcdLeases, *, reader: bool
@@ -77,7 +77,7 @@ class EtcdTransactions:
         Raises Conflict, LeaseEnded, OSError.
         """
         prefix = self._calls.prefix
-        # Nobody can claim to have made a transaction of ours before it is applied.
+        # Random: no other process can claim this transaction before it is applied.
         identity = self._process + secrets.token_bytes(8)
         mark = Put(self.mark, identity)
         request = pb.TxnRequest(

@@ -32,7 +32,7 @@ _SECTOR_BYTES = 512
 
 
 class Broken(NamedTuple):
-    """A range of the file that is not what was written: bytes from `start` to `end`."""
+    """A range of the file that differs from what was written: bytes from `start` to `end`."""
 
     start: int
     end: int
@@ -50,7 +50,7 @@ class Survey(NamedTuple):
 
 
 class Damage(ValueError):
-    """A record is broken that had been acknowledged."""
+    """An acknowledged record is damaged."""
 
     def __init__(self, path: str, found: Survey) -> None:
         first = found.broken[0]
@@ -89,7 +89,7 @@ def _checksum(offset: int, payload: bytes) -> int:
 
 
 def _record_at(data: bytes, offset: int) -> bytes | None:
-    """The payload of a sound record."""
+    """Return the payload of a sound record."""
     if offset + _AROUND > len(data):
         return None
     _, length, checksum = _HEADER.unpack_from(data, offset)
@@ -109,7 +109,7 @@ def _next_record(data: bytes, offset: int) -> int | None:
 
 
 def _was_cut_short(data: bytes, offset: int, power_safe: bool) -> bool:
-    """Return whether what begins here, behind which there is no record, was never written whole."""
+    """Return whether the bytes from here on, after which there is no record, were never written whole."""
     rest = data[offset:]
     if power_safe and _lacks_sector(data, offset):
         return True
@@ -146,8 +146,8 @@ class Journal:
         os.close(self._fd)
 
     def load(self) -> list[bytes]:
-        """The payloads of all records, without a last one that is cut short. Raises Damage; the file is
-        as it was then."""
+        """Return the payloads of all records, without a last one that is cut short. Raises Damage; then the
+        file is unchanged."""
         data = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
         found = survey(data, power_safe=self._power_safe)
         if found.broken:
@@ -157,7 +157,7 @@ class Journal:
         return found.payloads
 
     def append(self, payload: bytes) -> None:
-        """Raises OSError (ENOSPC); the journal is then as it was."""
+        """Append a record. Raises OSError (ENOSPC); then the journal is unchanged."""
         checksum = _checksum(self.size, payload)
         record = b"%b%b%c" % (_HEADER.pack(_BEGIN, len(payload), checksum), payload, _END)
         try:

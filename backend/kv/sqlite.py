@@ -1,14 +1,14 @@
 """The key-value engine of one host: a SQLite file that one process has to itself.
 
-Why it is shaped as it is:
+The reasons for its design:
 
 - No method waits, so callers may drive the coroutines inline. SQLite takes less than 10 us for a
   put and its commit, which is less than handing it to a thread.
 - A durable transaction is appended to a journal, together with the non-durable ones before it:
-  one write(2) of 3 us, where a SQLite transaction takes 30 us. What is in the journal but not yet
-  in the database is kept in memory, too. When that is much, it all goes into the database in one
-  SQLite transaction, in which a key that was put many times (a directory) is written once.
-- Nobody else changes a key, so nothing is compared, and nothing watched.
+  one write(2) of 3 us, where a SQLite transaction takes 30 us. Changes in the journal that are not yet
+  in the database are in memory, too. When they are many, all go into the database in one SQLite
+  transaction, in which a key that was put many times (a directory) is written once.
+- No other process changes a key, so there are no compares and no watches.
 """
 
 import errno
@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(list[tuple[int, bytes, bytes | None]]).decode
 
-# Keys, and bytes of journal, before the pending changes go into the database although there are
-# requests to serve; it takes 4 us a key.
+# Limits of pending keys, and of the journal, above which the pending changes go into the database although
+# there are requests to serve; it takes 4 us a key.
 _PENDING_KEYS = 2048
 _JOURNAL_BYTES = 1024 * 1024
 
@@ -48,9 +48,9 @@ class SQLiteEngine:
     def __init__(self, path: str, *, power_safe: bool) -> None:
         self._path = path
         self._database = Database(path, power_safe=power_safe)
-        # What the database does not have yet: key -> (revision, value; None: deleted).
+        # Changes that the database does not have yet: key -> (revision, value; None: deleted).
         self._pending: dict[bytes, tuple[int, bytes | None]] = {}
-        # What the journal does not have yet, either: (revision, key, value).
+        # Changes that the journal does not have yet, either: (revision, key, value).
         self._volatile: list[tuple[int, bytes, bytes | None]] = []
         self._revision = self._database.revision
         try:
@@ -83,7 +83,7 @@ class SQLiteEngine:
     async def transact(
         self, operations: Sequence[Put | Delete], *, durable: bool = True, urgent: bool = False
     ) -> int:
-        """As OwnEngine says. There are no leases: ValueError."""
+        """Apply all operations, as OwnEngine says. A Put with a lease is a ValueError."""
         if self._database.closed:
             raise trio.ClosedResourceError("the engine is closed")
         if self._ballast.low and not _frees(operations, urgent):
@@ -108,7 +108,7 @@ class SQLiteEngine:
             await self.transact((), urgent=True)
 
     async def idle(self) -> None:
-        """Move the pending changes to the database: there is time for it."""
+        """Move the pending changes to the database."""
         self._settle()
 
     async def close(self) -> None:
@@ -149,7 +149,8 @@ class SQLiteEngine:
         return self._revision
 
     def _settle(self) -> bool:
-        """Move the pending changes to the database. False on a full store: they stay in the journal."""
+        """Move the pending changes to the database. Return False on a full store: they stay in the
+        journal."""
         if not self._pending:
             return True
         for _ in range(2):
@@ -174,7 +175,7 @@ class SQLiteEngine:
         return False
 
     def _replay(self) -> None:
-        """Take over the records that a crash left in the journal."""
+        """Take the records that a crash left in the journal as pending changes."""
         try:
             for payload in self._journal.load():
                 for revision, key, value in _decode(payload):

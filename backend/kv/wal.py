@@ -1,10 +1,10 @@
-"""The one thing of SQLite's write-ahead log that SQLite does not report when it is broken."""
+"""The header of SQLite's write-ahead log, whose damage SQLite does not report."""
 
 import struct
 
 
 def is_log_header(header: bytes) -> bool:
-    """Whether these 32 bytes can begin a write-ahead log: the right magic and checksum.
+    """Return whether these 32 bytes have the magic and the checksum of a write-ahead log.
 
     SQLite takes a log with another header for an empty one and drops every transaction in it.
     The format is described at https://sqlite.org/fileformat2.html#walformat
