@@ -1,13 +1,12 @@
-"""The clock of the times of files: that of the kernel's own stamps.
+"""The clock of the times of files, in order with the time stamps of the kernel.
 
 A file has times from two sources. Its names, mode and links change in this process; reads and writes pass
 through to an extent, which the kernel stamps. The kernel's stamps come from a clock that ticks every few
-milliseconds, so one may lie before an earlier `time.time_ns()`, and a file would seem to be written before
-it was made. Since Linux 6.13 the kernel moves that clock on when it hands out a finer stamp, and it does so
-for a file whose last stamp was looked at, if that is not older than the last tick. This clock stamps a file
-of its own, looks at it, and tells of a moment just before: all stamps before it are earlier, and all after
-it are later.
-"""
+milliseconds, so a stamp can be before an earlier `time.time_ns()`, and a file would seem to be written
+before it was made. Since Linux 6.13 the kernel moves that clock on when it hands out a finer stamp, and it
+does so for a file whose last stamp was read, if that is not older than the last tick. This clock stamps a
+file of its own, reads the stamp, and returns a moment just before: all stamps before it are earlier, and
+all after it are later."""
 
 import functools
 import os

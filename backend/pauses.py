@@ -1,7 +1,7 @@
 """Pauses between the tries of something that fails.
 
 A library of retries (tenacity, stamina) wraps a function that raises; here a try ends in several ways, and
-what is waited for may come before the pause is over, so only the lengths are of use.
+an event may end a pause early, so only the lengths are needed.
 """
 
 import random
@@ -12,7 +12,7 @@ __all__ = ["Pauses"]
 
 
 class Pauses:
-    """Each pause is about twice as long as the one before, and not in step with those of others."""
+    """Pauses, each about twice as long as the one before, with random jitter."""
 
     def __init__(self, first_s: float, longest_s: float) -> None:
         self._first_s = first_s
@@ -25,7 +25,7 @@ class Pauses:
         await trio.sleep(self.take_s())
 
     def take_s(self) -> float:
-        """Return the length of the next pause, for a caller that waits otherwise."""
+        """Return the length of the next pause, for a caller that waits by itself."""
         length_s = self.next_s * random.uniform(0.5, 1.0)
         self.next_s = min(2 * self.next_s, self._longest_s)
         return length_s

@@ -1,4 +1,4 @@
-"""What a daemon asks of its own process."""
+"""Settings of a daemon's own process."""
 
 import gc
 import logging
@@ -14,9 +14,9 @@ _WANTED_OPEN_FILES = 1 << 20
 
 
 def calm_the_collector() -> None:
-    """To be called once what is to stay is in memory: the garbage collector need not walk over it.
+    """Exclude everything that is in memory now from garbage collection, and collect less often.
 
-    Requests leave no cycles behind; looking for them every 700 objects costs a tenth of a create.
+    Requests leave no cycles behind; searching for them every 700 objects costs a tenth of a create.
     """
     gc.collect()
     gc.freeze()
@@ -24,7 +24,7 @@ def calm_the_collector() -> None:
 
 
 def raise_open_files_limit() -> None:
-    """As far as this process may."""
+    """Raise the limit of open files as far as this process may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with open("/proc/sys/fs/nr_open", "rb") as file:
         wanted = max(hard, min(int(file.read()), _WANTED_OPEN_FILES))
@@ -38,7 +38,8 @@ def raise_open_files_limit() -> None:
 
 
 def has_terminal() -> bool:
-    """Return whether this process has a controlling terminal: SIGHUP says then that it is gone."""
+    """Return whether this process has a controlling terminal: then SIGHUP means that the terminal is
+    gone."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
     except OSError:

@@ -11,9 +11,9 @@ _UNIT_SECONDS = {None: 1, "ms": 1e-3, "s": 1, "m": 60, "min": 60, "h": 3600, "d"
 
 
 def parse_size(text: str) -> int:
-    """Bytes meant by "4096", "64M", "8GiB" (powers of 1024) or "50%" (of the machine's memory).
+    """Return the bytes meant by "4096", "64M", "8GiB" (powers of 1024) or "50%" (of the machine's memory).
 
-    Raises ValueError, whose text is a sentence, for anything else and for nothing at all.
+    Raises ValueError, whose text is a sentence, for any other text, and for a size of 0.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
@@ -33,7 +33,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds meant by "90", "90s", "5m", "1.5h" or "2d"; ValueError for anything else."""
+    """Return the seconds meant by "90", "90s", "5m", "1.5h" or "2d"; raise ValueError for other text."""
     match = _DURATION.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not a duration; write it like 90s, 5m, 2h or 1d")
@@ -41,7 +41,7 @@ def parse_duration(text: str) -> float:
 
 
 def human_bytes(count: object) -> str:
-    """1536 -> "1.5 KiB"; anything but a number -> "-"."""
+    """Return a number of bytes for people: 1536 -> "1.5 KiB"; anything but a number -> "-"."""
     if not isinstance(count, int | float):
         return "-"
     size = float(count)
@@ -53,7 +53,7 @@ def human_bytes(count: object) -> str:
 
 
 def memory_limit() -> int:
-    """Bytes of memory that this process may count on: the machine's, or its control group's."""
+    """Return the memory in bytes that this process can use: the machine's, or its control group's."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:

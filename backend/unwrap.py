@@ -1,17 +1,17 @@
-"""The one error that callers of a nursery mean, without the groups that trio wraps it in."""
+"""The errors of a nursery's tasks, without the exception groups that trio wraps them in."""
 
 __all__ = ["first_error", "only_error"]
 
 
 def only_error(error: BaseException) -> BaseException:
-    """What one task ended with, as it was raised; the group if there were several reasons."""
+    """Return the error of a task, as it was raised; the group if several tasks failed."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error
 
 
 def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first OSError that tasks ended with; else the group itself."""
+    """Return the first OSError of the tasks; the group itself if there is none."""
     for error in group.exceptions:
         if isinstance(error, BaseExceptionGroup):
             error = first_error(error)

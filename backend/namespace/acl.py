@@ -1,7 +1,7 @@
 """POSIX access control lists, in the form that Linux gives them in extended attributes (posix_acl_xattr).
 
-The kernel checks them. What is here is what a filesystem has to do itself: keep the mode in step with an
-access ACL, and hand down the default ACL of a directory (POSIX 1003.1e draft 17, 23.1.5 and 23.3; acl(5)).
+The kernel checks them. This module does the filesystem's part: it keeps the mode in step with an access
+ACL, and hands down the default ACL of a directory (POSIX 1003.1e draft 17, 23.1.5 and 23.3; acl(5)).
 Permissions are three bits, as in one digit of a mode.
 """
 
@@ -43,7 +43,7 @@ class _Entry(NamedTuple):
 
 
 def check(value: bytes) -> None:
-    """Raise OSError EINVAL for what is no valid ACL."""
+    """Raise OSError EINVAL for an invalid ACL."""
     acl = _decode(value)
     tags = [entry.tag for entry in acl]
     named = _USER in tags or _GROUP in tags
@@ -61,8 +61,8 @@ def check(value: bytes) -> None:
 
 
 def access_mode(value: bytes, mode: int) -> tuple[int, bytes]:
-    """Return the mode of a file that gets an access ACL, and what is to be kept of the ACL: nothing when
-    the mode says it all."""
+    """Return the mode of a file that gets an access ACL, and the ACL to be stored: none if the mode
+    expresses all of it."""
     acl = _decode(value)
     permissions = {entry.tag: entry.permissions for entry in acl}
     group = permissions.get(_MASK, permissions[_GROUP_OBJ])
@@ -73,7 +73,7 @@ def access_mode(value: bytes, mode: int) -> tuple[int, bytes]:
 def put(inode: Inode, name: bytes, value: bytes, *, drop_set_gid: bool) -> None:
     """Give an inode, which may be changed, an ACL, and the mode that goes with it. Raises OSError EINVAL.
 
-    `drop_set_gid`: who does it may not keep set-group-id."""
+    `drop_set_gid`: the caller may not keep set-group-id."""
     check(value)
     if name == ACCESS:
         inode.mode, value = access_mode(value, inode.mode)
@@ -85,7 +85,7 @@ def put(inode: Inode, name: bytes, value: bytes, *, drop_set_gid: bool) -> None:
 
 
 def remove(inode: Inode, name: bytes) -> None:
-    """Take an ACL from an inode, which may be changed and need not have it."""
+    """Remove an ACL from an inode, which may be changed and need not have it."""
     inode.xattrs = {key: data for key, data in inode.xattrs.items() if key != name}
 
 
@@ -104,7 +104,8 @@ def after_chmod(value: bytes, mode: int) -> bytes:
 
 
 def inherited(default: bytes, mode: int) -> tuple[int, dict[bytes, bytes]]:
-    """Return mode and ACLs of what is made in a directory with this default ACL; no umask counts there."""
+    """Return mode and ACLs of a new inode in a directory with this default ACL, where the umask is
+    ignored."""
     acl = _decode(default)
     group = _MASK if any(entry.tag == _MASK for entry in acl) else _GROUP_OBJ
     asked = {_USER_OBJ: mode >> 6 & 0o7, group: mode >> 3 & 0o7, _OTHER: mode & 0o7}
@@ -123,7 +124,7 @@ def _is_minimal(acl: Sequence[_Entry]) -> bool:
 
 
 def _decode(value: bytes) -> list[_Entry]:
-    """Raises OSError EINVAL; EOPNOTSUPP for another version."""
+    """Return the entries of an ACL. Raises OSError EINVAL; EOPNOTSUPP for another version."""
     body = value[len(_VERSION) :]
     if len(value) < len(_VERSION) or len(body) % _ENTRY.size:
         raise fail(errno.EINVAL)

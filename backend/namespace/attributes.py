@@ -1,9 +1,9 @@
-"""Directory policy: extended attributes that say how files created below are kept.
+"""Directory policy: extended attributes that define how files created below are stored.
 
     user.irdmafs.replicas      1..8: copies on different store nodes
     user.irdmafs.stripe_size   "64M"; 0: not striped
     user.irdmafs.placement     see policy.parse_policy
-    user.irdmafs.isolation     on or off; not only for what is created: the mounts look it up
+    user.irdmafs.isolation     on or off; for existing files, too: mounts look it up at each open
     user.irdmafs.quota_bytes, user.irdmafs.quota_inodes     see quotas
 
 The nearest directory that has an attribute decides; a file keeps what it was created with. Quotas of all
@@ -20,14 +20,14 @@ REPLICAS = b"user.irdmafs.replicas"
 STRIPE_SIZE = b"user.irdmafs.stripe_size"
 PLACEMENT = b"user.irdmafs.placement"
 NAMES = (REPLICAS, STRIPE_SIZE, PLACEMENT)
-# "on": an overwrite of a file there is seen only when the file is closed, see irdmafs.coherence.isolation.
+# "on": an overwrite of a file there becomes visible when the file is closed (irdmafs.coherence.isolation).
 ISOLATION = b"user.irdmafs.isolation"
 
 _STRIPE_MIN_BYTES = 1 << 20
 
 
 def check(name: bytes, value: bytes) -> None:
-    """Raises ValueError, saying what is wrong, for a value that makes no sense."""
+    """Check a value. Raises ValueError, which says what is wrong."""
     if name == REPLICAS:
         _replicas(value)
     elif name == STRIPE_SIZE:
@@ -41,7 +41,7 @@ def check(name: bytes, value: bytes) -> None:
 
 
 def of(namespace: Namespace, directory: int, settings: Settings) -> tuple[int, int, Policy]:
-    """Replicas, bytes a stripe and placement of what is created in a directory."""
+    """Return replicas, stripe size in bytes and placement of new files in a directory."""
     found: dict[bytes, bytes] = {}
     while True:
         inode = namespace.inodes.get(directory)

@@ -1,4 +1,4 @@
-"""What one transaction is to do to the directory tree: a list of record changes, and what it rests on."""
+"""One transaction on the directory tree: a list of record changes, and the conditions for it."""
 
 import errno
 from collections.abc import Sequence
@@ -9,27 +9,27 @@ from .quotas import Charge
 
 __all__ = ["Commit", "compares", "operations"]
 
-# etcd takes 128 compares in a transaction; some are the engine's, some a caller's guards.
+# etcd accepts 128 compares in a transaction; some are the engine's, some a caller's guards.
 _COMPARES_MAX = 120
 
 
 class Commit:
-    """What one transaction is to do. Made for every mutation: what is not set costs nothing."""
+    """The changes of one transaction. Made for every mutation, so fields that are not set cost nothing."""
 
-    inode: Inode | None = None  # what the caller gets
+    inode: Inode | None = None  # returned to the caller
     names: Sequence[tuple[int, bytes, int]] = ()  # (parent, name, ino; 0: the name is removed)
     inodes: Sequence[Inode] = ()  # records to put
     new: Inode | None = None  # did not exist; kept for the caller, though others remove it at once
     gone: Sequence[Inode] = ()  # inodes that lose their record, an empty directory for example
-    keep = False  # these stay as local orphans
+    keep = False  # inodes that stay as local orphans
     times: Sequence[tuple[int, int | None]] = ()  # (directory, ns; None: its inode record has them)
     within: Sequence[int] = ()  # directories that must exist
     fixed: Sequence[Inode] = ()  # inodes that must not have changed
-    local = False  # a change of local orphans that nobody else is to know
-    # False: a crash may lose it as long as nothing durable follows. A shared engine keeps it at once.
+    local = False  # a change of local orphans, which is not stored
+    # False: a crash may lose it until a durable transaction follows. A shared engine stores it at once.
     durable = True
     urgent = False
-    charge: Charge | None = None  # of `inode`, where that takes room of a quota
+    charge: Charge | None = None  # the charge of `inode`, if that grows in a quota
 
 
 def operations(commit: Commit) -> list[Put | Delete]:
@@ -50,7 +50,7 @@ def operations(commit: Commit) -> list[Put | Delete]:
 
 
 def compares(commit: Commit, revisions: Sequence[int]) -> list[Compare]:
-    """Return all that must hold when the transaction is applied. `revisions` are those of the names as the
+    """Return the conditions of the transaction. `revisions` are those of the names as the
     decision found them, 0: there was no such name. Raises OSError ENAMETOOLONG."""
     known: dict[bytes, int] = {}
     for (parent, name, _), revision in zip(commit.names, revisions, strict=True):

@@ -20,7 +20,7 @@ class Inherited(NamedTuple):
 
 
 def inherited_from(directory: Inode, mode: int, gid: int, umask: int) -> Inherited:
-    """Return what an inode begins with that somebody of group `gid` makes in a directory."""
+    """Return the attributes of a new inode that a process of group `gid` makes in a directory."""
     xattrs = NO_XATTRS
     if not stat.S_ISLNK(mode):
         default = directory.xattrs.get(acl.DEFAULT)

@@ -5,9 +5,9 @@
     "i" + ino (8 bytes BE)                msgpack array, see Inode.encode
     "t" + directory ino (8 bytes BE)      when its names last changed, ns (8 bytes BE)
 
-Creating and removing names does not rewrite the directory's inode record: hosts that do so at once
-in one directory would all be in each other's way. Its times have a key of their own, which is put
-without a compare (the last one wins), and its link count is derived from its names.
+Creating and removing names does not rewrite the directory's inode record: otherwise hosts that do so
+at once in one directory would conflict. Its times have a key of their own, which is put without a
+compare (the last one wins), and its link count is derived from its names.
 """
 
 import os
@@ -70,14 +70,14 @@ _decode = msgspec.msgpack.Decoder(_Record).decode
 class Inode:
     """One inode as the namespace knows it. Times are nanoseconds since the epoch, sizes bytes.
 
-    What the tree holds is never changed in place, but for `parent`; a change makes a copy.
+    An inode in the tree is never changed in place, except `parent`; a change makes a copy.
 
-    `extent` is 0 for an empty content, in a cluster the number of the content that `layout` tells
-    the place of, and `digests`, if it has any, what its bytes are checked by (see digest); `blocks`
-    counts 512-byte units as stat does; `target` is a symlink's; `birth_ns` is when it was made, 0 where
-    that is not known; `flags` are chattr's (see protection). Derived, not stored: `parent`, the
-    directory that holds the inode, 0 when none or several do; `nlink` of a directory. `revision` is the
-    record's in the engine, 0 while there is none.
+    `extent` is 0 for an empty content, in a cluster the number of the content, which `layout` places on
+    nodes; `digests`, if any, are those of its bytes (see digest). `blocks` counts 512-byte units as stat
+    does; `target` is a symlink's; `birth_ns` is the time of creation, 0 if it is unknown; `flags` are
+    chattr's (see protection). Derived, not stored: `parent`, the directory that holds the inode, 0 if none
+    or several do; `nlink` of a directory. `revision` is that of the record in the engine, 0 while there is
+    none.
     """
 
     __slots__ = (
@@ -118,7 +118,7 @@ class Inode:
 
     @classmethod
     def decode(cls, ino: int, value: bytes, revision: int) -> "Inode":
-        """Raises msgspec.DecodeError when the record is damaged."""
+        """Return the inode of a record. Raises msgspec.DecodeError when the record is damaged."""
         inode = cls.__new__(cls)
         inode.ino = ino
         (
@@ -135,7 +135,7 @@ class Inode:
         return inode
 
     def copy(self) -> "Inode":
-        # Twenty times faster than copy.copy(), on the path of every create and publish.
+        # Twenty times faster than copy.copy(), and called for every create and publish.
         new = Inode.__new__(Inode)
         new.ino, new.mode, new.uid, new.gid = self.ino, self.mode, self.uid, self.gid
         new.nlink, new.rdev, new.size, new.blocks = self.nlink, self.rdev, self.size, self.blocks
@@ -177,7 +177,7 @@ def time_key(ino: int) -> bytes:
 
 
 def nearest_time(time_ns: int) -> int:
-    """Times are kept in 64 bits: the years 1677 to 2262."""
+    """Return the nearest time that can be stored: in 64 bits, the years 1677 to 2262."""
     return max(-(2**63), min(time_ns, 2**63 - 1))
 
 

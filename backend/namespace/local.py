@@ -1,6 +1,6 @@
-"""How a mutation gets into an engine that is this process's alone, and what a crash left is put right.
+"""Commit mutations to an engine that only this process uses, and repair what a crash left.
 
-The tree is all there is: nothing is compared, and it changes as soon as the transaction is in.
+The tree is always up to date: nothing is compared, and it changes as soon as the transaction is applied.
 """
 
 import logging
@@ -29,7 +29,7 @@ class LocalCommitter:
         self._next_ino = ROOT_INO + 1
 
     def new_ino(self) -> int:
-        """Return a number that no inode has, nor had since the store was opened."""
+        """Return a number that no inode has had since the store was opened."""
         ino = self._next_ino
         self._next_ino = ino + 1
         return ino
@@ -37,7 +37,8 @@ class LocalCommitter:
     async def carry_out(
         self, plan: Callable[[], Commit | None], guards: Sequence[Compare] = ()
     ) -> Inode | None:
-        """Do what `plan` decides, and return the commit's inode. There is nobody to guard against."""
+        """Apply the commit that `plan` returns, and return its inode. No other process can make guards
+        fail."""
         commit = plan()
         if commit is None:
             return None
@@ -51,7 +52,7 @@ class LocalCommitter:
         return commit.inode
 
     async def freshen(self) -> None:
-        """Nobody else changes anything."""
+        """Do nothing: no other process changes anything."""
 
     async def flush(self) -> None:
         """Make everything done so far survive a crash."""
@@ -62,10 +63,10 @@ class LocalCommitter:
 
     async def load(self) -> None:
         """Fill the tree, and make the root directory of a new store. Names without an inode, inodes without
-        a name and files that were never published are left-overs of a crash and are removed. Raises
+        a name and files that were never published are left over from a crash, and are removed. Raises
         OSError EIO when a record is damaged.
         """
-        # One kind after the other: a list of all the records takes more memory than the tree.
+        # Load one kind of records after the other: all together take more memory than the tree.
         for start, end in ((b"i", b"j"), (b"t", b"u"), (b"d", b"e")):
             records = await self._engine.range(start, end)
             self._tree.take(Event(mod_revision, key, value) for key, value, mod_revision in records)

@@ -51,11 +51,11 @@ __all__ = [
 
 
 class Committer(Protocol):
-    """Gets decisions into an engine, and from there into the tree."""
+    """Commits decisions to an engine, and then to the tree."""
 
     @property
     def read_only(self) -> bool:
-        """Whether nothing is changed: EROFS."""
+        """Return whether every change is refused with EROFS."""
         ...
 
     def new_ino(self) -> int: ...
@@ -63,12 +63,12 @@ class Committer(Protocol):
     async def carry_out(
         self, plan: Callable[[], Commit | None], guards: Sequence[Compare] = ()
     ) -> Inode | None:
-        """Do what `plan` decides on the tree, and return the commit's inode. `plan` may be asked again;
-        it returns None when there is nothing to do."""
+        """Apply the commit that `plan` decides on the tree, and return its inode. `plan` may be called
+        again; it returns None when there is nothing to do."""
         ...
 
     async def freshen(self) -> None:
-        """Return when the tree has whatever anybody was told before this call."""
+        """Return when the tree has every change that was acknowledged before this call."""
         ...
 
     async def flush(self) -> None:
@@ -76,14 +76,14 @@ class Committer(Protocol):
         ...
 
     async def idle(self) -> None:
-        """There is nothing else to do: an engine may tidy up."""
+        """Do work that was put off: the caller has nothing else to do."""
         ...
 
 
 async def load_own(
     engine: OwnEngine, held: Callable[[int], bool] = lambda ino: False
 ) -> "Namespace":
-    """Return the namespace on an engine that is this process's alone. See LocalCommitter.load."""
+    """Return the namespace on an engine that only this process uses. See LocalCommitter.load."""
     tree = Tree(held=held, strict=True)
     committer = LocalCommitter(tree, engine)
     await committer.load()
@@ -92,8 +92,8 @@ async def load_own(
 
 class Namespace:
     """Names and inodes. Methods raise OSError with the errno POSIX gives the call; on a shared engine also
-    EBUSY (others changed the same things all the time) and ETIMEDOUT (no answer: it may or may not
-    have happened). `inodes` is for reading only.
+    EBUSY (conflicting changes of others at every try) and ETIMEDOUT (no answer: the change may or may
+    not have been applied). `inodes` is for reading only.
     """
 
     def __init__(self, tree: Tree, committer: Committer) -> None:
@@ -101,7 +101,7 @@ class Namespace:
         self._committer = committer
         self._carry_out = committer.carry_out
         self._planner = Planner(tree, committer.new_ino)
-        # Local orphans that are getting a name: until they have it, their local state stays as it is.
+        # Local orphans that are being linked: until they have a name, their local state is not changed.
         self._linking: dict[int, trio.Event] = {}
         # The tree answers by itself: each lookup and open asks it.
         self.inodes = tree.inodes
@@ -142,8 +142,8 @@ class Namespace:
     ) -> Inode:
         """Make an inode of any type under a new name.
 
-        durable=False: a crash may lose it as long as nothing durable follows; a shared engine keeps it at
-        once. Another host may have removed it by the time this returns: then it is a local orphan.
+        durable=False: a crash may lose it until a durable transaction follows; a shared engine stores it at
+        once. If another host has removed it when this returns, it is a local orphan.
         """
 
         made = await self._carry_out(
@@ -158,8 +158,8 @@ class Namespace:
     def orphan(
         self, mode: int, uid: int, gid: int, *, directory: int = ROOT_INO, umask: int = 0
     ) -> Inode:
-        """A file without a name (O_TMPFILE), with what a directory hands down. It lives in the replica
-        until link() names it."""
+        """Return a file without a name (O_TMPFILE), with the attributes that a directory hands down. It
+        exists in the tree only, until link() names it."""
         inode = self._planner.new_inode(self.inode(directory), mode, uid, gid, umask, now_ns())
         inode.nlink = 0
         self.inodes[inode.ino] = inode
@@ -178,11 +178,11 @@ class Namespace:
         return linked
 
     async def unlink(self, parent: int, name: bytes, *, in_use: bool) -> Inode:
-        """Remove a name that is not a directory's. Returns the inode as it is afterwards.
+        """Remove a name that is not a directory's, and return the inode as it is afterwards.
 
-        With nlink 0 its record is gone, and so is it itself unless `in_use` or held(): then it stays
+        With nlink 0 its record is removed, and the inode with it unless `in_use` or held(): then it stays
         without a name until drop(). On a shared engine the inode may be another one than the caller
-        had found behind the name; `in_use` is not meant for that one.
+        had found by the name; `in_use` does not apply to that one.
         """
         expected = self.tree.ino_behind(parent, name) if in_use else 0
 
@@ -193,8 +193,8 @@ class Namespace:
     async def unlink_if(
         self, parent: int, name: bytes, wanted: Callable[[Inode], bool]
     ) -> Inode | None:
-        """As unlink, if the inode behind the name is a wanted one when it happens; None: it is not, or
-        there is no such name."""
+        """Unlink a name if its inode is `wanted` at that moment; return None if it is not, or there is no
+        such name."""
 
         return await self._carry_out(partial(self._planner.unlink_if, parent, name, wanted))
 
@@ -217,7 +217,7 @@ class Namespace:
         in_use: bool,
         owner: tuple[int, int] = (0, 0),
     ) -> Inode | None:
-        """Rename with renameat2(2)'s flags. Returns the inode that lost its name, if one did.
+        """Rename with renameat2(2)'s flags, and return the inode that lost its name, if any.
 
         `in_use` as for unlink, and for that inode. `owner`: user and group of a whiteout. Raises
         ENAMETOOLONG when a directory of a shared engine would be moved below more than a hundred others.
@@ -249,13 +249,13 @@ class Namespace:
         guards: Sequence[Compare] = (),
         within_quotas: bool = True,
     ) -> Inode:
-        """Make an extent the file's next version. Acknowledged: it survives a crash.
+        """Make an extent the file's next version; it survives a crash when this returns.
 
-        Returns the inode as committed. Whoever published meanwhile on another host gets this version
-        on top, unless `base` says which version it was made of: raises Outdated if that is not the
-        newest. `ctime_ns`: when the content changed, None: now, 0: not at all. `guards` must hold,
-        too: raises kv.Conflict when one of them does not. The last name may have gone: then nlink is
-        0 and the version is known here only. Raises OSError EDQUOT where a quota has no room for it,
+        Returns the inode as committed. A version that another host published meanwhile is superseded,
+        unless `base` is the version that this one was made of: then raises Outdated if it is not the
+        newest. `ctime_ns`: the time of the change, None: now, 0: no change. `guards` must hold,
+        too: raises kv.Conflict when one of them does not. If the last name was removed, nlink is
+        0 and the version is known here only. Raises OSError EDQUOT if a quota has no room for it,
         unless `within_quotas` is false: then it is only charged.
         """
 
@@ -272,8 +272,8 @@ class Namespace:
         return published
 
     async def check_room(self, ino: int, blocks: int) -> None:
-        """Raise OSError EDQUOT when quotas have no room for a version of so many blocks, before anything is
-        sent for it."""
+        """Raise OSError EDQUOT if quotas have no room for a version of so many blocks. Called before it is
+        sent."""
         quotas = self.quotas
         if not quotas.in_use:
             return
@@ -295,8 +295,8 @@ class Namespace:
         flags: int | None = None,
         asked_for: bool = True,
     ) -> Inode:
-        """`asked_for`: by chmod(2) and the like, not what follows from another call; chattr(1) may forbid
-        it."""
+        """Set attributes. `asked_for`: by chmod(2) and the like, which flags of chattr(1) can forbid, not
+        as the effect of another call."""
         change = attributes_set(
             mode=mode, uid=uid, gid=gid, atime_ns=atime_ns, mtime_ns=mtime_ns, flags=flags,
             asked_for=asked_for,
@@ -304,15 +304,15 @@ class Namespace:
         return await self._change(ino, change, sets_mtime=mtime_ns is not None)
 
     async def note_reads(self, atimes: Mapping[int, int]) -> None:
-        """Keep when inodes were last read (ns), by number; nothing else of them changes."""
+        """Store the times when inodes were last read (ns), by number; nothing else of them changes."""
 
         await self._carry_out(partial(self._planner.note_reads, atimes))
 
     async def set_xattr(
         self, ino: int, name: bytes, value: bytes, flags: int = 0, *, drop_set_gid: bool = False
     ) -> Inode:
-        """`flags` are setxattr(2)'s XATTR_CREATE and XATTR_REPLACE; `drop_set_gid`: who sets an ACL may not
-        keep set-group-id."""
+        """Set an extended attribute. `flags` are setxattr(2)'s XATTR_CREATE and XATTR_REPLACE;
+        `drop_set_gid`: the caller may not keep set-group-id when an ACL is set."""
 
         change = xattr_set(name, value, flags, drop_set_gid=drop_set_gid)
         return await self._change(ino, change)
@@ -336,7 +336,7 @@ class Namespace:
             await self._linking[ino].wait()
 
     async def drop(self, ino: int) -> None:
-        """Forget an inode without a name, now that nobody holds it."""
+        """Forget an inode without a name, which is not open any more."""
         self.tree.drop(ino)
 
     async def flush(self) -> None:

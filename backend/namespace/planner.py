@@ -1,13 +1,13 @@
-"""How a mutation of the directory tree is decided: what it looks at, and the record changes that it makes.
+"""Decide mutations of the directory tree: their conditions, and the record changes that they make.
 
-A decision looks at the tree alone and changes nothing. It raises OSError with the errno that POSIX gives
-the call, and may be made again (see shared): it returns None when there is nothing to do.
+A decision reads the tree and changes nothing. It raises OSError with the errno that POSIX gives the call,
+and may be made again (see shared): it returns None when there is nothing to do.
 
 On a shared engine a transaction compares as little as is needed, so that hosts that work in one
-directory are not in each other's way: a name that is made or removed, the inode whose link count
-changes, that a directory in which a name is made exists (and, for a new inode, has the attributes that
-it hands down), that one which is removed is empty. Moving a directory compares all above its new
-place: two moves at once could otherwise make a circle.
+directory do not conflict: a name that is made or removed, the inode whose link count changes, that a
+directory in which a name is made exists (and, for a new inode, has the attributes that it hands down),
+that a directory which is removed is empty. Moving a directory compares all directories above its new
+place: two moves at once could otherwise make a cycle.
 """
 
 import errno
@@ -46,7 +46,7 @@ RENAME_WHITEOUT = 4
 
 
 class Outdated(OSError):
-    """A version was to be made of one that is not the newest any more; `version` is."""
+    """The base of a version is not the newest any more; `version` is the newest."""
 
     def __init__(self, version: int) -> None:
         super().__init__(errno.ESTALE, f"version {version} was published meanwhile")
@@ -54,7 +54,7 @@ class Outdated(OSError):
 
 
 def root_of(tree: Tree) -> Commit | None:
-    """Make the root directory unless there is one."""
+    """Return the commit that makes the root directory, None if there is one."""
     if ROOT_INO in tree.inodes:
         return None
     root = Inode(ROOT_INO, stat.S_IFDIR | 0o755, os.getuid(), os.getgid(), now_ns())
@@ -64,7 +64,7 @@ def root_of(tree: Tree) -> Commit | None:
 
 
 class Planner:
-    """Decides mutations of a tree. new_ino() gives a number that no inode ever had."""
+    """Decides mutations of a tree. new_ino() returns a number that no inode ever had."""
 
     def __init__(self, tree: Tree, new_ino: Callable[[], int]) -> None:
         self._tree = tree
@@ -91,7 +91,7 @@ class Planner:
             raise fail(errno.EEXIST)
         directory = self._tree.inodes[parent]
         if directory.nlink == 0:
-            raise fail(errno.ENOENT)  # removed while somebody stands in it
+            raise fail(errno.ENOENT)  # removed while it is a working directory
         refuse_new_name(directory)
         now = now_ns()
         inode = self.new_inode(directory, mode, uid, gid, umask, now)
@@ -111,7 +111,7 @@ class Planner:
     def new_inode(
         self, directory: Inode, mode: int, uid: int, gid: int, umask: int, now_ns: int
     ) -> Inode:
-        """Return an inode without a name, with what the directory hands down."""
+        """Return an inode without a name, with the attributes that the directory hands down."""
         inherited = inherited_from(directory, mode, gid, umask)
         inode = Inode(self._new_ino(), inherited.mode, uid, inherited.gid, now_ns)
         inode.xattrs, inode.flags = inherited.xattrs, inherited.flags
@@ -153,7 +153,7 @@ class Planner:
         return _without_name(parent, name, found, found.ino == kept_ino)
 
     def unlink_if(self, parent: int, name: bytes, wanted: Callable[[Inode], bool]) -> Commit | None:
-        """Remove a name if the inode behind it is a wanted one."""
+        """Remove a name if its inode is `wanted`."""
         found = self._tree.inodes.get(self._tree.ino_behind(parent, name))
         if found is None or found.is_dir or not wanted(found):
             return None
@@ -189,7 +189,7 @@ class Planner:
         if flags & RENAME_EXCHANGE and replaced is None:
             raise fail(errno.ENOENT)
         if replaced is not None and replaced.ino == moved.ino:
-            return None  # two names of one inode: POSIX says nothing happens
+            return None  # two names of one inode: POSIX demands that nothing happens
         if self._tree.inodes[new_parent].nlink == 0:
             raise fail(errno.ENOENT)
         refuse_lost_name(self._tree.inodes[parent], moved)
@@ -228,7 +228,7 @@ class Planner:
     def _leave_whiteout(
         self, commit: Commit, parent: int, name: bytes, owner: tuple[int, int]
     ) -> None:
-        """Put a whiteout where the old name was. It is a character device 0:0 (overlayfs)."""
+        """Put a whiteout, a character device 0:0 (overlayfs), in the place of the old name."""
         directory = self._tree.inodes[parent]
         whiteout = self.new_inode(directory, stat.S_IFCHR, *owner, 0, now_ns())
         whiteout.version = 1
@@ -239,7 +239,7 @@ class Planner:
             self._quotas.admit(whiteout.ino, self._quotas.above(parent), 0)
 
     def _above(self, moved: Inode, source: int, target: int) -> list[Inode]:
-        """All directories from `target` up, if moving a directory there could make a circle.
+        """Return all directories from `target` up, if moving a directory there could make a cycle.
 
         Raises EINVAL if it does.
         """
@@ -291,14 +291,14 @@ class Planner:
         commit.inode, commit.inodes = inode, (inode,)
         if not inode.nlink:
             commit.local = True
-        # A file that could not be written whole has to stay, cut, on a full store.
+        # A file that could not be written completely has to be truncated, also on a full store.
         commit.urgent = size < found.size or not found.version
         if self._quotas.in_use and within_quotas:
             commit.charge = self._quotas.admit(ino, self._quotas.of(ino), blocks)
         return commit
 
     def note_reads(self, atimes: Mapping[int, int]) -> Commit:
-        """Keep when inodes were last read."""
+        """Store the times when inodes were last read."""
         commit = Commit()
         commit.inodes = []
         for ino, atime_ns in atimes.items():
@@ -334,7 +334,7 @@ def attributes_set(
     flags: int | None,
     asked_for: bool,
 ) -> Callable[[Inode], None]:
-    """Return what sets these attributes of an inode."""
+    """Return the change that sets these attributes of an inode."""
 
     def change(inode: Inode) -> None:
         if asked_for and flags is None:
@@ -359,7 +359,7 @@ def attributes_set(
 def xattr_set(
     name: bytes, value: bytes, flags: int, *, drop_set_gid: bool
 ) -> Callable[[Inode], None]:
-    """Return what sets an extended attribute of an inode."""
+    """Return the change that sets an extended attribute of an inode."""
 
     def change(inode: Inode) -> None:
         refuse_change(inode)
@@ -382,7 +382,7 @@ def xattr_set(
 
 
 def xattr_removed(name: bytes) -> Callable[[Inode], None]:
-    """Return what removes an extended attribute of an inode."""
+    """Return the change that removes an extended attribute of an inode."""
 
     def change(inode: Inode) -> None:
         refuse_change(inode)
@@ -394,7 +394,7 @@ def xattr_removed(name: bytes) -> Callable[[Inode], None]:
 
 
 def _without_name(parent: int, name: bytes, found: Inode, keep: bool) -> Commit:
-    """Take a name away."""
+    """Remove a name."""
     commit, now = Commit(), now_ns()
     commit.names = ((parent, name, 0),)
     commit.times = ((parent, now),)
@@ -405,7 +405,7 @@ def _without_name(parent: int, name: bytes, found: Inode, keep: bool) -> Commit:
 
 
 def _unname(commit: Commit, found: Inode, now_ns: int) -> None:
-    """An inode loses a name, and with the last one its record."""
+    """Take a name from an inode, and with the last one its record."""
     inode = found.copy()
     inode.nlink = 0 if inode.is_dir else inode.nlink - 1
     inode.ctime_ns = now_ns

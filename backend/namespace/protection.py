@@ -1,6 +1,6 @@
-"""The flags of chattr(1) that say what may not happen to an inode, by whomever.
+"""The flags of chattr(1) that forbid changes of an inode to every user.
 
-Only who has CAP_LINUX_IMMUTABLE sets or takes them (the kernel checks that). tmpfs knows the same four;
+Only a process with CAP_LINUX_IMMUTABLE can change them (the kernel checks that). tmpfs has the same four;
 other flags are refused. Bits are those of FS_IOC_GETFLAGS (ioctl_iflags(2)).
 """
 
@@ -15,32 +15,32 @@ APPEND: Final = 0x20
 NODUMP: Final = 0x40
 NOATIME: Final = 0x80
 SETTABLE: Final = IMMUTABLE | APPEND | NODUMP | NOATIME
-# An inode that is made in a directory gets these flags from it.
+# A new inode gets these flags from its directory.
 HANDED_DOWN: Final = NODUMP | NOATIME
 
 _PROTECTED: Final = IMMUTABLE | APPEND
 
 
 def refuse_change(inode: Inode) -> None:
-    """Raise OSError EPERM when owner, mode, times, xattrs and number of names of an inode are to stay."""
+    """Raise OSError EPERM if owner, mode, times, xattrs and link count of an inode may not change."""
     if inode.flags & _PROTECTED:
         raise fail(errno.EPERM)
 
 
 def refuse_new_name(directory: Inode) -> None:
-    """Raise OSError EPERM when nothing may be added to a directory."""
+    """Raise OSError EPERM if no name may be added to a directory."""
     if directory.flags & IMMUTABLE:
         raise fail(errno.EPERM)
 
 
 def refuse_lost_name(directory: Inode, inode: Inode) -> None:
-    """Raise OSError EPERM when a name may not be taken from a directory, or from an inode."""
+    """Raise OSError EPERM if no name may be removed from a directory, or from an inode."""
     if (directory.flags | inode.flags) & _PROTECTED:
         raise fail(errno.EPERM)
 
 
 def refuse_open(inode: Inode, flags: int) -> None:
-    """Raise OSError EPERM when an open asks for more than may happen to a file."""
+    """Raise OSError EPERM if the flags of a file forbid an open of this kind."""
     writing = flags & os.O_ACCMODE != os.O_RDONLY or bool(flags & os.O_TRUNC)
     if inode.flags & IMMUTABLE and writing:
         raise fail(errno.EPERM)

@@ -1,14 +1,14 @@
-"""Quotas of directory trees: how much the inodes below a directory may be, and are.
+"""Quotas of directory trees: limits for the inodes below a directory, and their usage.
 
-A directory has a quota by its attributes user.irdmafs.quota_bytes and user.irdmafs.quota_inodes. Everything
-below it is charged to it, the directory itself is not; where quotas are nested, all of them hold. A file
-is charged what is allocated for its published version (as du(1) counts), and one inode however many names
-it has below the directory.
+A directory has a quota by its attributes user.irdmafs.quota_bytes and user.irdmafs.quota_inodes.
+Everything below it is charged to it, the directory itself is not; where quotas are nested, all of them
+hold. A file is charged the bytes that its published version has allocated (as du(1) counts), and one inode
+however many names it has below the directory.
 
-What is charged is derived from the tree that it belongs to, and kept for each inode that is below a quota.
+The charge is derived from the tree that it belongs to, and kept for each inode that is below a quota.
 An inode is compared with its charge whenever it has changed; so the usage is right after any sequence of
-changes, by whomever, and after a restart. A mutation that is on its way to the engine is charged as if it
-had happened, so that several at once do not take the same room.
+changes by any host, and after a restart. A mutation that is being committed is charged as if it had
+happened, so that several at once do not use the same room.
 """
 
 import errno
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 512
 _UNLIMITED = 2**63 - 1
-# Little room is left when it is less than this part of the limit, or fewer inodes than this.
+# Little room is left if it is less than this part of the limit, or fewer inodes than this.
 _NEAR_PART = 8
 _NEAR_INODES = 256
 
@@ -49,7 +49,7 @@ def parse_limit(name: bytes, value: bytes) -> int:
 
 
 class Usage:
-    """The limits of one directory, and what is charged to it."""
+    """The limits and the usage of one directory."""
 
     __slots__ = ("bytes", "inodes", "limit_bytes", "limit_inodes")
 
@@ -59,7 +59,7 @@ class Usage:
 
     @property
     def limits(self) -> tuple[int | None, int | None]:
-        """Bytes and inodes; None: not limited."""
+        """Return the limits in bytes and inodes; None: not limited."""
         return (
             self.limit_bytes if self.limit_bytes < _UNLIMITED else None,
             self.limit_inodes if self.limit_inodes < _UNLIMITED else None,
@@ -67,8 +67,8 @@ class Usage:
 
 
 class Charge(NamedTuple):
-    """An inode that belongs to `quotas`, directories, with so many bytes. `is_near`: little room is left
-    then, so that what other hosts have done is to be known first."""
+    """An inode that is charged to `quotas`, which are directories, with so many bytes. `is_near`: little
+    room is left then, so the changes of other hosts must be known first."""
 
     quotas: tuple[int, ...]
     bytes: int
@@ -94,7 +94,7 @@ class Quotas:
         self._path_of = path_of
         self.in_use = False
         self._usages: dict[int, Usage] = {}
-        # Of every inode below a quota.
+        # The charge of every inode below a quota.
         self._charges: dict[int, Charge] = {}
         # Directories that got or lost a quota since the last `update`.
         self._changed: set[int] = set()
@@ -110,7 +110,7 @@ class Quotas:
         return self._usages.keys()
 
     def above(self, directory: int) -> tuple[int, ...]:
-        """Return the directories to whose quotas belongs what is in a directory."""
+        """Return the directories to whose quotas the names in a directory are charged."""
         found = []
         while True:
             if directory in self._usages:
@@ -121,7 +121,7 @@ class Quotas:
             directory = inode.parent
 
     def of(self, ino: int) -> tuple[int, ...]:
-        """Return the directories to whose quotas an inode belongs."""
+        """Return the directories to whose quotas an inode is charged."""
         parents = self._parents_of(ino)
         if len(parents) == 1:
             return self.above(parents[0])
@@ -137,8 +137,8 @@ class Quotas:
     def admit(self, ino: int, quotas: tuple[int, ...], blocks: int) -> Charge:
         """Return the charge of an inode that is to be in these quotas with so many blocks of 512 bytes.
 
-        Raises OSError EDQUOT where it grows and there is no room. What stays as large, or shrinks, is
-        admitted also above the limit.
+        Raises OSError EDQUOT if it grows and there is no room. An inode that does not grow is admitted also
+        above the limit.
         """
         size = blocks * _BLOCK_BYTES
         charged = self._charges.get(ino, _NOTHING)

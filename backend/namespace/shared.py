@@ -1,10 +1,10 @@
-"""How a mutation gets into an engine that others change, too, and from there into the tree.
+"""Commit mutations to an engine that other processes change, too, and apply them to the tree.
 
-The tree may be behind. A transaction compares every record whose content the decision rests on, and the
-tree changes only when the watch tells of it, for which the mutation waits: so it shows all changes in the
-order of their revisions. A conflict, and likewise an error or "nothing to do" that was found on a tree
-which may be behind, is confirmed: the tree is brought up to date and the mutation is decided anew.
-"""
+The tree may be out of date. A transaction compares every record that the decision depends on, and the tree
+changes only when the watch yields the events, for which the mutation waits: so the tree shows all changes
+in the order of their revisions. A conflict, and likewise an error or "nothing to do" that was decided on a
+tree which may be out of date, is confirmed: the tree is brought up to date and the mutation is decided
+anew."""
 
 import errno
 import random
@@ -24,30 +24,30 @@ __all__ = ["Hub", "SharedCommitter"]
 # Inode numbers of a shared engine are taken in blocks; the next one when fewer are left than this.
 _BLOCK_INOS = 4096
 _SPARE_INOS = 1024
-# A mutation that is decided anew so often meets others all the time; the pause before it grows to
-# the longest after 6 attempts, so it has gone on for about 3 s.
+# A mutation that is decided anew so often conflicts every time; the pause before each grows to the longest
+# after 6 attempts, so these take about 3 s.
 _ATTEMPTS_MAX = 40
 _PAUSE_FIRST_S = 0.002
 _PAUSE_MAX_S = 0.1
 
 
 class Hub(Protocol):
-    """What tells this process of changes to a shared engine (see replica)."""
+    """The source of changes to a shared engine in this process (see replica)."""
 
     async def wait_applied(self, revision: int) -> None:
         """Return when the replica has everything up to a revision."""
         ...
 
     async def barrier(self) -> None:
-        """Return when the replica has whatever anybody was told before this call."""
+        """Return when the replica has every change that was acknowledged before this call."""
         ...
 
 
 class SharedCommitter:
-    """Commits changes of a tree that `hub` keeps. The hub has to be started before anything is done.
+    """Commits changes of a tree that `hub` keeps up to date. The hub has to be started first.
 
-    after_commit(directories, revision) is awaited before a mutation returns; `directories` hold what
-    was changed, or are it. `read_only`: nothing is changed, EROFS.
+    after_commit(directories, revision) is awaited before a mutation returns; `directories` were changed, or
+    hold a changed inode. `read_only`: every change is refused with EROFS.
     """
 
     def __init__(
@@ -71,7 +71,8 @@ class SharedCommitter:
     async def carry_out(
         self, plan: Callable[[], Commit | None], guards: Sequence[Compare] = ()
     ) -> Inode | None:
-        """Do what `plan` decides, asked again where others were first, and return the commit's inode.
+        """Apply the commit that `plan` decides, and return its inode. After a conflict `plan` is called
+        again.
 
         Raises OSError EBUSY and Conflict, if one of the guards does not hold.
         """
@@ -105,8 +106,8 @@ class SharedCommitter:
         raise fail(errno.EBUSY, "others change the same names or inodes all the time")
 
     async def _succeeds(self, commit: Commit, guards: Sequence[Compare]) -> bool:
-        """Commit to the shared engine, and wait until that shows in the replica. False: something has
-        changed that it rests on. Raises Conflict if that is one of the guards."""
+        """Commit to the shared engine, wait until the replica has it, and return True. Return False if a
+        record that it depends on has changed. Raises Conflict if that is one of the guards."""
         directories = self._directories(commit)
         tree = self._tree
         revisions = [tree.name_revision(parent, name) for parent, name, _ in commit.names]
@@ -127,11 +128,11 @@ class SharedCommitter:
         if commit.inode is not None:
             shown = tree.inodes.get(commit.inode.ino)
             if shown is not None and shown.revision == revision:
-                commit.inode = shown  # the same, with what is derived
+                commit.inode = shown  # the same, with derived fields
         return True
 
     def _directories(self, commit: Commit) -> tuple[int, ...]:
-        """Those that a commit changes something in, or that it changes."""
+        """Return the directories that a commit changes, or whose inodes it changes."""
         found = {ino for ino, _ in commit.times}
         for inode in commit.inodes:
             found.update((inode.ino,) if inode.is_dir else self._tree.parents_of(inode.ino))
@@ -139,14 +140,14 @@ class SharedCommitter:
         return tuple(found)
 
     async def freshen(self) -> None:
-        """Return when the tree has whatever anybody was told before this call."""
+        """Return when the tree has every change that was acknowledged before this call."""
         await self._hub.barrier()
 
     async def flush(self) -> None:
-        """Every transaction survives a crash when it is acknowledged."""
+        """Do nothing: every transaction survives a crash when it is acknowledged."""
 
     async def idle(self) -> None:
-        """Nothing is put off."""
+        """Do nothing: no work is put off."""
 
     # -- inode numbers ---------------------------------------------------------------------------
 
@@ -161,7 +162,7 @@ class SharedCommitter:
         return ino
 
     async def _take_inos(self) -> None:
-        """Have a block of inode numbers to make more; what was left of the one before is never used."""
+        """Reserve another block of inode numbers; the numbers left of the former block are never used."""
         async with self._taking_inos:
             if self._last_ino - self._next_ino >= _SPARE_INOS:
                 return

@@ -1,9 +1,9 @@
-"""The directory tree in memory, which answers every read: data and what holds of it, no engine.
+"""The directory tree in memory, which answers every read: data and its invariants, without an engine.
 
-It is changed in two ways: by the commits of an engine that is this process's alone (`enact`), or by what
-the watch of a shared engine tells (`load` and `apply`, as a consumer of the replica hub). Both end in the
-same few steps, in this order: times, inodes, names, and last the inodes that are gone, so that each step
-finds what it needs to derive parents and link counts.
+It is changed in two ways: by the commits of an engine that only this process uses (`enact`), or by the
+events of a shared engine's watch (`load` and `apply`, as a consumer of the replica hub). Both end in the
+same few steps, in this order: times, inodes, names, and last removed inodes, so that each step finds the
+data from which it derives parents and link counts.
 """
 
 import contextlib
@@ -39,26 +39,25 @@ __all__ = ["Listener", "Tree"]
 
 
 class Listener(Protocol):
-    """Told of everything that the watch tells after the first load, this process's own changes too, once
-    all of a transaction is applied. Must not block and not raise."""
+    """Called with every change that the watch yields after the first load, also those of this process,
+    after the whole transaction is applied. Must not block and not raise."""
 
     def inode_changed(self, old: Inode | None, new: Inode | None) -> None:
-        """None stands for an inode that did not exist or is gone."""
+        """Called with the inode before and after; None: it did not exist, or was removed."""
         ...
 
     def name_changed(self, parent: int, name: bytes, old_ino: int, new_ino: int) -> None:
-        """0 stands for a name that did not exist or is gone."""
+        """Called with the inode numbers before and after; 0: there was no such name, or it was removed."""
         ...
 
 
 class Tree:
     """Names and inodes. `inodes` is for reading only.
 
-    held(ino): whether something has the inode open; then it stays without a name when another host
-    removes its last one (a *local orphan*: nlink 0, revision 0, known to this process alone).
-    `strict`: a record that makes no sense raises OSError EIO, and names without an inode are kept in
-    `dangling` to be removed. Otherwise both are passed over and logged.
-    """
+    held(ino): whether something has the inode open; then it stays without a name when another host removes
+    its last one (a *local orphan*: nlink 0, revision 0, known to this process alone). `strict`: an invalid
+    record raises OSError EIO, and names without an inode are collected in `dangling` to be removed.
+    Otherwise both are ignored and logged."""
 
     prefixes: tuple[bytes, ...] = (b"d", b"i", b"t", NEXT_INO_KEY)
 
@@ -71,20 +70,20 @@ class Tree:
     ) -> None:
         self.inodes: dict[int, Inode] = {}
         self.dangling: list[tuple[int, bytes]] = []
-        # The next number nobody has taken, and the revision of that record.
+        # The next inode number that is not reserved, and the revision of that record.
         self.next_block = (ROOT_INO + 1, 0)
         self._held = held
         self._listener = listener
         self._strict = strict
         self._is_loaded = False
         self._children: dict[int, dict[bytes, Dentry]] = {}
-        # Of directories: when their names last changed, and the ctime of the inode record.
+        # For each directory: when its names last changed, and the ctime of the inode record.
         self._times: dict[int, int] = {}
         self._ctimes: dict[int, int] = {}
-        # Directories by number; the parents of what has several names (once for each).
+        # Directories by number; the parents of inodes with several names (once for each name).
         self._names: dict[int, bytes] = {}
         self._parents: dict[int, list[int]] = {}
-        # Inodes that the caller of a mutation which is under way wants to keep.
+        # Inodes that callers of mutations under way want to keep.
         self._keeping: list[int] = []
         self.quotas = Quotas(self.inodes, self._children, self.parents_of, self.path_of)
 
@@ -97,7 +96,7 @@ class Tree:
             raise fail(errno.ESTALE) from None
 
     def lookup(self, parent: int, name: bytes) -> Inode | None:
-        """The inode behind a name, "." and ".." included; None when there is no such name."""
+        """Return the inode of a name, "." and ".." included; None if there is no such name."""
         children = self._children.get(parent)
         if children is None:
             raise fail(errno.ENOTDIR if parent in self.inodes else errno.ESTALE)
@@ -113,18 +112,18 @@ class Tree:
         return None
 
     def parent_of(self, directory: int) -> int:
-        """The directory that holds a directory; the root holds itself."""
+        """Return the directory that holds a directory; the root holds itself."""
         return self.inode(directory).parent or directory
 
     def children(self, ino: int) -> list[tuple[bytes, int]]:
-        """Names in a directory and their inode numbers, a snapshot."""
+        """Return a snapshot of the names in a directory and their inode numbers."""
         return [(name, dentry.ino) for name, dentry in self._children[ino].items()]
 
     def is_empty(self, directory: int) -> bool:
         return not self._children[directory]
 
     def parents_of(self, ino: int) -> Sequence[int]:
-        """The directories that hold an inode, once for each name."""
+        """Return the directories that hold an inode, once for each name."""
         parents = self._parents.get(ino)
         if parents is not None:
             return parents
@@ -134,7 +133,7 @@ class Tree:
         return (inode.parent,)
 
     def names_of(self, ino: int) -> list[tuple[int, bytes]]:
-        """Every (parent, name) of an inode, by looking at all names of its parents."""
+        """Return every (parent, name) of an inode, by searching all names of its parents."""
         return [
             (parent, name)
             for parent in set(self.parents_of(ino))
@@ -143,7 +142,7 @@ class Tree:
         ]
 
     def names_of_all(self, inos: Collection[int]) -> list[tuple[int, bytes]]:
-        """Every (parent, name) of these inodes, by looking at all names once."""
+        """Return every (parent, name) of these inodes, by searching all names once."""
         wanted = set(inos)
         return [
             (parent, name)
@@ -153,7 +152,7 @@ class Tree:
         ]
 
     def path_of(self, directory: int) -> bytes:
-        """The path of a directory from the root, which is b"". Raises ESTALE when it is gone."""
+        """Return the path of a directory from the root, which is b"". Raises ESTALE if it was removed."""
         names = []
         while directory != ROOT_INO:
             inode = self.inode(directory)
@@ -164,23 +163,23 @@ class Tree:
         return b"".join(b"/" + name for name in reversed(names))
 
     def describe(self, ino: int) -> str:
-        """Where an inode is, from the root of the filesystem, for whoever reads a message."""
+        """Return the path of an inode from the root of the filesystem, for messages."""
         for parent, name in self.names_of(ino):
             with contextlib.suppress(OSError):  # a directory that was removed
                 return os.fsdecode(self.path_of(parent) + b"/" + name)
         return f"inode {ino}"
 
     def existing(self, parent: int, name: bytes) -> Inode:
-        """Return the inode behind a name, but not behind "." and "..". Raises OSError ENOENT, ENOTDIR,
+        """Return the inode of a name, but not of "." and "..". Raises OSError ENOENT, ENOTDIR,
         ESTALE, ENAMETOOLONG."""
         ino = self.ino_behind(parent, name)
         if not ino:
-            self.lookup(parent, name)  # there may be a better reason than ENOENT
+            self.lookup(parent, name)  # raises a more exact error than ENOENT, if there is one
             raise fail(errno.ENOENT)
         return self.inodes[ino]
 
     def ino_behind(self, parent: int, name: bytes) -> int:
-        """Return the number of the inode behind a name, 0: there is none."""
+        """Return the number of a name's inode, 0: there is none."""
         children = self._children.get(parent)
         dentry = children.get(name) if children is not None else None
         return dentry.ino if dentry is not None else 0
@@ -193,7 +192,7 @@ class Tree:
     # -- consumer of the replica hub ---------------------------------------------------------------
 
     def load(self, records: Iterable[KeyValue], revision: int) -> None:
-        """Become what the records are. What differs counts as events that come now."""
+        """Replace the tree by these records. Differences count as events that come now."""
         events: list[Event] = []
         present: set[bytes] = set()
         known, self._is_loaded = self._is_loaded, True
@@ -256,7 +255,7 @@ class Tree:
                 listener.name_changed(parent, name, old_ino, new_ino)
 
     def take(self, events: Iterable[Event]) -> None:
-        """Become what the events of one transaction, or of several at once, make of it."""
+        """Apply the events of one transaction, or of several at once."""
         inodes: list[Inode] = []
         names: list[tuple[int, bytes, int, int]] = []
         gone: list[int] = []
@@ -295,7 +294,7 @@ class Tree:
             )
 
     def _complain(self, message: str) -> None:
-        """A record makes no sense. In a cluster the rest goes on without it."""
+        """Report an invalid record. In a cluster it is logged and ignored."""
         if self._strict:
             raise fail(errno.EIO, message)
         log.error("%s; it is passed over", message)
@@ -303,7 +302,7 @@ class Tree:
     # -- own changes -----------------------------------------------------------------------------
 
     def enact(self, commit: Commit, revision: int) -> None:
-        """Become what a commit makes of it that the engine has applied."""
+        """Apply a commit that the engine has applied."""
         for ino, time_ns in commit.times:
             self._set_time(ino, time_ns)
         for inode in commit.inodes:
@@ -323,14 +322,14 @@ class Tree:
             self.quotas.update(inode.ino for inode in (*commit.inodes, *commit.gone))
 
     def enact_locally(self, commit: Commit) -> None:
-        """Change local orphans, of which nobody else is to know."""
+        """Apply changes of local orphans, which are not stored."""
         for inode in commit.inodes:
             self.inodes[inode.ino] = inode
 
     @contextlib.contextmanager
     def keeping(self, commit: Commit) -> Iterator[None]:
-        """While a commit is under way, let what its caller is to find afterwards stay, though the watch
-        tells that it is gone; and charge what it takes of a quota."""
+        """While a commit is under way, keep the inodes that its caller needs afterwards, even if the watch
+        yields their removal; and charge the commit to quotas."""
         inos = [inode.ino for inode in commit.gone] if commit.keep else []
         if commit.new is not None:
             inos.append(commit.new.ino)
@@ -356,7 +355,8 @@ class Tree:
     # -- the steps of a change -------------------------------------------------------------------
 
     def _set_time(self, ino: int, time_ns: int | None) -> None:
-        """The names of a directory changed; None: its inode record has the times from now on."""
+        """Set the time when the names of a directory changed; None: its inode record has the times from
+        now on."""
         if time_ns is None:
             self._times.pop(ino, None)
             return
@@ -364,11 +364,12 @@ class Tree:
         if ino in self._ctimes:
             directory = self._changing(ino)
             directory.mtime_ns = time_ns
-            # Clocks of hosts differ: the last change need not have the latest time.
+            # Hosts' clocks differ: the last change need not have the latest time.
             directory.ctime_ns = max(self._ctimes[ino], time_ns)
 
     def _changing(self, ino: int) -> Inode:
-        """An inode to change in what is derived: in place when nobody is told of changes."""
+        """Return an inode whose derived fields can be changed: the same one if there is no listener, else
+        a copy."""
         inode = self.inodes[ino]
         if self._listener is not None:
             inode = self.inodes[ino] = inode.copy()
@@ -393,7 +394,7 @@ class Tree:
         self.inodes[ino] = inode
 
     def _set_name(self, parent: int, name: bytes, ino: int, revision: int) -> None:
-        """Let a name lead to an inode, 0: remove it."""
+        """Set the inode of a name; 0: remove the name."""
         children = self._children.get(parent)
         if children is None:
             if ino:
@@ -421,7 +422,7 @@ class Tree:
             self._changing(parent).nlink += subdirectories
 
     def _linked(self, ino: int, parent: int, name: bytes) -> bool:
-        """An inode got a name. Returns whether it is a directory's."""
+        """Count a new name of an inode, and return whether that is a directory."""
         inode = self.inodes[ino]
         if inode.is_dir:
             inode.parent = parent
@@ -435,7 +436,7 @@ class Tree:
         return False
 
     def _unlinked(self, ino: int, parent: int) -> bool:
-        """An inode lost a name. Returns whether it was a directory's."""
+        """Count a removed name of an inode, and return whether that was a directory."""
         inode = self.inodes.get(ino)
         if inode is None:
             return False
@@ -452,7 +453,7 @@ class Tree:
         return False
 
     def _let_go(self, ino: int, *, keep: bool) -> None:
-        """An inode lost its record; it stays as a local orphan if something here holds it."""
+        """Remove an inode whose record is gone; it stays as a local orphan if it is open here."""
         is_dir = self._ctimes.pop(ino, None) is not None
         if is_dir:
             self._times.pop(ino, None)

@@ -1,8 +1,8 @@
-"""Log lines of nodes and mounts: who wrote them, for which request, as text or as JSON.
+"""Log lines of nodes and mounts, with their process and request, as text or as JSON.
 
-A request id is made where a request enters the cluster and travels with its messages, so that one
-`grep` finds what every process did for it. Lines that strangers on the network can cause are limited
-in number, and no line can be made to look like two.
+A request id is made where a request enters the cluster and is sent with its messages, so that one `grep`
+finds the lines of every process for it. The number of lines that strangers on the network can cause is
+limited, and no line can be made to look like two.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from ..cluster.config_values import ConfigError
 __all__ = ["RepeatLimit", "current_request", "identify", "request", "set_up_logging"]
 
 LOG_LIMIT_BYTES = 16 << 20
-# Of one place in the code, in this time; what is more is only counted.
+# The most lines of one place in the code in this time; further lines are only counted.
 REPEATS_MAX = 10
 REPEAT_WINDOW_S = 10.0
 NETWORK_LOGGERS = ("irdmafs.backend.transport",)
@@ -38,26 +38,26 @@ os.register_at_fork(after_in_child=lambda: globals().update(_process_part=os.ura
 
 
 class _Identity:
-    """Of this process; not a context variable, which threads would not see."""
+    """The identity of this process; not a context variable, which threads would not see."""
 
     component = ""
     member = ""
 
 
 def identify(component: str, member: str = "") -> None:
-    """Name the writer of all lines from now on: "node" or "mount", and its id."""
+    """Set the process that all lines name from now on: "node" or "mount", and its id."""
     _Identity.component = component
     _Identity.member = member
 
 
 def current_request() -> str:
-    """The id of the request that is being worked on; empty outside of one."""
+    """Return the id of the current request; "" outside of one."""
     return _request.get()
 
 
 @contextlib.contextmanager
 def request(request_id: str = "") -> Iterator[str]:
-    """Work on a request: one that came in with an id, or a new one. Gives the id."""
+    """Work on a request: one that was received with an id, or a new one. Yields the id."""
     token = _request.set(request_id or f"{_process_part}-{next(_numbers):x}")
     try:
         yield _request.get()

@@ -1,4 +1,4 @@
-"""Prometheus metrics: figures (backend/observe/figures.py), walked when somebody asks.
+"""Prometheus metrics: figures (backend/observe/figures.py), collected for each scrape.
 
 `NodeCounters` has those of a store node, brought up to date in the event loop when a scrape comes.
 """
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Collector", "MetricsServer", "MountCounters", "NodeCounters", "serve_metrics"]
 
-# A scrape is short; who connects and says nothing must not keep a thread.
+# A scrape is short; a client that sends nothing must not keep a thread.
 SCRAPE_TIMEOUT_S = 10.0
 SCRAPES_AT_ONCE = 8
 
 
 @dataclasses.dataclass(slots=True)
 class NodeCounters:
-    """Of one store node."""
+    """The figures of one store node."""
 
     requests: Counter[str] = counts("Requests served, by kind", "kind")
     errors: Counter[str] = counts("Requests that failed, by errno name", "errno")
@@ -66,7 +66,7 @@ class NodeCounters:
 
 @dataclasses.dataclass(slots=True)
 class MountCounters:
-    """Of one mount, beside those of its store."""
+    """The figures of one mount, beside those of its store."""
 
     requests: Counter[str] = counts("Requests of the kernel, by kind", "kind")
     errors: Counter[str] = counts("Requests answered with an error, by errno name", "errno")
@@ -74,9 +74,9 @@ class MountCounters:
 
 
 class Collector:
-    """Makes metrics `irdmafs_NAME_...` of dataclasses of figures when it is asked for them.
+    """Makes metrics `irdmafs_NAME_...` of dataclasses of figures for each scrape.
 
-    `figures` gives the dataclasses, in the event loop of `token`; without one, in any thread.
+    `figures` returns the dataclasses, in the event loop of `token`; without one, in any thread.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Collector:
                 metric.add_metric(values, value)
             else:
                 metric = family(metric_name, field.metadata["help"], labels=[*names, label])
-                # A copy: the event loop may add a key while we look.
+                # A copy: the event loop may add a key meanwhile.
                 for key, number in sorted(dict(value).items()):
                     metric.add_metric([*values, str(key)], number)
             yield metric
@@ -145,8 +145,8 @@ class MetricsServer:
 
 
 def serve_metrics(collector: Collector, host: str, port: int) -> MetricsServer:
-    """Serve the collector's metrics and the process's own (memory, descriptors) over HTTP; port 0 takes
-    a free one. Raises ConfigError where that cannot be."""
+    """Serve the collector's metrics and the process's own (memory, descriptors) over HTTP; port 0 chooses
+    a free one. Raises ConfigError if the address cannot be used."""
     try:
         from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
     except ImportError:
@@ -174,7 +174,7 @@ class _Handler(WSGIRequestHandler):
         pass
 
     def address_string(self) -> str:
-        # The inherited one asks the name service.
+        # The inherited method asks the name service.
         return str(self.client_address[0])
 
 
@@ -204,7 +204,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        # Somebody who hung up, or a scrape while the event loop ends.
+        # The client closed the connection, or the event loop has ended.
         pass
 
 
