@@ -14,7 +14,7 @@ QUOTED = re.compile(r"`([^`\n]+)`")
 # What is a file of the project by its form: a module or page, or anything below a directory of ours.
 FILE = re.compile(r"[\w./-]+\.(?:py|md)|(?:backend|irdmafs|docs|tests|scripts)/[\w./-]+")
 PAGE = re.compile(r"docs/[\w-]+\.md")
-CLASS = re.compile(r"^class (\w+)", re.MULTILINE)
+CLASS = re.compile(r"^(?:class |(?=\w+ = NewType))(\w+)", re.MULTILINE)
 
 
 def text_of(page: Path) -> str:
