@@ -104,13 +104,15 @@ class Cache:
                 shown = node.content if nameless and node.opens else None
                 await self._in_place.empty(self._sharing.content_to_empty(inode, shown))
                 inode = self._inodes[inode.ino]
-            inode = await self._settled(inode, flags)
+            if flags & os.O_ACCMODE:
+                inode = await self._settled(inode, flags)
             content, cut = self._routes.choose(inode, node, flags, pid, promise)
             handle = self._open(node, content, flags, pid)
         finally:
             if promise is not None:
                 self._routes.end(promise)
-        await self._make_ready(handle, content, cut=cut)
+        if handle.writing or content.preparing or content.awaited:
+            await self._make_ready(handle, content, cut=cut)
         return handle
 
     async def _settled(self, inode: Inode, flags: int) -> Inode:

@@ -3,6 +3,7 @@
 Programs write past us: only the size and the times of an extent tell.
 """
 
+import os
 import platform
 import time
 from typing import Final
@@ -30,15 +31,17 @@ class Changes:
         self._inodes = store.namespace.inodes
         self._grain_ns = 0 if _stamps_are_fine() else _TIMESTAMP_GRAIN_NS
 
-    def is_written(self, content: Content) -> bool:
+    def is_written(self, content: Content, status: os.stat_result | None = None) -> bool:
         """Return whether anybody may have written to it since it was published or begun, as far as stat can
-        tell. A store through a mapping changes no time."""
-        return self.is_surely_written(content) or self._may_share_a_tick(content)
+        tell. A store through a mapping changes no time. `status`: how its extent looks, if known."""
+        return self.is_surely_written(content, status) or self._may_share_a_tick(content)
 
-    def is_surely_written(self, content: Content) -> bool:
+    def is_surely_written(self, content: Content, status: os.stat_result | None = None) -> bool:
         if content.dirty:
             return True
-        return bool(content.extent) and stamp_of(self._table.stat(content)) != content.since
+        if not content.extent:
+            return False
+        return stamp_of(status or self._table.stat(content)) != content.since
 
     def _may_share_a_tick(self, content: Content) -> bool:
         """Return whether a write after the publication may have left the times as they were then."""

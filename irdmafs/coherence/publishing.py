@@ -243,7 +243,7 @@ class Publisher:
         status = shape = self._table.stat(content)
         extent = content.extent
         mapped = content.mapped
-        written = content.private or self._changes.is_written(content)
+        written = content.private or self._changes.is_written(content, status)
         ctime_ns = status.st_ctime_ns if written else 0
         dirty, content.dirty = content.dirty, False
         # A writer that replaces a file does so whatever others published meanwhile. On one host the last

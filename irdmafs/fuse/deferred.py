@@ -29,22 +29,25 @@ class Deferred:
         self.released.clear()
         self.forgotten.clear()
         for fh in released:
-            self.carry_out(self._operations.release(fh), f"releasing handle {fh}")
+            self.carry_out(self._operations.release(fh), "releasing handle %d", fh)
         if forgotten:
             self.carry_out(self._operations.forget(forgotten), "forgetting nodes")
         return bool(released or forgotten)
 
-    def carry_out(self, coro: Coroutine[Any, Any, None], what: str) -> None:
-        """Run what nobody waits for, in a task of its own when it has to wait."""
+    def carry_out(self, coro: Coroutine[Any, Any, None], what: str, *args: object) -> None:
+        """Run what nobody waits for, in a task of its own when it has to wait. `what` and `args` name it in
+        the log."""
         try:
             inline.run(coro)
         except inline.Detached:
-            self._nursery.start_soon(self._carry_out_later, coro, what)
+            self._nursery.start_soon(self._carry_out_later, coro, what, *args)
         except Exception:
-            log.exception("%s failed", what)
+            log.exception(what + " failed", *args)
 
-    async def _carry_out_later(self, coro: Coroutine[Any, Any, None], what: str) -> None:
+    async def _carry_out_later(
+        self, coro: Coroutine[Any, Any, None], what: str, *args: object
+    ) -> None:
         try:
             await inline.resume(coro)
         except Exception:
-            log.exception("%s failed", what)
+            log.exception(what + " failed", *args)
