@@ -58,6 +58,11 @@ class Committer(Protocol):
         """Return whether every change is refused with EROFS."""
         ...
 
+    @property
+    def keeps_reads(self) -> bool:
+        """Return whether the times of reads that this process knows are those of all."""
+        ...
+
     def new_ino(self) -> int: ...
 
     async def carry_out(
@@ -108,6 +113,7 @@ class Namespace:
         self.quotas = tree.quotas
         self.inode = tree.inode
         self.lookup = tree.lookup
+        self.leads_to = tree.leads_to
         self.parent_of = tree.parent_of
         self.children = tree.children
         self.parents_of = tree.parents_of
@@ -304,9 +310,10 @@ class Namespace:
         return await self._change(ino, change, sets_mtime=mtime_ns is not None)
 
     async def note_reads(self, atimes: Mapping[int, int]) -> None:
-        """Store the times when inodes were last read (ns), by number; nothing else of them changes."""
-
-        await self._carry_out(partial(self._planner.note_reads, atimes))
+        """Store the times when inodes were last read (ns), by number; nothing else of them changes. Store
+        nothing in a shared engine: each host knows its own reads."""
+        if self._committer.keeps_reads:
+            await self._carry_out(partial(self._planner.note_reads, atimes))
 
     async def set_xattr(
         self, ino: int, name: bytes, value: bytes, flags: int = 0, *, drop_set_gid: bool = False

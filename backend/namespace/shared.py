@@ -50,6 +50,8 @@ class SharedCommitter:
     hold a changed inode. `read_only`: every change is refused with EROFS.
     """
 
+    keeps_reads = False
+
     def __init__(
         self,
         tree: Tree,

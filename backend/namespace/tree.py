@@ -95,6 +95,12 @@ class Tree:
         except KeyError:
             raise fail(errno.ESTALE) from None
 
+    def leads_to(self, parent: int, name: bytes, ino: int) -> bool:
+        """Return whether a name leads to an inode."""
+        children = self._children.get(parent)
+        dentry = children.get(name) if children is not None else None
+        return dentry is not None and dentry.ino == ino
+
     def lookup(self, parent: int, name: bytes) -> Inode | None:
         """Return the inode of a name, "." and ".." included; None if there is no such name."""
         children = self._children.get(parent)

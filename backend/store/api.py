@@ -9,7 +9,7 @@ from ..cluster.records import ContentId, Layout
 from ..namespace import Inode, Namespace, Outdated
 from .extents import ExtentStore
 
-__all__ = ["Outdated", "Store", "StoreEvents", "Unmounted"]
+__all__ = ["Freshness", "Outdated", "Store", "StoreEvents", "Unmounted"]
 
 
 class StoreEvents(ABC):
@@ -76,6 +76,35 @@ class Unmounted(StoreEvents):
     def check_publishing(self, ino: int) -> None: ...
 
 
+class Freshness(Protocol):
+    """How far a shared namespace may be believed on this host. Other hosts change it, too."""
+
+    def is_fresh(self, inode: Inode) -> bool:
+        """Return whether `freshen` has nothing to wait for."""
+        ...
+
+    async def freshen(self, inode: Inode, *, content: bool = False) -> None:
+        """Return when the namespace holds all that anybody was told before this call, as far as it
+        matters to an open of this file (or of a name in this directory). `content`: that of a small
+        file comes with it. Raises OSError ETIMEDOUT."""
+        ...
+
+    def believable_s(self, directory: int, *, used: bool = True) -> float:
+        """Return for how many seconds a directory may be believed: its names, and what has no other names.
+        Hosts that change it wait for this mount that long. A directory that is `used` often becomes
+        believable."""
+        ...
+
+    def directories_believable_s(self) -> float:
+        """Return for how many seconds the kernel may believe the attributes of any directory. It is made to
+        forget them when a change comes here: no later than they would be answered anew."""
+        ...
+
+    def path_valid_s(self, directory: int) -> float:
+        """Return for how many seconds the name of a directory may be believed whose parent may not be."""
+        ...
+
+
 class Store(Protocol):
     """Contents by number and the namespace that names them. Methods raise OSError."""
 
@@ -95,7 +124,17 @@ class Store(Protocol):
 
     @property
     def shared(self) -> bool:
-        """Whether others change the namespace, too: then `freshen` before believing it."""
+        """Whether others change the namespace, too."""
+        ...
+
+    @property
+    def freshness(self) -> Freshness | None:
+        """How far the namespace may be believed; None where nobody else changes it."""
+        ...
+
+    @property
+    def reads_into(self) -> bool:
+        """Whether `read_into` reads files: where they may not be on this host."""
         ...
 
     @property
@@ -171,31 +210,6 @@ class Store(Protocol):
 
     async def forget(self, inode: Inode) -> None:
         """Drop an inode that has no name and no holder, and its content."""
-        ...
-
-    def is_fresh(self, inode: Inode) -> bool:
-        """Whether `freshen` has nothing to wait for."""
-        ...
-
-    async def freshen(self, inode: Inode, *, content: bool = False) -> None:
-        """Return when the namespace holds all that anybody was told before this call, as far as it
-        matters to an open of this file (or of a name in this directory). `content`: that of a small
-        file comes with it. Raises OSError ETIMEDOUT."""
-        ...
-
-    def believable_s(self, directory: int, *, used: bool = True) -> float:
-        """For how many seconds what the namespace says of a directory, its names and what has no other
-        names may be believed: whoever changes it waits for this mount that long. What is `used`
-        often becomes believable."""
-        ...
-
-    def directories_believable_s(self) -> float:
-        """For how many seconds the kernel may believe the attributes of any directory of a shared store,
-        which it is made to forget when a change comes here: no later than they would be answered anew."""
-        ...
-
-    def path_valid_s(self, directory: int) -> float:
-        """For how many seconds the name of a directory may be believed whose parent may not be."""
         ...
 
     async def bring(self, ino: int) -> Inode:

@@ -30,8 +30,6 @@ log = logging.getLogger(__name__)
 OPEN_MARK = "open"
 
 _HERE = Layout()
-# Nobody else changes the tree.
-_FOREVER_S = 86400.0
 
 
 @asynccontextmanager
@@ -62,8 +60,8 @@ async def embedded_store(
 class EmbeddedStore(Pinned):
     """What `embedded_store` opens: the Store of a mount that is alone with it."""
 
-    shared = False
-    locks = None
+    shared = reads_into = False
+    locks = freshness = None
     size_max = 2**63 - 1
 
     def __init__(
@@ -193,21 +191,6 @@ class EmbeddedStore(Pinned):
 
     def allocate(self, inode: Inode) -> tuple[ContentId, int]:
         return self.extents.allocate()
-
-    def is_fresh(self, inode: Inode) -> bool:
-        return True
-
-    async def freshen(self, inode: Inode, *, content: bool = False) -> None:
-        pass
-
-    def believable_s(self, directory: int, *, used: bool = True) -> float:
-        return _FOREVER_S
-
-    def directories_believable_s(self) -> float:
-        return _FOREVER_S
-
-    def path_valid_s(self, directory: int) -> float:
-        return _FOREVER_S
 
     async def bring(self, ino: int) -> Inode:
         return self.namespace.inode(ino)

@@ -46,7 +46,8 @@ class Looks:
     def changes_unnoticed(self, node: Node) -> bool:
         """Return whether the kernel may not keep a node's attributes: stores through a mapping, and writes
         through another node, change them without its knowing."""
-        content = node.content if node.is_bound else self._table.current.get(node.ino)
+        bound = node.opens or node.promised
+        content = node.content if bound else self._table.current.get(node.ino)
         if content is None or not content.is_changing:
             return False
         return content.mapped or (not content.private and self._nodes.has_siblings(node.ino))

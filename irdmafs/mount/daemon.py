@@ -22,9 +22,13 @@ from ..backend.store.api import Store
 from ..backend.store.embedded import embedded_store
 from ..backend.store.storedir import StoreInUse
 from ..callers.processes import Processes
+from ..coherence.alone import Alone
+from ..coherence.beliefs import Beliefs
 from ..coherence.cache import Cache
 from ..coherence.isolation import Isolation
 from ..coherence.kernel_cache import KernelCache
+from ..coherence.protocol import Coherence
+from ..coherence.shared import Shared
 from ..fuse.backings import Backings
 from ..fuse.connection import Connection, ProtocolError
 from ..fuse.kernel import KernelSession
@@ -227,13 +231,18 @@ class _Daemon:
     def _assemble(
         self, kernel: KernelCache, atimes: Atimes, *, passthrough: bool, acls: bool
     ) -> Operations:
-        isolation = Isolation(self._store.namespace, default=self._config.options.isolation)
-        cache = Cache(self._store, kernel, self._processes, isolation, passthrough=passthrough)
-        operations = Operations(
-            self._store, cache, self._config.options, atimes, self.status, acls=acls
-        )
+        store, options = self._store, self._config.options
+        isolation = Isolation(store.namespace, default=options.isolation)
+        cache = Cache(store, kernel, self._processes, isolation, passthrough=passthrough)
+        beliefs = Beliefs(store.namespace, cache.nodes, kernel)
+        coherence: Coherence
+        if store.freshness is not None:
+            coherence = Shared(store, store.freshness, cache, beliefs)
+        else:
+            coherence = Alone(store.namespace, cache)
+        operations = Operations(store, cache, coherence, options, atimes, self.status, acls=acls)
         self._operations = operations
-        self._events.begin(Parts(cache, operations.beliefs, operations.locking, kernel))
+        self._events.begin(Parts(cache, beliefs, operations.locking, kernel))
         return operations
 
     async def _announce(self, ready: Callable[[str], None]) -> None:

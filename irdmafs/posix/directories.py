@@ -3,15 +3,12 @@
 import errno
 import os
 import stat
-import time
 from collections.abc import Callable, Iterator
 
-from ..backend.namespace import fail
-from ..backend.store.api import Store
-from ..coherence.arrivals import Arrivals
-from ..coherence.beliefs import Beliefs
+from ..backend.namespace import Namespace, fail
 from ..coherence.cache import Cache
 from ..coherence.nodes import Handle
+from ..coherence.protocol import Coherence
 from .answers import Answers
 from .atimes import Atimes
 from .calls import Attributes, Caller
@@ -22,34 +19,27 @@ class Directories:
 
     def __init__(
         self,
-        store: Store,
+        namespace: Namespace,
         cache: Cache,
+        coherence: Coherence,
         answers: Answers,
-        arrivals: Arrivals,
-        beliefs: Beliefs,
         atimes: Atimes,
     ) -> None:
-        self._store = store
-        self._namespace = store.namespace
-        self._inodes = store.namespace.inodes
-        self._shared = store.shared
+        self._namespace = namespace
+        self._inodes = namespace.inodes
         self._cache = cache
         self._nodes = cache.nodes
+        self._coherence = coherence
         self._answers = answers
-        self._arrivals = arrivals
-        self._beliefs = beliefs
         self._atimes = atimes
 
     async def opendir(self, inode: int, ctx: Caller) -> int:
-        node, found = self._nodes.get(inode)
+        arrived = self._coherence.arrived(inode)
+        if arrived is None:
+            arrived = await self._coherence.settle_names(inode, ctx.pid, by_name=False)
+        node, found = arrived
         if not found.is_dir:
             raise fail(errno.ENOTDIR)
-        if self._shared:
-            names = self._arrivals.trails.take(ctx.pid)
-            await self._arrivals.freshen(found)
-            node, found = self._nodes.get(inode)
-            if names and not self._arrivals.trails.hold(ctx.pid, names, found.ino, believed=True):
-                raise fail(errno.ESTALE)  # the kernel looks the names up again, once
         return self._nodes.open(node, None, os.O_RDONLY, ctx.pid).fh
 
     def _directory_handle(self, fh: int) -> Handle:
@@ -82,8 +72,7 @@ class Directories:
         handle = self._directory_handle(fh)
         directory = handle.node.ino
         entries = self._listing(handle, start_id)
-        valid_s = self._store.believable_s(directory) if self._shared else 0.0
-        soon = time.monotonic() + valid_s / 2
+        listing = self._coherence.listing(directory)
         for index in range(start_id, len(entries)):
             name, ino = entries[index]
             inode = self._inodes.get(ino)
@@ -99,7 +88,7 @@ class Directories:
             main = node = self._cache.node_of(inode, 0)
             if one_number:
                 node = self._nodes.numbered(inode)
-            if valid_s and node.lookups and self._beliefs.holds((directory, name), ino, soon):
+            if node.lookups and listing.is_known(name, node):
                 # Without a node: the kernel has name and attributes, and will for a while.
                 known = Attributes()
                 known.ino, known.st_mode = ino, inode.mode
@@ -107,12 +96,10 @@ class Directories:
                     return
                 continue
             entry = self._answers.attributes(node, inode)
-            is_stable = node is main and self._cache.names_are_stable(ino)
-            if not is_stable or not self._answers.leads_to(directory, name, ino):
-                entry.entry_timeout = 0
-            elif valid_s:
-                node.name = (directory, name)
-                self._answers.let_believe(entry, directory, name, inode, valid_s)
+            if node is main:
+                listing.entry(entry, name, node, inode)
+            else:
+                self._coherence.attributes(entry, node, inode)
             if not add(name, entry, index + 1):
                 self._nodes.drop_unused(node)
                 return

@@ -43,7 +43,6 @@ class OpenFiles:
         self._store = store
         self._inodes = store.namespace.inodes
         self._extents = store.extents
-        self._shared = store.shared
         self._cache = cache
         self._nodes = cache.nodes
         self._answers = answers
@@ -91,7 +90,7 @@ class OpenFiles:
 
     async def _publish(self, handle: Handle, pid: int, step: Coroutine[Any, Any, None]) -> None:
         """Run what may publish something for a process, unless that has lost a lock."""
-        if not self._shared:
+        if not self._locking.may_lose:
             await step
             return
         try:

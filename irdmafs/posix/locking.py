@@ -45,6 +45,8 @@ class Locking(LockHolder):
     ) -> None:
         self._scope = scope
         self._shared = shared if scope == "cluster" else None
+        # Locks that hold on other hosts end with the mount's session.
+        self.may_lose = self._shared is not None
         self._contents = contents
         self._describe = describe
         self.posix = LockTable()

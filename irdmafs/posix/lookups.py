@@ -4,9 +4,9 @@ import errno
 from collections.abc import Sequence
 
 from ..backend.namespace import Namespace, fail
-from ..coherence.arrivals import Arrivals
 from ..coherence.cache import Cache
 from ..coherence.nodes import INO_BITS
+from ..coherence.protocol import Coherence
 from .answers import Answers
 from .calls import Attributes, Caller
 
@@ -15,21 +15,14 @@ class Lookups:
     """Answers lookups, by name and by file handle."""
 
     def __init__(
-        self,
-        namespace: Namespace,
-        cache: Cache,
-        answers: Answers,
-        arrivals: Arrivals,
-        *,
-        shared: bool,
+        self, namespace: Namespace, cache: Cache, coherence: Coherence, answers: Answers
     ) -> None:
         self._namespace = namespace
         self._inodes = namespace.inodes
         self._cache = cache
         self._nodes = cache.nodes
+        self._coherence = coherence
         self._answers = answers
-        self._arrivals = arrivals
-        self._shared = shared
 
     def find(self, parent_inode: int, name: bytes, pid: int) -> Attributes | None:
         """Return the answer to a lookup by a thread; None: the namespace has to be fresh first."""
@@ -38,28 +31,24 @@ class Lookups:
         parent = self._nodes.inode_of(parent_inode)
         if name == b"..":
             return self._found_by_handle(self._namespace.parent_of(parent.ino))
-        inode = self._namespace.lookup(parent.ino, name)
-        if self._shared:
-            led = self._inodes.get(self._arrivals.trails.led(pid, (parent.ino, name)))
-            if led is not None and self._cache.is_promised(pid, led.ino):
-                return self._answers.entry(parent.ino, name, led, pid)
-            if inode is None:
-                return None
-            self._arrivals.trails.note(pid, parent.ino, name, inode)
-        if inode is None:
-            return self._answers.missing()
-        return self._answers.entry(parent.ino, name, inode, pid)
+        inode = self._coherence.find(parent.ino, name, pid)
+        if inode is not None:
+            return self._answers.entry(parent.ino, name, inode, pid)
+        valid_s = self._coherence.missing_s(parent)
+        if valid_s is None:
+            return None
+        missing = Attributes()
+        missing.entry_timeout = valid_s
+        return missing
 
     async def lookup(self, parent_inode: int, name: bytes, ctx: Caller) -> Attributes:
         found = self.find(parent_inode, name, ctx.pid)
         if found is not None:
             return found
         parent = self._nodes.inode_of(parent_inode)
-        await self._arrivals.freshen(parent)
-        inode = self._namespace.lookup(parent.ino, name)
+        inode = await self._coherence.find_fresh(parent, name, ctx.pid)
         if inode is None:
-            self._arrivals.trails.forget(ctx.pid)
-            return self._answers.missing()
+            return Attributes()
         return self._answers.entry(parent.ino, name, inode, ctx.pid)
 
     def _found_by_handle(self, node_id: int) -> Attributes:
@@ -74,7 +63,9 @@ class Lookups:
             if node.id != node_id:
                 node = self._nodes.add(inode, node_id)
         node.lookups += 1
-        return self._answers.attributes(node, inode)
+        answer = self._answers.attributes(node, inode)
+        self._coherence.attributes(answer, node, inode)
+        return answer
 
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
         for node_id, lookups in inode_list:

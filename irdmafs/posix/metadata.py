@@ -6,9 +6,8 @@ import os
 from ..backend.namespace import ROOT_INO, Inode, fail
 from ..backend.namespace.protection import APPEND, IMMUTABLE
 from ..backend.store.api import Store
-from ..coherence.arrivals import Arrivals
 from ..coherence.cache import Cache
-from ..inline import detach
+from ..coherence.protocol import Coherence
 from . import quotas
 from .answers import Answers
 from .atimes import Atimes
@@ -21,17 +20,16 @@ class Metadata:
     """Shows and changes the attributes that stat(2), statfs(2) and lsattr(1) show."""
 
     def __init__(
-        self, store: Store, cache: Cache, answers: Answers, arrivals: Arrivals, atimes: Atimes
+        self, store: Store, cache: Cache, coherence: Coherence, answers: Answers, atimes: Atimes
     ) -> None:
         self._store = store
         self._namespace = store.namespace
         self._inodes = store.namespace.inodes
-        self._shared = store.shared
         self._cache = cache
         self._nodes = cache.nodes
         self._processes = cache.processes
+        self._coherence = coherence
         self._answers = answers
-        self._arrivals = arrivals
         self._atimes = atimes
 
     async def getattr(self, inode: int, ctx: Caller) -> Attributes:
@@ -39,10 +37,9 @@ class Metadata:
 
     def attributes(self, node_id: int) -> Attributes:
         node, found = self._nodes.get(node_id)
-        entry = self._answers.attributes(node, found)
-        if self._shared:
-            self._answers.let_believe_attributes(entry, found)
-        return entry
+        answer = self._answers.attributes(node, found)
+        self._coherence.attributes(answer, node, found)
+        return answer
 
     async def setattr(
         self,
@@ -58,8 +55,7 @@ class Metadata:
         """`lose_set_ids`: the caller is about to change the content, or does it by this truncation, and
         may not keep set-user-id and set-group-id. `touch`: both times are to be now."""
         node, found = self._nodes.get(inode)
-        if self._shared:
-            await detach()
+        await self._coherence.before_change()
         if fields.update_size:
             await self._truncate(found, attr.st_size, fh)
             self._answers.refresh_other_nodes(node, node.ino)  # one of them may show what was cut
@@ -92,7 +88,9 @@ class Metadata:
             await self._namespace.set_attributes(node.ino, **changes, asked_for=asked_for)
             self._atimes.saved(self._inodes[node.ino])
             self._answers.refresh_other_nodes(node, node.ino)
-        return self._answers.attributes(node, self._inodes[node.ino])
+        answer = self._answers.attributes(node, self._inodes[node.ino])
+        self._coherence.changed(answer, node)
+        return answer
 
     async def _truncate(self, inode: Inode, size: int, fh: int | None) -> None:
         refuse_other_than_file(inode)
@@ -106,9 +104,7 @@ class Metadata:
         if handle is not None and handle.writing:
             await self._cache.change(handle, lambda fd: os.ftruncate(fd, size))
         else:
-            if size:
-                inode = await self._arrivals.ensure_local(inode)
-            inode = await self._arrivals.refreshed(inode, bring=size > 0)
+            inode = await self._coherence.bring(inode, content=size > 0)
             await self._cache.truncate(inode, size)
 
     async def lose_privileges(
@@ -118,8 +114,7 @@ class Metadata:
         found = self._inodes[ino]
         if not found.xattrs and not found.mode & SET_IDS:
             return
-        if self._shared:
-            await detach()
+        await self._coherence.before_change()
         if CAPABILITY in found.xattrs:
             await self._namespace.remove_xattr(ino, CAPABILITY)
         if found.mode & SET_IDS:
@@ -144,8 +139,7 @@ class Metadata:
 
     async def set_flags(self, node_id: int, flags: int) -> None:
         node, _ = self._nodes.get(node_id)
-        if self._shared:
-            await detach()
+        await self._coherence.before_change()
         await self._namespace.set_attributes(node.ino, flags=flags)
         self._answers.refresh_other_nodes(None, node.ino)
 

@@ -2,16 +2,12 @@
 
 import errno
 import stat
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ..backend.namespace import RENAME_EXCHANGE, Inode, fail
 from ..backend.store.api import Store
-from ..coherence.arrivals import Arrivals
-from ..coherence.beliefs import Beliefs
 from ..coherence.cache import Cache
-from ..coherence.kernel_cache import Name
-from ..inline import detach
+from ..coherence.protocol import Coherence
 from .answers import Answers
 from .atimes import Atimes
 from .calls import Attributes, Caller
@@ -24,31 +20,27 @@ class Names:
         self,
         store: Store,
         cache: Cache,
+        coherence: Coherence,
         answers: Answers,
-        arrivals: Arrivals,
-        beliefs: Beliefs,
         atimes: Atimes,
     ) -> None:
         self._store = store
         self._namespace = store.namespace
-        self._shared = store.shared
         self._cache = cache
         self._nodes = cache.nodes
+        self._coherence = coherence
         self._answers = answers
-        self._arrivals = arrivals
-        self._beliefs = beliefs
         self._atimes = atimes
 
     async def _make(
         self, parent: int, name: bytes, mode: int, ctx: Caller, **what: Any
     ) -> Attributes:
         directory = self._nodes.inode_of(parent)
-        if self._shared:
-            await detach()
+        await self._coherence.before_change()
         inode = await self._namespace.create(
             directory.ino, name, mode, ctx.uid, ctx.gid, umask=ctx.umask, **what
         )
-        return self._answers.entry(directory.ino, name, inode, ctx.pid, made=True)
+        return self._answers.made(directory.ino, name, inode, ctx.pid)
 
     async def mknod(
         self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: Caller
@@ -71,32 +63,28 @@ class Names:
     ) -> Attributes:
         node, _ = self._nodes.get(inode)
         directory = self._nodes.inode_of(new_parent_inode)
-        if self._shared:
-            await detach()
+        await self._coherence.before_change()
         await self._cache.publish_now(node.ino)
         linked = await self._namespace.link(node.ino, directory.ino, new_name)
         self._answers.refresh_other_nodes(None, node.ino)  # the name may lead to a further one
-        return self._answers.entry(directory.ino, new_name, linked, ctx.pid, made=True)
+        return self._answers.made(directory.ino, new_name, linked, ctx.pid)
 
     async def unlink(self, parent_inode: int, name: bytes, ctx: Caller) -> None:
         parent = self._nodes.inode_of(parent_inode).ino
-        if self._shared:
-            self._arrivals.trails.forget(ctx.pid)  # what it looked up was for this
-            await detach()
+        await self._coherence.before_change()
         found = self._namespace.lookup(parent, name)
         in_use = found is not None and self._nodes.has_nodes(found.ino)
-        with self._changing((parent, name)):
+        with self._coherence.changing(ctx.pid, (parent, name)):
             inode = await self._namespace.unlink(parent, name, in_use=in_use)
         await self._unnamed(inode, in_use)
 
     async def rmdir(self, parent_inode: int, name: bytes, ctx: Caller) -> None:
         parent = self._nodes.inode_of(parent_inode).ino
-        if self._shared:
-            await detach()
+        await self._coherence.before_change()
         found = self._namespace.lookup(parent, name)
         # Whoever stands in it still asks us about it.
         in_use = found is not None and any(self._nodes.of(found.ino))
-        with self._changing((parent, name)):
+        with self._coherence.changing(ctx.pid, (parent, name)):
             await self._namespace.rmdir(parent, name, in_use=in_use)
 
     async def _unnamed(self, inode: Inode, in_use: bool) -> None:
@@ -122,8 +110,7 @@ class Names:
             self._nodes.inode_of(parent_inode_old).ino,
             self._nodes.inode_of(parent_inode_new).ino,
         )
-        if self._shared:
-            await detach()
+        await self._coherence.before_change()
         moved = self._namespace.lookup(old, name_old)
         if moved is not None and moved.is_file:
             await self._cache.publish_now(moved.ino)
@@ -131,32 +118,19 @@ class Names:
             raise fail(errno.ENAMETOOLONG)
         replaced = self._namespace.lookup(new, name_new)
         in_use = replaced is not None and self._nodes.has_nodes(replaced.ino)
-        with self._changing((old, name_old), (new, name_new)):
+        with self._coherence.changing(ctx.pid, (old, name_old), (new, name_new)):
             unnamed = await self._namespace.rename(
                 old, name_old, new, name_new, flags, in_use=in_use, owner=(ctx.uid, ctx.gid)
             )
-        if self._shared:
-            self._arrivals.trails.forget(ctx.pid)  # what it looked up was for this
-            # The kernel moves its name, and does not look it up again.
-            if moved is not None:
-                self._renamed(moved, (old, name_old), (new, name_new))
-            if replaced is not None and flags & RENAME_EXCHANGE:
-                self._renamed(replaced, (new, name_new), (old, name_old))
+        if replaced is not None and flags & RENAME_EXCHANGE:
+            self._coherence.renamed(replaced.ino, (new, name_new), (old, name_old))
         if moved is not None:
+            self._coherence.renamed(moved.ino, (old, name_old), (new, name_new))
             self._answers.refresh_several(moved.ino)
         if unnamed is not None:
             await self._unnamed(unnamed, in_use)
         elif replaced is not None:
             self._answers.refresh_several(replaced.ino)
-
-    def _changing(self, *names: Name) -> AbstractContextManager[None]:
-        """While a program here changes names. Where nobody else does, the kernel knows all of it."""
-        return self._beliefs.changing(*names) if self._shared else nullcontext()
-
-    def _renamed(self, inode: Inode, old: Name, new: Name) -> None:
-        for node in self._nodes.of(inode.ino):
-            if node.name == old:
-                node.name = new
 
     async def readlink(self, inode: int, ctx: Caller) -> bytes:
         found = self._nodes.inode_of(inode)

@@ -3,18 +3,15 @@
 import errno
 import os
 import stat
-from collections.abc import Sequence
 
 from ..backend.namespace import Inode, fail
 from ..backend.namespace.protection import refuse_open
 from ..backend.store.api import Store
-from ..coherence.arrivals import Arrivals, name_of
 from ..coherence.cache import Cache
-from ..coherence.freshness import TrailStep
 from ..coherence.kernel_cache import Name
 from ..coherence.nodes import Handle
+from ..coherence.protocol import Coherence
 from ..coherence.sharing import truncates
-from ..inline import detach
 from .answers import Answers
 from .calls import Attributes, Caller, OpenInfo, refuse_other_than_file
 from .locking import Locking
@@ -28,39 +25,38 @@ class Opens:
         self,
         store: Store,
         cache: Cache,
+        coherence: Coherence,
         answers: Answers,
-        arrivals: Arrivals,
         metadata: Metadata,
         locking: Locking,
     ) -> None:
         self._store = store
         self._namespace = store.namespace
         self._inodes = store.namespace.inodes
-        self._shared = store.shared
         self._cache = cache
         self._nodes = cache.nodes
+        self._coherence = coherence
         self._answers = answers
-        self._arrivals = arrivals
         self._metadata = metadata
         self._locking = locking
 
     async def open(
         self, inode: int, flags: int, ctx: Caller, *, lose_set_ids: bool | None = None
     ) -> OpenInfo:
-        names: Sequence[TrailStep] = ()
         if not flags:
             # The kernel's own open, for an ioctl on what a program has open: whoever opens by a name has
             # O_LARGEFILE among the flags (or is a 32-bit program without it). It would not come again.
             node, found = self._nodes.get(inode)
             refuse_other_than_file(found)
             return self._opened(self._cache.open_here(found, node, flags, ctx.pid))
-        if self._shared:
-            names = self._arrivals.trails.take(ctx.pid)
-            node, found = await self._arrivals.settled(inode, names, flags, ctx.pid)
-            found = await self._arrivals.refreshed(found, bring=not truncates(flags))
+        name = None
+        arrived = self._coherence.arrived(inode)
+        if arrived is not None:
+            node, found = arrived
         else:
-            node, found = self._nodes.get(inode)
-        refuse_other_than_file(found)
+            node, found, name = await self._coherence.settle(inode, flags, ctx.pid)
+        if not found.is_file:
+            refuse_other_than_file(found)
         if found.flags:
             refuse_open(found, flags)
         if flags & os.O_TRUNC:
@@ -69,13 +65,11 @@ class Opens:
         try:
             handle = await self._cache.open(found, node, flags, ctx.pid)
         except OSError as error:
-            if error.errno == errno.ESTALE and self._shared:
+            if error.errno == errno.ESTALE and name is not None:
                 # It has to come back by the same name, although that may mean another file by then.
-                name = name_of(self._nodes.by_id.get(inode), names)
-                if name is not None:
-                    self._arrivals.trails.lead(ctx.pid, (name.parent, name.name), found.ino)
+                self._coherence.come_again(ctx.pid, name, found.ino)
             raise
-        if self._shared and not truncates(flags):
+        if not truncates(flags):
             self._store.count_open(found.extent)
         return self._opened(handle)
 
@@ -83,8 +77,7 @@ class Opens:
         self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: Caller
     ) -> tuple[OpenInfo, Attributes]:
         directory = self._nodes.inode_of(parent_inode)
-        if self._shared:
-            await detach()
+        await self._coherence.before_change()
         if self._namespace.lookup(directory.ino, name) is None:
             writing = flags & os.O_ACCMODE != os.O_RDONLY
             # A file nobody writes is published as it is: empty. Else the name is made durable
@@ -103,14 +96,14 @@ class Opens:
         if found is None or flags & os.O_EXCL:
             raise fail(errno.EEXIST)
         refuse_other_than_file(found)
-        if not flags & os.O_TRUNC:
-            found = await self._arrivals.ensure_local(found)
-        found = await self._arrivals.refreshed(found, bring=not flags & os.O_TRUNC)
+        found = await self._coherence.bring(found, content=not flags & os.O_TRUNC)
         handle = await self._cache.open_any(found, flags, ctx.pid)
         handle.node.lookups += 1
         if not truncates(flags):
             self._store.count_open(found.extent)
-        return self._opened(handle), self._answers.attributes(handle.node, found)
+        answer = self._answers.attributes(handle.node, found)
+        self._coherence.changed(answer, handle.node)
+        return self._opened(handle), answer
 
     async def tmpfile(
         self, parent_inode: int, mode: int, flags: int, ctx: Caller
@@ -130,12 +123,12 @@ class Opens:
         node = handle.node
         node.lookups += 1
         info = self._opened(handle)
-        entry = self._answers.attributes(node, inode, is_new=True)
-        if name is not None and self._shared:
-            node.name = name
-            valid_s = self._store.believable_s(name[0], used=False)
-            self._answers.let_believe(entry, *name, inode, valid_s, made=True)
-        return info, entry
+        answer = self._answers.attributes(node, inode, is_new=True)
+        if name is not None:
+            self._coherence.made(answer, *name, node, inode)
+        else:
+            self._coherence.changed(answer, node)
+        return info, answer
 
     def _opened(self, handle: Handle) -> OpenInfo:
         node = handle.node

@@ -9,10 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ..backend.store.api import Store
-from ..coherence.arrivals import Arrivals
-from ..coherence.beliefs import Beliefs
 from ..coherence.cache import Cache
 from ..coherence.content import Content
+from ..coherence.protocol import Coherence
 from ..mount.config import MountOptions
 from .answers import Answers
 from .atimes import Atimes
@@ -37,6 +36,7 @@ class Operations:
         self,
         store: Store,
         cache: Cache,
+        coherence: Coherence,
         options: MountOptions,
         atimes: Atimes,
         status: Callable[[], dict[str, Any]],
@@ -45,41 +45,39 @@ class Operations:
     ) -> None:
         self._namespace = store.namespace
         self._cache = cache
+        self._coherence = coherence
         self._inodes = store.namespace.inodes
-        self._shared = store.shared
         self.processes = cache.processes
         self.nodes = cache.nodes
         self.extents = store.extents
-        self.listings_stay = not (store.shared or options.strictatime)
-        self.beliefs = beliefs = Beliefs(store.namespace, cache.nodes, cache.kernel)
-        arrivals = Arrivals(store, cache)
+        self.listings_stay = coherence.listings_stay and not options.strictatime
         self.atimes = atimes
         self.locking = locking = Locking(
             options.locks, store.locks, cache, store.namespace.describe
         )
-        answers = Answers(store, cache, options, atimes, beliefs)
+        answers = Answers(cache, coherence, options, atimes)
 
         # Bound here, so that a request passes through no frame of this class.
-        lookups = Lookups(store.namespace, cache, answers, arrivals, shared=store.shared)
+        lookups = Lookups(store.namespace, cache, coherence, answers)
         self.find, self.lookup, self.forget = lookups.find, lookups.lookup, lookups.forget
 
-        names = Names(store, cache, answers, arrivals, beliefs, atimes)
+        names = Names(store, cache, coherence, answers, atimes)
         self.mknod, self.mkdir, self.symlink = names.mknod, names.mkdir, names.symlink
         self.link, self.unlink, self.rmdir = names.link, names.unlink, names.rmdir
         self.rename, self.readlink = names.rename, names.readlink
 
-        metadata = Metadata(store, cache, answers, arrivals, atimes)
+        metadata = Metadata(store, cache, coherence, answers, atimes)
         self.attributes, self.getattr = metadata.attributes, metadata.getattr
         self.setattr, self.statfs = metadata.setattr, metadata.statfs
         self.flags, self.set_flags = metadata.flags, metadata.set_flags
         self.birth_ns, self.has_set_ids = metadata.birth_ns, metadata.has_set_ids
 
-        xattrs = Xattrs(store, cache, answers, arrivals, status, acls=acls)
+        xattrs = Xattrs(store, cache, coherence, answers, status, acls=acls)
         self.setxattr, self.getxattr = xattrs.setxattr, xattrs.getxattr
         self.listxattr, self.removexattr = xattrs.listxattr, xattrs.removexattr
         self.has_xattrs = xattrs.has_xattrs
 
-        opens = Opens(store, cache, answers, arrivals, metadata, locking)
+        opens = Opens(store, cache, coherence, answers, metadata, locking)
         self.open, self.create, self.tmpfile = opens.open, opens.create, opens.tmpfile
         self.cancel_open = opens.cancel_open
 
@@ -92,7 +90,7 @@ class Operations:
         self.release_can_wait = files.release_can_wait
         self.lock, self.test_lock = files.lock, files.test_lock
 
-        directories = Directories(store, cache, answers, arrivals, beliefs, atimes)
+        directories = Directories(store.namespace, cache, coherence, answers, atimes)
         self.opendir, self.releasedir = directories.opendir, directories.releasedir
         self.readdir, self.names = directories.readdir, directories.names
         self.fsyncdir = directories.fsyncdir
@@ -103,8 +101,7 @@ class Operations:
 
     async def ended(self) -> None:
         """The filesystem is unmounted: keep what was left for a later change."""
-        if not self._shared:
-            await self._namespace.note_reads(self.atimes.unsaved())
+        await self._namespace.note_reads(self.atimes.unsaved())
 
     def count(self) -> dict[str, int]:
         """Figures for `irdmafs status`."""
@@ -140,5 +137,5 @@ class Operations:
             "nodes": len(self.nodes.by_id),
             "open_handles": len(self.nodes.handles),
             "locks": self.locking.count(),
-            **self.beliefs.count(),
+            **self._coherence.count(),
         }

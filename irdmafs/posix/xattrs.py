@@ -11,8 +11,8 @@ from ..backend.namespace.quotas import QUOTA_NAMES
 from ..backend.store.api import Store
 from ..callers.credentials import CAP_SYS_ADMIN
 from ..callers.processes import ids_of, open_thread
-from ..coherence.arrivals import Arrivals
 from ..coherence.cache import Cache
+from ..coherence.protocol import Coherence
 from ..inline import detach
 from . import own_xattrs, quotas
 from .answers import Answers
@@ -33,20 +33,19 @@ class Xattrs:
         self,
         store: Store,
         cache: Cache,
+        coherence: Coherence,
         answers: Answers,
-        arrivals: Arrivals,
         status: Callable[[], dict[str, Any]],
         *,
         acls: bool,
     ) -> None:
         self._store = store
         self._namespace = store.namespace
-        self._shared = store.shared
         self._cache = cache
         self._nodes = cache.nodes
         self._processes = cache.processes
+        self._coherence = coherence
         self._answers = answers
-        self._arrivals = arrivals
         self._status = status
         self._acls = acls
 
@@ -73,11 +72,10 @@ class Xattrs:
                 own_xattrs.refuse_nonsense(found, name, value)
                 if name in QUOTA_NAMES:
                     await quotas.refuse_setting(ctx.uid, ctx.pid, self._processes)
-                if self._shared:
-                    await detach()
-                    await self._store.check_attribute(found, name, value)
-        elif self._shared:
-            await detach()
+                await self._coherence.before_change()
+                await self._store.check_attribute(found, name, value)
+        else:
+            await self._coherence.before_change()
         await self._namespace.set_xattr(found.ino, name, value, flags, drop_set_gid=drop_set_gid)
         self._answers.refresh_several(found.ino)
         node = self._nodes.by_id.get(inode)
@@ -111,9 +109,9 @@ class Xattrs:
         if name == own_xattrs.STATUS and found.ino == ROOT_INO:
             return json.dumps(self._status()).encode()
         if name in (own_xattrs.QUOTA_USED_BYTES, own_xattrs.QUOTA_USED_INODES):
-            await self._arrivals.freshen(found)
+            await self._coherence.freshen(found)
             return quotas.used(self._namespace, found.ino, name)
-        if name.startswith(own_xattrs.READ_INTO) and found.is_file and self._shared:
+        if name.startswith(own_xattrs.READ_INTO) and found.is_file and self._store.reads_into:
             try:
                 answer = await self._read_into(inode, name, ctx)
             except OSError as error:
@@ -133,11 +131,7 @@ class Xattrs:
         lent = [*map(int, numbers)]
         if max(lent) > _DESCRIPTOR_MAX:
             raise fail(errno.EBADF)
-        names = self._arrivals.trails.take(ctx.pid)
-        believed = await self._arrivals.freshen(self._nodes.inode_of(node_id))
-        found = self._nodes.inode_of(node_id)
-        if not self._arrivals.trails.hold(ctx.pid, names, found.ino, believed=believed):
-            raise fail(errno.ESTALE)  # the kernel looks the name up again, once
+        _, found = await self._coherence.settle_names(node_id, ctx.pid, by_name=True)
         if self._cache.is_written_in_place(found):
             raise fail(errno.EOPNOTSUPP, "it is being written on this host")
         await detach()
@@ -169,7 +163,6 @@ class Xattrs:
         self._refuse_unknown_xattr(name)
         if name in QUOTA_NAMES:
             await quotas.refuse_setting(ctx.uid, ctx.pid, self._processes)
-        if self._shared:
-            await detach()
+        await self._coherence.before_change()
         await self._namespace.remove_xattr(found.ino, name)
         self._answers.refresh_several(found.ino)

@@ -26,6 +26,7 @@ from irdmafs.backend.store import embedded as store_node
 from irdmafs.backend.store.api import Unmounted
 from irdmafs.backend.store.embedded import EmbeddedStore, embedded_store
 from irdmafs.callers.processes import Processes
+from irdmafs.coherence.alone import Alone
 from irdmafs.coherence.cache import Cache
 from irdmafs.coherence.content import Content
 from irdmafs.coherence.isolation import Isolation
@@ -193,7 +194,15 @@ class Served:
         self.cache = Cache(
             store, self.notices, self.processes, Isolation(store.namespace), passthrough=passthrough
         )
-        self.operations = Operations(store, self.cache, MountOptions(), atimes, dict, acls=False)
+        self.operations = Operations(
+            store,
+            self.cache,
+            Alone(store.namespace, self.cache),
+            MountOptions(),
+            atimes,
+            dict,
+            acls=False,
+        )
         self.nodes = self.cache.nodes
         self.nursery = nursery
         self.session = Checked(

@@ -35,6 +35,8 @@ class Freshness:
         self._replica = cluster.replica
         self._contents = contents
         self._bring = bring
+        self.path_valid_s = leases.path_valid_s
+        self.directories_believable_s = leases.directories_believable_s
 
     def is_fresh(self, inode: Inode) -> bool:
         """Return whether `freshen` has nothing to wait for."""
@@ -45,7 +47,7 @@ class Freshness:
         return (inode.ino,) if inode.is_dir else self._namespace.parents_of(inode.ino)
 
     def believable_s(self, directory: int, *, used: bool = True) -> float:
-        """Return for how long what is known of a directory may be believed (see Store.believable_s)."""
+        """Return for how long what is known of a directory may be believed (see api)."""
         seconds = self._leases.believable_s(directory, used=used)
         if used and not seconds:
             self._leases.asked(directory)
@@ -53,7 +55,7 @@ class Freshness:
 
     async def freshen(self, inode: Inode, *, content: bool = False) -> None:
         """Return when the namespace holds all that anybody was told before this call, as far as it
-        matters to an open of this file (see Store.freshen). Raises OSError ETIMEDOUT."""
+        matters to an open of this file (see api). Raises OSError ETIMEDOUT."""
         if self.is_fresh(inode):
             return
         small = content and inode.is_file and 0 < inode.size <= self._cluster.small_bytes

@@ -134,6 +134,7 @@ class RemoteStore:
     one of them directly."""
 
     shared = True
+    reads_into = True
     waits = True
     size_max = SIZE_MAX
 
@@ -180,7 +181,7 @@ class RemoteStore:
             events.check_publishing, rdma.forget, host=mount.host, verify=mount.verify,
         )  # fmt: skip
         in_place = InPlace(namespace, contents, versions.bring, publisher.allocate)
-        freshness = Freshness(namespace, leases, cluster, contents, versions.bring)
+        self.freshness = Freshness(namespace, leases, cluster, contents, versions.bring)
         self._prefetcher = prefetcher = Prefetcher(
             namespace, nursery, partial(versions.bring, ahead=True), leases.is_followed_for_good
         )
@@ -197,9 +198,6 @@ class RemoteStore:
         self.is_same = in_place.is_same
         self.bring, self.read_into = versions.bring, versions.read_into
         self.read, self.count_open = self._fetcher.read, versions.count_open
-        self.is_fresh, self.freshen = freshness.is_fresh, freshness.freshen
-        self.believable_s, self.path_valid_s = freshness.believable_s, leases.path_valid_s
-        self.directories_believable_s = leases.directories_believable_s
         self.prefetch, self.prefetch_progress = prefetcher.start, prefetcher.progress
         self.statvfs = space.statvfs
 

@@ -1,0 +1,131 @@
+"""How long this host's knowledge of the namespace may be believed, and what has to be asked first.
+
+There are two implementations: `Alone`, where nothing changes without us, and `Shared` with other hosts.
+"""
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from ..backend.namespace import Inode
+from .freshness import TrailStep
+from .kernel_cache import Name
+from .nodes import Node
+
+__all__ = ["Answer", "Coherence", "Listing"]
+
+
+class Answer(Protocol):
+    """An answer to the kernel. It may keep the name and the attributes for so many seconds; both are 0 in a
+    new answer."""
+
+    entry_timeout: float
+    attr_timeout: float
+
+
+class Listing(ABC):
+    """A directory that is being listed with attributes, in one answer."""
+
+    @abstractmethod
+    def is_known(self, name: bytes, node: Node) -> bool:
+        """Return whether the kernel knows the name and the attributes of its node, and will for a while."""
+
+    @abstractmethod
+    def entry(self, answer: Answer, name: bytes, node: Node, inode: Inode) -> None:
+        """Set how long a listed name holds, and the attributes of the node that it leads to."""
+
+
+class Coherence(ABC):
+    """What operations ask before they believe the namespace, and before the kernel may believe them.
+
+    `listings_stay`: the kernel may keep listings. `pid` is the number of the calling thread.
+    """
+
+    listings_stay: bool
+
+    # -- for how long the kernel may believe an answer ---------------------------------------------
+
+    @abstractmethod
+    def attributes(self, answer: Answer, node: Node, inode: Inode) -> None:
+        """Set how long attributes hold that the kernel asked for."""
+
+    @abstractmethod
+    def changed(self, answer: Answer, node: Node) -> None:
+        """Set how long attributes hold in the answer to a change of them. The kernel takes them for the
+        newest."""
+
+    @abstractmethod
+    def entry(self, answer: Answer, parent: int, name: bytes, node: Node, inode: Inode) -> None:
+        """Set how long a name holds that was looked up, and the attributes of the node that it leads to."""
+
+    @abstractmethod
+    def made(self, answer: Answer, parent: int, name: bytes, node: Node, inode: Inode) -> None:
+        """Set how long a name holds that the caller has just made, and the attributes of its node. The
+        kernel takes these for the newest."""
+
+    @abstractmethod
+    def missing_s(self, parent: Inode) -> float | None:
+        """Return for how many seconds it may be believed that a directory does not have a name; None: look
+        with `find_fresh`."""
+
+    @abstractmethod
+    def listing(self, directory: int) -> Listing:
+        """Begin an answer that lists a directory."""
+
+    # -- what lookups and opens come to ------------------------------------------------------------
+
+    @abstractmethod
+    def find(self, parent: int, name: bytes, pid: int) -> Inode | None:
+        """Return what a name leads to as far as is known here. Raises OSError."""
+
+    @abstractmethod
+    async def find_fresh(self, parent: Inode, name: bytes, pid: int) -> Inode | None:
+        """Return what a name leads to now. Raises OSError."""
+
+    @abstractmethod
+    async def freshen(self, inode: Inode) -> None:
+        """Return when what is known here of the inode is fresh. Raises OSError."""
+
+    @abstractmethod
+    def arrived(self, node_id: int) -> tuple[Node, Inode] | None:
+        """Return what an open of this node has come to; None: ask `settle` or `settle_names`. Raises
+        OSError ESTALE."""
+
+    @abstractmethod
+    async def settle(
+        self, node_id: int, flags: int, pid: int
+    ) -> tuple[Node, Inode, TrailStep | None]:
+        """Return what an open of a file has come to, and by which name, if one is known. What it is to get
+        is on this host, and the newest. Raises OSError; ESTALE: it has to look the name up again."""
+
+    @abstractmethod
+    async def settle_names(self, node_id: int, pid: int, *, by_name: bool) -> tuple[Node, Inode]:
+        """Return what a thread has come to by the names that it looked up. `by_name`: only by those. Raises
+        OSError; ESTALE: it has to look them up again."""
+
+    @abstractmethod
+    def come_again(self, pid: int, name: TrailStep, ino: int) -> None:
+        """An open was refused with ESTALE: have the thread find this inode by the name."""
+
+    @abstractmethod
+    async def bring(self, inode: Inode, *, content: bool) -> Inode:
+        """Return the inode when what programs of this host see of it is not older than its version.
+        `content`: the bytes are on this host, too. Raises OSError."""
+
+    # -- changes by programs of this host ----------------------------------------------------------
+
+    @abstractmethod
+    async def before_change(self) -> None:
+        """Have a request go on where it may wait, if others have to know of its change."""
+
+    @abstractmethod
+    def changing(self, pid: int, *names: Name) -> AbstractContextManager[None]:
+        """Return what is to enclose a change of these names by a thread."""
+
+    @abstractmethod
+    def renamed(self, ino: int, old: Name, new: Name) -> None:
+        """The kernel moves its name of an inode, and does not look it up again."""
+
+    @abstractmethod
+    def count(self) -> dict[str, int]:
+        """Return figures for `irdmafs status`: what the kernel was made to forget."""

@@ -1,0 +1,293 @@
+"""Coherence in a cluster, where other hosts change the namespace, too.
+
+A lookup is answered from the replica, and checked when the file is opened (see freshness). The kernel may
+believe what lies in a directory that the mount follows: others who change something there wait until it
+has been made to forget (see beliefs).
+"""
+
+import errno
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Final
+
+from ..backend.namespace import ROOT_INO, Inode, Namespace, fail
+from ..backend.store.api import Freshness, Store
+from ..inline import detach
+from .beliefs import Beliefs
+from .cache import Cache
+from .freshness import LookupTrails, TrailStep
+from .kernel_cache import Name
+from .nodes import Node
+from .protocol import Answer, Coherence, Listing
+from .sharing import truncates
+
+__all__ = ["Shared"]
+
+# Stop preparing the second try of an open whose file is replaced so often before its content is here.
+_LEADS_MAX: Final = 20
+
+
+class Shared(Coherence):
+    """The mount is one of several of its cluster."""
+
+    listings_stay = False
+
+    def __init__(self, store: Store, freshness: Freshness, cache: Cache, beliefs: Beliefs) -> None:
+        self._store = store
+        self._freshness = freshness
+        self._namespace = store.namespace
+        self._inodes = store.namespace.inodes
+        self._cache = cache
+        self._kernel = cache.kernel
+        self._nodes = cache.nodes
+        self._beliefs = beliefs
+        self._trails = LookupTrails(store.namespace)
+
+    # -- for how long the kernel may believe an answer ---------------------------------------------
+
+    def attributes(self, answer: Answer, node: Node, inode: Inode) -> None:
+        if self._cache.changes_unnoticed(node):
+            return
+        if inode.is_dir:
+            valid_s = self._freshness.believable_s(inode.ino, used=False)
+            # Modes of directories are checked at each step of a path.
+            valid_s = valid_s or self._freshness.directories_believable_s()
+        else:
+            # A file with names in several directories is believed if all of them are.
+            valid_s = min(
+                map(self._freshness.believable_s, self._namespace.parents_of(inode.ino)),
+                default=0.0,
+            )
+        if valid_s and self._kernel.can_forget:
+            self._believe_attributes(answer, inode, valid_s)
+
+    def _believe_attributes(self, answer: Answer, inode: Inode, valid_s: float) -> None:
+        answer.attr_timeout = valid_s
+        self._beliefs.attributes(inode.ino, valid_s)
+
+    def changed(self, answer: Answer, node: Node) -> None:
+        """Others may be newer than these."""
+
+    def entry(self, answer: Answer, parent: int, name: bytes, node: Node, inode: Inode) -> None:
+        if not self._cache.names_are_stable(inode.ino):
+            return
+        # Looking up a subdirectory does not count as a use of its parent.
+        valid_s = self._freshness.believable_s(parent, used=not inode.is_dir)
+        if inode.is_dir and not valid_s:
+            valid_s = self._freshness.path_valid_s(inode.ino)
+        self.believe_entry(answer, (parent, name), node, inode, valid_s)
+
+    def believe_entry(
+        self, answer: Answer, name: Name, node: Node, inode: Inode, valid_s: float
+    ) -> None:
+        """Have the kernel believe a name for so long, and the attributes of its node."""
+        node.name = name
+        if not valid_s or not self._kernel.can_forget:
+            if inode.is_dir:
+                self.attributes(answer, node, inode)
+            return
+        answer.entry_timeout = valid_s
+        self._beliefs.name(*name, inode.ino, valid_s)
+        if inode.parent != name[0]:
+            self.attributes(answer, node, inode)
+        elif not self._cache.changes_unnoticed(node):
+            self._believe_attributes(answer, inode, valid_s)
+
+    def made(self, answer: Answer, parent: int, name: bytes, node: Node, inode: Inode) -> None:
+        if not self._cache.names_are_stable(inode.ino):
+            return
+        node.name = (parent, name)
+        valid_s = self._freshness.believable_s(parent, used=False)
+        if not valid_s or not self._kernel.can_forget:
+            return
+        # Others may have changed it again while they were waited for.
+        if self._namespace.leads_to(parent, name, inode.ino):
+            answer.entry_timeout = valid_s
+            self._beliefs.name(parent, name, inode.ino, valid_s)
+
+    def missing_s(self, parent: Inode) -> float | None:
+        return None
+
+    def listing(self, directory: int) -> Listing:
+        valid_s = self._freshness.believable_s(directory)
+        return _Listing(self, self._namespace, self._cache, self._beliefs, directory, valid_s)
+
+    # -- what lookups and opens come to ------------------------------------------------------------
+
+    def find(self, parent: int, name: bytes, pid: int) -> Inode | None:
+        inode = self._namespace.lookup(parent, name)
+        led = self._inodes.get(self._trails.led(pid, (parent, name)))
+        if led is not None and self._cache.is_promised(pid, led.ino):
+            return led
+        if inode is not None:
+            self._trails.note(pid, parent, name, inode)
+        return inode
+
+    async def find_fresh(self, parent: Inode, name: bytes, pid: int) -> Inode | None:
+        await self.freshen(parent)
+        inode = self._namespace.lookup(parent.ino, name)
+        if inode is None:
+            self._trails.forget(pid)
+        return inode
+
+    async def freshen(self, inode: Inode) -> None:
+        await self._freshen(inode, content=False)
+
+    async def _freshen(self, inode: Inode, *, content: bool) -> bool:
+        """Have the namespace fresh. Return whether it was without asking. `content`: that of a small file
+        is wanted, too."""
+        if self._freshness.is_fresh(inode):
+            return True
+        await detach()
+        await self._freshness.freshen(inode, content=content)
+        return False
+
+    def arrived(self, node_id: int) -> tuple[Node, Inode] | None:
+        return None
+
+    async def settle(
+        self, node_id: int, flags: int, pid: int
+    ) -> tuple[Node, Inode, TrailStep | None]:
+        names = self._trails.take(pid)
+        node = self._nodes.by_id.get(node_id)
+        name = _name_of(node, names)
+        if node is not None and self._cache.is_promised(pid, node.ino):
+            # It was settled when the open came to the other node.
+            node, inode = self._nodes.get(node_id)
+        else:
+            asked = self._inodes.get(node.ino) if node is not None else None
+            if asked is None and name is not None:
+                asked = self._inodes.get(name.parent)
+            if asked is None:
+                asked = self._inodes[ROOT_INO]
+            believed = await self._freshen(asked, content=not truncates(flags))
+            try:
+                node, inode = self._nodes.get(node_id)
+                if not self._trails.hold(pid, names, inode.ino, believed=believed):
+                    raise fail(errno.ESTALE)
+                if not inode.nlink and not self._nodes.in_use(inode.ino):
+                    raise fail(errno.ESTALE)  # its content may be gone with its last name
+                if not truncates(flags):
+                    inode = await self._bring(inode)
+            except OSError as error:
+                if error.errno == errno.ESTALE and name is not None:
+                    await self._lead_on(name, flags, pid, node)
+                raise
+        return node, await self._refreshed(inode, content=not truncates(flags)), name
+
+    async def _lead_on(self, name: TrailStep, flags: int, pid: int, came_to: Node | None) -> None:
+        """Have ready what a name means now for a thread that is to look it up once more. By then it may
+        mean yet another file; the thread is led to this one all the same."""
+        for _ in range(_LEADS_MAX):
+            found = self._trails.find(name)
+            if found is None or not found.is_file:
+                return  # the second try finds out
+            try:
+                if not truncates(flags):
+                    found = await self._bring(found)
+            except OSError as error:
+                if error.errno != errno.ESTALE:
+                    raise
+                await self.freshen(found)  # that one is gone, too
+            else:
+                self._cache.promise(found, flags, pid, came_to)
+                self.come_again(pid, name, found.ino)
+                return
+
+    async def settle_names(self, node_id: int, pid: int, *, by_name: bool) -> tuple[Node, Inode]:
+        names = self._trails.take(pid)
+        fresh = await self._freshen(self._nodes.inode_of(node_id), content=False)
+        node, inode = self._nodes.get(node_id)
+        if not self._trails.hold(pid, names, inode.ino, believed=fresh or not by_name):
+            raise fail(errno.ESTALE)
+        return node, inode
+
+    def come_again(self, pid: int, name: TrailStep, ino: int) -> None:
+        self._trails.lead(pid, (name.parent, name.name), ino)
+
+    async def bring(self, inode: Inode, *, content: bool) -> Inode:
+        return await self._refreshed(
+            await self._bring(inode) if content else inode, content=content
+        )
+
+    async def _bring(self, inode: Inode) -> Inode:
+        """Return the inode when what an open is to get of it is on this host."""
+        if inode.extent and not (
+            self._cache.is_at_hand(inode) or self._store.is_here(inode.extent)
+        ):
+            await detach()
+            inode = await self._store.bring(inode.ino)
+        return inode
+
+    async def _refreshed(self, inode: Inode, *, content: bool) -> Inode:
+        """Return the inode when what is written in place here is not older than its version. `content`: the
+        version is on this host, and has to be again if another one is published meanwhile."""
+        while True:
+            await self._cache.refresh(inode.ino)
+            now = self._namespace.inode(inode.ino)
+            if now.version == inode.version:
+                return now
+            inode = await self._bring(now) if content else now
+
+    # -- changes by programs of this host ----------------------------------------------------------
+
+    async def before_change(self) -> None:
+        await detach()
+
+    def changing(self, pid: int, *names: Name) -> AbstractContextManager[None]:
+        self._trails.forget(pid)  # what the thread looked up was for this
+        return self._beliefs.changing(*names)
+
+    def renamed(self, ino: int, old: Name, new: Name) -> None:
+        for node in self._nodes.of(ino):
+            if node.name == old:
+                node.name = new
+
+    def count(self) -> dict[str, int]:
+        return self._beliefs.count()
+
+
+class _Listing(Listing):
+    """`valid_s`: for how long what the directory holds may be believed."""
+
+    def __init__(
+        self,
+        shared: Shared,
+        namespace: Namespace,
+        cache: Cache,
+        beliefs: Beliefs,
+        directory: int,
+        valid_s: float,
+    ) -> None:
+        self._shared = shared
+        self._cache = cache
+        self._namespace = namespace
+        self._beliefs = beliefs
+        self._directory = directory
+        self._valid_s = valid_s
+        self._soon = time.monotonic() + valid_s / 2
+
+    def is_known(self, name: bytes, node: Node) -> bool:
+        return bool(self._valid_s) and self._beliefs.holds(
+            (self._directory, name), node.ino, self._soon
+        )
+
+    def entry(self, answer: Answer, name: bytes, node: Node, inode: Inode) -> None:
+        if (
+            self._valid_s
+            and self._cache.names_are_stable(inode.ino)
+            and self._namespace.leads_to(self._directory, name, inode.ino)
+        ):
+            self._shared.believe_entry(answer, (self._directory, name), node, inode, self._valid_s)
+
+
+def _name_of(node: Node | None, names: Sequence[TrailStep]) -> TrailStep | None:
+    """Return the name by which an open came to a node: of those that the thread looked up, or the one that
+    the kernel did not look up again."""
+    if node is None:
+        return names[-1] if names else None
+    for step in reversed(names):
+        if step.ino == node.ino:
+            return step
+    return TrailStep(*node.name, node.ino) if node.name is not None else None
