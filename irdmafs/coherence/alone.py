@@ -72,7 +72,7 @@ class Alone(Coherence):
     def come_again(self, pid: int, name: TrailStep, ino: int) -> None:
         """The cache itself leads the thread on."""
 
-    async def bring(self, inode: Inode, *, content: bool) -> Inode:
+    async def bring(self, inode: Inode, *, content: bool, opens: bool = False) -> Inode:
         return inode
 
     async def before_change(self) -> None:

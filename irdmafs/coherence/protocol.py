@@ -96,7 +96,8 @@ class Coherence(ABC):
         self, node_id: int, flags: int, pid: int
     ) -> tuple[Node, Inode, TrailStep | None]:
         """Return what an open of a file has come to, and by which name, if one is known. What it is to get
-        is on this host, and the newest. Raises OSError; ESTALE: it has to look the name up again."""
+        is on this host, the newest, and counted as opened. Raises OSError; ESTALE: it has to look the
+        name up again."""
 
     @abstractmethod
     async def settle_names(self, node_id: int, pid: int, *, by_name: bool) -> tuple[Node, Inode]:
@@ -108,9 +109,9 @@ class Coherence(ABC):
         """An open was refused with ESTALE: have the thread find this inode by the name."""
 
     @abstractmethod
-    async def bring(self, inode: Inode, *, content: bool) -> Inode:
+    async def bring(self, inode: Inode, *, content: bool, opens: bool = False) -> Inode:
         """Return the inode when what programs of this host see of it is not older than its version.
-        `content`: the bytes are on this host, too. Raises OSError."""
+        `content`: the bytes are on this host, too. `opens`: count an open of these. Raises OSError."""
 
     # -- changes by programs of this host ----------------------------------------------------------
 

@@ -46,7 +46,7 @@ class Routes:
                 promise.looked_up = True
                 return promise.node
         node = self._nodes.main.get(inode.ino)
-        if node is None or not self._shows_current(node, inode):
+        if node is None or ((node.opens or node.promised) and not self._shows_current(node, inode)):
             for node in self._nodes.of(inode.ino):
                 if self._shows_current(node, inode):
                     break

@@ -153,7 +153,7 @@ class Shared(Coherence):
         node = self._nodes.by_id.get(node_id)
         name = _name_of(node, names)
         if node is not None and self._cache.is_promised(pid, node.ino):
-            # It was settled when the open came to the other node.
+            # It was settled, and counted, when the open came to the other node.
             node, inode = self._nodes.get(node_id)
         else:
             asked = self._inodes.get(node.ino) if node is not None else None
@@ -170,6 +170,7 @@ class Shared(Coherence):
                     raise fail(errno.ESTALE)  # its content may be gone with its last name
                 if not truncates(flags):
                     inode = await self._bring(inode)
+                    self._store.count_open(inode.extent)
             except OSError as error:
                 if error.errno == errno.ESTALE and name is not None:
                     await self._lead_on(name, flags, pid, node)
@@ -186,6 +187,7 @@ class Shared(Coherence):
             try:
                 if not truncates(flags):
                     found = await self._bring(found)
+                    self._store.count_open(found.extent)
             except OSError as error:
                 if error.errno != errno.ESTALE:
                     raise
@@ -206,10 +208,13 @@ class Shared(Coherence):
     def come_again(self, pid: int, name: TrailStep, ino: int) -> None:
         self._trails.lead(pid, (name.parent, name.name), ino)
 
-    async def bring(self, inode: Inode, *, content: bool) -> Inode:
-        return await self._refreshed(
-            await self._bring(inode) if content else inode, content=content
-        )
+    async def bring(self, inode: Inode, *, content: bool, opens: bool = False) -> Inode:
+        if content:
+            inode = await self._bring(inode)
+        inode = await self._refreshed(inode, content=content)
+        if content and opens:
+            self._store.count_open(inode.extent)
+        return inode
 
     async def _bring(self, inode: Inode) -> Inode:
         """Return the inode when what an open is to get of it is on this host."""

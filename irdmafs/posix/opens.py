@@ -11,7 +11,6 @@ from ..coherence.cache import Cache
 from ..coherence.kernel_cache import Name
 from ..coherence.nodes import Handle
 from ..coherence.protocol import Coherence
-from ..coherence.sharing import truncates
 from .answers import Answers
 from .calls import Attributes, Caller, OpenInfo, refuse_other_than_file
 from .locking import Locking
@@ -69,8 +68,6 @@ class Opens:
                 # It has to come back by the same name, although that may mean another file by then.
                 self._coherence.come_again(ctx.pid, name, found.ino)
             raise
-        if not truncates(flags):
-            self._store.count_open(found.extent)
         return self._opened(handle)
 
     async def create(
@@ -96,11 +93,9 @@ class Opens:
         if found is None or flags & os.O_EXCL:
             raise fail(errno.EEXIST)
         refuse_other_than_file(found)
-        found = await self._coherence.bring(found, content=not flags & os.O_TRUNC)
+        found = await self._coherence.bring(found, content=not flags & os.O_TRUNC, opens=True)
         handle = await self._cache.open_any(found, flags, ctx.pid)
         handle.node.lookups += 1
-        if not truncates(flags):
-            self._store.count_open(found.extent)
         answer = self._answers.attributes(handle.node, found)
         self._coherence.changed(answer, handle.node)
         return self._opened(handle), answer
