@@ -25,8 +25,8 @@ from ..api import StoreEvents
 from ..storedir import lock_directory
 from .abandoned import Abandoned
 from .cluster import Cluster
-from .connection import Connection
 from .contents import Contents
+from .coordination import Coordination
 from .fetcher import Fetcher
 from .figures import ClusterFigures
 from .freshness import Freshness
@@ -77,21 +77,21 @@ async def remote_store(
                 trio.open_nursery() as nursery,
             ):
                 settings = await read_settings(engine, config)
-                connection = Connection(
+                coordination = Coordination(
                     config, settings, engine, record, events, nursery, timeout_s
                 )
-                session = connection.session
+                session = coordination.session
                 contents = Contents(
                     f"{directory}/extents", ContentNumbers(lambda: session.number).new,
                     events.content_gone, config.mount.cache_size,
                 )  # fmt: skip
                 with closing(contents):
-                    await connection.read()
-                    _check_rdma(rdma, connection.members)
-                    await connection.join()
-                    async with _peers(config, connection, rdma, session_key) as peers:
+                    await coordination.read()
+                    _check_rdma(rdma, coordination.members)
+                    await coordination.join()
+                    async with _peers(config, coordination, rdma, session_key) as peers:
                         store = RemoteStore(
-                            config, connection, peers, rdma, contents, events, nursery, timeout_s
+                            config, coordination, peers, rdma, contents, events, nursery, timeout_s
                         )
                         for path in config.mount.follow:
                             await store.follow_path(path)
@@ -115,17 +115,19 @@ def _check_rdma(rdma: Rdma, members: Members) -> None:
         return
 
 
-def _peers(config: ClusterConfig, connection: Connection, rdma: Rdma, session_key: bytes) -> Peers:
+def _peers(
+    config: ClusterConfig, coordination: Coordination, rdma: Rdma, session_key: bytes
+) -> Peers:
     movers = all_movers(
         rdma, streams=config.mount.streams, encrypt_data=config.mount.encrypt_data, stages=True
     )
-    session = connection.session
+    session = coordination.session
     return Peers(
-        connection.members.address, movers,
-        credentials=connection.credentials,
-        name=f"{config.mount.host}:{os.getpid()}", role=connection.role,
+        coordination.members.address, movers,
+        credentials=coordination.credentials,
+        name=f"{config.mount.host}:{os.getpid()}", role=coordination.role,
         session=lambda: session.number, session_key=session_key,
-        timeout_s=patience_s(connection.settings), is_revoked=connection.certificates.is_revoked,
+        timeout_s=patience_s(coordination.settings), is_revoked=coordination.certificates.is_revoked,
     )  # fmt: skip
 
 
@@ -141,7 +143,7 @@ class RemoteStore:
     def __init__(
         self,
         config: ClusterConfig,
-        connection: Connection,
+        coordination: Coordination,
         peers: Peers,
         rdma: Rdma,
         contents: Contents,
@@ -150,18 +152,22 @@ class RemoteStore:
         timeout_s: float,
     ) -> None:
         mount = config.mount
-        engine, replica, session = connection.engine, connection.replica, connection.session
-        namespace, members, leases = connection.namespace, connection.members, connection.leases
+        engine, replica, session = coordination.engine, coordination.replica, coordination.session
+        namespace, members, leases = (
+            coordination.namespace,
+            coordination.members,
+            coordination.leases,
+        )
         self._config = config
-        self._connection = connection
+        self._coordination = coordination
         self._rdma = rdma
         self.peers = peers
         self.members = members
         self.namespace = namespace
         self.extents = contents
-        self.locks = connection.locks
+        self.locks = coordination.locks
         self._cluster = cluster = Cluster(
-            replica, connection.groups, members, peers,
+            replica, coordination.groups, members, peers,
             host=mount.host, small_bytes=mount.small_file, timeout_s=timeout_s,
         )  # fmt: skip
         self._space = space = Space(members, contents)
@@ -185,7 +191,7 @@ class RemoteStore:
         self._prefetcher = prefetcher = Prefetcher(
             namespace, nursery, partial(versions.bring, ahead=True), leases.is_followed_for_good
         )
-        connection.changes.inode_listeners += [pins.inode_changed, prefetcher.inode_changed]
+        coordination.changes.inode_listeners += [pins.inode_changed, prefetcher.inode_changed]
         nursery.start_soon(abandoned.run)
         nursery.start_soon(layouts.prepare)
 
@@ -226,17 +232,17 @@ class RemoteStore:
             inode = found
         if not inode.is_dir:
             raise OSError(errno.ENOTDIR, "not a directory to follow", path)
-        await self._connection.leases.follow(inode.ino, for_good=True)
+        await self._coordination.leases.follow(inode.ino, for_good=True)
         self._prefetcher.start(inode.ino)
 
     def renew(self) -> None:
         """Read certificates and keys again now."""
-        self._connection.renewal.ask()
+        self._coordination.renewal.ask()
 
     def warnings(self) -> list[str]:
         """Return a line for each thing that is wrong with the credentials of this mount, or of nodes."""
         former = [
-            f"{line}; the former ones stay in use" for line in self._connection.renewal.problems()
+            f"{line}; the former ones stay in use" for line in self._coordination.renewal.problems()
         ]
         return [*self.peers.refusals(), *former]
 
@@ -244,18 +250,18 @@ class RemoteStore:
 
     def figures(self) -> list[Any]:
         """Return the dataclasses of figures that status and metrics show."""
-        connection, leases = self._connection, self._connection.leases
+        coordination, leases = self._coordination, self._coordination.leases
         peers, rdma = self.peers.counters, self._rdma.figures()
         looked_up = ClusterFigures(
-            applied_revision=connection.replica.applied,
-            barriers=connection.replica.barriers,
-            transactions=connection.engine.transactions,
+            applied_revision=coordination.replica.applied,
+            barriers=coordination.replica.barriers,
+            transactions=coordination.engine.transactions,
             followed_directories=leases.count(),
             lease_transactions=leases.transactions,
             acknowledgements=leases.acknowledgements,
             locked=self.locks.count(),
             lock_transactions=self.locks.transactions,
-            session_valid_seconds=connection.session.left_s(),
+            session_valid_seconds=coordination.session.left_s(),
             lent_buffers=len(self._lender),
             prefetched_bytes=self._prefetcher.fetched_bytes,
             round_trips=peers.round_trips,
@@ -276,15 +282,15 @@ class RemoteStore:
 
     def status(self) -> dict[str, Any]:
         """Return figures of its own for `irdmafs status`."""
-        connection, here = self._connection, self._cluster.here
+        coordination, here = self._coordination, self._cluster.here
         return {
             "cluster": {
                 "name": self._config.cluster.name,
-                "id": connection.settings.cluster_id,
+                "id": coordination.settings.cluster_id,
                 "etcd": list(self._config.cluster.etcd),
-                "session": connection.session.number,
-                "role": connection.role,
-                "session_valid": connection.session.valid(),
+                "session": coordination.session.number,
+                "role": coordination.role,
+                "session_valid": coordination.session.valid(),
                 "nodes_up": len(self.members.nodes),
                 "nodes_known": len(self.members.records),
                 "node_here": f"{here:x}" if here else None,

@@ -22,12 +22,12 @@ from .leases import Leases
 from .lock_entries import LockEntries
 from .locks import SharedLocks
 
-__all__ = ["Connection"]
+__all__ = ["Coordination"]
 
 log = logging.getLogger(__name__)
 
 
-class Connection:
+class Coordination:
     """What a mount shares with others by way of etcd. Nothing is known before `read`, and nothing may be
     changed before `join`. `events` is asked and told. Tasks run in `nursery`."""
 
