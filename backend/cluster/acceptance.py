@@ -1,4 +1,4 @@
-"""Accepting that etcd's newest data are lost: beginning a new epoch (history.py)."""
+"""Accept that etcd's newest data are lost, by beginning a new epoch (history.py)."""
 
 import errno
 import secrets
@@ -12,22 +12,22 @@ from .records import EPOCH_KEY, Epoch, Report, encode
 
 __all__ = ["accept", "goal"]
 
-# Nodes remember what they saw a moment later; mounts' transactions since are unknown.
+# Nodes store the revision that they saw a moment later; mounts may have made more transactions since.
 _MARGIN_REVISIONS = 10_000
 _STEP_REVISIONS = 1000
 _COMPACTED_EVERY = 50
 
 
 def goal(reports: dict[int, Report], above: int = 0) -> int:
-    """The revision that is higher than any that was seen."""
+    """Return a revision that is higher than any that was seen."""
     return max(above, *(report.seen for report in reports.values())) + _MARGIN_REVISIONS
 
 
 async def accept(
     engine: EtcdEngine, floor: int, progress: Callable[[int, int], Any]
 ) -> Epoch | None:
-    """Lift etcd's revision to `floor`, and begin a new epoch. None: there is no report any more. Raises
-    OSError, and EBUSY when another report came meanwhile; what was done so far is kept."""
+    """Raise etcd's revision to `floor`, begin a new epoch and return it; None: there is no report any more.
+    Raises OSError, and EBUSY when another report was made meanwhile; changes made so far are kept."""
     start, steps = engine.revision, 0
     while engine.revision < floor:
         await engine.admin.spend(min(_STEP_REVISIONS, floor - engine.revision))

@@ -35,7 +35,7 @@ Overrides = Mapping[str, Mapping[str, object]]
 
 
 class Listen(NamedTuple):
-    """Where a node listens. `advertised` is the address that peers are told; port 0: any free one."""
+    """The address on which a node listens. `advertised` is the one that peers use; port 0: any free one."""
 
     bind: str
     advertised: str
@@ -54,8 +54,8 @@ class ClusterConfig:
 
     @classmethod
     def load(cls, path: str | None = None, overrides: Overrides | None = None) -> "ClusterConfig":
-        """Read `path`, or what `find_config` finds; `overrides` are {section: {key: value}} from flags,
-        in which None means that the flag was not given.
+        """Read `path`, or the file that `find_config` finds; `overrides` are {section: {key: value}} of
+        flags, in which None means that the flag was not given.
 
         Raises ConfigError, also when no etcd is named at all.
         """
@@ -81,8 +81,8 @@ class ClusterConfig:
         return config
 
     def listen(self) -> Listen:
-        """Where a node listens: without `listen`, on the address from which etcd is reached if there
-        are credentials (or `insecure`), else on loopback.
+        """Return the address on which a node listens: without `listen`, the one from which etcd is reached
+        if there are credentials (or `insecure`), else loopback.
 
         Raises ConfigError for an address that cannot be resolved, and where nodes without credentials
         would be open to the network.
@@ -106,7 +106,7 @@ class ClusterConfig:
         try:
             family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind) as probe:
-                # Sends nothing: it only asks for the route.
+                # Sends no packet: connecting only selects the route.
                 probe.connect(address)
                 return str(probe.getsockname()[0])
         except OSError as error:
@@ -117,7 +117,8 @@ class ClusterConfig:
 
 
 def find_config(path: str | None = None) -> str | None:
-    """The configuration file: `path`, $IRDMAFS_CONFIG, /etc/irdmafs/cluster.toml if it exists, or None."""
+    """Return the configuration file: `path`, $IRDMAFS_CONFIG, /etc/irdmafs/cluster.toml if it exists, or
+    None."""
     chosen = path or os.environ.get(PATH_VARIABLE)
     if chosen:
         return os.path.abspath(chosen)

@@ -45,7 +45,7 @@ def _hostname() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSection:
-    """Which cluster, where its etcd is, and this process's credentials.
+    """The cluster's name, its etcd, and this process's credentials.
 
     In the paths of certificates and keys, "{role}" stands for node, mount, reader or admin, so that one
     file serves all processes."""
@@ -138,8 +138,8 @@ class ClusterSection:
         return self.cert is not None
 
     def credentials(self, role: "Role") -> "Credentials | None":
-        """Return those of a process of this role; None if the cluster has none. Raises ConfigError when
-        they are missing, damaged, expired or of another role."""
+        """Return the credentials of a process of this role; None if the cluster has none. Raises
+        ConfigError if they are missing, damaged, expired or of another role."""
         from ..trust.security import Credentials
 
         if self.ca is None or self.cert is None or self.key is None:
@@ -171,7 +171,8 @@ class ClusterSection:
         return "mount"
 
     def identity(self, role: "Role") -> tuple[str, str]:
-        """Name and role in the certificate of a process of this role, "" without. Raises ConfigError."""
+        """Return name and role in the certificate of a process of this role, "" without. Raises
+        ConfigError."""
         credentials = self.credentials(role)
         if credentials is None:
             return "", ""
@@ -183,7 +184,7 @@ class ClusterSection:
 
         mode = self.rdma
         if encrypt_data:
-            # Devices do not encrypt, and what has to be must not go out in plain because a card is there.
+            # Devices do not encrypt, and encrypt_data must hold whatever devices there are.
             if mode == "require":
                 raise ConfigError(
                     'rdma = "require" and encrypt_data exclude each other: RDMA does not encrypt'
@@ -195,7 +196,7 @@ class ClusterSection:
         )  # fmt: skip
 
     def engine(self, role: "Role", timeout_s: float = 60.0) -> "EtcdEngine":
-        """The cluster's part of etcd, not opened yet. Raises ConfigError."""
+        """Return the engine of the cluster's keys in etcd, not opened yet. Raises ConfigError."""
         from ..kv.etcd import EtcdEngine
         from ..trust.security import Credentials, check_user, identity_in
 
@@ -233,7 +234,8 @@ class ClusterSection:
             raise ConfigError(f"etcd: {error}") from error
 
     def etcd_password(self) -> str | None:
-        """Raises ConfigError when the file cannot be read, or others can read it too."""
+        """Return the password of etcd's user. Raises ConfigError if the file cannot be read, or others can
+        read it, too."""
         path = self.etcd_password_file
         if path is None:
             return None
@@ -251,7 +253,7 @@ class ClusterSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSection:
-    """What a store node keeps, where, and how fast it copies."""
+    """The store of a node, its place in the cluster, and its rates."""
 
     store: Annotated[
         str | None, Option("The store directory; `serve` is always given one", is_path=True)
@@ -329,14 +331,14 @@ class NodeSection:
 
     @property
     def labels(self) -> dict[str, str]:
-        """The failure domains that are set."""
+        """Return the failure domains that are set."""
         domains = {"zone": self.zone, "rack": self.rack, "host": self.host}
         return {name: value for name, value in domains.items() if value}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MountSection:
-    """What a mount keeps, follows and checks, and for how long it waits."""
+    """The cache of a mount, the directories that it follows, its checks and its time-out."""
 
     cache_size: Annotated[
         Size | None,
@@ -403,7 +405,7 @@ class MountSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogSection:
-    """Where a process logs, and how much."""
+    """The log of a process: its format, level and file."""
 
     format: Annotated[LogFormat, Option("Lines of text, or of JSON", commands=_SERVE)] = "text"
     level: Annotated[LogLevel, Option("How much to log", commands=_SERVE)] = "info"

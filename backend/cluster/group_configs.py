@@ -1,4 +1,4 @@
-"""Who keeps what: the configuration of every placement group, as the replica of etcd tells it.
+"""The configuration of every placement group, as the replica of etcd has it.
 
 `Groups` is a consumer of the replica hub, as `Members` is (backend/cluster/membership.py).
 """
@@ -21,16 +21,16 @@ from .records import (
 
 __all__ = ["Groups"]
 
-# etcd takes 128 operations in a transaction.
+# etcd accepts 128 operations in a transaction.
 CREATED_AT_ONCE = 100
-# Fewer, as one that is not as it was stops the others.
+# Fewer, as one conflict fails the whole transaction.
 CHANGED_AT_ONCE = 60
 _LOOK_AGAIN_S = 1.0
 
 
 class Groups:
-    """The configuration of every placement group, with the revision that put it. Nodes make the groups of
-    the pools that mounts want."""
+    """The configuration of every placement group, with the revision that put it. Nodes create the groups
+    of the pools that mounts want."""
 
     prefixes = (b"g", b"w")
 
@@ -40,19 +40,19 @@ class Groups:
         self._moved = trio.lowlevel.ParkingLot()
         # Called with a group's id after its configuration changed.
         self.group_changed: list[Callable[[int], None]] = []
-        # Called with a pool's number when somebody wants its groups.
+        # Called with a pool's number when a mount wants its groups.
         self.pool_wanted: list[Callable[[int], None]] = []
 
     def get(self, group: int) -> tuple[GroupConfig, int] | None:
-        """A group's configuration and its mod_revision; None: it has not been created."""
+        """Return a group's configuration and its mod_revision; None: it has not been created."""
         return self._configs.get(group)
 
     def all(self) -> dict[int, tuple[GroupConfig, int]]:
-        """Every group; not to be changed."""
+        """Return every group; the mapping must not be changed."""
         return self._configs
 
     def pools(self) -> set[int]:
-        """Pools (see placement.pool_of) that have groups."""
+        """Return the pools (see placement.pool_of) that have groups."""
         return {group >> GROUP_BUCKET_BITS for group in self._configs}
 
     async def changed(self) -> None:
@@ -60,7 +60,7 @@ class Groups:
         await self._moved.park()
 
     def missing(self, pool: int, settings: Settings) -> list[int]:
-        """The groups of a pool that have not been created."""
+        """Return the groups of a pool that have not been created."""
         wanted = (pool << GROUP_BUCKET_BITS | bucket for bucket in range(settings.buckets))
         return [group for group in wanted if group not in self._configs]
 
@@ -83,7 +83,7 @@ class Groups:
                     raise OSError(errno.EHOSTUNREACH, "no store node is up to keep data")
                 if pool not in self.wanted:
                     await engine.transact((), [Put(pool_key(pool), b"")])
-                # Nodes that come and go are no change of a group.
+                # Nodes that start or stop do not change a group by themselves.
                 with trio.move_on_after(_LOOK_AGAIN_S):
                     await self.changed()
             return
@@ -101,8 +101,8 @@ class Groups:
         """Create the groups of a pool, if this is the first use of it.
 
         `place` (Members.placement().target) gives the nodes that a new group is to be kept by, the
-        primary first. When others create the same groups, whoever is first decides. Returns when all
-        are known here. Raises EHOSTUNREACH if `place` finds no node, or says so itself.
+        primary first. When others create the same groups, the first one decides. Returns when all are known
+        here. Raises EHOSTUNREACH if `place` returns no node, or raises it.
         """
         missing = self.missing(pool, settings)
         for at in range(0, len(missing), CREATED_AT_ONCE):
@@ -116,11 +116,11 @@ class Groups:
         changes: Mapping[int, tuple[int, GroupConfig]],
         guards: Sequence[Compare] = (),
     ) -> tuple[int, set[int]]:
-        """Put new configurations of groups, each if its present one is still of the given revision.
+        """Put new configurations of groups, each if its current one still has the given revision.
 
-        Returns the revision of the last transaction (0: none succeeded) and the groups that had
-        changed meanwhile and were left alone. Raises Conflict when one of `guards` does not hold; some
-        may have been put then.
+        Returns the revision of the last transaction (0: none succeeded) and the groups that had changed
+        meanwhile, which are left unchanged. Raises Conflict when one of `guards` does not hold; some
+        configurations may have been put then.
         """
         late: set[int] = set()
         newest = 0
@@ -191,8 +191,8 @@ class Groups:
         else:
             config = sound(key, value, GroupConfig)
             known = self._configs.get(group)
-            # A damaged record is as good as none for reading, but the key is there: no leader can
-            # build on it, and nobody creates it anew.
+            # A damaged record counts as none for reading, but the key exists: no leader can
+            # derive a change from it, and no process creates it anew.
             if config is None or (known is not None and known[1] == revision):
                 return
             self._configs[group] = (config, revision)

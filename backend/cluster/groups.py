@@ -1,7 +1,7 @@
-"""How a placement group's configuration may change: every transition, and the leader's next one.
+"""The transitions of a placement group's configuration, and the choice of the leader's next one.
 
-Pure functions. What they return is put by a transaction that compares the revision of the record they
-were given, so a decision taken on old knowledge is never carried out. docs/replication.md has the
+Pure functions. Their results are put by a transaction that compares the revision of the record that they
+were given, so a decision on an old record is never applied. docs/replication.md has the
 protocol; tests/model_replication.py explores it with these very functions.
 """
 
@@ -26,8 +26,8 @@ __all__ = [
 
 
 def without(config: GroupConfig, *nodes: int) -> GroupConfig:
-    """These members are dead or out of reach. One member in sync must remain: who has the data last
-    is waited for."""
+    """Remove members that are dead or out of reach. One member in sync must remain: the last one that has
+    the data is waited for."""
     assert set(nodes) <= set(config.members), f"{nodes} are not all members of {config}"
     return _next(
         config,
@@ -37,13 +37,13 @@ def without(config: GroupConfig, *nodes: int) -> GroupConfig:
 
 
 def with_joining(config: GroupConfig, *nodes: int) -> GroupConfig:
-    """These nodes are written to from now on, and copy what was published before."""
+    """Add nodes that are written to from now on, and copy earlier contents."""
     return _next(config, config.in_sync, config.joining + nodes)
 
 
 def promoted(config: GroupConfig, node: int) -> GroupConfig:
-    """Only for the node itself to put, when it holds everything that is named at a revision not older
-    than `config`: whatever is named later was written to it, too."""
+    """Make a joining node a member in sync. Only the node itself puts this, when it holds everything that
+    is named at a revision not older than `config`: everything named later was written to it, too."""
     assert node in config.joining, f"{node:x} is not joining {config}"
     return _next(
         config,
@@ -53,8 +53,8 @@ def promoted(config: GroupConfig, node: int) -> GroupConfig:
 
 
 def demoted(config: GroupConfig, node: int) -> GroupConfig:
-    """The node found that it lacks extents which it should have. Not for the only one in sync: no
-    other could fill it."""
+    """Make a member in sync that lacks extents a joining one. Not for the only one in sync: no other could
+    fill it."""
     assert node in config.in_sync, f"{node:x} is not in sync in {config}"
     return _next(
         config,
@@ -64,30 +64,31 @@ def demoted(config: GroupConfig, node: int) -> GroupConfig:
 
 
 def dropped(config: GroupConfig, *nodes: int) -> GroupConfig:
-    """These members are not wanted any more; what they kept of the group is freed when they see it."""
+    """Remove members that are not wanted any more; they free their extents of the group when they see
+    it."""
     assert set(nodes) < set(config.in_sync), f"{nodes} are not surplus in {config}"
     return without(config, *nodes)
 
 
 def led_by(config: GroupConfig, node: int) -> GroupConfig:
-    """Another member in sync becomes the primary; the order of the others stays."""
+    """Make another member in sync the primary; the order of the others stays."""
     assert node in config.in_sync, f"{node:x} is not in sync in {config}"
     rest = tuple(other for other in config.in_sync if other != node)
     return _next(config, (node, *rest), config.joining)
 
 
 def refenced(config: GroupConfig) -> GroupConfig:
-    """The same members under a new epoch: acknowledgements given so far are void (see has_still). For
-    a member that may have lost extents which were not named yet."""
+    """Keep the members under a new epoch: earlier acknowledgements are void (see has_still). For a member
+    that may have lost extents which were not named yet."""
     return _next(config, config.in_sync, config.joining)
 
 
 def emptied(config: GroupConfig, *nodes: int) -> GroupConfig:
-    """All that the group had is given up, and nodes that need have nothing of it begin anew.
+    """Give up all extents of the group, which begins anew on nodes that need not have any.
 
-    Only when no inode names an extent of the group at a revision not older than `config`, which is
-    `refenced`: put when all in sync were gone for good, and still are when this is put. Then nothing
-    can be named under `config`, and no acknowledgement from before it counts.
+    Only if no inode names an extent of the group at a revision not older than `config`, which is
+    `refenced`: put when all members in sync were gone for good, as they still are when this is put. Then
+    nothing can be named under `config`, and no earlier acknowledgement counts.
     """
     assert nodes, f"nobody would be in sync after {config}"
     assert len(set(nodes)) == len(nodes), f"a node would be a member twice: {nodes}"
@@ -96,10 +97,10 @@ def emptied(config: GroupConfig, *nodes: int) -> GroupConfig:
 
 
 def has_still(before: GroupConfig, after: GroupConfig, node: int) -> bool:
-    """Whether what a node acknowledged under `before` counts under `after`, too.
+    """Return whether an acknowledgement of a node under `before` counts under `after`, too.
 
-    Not if a configuration in between is unknown (it may have left, freed everything and come back),
-    not if it left, and not if it put the change itself because it may have lost something.
+    Not if a configuration in between is unknown (the node may have left, freed everything and come back),
+    not if it left, and not if it put the change itself because it may have lost extents.
     """
     if node not in after.members or node not in before.members:
         return False
@@ -113,12 +114,12 @@ def has_still(before: GroupConfig, after: GroupConfig, node: int) -> bool:
 
 
 def leader(config: GroupConfig, live: Collection[int]) -> int | None:
-    """Who is to change the configuration: the first live member in sync; nobody if none lives."""
+    """Return the node that changes the configuration: the first live member in sync, if any."""
     return next((node for node in config.in_sync if node in live), None)
 
 
 def degraded(config: GroupConfig, live: Collection[int], replicas: int) -> int:
-    """How many replicas are missing, counting only live members in sync."""
+    """Return how many replicas are missing, counting only live members in sync."""
     return max(0, replicas - sum(node in live for node in config.in_sync))
 
 
@@ -128,15 +129,15 @@ def next_step(
     target: Sequence[int],
     joinable: Collection[int] | None = None,
 ) -> GroupConfig | None:
-    """What the leader changes next, one kind of change at a time; None: nothing.
+    """Return the leader's next change, one kind of change at a time; None: nothing is to be changed.
 
-    `target` is where placement wants the group, the primary first; a node that died a moment ago may
-    be in it and is not replaced until it is not. `joinable` are the nodes that have room for one more
-    group to fill (None: all). Wrong beliefs about who lives or what the target is cost work, never
-    data: only `promoted` adds to in_sync, and one member in sync always stays.
+    `target` are the nodes on which placement wants the group, the primary first; a node that died a moment
+    ago may be among them, and is not replaced as long as it is. `joinable` are the nodes that have room to
+    fill one more group (None: all). Wrong beliefs about live nodes or the target cost work, never data:
+    only `promoted` adds to in_sync, and one member in sync always stays.
     """
     dead = [node for node in config.members if node not in live]
-    # Who is left with dead members in sync only waits for one of them to come back.
+    # If all members in sync are dead, the others wait for one of them to come back.
     if dead and leader(config, live) is not None:
         return without(config, *dead)
     if leader(config, live) is None or not target:

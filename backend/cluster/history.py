@@ -1,17 +1,17 @@
-"""Return whether etcd has the history that this process knew, or was restored from a backup.
+"""Find out whether etcd still has the history that this process knew, or was restored from a backup.
 
-Store nodes free what etcd does not name, and mounts believe what it says; so nobody may act on an etcd that
-has forgotten something. It is found out in three ways:
+Store nodes free extents that etcd does not name, and mounts trust its records; so no process may act on an
+etcd that has lost changes. There are three ways to find out:
 
     by the engine   while a process runs (kv/etcd_past.py)
-    by a mark       the newest transaction that a node had heard of, which its store remembers: etcd must
-                    still have it in its history, if that goes back so far
+    by a mark       the newest transaction that a node knew, which its store remembers: etcd must still have
+                    it in its history, if that goes back so far
     by a witness    a random value that a node puts into etcd now and then, and remembers: only this node
                     puts it, so etcd must have exactly this one, however long the node was away
 
-A node that finds it out puts a report into that etcd. Everybody who sees a report stops, and looks again
-until the newest data are back or a new *epoch* has begun: an administrator has accepted the loss
-(acceptance.py). Before an epoch begins, etcd's revision is lifted beyond all that were seen, so that
+A node that finds a loss puts a report into that etcd. Every process that sees a report stops, and checks
+again until the newest data are back or a new *epoch* has begun: an administrator has accepted the loss
+(acceptance.py). Before an epoch begins, etcd's revision is raised above all that were seen, so that
 revisions, and with them the numbers of sessions and contents, are never used twice.
 """
 
@@ -33,8 +33,8 @@ LOOK_AGAIN_S = 1.0
 
 
 class History:
-    """A consumer of the replica. `session` is doubted when nothing may be believed any more, and lost when
-    a new epoch has been taken over: nothing that is under way may go on."""
+    """A consumer of the replica. `session` is doubted when etcd cannot be trusted any more, and lost when
+    a new epoch is adopted: then no operation under way may go on."""
 
     prefixes: tuple[bytes, ...] = (EPOCH_KEY, REPORT)
 
@@ -44,14 +44,14 @@ class History:
         self.epoch = Epoch()
 
     async def check(self) -> None:
-        """To be awaited before everything is read. Raises WentBack, OSError."""
+        """Check etcd's history; awaited before all keys are read. Raises WentBack, OSError."""
         reports = await read_reports(self._engine)
         if reports:
             raise WentBack(described(reports))
 
     async def wait_resolved(self, error: WentBack) -> bool:
-        """Nothing may be done until etcd's newest data are back, or a new epoch has begun. Returns whether
-        it is the former, so that nothing has changed meanwhile."""
+        """Wait until etcd's newest data are back, or a new epoch has begun. Return whether it is the
+        former, so that nothing has changed meanwhile."""
         log.error("%s", error.strerror)
         self._engine.past.doubt(error)
         if self._session is not None:
@@ -106,7 +106,7 @@ def described(reports: dict[int, Report]) -> str:
 
 
 async def read_epoch(engine: SharedEngine) -> Epoch:
-    """Raises OSError."""
+    """Return the current epoch. Raises OSError."""
     found = await engine.get(EPOCH_KEY)
     try:
         return decode(found.value, Epoch) if found is not None else Epoch()
@@ -115,7 +115,7 @@ async def read_epoch(engine: SharedEngine) -> Epoch:
 
 
 async def read_reports(engine: SharedEngine) -> dict[int, Report]:
-    """By node. Raises OSError."""
+    """Return the reports by node. Raises OSError."""
     reports = {}
     for record in await engine.range(REPORT, REPORT + b"\xff"):
         try:

@@ -1,4 +1,4 @@
-"""Read a cluster's state from etcd, once, and ask its nodes: for commands, which come and go."""
+"""Read a cluster's state from etcd, once, and ask its nodes: for commands, which follow no watch."""
 
 import os
 from collections import Counter
@@ -26,7 +26,7 @@ _DEPTH_MAX = 1000
 
 
 async def read_cluster(engine: SharedEngine, rebalance_rate: int) -> Cluster:
-    """Raises OSError when etcd cannot be asked."""
+    """Return the state of a cluster. Raises OSError if etcd cannot be read."""
     members, groups = Members(), Groups()
     for consumer in (members, groups):
         records: list[KeyValue] = []
@@ -45,8 +45,8 @@ async def read_cluster(engine: SharedEngine, rebalance_rate: int) -> Cluster:
 
 
 async def ask_nodes(found: Cluster, config: ClusterConfig) -> None:
-    """Have the live nodes report. That one cannot be asked from here says nothing of its health: what
-    counts is its lease."""
+    """Ask the live nodes for their reports. A node that cannot be reached from here can be healthy: its
+    lease decides."""
     try:
         credentials = config.cluster.credentials("admin")
     except ConfigError as error:
@@ -71,7 +71,8 @@ async def ask_nodes(found: Cluster, config: ClusterConfig) -> None:
 async def begin_scrub(
     found: Cluster, config: ClusterConfig, nodes: Iterable[int]
 ) -> dict[int, str]:
-    """Have these nodes look over everything they keep. Returns why some do not. Raises ConfigError."""
+    """Have these nodes check everything they keep, and return the reasons of nodes that do not. Raises
+    ConfigError."""
     refused: dict[int, str] = {}
     credentials = config.cluster.credentials("admin")
     peers = Peers(found.members.address, (), credentials=credentials, name="scrub", role="admin")
@@ -117,7 +118,7 @@ def _after(prefix: bytes) -> bytes:
 
 
 async def read_group_bytes(engine: SharedEngine, buckets: int) -> dict[int, int]:
-    """What one replica of each group holds, in bytes, by reading every inode (1000 at a time)."""
+    """Return the bytes of one replica of each group, by reading every inode (1000 at a time)."""
     held: Counter[int] = Counter()
     start = b"i"
     while True:

@@ -1,6 +1,6 @@
 """The claims of hosts on the locks of one inode: the records in etcd, and the rules between them.
 
-docs/locks.md has the protocol. Nothing here knows of etcd: decisions are functions of what is recorded.
+docs/locks.md has the protocol. Nothing here knows of etcd: decisions are functions of the records.
 """
 
 from abc import ABC, abstractmethod
@@ -34,7 +34,7 @@ __all__ = [
 
 GUARD, ENTRY = b"l", b"L"
 POSIX, FLOCK = 0, 1
-# An entry is written anew with each of its changes, and every mount hears of it.
+# An entry is written anew with each of its changes, and sent to every mount.
 CLAIMS_MAX = 1024
 
 
@@ -66,8 +66,9 @@ class Claim(NamedTuple):
 
 
 class Entry(msgspec.Struct, array_like=True, frozen=True):
-    """One host's record of an inode. `sole`: nobody else has any claim, and it grants what it likes.
-    `held`: what its processes have, at least. `wanted`: what they wait for; it binds nobody."""
+    """One host's record of an inode. `sole`: no other host has any claim, so this one grants freely.
+    `held`: the locks of its processes, at least. `wanted`: the locks that they wait for, which bind no
+    other host."""
 
     sole: bool = False
     held: tuple[Claim, ...] = ()
@@ -81,7 +82,8 @@ NOTHING = Entry()
 
 
 def guard_key(ino: int) -> bytes:
-    """Put by every growth of a claim on the inode. While there is none, nobody has a claim."""
+    """Return the key that every growth of a claim on the inode puts. While it does not exist, there is no
+    claim."""
     return key_of(GUARD, ino)
 
 
@@ -106,8 +108,8 @@ def is_blocked(others: Collection[Entry], claim: Claim) -> bool:
 
 
 def merged(claims: Iterable[Claim], limit: int = CLAIMS_MAX) -> tuple[Claim, ...]:
-    """Return claims that include all these, as few as that takes, and no more than `limit` for each table
-    and type: then also bytes between them are claimed, the smallest gaps first."""
+    """Return the fewest claims that include all these, no more than `limit` for each table and type: then
+    bytes between them are claimed, too, the smallest gaps first."""
     found: dict[tuple[int, int], list[Claim]] = {}
     for claim in sorted(claims):
         row = found.setdefault(claim[:2], [])
@@ -136,7 +138,7 @@ def _coarser(row: list[Claim], limit: int) -> list[Claim]:
 
 
 class LockHolder(ABC):
-    """The mount's side: what its processes have locked and written."""
+    """The mount's side: the locks and writes of its processes."""
 
     @abstractmethod
     def held(self, ino: int) -> Iterable[Claim]:
@@ -152,7 +154,7 @@ class LockHolder(ABC):
 
     @abstractmethod
     def lost(self) -> None:
-        """Every lock is lost, as the session is."""
+        """Note that every lock is lost with the session."""
 
 
 class _Nobody(LockHolder):
@@ -166,7 +168,7 @@ class _Nobody(LockHolder):
     def lost(self) -> None: ...
 
 
-# Where nothing is locked.
+# Stands for a mount without locks.
 NOBODY = _Nobody()
 
 
@@ -183,22 +185,22 @@ class HostLocks(Protocol):
         ...
 
     async def claim(self, ino: int, claim: Claim, *, wait: bool, since: float) -> None:
-        """Return when `grants` says yes to whoever need not let others go first (`since` 0); it does until
-        the caller waits for something.
+        """Return when `grants` is true for a request that need not let others go first (`since` 0); it
+        stays so until the caller waits for something.
 
-        Raises BlockingIOError if others hold what is in the way and it is not to `wait`, OSError
+        Raises BlockingIOError if a conflicting lock is held elsewhere and `wait` is false, OSError
         ETIMEDOUT, ENOLCK.
         """
         ...
 
     async def test(self, ino: int, claim: Claim) -> Claim | None:
-        """Return what another host's processes hold in the way of a lock. Raises OSError ETIMEDOUT."""
+        """Return the claim of another host that conflicts with a lock. Raises OSError ETIMEDOUT."""
         ...
 
     def shrunk(self, ino: int) -> None:
-        """Processes gave locks back, and what they wrote under them is published."""
+        """Note that processes released locks, after what they wrote under them was published."""
         ...
 
     async def shrink(self, ino: int) -> None:
-        """Likewise; return when other hosts can know, if etcd can be told now."""
+        """Do the same, and return when etcd has it, if etcd can be reached now."""
         ...

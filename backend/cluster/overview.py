@@ -1,4 +1,4 @@
-"""A whole cluster as it was read once (inquiry.py): nodes, groups, mounts, and what moves."""
+"""A whole cluster as it was read once (inquiry.py): nodes, groups, mounts, and copies under way."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +18,11 @@ __all__ = [
 
 
 class NodeNotFound(Exception):
-    """No node, or more than one, is meant by a name; the text says which there are."""
+    """A name stands for no node, or for more than one; the text lists the nodes."""
 
 
 class Moving(NamedTuple):
-    """Replicas that are being filled, and about how many bytes and seconds that takes."""
+    """Replicas that are being filled, and an estimate of the bytes and seconds that takes."""
 
     replicas: int
     bytes: int
@@ -30,7 +30,7 @@ class Moving(NamedTuple):
 
 
 class Cluster:
-    """What was read. `rebalance_rate` is the bytes per second at which each node fills groups."""
+    """The state that was read. `rebalance_rate` is the bytes per second at which each node fills groups."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Cluster:
         }
         # Nodes that found that etcd went back in time.
         self.went_back: dict[int, Report] = {}
-        # What nodes tell of themselves, by node, and why others were not asked or did not answer.
+        # The reports of nodes, by node, and why others were not asked or did not answer.
         self.reports: dict[int, dict[str, object]] = {}
         # Paths of files that nodes found damaged, by inode.
         self.paths: dict[int, str] = {}
@@ -61,12 +61,12 @@ class Cluster:
         return set(self.members.nodes)
 
     def nodes(self) -> list[int]:
-        """Everybody that was admitted, is alive or should keep a group."""
+        """Return every node that was admitted, is alive or should keep a group."""
         members = {node for config in self.groups.values() for node in config.members}
         return sorted(members | self.members.records.keys() | self.members.nodes.keys())
 
     def find_node(self, text: str) -> int:
-        """The node of an id (hexadecimal, as many digits as make it clear) or HOST:PORT."""
+        """Return the node of an id (hexadecimal, an unambiguous prefix suffices) or HOST:PORT."""
         wanted = text.lower().removeprefix("0x")
         found = [
             node
@@ -87,11 +87,11 @@ class Cluster:
         raise NodeNotFound(f"there is no store node {text!r}; known are: {names}")
 
     def groups_of(self, node: int) -> int:
-        """In how many groups a node is a member."""
+        """Return in how many groups a node is a member."""
         return self.in_sync[node] + self.joining[node]
 
     def only_copies(self, node: int) -> set[int]:
-        """Groups of which no other node that may come back has everything."""
+        """Return the groups of which no other node that may come back has everything."""
         return {
             group for group, config in self.groups.items() if self.members.keeps_alone(node, config)
         }
@@ -103,8 +103,8 @@ class Cluster:
         return record.state if record else "up"
 
     def moving(self) -> Moving:
-        """As the nodes report. Of one that was not asked: a replica is taken to be as large as the mean
-        of those in sync, and to be filled at the usual rate."""
+        """Return the copies under way, as nodes report. For a node without a report, a replica is assumed
+        to be as large as the mean of those in sync, and to be filled at the usual rate."""
         used = sum(at.total_bytes - at.free_bytes for at in self.members.nodes.values())
         kept = sum(count for node, count in self.in_sync.items() if node in self.members.nodes)
         share = used / kept if kept else 0.0
@@ -121,7 +121,7 @@ class Cluster:
         return Moving(self.joining.total(), int(size_bytes), longest_s)
 
     def missing(self) -> Counter[int]:
-        """How many groups of the pools in use lack how many replicas."""
+        """Return how many groups of the pools in use lack how many replicas."""
         live, in_use = self.live, self.pools_in_use()
         return Counter(
             missing
@@ -131,7 +131,7 @@ class Cluster:
         )
 
     def pools_in_use(self) -> set[int]:
-        """Those in which any file keeps something, as the nodes tell; all, if none was asked."""
+        """Return the pools in which any file has contents, as nodes report; all pools without a report."""
         told = [
             set(pools)
             for report in self.reports.values()
@@ -140,13 +140,13 @@ class Cluster:
         return set().union(*told) if told else {group >> GROUP_BUCKET_BITS for group in self.groups}
 
     def unavailable(self) -> int:
-        """Groups of which no member in sync is alive."""
+        """Return the groups of which no member in sync is alive."""
         live = self.live
         return sum(leader(config, live) is None for config in self.groups.values())
 
     def damaged(self) -> dict[int, bool]:
-        """The inodes of which some live node has other bytes than were published, and whether another has
-        a right copy, or may have one."""
+        """Return the inodes of which a live node has wrong bytes, and whether another node has, or may
+        have, a right copy."""
         found: dict[int, bool] = {}
         for report in self.reports.values():
             told = report.get("wrong_files")
@@ -155,7 +155,7 @@ class Cluster:
         return found
 
     def candidates(self) -> list[Candidate]:
-        """The nodes that groups should be on now: alive and not draining."""
+        """Return the nodes that groups should be on now: alive and not draining."""
         return [
             Candidate(node, record.weight, record.labels)
             for node, record in self.members.records.items()
@@ -163,7 +163,8 @@ class Cluster:
         ]
 
     def plan(self, candidates: Sequence[Candidate], held: Mapping[int, int]) -> dict[str, Any]:
-        """What the groups' leaders would copy if these were the nodes; `held` are the groups' bytes."""
+        """Return what the groups' leaders would copy if these were the nodes; `held` are the groups'
+        bytes."""
         moves = plan(self.groups, self._target_with(candidates), held)
         arriving: Counter[int] = Counter()
         for move in moves:
@@ -186,11 +187,11 @@ class Cluster:
         }
 
     def _target_with(self, candidates: Sequence[Candidate]) -> Callable[[int], tuple[int, ...]]:
-        """Where the leaders would bring each group if these were the nodes."""
+        """Return the targets of each group if these were the nodes."""
         settings = self.members.settings
         assert settings is not None
         buckets, rules = settings.buckets, self.members.policies
-        # Of a pool that has no targets in etcd yet.
+        # The pool has no targets in etcd yet.
         fresh = Placement(candidates, buckets, rules)
         targets: dict[int, Targets] = {}
         for pool, known in self.targets.items():

@@ -1,9 +1,9 @@
-"""Where data is kept: path -> placement group -> nodes. Pure functions.
+"""The placement of data: path -> placement group -> nodes. Pure functions.
 
 A group number is policy << 24 | replicas << 16 | bucket; its upper half is the *pool*. Which nodes the
-groups of a pool should be on is one record in etcd, Targets, made anew from the one before when nodes
-come, go or change weight: exactly each node's share is moved then, which no function of the present
-nodes alone achieves. What is really so is in the groups' configurations; their leaders move them
+groups of a pool should be on is one record in etcd, Targets, derived from the former one when nodes are
+added, removed or change weight: exactly each node's share is moved then, which no function of the current
+nodes alone achieves. The actual placement is in the groups' configurations; their leaders move them
 towards the targets (groups.next_step).
 """
 
@@ -47,7 +47,7 @@ _LOCAL_TRIES = 64
 
 
 def seed_of(path: bytes) -> int:
-    """64 bits that spread paths evenly."""
+    """Return 64 bits that spread paths evenly."""
     return int.from_bytes(hashlib.blake2b(path, digest_size=8).digest(), "big")
 
 
@@ -64,13 +64,13 @@ def policy_of(group: int) -> int:
 
 
 def group_of(layout: Layout, stripe: int, buckets: int) -> int:
-    """The group of a stripe; a content's stripes are in at most STRIPE_GROUPS_MAX of them."""
+    """Return the group of a stripe; a content's stripes are in at most STRIPE_GROUPS_MAX of them."""
     bucket = (layout.seed + stripe % STRIPE_GROUPS_MAX) % buckets
     return pool_of(layout.replicas, layout.policy) << GROUP_BUCKET_BITS | bucket
 
 
 def groups_of(layout: Layout, size: int, buckets: int) -> set[int]:
-    """The groups of all stripes of a content of `size` bytes."""
+    """Return the groups of all stripes of a content of `size` bytes."""
     stripes = min(layout.stripes(size), STRIPE_GROUPS_MAX)
     return {group_of(layout, stripe, buckets) for stripe in range(stripes)}
 
@@ -78,12 +78,13 @@ def groups_of(layout: Layout, size: int, buckets: int) -> set[int]:
 def local_seed(
     path: bytes, layout: Layout, size_hint: int, buckets: int, local: Callable[[int], bool]
 ) -> int:
-    """A seed under which as many of a content's groups as possible are `local`, which says whether a
-    group has a member on the writer's host. One stripe always finds one, if there is any."""
+    """Return a seed under which as many of a content's groups as possible are `local`, which tells whether
+    a group has a member on the writer's host. A content of one stripe always gets such a group, if there
+    is any."""
     stripes = min(max(1, layout.stripes(size_hint)), STRIPE_GROUPS_MAX)
     best, best_count = 0, -1
     for attempt in range(_LOCAL_TRIES):
-        # A path holds no NUL: what is appended makes it no other file's path.
+        # A path has no NUL, so the suffix cannot make it another file's path.
         seed = seed_of(path if not attempt else path + b"\0%d" % attempt)
         groups = (group_of(layout._replace(seed=seed), i, buckets) for i in range(stripes))
         count = sum(map(local, groups))
@@ -104,8 +105,8 @@ def place_all(
     policy: Policy | None = None,
     before: Callable[[int], Sequence[int]] | None = None,
 ) -> list[tuple[int, ...]]:
-    """The nodes for each group of a pool, by bucket, the primary first: as many as there are replicas,
-    or all there are; none if the policy admits none. `before` says where a group is now: it
+    """Return the nodes for each group of a pool, by bucket, the primary first: one for each replica, or all
+    nodes if they are fewer; none if the policy admits none. `before` are the current nodes of a group: it
     stays there as far as shares and failure domains allow."""
     policy = policy or Policy()
     nodes = sorted(
@@ -119,7 +120,7 @@ def place_all(
     replicas = min(pool & (1 << _REPLICA_BITS) - 1, REPLICAS_MAX, len(nodes))
     if not replicas:
         return [()] * buckets
-    # Here, as most processes place nothing: a mount starts without numpy.
+    # Imported here, as most processes place nothing: a mount starts without numpy.
     import numpy as np
 
     from .rendezvous import settle
@@ -143,7 +144,7 @@ def place_all(
 
 
 class Placement:
-    """Where new groups go: nothing is kept yet. Pools are computed when first asked for.
+    """The placement of new groups, which are empty. A pool is computed when it is first needed.
 
     `rules` are the policies by number, as they are in etcd.
     """
@@ -160,7 +161,7 @@ class Placement:
         self._pools: dict[int, list[tuple[int, ...]]] = {}
 
     def target(self, group: int) -> tuple[int, ...]:
-        """As place_all; () also if the group's policy is not known."""
+        """Return the nodes of a group, as place_all does; () also if the group's policy is not known."""
         pool = group >> GROUP_BUCKET_BITS
         targets = self._pools.get(pool)
         if targets is None:
@@ -174,8 +175,8 @@ class Placement:
 
 
 class Targets(msgspec.Struct, array_like=True, frozen=True):
-    """Where the groups of a pool should be (records.targets_key). `made_for` tells what it was made
-    from; `rows` has per bucket `replicas` indices into `nodes`, 2 bytes LE each."""
+    """The nodes that the groups of a pool should be on (records.targets_key). `made_for` identifies the
+    input; `rows` has per bucket `replicas` indices into `nodes`, 2 bytes LE each."""
 
     made_for: str
     nodes: tuple[int, ...]
@@ -183,7 +184,7 @@ class Targets(msgspec.Struct, array_like=True, frozen=True):
     rows: bytes
 
     def target(self, group: int) -> tuple[int, ...]:
-        """The primary first; () if there is no node for it."""
+        """Return the nodes for a group, the primary first; () if there is none."""
         width = 2 * self.replicas
         start = (group & (1 << GROUP_BUCKET_BITS) - 1) * width
         row = self.rows[start : start + width]
@@ -200,8 +201,8 @@ def retargeted(
     rule: str,
     members: Callable[[int], Sequence[int]],
 ) -> Targets | None:
-    """The record to put in place of `known`; None if that one still fits, or if no node is admitted
-    (then everything stays where it is). `members` says where a group is, when nothing is known."""
+    """Return the record to replace `known`; None if that one still fits, or if no node is admitted (then
+    everything stays where it is). `members` returns the nodes of a group without a known target."""
     nodes = sorted(candidates, key=lambda candidate: candidate.node)
     described = [[node.node, float(node.weight), sorted(node.labels.items())] for node in nodes]
     made_for = hashlib.blake2b(
@@ -220,7 +221,7 @@ def retargeted(
 
 
 def _domains(nodes: Sequence[Candidate], levels: Sequence[str]) -> list[list[int]]:
-    """Per level, the number of each node's domain. A rack is a rack of its zone, and so on."""
+    """Return, per level, the number of each node's domain. A rack is a rack of its zone, and so on."""
     result = []
     for level in levels:
         path = LEVELS[: LEVELS.index(level) + 1]
@@ -239,8 +240,8 @@ def _domains(nodes: Sequence[Candidate], levels: Sequence[str]) -> list[list[int
 
 
 class Move(NamedTuple):
-    """One replica that is to be brought to `to`. `source` gives its place up for it; 0: the group has
-    too few replicas, nobody does."""
+    """One replica that is to be copied to `to`. `source` leaves the group for it; 0: the group has too few
+    replicas, so no node leaves."""
 
     group: int
     source: int
@@ -249,7 +250,7 @@ class Move(NamedTuple):
 
 
 def bytes_of_groups(files: Iterable[tuple[Layout, int]], buckets: int) -> dict[int, int]:
-    """What one replica of each group holds, in bytes, from the layouts and sizes of all files."""
+    """Return the bytes of one replica of each group, from the layouts and sizes of all files."""
     held: Counter[int] = Counter()
     for layout, size in files:
         for stripe in range(layout.stripes(size)):
@@ -262,8 +263,8 @@ def plan(
     target: Callable[[int], Sequence[int]],
     held: Mapping[int, int] | None = None,
 ) -> list[Move]:
-    """What the leaders would copy to bring every group to its target (`Placement.target`), a node that
-    is joining counted as not there yet. `held` are the groups' bytes."""
+    """Return what the leaders would copy to bring every group to its target (`Placement.target`); joining
+    nodes count as empty. `held` are the groups' bytes."""
     moves = []
     for group, config in sorted(configs.items()):
         wanted = target(group)

@@ -1,7 +1,7 @@
-"""Placement policies: what `user.irdmafs.placement` of a directory says about the files below it.
+"""Placement policies: the meaning of `user.irdmafs.placement` of a directory for the files below it.
 
-What decides which nodes may keep a file is its *rule*. Each rule has a number, and groups of its own
-(placement.pool_of); the numbers are given out in etcd (records.policy_key), once and for ever.
+The part that decides which nodes may keep a file is its *rule*. Each rule has a number, and groups of its
+own (placement.pool_of); the numbers are given out in etcd (records.policy_key), once and for ever.
 """
 
 import errno
@@ -34,7 +34,7 @@ class Candidate(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """What `user.irdmafs.placement` of a directory says about the files created below it.
+    """A value of `user.irdmafs.placement`, for files created below the directory.
 
     `spread` is the widest level at which replicas are kept apart; `only` restricts to nodes whose
     label is one of the values; `local` wants a replica on the writer's host. `local` needs no groups
@@ -51,7 +51,7 @@ class Policy(NamedTuple):
 
     @property
     def rule(self) -> str:
-        """The part that decides which groups are used, written in one way only; "" is the default."""
+        """Return the part that decides which groups are used, in canonical form; "" is the default."""
         terms = [f"{level}={'|'.join(values)}" for level, values in self.only]
         if self.spread != LEVELS[0]:
             terms.append(f"spread={self.spread}")
@@ -62,7 +62,8 @@ class Policy(NamedTuple):
 
 
 def parse_policy(text: str) -> Policy:
-    """Words apart by blanks or commas: `zone=a|b`, `rack=…`, `host=…`, `spread=zone|rack|host`, `local`.
+    """Parse words separated by blanks or commas: `zone=a|b`, `rack=…`, `host=…`, `spread=zone|rack|host`,
+    `local`.
 
     Raises ValueError with a line that says what is allowed.
     """
@@ -89,8 +90,8 @@ def parse_policy(text: str) -> Policy:
 
 
 def policy_id(rule: str, known: Mapping[int, str]) -> int:
-    """The number of a rule: 0 for the default, else the one it is known by, else the lowest free one,
-    to be put (records.policy_key) by a transaction that compares its absence. Raises ENOSPC."""
+    """Return the number of a rule: 0 for the default, else its known one, else the lowest free one, to be
+    put (records.policy_key) by a transaction that compares its absence. Raises ENOSPC."""
     if not rule:
         return 0
     for number, text in known.items():

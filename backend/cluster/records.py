@@ -1,4 +1,4 @@
-"""What a cluster keeps in its key-value engine besides the namespace: keys and records.
+"""Keys and records of a cluster in its key-value engine, besides the namespace.
 
     key                              value              leased by
     "c"                              Settings
@@ -25,8 +25,8 @@
 The namespace's own keys are "d", "i" and "t" (see namespace).
 
 A *session* is the revision at which a mount's "m" key was put: unique, growing, and gone for ever when
-the key is. What a session has of its own begins with its lease, and a lease with the number of the
-certificate that etcd was shown, its *owner*: so etcd lets nobody change what is another's (see rights).
+the key is. A session's own keys begin with its lease, and a lease with the number of the certificate that
+etcd was shown, its *owner*: so etcd keeps others from changing them (see rights).
 A *content* is the bytes of one version: session << 24 | number. Its extents on store nodes
 are its stripes, (content, stripe index).
 """
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 GROUP_BUCKET_BITS = 16
 CONTENT_NUMBER_BITS = 24
-# A transaction compares the configuration of every group it wrote to; etcd takes 128 compares.
+# A transaction compares the configuration of every group it wrote to; etcd accepts 128 compares.
 STRIPE_GROUPS_MAX = 64
 
 # The number of a content: in a cluster the session that wrote it, and a counter; on a store of one host a
@@ -56,7 +56,7 @@ REPORT = b"R"
 
 
 def key_of(kind: bytes, *numbers: int) -> bytes:
-    """A one-letter kind and 8-byte numbers."""
+    """Return the key of a one-letter kind and 8-byte numbers."""
     return kind + b"".join(number.to_bytes(8, "big") for number in numbers)
 
 
@@ -69,7 +69,7 @@ def pool_key(pool: int) -> bytes:
 
 
 def pin_key(content: int, lease: int) -> bytes:
-    """Present: the mount with this lease pins the content."""
+    """Return the key that is present while the mount with this lease pins the content."""
     return key_of(b"p", lease, content)
 
 
@@ -90,7 +90,7 @@ def session_of(content: int) -> int:
 
 
 class Settings(msgspec.Struct, array_like=True, frozen=True):
-    """What was decided when the cluster was made. `buckets`: groups per number of replicas."""
+    """The settings that were chosen when the cluster was made. `buckets`: groups per number of replicas."""
 
     format: int
     cluster_id: str
@@ -109,7 +109,7 @@ class NodeRecord(msgspec.Struct, array_like=True, frozen=True):
 
 
 class NodeAddress(msgspec.Struct, array_like=True, frozen=True):
-    """How to reach a live node. `host` is equal for processes that can share memory; `store` is the
+    """The address of a live node. `host` is equal for processes that can share memory; `store` is the
     node's store directory there, `name` the one in its certificate. Space is in bytes, as of the last
     registration."""
 
@@ -151,7 +151,7 @@ class CertificateRecord(msgspec.Struct, array_like=True, frozen=True):
 
 
 class GroupConfig(msgspec.Struct, array_like=True, frozen=True):
-    """Who keeps a placement group. `in_sync` hold every named extent, the primary first; `joining` are
+    """The members of a placement group. `in_sync` hold every named extent, the primary first; `joining` are
     being filled and are written to as well. The epoch grows with every change; the fence is the
     record's mod_revision, which each publish compares."""
 
@@ -165,8 +165,8 @@ class GroupConfig(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Epoch(msgspec.Struct, array_like=True, frozen=True):
-    """Begins when an administrator accepts that etcd's newest data are lost, at a revision above `floor`,
-    which is above all that were seen before."""
+    """A history of etcd that counts. It begins when an administrator accepts that etcd's newest data are
+    lost, at a revision above `floor`, which is above all that were seen before."""
 
     number: int = 0
     nonce: str = ""
@@ -174,7 +174,7 @@ class Epoch(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Witness(msgspec.Struct, array_like=True, frozen=True):
-    """The `number`th that a node has put."""
+    """A random value that a node put, as its `number`th one."""
 
     number: int = 0
     nonce: str = ""
@@ -191,8 +191,8 @@ class Report(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Layout(NamedTuple):
-    """Where a content's stripes are. `stripe_bytes` 0: one stripe, however long. `policy` is the number
-    of a placement rule, 0 the default."""
+    """The placement of a content's stripes. `stripe_bytes` 0: one stripe, however long. `policy` is the
+    number of a placement rule, 0 the default."""
 
     replicas: int = 0
     stripe_bytes: int = 0
@@ -200,13 +200,13 @@ class Layout(NamedTuple):
     policy: int = 0
 
     def stripes(self, size: int) -> int:
-        """How many stripes `size` bytes take; an empty content has none."""
+        """Return how many stripes `size` bytes have; an empty content has none."""
         if not size:
             return 0
         return -(-size // self.stripe_bytes) if self.stripe_bytes else 1
 
     def span(self, size: int, stripe: int) -> tuple[int, int]:
-        """Offset and length in bytes of a stripe within the file."""
+        """Return offset and length in bytes of a stripe within the file."""
         if not self.stripe_bytes:
             return 0, size
         offset = stripe * self.stripe_bytes
@@ -223,7 +223,7 @@ def encode(record: msgspec.Struct) -> bytes:
 
 
 def decode(value: bytes, kind: type[T]) -> T:
-    """Raises msgspec.DecodeError (a ValueError) for a damaged record."""
+    """Return a record. Raises msgspec.DecodeError (a ValueError) if it is damaged."""
     return msgspec.msgpack.decode(value, type=kind)
 
 

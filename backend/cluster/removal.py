@@ -1,11 +1,11 @@
-"""Giving up what only a node had that is dead for good, so that its placement groups are of use again.
+"""Give up the contents that only a dead node had, so that its placement groups can be used again.
 
-docs/replication.md says why this is safe. Each step can be repeated, and done by several at once:
+docs/replication.md says why this is safe. Each step can be repeated, and done by several processes at once:
 
 1. The node's record is deleted, which compares that it is not alive: it cannot come back by itself.
-2. The groups of which nobody else is in sync get a new epoch: what it acknowledged before counts no
-   more, so nothing is named there that is not named now.
-3. The names of all files go that have a part of their content there.
+2. The groups of which no other node is in sync get a new epoch: its earlier acknowledgements do not count
+   any more, so nothing is named there that is not named now.
+3. The names of all files that have a part of their content there are removed.
 4. The elected store node finds that nothing is named in these groups, and begins them anew (Agent).
 """
 
@@ -29,13 +29,13 @@ __all__ = ["Lost", "Removal", "removal"]
 
 _ROUNDS_MAX = 20
 _UNLINKS_AT_ONCE = 16
-# Mounts that follow a directory tell their kernel within a lease's time, or are over.
+# Mounts that follow a directory tell their kernel within a lease's time, or their session ends.
 _TOLD_S = 30.0
 
 
 class Lost(NamedTuple):
-    """Groups of which no member in sync is left, and what is lost with them: the paths (below the
-    mountpoint) and bytes of the files that have some of their content there."""
+    """Groups without a member in sync, and the files that are lost with them: the paths (below the
+    mountpoint) and bytes of files that have some of their content there."""
 
     groups: frozenset[int]
     paths: tuple[bytes, ...]
@@ -44,7 +44,7 @@ class Lost(NamedTuple):
 
 
 class Removal:
-    """A view of the cluster, of which a dead node is to be taken out."""
+    """A view of the cluster, for removing a dead node."""
 
     def __init__(self, engine: SharedEngine) -> None:
         self._engine = engine
@@ -60,7 +60,8 @@ class Removal:
         await self._replica.start(nursery)
 
     def lost(self, node: int) -> Lost:
-        """What is lost with this dead node, as all others that were in sync with it were removed."""
+        """Return what is lost with this dead node, because all others that were in sync with it were
+        removed."""
         groups = self._lost_groups(node)
         inodes = self._inodes_of(groups)
         paths = sorted(
@@ -71,8 +72,8 @@ class Removal:
         return Lost(groups, tuple(paths), len(inodes), sum(inode.size for inode in inodes))
 
     async def carry_out(self, node: int) -> Lost:
-        """Steps 2 and 3, for a node that was removed. Returns what is gone. Raises OSError, and
-        ConfigError when it was admitted again meanwhile."""
+        """Do steps 2 and 3 for a node that was removed, and return what is lost. Raises OSError, and
+        ConfigError if the node was admitted again meanwhile."""
         groups = self._lost_groups(node)
         await self._fence(groups)
         lost = self.lost(node)
@@ -82,7 +83,7 @@ class Removal:
         return lost
 
     async def wait_usable(self, node: int, patience_s: float) -> int:
-        """Wait until the groups that were lost with a node have begun anew; returns how many have not
+        """Wait until the groups that were lost with a node have begun anew, and return how many have not
         after `patience_s`."""
         with trio.move_on_after(patience_s):
             while self._lost_groups(node):
@@ -99,7 +100,7 @@ class Removal:
         )
 
     def has_room(self) -> bool:
-        """Whether there is a node to begin groups anew on."""
+        """Return whether there is a node to begin groups anew on."""
         return bool(self._members.candidates())
 
     async def _fence(self, groups: frozenset[int]) -> None:
@@ -128,7 +129,7 @@ class Removal:
                 raise ConfigError("the groups' configurations change all the time; try again")
 
     async def _unlink_all(self, groups: frozenset[int]) -> None:
-        """Until nothing is named there: names may be added and moved meanwhile."""
+        """Remove names until nothing is named there: names may be added and moved meanwhile."""
         for _ in range(_ROUNDS_MAX):
             inodes = self._inodes_of(groups)
             if not inodes:
@@ -169,7 +170,7 @@ class Removal:
 
 @asynccontextmanager
 async def removal(engine: SharedEngine) -> AsyncIterator[Removal]:
-    """A view that is up to date. Raises OSError when etcd cannot be asked."""
+    """Yield a view that is up to date. Raises OSError if etcd cannot be read."""
     try:
         async with trio.open_nursery() as nursery:
             made = Removal(engine)

@@ -1,4 +1,4 @@
-"""Weighted rendezvous hashing with quotas: which nodes get which groups. Arrays only, no names.
+"""Weighted rendezvous hashing with quotas: the nodes of each group. Arrays only, no names.
 
 A group wants the nodes with the highest scores -w / ln(h), h in (0, 1) a hash of (group, node): weighted
 rendezvous hashing (Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998; the
@@ -6,7 +6,7 @@ weights: Schindelhauer and Schomaker, "Weighted distributed hash tables", SPAA 2
 method). Chance alone would load a node 10 % above the mean with 1024 groups. So each node has a quota,
 its share rounded up or down; a full node refuses the groups that score lowest there, and they turn to
 their next choice: deferred acceptance (Gale and Shapley, 1962). The outcome depends on no order. A group
-prefers the nodes it is on already: what does not have to move stays.
+prefers the nodes that it is on already: a group that need not move stays.
 """
 
 from collections.abc import Sequence
@@ -30,10 +30,10 @@ Bools = npt.NDArray[np.bool_]
 def settle(
     groups: Ids, nodes: Ids, weights: Floats, domains: Sequence[Ints], replicas: int, held: Bools
 ) -> Ints:
-    """For each group the indices of `replicas` (at most as many as there are) nodes, best score first.
+    """Return, for each group, the indices of `replicas` nodes (fewer if there are fewer), best score first.
 
-    `domains` number each node's failure domain, per level, widest first. `held` [group, node] is what
-    is so now. Replicas are as far apart as can be, before the balance is looked at.
+    `domains` number each node's failure domain, per level, widest first. `held` [group, node] is the
+    current placement. Replicas are kept as far apart as possible first; balance comes second.
     """
     scores = _scores(groups, nodes, weights)
     preference = scores + held
@@ -63,7 +63,7 @@ def settle(
 
 
 def _scores(groups: Ids, nodes: Ids, weights: Floats) -> Floats:
-    """Within (0, 1): r / (1 + r) puts the scores r in the same order."""
+    """Return scores in (0, 1): r / (1 + r) keeps the order of the scores r."""
     mixed = _mix(_mix(groups)[:, None] ^ _mix(nodes + np.uint64(1))[None, :])
     # The upper 53 bits, in the middle of their interval: never 0 or 1.
     unit = ((mixed >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
@@ -72,7 +72,7 @@ def _scores(groups: Ids, nodes: Ids, weights: Floats) -> Floats:
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014); the arithmetic is modulo 2^64."""
+    """Apply the finalizer of SplitMix64 (Steele, Lea and Flood, 2014); the arithmetic is modulo 2^64."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -80,8 +80,8 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _shares(weights: Floats, domains: Sequence[Ints], replicas: int) -> Floats:
-    """How many replicas of one group each node gets on average: by weight, as far as one replica per
-    node and even numbers per domain allow."""
+    """Return how many replicas of one group each node gets on average: by weight, as far as one replica
+    per node and even numbers per domain allow."""
     result = np.zeros(len(weights))
 
     def fill(members: Ints, depth: int, total: float, most: int) -> None:
@@ -104,7 +104,7 @@ def _shares(weights: Floats, domains: Sequence[Ints], replicas: int) -> Floats:
 
 
 def _water(total: float, weights: Floats, limits: Floats) -> Floats:
-    """`total` divided by weight, nobody above its limit; what that leaves goes to the others."""
+    """Divide `total` by weight, none above its limit; the remainder goes to the others."""
     result = np.zeros(len(weights))
     is_open = np.ones(len(weights), dtype=bool)
     while is_open.any():
@@ -120,7 +120,8 @@ def _water(total: float, weights: Floats, limits: Floats) -> Floats:
 
 
 def _quotas(shares: Floats, held: Ints) -> Ints:
-    """Whole numbers with the same sum. Shares are rounded up where most is held, so as to move least."""
+    """Return whole numbers with the same sum. Shares are rounded up where most is held, so as to move
+    least."""
     quotas = np.floor(shares + 1e-9).astype(np.int64)
     left = round(float(shares.sum())) - int(quotas.sum())
     fraction = shares - quotas
@@ -133,8 +134,8 @@ def _quotas(shares: Floats, held: Ints) -> Ints:
 def _choose(
     scores: Floats, refused: Bools, domains: Sequence[Ints], replicas: int
 ) -> tuple[Ints, Bools]:
-    """Per group: the best nodes, each in the domains that have the fewest of the group's replicas so
-    far, the widest level counting first; and which of them had refused the group."""
+    """Return, per group, the best nodes, each in the domains that have the fewest of the group's replicas
+    so far, the widest level first; and which of them had refused the group."""
     count, width = scores.shape
     every = np.arange(count)
     crowding = np.zeros((count, width), dtype=np.int64)

@@ -1,11 +1,11 @@
 """The replica hub: one watch over a cluster's keys feeds everything in this process that follows them.
 
 Consumers (the namespace, members, groups, a store node's catalog) each keep their part of the keys
-in memory. All of them have taken in a transaction before the next one is looked at and before
-`applied` says so; so what they say together is the cluster as it was at one revision.
+in memory. All of them have applied a transaction before the next one is processed and before `applied`
+includes it; so together they show the cluster as it was at one revision.
 
-What a transaction of this process did is known with its answer. When that is the very next revision it
-need not come from the watch first, which tells it a little later.
+The events of this process's own transaction are known with its answer. If that is the very next revision,
+they are applied at once, before the watch yields them.
 """
 
 import errno
@@ -32,27 +32,27 @@ _RETRY_MAX_S = 5.0
 
 
 class Consumer(Protocol):
-    """Keeps what is known under some prefixes. Called from inside the hub's loop: must not block
-    and must not raise."""
+    """Keeps the records of some prefixes. Called from inside the hub's loop: must not block and must not
+    raise."""
 
     @property
     def prefixes(self) -> tuple[bytes, ...]: ...
 
     def load(self, records: Sequence[KeyValue], revision: int) -> None:
-        """All there is at a revision. Called once at the start, and again whenever events were lost:
-        then what differs from what is known has happened meanwhile."""
+        """Take all records at a revision. Called once at the start, and again whenever events were lost:
+        then differences have happened meanwhile."""
         ...
 
     def apply(self, revision: int, events: Sequence[Event]) -> None:
-        """What one transaction did."""
+        """Apply the events of one transaction."""
         ...
 
 
 class Replica:
-    """The hub. `applied` is the revision up to which all consumers know everything; `barriers`
-    counts the questions to the engine. Waits end with OSError ETIMEDOUT after `timeout_s`.
+    """The hub. `applied` is the revision up to which all consumers know everything; `barriers` counts the
+    barriers of the engine. Waits end with OSError ETIMEDOUT after `timeout_s`.
 
-    `history`, the first consumer, says when the engine's data may be believed (None: always).
+    `history`, the first consumer, tells when the engine's data can be trusted (None: always).
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class Replica:
         self.applied = 0
         self.barriers = 0
         self._ended = False
-        # While everything is read anew, what is applied meanwhile would be undone by it.
+        # While all records are read anew, changes applied meanwhile would be undone by them.
         self._loading = False
         self._waiting: list[tuple[int, int, trio.Event]] = []
         self._order = count()
-        # Barriers by the order in which they were asked for; an answer is good for all who had
-        # asked before its question was sent.
+        # Barriers in the order of their calls; an answer serves all calls that were made before its
+        # request was sent.
         self._asked = 0
         self._answered = 0
         self._answer: int | OSError = 0
@@ -108,10 +108,10 @@ class Replica:
             )
 
     async def barrier(self) -> None:
-        """Return when all consumers know whatever anybody was told before this call.
+        """Return when all consumers know every change that was acknowledged before this call.
 
-        One question to the engine serves all who ask before it is sent; never the one that is on
-        its way already: it may have been answered before their call. Raises OSError.
+        One barrier of the engine serves all calls that are made before its request is sent; never a request
+        that is under way: it may have been answered before the call. Raises OSError.
         """
         self._asked = ticket = self._asked + 1
         async with self._asking:
@@ -180,7 +180,7 @@ class Replica:
         return await self._history.wait_resolved(error)
 
     async def _load_again(self, pauses: Pauses) -> None:
-        """Try until it succeeds: until then the replica stays as it was."""
+        """Load all consumers again, until that succeeds; until then the replica stays as it was."""
         while True:
             await pauses.wait()
             try:

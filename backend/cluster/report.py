@@ -19,7 +19,7 @@ HEALTHS: tuple[Health, ...] = ("ok", "degraded", "unavailable")
 
 _FULL_SHARE = 0.05
 _FILES_SHOWN = 5
-# What is shown of what a node tells.
+# The fields of a node's report that are shown.
 _TOLD = (
     "bytes",
     "extents",
@@ -154,8 +154,8 @@ def _node_problem(found: Cluster, node: int) -> str:
 
 
 def _unfit_rules(found: Cluster) -> list[str]:
-    """Placement rules that no node obeys. A rule stays known when no directory has it any more, so
-    this is nothing wrong."""
+    """Return the placement rules that no node obeys. A rule stays known when no directory has it any more,
+    so this is no fault."""
     candidates = found.candidates()
     return [
         f"no node that is up fits the placement {rule!r}: below directories that have it "
@@ -166,7 +166,7 @@ def _unfit_rules(found: Cluster) -> list[str]:
 
 
 def _quarantined(found: Cluster) -> list[str]:
-    """Describe, for each node, the extents that it keeps though nothing names them."""
+    """Describe, for each node, the extents that it keeps although no inode names them."""
     return [
         f"node {node:016x} keeps {counted(extents, 'extent')} ({size >> 20} MiB) in quarantine that "
         "nothing names: they go in time, or when room is wanted"

@@ -11,7 +11,8 @@ __all__ = ["read_settings"]
 
 
 async def read_settings(engine: SharedEngine, config: ClusterConfig) -> Settings:
-    """Raises ConfigError when there is no such cluster, OSError when etcd cannot be asked."""
+    """Return the settings. Raises ConfigError if there is no such cluster, OSError if etcd cannot be
+    read."""
     found = await engine.get(SETTINGS_KEY)
     if found is None:
         raise ConfigError(
