@@ -10,6 +10,7 @@ import random
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 import trio
 from etcd_server import EtcdServer
@@ -38,8 +39,12 @@ from irdmafs.backend.kv.etcd import EtcdEngine
 from irdmafs.backend.namespace import Inode
 from irdmafs.backend.node.agent import Agent
 from irdmafs.backend.node.catalog import Catalog
+from irdmafs.backend.node.checks import Checks
+from irdmafs.backend.node.copier import Copier, Throttle
 from irdmafs.backend.node.files import Files
+from irdmafs.backend.node.inspection import Inspection
 from irdmafs.backend.node.resync import Resync
+from irdmafs.backend.node.room import Room
 from irdmafs.backend.node.service import NodeService
 from irdmafs.backend.transport import Extent, FileRange, Landed, Unreachable
 
@@ -102,19 +107,31 @@ class Node:
         self.engine = engine
         self.members = Members()
         self.groups = Groups()
-        self.catalog = Catalog(files, self.groups, cluster.settings.buckets)
+        wanted = partial(self.members.may_join, self.id)
+        self.catalog = Catalog(files, self.groups, cluster.settings.buckets, wanted)
         self.replica = Replica(engine, (self.members, self.groups, self.catalog))
         address = NodeAddress(
             "127.0.0.1", 1, 2, ["tcp"], f"host{self.id:x}", files.directory, 1 << 30, 1 << 30, "0"
         )
         ttl_s = cluster.settings.lease_ttl_s
-        self.session = Session(engine, NODE, address, ttl_s, node=self.id)
+        inspection = Inspection(engine, self.replica, self.groups, self.catalog, files)
+        self.session = Session(
+            engine, NODE, address, ttl_s, node=self.id, verify=inspection.look_over
+        )
+        self.members.attach(self.session)
+
+        def device(there: int) -> Link:
+            return Link(cluster, self.id, there)
+
+        room = Room(files, self.catalog)
+        checks = Checks(files, self.catalog, self.members, self.groups, device)
+        copier = Copier(
+            self.members, self.catalog, files, device, room, Throttle(), checks,
+        )  # fmt: skip
         self.resync = Resync(
             self.id, engine, self.replica, self.members, self.groups, self.session, self.catalog,
-            files, lambda there: Link(cluster, self.id, there),
+            files, inspection, copier,
         )  # fmt: skip
-        self.session.verify = self.resync.verify
-        self.members.attach(self.session)
 
         async def ping(there: int) -> None:
             if there not in cluster.running or not cluster.reaches(self.id, there):
@@ -124,10 +141,9 @@ class Node:
             self.id, engine, self.replica, self.members, self.groups, self.session, self.resync,
             ping, rereplicate_after_s=cluster.rereplicate_after_s,
         )  # fmt: skip
-        self.catalog.wanted = self.agent.wants
         self.service = NodeService(
-            files, self.catalog, self.replica, self.members, self.groups, self.session, self.agent.evict,
-            damaged=self.resync.report_damage,
+            files, self.catalog, room, self.replica, self.members, self.groups, self.session,
+            self.agent.evict, damaged=inspection.report,
         )  # fmt: skip
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:

@@ -109,7 +109,7 @@ class Session:
         self._node = node
         self.record = record
         self.ttl_s = ttl_s
-        self.verify = verify
+        self._verify = verify
         self.on_lost = on_lost
         self.on_registered = on_registered
         self.lease = 0
@@ -235,8 +235,8 @@ class Session:
             await pauses.wait()
 
     async def _register(self) -> None:
-        if self.verify is not None:
-            await self.verify()
+        if self._verify is not None:
+            await self._verify()
         async with self._writing:
             lease, sent_s = await self._put_with_lease()
         if self.released:  # meanwhile

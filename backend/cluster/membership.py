@@ -17,6 +17,7 @@ from .lease import MOUNT, NODE, LeaseEngine, Removed, Session, now_s
 from .placement import Candidate, Placement, Targets, policy_of
 from .policy import parse_policy
 from .records import (
+    GROUP_BUCKET_BITS,
     SETTINGS_KEY,
     GroupConfig,
     MountRecord,
@@ -171,6 +172,15 @@ class Members:
         return node in config.in_sync and all(
             other == node or self.is_removed(other) for other in config.in_sync
         )
+
+    def may_join(self, node: int, group: int) -> bool:
+        """Return whether a node belongs to a group, of which it may or may not be a member now. It does if
+        that is about to be decided: it has just come (back), or the group is new."""
+        known = self.targets.get(group >> GROUP_BUCKET_BITS)
+        if known is None or node not in known[0].nodes:
+            record = self.records.get(node)
+            return record is not None and record.state == "up"
+        return node in known[0].target(group)
 
     def session_of(self, lease: int) -> int | None:
         """The session number of a live mount."""

@@ -46,7 +46,8 @@ ROOM_SHARE = 0.02
 
 
 class Agent:
-    """`ping` asks a node for a sign of life and raises OSError if there is none."""
+    """`ping` asks a node for a sign of life and raises OSError if there is none. `handover` decides when a
+    live member may be dropped; None: always."""
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class Agent:
         session: Session,
         resync: Resync,
         ping: Callable[[int], Awaitable[None]],
+        handover: Handover | None = None,
         *,
         rereplicate_after_s: float = 30.0,
         joining_at_once: int = 8,
@@ -78,8 +80,7 @@ class Agent:
         self._pinging: dict[int, trio.Lock] = {}
         self._answers: dict[int, tuple[float, bool]] = {}
         self._waits_for_names = False  # to go: nothing tells of that
-        # Decides when a live member may be dropped. None: always.
-        self.handover: Handover | None = None
+        self._handover = handover
         self.housekeeping = Housekeeping(
             node, engine, replica, members, groups, session, rereplicate_after_s=rereplicate_after_s
         )
@@ -92,8 +93,8 @@ class Agent:
         """Lead, until the session is released."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.housekeeping.forget_history)
-            if self.handover is not None:
-                nursery.start_soon(self.handover.run)
+            if self._handover is not None:
+                nursery.start_soon(self._handover.run, self.look)
             await self._run()
             nursery.cancel_scope.cancel()
 
@@ -158,15 +159,6 @@ class Agent:
                     alone += 1
             if await self._put(changes):
                 return alone
-
-    def wants(self, group: int) -> bool:
-        """Whether this node belongs to a group, of which it may or may not be a member now. Yes, if that
-        is about to be decided: it has just come (back), or the group is new."""
-        known = self._members.targets.get(group >> GROUP_BUCKET_BITS)
-        if known is None or self.node not in known[0].nodes:
-            record = self._members.records.get(self.node)
-            return record is not None and record.state == "up"
-        return self.node in known[0].target(group)
 
     def status(self) -> dict[str, Any]:
         """Figures about all groups, and about what is copied to this node."""
@@ -275,7 +267,7 @@ class Agent:
         await self._replica.barrier()
 
     def _may_step(self, group: int, config: GroupConfig, step: GroupConfig, live: set[int]) -> bool:
-        return self.handover is None or self.handover.may_step(group, config, step, live)
+        return self._handover is None or self._handover.may_step(group, config, step, live)
 
     def look(self) -> None:
         """There may be something to do."""
@@ -303,8 +295,8 @@ class Agent:
     def _group_changed(self, group: int) -> None:
         found = self._groups.get(group)
         before = self._members_before.pop(group, ())
-        if self.handover is not None:
-            self.handover.group_changed(group, found[0] if found is not None else None)
+        if self._handover is not None:
+            self._handover.group_changed(group, found[0] if found is not None else None)
         if found is not None:
             self._members_before[group] = found[0].members
             gone = set(before) - set(found[0].members)

@@ -27,14 +27,15 @@ import msgspec
 import trio
 
 from ..cluster.group_configs import Groups
-from ..cluster.placement import group_of
-from ..cluster.records import GROUP_BUCKET_BITS, STRIPE_GROUPS_MAX, Layout, session_of
+from ..cluster.records import GROUP_BUCKET_BITS, session_of
 from ..kv import Event, KeyValue
 from ..namespace import Inode
 from ..store.digest import Digests
 from ..store.sparse import allocated_bytes
 from ..transport import Extent
+from .figures import CatalogFigures
 from .files import Files
+from .named import Named
 from .spares import SPARE_S
 
 __all__ = ["Catalog", "Check"]
@@ -46,14 +47,6 @@ log = logging.getLogger(__name__)
 _REMEMBERED_GONE = 1 << 16
 _LEFT_KEPT_S = 600.0
 _TIDY_S = 10.0
-
-
-class _Named(NamedTuple):
-    content: int
-    size: int
-    layout: Layout
-    digests: bytes
-    blocks: int
 
 
 class Check(NamedTuple):
@@ -72,19 +65,25 @@ class Catalog:
 
     prefixes = (b"i", b"p", b"m")
 
-    def __init__(self, files: Files, groups: Groups, buckets: int) -> None:
+    def __init__(
+        self,
+        files: Files,
+        groups: Groups,
+        buckets: int,
+        wanted: Callable[[int], bool] = lambda group: True,
+    ) -> None:
         self._files = files
         self._groups = groups
         self._buckets = buckets
         self._begun = False
         self._revision = 0
         self.sessions: set[int] = set()
-        self.wanted: Callable[[int], bool] = lambda group: True
+        self._wanted = wanted
         self.freed_extents = 0
         self.bytes_by_group: dict[int, int] = {}
         self._leases: dict[int, int] = {}  # of a mount -> its session
-        self._by_ino: dict[int, _Named] = {}
-        self._named: dict[int, tuple[int, _Named]] = {}  # content -> (ino, it)
+        self._by_ino: dict[int, Named] = {}
+        self._named: dict[int, tuple[int, Named]] = {}  # content -> (ino, it)
         self._by_group: dict[int, set[int]] = {}  # group -> contents
         self._pins: dict[int, set[int]] = {}  # content -> leases
         self._unnamed: dict[int, set[int]] = {}  # content -> stripes that are here
@@ -103,21 +102,22 @@ class Catalog:
     def is_named(self, content: int) -> bool:
         return content in self._named
 
-    @property
-    def named_contents(self) -> int:
-        return len(self._named)
-
-    @property
-    def pending_extents(self) -> int:
-        """Extents here that no inode names: of open sessions, and pinned ones."""
-        return sum(map(len, self._unnamed.values()))
+    def figures(self) -> CatalogFigures:
+        return CatalogFigures(
+            freed_extents=self.freed_extents,
+            # Those of open sessions, and pinned ones.
+            pending_extents=sum(map(len, self._unnamed.values())),
+            named_contents=len(self._named),
+            quarantined_extents=len(self._files.quarantine),
+            quarantined_bytes=self._files.quarantine.bytes,
+        )
 
     def extents_of(self, group: int) -> Iterator[tuple[Extent, int]]:
         """The named extents of a group, here or not, with their sizes in bytes."""
         for content in self._by_group.get(group, ()):
             _, named = self._named[content]
-            for stripe in _stripes_in(named, group, self._buckets):
-                yield Extent(content, stripe), named.layout.span(named.size, stripe)[1]
+            for stripe in named.stripes_in(group, self._buckets):
+                yield Extent(content, stripe), named.length(stripe)
 
     def pools_in_use(self) -> set[int]:
         """The pools (see placement.pool_of) in which an extent is named."""
@@ -137,8 +137,8 @@ class Catalog:
         if found is None or extent in self._files:
             return False
         named = found[1]
-        return extent.stripe < named.layout.stripes(named.size) and self.is_member(
-            group_of(named.layout, extent.stripe, self._buckets)
+        return extent.stripe < named.stripes and self.is_member(
+            named.group(extent.stripe, self._buckets)
         )
 
     def check_of(self, extent: Extent) -> Check | None:
@@ -147,14 +147,14 @@ class Catalog:
         if found is None or not found[1].digests:
             return None
         named = found[1]
-        layout, stripes = named.layout, named.layout.stripes(named.size)
+        stripes = named.stripes
         digests = Digests(named.digests, stripes)
         if not digests.are_there or not 0 <= extent.stripe < stripes:
             return None
         part = digests.part_of(extent.stripe)
         run = digests.stripes_of(part)
         return Check(
-            digests, part, run, tuple(group_of(layout, stripe, self._buckets) for stripe in run)
+            digests, part, run, tuple(named.group(stripe, self._buckets) for stripe in run)
         )  # fmt: skip
 
     def allocated(self, extent: Extent, length: int) -> int:
@@ -175,7 +175,7 @@ class Catalog:
         found = self._named.get(extent.content)
         if found is None:
             return None
-        return group_of(found[1].layout, extent.stripe, self._buckets)
+        return found[1].group(extent.stripe, self._buckets)
 
     def is_member(self, group: int) -> bool:
         found = self._groups.get(group)
@@ -235,7 +235,7 @@ class Catalog:
                 log.error("the record of inode %d in etcd is damaged: %s", ino, error)
                 return ()
             if inode.extent and inode.layout.replicas:
-                named = _Named(inode.extent, inode.size, inode.layout, inode.digests, inode.blocks)
+                named = Named(inode.extent, inode.size, inode.layout, inode.digests, inode.blocks)
         before = self._by_ino.get(ino)
         if before is not None and named is not None and before.content == named.content:
             return ()
@@ -248,11 +248,11 @@ class Catalog:
             return (before.content,)
         return ()
 
-    def _name(self, ino: int, named: _Named) -> None:
+    def _name(self, ino: int, named: Named) -> None:
         known = named.content in self._named
         self._named[named.content] = ino, named
         if not known:
-            for group, length in _groups_of(named, self._buckets).items():
+            for group, length in named.groups(self._buckets).items():
                 self._by_group.setdefault(group, set()).add(named.content)
                 self.bytes_by_group[group] = self.bytes_by_group.get(group, 0) + length
         self._found_unnamed.discard(named.content)
@@ -269,8 +269,8 @@ class Catalog:
         named = found[1]
         for stripe, size in self._files.quarantine.stripes_of(content):
             extent = Extent(content, stripe)
-            group = group_of(named.layout, stripe, self._buckets)
-            if extent in self._files or size != _length(named, stripe) or not self.is_member(group):
+            group = named.group(stripe, self._buckets)
+            if extent in self._files or size != named.length(stripe) or not self.is_member(group):
                 continue
             try:
                 self._files.bring_back(extent)
@@ -281,12 +281,12 @@ class Catalog:
             count += 1
         return count
 
-    def _unname(self, ino: int, named: _Named) -> bool:
+    def _unname(self, ino: int, named: Named) -> bool:
         found = self._named.get(named.content)
         if found is None or found[0] != ino:
             return False
         del self._named[named.content]
-        for group, length in _groups_of(named, self._buckets).items():
+        for group, length in named.groups(self._buckets).items():
             contents = self._by_group[group]
             contents.discard(named.content)
             self.bytes_by_group[group] -= length
@@ -295,7 +295,7 @@ class Catalog:
         self._remember_gone(named.content)
         here = {
             stripe
-            for stripe in range(named.layout.stripes(named.size))
+            for stripe in range(named.stripes)
             if Extent(named.content, stripe) in self._files
         }
         if here:
@@ -381,7 +381,7 @@ class Catalog:
         """Free extents of groups that were left long ago (`now` is time.monotonic()) or for good, and
         working copies whose mount is gone."""
         for group, (since, seen) in list(self._left.items()):
-            if now - since > _LEFT_KEPT_S or not self.wanted(group):
+            if now - since > _LEFT_KEPT_S or not self._wanted(group):
                 self._free_left(group, seen)
         self.freed_extents += self._files.tidy_quarantine()
         for name, content in self._files.incoming.working_copies().items():
@@ -415,12 +415,12 @@ class Catalog:
                 count, self._files.directory, self._files.quarantine.kept_s / 3600,
             )  # fmt: skip
 
-    def _settle(self, extent: Extent, named: _Named) -> None:
+    def _settle(self, extent: Extent, named: Named) -> None:
         """A named extent is here: is it what it should be, and where it should be?"""
         size = self._files.size(extent)
         if size is None:
             return
-        expected = _length(named, extent.stripe)
+        expected = named.length(extent.stripe)
         if size != expected:
             log.error(
                 "extent %x.%x has %d bytes and should have %d: it is put into quarantine",
@@ -429,7 +429,7 @@ class Catalog:
             self._files.set_aside(extent)
             return
         self._files.mark_named(extent)
-        group = group_of(named.layout, extent.stripe, self._buckets)
+        group = named.group(extent.stripe, self._buckets)
         if not self.is_member(group):
             self._leave(group, seen=False)
 
@@ -466,33 +466,3 @@ class Catalog:
         self._gone[content] = None
         if len(self._gone) > _REMEMBERED_GONE:
             del self._gone[next(iter(self._gone))]
-
-
-def _length(named: _Named, stripe: int) -> int:
-    """Bytes that a stripe of it should have; 0 for one that it has not."""
-    if stripe < named.layout.stripes(named.size):
-        return named.layout.span(named.size, stripe)[1]
-    return 0
-
-
-def _stripes_in(named: _Named, group: int, buckets: int) -> Iterator[int]:
-    stripes = named.layout.stripes(named.size)
-    for first in range(min(stripes, STRIPE_GROUPS_MAX)):
-        if group_of(named.layout, first, buckets) == group:
-            yield from range(first, stripes, STRIPE_GROUPS_MAX)
-
-
-def _groups_of(named: _Named, buckets: int) -> dict[int, int]:
-    """The groups of a content, and how many of its bytes each keeps."""
-    layout, size = named.layout, named.size
-    stripes = layout.stripes(size)
-    if stripes == 1:
-        return {group_of(layout, 0, buckets): size}
-    found: dict[int, int] = {}
-    for stripe in range(min(stripes, STRIPE_GROUPS_MAX)):
-        group = group_of(layout, stripe, buckets)
-        # All stripes are full but the last, which is counted as if it were for now.
-        count = -(-(stripes - stripe) // STRIPE_GROUPS_MAX)
-        found[group] = found.get(group, 0) + count * layout.stripe_bytes
-    found[group_of(layout, stripes - 1, buckets)] -= stripes * layout.stripe_bytes - size
-    return found

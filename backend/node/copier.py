@@ -118,9 +118,10 @@ class Copier:
         room: Room,
         throttle: Throttle,
         judge: Judge,
+        kept_wrong: Callable[[Extent], None] = lambda extent: None,
     ) -> None:
         self.copied_bytes = 0
-        self.kept_wrong: Callable[[Extent], None] = lambda extent: None
+        self._kept_wrong = kept_wrong
         self._judge = judge
         self._node = files.node
         self._members = members
@@ -202,7 +203,7 @@ class Copier:
                     continue
                 await trio.to_thread.run_sync(self._files.harden, intake.incoming)
                 if self._seal(intake, extent, left) and verdict is Verdict.HOPELESS:
-                    self.kept_wrong(extent)
+                    self._kept_wrong(extent)
                 return []
             if not self._denied_by_all(config, refused + wrong):
                 return []
@@ -211,7 +212,7 @@ class Copier:
                 await self._read(wrong[-1], extent, intake.fd, size)
                 await trio.to_thread.run_sync(self._files.harden, intake.incoming)
                 if self._seal(intake, extent, left):
-                    self.kept_wrong(extent)
+                    self._kept_wrong(extent)
                 return []
         return [extent]
 
@@ -335,7 +336,7 @@ class Copier:
             self._count(len(data))
             sealed = self._seal(intake, extent, left)
             if sealed and verdict in (Verdict.WRONG, Verdict.HOPELESS):
-                self.kept_wrong(extent)
+                self._kept_wrong(extent)
 
     async def _begin(self, size: int, allocated: int) -> Intake[Incoming]:
         return Intake(await self._room.create(size, allocated), self._files.incoming.discard)

@@ -9,8 +9,9 @@ import logging
 import os
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -32,10 +33,11 @@ from ..cluster.records import (
 from ..cluster.replica import Replica
 from ..cluster.settings import read_settings
 from ..kv import Conflict, Put, SharedEngine, WentBack
+from ..kv.etcd import EtcdEngine
+from ..observe.figures import values_of
 from ..observe.logs import identify
-from ..observe.metrics import Collector, NodeCounters, serve_metrics
+from ..observe.metrics import Collector, serve_metrics
 from ..process import calm_the_collector, has_terminal, raise_open_files_limit
-from ..transport.mover import Mover
 from ..transport.movers import all_movers
 from ..transport.peers import Peers, patience_s
 from ..transport.rights import Peer
@@ -46,9 +48,15 @@ from ..trust.renewal import Renewal
 from ..unwrap import only_error
 from .agent import Agent
 from .catalog import Catalog
+from .checks import Checks
+from .copier import Copier, Throttle
+from .damage import WrongExtents
+from .figures import NodeFigures
 from .files import Files
 from .handover import Handover
+from .inspection import Inspection
 from .resync import Resync
+from .room import Room
 from .scrub import Scrub
 from .service import NodeService
 from .witness import NodeHistory
@@ -104,7 +112,7 @@ async def _served(config: ClusterConfig, turn: _Turn, ready: Callable[[str], Non
     """Returns whether the node has to begin anew, as etcd is not the one that it knew."""
     went_back = False
     try:
-        await _Node(config, turn).run(ready)
+        await _serve_once(config, turn, ready)
     except* WentBack as group:
         if not turn.patient:
             raise
@@ -130,118 +138,131 @@ async def _heed(signals: AsyncIterator[int], turn: _Turn, scope: trio.CancelScop
         turn.stop.set()
 
 
+async def _serve_once(config: ClusterConfig, turn: _Turn, ready: Callable[[str], None]) -> None:
+    node = config.node
+    assert node.store is not None
+    with (
+        Rdma(config.cluster.rdma_choice(node.encrypt_data)) as rdma,
+        Files(node.store, node.size, node.quarantine, rdma) as files,
+    ):
+        async with config.cluster.engine("node") as engine:
+            settings = await read_settings(engine, config)
+            files.identity.bind(settings.cluster_id)
+            identify("node", f"{files.node:016x}")
+            await engine.admin.warn()
+            history = NodeHistory(engine, files)
+            await history.wait_trusted(patient=turn.patient)
+            async with trio.open_nursery() as nursery:
+                made = _Node(config, turn, settings, rdma, files, engine, history, nursery)
+                await made.run(ready)
+                nursery.cancel_scope.cancel()
+
+
 class _Node:
-    def __init__(self, config: ClusterConfig, turn: _Turn) -> None:
-        self._turn = turn
+    """The parts of a store node, each made with what it needs, and their start and end."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        turn: _Turn,
+        settings: Settings,
+        rdma: Rdma,
+        files: Files,
+        engine: EtcdEngine,
+        history: NodeHistory,
+        nursery: trio.Nursery,
+    ) -> None:
+        section, node = config.node, files.node
         self._config = config
-        self._members = Members()
-        self._groups = Groups()
-        self._counters = NodeCounters()
-
-    async def run(self, ready: Callable[[str], None]) -> None:
-        node = self._config.node
-        assert node.store is not None
-        choice = self._config.cluster.rdma_choice(node.encrypt_data)
-        with (
-            Rdma(choice) as self._rdma,
-            Files(node.store, node.size, node.quarantine, self._rdma) as self._files,
-        ):
-            async with self._config.cluster.engine("node") as self._engine:
-                settings = await read_settings(self._engine, self._config)
-                self._files.identity.bind(settings.cluster_id)
-                identify("node", f"{self._files.node:016x}")
-                await self._engine.admin.warn()
-                self._history = NodeHistory(self._engine, self._files)
-                await self._history.wait_trusted(patient=self._turn.patient)
-                async with trio.open_nursery() as self._nursery:
-                    await self._assemble(settings, ready)
-                    self._nursery.cancel_scope.cancel()
-
-    async def _assemble(self, settings: Settings, ready: Callable[[str], None]) -> None:
-        config, files = self._config, self._files
-        self._catalog = Catalog(files, self._groups, settings.buckets)
-        credentials = self._credentials = config.cluster.credentials("node")
-        self._certificates = Certificates(
-            lambda: credentials.identity.serial if credentials else ""
-        )
+        self._turn = turn
+        self._rdma = rdma
+        self._files = files
+        self._engine = engine
+        self._history = history
+        self._nursery = nursery
+        self._where = where = config.listen()
+        credentials = config.cluster.credentials("node")
         own = [credentials.renewable] if credentials is not None else []
-        self._renewal = self._turn.renewal = Renewal([*own, *self._engine.renewables])
-        self._nursery.start_soon(self._renewal.run)
-        consumers = self._members, self._groups, self._certificates, self._catalog
-        self._replica = Replica(self._engine, consumers, history=self._history)
-        await self._replica.start(self._nursery)
-        self._catalog.begin()
-        await self._history.take_over()
-        calm_the_collector()
+        self._renewal = turn.renewal = Renewal([*own, *engine.renewables])
+
+        # What the cluster is.
+        self._members = members = Members()
+        self._groups = groups = Groups()
+        certificates = Certificates(lambda: credentials.identity.serial if credentials else "")
+        self._catalog = catalog = Catalog(
+            files, groups, settings.buckets, partial(members.may_join, node)
+        )
+        self._replica = replica = Replica(
+            engine, (members, groups, certificates, catalog), history=history
+        )
+        inspection = Inspection(engine, replica, groups, catalog, files)
         address = NodeAddress(
-            address="", control_port=0, data_port=0, transports=["tcp"], host=config.node.host,
+            address="", control_port=0, data_port=0, transports=["tcp"], host=section.host,
             store=os.path.realpath(files.directory), total_bytes=0, free_bytes=0,
             version=__version__, name=credentials.identity.name if credentials is not None else "",
         )  # fmt: skip
-        await self._work(settings, address, ready)
-
-    async def _work(
-        self, settings: Settings, address: NodeAddress, ready: Callable[[str], None]
-    ) -> None:
-        config, files = self._config, self._files
-        self._session = Session(self._engine, NODE, address, settings.lease_ttl_s, node=files.node)
-        self._members.attach(self._session)
-        movers = all_movers(
-            self._rdma, streams=config.node.streams, encrypt_data=config.node.encrypt_data
+        self._session = session = Session(
+            engine, NODE, address, settings.lease_ttl_s, node=node, verify=inspection.look_over
         )
-        async with self._peers(settings, movers) as peers:
-            self._members.node_changed.append(peers.node_changed)
-            self._resync = Resync(
-                files.node, self._engine, self._replica, self._members, self._groups,
-                self._session, self._catalog, files, peers.device,
-                bytes_per_s=config.node.rebalance_rate,
-            )  # fmt: skip
-            self._session.verify = self._resync.verify
-            self._agent = Agent(
-                files.node, self._engine, self._replica, self._members, self._groups,
-                self._session, self._resync, peers.ping,
-                rereplicate_after_s=config.node.rereplicate_after,
-            )  # fmt: skip
-            self._catalog.wanted = self._agent.wants
-            self._scrub = Scrub(
-                files, self._catalog, self._members, self._groups, self._resync.checks,
-                self._resync.copier, bytes_per_s=config.node.scrub_rate,
-                period_s=config.node.scrub_period,
-            )  # fmt: skip
-            self._agent.handover = Handover(
-                files.node, self._catalog, self._resync.checks, peers.device, self._scrub.doubt,
-                self._agent.look,
-            )  # fmt: skip
-            self._service = NodeService(
-                files, self._catalog, self._replica, self._members, self._groups, self._session,
-                self._agent.evict, self._figures, self._resync.report_damage, scrub=self._scrub,
-            )  # fmt: skip
-            await self._serve(peers, movers, ready)
+        members.attach(session)
 
-    async def _serve(
-        self, peers: Peers, movers: Sequence[Mover], ready: Callable[[str], None]
-    ) -> None:
-        config = self._config
-        where = config.listen()
-        self._rdma.check(where.advertised)
-        self._listener = Listener(
-            self._service, peers, movers, where.bind, where.port,
-            credentials=self._credentials, is_gone=self._is_gone,
-            is_revoked=self._certificates.is_revoked,
+        # What is kept here, and copied.
+        movers = all_movers(rdma, streams=section.streams, encrypt_data=section.encrypt_data)
+        self._peers = peers = Peers(
+            members.address, movers, credentials=credentials, name=f"{node:x}", role="node",
+            session=lambda: session.number, timeout_s=patience_s(settings),
+            is_revoked=certificates.is_revoked,
         )  # fmt: skip
-        self._certificates.revoked.append(self._listener.cut)
-        self._members.session_gone.append(self._listener.end_rights)
-        self._members.node_changed.append(lambda node: self._listener.end_rights())
-        async with self._listener as listener, self._metrics():
+        members.node_changed.append(peers.node_changed)
+        checks = Checks(files, catalog, members, groups, peers.device)
+        wrong, room = WrongExtents(files, catalog), Room(files, catalog)
+        copier = Copier(
+            members, catalog, files, peers.device, room, Throttle(section.rebalance_rate), checks,
+            wrong.keep,
+        )  # fmt: skip
+        self._resync = resync = Resync(
+            node, engine, replica, members, groups, session, catalog, files, inspection, copier
+        )
+        self._scrub = scrub = Scrub(
+            files, catalog, members, groups, checks, copier, wrong,
+            bytes_per_s=section.scrub_rate, period_s=section.scrub_period,
+        )  # fmt: skip
+        handover = Handover(node, catalog, checks, peers.device, scrub.doubt)
+        self._agent = agent = Agent(
+            node, engine, replica, members, groups, session, resync, peers.ping, handover,
+            rereplicate_after_s=section.rereplicate_after,
+        )  # fmt: skip
+
+        # What others are given.
+        self._service = service = NodeService(
+            files, catalog, room, replica, members, groups, session, agent.evict, self._status,
+            inspection.report, scrub=scrub,
+        )  # fmt: skip
+        self._listener = listener = Listener(
+            service, peers, movers, where.bind, where.port, credentials=credentials,
+            is_gone=self._is_gone, is_revoked=certificates.is_revoked,
+        )  # fmt: skip
+        certificates.revoked.append(listener.cut)
+        members.session_gone.append(listener.end_rights)
+        members.node_changed.append(lambda changed: listener.end_rights())
+
+    async def run(self, ready: Callable[[str], None]) -> None:
+        """Serve until the turn says so."""
+        nursery, where = self._nursery, self._where
+        nursery.start_soon(self._renewal.run)
+        await self._replica.start(nursery)
+        self._catalog.begin()
+        await self._history.take_over()
+        calm_the_collector()
+        self._rdma.check(where.advertised)
+        async with self._peers, self._listener as listener, self._metrics():
             await self._register(where.advertised, listener.control_port, listener.ports)
             for task in (
                 self._resync.run, self._agent.run, self._catalog.run, self._scrub.run,
                 self._tell_space,
             ):  # fmt: skip
-                self._nursery.start_soon(task)
-            self._nursery.start_soon(
-                self._history.run, self._session, lambda: len(self._members.nodes)
-            )
+                nursery.start_soon(task)
+            nursery.start_soon(self._history.run, self._session, lambda: len(self._members.nodes))
             text = f"node {self._files.node:016x} at {where.advertised}:{listener.control_port}"
             log.info("serving %s as %s", self._files.directory, text)
             self._turn.serves = self._turn.patient = True
@@ -258,18 +279,6 @@ class _Node:
         return peer.role in ("mount", "reader") and peer.session not in self._members.sessions
 
     # -- beginning -------------------------------------------------------------------------------
-
-    def _peers(self, settings: Settings, movers: Sequence[Mover]) -> Peers:
-        return Peers(
-            self._members.address,
-            movers,
-            credentials=self._credentials,
-            name=f"{self._files.node:x}",
-            role="node",
-            session=lambda: self._session.number,
-            timeout_s=patience_s(settings),
-            is_revoked=self._certificates.is_revoked,
-        )
 
     async def _register(self, address: str, control_port: int, ports: dict[str, int]) -> None:
         node = self._config.node
@@ -326,7 +335,7 @@ class _Node:
             return
         collector = Collector(
             "node",
-            self._refreshed,
+            self._figures,
             {"node": f"{self._files.node:016x}"},
             trio.lowlevel.current_trio_token(),
         )
@@ -338,44 +347,21 @@ class _Node:
             # Its thread may be waiting for this one to look figures up.
             await trio.to_thread.run_sync(server.close)
 
-    def _refreshed(self) -> tuple[NodeCounters]:
-        """Return the figures, brought up to date."""
-        counters, heard = self._counters, self._listener.counters
-        progress, space = self._resync.progress(), self._files.space()
-        counters.requests, counters.errors = heard.requests, heard.errors
-        counters.received_bytes, counters.sent_bytes = heard.received_bytes, heard.sent_bytes
-        counters.rejected_peers, counters.connections = heard.rejected, heard.connections
-        counters.resync_bytes = progress.copied_bytes
-        counters.resync_groups_left = progress.groups
-        counters.resync_bytes_left = progress.bytes_left
-        counters.freed_extents = self._catalog.freed_extents
-        counters.store_bytes, counters.store_free_bytes = space.used, space.free
-        counters.extents = len(self._files)
-        counters.created_files = self._files.figures().created_files
-        counters.reused_files = self._files.figures().reused_files
-        rdma = self._rdma.figures()
-        counters.rdma_registrations = rdma.registrations
-        counters.rdma_registered_bytes = rdma.registered_bytes
-        counters.pending_extents = self._catalog.pending_extents
-        counters.lease_valid_seconds = self._session.left_s()
-        counters.groups = self._own_groups()
-        scrub = self._scrub.progress()
-        counters.scrubbed_bytes = scrub.checked_bytes
-        counters.scrub_finished_seconds = scrub.finished_at
-        counters.wrong_found, counters.wrong_mended = scrub.found, scrub.mended
-        counters.wrong_extents, counters.broken_extents = scrub.wrong, scrub.broken
-        return (counters,)
+    def _figures(self) -> list[Any]:
+        """Return the dataclasses of figures that status and metrics show."""
+        return [
+            self._listener.counters, self._files.figures(), self._catalog.figures(),
+            self._resync.figures(), self._scrub.figures(), self._rdma.figures(),
+            NodeFigures(self._own_groups(), self._session.left_s()),
+        ]  # fmt: skip
 
-    def _figures(self) -> dict[str, Any]:
-        rdma = self._rdma.figures()
+    def _status(self) -> dict[str, Any]:
         return {
+            **values_of(*self._figures()),
             "version": __version__,
             "own_groups": self._own_groups(),
-            "connections": self._listener.counters.connections,
             "rdma": self._rdma.why_not or "on",
             "credential_problems": self._renewal.problems(),
-            "rdma_registrations": rdma.registrations,
-            "rdma_registered_bytes": rdma.registered_bytes,
             **self._agent.status(),
         }
 

@@ -1,10 +1,13 @@
 """Figures of a store node, by the component that counts them."""
 
+# Functions that return dataclasses.field are called in the class bodies below.
+# ruff: noqa: RUF009
+
 from dataclasses import dataclass
 
-from ..observe.figures import count, gauge
+from ..observe.figures import count, gauge, gauges
 
-__all__ = ["FileFigures"]
+__all__ = ["CatalogFigures", "FileFigures", "NodeFigures", "ResyncFigures", "ScrubFigures"]
 
 
 @dataclass(slots=True)
@@ -16,3 +19,45 @@ class FileFigures:
     store_bytes: int = gauge("Bytes of extents kept")
     store_free_bytes: int = gauge("Bytes free in the store directory")
     extents: int = gauge("Extents kept")
+
+
+@dataclass(slots=True)
+class CatalogFigures:
+    """Extents that go, or may go."""
+
+    freed_extents: int = count("Extents removed: superseded, deleted or never published")
+    pending_extents: int = gauge("Extents kept that are not published yet")
+    named_contents: int = gauge("Contents that an inode names, here or not")
+    quarantined_extents: int = gauge("Extents kept for a while though nothing names them")
+    quarantined_bytes: int = gauge("Bytes of them")
+
+
+@dataclass(slots=True)
+class ResyncFigures:
+    """Filling the groups that a node joins."""
+
+    resync_bytes: int = count("Bytes copied to fill groups that this node joined")
+    resync_groups_left: int = gauge("Groups still to be filled")
+    resync_bytes_left: int = gauge("Bytes still to be copied to fill them")
+
+
+@dataclass(slots=True)
+class ScrubFigures:
+    """Comparing what is kept with what was published."""
+
+    scrubbed_bytes: int = count("Bytes kept here that were read again and compared")
+    scrub_finished_seconds: float = gauge(
+        "When all extents had last been read again, in seconds since 1970; 0: never"
+    )
+    wrong_found: int = count("Extents found not to be what was published any more")
+    wrong_mended: int = count("Of them, replaced by a right copy")
+    wrong_extents: int = gauge("Extents here that are not what was published")
+    broken_extents: int = gauge("Of them, those that no node has right")
+
+
+@dataclass(slots=True)
+class NodeFigures:
+    """The node's part in its cluster."""
+
+    groups: dict[str, int] = gauges("Placement groups, by this node's state in them", "state")
+    lease_valid_seconds: float = gauge("How long this node may still serve without etcd")

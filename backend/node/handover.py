@@ -53,7 +53,7 @@ class _Copy(NamedTuple):
 
 class Handover:
     """The handover in the groups that the node `node` leads. `doubt` has this node look at a copy of its
-    own. `ready` is called when a member may be dropped that could not be before."""
+    own."""
 
     def __init__(
         self,
@@ -62,14 +62,12 @@ class Handover:
         checks: Checks,
         device: Callable[[int], Source],
         doubt: Callable[[Extent], None],
-        ready: Callable[[], None],
     ) -> None:
         self._node = node
         self._catalog = catalog
         self._checks = checks
         self._device = device
         self._doubt = doubt
-        self._ready = ready
         self._joining: dict[int, tuple[int, ...]] = {}
         self._filled: dict[int, dict[int, float]] = {}  # group -> node -> when
         self._sound: dict[int, int] = {}  # group -> the epoch of which that is known
@@ -105,7 +103,9 @@ class Handover:
         self._wake.set()
         return False
 
-    async def run(self) -> None:
+    async def run(self, ready: Callable[[], None]) -> None:
+        """Check what `may_step` asked for. `ready` is called when a member may be dropped that could not be
+        before."""
         while True:
             await self._wake.wait()
             self._wake = trio.Event()
@@ -114,7 +114,7 @@ class Handover:
                     is_sound = await self._is_sound(group, config, step)
                     if is_sound and self._asked.pop(group, None) is not None:
                         self._sound[group] = config.epoch
-                        self._ready()
+                        ready()
                 if self._asked:
                     await trio.sleep(_RETRY_S)
 

@@ -10,23 +10,23 @@ everything; the compare of C in the promotion's transaction makes "still" true.
 import errno
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import trio
 
 from ..cluster.group_configs import Groups
-from ..cluster.groups import demoted, promoted, refenced, without
+from ..cluster.groups import promoted, without
 from ..cluster.membership import Members, Session
 from ..cluster.records import GroupConfig
 from ..cluster.replica import Replica
 from ..kv import SharedEngine
 from ..transport import Extent
 from .catalog import Catalog
-from .checks import Checks
-from .copier import Copier, Source, Throttle
+from .copier import Copier
+from .figures import ResyncFigures
 from .files import Files
-from .room import Room
+from .inspection import Inspection
 
 __all__ = ["Progress", "Resync"]
 
@@ -59,7 +59,7 @@ class Progress(NamedTuple):
 
 
 class Resync:
-    """Fills the groups that this node is joining. `device` gives the transport to a node."""
+    """Fills the groups that this node is joining, and those that lack something."""
 
     def __init__(
         self,
@@ -71,90 +71,29 @@ class Resync:
         session: Session,
         catalog: Catalog,
         files: Files,
-        device: Callable[[int], Source],
-        *,
-        bytes_per_s: float = 0.0,
+        inspection: Inspection,
+        copier: Copier,
     ) -> None:
         self.node = node
-        self.throttle = Throttle(bytes_per_s)
         self._engine = engine
         self._replica = replica
-        self._members = members
         self._groups = groups
         self._session = session
         self._catalog = catalog
         self._files = files
-        self.checks = Checks(files, catalog, members, groups, device)
-        room = Room(files, catalog)
-        self.copier = Copier(members, catalog, files, device, room, self.throttle, self.checks)
+        self._inspection = inspection
+        self._copier = copier
         self._slots = trio.CapacityLimiter(GROUPS_AT_ONCE)
         self._active: set[int] = set()
         self._touched: set[int] = set()
         self._wake = trio.Event()
-        # Groups of which this node alone is in sync, and lacks something.
-        self._damaged: set[int] = set()
-        # What an earlier process acknowledged, or this one, may be lost without a trace.
-        self._forgetful = True
-        self._reported: set[Extent] = set()
-        self._damage = trio.Event()
-        self._looking_over = trio.Lock()
-        self._token = trio.lowlevel.current_trio_token()
         self._lost: dict[int, set[Extent]] = {}  # of groups that are being filled
         self._lost_count = 0
         self._news: dict[int, trio.Event] = {}
         self._left: dict[int, dict[Extent, int]] = {}
+        inspection.looked.append(self._looked_over)
         groups.group_changed.append(self._group_changed)
         members.node_changed.append(self._node_changed)
-
-    # --- before the node is alive
-
-    async def verify(self) -> None:
-        """Look over what this node should have, before it registers.
-
-        Where extents are lacking and another member has them, the node goes back to joining. The first
-        time in a process, and when an extent that nobody had named yet was lost, every configuration that
-        names the node is changed: what was acknowledged may be gone before it is published, and no publish
-        may count on it.
-        Raises OSError.
-        """
-        async with self._looking_over:
-            await self._look_over()
-
-    async def _look_over(self) -> None:
-        while True:
-            await self._replica.barrier()
-            changes = {}
-            lost: dict[int, int] = {}
-            for group, (config, revision) in list(self._groups.all().items()):
-                if self.node not in config.members:
-                    continue
-                await trio.lowlevel.checkpoint()
-                lacking = self._catalog.missing(group) if self.node in config.in_sync else []
-                if lacking and len(config.in_sync) > 1:
-                    changes[group] = revision, demoted(config, self.node)
-                    continue
-                if lacking:
-                    lost[group] = len(lacking)
-                if self._forgetful:
-                    changes[group] = revision, refenced(config)
-            newest, late = await self._groups.change(self._engine, changes)
-            await self._replica.wait_applied(newest)
-            if not late:
-                break
-        for group, count in lost.items():
-            if group not in self._damaged:
-                log.error(
-                    "%d extents of group %#x are not in this store, and no other node is in sync: "
-                    "the files they belong to cannot be read unless a member that has them joins",
-                    count,
-                    group,
-                )
-        self._damaged = set(lost)
-        self._forgetful = False
-        self._touched.update(lost)
-        self._wake.set()
-
-    # --- while it is
 
     async def run(self) -> None:
         self._touched.update(self._groups.all())
@@ -169,37 +108,23 @@ class Resync:
                 self._touched.clear()
                 await self._wake.wait()
 
-    def report_damage(self, extent: Extent) -> None:
-        """A sealed extent cannot be read: it is dropped, and copied from another member. May be called
-        in any thread."""
-        if extent not in self._reported:
-            self._reported.add(extent)
-            self._token.run_sync_soon(lambda: self._damage.set())
-
     async def _mend(self) -> None:
         delay_s = DAMAGE_PAUSE_S
         while True:
-            await self._damage.wait()
-            self._damage = trio.Event()
+            await self._inspection.wait_reported()
             try:
                 await self._session.wait_valid()
-                async with self._looking_over:
-                    self._drop_damaged()
-                    await self._look_over()
+                await self._inspection.mend()
                 delay_s = DAMAGE_PAUSE_S
             except OSError as error:
                 log.warning("what is damaged is looked for again in %.1f s: %s", delay_s, error)
-                self._damage.set()
+                self._inspection.again()
             await trio.sleep(delay_s)
             delay_s = min(2 * delay_s, RETRY_MAX_S)
 
-    def _drop_damaged(self) -> None:
-        for extent in list(self._reported):
-            log.error("extent %x.%x in %s is damaged and dropped", *extent, self._files.directory)
-            # If nobody has named it yet, the acknowledgement that its writer got is void.
-            self._forgetful |= not self._catalog.is_named(extent.content)
-            self._files.free(extent)
-            self._reported.discard(extent)
+    def _looked_over(self) -> None:
+        self._touched.update(self._inspection.damaged)
+        self._wake.set()
 
     def has_names(self, group: int) -> bool:
         """Whether an inode names an extent of the group, as far as the replica is."""
@@ -209,15 +134,19 @@ class Resync:
         """The pools in which an inode names an extent, as far as the replica is."""
         return self._catalog.pools_in_use()
 
+    def figures(self) -> ResyncFigures:
+        now = self.progress()
+        return ResyncFigures(now.copied_bytes, now.groups, now.bytes_left)
+
     def progress(self) -> Progress:
         return Progress(
             groups=len(self._active),
             extents_left=sum(len(left) for left in self._left.values()),
             bytes_left=sum(sum(left.values()) for left in self._left.values()),
-            bytes_per_s=self.copier.bytes_per_s(),
-            copied_bytes=self.copier.copied_bytes,
+            bytes_per_s=self._copier.bytes_per_s(),
+            copied_bytes=self._copier.copied_bytes,
             lost_extents=self._lost_count,
-            damaged_groups=len(self._damaged),
+            damaged_groups=len(self._inspection.damaged),
         )
 
     def _group_changed(self, group: int) -> None:
@@ -234,7 +163,7 @@ class Resync:
         found = self._groups.get(group)
         if found is not None and (
             self.node in found[0].joining
-            or (group in self._damaged and self.node in found[0].in_sync)
+            or (group in self._inspection.damaged and self.node in found[0].in_sync)
         ):
             return found
         return None
@@ -278,7 +207,7 @@ class Resync:
             return True
         count = len(left)
         try:
-            denied = await self.copier.copy(config, left)
+            denied = await self._copier.copy(config, left)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
@@ -291,7 +220,7 @@ class Resync:
     async def _finish(self, group: int, config: GroupConfig, revision: int) -> None:
         if self.node in config.in_sync:
             log.info("group %#x is whole again", group)
-            self._damaged.discard(group)
+            self._inspection.damaged.discard(group)
             return
         await self._put(group, revision, promoted(config, self.node))
 

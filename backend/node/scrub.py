@@ -18,7 +18,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import trio
@@ -30,9 +30,11 @@ from ..transport import Extent
 from .catalog import Catalog
 from .checks import Checks, Verdict
 from .copier import Copier, Throttle
+from .damage import WrongExtents
+from .figures import ScrubFigures
 from .files import Files
 
-__all__ = ["Scrub", "ScrubProgress"]
+__all__ = ["Scrub"]
 
 log = logging.getLogger(__name__)
 
@@ -49,22 +51,6 @@ _RETRY_FIRST_S = 1.0
 _RETRY_MAX_S = 300.0
 # The most files that the status names.
 _NAMED_MAX = 100
-
-
-class ScrubProgress(NamedTuple):
-    """`finished_at` and `began_at` are by the wall clock, 0: never, or no round is under way. `wrong`
-    extents wait for a right copy, `broken` ones of them have none anywhere. `files` are the inodes that
-    the first of them belong to, and whether a right copy may be had."""
-
-    finished_at: float
-    began_at: float
-    checked_bytes: int
-    round_bytes: int
-    found: int
-    mended: int
-    wrong: int
-    broken: int
-    files: tuple[tuple[int, bool], ...]
 
 
 class _State(msgspec.Struct):
@@ -86,6 +72,7 @@ class Scrub:
         groups: Groups,
         checks: Checks,
         copier: Copier,
+        wrong: WrongExtents,
         *,
         bytes_per_s: float,
         period_s: float,
@@ -103,18 +90,15 @@ class Scrub:
         self._state = self._load()
         self._saved_at = 0.0
         self._round_bytes = 0
-        self.checked_bytes = self.found = self.mended = 0
-        # The wrong extents, each with whether a right copy may be somewhere, as far as is known.
-        self._wrong: dict[Extent, bool] = {}
+        self._checked_bytes = 0
+        self._wrong = wrong
         self._doubts: OrderedDict[Extent, None] = OrderedDict()
         self._trusted: OrderedDict[Extent, float] = OrderedDict()
         self._doubted = trio.Event()
         self._news = trio.Event()
         self._told = trio.Event()
-        self._waits = trio.Event()
         for content, stripe in self._state.wrong:
             self.doubt(Extent(content, stripe))
-        copier.kept_wrong = self._kept_wrong
         members.node_changed.append(self._node_changed)
 
     # -- what others say -------------------------------------------------------------------------
@@ -134,37 +118,26 @@ class Scrub:
             self._begin()
         self._told.set()
 
-    def progress(self) -> ScrubProgress:
-        self._forget_unneeded()
-        inos: dict[int, bool] = {}
-        for extent, may_be_mended in self._wrong.items():
-            ino = self._catalog.ino_of(extent.content)
-            inos[ino] = inos.get(ino, True) and may_be_mended
-        return ScrubProgress(
-            finished_at=self._state.finished,
-            began_at=self._state.began,
-            checked_bytes=self.checked_bytes,
-            round_bytes=self._round_bytes,
-            found=self.found,
-            mended=self.mended,
-            wrong=len(self._wrong),
-            broken=sum(not may_be_mended for may_be_mended in self._wrong.values()),
-            files=tuple(inos.items())[:_NAMED_MAX],
+    def figures(self) -> ScrubFigures:
+        self._wrong.drop_unneeded()
+        return ScrubFigures(
+            scrubbed_bytes=self._checked_bytes,
+            scrub_finished_seconds=self._state.finished,
+            wrong_found=self._wrong.found,
+            wrong_mended=self._wrong.mended,
+            wrong_extents=len(self._wrong),
+            broken_extents=sum(not self._wrong.may_be_mended(extent) for extent in self._wrong),
         )
 
     def status(self) -> dict[str, Any]:
         """For a node's report."""
-        now, found = time.time(), self.progress()
+        now, state = time.time(), self._state
+        self._wrong.drop_unneeded()
         return {
-            "scrub_age_s": round(now - found.finished_at, 1) if found.finished_at else None,
-            "scrub_running_s": round(now - found.began_at, 1) if found.began_at else None,
-            "scrub_share": self._share() if found.began_at else None,
-            "scrubbed_bytes": found.checked_bytes,
-            "wrong_found": found.found,
-            "wrong_mended": found.mended,
-            "wrong_extents": found.wrong,
-            "broken_extents": found.broken,
-            "wrong_files": [list(one) for one in found.files],
+            "scrub_age_s": round(now - state.finished, 1) if state.finished else None,
+            "scrub_running_s": round(now - state.began, 1) if state.began else None,
+            "scrub_share": self._share() if state.began else None,
+            "wrong_files": [list(one) for one in self._wrong.inodes().items()][:_NAMED_MAX],
         }
 
     # -- the work --------------------------------------------------------------------------------
@@ -194,7 +167,7 @@ class Scrub:
         if not self._state.began:
             self._begin()
         log.info("looking over %d extents", len(self._files))
-        found_before = self.found
+        found_before = self._wrong.found
         left = sorted(extent for extent in self._files if extent > self._state.at)
         for extent in left:
             await trio.lowlevel.checkpoint()
@@ -207,7 +180,7 @@ class Scrub:
         self._save()
         log.info(
             "%d extents (%d MiB) were looked over, %d were found to be wrong",
-            len(left), self._round_bytes >> 20, self.found - found_before,
+            len(left), self._round_bytes >> 20, self._wrong.found - found_before,
         )  # fmt: skip
 
     def _begin(self) -> None:
@@ -242,7 +215,7 @@ class Scrub:
             size = self._files.size(extent) or 0
             fd = _past_the_cache(held.fd) if direct else -1
             digest = await digest_at_rest(held.fd if fd < 0 else fd, size, take)
-            self.checked_bytes += size
+            self._checked_bytes += size
             self._round_bytes += size
             verdict = await self.checks.verdict(extent, digest)
         except OSError as error:
@@ -255,32 +228,28 @@ class Scrub:
         if verdict is Verdict.WRONG:
             await self._found_wrong(extent)
         elif verdict is Verdict.HOPELESS:
-            self._kept_wrong(extent)
+            self._wrong.keep(extent)
+            self._save()
         elif verdict is Verdict.RIGHT:
-            self._wrong.pop(extent, None)
+            self._wrong.drop(extent)
         return verdict
 
     async def _found_wrong(self, extent: Extent) -> None:
         if extent not in self._files or not self._catalog.is_named(extent.content):
             return
         self.checks.forget(extent)
-        if extent not in self._wrong:
-            self.found += 1
-            log.error(
-                "extent %x.%x in %s is not what was published (inode %d): a right copy is looked for",
-                *extent, self._files.directory, self._catalog.ino_of(extent.content),
-            )  # fmt: skip
-            self._wrong[extent] = True
+        self._wrong.find(extent)
         await self._mend(extent)
         if extent in self._wrong:
-            self._begin_waiting()
+            self._wrong.wait()
+            self._save()
 
     async def _mend(self, extent: Extent) -> None:
         group = self._catalog.home_of(extent)
         known = self._groups.get(group) if group is not None else None
         size = self._files.size(extent)
         if known is None or size is None:
-            self._wrong.pop(extent, None)
+            self._wrong.drop(extent)
             return
         try:
             done = await self._copier.mend(known[0], extent, size)
@@ -288,33 +257,14 @@ class Scrub:
             log.warning("extent %x.%x is not mended yet: %s", *extent, error)
             done = None
         if done:
-            self._wrong.pop(extent, None)
-            self.mended += 1
-            log.warning("extent %x.%x is mended", *extent)
-        elif done is False and self._wrong.get(extent):
-            self._kept_wrong(extent)
-
-    def _kept_wrong(self, extent: Extent) -> None:
-        """Nobody has it right."""
-        if extent not in self._wrong:
-            self.found += 1
-        self._wrong[extent] = False
-        log.error(
-            "no node has extent %x.%x as it was published: inode %d is damaged. Publish the file again; "
-            "what there is of it can be read with --no-verify",
-            *extent, self._catalog.ino_of(extent.content),
-        )  # fmt: skip
-        self._begin_waiting()
-
-    def _begin_waiting(self) -> None:
-        self._save()
-        self._waits.set()
+            self._wrong.mend(extent)
+        elif done is False and self._wrong.may_be_mended(extent):
+            self._wrong.keep(extent)
 
     async def _mend_again(self) -> None:
         """When nodes come, who may have right copies, and now and then."""
         while True:
-            await self._waits.wait()
-            self._waits = trio.Event()
+            await self._wrong.wait_for_one()
             delay_s = _RETRY_FIRST_S
             while self._wrong:
                 with trio.move_on_after(delay_s) as waiting:
@@ -322,19 +272,14 @@ class Scrub:
                 came = not waiting.cancelled_caught
                 delay_s = _RETRY_FIRST_S if came else min(2 * delay_s, _RETRY_MAX_S)
                 self._news = trio.Event()
-                for extent in list(self._wrong):
+                for extent in self._wrong:
                     await self._mend(extent)
-                self._forget_unneeded()
-            self._save()
+                self._wrong.drop_unneeded()
+                self._save()
 
     def _node_changed(self, node: int) -> None:
         if self._wrong and node in self._members.nodes:
             self._news.set()
-
-    def _forget_unneeded(self) -> None:
-        for extent in list(self._wrong):
-            if extent not in self._files or not self._catalog.is_named(extent.content):
-                del self._wrong[extent]
 
     # -- what is remembered ----------------------------------------------------------------------
 

@@ -50,6 +50,7 @@ class NodeService:
         self,
         files: Files,
         catalog: Catalog,
+        room: Room,
         replica: Replica,
         members: Members,
         groups: Groups,
@@ -62,7 +63,7 @@ class NodeService:
     ) -> None:
         self._files = files
         self._catalog = catalog
-        self._room = Room(files, catalog)
+        self._room = room
         self._replica = replica
         self._members = members
         self._groups = groups
@@ -265,18 +266,10 @@ class NodeService:
             "lease_valid_s": round(self._session.left_s(), 1),
             "session": self._session.number,
             "revision": self._replica.applied,
-            "extents": len(self._files),
             "bytes": space.used,
             "total_bytes": space.total,
             "free_bytes": space.free,
-            "pending_extents": self._catalog.pending_extents,
-            "freed_extents": self._catalog.freed_extents,
-            "quarantined_extents": len(self._files.quarantine),
-            "quarantined_bytes": self._files.quarantine.bytes,
-            "named_contents": self._catalog.named_contents,
             "receiving": self._receiving,
-            "created_files": self._files.figures().created_files,
-            "reused_files": self._files.figures().reused_files,
             "closing": self._closed,
             **(self._scrub.status() if self._scrub is not None else {}),
             **self._figures(),

@@ -1,7 +1,4 @@
-"""Prometheus metrics: figures (backend/observe/figures.py), collected for each scrape.
-
-`NodeCounters` has those of a store node, brought up to date in the event loop when a scrape comes.
-"""
+"""Prometheus metrics: figures (backend/observe/figures.py), collected for each scrape."""
 
 # Functions that return dataclasses.field are called in the class bodies below.
 # ruff: noqa: RUF009
@@ -18,50 +15,16 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 import trio
 
 from ..cluster.config_values import ConfigError
-from .figures import count, counts, gauge, gauges
+from .figures import counts, gauge
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-__all__ = ["Collector", "MetricsServer", "MountCounters", "NodeCounters", "serve_metrics"]
+__all__ = ["Collector", "MetricsServer", "MountCounters", "serve_metrics"]
 
 # A scrape is short; a client that sends nothing must not keep a thread.
 SCRAPE_TIMEOUT_S = 10.0
 SCRAPES_AT_ONCE = 8
-
-
-@dataclasses.dataclass(slots=True)
-class NodeCounters:
-    """The figures of one store node."""
-
-    requests: Counter[str] = counts("Requests served, by kind", "kind")
-    errors: Counter[str] = counts("Requests that failed, by errno name", "errno")
-    received_bytes: int = count("Bytes of extents received")
-    sent_bytes: int = count("Bytes of extents sent, also down the chain")
-    rejected_peers: int = count("Connections refused: not authenticated, or not understood")
-    resync_bytes: int = count("Bytes copied to fill groups that this node joined")
-    freed_extents: int = count("Extents removed: superseded, deleted or never published")
-    created_files: int = count("Files made for extents")
-    reused_files: int = count("Files of superseded extents that were used for new ones")
-    rdma_registrations: int = count("Ranges of files registered for RDMA")
-    rdma_registered_bytes: int = gauge("Bytes registered for RDMA")
-    store_bytes: int = gauge("Bytes of extents kept")
-    store_free_bytes: int = gauge("Bytes free in the store directory")
-    extents: int = gauge("Extents kept")
-    pending_extents: int = gauge("Extents kept that are not published yet")
-    groups: dict[str, int] = gauges("Placement groups, by this node's state in them", "state")
-    resync_groups_left: int = gauge("Groups still to be filled")
-    resync_bytes_left: int = gauge("Bytes still to be copied to fill them")
-    scrubbed_bytes: int = count("Bytes kept here that were read again and compared")
-    scrub_finished_seconds: float = gauge(
-        "When all extents had last been read again, in seconds since 1970; 0: never"
-    )
-    wrong_found: int = count("Extents found not to be what was published any more")
-    wrong_mended: int = count("Of them, replaced by a right copy")
-    wrong_extents: int = gauge("Extents here that are not what was published")
-    broken_extents: int = gauge("Of them, those that no node has right")
-    lease_valid_seconds: float = gauge("How long this node may still serve without etcd")
-    connections: int = gauge("Connections of peers")
 
 
 @dataclasses.dataclass(slots=True)

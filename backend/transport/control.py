@@ -10,7 +10,7 @@ import trio
 from ..observe import logs
 from . import Fenced
 from .codec import Codec
-from .counters import Counters
+from .counters import ServerFigures
 from .frames import BadMessage, Frames
 from .messages import (
     LASTING_MAX,
@@ -46,7 +46,7 @@ class Control:
         peer: Peer,
         codec: Codec,
         node: StoreNode,
-        counters: Counters,
+        counters: ServerFigures,
         connect: Callable[[trio.Nursery], AbstractContextManager[dict[type[Message], Connection]]],
         *,
         idle_s: float,
@@ -149,7 +149,7 @@ class Control:
             code, node, text = failure_of(error, self._node.service.node)
             self._counters.errors[errno.errorcode.get(code, str(code))] += 1
             if isinstance(error, PermissionError):
-                self._counters.denied += 1
+                self._counters.denied_requests += 1
                 tell_of_denial(self._peer, error)
             elif not isinstance(error, (Fenced, FileNotFoundError)):
                 log.info("%s: %s: %s", self._peer, type(request).__name__.lower(), error)

@@ -1,18 +1,24 @@
-"""Plain counters of what a transport did, for metrics and for tests that count round trips."""
+"""Counters of what a transport did: for metrics, and for tests that count round trips."""
+
+# Functions that return dataclasses.field are called in the class bodies below.
+# ruff: noqa: RUF009
 
 from collections import Counter
 from dataclasses import dataclass, field
 
+from ..observe.figures import count, counts, gauge
+
+__all__ = ["Counters", "ServerFigures"]
+
 
 @dataclass(slots=True)
 class Counters:
-    """Of one end. `round_trips` are those a caller waited for, one after the other: the streams of one
-    transfer count once. `moved_bytes` are a caller's, by the mover that did it, `fallbacks` the transfers
-    that began with one mover and were done by another, `reroutes` those that went on over another queue
-    pair; `rails` is what moved over each of this end's rails. `message_bytes` are a caller's, too: those of
-    extents inside messages, which alone are in Python objects. `rejected` are connections of strangers, of
-    peers that made no sense, and data connections in which somebody else spoke; `denied` is how often a
-    peer asked for something without the right to it."""
+    """The caller's end. `round_trips` are those that a caller waited for, one after the other: the streams
+    of one transfer count once. `moved_bytes` are by the mover that did it, `fallbacks` the transfers that
+    began with one mover and were done by another, `reroutes` those that went on over another queue pair;
+    `rails` is what moved over each of this end's rails. `message_bytes` are those of extents inside
+    messages, which alone are in Python objects. `rejected` are data connections in which somebody else
+    spoke."""
 
     requests: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
@@ -27,4 +33,16 @@ class Counters:
     connects: int = 0
     connections: int = 0
     rejected: int = 0
-    denied: int = 0
+
+
+@dataclass(slots=True)
+class ServerFigures:
+    """The node's end."""
+
+    requests: Counter[str] = counts("Requests served, by kind", "kind")
+    errors: Counter[str] = counts("Requests that failed, by errno name", "errno")
+    received_bytes: int = count("Bytes of extents received")
+    sent_bytes: int = count("Bytes of extents sent, also down the chain")
+    rejected_peers: int = count("Connections refused: not authenticated, or not understood")
+    denied_requests: int = count("Requests of peers without the right to them")
+    connections: int = gauge("Connections of peers")

@@ -16,7 +16,7 @@ import trio
 
 from ..trust.security import Identity, peer_identity
 from .complaints import Complaints
-from .counters import Counters
+from .counters import ServerFigures
 from .frames import BadMessage
 from .rights import ROLES
 
@@ -43,7 +43,7 @@ class Door:
     """The door of one node: all its ports share the room for strangers and for members. `nursery` ends with
     the node."""
 
-    def __init__(self, nursery: trio.Nursery, counters: Counters) -> None:
+    def __init__(self, nursery: trio.Nursery, counters: ServerFigures) -> None:
         self._nursery = nursery
         self._counters = counters
         self._strangers: OrderedDict[int, trio.CancelScope] = OrderedDict()
@@ -89,7 +89,7 @@ class Door:
             with sock:
                 await serve(sock, address)
         except BadMessage as error:
-            self._counters.rejected += 1
+            self._counters.rejected_peers += 1
             self._complaints.warn("connection from %s closed: %s", address, str(error))
         except _ENDS as error:
             log.debug("connection from %s ended: %s", address, str(error))

@@ -19,7 +19,7 @@ import trio
 from ..trust.security import Credentials
 from . import Device, Extent, FileRange, Landed, Memory, Target
 from .codec import MessageSet
-from .counters import Counters
+from .counters import ServerFigures
 from .door import Door
 from .growth import Growth
 from .link import Link
@@ -203,7 +203,7 @@ class Host:
     door: Door
     address: str
     credentials: Credentials | None
-    counters: Counters
+    counters: ServerFigures
     nursery: trio.Nursery
     timeout_s: float
     is_gone: Callable[[Peer], bool]

@@ -14,7 +14,7 @@ import trio
 from ..store.intake import Intake
 from . import Extent, FileRange, Target
 from .codec import Codec, MessageSet
-from .counters import Counters
+from .counters import ServerFigures
 from .messages import (
     GET_BYTES_MAX,
     Abort,
@@ -55,7 +55,7 @@ class StoreNode:
 
     service: Service[Any]
     others: Others
-    counters: Counters
+    counters: ServerFigures
     give_up: Callable[[int], None]
 
 

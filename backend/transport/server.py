@@ -16,7 +16,7 @@ from ..trust.security import Credentials, Identity
 from .caller import broken_text
 from .codec import decode_hello
 from .control import Control
-from .counters import Counters
+from .counters import ServerFigures
 from .door import Door, begins_with_tls, identity_of, listen
 from .frames import FRAME_BYTES_MAX, HELLO_BYTES_MAX, BadMessage, Frames
 from .messages import RECEIVER_PATIENCE, VERSION, Message, Refused, Welcome, describe_version
@@ -70,7 +70,7 @@ class Listener:
         self._is_revoked = is_revoked
         self._connected: dict[trio.CancelScope, Peer] = {}
         self._serving: dict[Mover, Serving] = {}
-        self.counters = Counters()
+        self.counters = ServerFigures()
         self._node = StoreNode(service, others, self.counters, self._give_up)
         self.control_port = control_port
 

@@ -41,7 +41,8 @@ class World:
         self.records: dict[bytes, tuple[bytes, int]] = {}
         self.revision = 100
         self.groups = Groups()
-        self.catalog = Catalog(files, self.groups, BUCKETS)
+        self.wanted = True
+        self.catalog = Catalog(files, self.groups, BUCKETS, lambda group: self.wanted)
         for bucket in range(BUCKETS):
             self.configure(2 << 16 | bucket, files.node, 7)
         self.reload()
@@ -83,7 +84,7 @@ class World:
     def restart(self) -> None:
         """Another process on the same store."""
         self.groups = Groups()
-        self.catalog = Catalog(self.files, self.groups, BUCKETS)
+        self.catalog = Catalog(self.files, self.groups, BUCKETS, lambda group: self.wanted)
         self.reload()
         self.catalog.begin()
 
@@ -152,9 +153,9 @@ def test_an_extent_waits_for_its_name_as_long_as_its_session_lives(world: World)
     session = world.session(5)
     world.keep(session << 24 | 1)
     world.keep(session << 24 | 2)
-    assert world.catalog.pending_extents == 2
+    assert world.catalog.figures().pending_extents == 2
     world.name(9, session << 24 | 1, 100, one_stripe())
-    assert world.catalog.pending_extents == 1
+    assert world.catalog.figures().pending_extents == 1
     world.end_session(5)
     assert world.has(session << 24 | 1)
     assert not world.has(session << 24 | 2)
@@ -254,7 +255,7 @@ def test_extents_of_a_group_that_was_left_go_when_nobody_wants_them_here(world: 
     world.configure(2 << 16, 7, 8)
     world.catalog.tidy(time.monotonic())
     assert world.has(content), "the node may be back in a moment"
-    world.catalog.wanted = lambda group: False
+    world.wanted = False
     world.catalog.tidy(time.monotonic())
     assert not world.has(content)
 
@@ -278,7 +279,7 @@ def test_a_node_that_comes_back_to_a_group_keeps_what_it_had(world: World) -> No
     world.name(9, content, 100, one_stripe())
     world.configure(2 << 16, 7, 8)
     world.configure(2 << 16, 7, world.files.node)
-    world.catalog.wanted = lambda group: False
+    world.wanted = False
     world.catalog.tidy(time.monotonic() + 3600)
     world.catalog.make_room()
     assert world.has(content)

@@ -116,10 +116,10 @@ class Place:
             with received(files, data) as incoming:
                 files.seal(incoming, Extent(CONTENT, stripe))
 
-    def handover(self, ready: Callable[[], None]) -> Handover:
+    def handover(self) -> Handover:
         return Handover(
             self.files.node, self.catalog, self.checks,
-            lambda node: self.other, lambda extent: None, ready,
+            lambda node: self.other, lambda extent: None,
         )  # fmt: skip
 
     def may_leave(self, handover: Handover) -> bool:
@@ -173,10 +173,10 @@ def test_a_node_that_leaves_waits_for_each_extent_whatever_the_order_of_answers(
 
         place.other.before, place.other.doubted = after_the_doubt, mend
         ready = trio.Event()
-        handover = place.handover(ready.set)
+        handover = place.handover()
         assert not place.may_leave(handover)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(handover.run)
+            nursery.start_soon(handover.run, ready.set)
             await ready.wait()
             nursery.cancel_scope.cancel()
         assert place.other.asked.count(first) == 2, "it was let go before the other one had mended"
@@ -204,10 +204,10 @@ def test_a_node_that_leaves_waits_until_it_can_be_told_who_is_right(files: Files
 
         place.other.doubted = mend
         ready = trio.Event()
-        handover = place.handover(ready.set)
+        handover = place.handover()
         assert not place.may_leave(handover)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(handover.run)
+            nursery.start_soon(handover.run, ready.set)
             await trio.testing.wait_all_tasks_blocked(0.05)
             assert not ready.is_set() and not doubted.is_set()
             place.other.digests[second] = answer

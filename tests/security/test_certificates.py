@@ -20,8 +20,10 @@ import trio
 from irdmafs.backend.cluster import config as cluster_config
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.config_values import ConfigError
+from irdmafs.backend.node.figures import NodeFigures
 from irdmafs.backend.observe import logs
-from irdmafs.backend.observe.metrics import Collector, NodeCounters, serve_metrics
+from irdmafs.backend.observe.metrics import Collector, serve_metrics
+from irdmafs.backend.transport.counters import ServerFigures
 from irdmafs.backend.trust.authority import begin_ca_change, finish_ca_change, issue, make_ca
 from irdmafs.backend.trust.security import (
     Credentials,
@@ -509,17 +511,16 @@ def scrape(port: int) -> dict[str, float]:
 
 
 def test_counters_become_metrics_when_they_are_asked_for() -> None:
-    counters = NodeCounters()
+    counters = ServerFigures()
     counters.requests["put"] += 3
     counters.sent_bytes += 1 << 40
     refreshed = 0
 
-    def figures() -> list[NodeCounters]:
+    def figures() -> list[ServerFigures | NodeFigures]:
         nonlocal refreshed
         trio.lowlevel.current_task()  # raises outside of the event loop
         refreshed += 1
-        counters.groups = {"primary": 2}
-        return [counters]
+        return [counters, NodeFigures({"primary": 2}, 1.5)]
 
     async def main() -> None:
         token = trio.lowlevel.current_trio_token()

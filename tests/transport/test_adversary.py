@@ -215,7 +215,7 @@ def test_a_forged_request_in_an_idle_connection_is_not_served(
         await passage.speak(TO_NODE, header(op, Extent(1, 0), 1) + code + b"!" * (17 - len(code)))
         await until(lambda: len(warnings(caplog)) == 1)
         assert "not sent by the other end" in warnings(caplog)[0]
-        assert cluster.nodes[1].listener.counters.rejected == 1
+        assert cluster.nodes[1].listener.counters.rejected_peers == 1
         assert len(passage.passed[TO_MOUNT]) == before
         # The mount takes another connection.
         assert await read(peers, cluster, Extent(1, 0), len(content)) == content
@@ -447,7 +447,7 @@ def test_a_mount_is_refused_what_is_of_another_session(
         assert not cluster.service(1).aborted
         assert not cluster.service(1).leftovers
         told = warnings(caplog, "irdmafs.backend.transport.rights")
-        assert len(told) == cluster.nodes[1].listener.counters.denied == 4
+        assert len(told) == cluster.nodes[1].listener.counters.denied_requests == 4
 
     in_cluster(memory, test, 1)
 

@@ -236,7 +236,7 @@ def test_nonsense_from_strangers_is_logged_once_each_and_does_no_harm(
             await stream.aclose()
         await unchanged(cluster, before)
         assert tries / 2 < len(lines(caplog)) <= tries
-        assert cluster.nodes[1].listener.counters.rejected == len(lines(caplog))
+        assert cluster.nodes[1].listener.counters.rejected_peers == len(lines(caplog))
 
     options: dict[str, Any] = {}
     if secured:

@@ -251,8 +251,8 @@ def test_in_steady_state_nodes_make_no_file_and_register_nothing(
             assert await nodes.read(number, 2) == data
             nodes.free(number - 1)
             if number == 1:
-                registrations = nodes.rdma.figures().registrations
-        assert nodes.rdma.figures().registrations == registrations
+                registrations = nodes.rdma.figures().rdma_registrations
+        assert nodes.rdma.figures().rdma_registrations == registrations
         assert [files.figures().created_files for files in nodes.files] == [2, 2]
         assert nodes.reused == [18, 18]
 

@@ -68,7 +68,3 @@ class ClusterFigures:
     rdma_fallbacks: int = count("Transfers that began by RDMA and were moved over TCP")
     rdma_reroutes: int = count("Transfers that went on over another queue pair")
     rdma_rails: Counter[str] = counts("Bytes moved by RDMA, by rail", "rail")
-    rdma_staged_bytes: int = count("Bytes that passed memory which stays registered")
-    rdma_registrations: int = count("Registrations of memory for RDMA")
-    rdma_registration_hits: int = count("Uses of memory that was registered already")
-    rdma_registered_bytes: int = gauge("Bytes of memory registered for RDMA")

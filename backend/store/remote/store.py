@@ -251,7 +251,7 @@ class RemoteStore:
     def figures(self) -> list[Any]:
         """Return the dataclasses of figures that status and metrics show."""
         coordination, leases = self._coordination, self._coordination.leases
-        peers, rdma = self.peers.counters, self._rdma.figures()
+        peers = self.peers.counters
         looked_up = ClusterFigures(
             applied_revision=coordination.replica.applied,
             barriers=coordination.replica.barriers,
@@ -270,14 +270,10 @@ class RemoteStore:
             rdma_fallbacks=peers.fallbacks,
             rdma_reroutes=peers.reroutes,
             rdma_rails=peers.rails,
-            rdma_staged_bytes=rdma.staged_bytes,
-            rdma_registrations=rdma.registrations,
-            rdma_registration_hits=rdma.hits,
-            rdma_registered_bytes=rdma.registered_bytes,
         )
         return [
             self._versions.figures, self._publisher.figures, self._fetcher.figures,
-            self.extents.figures(), looked_up,
+            self.extents.figures(), looked_up, self._rdma.figures(),
         ]  # fmt: skip
 
     def status(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import trio
 
 from ...observe import logs
-from ..counters import Counters
+from ..counters import ServerFigures
 from ..frames import BadMessage
 from ..messages import RECEIVER_PATIENCE, failure_of
 from ..mover import Others
@@ -41,7 +41,7 @@ class Data:
         service: Service[Any],
         others: Others,
         transfers: Transfers,
-        counters: Counters,
+        counters: ServerFigures,
         timeout_s: float,
     ) -> None:
         self._service = service
@@ -65,7 +65,7 @@ class Data:
                 await self._check_right(channel, peer, header)
             except OSError as error:
                 if isinstance(error, PermissionError):
-                    self._counters.denied += 1
+                    self._counters.denied_requests += 1
                     tell_of_denial(peer, error)
                 reply = Reply(ReplyKind.FAILED, *failure_of(error, self._service.node))
                 await self._conclude(channel, reply)

@@ -5,11 +5,13 @@ import logging
 import os
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, NamedTuple, Self
 
 import trio
 
+from ...observe.figures import count, gauge
 from . import devices
 from .adapter import Adapter
 from .library import VerbsMissing, load
@@ -43,14 +45,14 @@ class Choice(NamedTuple):
     queue_pairs: int = 1
 
 
-class RdmaFigures(NamedTuple):
-    """`registrations` were made, `hits` found one that was there; `staged_bytes` were copied between a file
-    and memory that stays registered."""
+@dataclass(slots=True)
+class RdmaFigures:
+    """The memory of all adapters."""
 
-    registrations: int
-    hits: int
-    registered_bytes: int
-    staged_bytes: int
+    rdma_staged_bytes: int = count("Bytes that passed memory which stays registered")
+    rdma_registrations: int = count("Registrations of memory for RDMA")
+    rdma_registration_hits: int = count("Uses of memory that was registered already")
+    rdma_registered_bytes: int = gauge("Bytes of memory registered for RDMA")
 
 
 class Rdma:
@@ -146,10 +148,10 @@ class Rdma:
         """Of all adapters together."""
         regions = [adapter.regions.counters for adapter in self.adapters]
         return RdmaFigures(
-            registrations=sum(each.registrations for each in regions),
-            hits=sum(each.hits for each in regions),
-            registered_bytes=sum(each.pinned_bytes for each in regions),
-            staged_bytes=sum(each.staging.staged_bytes for each in self.adapters),
+            rdma_staged_bytes=sum(each.staging.staged_bytes for each in self.adapters),
+            rdma_registrations=sum(each.registrations for each in regions),
+            rdma_registration_hits=sum(each.hits for each in regions),
+            rdma_registered_bytes=sum(each.pinned_bytes for each in regions),
         )
 
     # -- devices ---------------------------------------------------------------------------------

@@ -1,0 +1,100 @@
+"""The extents on this node that are not what was published, and were not mended yet."""
+
+import logging
+from collections.abc import Iterator
+from typing import Protocol
+
+import trio
+
+from ..transport import Extent
+from .files import Files
+
+__all__ = ["WrongExtents"]
+
+log = logging.getLogger(__name__)
+
+
+class Catalog(Protocol):
+    """Knows what inodes name (backend/node/catalog.py)."""
+
+    def is_named(self, content: int) -> bool: ...
+
+    def ino_of(self, content: int) -> int: ...
+
+
+class WrongExtents:
+    """Wrong extents, each with whether a right copy may be somewhere, as far as is known."""
+
+    def __init__(self, files: Files, catalog: Catalog) -> None:
+        self.found = self.mended = 0
+        self._waiting = trio.Event()
+        self._files = files
+        self._catalog = catalog
+        self._extents: dict[Extent, bool] = {}
+
+    def __contains__(self, extent: Extent) -> bool:
+        return extent in self._extents
+
+    def __len__(self) -> int:
+        return len(self._extents)
+
+    def __iter__(self) -> Iterator[Extent]:
+        return iter(list(self._extents))
+
+    def may_be_mended(self, extent: Extent) -> bool:
+        return self._extents.get(extent, False)
+
+    def inodes(self) -> dict[int, bool]:
+        """Return the inodes whose contents are wrong here, and whether a right copy may be had."""
+        found: dict[int, bool] = {}
+        for extent, may_be_mended in self._extents.items():
+            ino = self._catalog.ino_of(extent.content)
+            found[ino] = found.get(ino, True) and may_be_mended
+        return found
+
+    def find(self, extent: Extent) -> None:
+        """Take in an extent that was read and found to be wrong."""
+        if extent not in self._extents:
+            self.found += 1
+            log.error(
+                "extent %x.%x in %s is not what was published (inode %d): a right copy is looked for",
+                *extent, self._files.directory, self._catalog.ino_of(extent.content),
+            )  # fmt: skip
+            self._extents[extent] = True
+
+    def keep(self, extent: Extent) -> None:
+        """Take in an extent of which no node has a right copy."""
+        if extent not in self._extents:
+            self.found += 1
+        self._extents[extent] = False
+        log.error(
+            "no node has extent %x.%x as it was published: inode %d is damaged. Publish the file again; "
+            "what there is of it can be read with --no-verify",
+            *extent, self._catalog.ino_of(extent.content),
+        )  # fmt: skip
+        self.wait()
+
+    def wait(self) -> None:
+        """Say that an extent has to wait for a right copy."""
+        self._waiting.set()
+
+    async def wait_for_one(self) -> None:
+        """Return when there is, since the last time, one more that has to wait for a right copy."""
+        await self._waiting.wait()
+        self._waiting = trio.Event()
+
+    def mend(self, extent: Extent) -> None:
+        """Note that a right copy took the place of an extent."""
+        self.drop(extent)
+        self.mended += 1
+        log.warning("extent %x.%x is mended", *extent)
+
+    def drop(self, extent: Extent) -> None:
+        """Forget an extent: it is right, or not here."""
+        self._extents.pop(extent, None)
+
+    def drop_unneeded(self) -> None:
+        """Forget the extents that are not here any more, or not needed."""
+        for extent in self:
+            if extent not in self._files or not self._catalog.is_named(extent.content):
+                del self._extents[extent]

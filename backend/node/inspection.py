@@ -1,0 +1,118 @@
+"""What this node should have and lacks. It looks before it is alive, and when something is damaged."""
+
+import logging
+from collections.abc import Callable
+
+import trio
+
+from ..cluster.group_configs import Groups
+from ..cluster.groups import demoted, refenced
+from ..cluster.replica import Replica
+from ..kv import SharedEngine
+from ..transport import Extent
+from .catalog import Catalog
+from .files import Files
+
+__all__ = ["Inspection"]
+
+log = logging.getLogger(__name__)
+
+
+class Inspection:
+    """The inspection of one store node. `damaged` are the groups of which this node alone is in sync, and
+    lacks something. After each look over everything `looked` are called."""
+
+    def __init__(
+        self,
+        engine: SharedEngine,
+        replica: Replica,
+        groups: Groups,
+        catalog: Catalog,
+        files: Files,
+    ) -> None:
+        self.damaged: set[int] = set()
+        self.looked: list[Callable[[], None]] = []
+        self._engine = engine
+        self._replica = replica
+        self._groups = groups
+        self._catalog = catalog
+        self._files = files
+        # What an earlier process acknowledged, or this one, may be lost without a trace.
+        self._forgetful = True
+        self._reported: set[Extent] = set()
+        self._damage = trio.Event()
+        self._looking_over = trio.Lock()
+        self._token = trio.lowlevel.current_trio_token()
+
+    async def look_over(self) -> None:
+        """Look over what this node should have.
+
+        Where extents are lacking and another member has them, the node goes back to joining. The first
+        time in a process, and when an extent that nobody had named yet was lost, every configuration that
+        names the node is changed: what was acknowledged may be gone before it is published, and no publish
+        may count on it.
+        Raises OSError.
+        """
+        async with self._looking_over:
+            await self._look_over()
+
+    async def mend(self) -> None:
+        """Drop the extents that were reported, and look over what is left. Raises OSError."""
+        async with self._looking_over:
+            for extent in list(self._reported):
+                log.error(
+                    "extent %x.%x in %s is damaged and dropped", *extent, self._files.directory
+                )
+                # If nobody has named it yet, the acknowledgement that its writer got is void.
+                self._forgetful |= not self._catalog.is_named(extent.content)
+                self._files.free(extent)
+                self._reported.discard(extent)
+            await self._look_over()
+
+    def report(self, extent: Extent) -> None:
+        """Tell of a sealed extent that cannot be read. For any thread."""
+        if extent not in self._reported:
+            self._reported.add(extent)
+            self._token.run_sync_soon(lambda: self._damage.set())
+
+    async def wait_reported(self) -> None:
+        """Return when something is damaged that `mend` was not called for."""
+        await self._damage.wait()
+        self._damage = trio.Event()
+
+    def again(self) -> None:
+        """Have `wait_reported` return once more."""
+        self._damage.set()
+
+    async def _look_over(self) -> None:
+        node = self._files.node
+        while True:
+            await self._replica.barrier()
+            changes = {}
+            lost: dict[int, int] = {}
+            for group, (config, revision) in list(self._groups.all().items()):
+                if node not in config.members:
+                    continue
+                await trio.lowlevel.checkpoint()
+                lacking = self._catalog.missing(group) if node in config.in_sync else []
+                if lacking and len(config.in_sync) > 1:
+                    changes[group] = revision, demoted(config, node)
+                    continue
+                if lacking:
+                    lost[group] = len(lacking)
+                if self._forgetful:
+                    changes[group] = revision, refenced(config)
+            newest, late = await self._groups.change(self._engine, changes)
+            await self._replica.wait_applied(newest)
+            if not late:
+                break
+        for group in lost.keys() - self.damaged:
+            log.error(
+                "%d extents of group %#x are not in this store, and no other node is in sync: "
+                "the files they belong to cannot be read unless a member that has them joins",
+                lost[group], group,
+            )  # fmt: skip
+        self.damaged = set(lost)
+        self._forgetful = False
+        for listener in self.looked:
+            listener()

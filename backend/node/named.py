@@ -1,0 +1,50 @@
+"""A content that an inode names: which extents it has, and in which groups they are."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ..cluster.placement import group_of
+from ..cluster.records import STRIPE_GROUPS_MAX, Layout
+
+__all__ = ["Named"]
+
+
+class Named(NamedTuple):
+    """`buckets` of its methods is the cluster's setting."""
+
+    content: int
+    size: int
+    layout: Layout
+    digests: bytes
+    blocks: int
+
+    @property
+    def stripes(self) -> int:
+        return self.layout.stripes(self.size)
+
+    def length(self, stripe: int) -> int:
+        """Return how many bytes a stripe of it should have; 0 for one that it has not."""
+        return self.layout.span(self.size, stripe)[1] if stripe < self.stripes else 0
+
+    def group(self, stripe: int, buckets: int) -> int:
+        return group_of(self.layout, stripe, buckets)
+
+    def stripes_in(self, group: int, buckets: int) -> Iterator[int]:
+        stripes = self.stripes
+        for first in range(min(stripes, STRIPE_GROUPS_MAX)):
+            if self.group(first, buckets) == group:
+                yield from range(first, stripes, STRIPE_GROUPS_MAX)
+
+    def groups(self, buckets: int) -> dict[int, int]:
+        """Return its groups, and how many of its bytes each keeps."""
+        stripes, size = self.stripes, self.size
+        if stripes == 1:
+            return {self.group(0, buckets): size}
+        found: dict[int, int] = {}
+        for stripe in range(min(stripes, STRIPE_GROUPS_MAX)):
+            group = self.group(stripe, buckets)
+            # All stripes are full but the last, which is counted as if it were for now.
+            count = -(-(stripes - stripe) // STRIPE_GROUPS_MAX)
+            found[group] = found.get(group, 0) + count * self.layout.stripe_bytes
+        found[self.group(stripes - 1, buckets)] -= stripes * self.layout.stripe_bytes - size
+        return found
