@@ -1,4 +1,4 @@
-"""What the mount side needs of a store: one in this process (node) or a cluster's (remote)."""
+"""What the mount side needs of a store: one of this host alone (embedded) or a cluster's (remote)."""
 
 import os
 from abc import ABC, abstractmethod
@@ -114,50 +114,52 @@ class Store(Protocol):
 
     @property
     def locks(self) -> HostLocks | None:
-        """The locks that other hosts see, too; None where there are no others."""
+        """Return the locks that other hosts see, too; None where there are no others."""
         ...
 
     @property
     def extents(self) -> ExtentStore:
-        """The contents that are on this host, as files."""
+        """Return the contents that are on this host, as files."""
         ...
 
     @property
     def shared(self) -> bool:
-        """Whether others change the namespace, too."""
+        """Return whether others change the namespace, too."""
         ...
 
     @property
     def freshness(self) -> Freshness | None:
-        """How far the namespace may be believed; None where nobody else changes it."""
+        """Return how far the namespace may be believed; None where nobody else changes it."""
         ...
 
     @property
     def reads_into(self) -> bool:
-        """Whether `read_into` reads files: where they may not be on this host."""
+        """Return whether `read_into` reads files: where they may not be on this host."""
         ...
 
     @property
     def waits(self) -> bool:
-        """Whether publishing waits for a disk or for the network."""
+        """Return whether publishing waits for a disk or for the network."""
         ...
 
     def pin(self, extent: ContentId) -> None:
         """Keep a content although its file moves on to another version."""
         ...
 
-    def unpin(self, extent: ContentId) -> None: ...
+    def unpin(self, extent: ContentId) -> None:
+        """Take one `pin` back."""
+        ...
 
     def retire(self, extent: ContentId) -> None:
-        """No version names this content any more: it goes as soon as nothing pins it."""
+        """Free a content that no version names any more, as soon as nothing pins it."""
         ...
 
     def layout(self, parent: int, name: bytes) -> Layout:
-        """Where the contents of a file created under this name are to be kept."""
+        """Return where the contents of a file created under this name are to be kept."""
         ...
 
     def allocate(self, inode: Inode) -> tuple[ContentId, int]:
-        """An empty working copy for a file: its content number and a read-write descriptor that the
+        """Make an empty working copy for a file. Return its number and a read-write descriptor that the
         caller closes. Raises OSError (ENOSPC, EMFILE)."""
         ...
 
@@ -172,10 +174,11 @@ class Store(Protocol):
         mapped: bool = False,
         base: int | None = None,
     ) -> Inode:
-        """Make a content the file's next version; `status` is its stat. Acknowledged when it
-        returns. `mapped`: programs may have its file mapped, and change it without a trace. `base`: the
-        version it was made of, if it must still be the newest. An empty content is not kept. Raises
-        OSError ENOSPC and EDQUOT: the present version stays; Outdated."""
+        """Make a content the file's next version, which survives a crash when this returns. `status` is the
+        content's stat. `mapped`: programs may have its file mapped, and change it without a trace. `base`:
+        the version it was made of, if that must still be the newest. An empty content is not kept.
+
+        Raises OSError ENOSPC and EDQUOT, and the present version stays; Outdated."""
         ...
 
     async def save_aside(
@@ -186,13 +189,13 @@ class Store(Protocol):
         ...
 
     async def begin_in_place(self, inode: Inode, extent: ContentId) -> ContentId:
-        """Make the content of a version one that may be written: its extent from now on. May be a copy.
-        Raises OSError (ENOSPC)."""
+        """Make the content of a version one that may be written, and return its number from now on. It may
+        be a copy. Raises OSError (ENOSPC)."""
         ...
 
     def end_in_place(self, inode: Inode, extent: ContentId) -> bool:
-        """The extent that `begin_in_place` gave holds what it did then, and is wanted no more; whether
-        it stands for the inode's version again. A copy does not."""
+        """Give back what `begin_in_place` returned, if it holds what it did then. Return whether it stands
+        for the inode's version again. A copy does not."""
         ...
 
     def is_lent(self, extent: ContentId) -> bool:
@@ -213,24 +216,26 @@ class Store(Protocol):
         ...
 
     async def bring(self, ino: int) -> Inode:
-        """See to it that the file's current version is on this host; returns the inode as it then
-        is. A content that `is_here` says no to afterwards is too large to be kept here: `read`."""
+        """Bring the file's current version to this host. Return the inode as it then is. A content that is
+        not here afterwards (`is_here`) is too large to be kept here: use `read`."""
         ...
 
     async def read_into(self, ino: int, memory: int, lifeline: int) -> Inode:
         """Read the file's current version, whole, to the start of memory that a program lends, by two
-        descriptors that are the store's from now on; returns the inode as it was then. Raises OSError
+        descriptors that are the store's from now on. Return the inode as it was then. Raises OSError
         EOPNOTSUPP, which says why, where the file had better be opened; EFBIG, EINVAL."""
         ...
 
-    def is_here(self, extent: ContentId) -> bool: ...
+    def is_here(self, extent: ContentId) -> bool:
+        """Return whether a content is on this host."""
+        ...
 
     def count_open(self, extent: ContentId) -> None:
         """Count an open that gets this content as one that found it here or had it fetched."""
         ...
 
     async def read(self, inode: Inode, extent: ContentId, offset: int, size: int) -> bytes:
-        """Some bytes of a content that is not on this host."""
+        """Return some bytes of a content that is not on this host."""
         ...
 
     def prefetch(self, ino: int) -> None:
@@ -239,16 +244,17 @@ class Store(Protocol):
         ...
 
     def prefetch_progress(self, ino: int) -> dict[str, Any]:
-        """Files and bytes that the newest prefetch of this inode has to bring, and has brought."""
+        """Return how many files and bytes the newest prefetch of this inode has to bring, and has
+        brought."""
         ...
 
     def statvfs(self) -> os.statvfs_result:
-        """Space for contents, as statvfs(3) gives it."""
+        """Return the space for contents, as statvfs(3) does."""
         ...
 
     async def check_attribute(self, inode: Inode, name: bytes, value: bytes) -> None:
-        """An extended attribute is about to be set: one that means something to the store must make
-        sense. Raises OSError EINVAL."""
+        """Check an extended attribute that is about to be set: one that means something to the store must
+        make sense. Raises OSError EINVAL."""
         ...
 
     def figures(self) -> list[Any]:
@@ -256,5 +262,5 @@ class Store(Protocol):
         ...
 
     def status(self) -> dict[str, Any]:
-        """Figures of its own for `irdmafs status`."""
+        """Return figures of its own for `irdmafs status`."""
         ...

@@ -153,11 +153,8 @@ class RemoteStore:
     ) -> None:
         mount = config.mount
         engine, replica, session = coordination.engine, coordination.replica, coordination.session
-        namespace, members, leases = (
-            coordination.namespace,
-            coordination.members,
-            coordination.leases,
-        )
+        namespace, members = coordination.namespace, coordination.members
+        leases = coordination.leases
         self._config = config
         self._coordination = coordination
         self._rdma = rdma
