@@ -12,6 +12,7 @@ from .. import inline
 from ..posix.operations import Operations
 from .backings import Backings
 from .connection import Connection
+from .counts import Counts
 from .deferred import Deferred
 from .interrupts import Waiting
 from .notices import Notices
@@ -32,19 +33,6 @@ _GO_AHEAD = frozenset(
 )
 _PUT_OFF_MAX = 1024
 _WITHOUT_ANSWER = (Opcode.FORGET, Opcode.BATCH_FORGET, Opcode.INTERRUPT)
-
-
-class Counts:
-    """How many requests came, by opcode, and how many were answered with an error, by its name."""
-
-    def __init__(self) -> None:
-        self.by_opcode = [0] * 64
-        self.errors: dict[str, int] = {}
-
-    @property
-    def requests(self) -> dict[str, int]:
-        """Requests so far, by kind."""
-        return {opcode.name: self.by_opcode[opcode] for opcode in Opcode if self.by_opcode[opcode]}
 
 
 class Answering:
@@ -155,8 +143,7 @@ class Answering:
         else:
             log.exception("%s failed", _name(opcode), exc_info=error)
             code = errno.EIO
-        name = errno.errorcode.get(code, str(code))
-        self._counts.errors[name] = self._counts.errors.get(name, 0) + 1
+        self._counts.failed(code)
         if opcode not in _WITHOUT_ANSWER:
             self._connection.refuse(request.unique, code)
 

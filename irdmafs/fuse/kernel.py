@@ -18,11 +18,13 @@ from typing import Final
 import trio
 
 from ..posix.operations import Operations
-from .answering import Answering, Counts
+from .answering import Answering
 from .backings import Backings
 from .connection import Connection
+from .counts import Counts
 from .notices import Notices
 from .session import Session
+from .tasks import Tasks
 from .wakeups import FastWakeups
 
 log = logging.getLogger(__name__)
@@ -46,23 +48,18 @@ class KernelSession(Session):
         operations: Operations,
         backings: Backings,
         notices: Notices,
+        tasks: Tasks,
+        counts: Counts,
         wakeups: FastWakeups,
     ) -> None:
         self._connection = connection
         self._operations = operations
         self._backings = backings
         self._notices = notices
-        self.wakeups = wakeups
-        self._counts = Counts()
+        self._tasks = tasks
+        self._wakeups = wakeups
+        self._counts = counts
         self._finished = trio.Event()
-
-    @property
-    def requests(self) -> dict[str, int]:
-        return self._counts.requests
-
-    @property
-    def errors(self) -> dict[str, int]:
-        return self._counts.errors
 
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
@@ -70,10 +67,10 @@ class KernelSession(Session):
                 self._connection, self._operations, self._backings, self._notices, self._counts,
                 nursery,
             )  # fmt: skip
-            nursery.start_soon(self._notices.run)
+            nursery.start_soon(self._tasks.run)
             nursery.start_soon(self._read_requests, answering)
             await self._finished.wait()
-            self._notices.stop()
+            self._tasks.stop()
             answering.deferred.settle()
             nursery.cancel_scope.cancel()
 
@@ -81,8 +78,9 @@ class KernelSession(Session):
         self._finished.set()
 
     def close(self) -> None:
+        self._tasks.close()
         self._notices.close()
-        self.wakeups.close()
+        self._wakeups.close()
         self._connection.close()
 
     async def _read_requests(self, answering: Answering) -> None:
@@ -94,10 +92,10 @@ class KernelSession(Session):
             with trio.move_on_after(_BURST_S) as pause:
                 await trio.lowlevel.wait_readable(device)
             if pause.cancelled_caught:
-                self.wakeups.let_go()
+                self._wakeups.let_go()
                 await self._tidy_up()
                 await trio.lowlevel.wait_readable(device)
-            self.wakeups.hold()
+            self._wakeups.hold()
             turn_ends = clock() + _TURN_NS
             while True:
                 if self._serve_one(answering):

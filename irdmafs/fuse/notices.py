@@ -1,7 +1,5 @@
 """What the kernel is told without having asked: what it is to forget, and that a version is there."""
 
-import logging
-import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,46 +12,27 @@ from . import wire
 from .backings import Backings
 from .connection import Connection
 from .submounts import Submounts
-
-log = logging.getLogger(__name__)
-
-_Step = tuple[Callable[..., Awaitable[None]], tuple[Any, ...]]
+from .tasks import Tasks
 
 
 class Notices(KernelCache):
-    """The kernel's memory of a mount with a kernel session, which runs what has to wait (run)."""
+    """The kernel's memory of a mount with a kernel session."""
 
-    def __init__(self, connection: Connection, backings: Backings, submounts: Submounts) -> None:
+    def __init__(
+        self, connection: Connection, backings: Backings, submounts: Submounts, tasks: Tasks
+    ) -> None:
         self._connection = connection
         self._backings = backings
         self._submounts = submounts
+        self._tasks = tasks
         # The kernel's handles of polls for a newer version, by inode.
         self._pollers: dict[int, set[int]] = {}
-        self._ended = False
-        self._to_run: trio.MemorySendChannel[_Step]
-        self._to_run, self._steps = trio.open_memory_channel[_Step](math.inf)
-
-    async def run(self) -> None:
-        """Run what start_soon() is given, until stop()."""
-        async with trio.open_nursery() as nursery:
-            async for telling, args in self._steps:
-                nursery.start_soon(telling, *args)
-
-    def start_soon(self, telling: Callable[..., Awaitable[None]], *args: Any) -> bool:
-        if self._ended:
-            return False
-        self._to_run.send_nowait((telling, args))
-        return True
-
-    def stop(self) -> None:
-        """Run nothing more."""
-        self._ended = True
-        self._to_run.close()
 
     def close(self) -> None:
-        self.stop()
-        self._steps.close()
         self._submounts.close()
+
+    def start_soon(self, telling: Callable[..., Awaitable[None]], *args: Any) -> bool:
+        return self._tasks.start_soon(telling, *args)
 
     # -- what it is to forget --------------------------------------------------------------------
 

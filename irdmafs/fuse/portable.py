@@ -9,7 +9,6 @@ do not see each other's.
 import errno
 import functools
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
@@ -21,7 +20,10 @@ from ..coherence.kernel_cache import KernelCache, Name
 from ..coherence.nodes import Node
 from ..posix.calls import Attributes, OpenInfo, Space
 from ..posix.operations import Operations
+from .counts import Counts
 from .session import Session
+from .tasks import Tasks
+from .wire import Opcode
 
 log = logging.getLogger(__name__)
 
@@ -37,44 +39,48 @@ _REQUESTS = (
 _ATTRIBUTES = [name for name in Attributes.__annotations__ if name != "ino"]
 
 
-class PortableSession(Session, KernelCache):
-    """Serves one mount through pyfuse3, which can serve one per process."""
+class PortableSession(Session):
+    """Serves one mount through pyfuse3, which can serve one per process. The constructor mounts; it raises
+    RuntimeError when libfuse cannot, which says why on stderr."""
 
     name = "pyfuse3"
-    can_forget = False
 
-    def __init__(self) -> None:
-        self._requests: Counter[str] = Counter()
-        self._errors: Counter[str] = Counter()
-        self._nursery: trio.Nursery | None = None
-
-    def mount(self, operations: Operations, mountpoint: str, options: set[str]) -> None:
-        """Raises RuntimeError when libfuse cannot mount; it says why on stderr."""
-        pyfuse3.init(_adapted(operations, self), mountpoint, options)
-
-    @property
-    def requests(self) -> Counter[str]:
-        return self._requests
-
-    @property
-    def errors(self) -> Counter[str]:
-        return self._errors
+    def __init__(
+        self,
+        operations: Operations,
+        tasks: Tasks,
+        counts: Counts,
+        mountpoint: str,
+        options: set[str],
+    ) -> None:
+        self._tasks = tasks
+        pyfuse3.init(_adapted(operations, counts), mountpoint, options)
 
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
-            self._nursery = nursery
+            nursery.start_soon(self._tasks.run)
             await pyfuse3.main()
-            self._nursery = None
+            self._tasks.stop()
             nursery.cancel_scope.cancel()
 
     def stop(self) -> None:
         pyfuse3.terminate()
 
     def close(self) -> None:
+        self._tasks.close()
         pyfuse3.close(unmount=False)
 
+
+class PortableNotices(KernelCache):
+    """The kernel's memory of a mount with this session."""
+
+    can_forget = False
+
+    def __init__(self, tasks: Tasks) -> None:
+        self._tasks = tasks
+
     def invalidate_attributes(self, node: Node) -> None:
-        if node.lookups > 0 and self._nursery is not None:
+        if node.lookups > 0 and not self._tasks.ended:
             try:
                 pyfuse3.invalidate_inode(node.id, attr_only=True)  # takes no lock
             except OSError as error:
@@ -103,10 +109,7 @@ class PortableSession(Session, KernelCache):
                 log.warning("notifying the kernel failed: %s", error)
 
     def start_soon(self, telling: Callable[..., Awaitable[None]], *args: Any) -> bool:
-        if self._nursery is None:
-            return False
-        self._nursery.start_soon(telling, *args)
-        return True
+        return self._tasks.start_soon(telling, *args)
 
     def version_published(self, ino: int) -> None:
         """Nobody to tell: pyfuse3's poll is not used."""
@@ -121,7 +124,7 @@ class PortableSession(Session, KernelCache):
         return []
 
 
-def _adapted(operations: Operations, session: PortableSession) -> pyfuse3.Operations:
+def _adapted(operations: Operations, counts: Counts) -> pyfuse3.Operations:
     """The operations as pyfuse3 wants them: counted, errors as FUSEError, inode numbers its way.
 
     pyfuse3 has one number for the node id and for what stat(2) shows. Where they differ (a second
@@ -130,19 +133,18 @@ def _adapted(operations: Operations, session: PortableSession) -> pyfuse3.Operat
     """
 
     def wrap(name: str, method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
-        kind = name.upper()
+        kind = Opcode[name.upper()]
 
         @functools.wraps(method)
         async def wrapped(*args: Any) -> Any:
-            session.requests[kind] += 1
+            counts.by_opcode[kind] += 1
             try:
                 result = await method(*args)
             except (OSError, KeyError) as error:
                 code = (error.errno or errno.EIO) if isinstance(error, OSError) else errno.EBADF
                 if code in (errno.EIO, errno.ENOSPC, errno.EMFILE):
-                    log.error("%s: %s", kind, error)
-                label = errno.errorcode.get(code, str(code))
-                session.errors[label] += 1
+                    log.error("%s: %s", kind.name, error)
+                counts.failed(code)
                 raise pyfuse3.FUSEError(code) from error
             if isinstance(result, Attributes):
                 return _numbered(result, shown=name in ("getattr", "setattr"))

@@ -10,7 +10,6 @@ from typing import Any
 
 from ..backend.store.api import Store
 from ..coherence.cache import Cache
-from ..coherence.content import Content
 from ..coherence.protocol import Coherence
 from ..mount.config import MountOptions
 from .answers import Answers
@@ -37,6 +36,7 @@ class Operations:
         store: Store,
         cache: Cache,
         coherence: Coherence,
+        locking: Locking,
         options: MountOptions,
         atimes: Atimes,
         status: Callable[[], dict[str, Any]],
@@ -44,17 +44,12 @@ class Operations:
         acls: bool,
     ) -> None:
         self._namespace = store.namespace
-        self._cache = cache
-        self._coherence = coherence
-        self._inodes = store.namespace.inodes
         self.processes = cache.processes
         self.nodes = cache.nodes
         self.extents = store.extents
         self.listings_stay = coherence.listings_stay and not options.strictatime
         self.atimes = atimes
-        self.locking = locking = Locking(
-            options.locks, store.locks, cache, store.namespace.describe
-        )
+        self.locking = locking
         answers = Answers(cache, coherence, options, atimes)
 
         # Bound here, so that a request passes through no frame of this class.
@@ -102,40 +97,3 @@ class Operations:
     async def ended(self) -> None:
         """The filesystem is unmounted: keep what was left for a later change."""
         await self._namespace.note_reads(self.atimes.unsaved())
-
-    def count(self) -> dict[str, int]:
-        """Figures for `irdmafs status`."""
-        files = directories = published = 0
-        for inode in self._inodes.values():
-            if not inode.nlink:
-                continue  # held without a name
-            if inode.is_dir:
-                directories += 1
-            elif inode.is_file:
-                files += 1
-                published += inode.blocks * 512
-        kept = files
-        working = 0
-        seen: set[Content] = set()
-        for handle in self.nodes.handles.values():
-            content = handle.content
-            if content is None or content in seen:
-                continue
-            seen.add(content)
-            if content.own:
-                working += self._cache.look_of(content, self._inodes[content.ino]).blocks * 512
-            elif content.superseded and content.extent:
-                kept += 1
-        return {
-            "inodes": len(self._inodes),
-            "files": files,
-            "directories": directories,
-            "versions_kept": kept,
-            "bytes_published": published,
-            "bytes_working": working,
-            "bytes_carried": self._cache.carried_bytes,
-            "nodes": len(self.nodes.by_id),
-            "open_handles": len(self.nodes.handles),
-            "locks": self.locking.count(),
-            **self._coherence.count(),
-        }

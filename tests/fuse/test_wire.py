@@ -31,14 +31,17 @@ from irdmafs.coherence.cache import Cache
 from irdmafs.coherence.content import Content
 from irdmafs.coherence.isolation import Isolation
 from irdmafs.fuse import passthrough, wire
-from irdmafs.fuse.answering import Answering, Counts
+from irdmafs.fuse.answering import Answering
 from irdmafs.fuse.backings import Backings
 from irdmafs.fuse.connection import Connection, ProtocolError
+from irdmafs.fuse.counts import Counts
 from irdmafs.fuse.notices import Notices
 from irdmafs.fuse.submounts import Submounts
+from irdmafs.fuse.tasks import Tasks
 from irdmafs.fuse.wire import Malformed, Opcode, Request
 from irdmafs.mount.config import MountOptions
 from irdmafs.posix.atimes import Atimes
+from irdmafs.posix.locking import Locking
 from irdmafs.posix.operations import Operations
 
 ROOT = 1
@@ -157,8 +160,8 @@ _PAYLOAD = {
 class Listener(Notices):
     """Notifications are collected: in a thread they would come at any time."""
 
-    def __init__(self, connection: Connection, backings: Backings) -> None:
-        super().__init__(connection, backings, Submounts(""))
+    def __init__(self, connection: Connection, backings: Backings, tasks: Tasks) -> None:
+        super().__init__(connection, backings, Submounts(""), tasks)
         self.notifications: list[bytes] = []
 
     async def _tell_in_thread(self, message: bytes) -> None:
@@ -188,22 +191,19 @@ class Served:
         self.connection = connected(init_message(7, 40, (1 << 64) - 1))
         atimes = Atimes(MountOptions(), store.extents)
         backings = Backings(self.connection, store.extents, atimes)
-        self.notices = Listener(self.connection, backings)
+        self.tasks = Tasks()
+        self.notices = Listener(self.connection, backings, self.tasks)
         self.store = store
         self.processes = Processes("/nowhere")
         self.cache = Cache(
             store, self.notices, self.processes, Isolation(store.namespace), passthrough=passthrough
         )
-        self.operations = Operations(
-            store,
-            self.cache,
-            Alone(store.namespace, self.cache),
-            MountOptions(),
-            atimes,
-            dict,
-            acls=False,
-        )
         self.nodes = self.cache.nodes
+        coherence = Alone(store.namespace, self.cache)
+        locking = Locking("local", None, self.cache, store.namespace.describe)
+        self.operations = Operations(
+            store, self.cache, coherence, locking, MountOptions(), atimes, dict, acls=False
+        )
         self.nursery = nursery
         self.session = Checked(
             self.connection, self.operations, backings, self.notices, Counts(), nursery
@@ -216,6 +216,7 @@ class Served:
 
     def close(self) -> None:
         self.processes.close()
+        self.tasks.close()
         self.notices.close()
         self.connection.close()
 
@@ -408,7 +409,7 @@ def serve(mode: str, talk: Callable[[Served], None], messages: list[bytes] | Non
             trio.open_nursery() as nursery,
         ):
             served = Served(store, nursery, passthrough=mode != "cached")
-            telling.start_soon(served.notices.run)
+            telling.start_soon(served.tasks.run)
             talk(served)
             for data in messages or ():
                 served.send(data)
@@ -424,7 +425,7 @@ def serve(mode: str, talk: Callable[[Served], None], messages: list[bytes] | Non
             check(store.namespace)
             named = {inode.extent for inode in store.namespace.inodes.values()} - {0}
             assert set(store.extents) == named
-            served.notices.stop()
+            served.tasks.stop()
         served.close()
         async with embedded_store(directory, Unmounted()) as store:
             check(store.namespace)
