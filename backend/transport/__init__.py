@@ -1,9 +1,9 @@
 """Devices: the memory of a store node seen through a transport.
 
-A device knows extents (content, stripe) and bytes, nothing of files. Every call raises OSError:
-ENOENT when the node does not keep the extent (superseded, or never written), ENOSPC, ESTALE when the
-group's configuration is another than the caller's (`Fenced`), ENOTCONN/ETIMEDOUT and the like
-(`Unreachable`) when the node cannot be asked, EACCES (`Distrusted`) when it will not be either.
+A device knows extents (content, stripe) and bytes, nothing of files. Every call raises OSError: ENOENT if
+the node does not have the extent (superseded, or never written), ENOSPC, ESTALE if the group's
+configuration is not the caller's (`Fenced`), ENOTCONN/ETIMEDOUT and the like (`Unreachable`) if the node
+cannot be reached, EACCES (`Distrusted`) if it and this process do not accept each other.
 """
 
 import errno
@@ -27,17 +27,17 @@ __all__ = [
     "nothing_landed",
 ]
 
-# Told, in any thread, that bytes (start, length) of what is read are in the file, and shown them if they
-# are at hand; told again when they come once more.
+# Called from any thread when a range (start, length) of the file has been received, with the bytes if
+# they are in memory; called again if the range is received once more.
 Landed: TypeAlias = Callable[[int, int, memoryview | None], None]
 
 
 def nothing_landed(start: int, length: int, data: memoryview | None) -> None:
-    """For who does not want to know."""
+    """Do nothing: for callers that need no notice."""
 
 
 def landed_from(landed: Landed, begin: int) -> Landed:
-    """Return a function that tells `landed` of bytes whose range begins at `begin` of its own."""
+    """Return a function that calls `landed` with ranges moved by `begin`."""
 
     def land(start: int, length: int, data: memoryview | None) -> None:
         landed(begin + start, length, data)
@@ -46,7 +46,7 @@ def landed_from(landed: Landed, begin: int) -> Landed:
 
 
 class Memory(Enum):
-    """What bytes are read into."""
+    """The kind of memory that bytes are read into."""
 
     FILE = auto()
     """A file, which is filled once."""
@@ -74,15 +74,15 @@ class Extent(NamedTuple):
 
 
 class Target(msgspec.Struct, array_like=True, frozen=True):
-    """Where an extent goes: the group, its configuration (mod_revision of the record) and the nodes
-    that are still to get it, in order; each hands it on to the next."""
+    """The destination of an extent: the group, its configuration (mod_revision of the record) and the
+    remaining nodes in order, each of which sends it on to the next."""
 
     group: int
     config: int
     chain: tuple[int, ...]
 
     def onward(self) -> tuple[int, "Target"]:
-        """Return the next node, and the target that it is given."""
+        """Return the next node, and the target to send it."""
         return self.chain[0], Target(self.group, self.config, self.chain[1:])
 
 
@@ -95,7 +95,7 @@ class Fenced(OSError):
 
 
 class Unreachable(OSError):
-    """The node `node` (of a chain, maybe not the first) cannot be asked."""
+    """The node `node` (of a chain, maybe not the first) cannot be reached."""
 
     def __init__(self, node: int, reason: str) -> None:
         super().__init__(errno.ENOTCONN, f"store node {node:x} cannot be reached: {reason}")
@@ -103,8 +103,8 @@ class Unreachable(OSError):
 
 
 class Distrusted(Unreachable):
-    """The node and this process do not accept each other: no waiting helps, until somebody changes the
-    credentials of one of them."""
+    """The node and this process do not accept each other, until the credentials of one of them are
+    changed."""
 
     def __init__(self, node: int, reason: str) -> None:
         super().__init__(node, reason)
@@ -115,7 +115,8 @@ class Device(Protocol):
     """One store node."""
 
     async def put(self, extent: Extent, target: Target, data: bytes) -> None:
-        """Store a small extent on the node and down the chain: sealed everywhere when it returns."""
+        """Store a small extent on the node and down the chain; it is sealed everywhere when this
+        returns."""
         ...
 
     async def write(
@@ -125,9 +126,9 @@ class Device(Protocol):
         source: FileRange,
         passed: Landed = nothing_landed,
     ) -> None:
-        """Send a part of a file as an extent; sealed everywhere when it returns. Holes stay holes, unless
-        they are small. The bytes pass no Python object; `passed` is shown those that pass through memory of
-        this process, in any thread. The descriptor stays the caller's."""
+        """Send a part of a file as an extent; it is sealed everywhere when this returns. Holes stay holes,
+        unless they are small. No bytes are in a Python object; `passed` is called, from any thread, with
+        those that are in memory of this process. The caller keeps the descriptor."""
         ...
 
     async def read(
@@ -137,34 +138,34 @@ class Device(Protocol):
         into: FileRange,
         landed: Landed = nothing_landed,
     ) -> None:
-        """Receive as much of an extent, from `start`, as the part of a file takes, which may lie behind
-        its end. Raises OSError EOPNOTSUPP for a device's memory that cannot be reached."""
+        """Receive a range of an extent, from `start`, of the length of the part of a file, which may be
+        after the file's end. Raises OSError EOPNOTSUPP for a device's memory that cannot be reached."""
         ...
 
     async def get(self, extents: Sequence[Extent], limit: int) -> list[bytes | None]:
-        """Small extents whole, in one round trip; None for those the node does not keep or that are
-        longer than `limit` bytes."""
+        """Return small extents whole, in one round trip; None for those that the node does not have or
+        that are longer than `limit` bytes."""
         ...
 
     async def adopt(self, extent: Extent, target: Target, name: str) -> None:
-        """Same host only: take the file `incoming/NAME` of the node's store directory over as this
-        extent (no copy), and send it down the chain."""
+        """Make the file `incoming/NAME` of the node's store directory this extent, without a copy, and
+        send it down the chain. On the node's host only."""
         ...
 
     async def read_sparse(
         self, extent: Extent, into: FileRange, landed: Landed = nothing_landed
     ) -> None:
-        """As `read`, of a whole extent that has holes; they become holes of the file."""
+        """Receive a whole extent that has holes; they become holes of the file."""
         ...
 
     async def digest(self, extent: Extent) -> bytes:
-        """The digest (backend/store/digest.py) of what the node has."""
+        """Return the digest (backend/store/digest.py) of the node's bytes."""
         ...
 
     async def doubt(self, extent: Extent) -> None:
-        """Tell the node that it sent other bytes than were published. It looks for itself."""
+        """Tell the node that it sent wrong bytes. The node then checks its extent itself."""
         ...
 
     async def abort(self, content: int) -> None:
-        """Drop what was stored of a content that will not be published."""
+        """Remove the extents of a content that will not be published."""
         ...

@@ -1,4 +1,4 @@
-"""The caller's end of one control connection, and who it is that calls."""
+"""The caller's end of one control connection, and the calling process."""
 
 import itertools
 import logging
@@ -36,19 +36,19 @@ log = logging.getLogger(__name__)
 KEEP_ALIVE_S = 15.0
 # In the time that a node may be silent.
 _LOOKS = 8
-# No answer takes longer: a node that is asked waits for others with limits of its own.
+# No answer takes longer: a node waits for other nodes with shorter limits.
 ANSWER_LIMIT_S = 300.0
-# What may go with the next request waits no longer for one.
+# A message that is sent with the next request waits no longer for one.
 _PUT_OFF_S = 0.01
 
 
 @dataclass(frozen=True)
 class Caller:
-    """The process that asks store nodes. `resolve` tells where a node is (None: it is not registered),
-    `session` the number of this process's session, which `session_key` shows to be its own. `credentials`
-    are for TLS, None where there are no certificates; `is_revoked` tells whether a node's certificate, by
-    its serial number, is not accepted any more. A node that is silent for `timeout_s` is given up.
-    `nursery` outlives all connections."""
+    """The process that calls store nodes. `resolve` returns the address of a node (None: it is not
+    registered), `session` the number of this process's session, which `session_key` shows to be its own.
+    `credentials` are for TLS, None where there are no certificates; `is_revoked` tells whether a node's
+    certificate, by its serial number, is not accepted any more. A node that is silent for `timeout_s` is
+    given up. `nursery` outlives all connections."""
 
     name: str
     role: str
@@ -64,7 +64,7 @@ class Caller:
 
     @property
     def writing_session(self) -> int:
-        """The session that the right to write hangs on; 0: none, as a node's does."""
+        """Return the session that the right to write depends on; 0: none, as for a node."""
         return self.session() if self.role == "mount" else 0
 
     def hello(self, node: int) -> Hello:
@@ -72,8 +72,8 @@ class Caller:
 
 
 class Ends(NamedTuple):
-    """Between which addresses a control connection is. `there` is as the kernel tells it, `record` what
-    the node is registered with."""
+    """The addresses of a control connection. `there` is the peer's, from the kernel, `record` the node's
+    registration."""
 
     family: socket.AddressFamily
     here: str
@@ -82,7 +82,7 @@ class Ends(NamedTuple):
 
 
 class Expected:
-    """An answer that is to come."""
+    """An answer that is awaited."""
 
     def __init__(self, control: "ControlClient", number: int) -> None:
         self._control = control
@@ -102,8 +102,8 @@ class Expected:
         self._event.set()
 
     async def answer(self, group: int = 0) -> Answer:
-        """Raises OSError: Unreachable, or what the node answers; `group` is the one that a Fenced is
-        about."""
+        """Return the answer. Raises OSError: Unreachable, or the node's error; `group` is that of a
+        Fenced."""
         if self._control.is_open and not self._event.is_set():
             await self._event.wait()
         if self._answer is None:
@@ -115,8 +115,8 @@ class Expected:
 
 
 class ControlClient:
-    """The caller's end of one control connection, with any number of calls at once. `silent(why)` is called
-    when the node is given up because it says nothing."""
+    """The caller's end of one control connection, with any number of calls at once. `silent(why)` is
+    called when the node is given up because it does not answer."""
 
     def __init__(
         self,
@@ -138,12 +138,12 @@ class ControlClient:
         self._scope = trio.CancelScope()
         self.why = ""
         self._put_off = trio.Event()
-        # How many frames came, and how often somebody began to wait for one: `_watch` looks at them now and
-        # then, as looking at the clock for each would cost more.
+        # Counts of received frames, and of calls that began to wait for one: `_watch` checks them
+        # periodically, as reading the clock for each would cost more.
         self._heard = self._began = 0
         self._wake = trio.Event()
         self.watchers = 0
-        # What hangs on the connection, told why it ended.
+        # Functions that are called with the reason when the connection ends.
         self.closers: list[Callable[[str], None]] = []
         self.is_open = True
 
@@ -167,7 +167,7 @@ class ControlClient:
         return bool(self._waiting or self.watchers)
 
     def watch(self) -> None:
-        """Make sure that the node is alive until `watchers` is reduced again."""
+        """Check that the node is alive until `watchers` is decreased again."""
         self._begin_waiting()
         self.watchers += 1
 
@@ -177,7 +177,7 @@ class ControlClient:
             self._wake.set()
 
     async def ask(self, make: Callable[[int], Request], group: int = 0) -> Answer:
-        """Raises as `Expected.answer`."""
+        """Send a request and return its answer. Raises as `Expected.answer`."""
         counters = self._caller.counters
         await acquire(self._slots)
         try:
@@ -191,14 +191,14 @@ class ControlClient:
             self._slots.release()
 
     async def say(self, message: Message) -> None:
-        """Send what has no answer of its own. A connection that breaks is closed."""
+        """Send a message that has no answer. A connection that breaks is closed."""
         if self.is_open:
             self._frames.put(message)
             await self._flush()
 
     async def _flush(self) -> None:
         try:
-            # A frame is sent whole or the connection is of no use; `_watch` ends what takes too long.
+            # A frame is sent whole, or the connection is unusable; `_watch` ends calls that take too long.
             if not self._frames.flush_now():
                 with trio.CancelScope(shield=True):
                     await self._frames.flush()
@@ -208,14 +208,14 @@ class ControlClient:
             self.close("the connection was closed")
 
     def say_later(self, message: Message) -> None:
-        """As `say`, with the next request or soon."""
+        """Send a message without an answer with the next request, or soon."""
         if self.is_open:
             self._frames.put(message)
             self._put_off.set()
 
     @contextmanager
     def expecting(self) -> Iterator[Expected]:
-        """An answer to the request that names its number, the request's own or one more."""
+        """Expect an answer of this number: that of a request, or a second one."""
         expected = Expected(self, next(self._numbers))
         self._begin_waiting()
         self._waiting[expected.number] = expected
@@ -262,7 +262,7 @@ class ControlClient:
                 expected.take(answer)
 
     async def _watch(self) -> None:
-        """Ask the node whether it is alive while somebody waits for it, and now and then."""
+        """Ping the node while calls wait for it, and periodically."""
         timeout_s = self._caller.timeout_s
         look_s = timeout_s / _LOOKS
         heard, began = self._heard, self._began
@@ -311,7 +311,7 @@ class ControlClient:
 
 
 def broken_text(error: trio.BrokenResourceError) -> str:
-    """Why a stream broke."""
+    """Return why a stream broke."""
     cause = error.__cause__
     if isinstance(cause, ssl.SSLError):
         return describe_tls_error(cause)

@@ -1,4 +1,4 @@
-"""Lines in the log about what others do, as many as a log can take."""
+"""Log lines about peers, limited in number."""
 
 import logging
 import time
@@ -11,8 +11,8 @@ PER_S = 2.0
 
 
 class Complaints:
-    """Warnings that whoever connects can cause: BURST at once, and PER_S from then on. Those that are left
-    out are counted, and told of by the next one."""
+    """Warnings that any peer can cause: BURST at once, and PER_S from then on. Others are counted, and the
+    next line says how many were left out."""
 
     def __init__(self, log: logging.Logger, now_s: Callable[[], float] = time.monotonic) -> None:
         self._log = log

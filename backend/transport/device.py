@@ -1,4 +1,4 @@
-"""A store node as a device: each transfer takes the way that suits it."""
+"""A store node as a device: each transfer chooses a way that suits it."""
 
 import errno
 import logging
@@ -100,7 +100,7 @@ class RemoteDevice:
         return answer.digest if isinstance(answer, Digested) else b""
 
     async def doubt(self, extent: Extent) -> None:
-        """Tell the node that it sent other bytes than were published. Raises OSError."""
+        """Tell the node that it sent wrong bytes. Raises OSError."""
         await self.link.ask(lambda number: Doubt(number, current_request(), extent))
 
     async def abort(self, content: int) -> None:
@@ -130,8 +130,8 @@ class RemoteDevice:
         growth: Growth,
         lend: Callable[[], None],
     ) -> None:
-        """As Way.pass_on. It waits for no other operation, as chains that cross would wait for each
-        other."""
+        """Send a file that is still being received, as Way.pass_on does. It waits for no other operation,
+        as crossing chains would wait for each other."""
         _check_chain(target)
         transfer = Transfer("write", source.length)
         await self._move(transfer, lambda way: way.pass_on(extent, target, source, growth, lend))
@@ -160,12 +160,12 @@ class RemoteDevice:
         raise Unreachable(self.link.node, f"this process has no {kind.__name__}")
 
     def shows_bytes(self) -> bool:
-        """Tell whether bytes that are written pass through memory of this process, most likely."""
+        """Return whether bytes that are written are, most likely, in memory of this process."""
         much = Transfer("write", EXTENT_BYTES_MAX)
         return any(way.shows_bytes for way in [way for way in self._ways if way.suits(much)][:1])
 
     def give_up(self, why: str) -> None:
-        """End what waits for the node, which is gone."""
+        """End all calls that wait for the node, which is gone."""
         for way in self._ways:
             way.give_up(why)
         self.link.give_up(why)
@@ -175,7 +175,8 @@ class RemoteDevice:
             way.tidy()
 
     async def _move(self, transfer: Transfer, move: Callable[[Way], Awaitable[None]]) -> None:
-        """Raises OSError: what the node answers; EOPNOTSUPP when there is no way."""
+        """Move a transfer by the fastest way. Raises OSError: the node's error; EOPNOTSUPP if there is no
+        way."""
         ways = [way for way in self._ways if way.suits(transfer)]
         if len(ways) > 1:
             ways = await _fastest_first(ways)
@@ -198,14 +199,14 @@ class RemoteDevice:
 
 
 async def _fastest_first(ways: Sequence[Way]) -> list[Way]:
-    """Return the ways that reach the node. Raises Unreachable."""
+    """Return the ways that reach the node, the fastest first. Raises Unreachable."""
     found = [(mbit_s, way) for way in ways if (mbit_s := await way.reach()) is not None]
     found.sort(key=lambda each: -each[0])
     return [way for _, way in found]
 
 
 def _lengthen(into: FileRange) -> None:
-    """Have the file's end behind the range."""
+    """Extend the file to the end of the range."""
     if os.fstat(into.fd).st_size < into.offset + into.length:
         os.ftruncate(into.fd, into.offset + into.length)
 

@@ -7,7 +7,7 @@ from .prompt import PromptStream
 
 __all__ = ["FRAME_BYTES_MAX", "HELLO_BYTES_MAX", "BadMessage", "Frames"]
 
-# What a stranger may send, and what a member may. The length of a frame comes before it.
+# The largest frame of a stranger, and of a member. The length of a frame comes before it.
 HELLO_BYTES_MAX = 4096
 FRAME_BYTES_MAX = 16 << 20
 
@@ -17,7 +17,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class BadMessage(Exception):
-    """A peer sent something that makes no sense; the connection is of no use any more."""
+    """A peer sent an invalid message; the connection cannot be used any more."""
 
 
 class Frames:
@@ -31,7 +31,7 @@ class Frames:
         self._sending = trio.Lock()
 
     def put(self, message: msgspec.Struct) -> None:
-        """To be sent with the next `flush`."""
+        """Add a message to those that the next `flush` sends."""
         body = _encode(message)
         if len(body) > FRAME_BYTES_MAX:
             raise ValueError(f"a message of {len(body)} bytes")
@@ -43,8 +43,8 @@ class Frames:
         return bool(self._outbox)
 
     def flush_now(self) -> bool:
-        """Send what can be sent without waiting; whether that is all. Raises trio.BrokenResourceError
-        and the like."""
+        """Send as much as possible without waiting, and return whether that is all. Raises
+        trio.BrokenResourceError and the like."""
         stream = self.stream
         if not isinstance(stream, PromptStream) or self._sending.locked():
             return not self._outbox and not self._sending.locked()
@@ -55,7 +55,7 @@ class Frames:
         return not self._outbox
 
     async def flush(self) -> None:
-        """Returns when all is sent that was put before. Raises as `flush_now`."""
+        """Return when all messages that were put before are sent. Raises as `flush_now`."""
         if not self.flush_now():
             async with self._sending:
                 while self._outbox:
@@ -63,12 +63,12 @@ class Frames:
                     await self.stream.send_all(unsent)
 
     async def send(self, message: msgspec.Struct) -> None:
-        """Raises as `flush_now`."""
+        """Send a message. Raises as `flush_now`."""
         self.put(message)
         await self.flush()
 
     async def receive(self) -> bytes:
-        """The body of the next frame. Raises BadMessage for one that is longer than the limit, and
+        """Return the body of the next frame. Raises BadMessage for one that is longer than the limit, and
         trio.EndOfChannel when the peer closed."""
         buffer = self._buffer
         await self._fill(_LENGTH_BYTES)
@@ -83,7 +83,7 @@ class Frames:
 
     @property
     def has_received(self) -> bool:
-        """Whether there is more of what came already."""
+        """Return whether more bytes were received already."""
         return bool(self._buffer)
 
     async def _fill(self, count: int) -> None:

@@ -1,10 +1,10 @@
-"""How much of an extent that is coming in is there, for those who hand it on and those who seal it."""
+"""The progress of an extent that is being received, for tasks that send it on or seal it."""
 
 import trio
 
 
 class Growth:
-    """From the front: `done` of `length` bytes."""
+    """The first `done` of `length` bytes have been received."""
 
     def __init__(self, length: int, done: int = 0) -> None:
         self.length = length
@@ -13,18 +13,18 @@ class Growth:
         self._changed = trio.Event()
 
     def advance(self, count: int) -> None:
-        """`count` more bytes are there, or as many as were missing."""
+        """Count `count` more bytes, at most as many as were missing."""
         self.done = min(self.length, self.done + count)
         self._notify()
 
     def give_up(self, error: OSError) -> None:
-        """No more will come. What is complete stays so."""
+        """Note that no more bytes will be received. A complete extent stays complete."""
         if self._error is None:
             self._error = error
             self._notify()
 
     async def more_than(self, count: int) -> int:
-        """How much is there, once it is more than this. Raises the error of `give_up`."""
+        """Wait for more bytes than these, and return how many there are. Raises the error of `give_up`."""
         while self.done <= count:
             if self._error is not None:
                 raise self._error
@@ -32,7 +32,7 @@ class Growth:
         return self.done
 
     async def complete(self) -> None:
-        """Until all is there. Raises the error of `give_up`."""
+        """Wait until all bytes are there. Raises the error of `give_up`."""
         if self.length:
             await self.more_than(self.length - 1)
 

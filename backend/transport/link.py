@@ -25,16 +25,16 @@ log = logging.getLogger(__name__)
 SETBACK_FIRST_S = 0.05
 SETBACK_MAX_S = 1.0
 OPERATIONS_AT_ONCE = 8
-# The kernel is more patient than this process, in the same measure.
+# The kernel's time-out is so many times that of this process.
 USER_TIMEOUTS = 3
 
 
 class Refusal(Exception):
-    """The node is not to be talked to, or does not want to, and this will not change by itself."""
+    """The node and this process do not accept each other, which will not change by itself."""
 
 
 class Link:
-    """A store node's control connection, made when it is needed and made anew when it was lost."""
+    """A store node's control connection, opened when it is needed, and again after it was lost."""
 
     def __init__(self, caller: Caller, node: int) -> None:
         self.caller = caller
@@ -50,12 +50,13 @@ class Link:
 
     @property
     def refusal(self) -> str:
-        """Why the node and this process do not accept each other; "": they do, or it is not known."""
+        """Return why the node and this process do not accept each other; "": they do, or it is not
+        known."""
         return self._why if self._distrusts else ""
 
     @asynccontextmanager
     async def operation(self) -> AsyncIterator[None]:
-        """A few extents at a time are on their way to a node or from it."""
+        """Limit the extents that are sent to a node or received from it at a time."""
         await acquire(self._operations)
         try:
             yield
@@ -63,7 +64,7 @@ class Link:
             self._operations.release()
 
     async def ask(self, make: Callable[[int], Request], group: int = 0) -> Answer:
-        """One round trip. `group` is the one that a Fenced is about. Raises OSError."""
+        """Send a request and return its answer. `group` is that of a Fenced. Raises OSError."""
         control = await self.connected()
         counters = self.caller.counters
         try:
@@ -74,7 +75,7 @@ class Link:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """While data is on its way, make sure that the node is alive: when it stalls, it is known."""
+        """Check that the node is alive while data is being moved, so that a stall is noticed."""
         control = self._control
         if control is None:
             yield
@@ -86,11 +87,11 @@ class Link:
             control.watchers -= 1
 
     def _silent(self, why: str) -> None:
-        """The node did not answer for long: do not let the next caller find out again."""
+        """Leave a node alone that did not answer in time, so that the next caller need not wait for it."""
         self._leave_alone(self.caller.timeout_s / 2, why)
 
     def give_up(self, why: str) -> None:
-        """It is known that the node is gone: whoever waits for it learns so now."""
+        """End all calls now: the node is known to be gone."""
         if self._control is not None:
             self._control.close(why)
             self._control = None
@@ -208,7 +209,7 @@ class Link:
 def check_node(
     connection: trio.SSLStream[PromptStream] | ssl.SSLSocket, is_revoked: Callable[[str], bool]
 ) -> None:
-    """Raises Refusal when something else than a node listens there."""
+    """Raise Refusal if the peer is not a store node."""
     identity = peer_identity(connection)
     if identity is None or identity.role != "node":
         raise Refusal("its certificate is not a store node's")

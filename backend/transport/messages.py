@@ -1,4 +1,4 @@
-"""The messages that all store nodes and mounts understand, whatever moves the bytes.
+"""The messages that all store nodes and mounts understand, with any mover.
 
 A connection begins with Hello, answered with Welcome or Refused. Then the caller sends requests, as
 many at once as it likes up to REQUESTS_AT_ONCE, each with a number that its answer repeats. A mover adds
@@ -17,31 +17,31 @@ from .frames import BadMessage
 VERSION = 5
 
 PUT_BYTES_MAX = 1 << 20
-# An answer to Get stops when it is this long; the caller asks again for the rest.
+# An answer to Get ends when it is this long; the caller requests the rest again.
 GET_BYTES_MAX = 8 << 20
 GET_EXTENTS_MAX = 4096
 REQUESTS_AT_ONCE = 64
-# Of one control connection, at a time: requests that are answered a second time, or give a right that
-# lasts. Fewer than requests, so that one more is refused and need not wait.
+# The limit, for one control connection at a time, of requests that are answered a second time, or grant a
+# right that lasts. Less than that of requests, so that one more is refused and need not wait.
 LASTING_MAX = 48
 CHAIN_MAX = 8
 TEXT_MAX = 240
 NAME_MAX = 255
 EXTENT_BYTES_MAX = 1 << 40
-# A receiver is more patient than a sender, so that the sender is the one who says what is wrong.
+# A receiver has a longer time-out than a sender, so that the sender reports the error.
 RECEIVER_PATIENCE = 3
 
 _UINT63_MAX = (1 << 63) - 1
 
 
 class Message(msgspec.Struct, array_like=True):
-    """The base of all; the tags are the protocol and must not change within a version."""
+    """The base of all messages; the tags are the protocol and must not change within a version."""
 
 
 class Hello(Message, tag=1):
-    """The first message of whoever connects. `role` and `name` are believed only where there are no
-    certificates; `wanted` is the node that the caller means to speak with. The digest of `session_key`
-    is in the record of a mount's session."""
+    """The first message of a caller. `role` and `name` count only where there are no certificates;
+    `wanted` is the node that the caller expects. The digest of `session_key` is in the record of a mount's
+    session."""
 
     version: int
     role: str
@@ -57,7 +57,7 @@ class Welcome(Message, tag=2):
 
 
 class Refused(Message, tag=3):
-    """The connection is closed after it. `for_good`: trying again is of no use."""
+    """The last message of a connection that is refused. `for_good`: another try will fail, too."""
 
     text: str
     for_good: bool = False
@@ -145,8 +145,7 @@ class Status(Request, tag=16):
 
 
 class Doubt(AboutExtent, tag=33):
-    """The caller got other bytes of an extent than were published. The node believes only itself: it
-    reads its copy again."""
+    """Says that the caller got wrong bytes of an extent. The node checks that by reading its copy again."""
 
 
 class Digest(AboutExtent, tag=34):
@@ -158,7 +157,7 @@ class Map(AboutExtent, tag=36):
 
 
 class Scrub(Request, tag=35):
-    """Asks the node to look over everything it keeps, now."""
+    """Asks the node to check everything it keeps, now."""
 
 
 class Answer(Message):
@@ -170,7 +169,7 @@ class Done(Answer, tag=20):
 
 
 class Failed(Answer, tag=21):
-    """`node` is where it failed, which may be further down the chain."""
+    """An error at `node`, which may be further down the chain."""
 
     code: int
     node: int
@@ -178,7 +177,7 @@ class Failed(Answer, tag=21):
 
 
 class Contents(Answer, tag=22):
-    """Of the first extents of a Get, at least one."""
+    """The contents of the first extents of a Get, at least one."""
 
     data: list[bytes | None]
 
@@ -196,49 +195,49 @@ class Digested(Answer, tag=29):
 
 
 class Mapped(Answer, tag=40):
-    """Starts and lengths."""
+    """The starts and lengths of an extent's data."""
 
     segments: list[tuple[int, int]]
 
 
 def check_target(target: Target) -> None:
-    """Raises BadMessage for a target that cannot be one."""
+    """Raise BadMessage for an invalid target."""
     if len(target.chain) > CHAIN_MAX:
         raise BadMessage(f"a chain of {len(target.chain)} nodes")
     check_numbers(target.group, target.config, *target.chain)
 
 
 def check_extent(extent: Extent) -> None:
-    """Raises BadMessage for numbers that no extent has."""
+    """Raise BadMessage for numbers that no extent has."""
     check_numbers(extent.content)
     if not 0 <= extent.stripe < 1 << 32:
         raise BadMessage(f"stripe {extent.stripe} is out of range")
 
 
 def check_range(start: int, length: int) -> None:
-    """Raises BadMessage for what no extent can have, nor one request can be about."""
+    """Raise BadMessage for a range that no extent can have."""
     if not (0 <= start <= _UINT63_MAX and 0 < length <= EXTENT_BYTES_MAX):
         raise BadMessage(f"{length} bytes from {start}")
 
 
 def check_numbers(*numbers: int) -> None:
-    """Raises BadMessage for what cannot be the number of a node, a group, a content or a session."""
+    """Raise BadMessage for a value that is no number of a node, a group, a content or a session."""
     for number in numbers:
         if not 0 <= number <= _UINT63_MAX:
             raise BadMessage(f"number {number} is out of range")
 
 
 def failure_of(error: OSError, node: int) -> tuple[int, int, str]:
-    """errno, node and text that tell another process of an error that `node` met."""
+    """Return errno, node and text by which an error of `node` is sent to another process."""
     text = error.strerror or str(error) or type(error).__name__
     if isinstance(error, Unreachable):
-        # The receiver's Unreachable says which node again.
+        # The receiver's Unreachable adds the node again.
         return errno.ENOTCONN, error.node, text.partition(": ")[2][:TEXT_MAX]
     return error.errno or errno.EIO, node, text[:TEXT_MAX]
 
 
 def error_of(code: int, node: int, text: str, group: int = 0) -> OSError:
-    """The error that `failure_of` told of."""
+    """Return the error for the values of `failure_of`."""
     if code == errno.ENOTCONN:
         return Unreachable(node, text)
     if code == errno.ESTALE and group:
@@ -247,7 +246,7 @@ def error_of(code: int, node: int, text: str, group: int = 0) -> OSError:
 
 
 def describe_version(version: int) -> str:
-    """Why a peer of another version is not served."""
+    """Return why a peer of another version is not served."""
     return (
         f"protocol version {version}, this node speaks {VERSION}: "
         "have the same version of irdmafs on both hosts"

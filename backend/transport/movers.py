@@ -1,4 +1,4 @@
-"""Which movers there are (docs/contributing.md says how to add one)."""
+"""The list of movers (docs/contributing.md says how to add one)."""
 
 from .mover import Mover
 from .tcp.mover import Tcp
@@ -11,8 +11,8 @@ __all__ = ["all_movers"]
 def all_movers(
     rdma: Rdma | None = None, *, streams: int = 4, encrypt_data: bool = False, stages: bool = False
 ) -> tuple[Mover, ...]:
-    """Return all movers, for one process's Peers and Listener; of two that are as fast the better one comes
-    first. The arguments are as of Verbs and Tcp; without `rdma`, RDMA is switched off."""
+    """Return all movers, for one process's Peers and Listener; of two that are equally fast the first one
+    is preferred. The arguments are those of Verbs and Tcp; without `rdma`, RDMA is switched off."""
     return (
         Verbs(rdma or Rdma(Choice("off")), stages=stages),
         Tcp(streams, encrypt_data),

@@ -1,6 +1,6 @@
 """The caller's end of the transport: all store nodes, as devices.
 
-Connections are made when they are needed and kept for a while. A node that cannot be reached is left
+Connections are opened when they are needed and kept for a while. A node that cannot be reached is left
 alone for a moment, in which every call fails at once, so that a caller can turn to a replica.
 """
 
@@ -31,18 +31,18 @@ _TIDY_S = 5.0
 
 
 def patience_s(settings: Settings) -> float:
-    """How long a peer may be silent: shorter than a lease, so that a cut link is noticed before a node
-    is given up by the cluster, and not much longer than a busy machine may stall."""
+    """Return how long a peer may be silent: shorter than a lease, so that a cut link is noticed before the
+    cluster gives a node up, and not much longer than a busy machine may stall."""
     return max(1.0, 0.6 * settings.lease_ttl_s)
 
 
 class Peers:
     """All store nodes, as devices. Use as an async context manager.
 
-    `resolve` tells where a node is (None: it is not registered), `session` the number of this mount's
-    session, which `session_key` shows to be its own. A peer that is silent for `timeout_s` is given up.
-    `is_revoked` tells whether a node's certificate, by its serial number, is not accepted any more. Extents
-    are moved by `movers` (movers.py), the better one first.
+    `resolve` returns the address of a node (None: it is not registered), `session` the number of this
+    mount's session, which `session_key` shows to be its own. A peer that is silent for `timeout_s` is
+    given up. `is_revoked` tells whether a node's certificate, by its serial number, is not accepted any
+    more. Extents are moved by `movers` (movers.py), the better one first.
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class Peers:
         return device
 
     async def ping(self, node: int) -> None:
-        """Raises Unreachable."""
+        """Check that a node answers. Raises Unreachable."""
         await self.device(node).link.ask(lambda number: Ping(number, current_request()))
 
     async def suspect(self, asked: int, group: int, node: int) -> bool:
-        """Have node `asked` check on another member of the group; returns whether that is a member no
+        """Have node `asked` check another member of the group, and return whether that is not a member any
         more. Raises OSError."""
         answer = await self.device(asked).link.ask(
             lambda number: Suspect(number, current_request(), group, node)
@@ -121,15 +121,15 @@ class Peers:
         return isinstance(answer, Verdict) and answer.yes
 
     async def doubt(self, node: int, extent: Extent) -> None:
-        """Tell a node that it sent other bytes than were published. Raises OSError."""
+        """Tell a node that it sent wrong bytes. Raises OSError."""
         await self.device(node).doubt(extent)
 
     async def scrub(self, node: int) -> None:
-        """Have a node look over everything it keeps, beginning now. Raises OSError."""
+        """Have a node check everything it keeps, beginning now. Raises OSError."""
         await self.device(node).link.ask(lambda number: Scrub(number, current_request()))
 
     async def status(self, node: int) -> dict[str, object]:
-        """Return what a node tells of itself. Raises OSError."""
+        """Return the report of a node. Raises OSError."""
         answer = await self.device(node).link.ask(lambda number: Status(number, current_request()))
         return answer.status if isinstance(answer, Report) else {}
 
@@ -153,8 +153,8 @@ class Peers:
                 nursery.start_soon(check_one, node)
 
     def refusals(self) -> list[str]:
-        """A line for each node of which it is known that it and this process do not accept each
-        other."""
+        """Return a line for each node that is known not to accept this process, or not to be accepted by
+        it."""
         return [
             f"store node {node:x} is of no use: {device.link.refusal}"
             for node, device in sorted(self._devices.items())

@@ -1,9 +1,8 @@
-"""Control connections without waiting for nothing.
+"""Control connections whose calls do not yield to the event loop if they need not wait.
 
-trio's own calls let all other tasks have their turn even when they are done at once. A turn is a pass of
-the event loop, with system calls of its own, and a short exchange has a dozen of them: more than what it
-is about. Here nobody waits who need not; whoever serves a peer gives way in other places, so that
-no peer keeps the loop to itself.
+trio's own calls let all other tasks run even if they could return at once. That is a pass of the event
+loop, with system calls of its own, and a short exchange would have a dozen of them: more than its own work.
+Tasks that serve a peer yield in other places, so that no peer keeps the loop to itself.
 """
 
 import errno
@@ -16,7 +15,7 @@ _RECEIVE_BYTES = 64 << 10
 
 
 async def acquire(held: trio.Semaphore | trio.Lock | trio.CapacityLimiter) -> None:
-    """As its own `acquire`, and at once if it is free."""
+    """Acquire a semaphore, without yielding if it is free."""
     try:
         held.acquire_nowait()
     except trio.WouldBlock:
@@ -24,13 +23,13 @@ async def acquire(held: trio.Semaphore | trio.Lock | trio.CapacityLimiter) -> No
 
 
 def let_go(stream: "trio.SSLStream[trio.abc.Stream]") -> None:
-    """Free what a TLS connection that has ended takes. It refers to itself, so its memory (50 to 100 KiB,
-    most of it OpenSSL's) would wait for the garbage collector, which knows only that it is 21 objects."""
+    """Free the memory of a TLS connection that has ended. It refers to itself, so its memory (50 to 100
+    KiB, most of it OpenSSL's) would wait for the garbage collector, which counts only 21 objects."""
     vars(stream).clear()
 
 
 class PromptStream(trio.abc.Stream):
-    """A connected TCP socket, which is not the caller's any more."""
+    """A connected TCP socket, which it owns."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -39,8 +38,8 @@ class PromptStream(trio.abc.Stream):
         self._may_have_more = False
 
     def send_now(self, data: memoryview) -> int:
-        """How many bytes the kernel takes without waiting. Raises trio.BrokenResourceError and
-        trio.ClosedResourceError."""
+        """Send without waiting, and return how many bytes the kernel accepted. Raises
+        trio.BrokenResourceError and trio.ClosedResourceError."""
         try:
             return self.socket.send(data)
         except BlockingIOError:
@@ -69,7 +68,7 @@ class PromptStream(trio.abc.Stream):
         return data
 
     async def peek(self) -> bytes:
-        """The first byte that will be received, b"" at the end. Raises as `receive_some`."""
+        """Return the first byte that will be received, b"" at the end. Raises as `receive_some`."""
         return await self._receive(1, socket.MSG_PEEK)
 
     async def _receive(self, limit: int, flags: int) -> bytes:

@@ -43,7 +43,7 @@ class Scope(Enum):
 NONE, OWN, ANY = Scope.NONE, Scope.OWN, Scope.ANY
 ROLES = ("node", "mount", "reader", "admin")
 
-# For each of ROLES, in their order.
+# The scope for each of ROLES, in their order.
 Row: TypeAlias = tuple[Scope, Scope, Scope, Scope]
 # A message on a control connection, or an operation on another one.
 Asked: TypeAlias = type[Message] | enum.IntEnum
@@ -79,7 +79,7 @@ class Peer:
         self.is_certified = is_certified
         self.serial = serial
         self.expires_s = expires_s
-        # The session that was last found to be its own.
+        # The session that was last proved to be its own.
         self.owned = 0
         self.denials = 0
 
@@ -95,7 +95,7 @@ def may(rights: Mapping[Any, Row], role: str, asked: Asked) -> Scope:
 
 
 def need(rights: Mapping[Any, Row], role: str, asked: Asked) -> Scope:
-    """As `may`; raises OSError EACCES for what a role may not do at all."""
+    """Return the scope, as `may` does. Raises OSError EACCES if the role has no right."""
     scope = may(rights, role, asked)
     if scope is Scope.NONE:
         raise PermissionError(errno.EACCES, f"a {role} may not {_verb(asked)}")
@@ -103,7 +103,7 @@ def need(rights: Mapping[Any, Row], role: str, asked: Asked) -> Scope:
 
 
 def tell_of_denial(peer: Peer, error: PermissionError) -> None:
-    """Log the first thing that a peer asked for without the right to it."""
+    """Log the first request of a peer that it had no right to."""
     peer.denials += 1
     log.log(logging.WARNING if peer.denials == 1 else logging.DEBUG, "%s: %s", peer, error.strerror)
 

@@ -1,4 +1,4 @@
-"""What a store node has to offer so that a transport can serve it: the protocol `Service`."""
+"""The part of a store node that its transport calls: the protocol `Service`."""
 
 from typing import Any, Protocol, TypeVar
 
@@ -17,12 +17,12 @@ class Held(Protocol):
 
     @property
     def is_own(self) -> bool:
-        """Whether nobody else ever had it open for writing, so that it cannot be truncated."""
+        """Return whether no other process ever had it open for writing, so that it cannot be truncated."""
         ...
 
     def lend(self) -> None:
-        """Something may refer to its pages for ever, a socket's send queue for instance: it is never used
-        for another extent."""
+        """Note that its pages may be referred to for ever, by a socket's send queue for instance: the file
+        is never used for another extent."""
         ...
 
     def close(self) -> None: ...
@@ -45,7 +45,7 @@ class Service(Protocol[I]):
 
     @property
     def node(self) -> int:
-        """The node's id."""
+        """Return the node's id."""
         ...
 
     async def check_owner(self, peer: Peer, session: int, content: int) -> None:
@@ -55,49 +55,52 @@ class Service(Protocol[I]):
         ...
 
     async def admit(self, extent: Extent, target: Target) -> None:
-        """May this extent be stored here now: is the lease held, is the configuration right?"""
+        """Raise OSError unless this extent may be stored here now: the lease is held, and the
+        configuration right."""
         ...
 
     def size(self, extent: Extent) -> int | None:
-        """Bytes of a sealed extent, None if it is not here. One that is need not be stored again."""
+        """Return the bytes of a sealed extent, None if it is not here. A sealed extent need not be stored
+        again."""
         ...
 
     async def create(self, extent: Extent, length: int, allocated: int | None = None) -> I:
-        """A file of `length` bytes with its room allocated, open for reading and writing; or one hole,
-        that so many bytes are reserved for. Raises OSError: ENOSPC."""
+        """Return a file of `length` bytes that is allocated, open for reading and writing; or one hole,
+        with `allocated` bytes reserved. Raises OSError: ENOSPC."""
         ...
 
     async def adopt(self, extent: Extent, name: str) -> I:
-        """The file incoming/NAME, open for reading. Raises OSError: ENOENT, EPERM."""
+        """Return the file incoming/NAME, open for reading. Raises OSError: ENOENT, EPERM."""
         ...
 
     async def seal(self, extent: Extent, incoming: I) -> None:
-        """All bytes are in the file: it becomes readable, and is safe. If this raises, it is dropped."""
+        """Make a complete file a readable, durable extent. If this raises, the file is dropped."""
         ...
 
     def drop(self, incoming: I) -> None:
-        """The bytes did not arrive."""
+        """Drop a file whose bytes did not arrive."""
         ...
 
     def open(self, extent: Extent) -> int:
-        """A read-only descriptor, which the transport closes; the file is lent. Called in threads. Raises
-        OSError: ENOENT."""
+        """Return a read-only descriptor, which the transport closes; the file is lent. Called in threads.
+        Raises OSError: ENOENT."""
         ...
 
     def hold(self, extent: Extent) -> Held:
-        """As `open`, for whoever keeps no reference to its pages. Raises OSError: ENOENT."""
+        """Open an extent for a caller that keeps no reference to its pages. Raises OSError: ENOENT."""
         ...
 
     def abort(self, content: int) -> None:
-        """What was stored of this content will not be published."""
+        """Note that this content will not be published."""
         ...
 
     async def suspect(self, group: int, node: int) -> bool:
-        """The caller cannot reach that member of the group. Returns whether it is a member no more."""
+        """Check a member of the group that the caller cannot reach, and return whether it is not a member
+        any more."""
         ...
 
     def doubt(self, extent: Extent) -> None:
-        """The caller got other bytes of it than were published, as it says."""
+        """Check an extent of which the caller says that it got wrong bytes."""
         ...
 
     async def digest(self, extent: Extent) -> bytes:
@@ -105,15 +108,15 @@ class Service(Protocol[I]):
         ...
 
     async def segments(self, extent: Extent) -> list[tuple[int, int]]:
-        """Where the data of an extent is (see backend/store/sparse.py). Raises OSError: ENOENT."""
+        """Return where the data of an extent is (see backend/store/sparse.py). Raises OSError: ENOENT."""
         ...
 
     def scrub(self) -> None:
-        """Look over everything that is kept here."""
+        """Check everything that is kept here."""
         ...
 
     def status(self) -> dict[str, Any]:
-        """What can be told in MessagePack."""
+        """Return the node's report, of values that MessagePack has."""
         ...
 
 

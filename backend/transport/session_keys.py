@@ -1,4 +1,4 @@
-"""The key by which a mount shows to store nodes that a session is its own."""
+"""The key by which a mount proves to store nodes that a session is its own."""
 
 import hashlib
 import secrets

@@ -1,4 +1,4 @@
-"""The cluster's certificate authority: making it, replacing it, and issuing certificates.
+"""The cluster's certificate authority: make it, replace it, and issue certificates.
 
 Extended key usage keeps a mount from posing as a node: only nodes (and etcd) may accept connections.
 Certificates of the role "etcd" are for etcd itself, whose clients do check names, and carry them.
@@ -36,7 +36,7 @@ __all__ = ["begin_ca_change", "finish_ca_change", "issue", "make_ca"]
 _LISTENING_ROLES = ("node", "etcd")
 CA_DAYS = 3650
 CERTIFICATE_DAYS = 825
-# Clocks of different hosts are not equal: what was just issued is valid elsewhere, too.
+# Clocks of hosts differ: a certificate that was just issued must be valid on all of them.
 _CLOCK_SKEW = datetime.timedelta(hours=1)
 # With the number of the certificate, at most the 64 characters that a CN may have.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,55}", re.ASCII)
@@ -69,8 +69,8 @@ def make_ca(directory: str, cluster_name: str, days: float = CA_DAYS) -> str:
 
 
 def begin_ca_change(directory: str, cluster_name: str) -> None:
-    """Make another certificate authority: new certificates are signed by it, and `ca.pem` holds both, so
-    that those of either are accepted. Raises CredentialsError."""
+    """Make another certificate authority, which signs new certificates. `ca.pem` holds both, so
+    certificates of either are accepted. Raises CredentialsError."""
     path = os.path.join(directory, "ca.pem")
     old = load_certificates(path)
     if len(old) > 1:
@@ -78,14 +78,14 @@ def begin_ca_change(directory: str, cluster_name: str) -> None:
     with tempfile.TemporaryDirectory(prefix=".ca-", dir=directory) as made:
         both = read_file(make_ca(made, cluster_name)) + read_file(path)
         _write_new(os.path.join(made, "both.pem"), both)
-        # Between the two, nothing can be issued, and nobody is refused.
+        # Between the two steps no certificate can be issued, and none is refused.
         os.replace(os.path.join(made, "both.pem"), path)
         os.replace(os.path.join(made, "ca.key"), os.path.join(directory, "ca.key"))
 
 
 def finish_ca_change(directory: str) -> None:
-    """Take the older certificate authority out of `ca.pem`: what it signed is accepted no more where this
-    file is. Raises CredentialsError."""
+    """Remove the older certificate authority from `ca.pem`: its certificates are not accepted any more
+    where this file is. Raises CredentialsError."""
     from cryptography.hazmat.primitives.serialization import Encoding
 
     path = os.path.join(directory, "ca.pem")

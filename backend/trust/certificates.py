@@ -1,8 +1,8 @@
 """The certificates that a cluster has issued, and which of them are revoked.
 
-An admin writes them into etcd; nodes and mounts follow them there, refuse whoever shows a revoked one, and
-cut off whoever is connected with it. One that was revoked stays in the list: it is known by its serial
-number, so another one can be issued under the same name.
+An admin writes them into etcd; nodes and mounts watch them there, refuse peers that show a revoked one, and
+close the connections of peers that use it. A revoked certificate stays in the list by its serial number, so
+another one can be issued under the same name.
 """
 
 import logging
@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 
 
 class Certificates:
-    """The records of certificates in etcd, by serial number (hexadecimal). `own` gives the number of this
-    process's certificate."""
+    """The records of certificates in etcd, by serial number (hexadecimal). `own` returns the number of
+    this process's certificate."""
 
     prefixes = (b"K",)
 
@@ -36,7 +36,7 @@ class Certificates:
         return found is not None and found.revoked_s > 0
 
     def load(self, records: Sequence[KeyValue], revision: int) -> None:
-        # A record that is gone changes nothing: what was revoked stays so while this process lives.
+        # A removed record changes nothing: a revoked certificate stays revoked while this process lives.
         for record in records:
             self._take(record.key, record.value)
         self._loaded = True

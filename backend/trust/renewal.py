@@ -1,7 +1,7 @@
 """Certificates and keys that are read again when their files change, while the process runs.
 
-What was made of them before stays in use until what the files hold now is sound. So a process survives
-files that are damaged, or copied one after the other.
+The value that was loaded before stays in use until the files are valid again. So a process survives files
+that are damaged, or copied one after the other.
 """
 
 import logging
@@ -18,17 +18,17 @@ __all__ = ["LOOK_S", "Renewable", "Renewal"]
 
 log = logging.getLogger(__name__)
 
-# How often the files are looked at.
+# How often the files are checked.
 LOOK_S = 10.0
 
 T = TypeVar("T")
 
-# Of each file: inode number, size, and when its content and its attributes changed; None: it is not there.
+# For each file: inode number, size, mtime and ctime; None: it does not exist.
 _Stamps = tuple[tuple[int, int, int, int] | None, ...]
 
 
 class Renewable(Generic[T]):
-    """What `load` makes of files: `current`. `load` is given what it made before, at first None. It raises
+    """A value that `load` makes of files: `current`. `load` gets its former value, at first None. It raises
     OSError, ValueError or ConfigError if the files cannot be used; then `problem` says why."""
 
     def __init__(self, files: Iterable[str], load: Callable[[T | None], T]) -> None:
@@ -46,7 +46,7 @@ class Renewable(Generic[T]):
         try:
             self.current = self._load(self.current)
         except (OSError, ValueError, ConfigError) as error:
-            # Files that are copied one after the other do not fit for a moment: look once more.
+            # Files that are copied one after the other do not match for a moment: try once more.
             if stamps != self._failed and not at_once:
                 self._failed = stamps
                 return
@@ -62,7 +62,7 @@ class Renewable(Generic[T]):
 
 
 class Renewal:
-    """Looks after what was made of files in one process."""
+    """Keeps the values of files in one process up to date."""
 
     def __init__(self, renewables: Iterable[Renewable[Any]]) -> None:
         self._renewables = tuple(renewables)
@@ -77,7 +77,7 @@ class Renewal:
         return [each.problem for each in self._renewables if each.problem]
 
     async def run(self) -> None:
-        """Look at the files now and then."""
+        """Check the files periodically."""
         while self._renewables:
             with trio.move_on_after(LOOK_S):
                 await self._asked.wait()

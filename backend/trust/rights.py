@@ -1,8 +1,9 @@
 """The keys of a cluster in etcd that a process may write, by the role in its certificate.
 
-Everybody may read everything under the cluster's prefix. What many change, the namespace for example,
-belongs to a role; what is one process's own begins with the number of its certificate, the *owner*, and
-belongs to that certificate alone. Admins may do everything. docs/security.md has the table with reasons.
+Every member may read all keys under the cluster's prefix. Keys that many processes change, those of the
+namespace for example, belong to a role; a process's own keys begin with the number of its certificate, the
+*owner*, and belong to that certificate alone. Admins may do everything. docs/security.md has the table
+with reasons.
 """
 
 from typing import NamedTuple
@@ -42,6 +43,6 @@ def own_ranges(role: Role, owner: int) -> list[Range]:
     first, last = (
         (owner + more).to_bytes(OWNER_BYTES + 1, "big")[-OWNER_BYTES:] for more in (0, 1)
     )
-    # After the last owner comes the next kind.
+    # The last owner's range ends where the next kind begins.
     end = _FENCE + last if owner + 1 < 1 << 8 * OWNER_BYTES else bytes([_FENCE[0] + 1])
     return [*found, Range(_FENCE + first, end)]

@@ -1,10 +1,9 @@
-"""Who may take part in a cluster: mutual TLS with the cluster's own certificate authority.
+"""Membership in a cluster: mutual TLS with the cluster's own certificate authority.
 
-A certificate names its owner in CN, with a number that no other certificate has, and what the owner may
-be, the role, in OU. Whoever holds one that the
-cluster's CA signed is a member; there is no other list. A "reader" is a mount that changes nothing.
-Addresses do not count: nodes and mounts come and go with changing ones, so the peer's role is checked
-and not its DNS name.
+A certificate names its owner in CN, with a number that no other certificate has, and the owner's role in
+OU. Every process that has a certificate signed by the cluster's CA is a member; there is no other list. A
+"reader" is a mount that changes nothing. Addresses of nodes and mounts change, so the peer's role is
+checked and not its DNS name.
 """
 
 import contextlib
@@ -96,7 +95,8 @@ class Credentials:
 
     @property
     def renewable(self) -> Renewable[_Loaded]:
-        """Return what the files hold. Raises CredentialsError when they cannot be used at first."""
+        """Return the contents of the files. Raises CredentialsError if they cannot be used the first
+        time."""
         if self._renewable is None:
             self._renewable = Renewable((self.ca, self.cert, self.key), self._load)
         return self._renewable
@@ -107,11 +107,12 @@ class Credentials:
         return self.renewable.current.identity
 
     def client_context(self) -> ssl.SSLContext:
-        """For connecting to nodes. Raises CredentialsError."""
+        """Return the TLS context for connecting to nodes. Raises CredentialsError."""
         return self.renewable.current.client
 
     def server_context(self) -> ssl.SSLContext:
-        """For accepting connections, of peers with a certificate only. Raises CredentialsError."""
+        """Return the TLS context for accepting connections of peers with a certificate. Raises
+        CredentialsError."""
         return self.renewable.current.server
 
     def _load(self, before: _Loaded | None) -> _Loaded:
@@ -140,9 +141,9 @@ class Credentials:
         return context
 
     def check(self) -> Identity:
-        """Who these credentials are of. Raises CredentialsError when they cannot work: a file that is
-        missing or damaged, a key that others can read, a certificate that is expired, of another
-        key or of another CA."""
+        """Return the identity of these credentials. Raises CredentialsError if they cannot be used: a file
+        is missing or damaged, others can read the key, the certificate has expired, or is of another key
+        or CA."""
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
@@ -176,15 +177,15 @@ class Credentials:
         return identity
 
     def days_left(self) -> float:
-        """Until the certificate or the CA expires, whichever is first."""
+        """Return the days until the certificate or the CA expires, whichever is first."""
         now = datetime.datetime.now(datetime.UTC)
         ends = (load_certificate(path).not_valid_after_utc for path in (self.cert, self.ca))
         return (min(ends) - now).total_seconds() / 86400
 
 
 def check_user(path: str, before: Identity | None, now: Identity | None) -> None:
-    """Raise CredentialsError if a certificate that is to follow another one, while its process runs, is of
-    somebody else."""
+    """Raise CredentialsError if a certificate that replaces another one in a running process is of another
+    user."""
     if (before and (before.role, before.user)) == (now and (now.role, now.user)):
         return
     remedy = "start this process again to use it"
@@ -197,7 +198,7 @@ def check_user(path: str, before: Identity | None, now: Identity | None) -> None
 
 
 def peer_identity(connection: _Peer) -> Identity | None:
-    """Who is at the other end of a TLS connection (ssl.SSLObject, trio.SSLStream, ...) whose handshake
+    """Return the peer's identity of a TLS connection (ssl.SSLObject, trio.SSLStream, ...) whose handshake
     is complete; None for a certificate without a role."""
     certificate = connection.getpeercert() or {}
     names: dict[str, list[str]] = {}
@@ -218,12 +219,12 @@ def identity_in(path: str) -> Identity | None:
 
 
 def expiry_of(path: str) -> int:
-    """When a certificate in a file expires, in seconds since 1970. Raises CredentialsError."""
+    """Return when a certificate in a file expires, in seconds since 1970. Raises CredentialsError."""
     return int(load_certificate(path).not_valid_after_utc.timestamp())
 
 
 def describe_tls_error(error: ssl.SSLError) -> str:
-    """A failed handshake in words that say what to do."""
+    """Describe a failed handshake in words that say what to do."""
     reason = error.reason or ""
     if isinstance(error, ssl.SSLCertVerificationError):
         what = error.verify_message
@@ -238,7 +239,7 @@ def describe_tls_error(error: ssl.SSLError) -> str:
         return "no certificate was shown; set ca, cert and key in [cluster]"
     if reason in _NO_TLS:
         return "the peer speaks no TLS; one of the two sides has no credentials configured"
-    # Which of the two depends on what has come when we look.
+    # The class of the error depends on the bytes received so far.
     if isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError)):
         return (
             "the peer broke off: it may not trust our certificate, as its CA is another cluster's"
@@ -247,8 +248,8 @@ def describe_tls_error(error: ssl.SSLError) -> str:
 
 
 def is_final(error: ssl.SSLError) -> bool:
-    """Whether a handshake that failed so will fail again until somebody changes the credentials of one
-    side. That the peer broke off may also mean that it ended."""
+    """Return whether a handshake that failed so will fail again until the credentials of one side are
+    changed. A peer that broke off may just have ended."""
     return isinstance(error, ssl.SSLCertVerificationError) or (error.reason or "") in (
         *_NO_TLS,
         "TLSV1_ALERT_UNKNOWN_CA",
@@ -267,7 +268,7 @@ def read_file(path: str) -> bytes:
 
 
 def load_certificate(path: str) -> "x509.Certificate":
-    """The first one."""
+    """Return the first certificate of a file."""
     return load_certificates(path)[0]
 
 
@@ -285,7 +286,7 @@ def check_private(path: str) -> None:
         status = os.stat(path)
     except OSError as error:
         raise CredentialsError(f"cannot read {path}: {error.strerror}") from error
-    # A key of root that a group may read is how secrets are handed to containers and services.
+    # Containers and services get secrets as files of root that a group can read.
     forbidden = 0o027 if status.st_uid == 0 else 0o077
     if stat.S_IMODE(status.st_mode) & forbidden:
         raise CredentialsError(f"{path} can be read by others; run: chmod 600 {path}")
