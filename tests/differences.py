@@ -97,8 +97,8 @@ class Uncertain:
     - O_APPEND was taken off a descriptor: writes that pass through go on appending (docs/sharing.md).
 
     The store nodes of a cluster keep what is named or open. What was written to a file without a name ends
-    with the last descriptor that opened it: one that never did (O_PATH) shows size and time of the version
-    before. Test: test_attributes.py,
+    with the last descriptor that opened it: one that never did (O_PATH) shows size and times of the
+    version before. Test: test_attributes.py,
     test_what_was_written_to_a_file_without_a_name_is_there_for_a_descriptor_that_never_opened_it.
 
     A map that passes through is one of the extent: it does not keep the description open through which
@@ -190,7 +190,7 @@ class Uncertain:
             tmpfs, mount = (without_times(one, self._replaced) for one in (tmpfs, mount))
         if not self._keeps_unopened:
             opened = self._holders.opened()
-            tmpfs, mount = (without_mtime_of_lost(one, opened) for one in (tmpfs, mount))
+            tmpfs, mount = (without_times_of_lost(one, opened) for one in (tmpfs, mount))
         uncertain = set(self._parted)
         if "slot" not in step.arguments or step.arguments.keys() & {"path", "new"}:
             uncertain |= self._private
@@ -226,13 +226,13 @@ def without_times(value: Value, inodes: set[int]) -> object:
     return value
 
 
-def without_mtime_of_lost(value: Value, opened: set[int]) -> object:
-    """The value without times of modification of files that have neither a name nor a descriptor through
-    which they can be read."""
+def without_times_of_lost(value: Value, opened: set[int]) -> object:
+    """The value without times of files that have neither a name nor a descriptor through which they can be
+    read."""
     if isinstance(value, dict) and not value["nlink"] and value["inode"] not in opened:
-        return {key: one for key, one in value.items() if key != "mtime"}
+        return {key: one for key, one in value.items() if not key.endswith("time")}
     if isinstance(value, tuple):
-        return tuple(without_mtime_of_lost(part, opened) for part in value)
+        return tuple(without_times_of_lost(part, opened) for part in value)
     return value
 
 
