@@ -37,14 +37,16 @@ class Content:
     `writable`: the extent may be written, because nobody else relies on what it holds. `dirty`: a
     request of ours changed it since it was published. `seen` is the stamp at its last publication, or
     when it was first opened in place; None when nothing of it was ever published; `begun` is the stamp
-    when it began to be written. `mapped`: somebody could map it to write it. `whole`: everybody who writes
-    it began with an empty file, so a writer that is killed publishes nothing. `kept`: such a writer left
-    it, and it is seen on this host only. `discarded`: its writer gave it up.
+    when it began to be written. `moved`: its stamp and the time of its last change when its file got
+    another number, which the file's own time of change does not tell from a write. `mapped`: somebody could
+    map it to write it. `whole`: everybody who writes it began with an empty file, so a writer that is
+    killed publishes nothing. `kept`: such a writer left it, and it is seen on this host only.
+    `discarded`: its writer gave it up.
     """
 
     __slots__ = (
         "awaited", "begun", "blocks", "dirty", "discarded", "extent", "fd", "holds", "ino",
-        "kept", "leaves", "leaving", "lock", "mapped", "mtime_ns", "opens", "own", "pinned",
+        "kept", "leaves", "leaving", "lock", "mapped", "moved", "mtime_ns", "opens", "own", "pinned",
         "preparing", "private", "published", "seen", "size", "superseded", "version", "whole",
         "writable", "writers",
     )  # fmt: skip
@@ -71,6 +73,7 @@ class Content:
         self.discarded = False
         self.seen: Stamp | None = None
         self.begun: Stamp | None = None
+        self.moved: tuple[Stamp, int] | None = None
         self.lock: trio.Lock | None = None
         self.show(inode)
         self.extent = NO_CONTENT if private else inode.extent
@@ -121,6 +124,13 @@ def stamp_of(status: os.stat_result) -> Stamp:
     """Return what a write to an extent changes. Not st_ctime: a store that takes the very file changes
     it, too."""
     return status.st_size, status.st_mtime_ns
+
+
+def changed_ns(content: Content, status: os.stat_result) -> int:
+    """Return when a content was last changed, `status` being that of its extent."""
+    if content.moved is not None and content.moved[0] == stamp_of(status):
+        return content.moved[1]
+    return status.st_ctime_ns
 
 
 class ContentTable:

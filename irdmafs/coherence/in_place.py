@@ -12,7 +12,7 @@ from ..backend.store.api import Store
 from ..backend.store.extents import copy_contents
 from ..inline import detach
 from .changes import Changes
-from .content import Content, ContentTable, Stamp, stamp_of
+from .content import Content, ContentTable, Stamp, changed_ns, stamp_of
 from .kernel_cache import KernelCache
 from .nodes import Handle, Node
 from .publishing import Publisher
@@ -69,6 +69,9 @@ class InPlace:
         before = content.extent
         is_version = content.seen is None or not self._changes.is_written(content)
         is_copied = self._store.is_lent(before)
+        if not is_version:
+            status = self._table.stat(content)
+            content.moved = stamp_of(status), changed_ns(content, status)
         extent = await self._store.begin_in_place(inode, before)
         self._table.give_extent(content, extent, own=extent != before)
         self._table.keep_open(content, self._store.extents.open(extent, os.O_RDWR))

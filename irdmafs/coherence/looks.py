@@ -1,7 +1,7 @@
 """How files look to stat(2) on this host: size, blocks and times of the content that a node stands for."""
 
 from ..backend.namespace import Inode
-from .content import Content, ContentTable, Shown, stamp_of
+from .content import Content, ContentTable, Shown, changed_ns, stamp_of
 from .nodes import Node, NodeTable
 from .sharing import Sharing
 
@@ -34,7 +34,7 @@ class Looks:
             ctime_ns = inode.ctime_ns
             if content.dirty or stamp_of(status) != content.since:
                 # The kernel's clock ticks: a write may seem to lie before the change of a name.
-                ctime_ns = max(ctime_ns + 1, status.st_ctime_ns)
+                ctime_ns = max(ctime_ns + 1, changed_ns(content, status))
             return Shown(status.st_size, status.st_blocks, status.st_mtime_ns, ctime_ns)
         return Shown(content.size, content.blocks, content.mtime_ns, inode.ctime_ns)
 

@@ -16,7 +16,7 @@ from ..backend.store.extents import copy_contents
 from ..callers.processes import Processes
 from ..inline import detach
 from .changes import Changes
-from .content import Content, ContentTable, stamp_of
+from .content import Content, ContentTable, changed_ns, stamp_of
 from .kernel_cache import KernelCache
 from .nodes import Handle, NodeTable
 
@@ -244,7 +244,7 @@ class Publisher:
         extent = content.extent
         mapped = content.mapped
         written = content.private or self._changes.is_written(content, status)
-        ctime_ns = status.st_ctime_ns if written else 0
+        ctime_ns = changed_ns(content, status) if written else 0
         dirty, content.dirty = content.dirty, False
         # A writer that replaces a file does so whatever others published meanwhile. On one host the last
         # close wins.

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from cluster_mount import CLUSTER
 from conftest import SESSIONS as _SESSIONS
-from mountpoint import Mount
+from mountpoint import Mount, eventually
 from patterns import pattern
 from processes import Process
 
@@ -378,6 +378,24 @@ def test_the_open_files_of_one_process_do_not_make_writes_of_others_fail(
     assert (mount.path / "victim").read_bytes() == b"new"
     greedy.do("for fd in fds: os.write(fd, b'x'); os.close(fd)")
     assert (mount.path / "299").read_bytes() == b"x"
+
+
+def test_an_open_for_writing_is_no_change_of_what_a_child_goes_on_writing(folder: Path) -> None:
+    file = folder / "file"
+    fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    os.write(fd, b"a")
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=fd) as child:
+        assert child.stdin is not None
+        os.close(fd)
+        child.stdin.write(b"b")
+        child.stdin.flush()
+        eventually(lambda: file.stat().st_size == 2, "the child writes")
+        before = file.stat()
+        with file.open("r+b"):
+            opened = file.stat()
+        child.stdin.close()
+    assert (opened.st_mtime_ns, opened.st_ctime_ns) == (before.st_mtime_ns, before.st_ctime_ns)
+    assert file.read_bytes() == b"ab"
 
 
 def test_a_file_without_a_name_keeps_its_length_when_its_last_writer_leaves(
