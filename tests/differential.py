@@ -109,7 +109,7 @@ class Pair:
         for number, step in enumerate(steps):
             alone = step.op in _ALONE
             if batch and (
-                alone or batch[-1][1].actor != step.actor or len(batch) == self._leniency.batch_max
+                alone or batch[-1][1].actor != step.actor or len(batch) >= self._leniency.batch_max
             ):
                 yield batch
                 batch = []
