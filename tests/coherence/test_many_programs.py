@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import storm
 from cluster import Cluster, Plan
+from conftest import make_mount
 
 PROGRAMS = 3
 SECONDS = 3.0
@@ -34,6 +35,13 @@ def test_afterwards_every_host_shows_the_same_files(hosts: int, beside: dict[int
             print(run_programs(folders[:hosts], seed + 1000 * number))
             shown = [shown_in(folder) for folder in folders]
             assert shown[0] == shown[1]
+
+
+def test_on_one_host_no_call_fails_except_for_a_missing_name() -> None:
+    seed = int(os.environ.get("IRDMAFS_SEED") or random.SystemRandom().randrange(1 << 24))
+    print(f"\nIRDMAFS_SEED={seed}")
+    with make_mount("kernel") as mount:
+        assert run_programs([mount.path], seed) <= {"ENOENT"}
 
 
 def run_programs(folders: list[Path], seed: int) -> set[str]:
