@@ -1,18 +1,17 @@
-"""What the kernel of this host believes without asking us, on a mount whose tree others change, too.
+"""The names and attributes that the kernel of this host believes without asking, in a cluster.
 
 In a directory that the mount follows (backend/store/remote/leases) an answer says for how long the kernel
-may believe it. Whoever changes something there waits for this mount, which first makes the kernel
-forget what is not so any more; what is remembered here is only which names and attributes that may be.
+may believe it. A host that changes something there waits for this mount, which first makes its kernel
+forget what changed. Only the names and attributes that the kernel may still believe are remembered here.
 
-Names are forgotten all at once, by a new epoch: every name has that of the question which it was the
-answer to, and is asked for anew when it is used in a later one (Linux 6.16). To drop a single name
-takes its directory's lock, which the kernel holds while a program here changes that directory and,
-perhaps, waits for the other host; and a thread that waits for it cannot even be killed, nor is the
-connection of a daemon at an end as long as such a thread is left. So an older kernel is not to believe.
+Names are forgotten all at once, by a new epoch (Linux 6.16): a name has the epoch of the request that it
+answered, and is looked up again when it is used in a later epoch. Dropping a single name would take its
+directory's lock. The kernel holds that lock while a program here changes the directory and, perhaps, waits
+for the other host. A thread that waits for the lock cannot be killed, and keeps the connection of a dead
+daemon alive. So an older kernel may not believe.
 
-Attributes are forgotten by inode; the kernel drops answers to questions older than that. Answers to
-changes of its own (create, link, setattr) it does not compare so; their attributes are not to be
-believed.
+Attributes are forgotten by inode. The kernel drops answers to requests that are older than that, but not
+answers to its own changes (create, link, setattr): their attributes may not be believed.
 """
 
 import contextlib
@@ -26,17 +25,17 @@ from ..backend.namespace import ROOT_INO, Inode, Namespace
 from .kernel_cache import KernelCache, Name
 from .nodes import NodeTable
 
-# What was said longer ago than this (seconds) is not believed any more: far longer than any answer
-# says, because a caller may be kept from its processor before it takes the answer in.
+# An answer that was given longer ago than this (seconds) is not believed any more. It is far longer than
+# any answer says: a caller may be kept from its processor before it takes the answer in.
 _REMEMBERED_S = 2.0
-# The kernel keeps what it looked up, and we a node for it, until it wants the memory for something else.
-# What is gone it is made to drop, so many inodes (at most) at a time, collected for so long.
+# The kernel keeps what it looked up, and we keep a node for it, until it wants the memory for something
+# else. It is made to drop removed inodes: at most so many at a time, collected for so many seconds.
 _COLLECT_S = 1.0
 _COLLECTED_MAX = 1 << 16
 
 
 class _Said:
-    """Names and attributes that the kernel was told, and until when (time.monotonic())."""
+    """Names and attributes that the kernel was told, each until a time.monotonic()."""
 
     __slots__ = ("attributes", "names", "names_of")
 
@@ -51,7 +50,7 @@ class _Said:
 
 
 class Beliefs:
-    """Told by the store of every change (a store's Watcher), makes the kernel forget."""
+    """Makes the kernel forget what the store tells that it changed (see StoreEvents)."""
 
     def __init__(self, namespace: Namespace, nodes: NodeTable, kernel: KernelCache) -> None:
         self._namespace = namespace
@@ -75,7 +74,7 @@ class Beliefs:
     # -- what the kernel is told in answers --------------------------------------------------------
 
     def name(self, parent: int, name: bytes, ino: int, seconds: float) -> None:
-        """An answer says that a name leads to an inode for so long."""
+        """Note an answer: a name leads to an inode for so many seconds."""
         said, now = self._now_saying()
         key = (parent, name)
         known = said.names.get(key)
@@ -84,13 +83,13 @@ class Beliefs:
         said.names[key] = ino, now + seconds
 
     def attributes(self, ino: int, seconds: float) -> None:
-        """An answer says that an inode has its attributes for so long."""
+        """Note an answer: an inode has its attributes for so many seconds."""
         said, now = self._now_saying()
         said.attributes[ino] = now + seconds
 
     def holds(self, name: Name, ino: int, until: float) -> bool:
-        """Whether the kernel believes in a name and the attributes of what it leads to for so long
-        (time.monotonic()), if it still remembers them."""
+        """Return whether the kernel, if it still remembers them, believes a name and the attributes of its
+        inode until then (time.monotonic())."""
         for said in (self._said, self._said_before):
             found = said.names.get(name)
             if found is not None:
@@ -110,8 +109,8 @@ class Beliefs:
 
     @contextlib.contextmanager
     def changing(self, *names: Name) -> Iterator[None]:
-        """A program here changes these names: the kernel sees to it by itself if that succeeds. It
-        then believes in the new name of what is renamed as it did in the old one."""
+        """Enclose a change of these names by a program of this host. The kernel notes it by itself if it
+        succeeds, and believes the new name of a renamed file as long as the old one."""
         self._own.update(dict.fromkeys(names, names))
         try:
             yield
@@ -137,7 +136,7 @@ class Beliefs:
         self._changed_inodes.append((old, new))
 
     def transaction(self, *, ours: bool) -> None:
-        """What changed since the last call changed at once; `ours`: by a program on this mount."""
+        """Forget what changed, at once, since the last call; `ours`: by a program on this mount."""
         names = False
         inodes: set[int] = set()
         for key, old_ino in self._changed_names:
@@ -169,7 +168,7 @@ class Beliefs:
         self._forget(names=names, inodes=inodes)
 
     def _take_name(self, key: Name) -> float:
-        """Until when the kernel believes in a name, 0.0: it does not. It is about to forget it."""
+        """Return until when the kernel believes a name, 0.0 if it does not. It is about to forget it."""
         until = 0.0
         for said in (self._said, self._said_before):
             found = said.names.pop(key, None)
@@ -189,7 +188,7 @@ class Beliefs:
         ]
 
     def _below(self, directory: int) -> tuple[list[Name], list[int]]:
-        """Names and inodes that were believed because of where the directory was."""
+        """Return the names and inodes that are believed because of where the directory was."""
         inodes = self._namespace.inodes
         below: dict[int, bool] = {directory: True, ROOT_INO: False}
 
@@ -221,7 +220,7 @@ class Beliefs:
             self._kernel.forget(nodes, names=names)
 
     def _collect(self, ino: int) -> None:
-        """A name does not lead to an inode any more that the kernel may have looked up by it."""
+        """Have the kernel drop an inode soon that a name does not lead to any more."""
         if len(self._left) < _COLLECTED_MAX and any(node.lookups for node in self._nodes.of(ino)):
             self._left.add(ino)
             if not self._collecting:
@@ -237,5 +236,5 @@ class Beliefs:
             self._collecting = False
 
     def count(self) -> dict[str, int]:
-        """Figures for `irdmafs status`: what the kernel was made to forget."""
+        """Return figures for `irdmafs status`: how often the kernel was made to forget."""
         return {"epochs": self.epochs, "inodes_told": self.told_inodes}

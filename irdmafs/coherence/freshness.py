@@ -1,14 +1,13 @@
-"""What lookups told a thread without asking anybody, to be checked when it opens the file.
+"""The names that a thread looked up, to be checked when it opens the file.
 
 In a cluster a name that is found in the replica is answered at once: a path of five names would take
-five round trips otherwise. The open that follows asks once, and then every name that led to it must
-still mean the same. If one does not, the open is answered ESTALE, and the kernel looks the path up
-once more and tries a second time, the last one. So what is found then must not be refused again,
-although the name may mean yet another file by that time: the thread is *led* to a file that was behind
-the name after its open began, which is as good.
+five round trips otherwise. The open that follows asks etcd once, and then every name that led to it must
+still lead to the same inode. If one does not, the open is answered ESTALE. The kernel then looks the path
+up again and tries a second time, the last one. So the second try must not be refused, although the name
+may lead to yet another file by then: the thread is *led* to a file that had the name after its open began.
 
-An open that no lookup led to comes by a name that the kernel believed in: right under a directory
-lease; else the kernel had better look again.
+An open without a lookup before it comes by a name that the kernel believed. That is right under a
+directory lease; otherwise the kernel has to look again.
 """
 
 from collections import OrderedDict
@@ -39,7 +38,7 @@ class LookupTrails:
     def __init__(self, namespace: Namespace) -> None:
         self._namespace = namespace
         self._of: OrderedDict[int, list[TrailStep]] = OrderedDict()
-        # Whose open was refused: the last name of the path. Where it is to find what.
+        # By thread: the last name of the path whose open was refused; the name that leads to an inode.
         self._refused: dict[int, bytes] = {}
         self._led: dict[int, tuple[int, Name]] = {}
 
@@ -54,22 +53,22 @@ class LookupTrails:
         names.append(TrailStep(parent, name, inode.ino, inode.is_symlink))
 
     def take(self, pid: int) -> Sequence[TrailStep]:
-        """The thread opens a file: what it looked up before."""
+        """Return, and forget, what a thread that opens a file has looked up."""
         self._led.pop(pid, None)
         return self._of.pop(pid, ())
 
     def forget(self, pid: int) -> None:
-        """The thread's open has ended in another way than by coming again."""
+        """Forget a thread: its lookups were not for an open, or its open does not come again."""
         self._of.pop(pid, None)
         self._led.pop(pid, None)
         self._refused.pop(pid, None)
 
     def hold(self, pid: int, names: Sequence[TrailStep], ino: int, *, believed: bool) -> bool:
-        """Whether the names that led this thread to the inode lead there in a replica that is fresh.
-        `believed`: the kernel may have come by names that it was not to ask for.
+        """Return whether the names by which this thread came lead to the inode in a replica that is fresh.
+        `believed`: the kernel may have come by names that it need not look up.
 
-        Says no only once in a row: the lookups that the kernel then repeats are fresh, and what is
-        opened again without any (/proc/self/fd) has no name.
+        Return False only once in a row: the lookups that the kernel then repeats are fresh, and a file that
+        is opened again without any (/proc/self/fd) has no name.
         """
         last = names[-1].name if names else b""
         refused = self._refused.pop(pid, None)
@@ -92,20 +91,20 @@ class LookupTrails:
         return False
 
     def find(self, step: TrailStep) -> Inode | None:
-        """What the name leads to now."""
+        """Return what the name leads to now."""
         try:
             return self._namespace.lookup(step.parent, step.name)
         except OSError:  # the directory is gone
             return None
 
     def lead(self, pid: int, name: Name, ino: int) -> None:
-        """When the thread looks this name up once more, it is to find this inode."""
+        """Have the thread find this inode when it looks the name up again."""
         if len(self._led) >= _THREADS_MAX:
             self._led.clear()
         self._led[pid] = ino, name
 
     def led(self, pid: int, name: Name) -> int:
-        """The inode that the thread is to find here; 0: whatever there is. The kernel asks twice, once
-        for what it has and once for what is there instead."""
+        """Return the inode to which the thread is led by a name, 0 if it is not. The kernel asks twice:
+        for what it has, and for what is there instead."""
         found = self._led.get(pid) if self._led else None
         return found[0] if found is not None and found[1] == name else 0

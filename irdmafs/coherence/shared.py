@@ -178,8 +178,8 @@ class Shared(Coherence):
         return node, await self._refreshed(inode, content=not truncates(flags)), name
 
     async def _lead_on(self, name: TrailStep, flags: int, pid: int, came_to: Node | None) -> None:
-        """Have ready what a name means now for a thread that is to look it up once more. By then it may
-        mean yet another file; the thread is led to this one all the same."""
+        """Prepare the file that a name leads to now for a thread that is going to look it up again. By then
+        the name may lead to yet another file; the thread is led to this one all the same."""
         for _ in range(_LEADS_MAX):
             found = self._trails.find(name)
             if found is None or not found.is_file:
