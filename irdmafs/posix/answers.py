@@ -76,13 +76,13 @@ class Answers:
         return answer
 
     def refresh_other_nodes(self, node: Node | None, ino: int) -> None:
-        """An inode's attributes changed through one node: the kernel may hold them for others."""
+        """Have the kernel ask for an inode's attributes that changed through one of its nodes."""
         for other in self._nodes.of(ino):
             if other is not node:
                 self._cache.kernel.invalidate_attributes(other)
 
     def refresh_several(self, ino: int) -> None:
-        """Something changed that the kernel notes by itself for one node, and cannot for others."""
+        """Have the kernel ask for what it noted by itself for one node of several."""
         nodes = list(self._nodes.of(ino))
         for node in nodes if len(nodes) > 1 else ():
             self._cache.kernel.invalidate_attributes(node)

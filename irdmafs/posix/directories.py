@@ -49,7 +49,7 @@ class Directories:
         return handle
 
     def _listing(self, handle: Handle, start_id: int) -> list[tuple[bytes, int]]:
-        """The names of a directory as they were when its listing began."""
+        """Return the names of a directory as they were when its listing began."""
         if handle.entries is None or start_id == 0:
             ino = handle.node.ino
             inode = self._inodes[ino]

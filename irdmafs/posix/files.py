@@ -51,7 +51,7 @@ class OpenFiles:
         self._atimes = atimes
 
     def _handle(self, fh: int, *, writing: bool = False) -> Handle:
-        """An open file; KeyError when there is none, OSError EBADF when it is not open for this."""
+        """Return an open file. Raises KeyError if there is none, EBADF if it is not open for that."""
         handle = self._nodes.handles[fh]
         if handle.is_directory or (writing and not handle.writing):
             raise fail(errno.EBADF)
@@ -107,7 +107,7 @@ class OpenFiles:
         await self._cache.release(fh)
 
     def release_can_wait(self, fh: int) -> bool:
-        """Whether releasing this handle shows others nothing that its flush did not show before.
+        """Return whether releasing this handle shows others nothing that its flush did not show before.
 
         Raises OSError EBADF for a directory's, KeyError when there is none.
         """
@@ -168,24 +168,25 @@ class OpenFiles:
         return copied
 
     def newer_version(self, fh: int) -> tuple[int, bool]:
-        """The handle's inode, and whether a version newer than the handle's was published."""
+        """Return the handle's inode, and whether a version newer than the handle's was published."""
         handle = self._handle(fh)
         content, inode = self._content(handle), self._inodes[handle.node.ino]
         changing = content.is_changing and not content.superseded
         return inode.ino, not changing and content.version != inode.version
 
     async def test_lock(self, node_id: int, owner: int, lock: Lock) -> Lock:
-        """fcntl(F_GETLK): the lock in the way, or `lock` as F_UNLCK."""
+        """Return the lock in the way, or `lock` as F_UNLCK (fcntl F_GETLK)."""
         return await self._locking.test(self._nodes.inode_of(node_id).ino, owner, lock)
 
     async def lock(self, fh: int, owner: int, lock: Lock, *, flock: bool, wait: bool) -> None:
-        """fcntl(F_SETLK, F_SETLKW) and flock(2). Raises OSError EAGAIN, EDEADLK, ENOLCK, EIO."""
+        """Take or give back a lock (fcntl F_SETLK, F_SETLKW; flock). Raises OSError EAGAIN, EDEADLK,
+        ENOLCK, EIO."""
         ino = self._handle(fh).node.ino
         await self._locking.lock(fh, ino, owner, lock, flock=flock, wait=wait)
 
     async def close(self, fh: int, pid: int, owner: int) -> None:
-        """close(2) of a descriptor in the kernel session, which tells whose locks on the file end with it.
-        Whoever has such a lock next is to see what was written under it."""
+        """Close a descriptor in the kernel session, which tells whose locks on the file end with it. The
+        next owner of such a lock sees what was written under it."""
         locking = self._locking
         try:
             await self.flush(fh, pid)

@@ -110,7 +110,8 @@ class Metadata:
     async def lose_privileges(
         self, ino: int, ctx: Changer, *, lose_set_ids: bool | None = None
     ) -> None:
-        """A file's content is about to be replaced. None: the session does not say what may be kept."""
+        """Take the privileges of a file whose content is about to change (see privileges). `lose_set_ids`
+        is None if the session does not say whether the caller may keep them."""
         found = self._inodes[ino]
         if not found.xattrs and not found.mode & SET_IDS:
             return
@@ -130,11 +131,11 @@ class Metadata:
         return bool(self._nodes.inode_of(node_id).mode & SET_IDS)
 
     def birth_ns(self, node_id: int) -> int:
-        """When an inode was made, 0: before that was kept."""
+        """Return when an inode was made (ns), 0 if nobody noted it."""
         return self._nodes.inode_of(node_id).birth_ns
 
     def flags(self, node_id: int) -> int:
-        """chattr(1)'s flags of an inode."""
+        """Return the flags of an inode that chattr(1) sets."""
         return self._nodes.inode_of(node_id).flags
 
     async def set_flags(self, node_id: int, flags: int) -> None:

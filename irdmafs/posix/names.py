@@ -88,7 +88,7 @@ class Names:
             await self._namespace.rmdir(parent, name, in_use=in_use)
 
     async def _unnamed(self, inode: Inode, in_use: bool) -> None:
-        """An inode lost a name."""
+        """Tell the kernel and the store that an inode lost a name."""
         if inode.nlink:
             self._answers.refresh_other_nodes(None, inode.ino)
         elif in_use:

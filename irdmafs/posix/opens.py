@@ -103,7 +103,7 @@ class Opens:
     async def tmpfile(
         self, parent_inode: int, mode: int, flags: int, ctx: Caller
     ) -> tuple[OpenInfo, Attributes]:
-        """O_TMPFILE: a file without a name, that linkat(2) may give one."""
+        """Open a file without a name (O_TMPFILE). linkat(2) may give it one."""
         directory = self._nodes.inode_of(parent_inode)
         mode = mode & 0o7777 | stat.S_IFREG
         inode = self._namespace.orphan(
@@ -132,6 +132,6 @@ class Opens:
         return OpenInfo(handle, not node.cached, node.opens > 1 and node.cached, noflush)
 
     async def cancel_open(self, handle: Handle) -> None:
-        """An open that was decided on cannot be answered: nobody will release what nobody got."""
+        """Close an open file whose open cannot be answered: nobody will release it."""
         handle.aborted = True
         await self._cache.release(handle.fh)

@@ -45,8 +45,6 @@ class Operations:
     ) -> None:
         self._namespace = store.namespace
         self.processes = cache.processes
-        self.nodes = cache.nodes
-        self.extents = store.extents
         self.listings_stay = coherence.listings_stay and not options.strictatime
         self.atimes = atimes
         self.locking = locking
@@ -91,9 +89,9 @@ class Operations:
         self.fsyncdir = directories.fsyncdir
 
     async def idle(self) -> None:
-        """No request came for a while."""
+        """Tidy up: no request came for a while."""
         await self._namespace.idle()
 
     async def ended(self) -> None:
-        """The filesystem is unmounted: keep what was left for a later change."""
+        """Store, after the unmount, what was put off to a later change."""
         await self._namespace.note_reads(self.atimes.unsaved())

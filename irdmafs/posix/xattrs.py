@@ -83,7 +83,7 @@ class Xattrs:
             node.told |= privileges_of(self._nodes.inode_of(inode))
 
     def _refuse_unknown_xattr(self, name: bytes) -> None:
-        """Raises OSError EINVAL for a namespace without a name, EOPNOTSUPP for another one, so that no
+        """Raise OSError EINVAL for a namespace without a name, EOPNOTSUPP for another one, so that no
         program takes an ACL for checked that nobody checks."""
         if name in _XATTR_NAMESPACES:
             raise fail(errno.EINVAL)
