@@ -19,6 +19,7 @@ from secure_cluster import SecureEtcd
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.records import (
+    SETTINGS_KEY,
     GroupConfig,
     MountRecord,
     NodeAddress,
@@ -267,6 +268,16 @@ def test_status_of_a_cluster_that_does_not_exist(cluster: Cluster) -> None:
     cluster.file.write_text(cluster.file.read_text().replace(cluster.name, "nobody"))
     line = one_line(cluster.run("cluster", "status"), 2)
     assert "knows no cluster named 'nobody'; make it with: irdmafs cluster init" in line
+
+
+def test_mount_of_a_cluster_with_damaged_settings_says_so(cluster: Cluster, tmp_path: Path) -> None:
+    puts = [Put(SETTINGS_KEY, b"damaged")]
+    cluster.do(lambda engine: engine.transact([], puts))
+    (tmp_path / "mount").mkdir()
+    line = one_line(
+        cluster.run("mount", "--store", str(tmp_path / "store"), str(tmp_path / "mount"))
+    )
+    assert f"the settings of cluster {cluster.name!r} in etcd are damaged" in line
 
 
 def test_status_when_all_is_well(cluster: Cluster) -> None:
