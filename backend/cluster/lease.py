@@ -1,7 +1,7 @@
 """A process's session: an etcd lease kept alive, and the key registered under it.
 
-The cluster believes that a process is alive for as long as that key exists. The process itself must
-stop believing it earlier: a keepalive extends the lease from the moment etcd handles it, which is
+The cluster considers a process alive as long as that key exists. The process itself must stop earlier: a
+keepalive extends the lease from the moment etcd handles it, which is
 after it was sent, so "sent + ttl, less a margin" by a clock that also runs while the machine sleeps
 is over before etcd lets the key go. In between, `valid()` is false and nothing that needs the session
 may be done, but nothing is lost either: if etcd answers again and still has the lease (etcd prolongs
@@ -29,15 +29,15 @@ log = logging.getLogger(__name__)
 MOUNT = b"m"
 NODE = b"n"
 
-# Share of the ttl by which a session is given up before etcd may: clocks run at slightly different
-# rates, and what was begun while the session was valid takes a moment to finish.
+# Share of the ttl by which a session is given up before etcd ends it: clocks run at slightly different
+# rates, and operations that began while the session was valid take a moment to finish.
 MARGIN_SHARE = 0.1
 RETRY_FIRST_S = 0.1
 RETRY_MAX_S = 5.0
 
 
 class Removed(OSError):
-    """EPERM: a node's record is gone; it was told to leave for good."""
+    """EPERM: a node's record is gone: the node was removed for good."""
 
     def __init__(self, node: int) -> None:
         super().__init__(
@@ -62,12 +62,12 @@ class Leases(Protocol):
         ...
 
     def keep_alive(self, lease: int) -> AsyncIterator[tuple[float, float]]:
-        """Renew a lease: when each renewal was sent (time.monotonic()) and how long the lease lives
-        from then, in seconds. Ends when there is no such lease."""
+        """Renew a lease, and yield when each renewal was sent (time.monotonic()) and how long the lease
+        lives from then, in seconds. Ends when there is no such lease."""
         ...
 
     async def revoke(self, lease: int) -> None:
-        """End a lease now; its keys go. One that does not exist is no error."""
+        """End a lease now, and delete its keys. A lease that does not exist is no error."""
         ...
 
 
@@ -79,7 +79,7 @@ class LeaseEngine(SharedEngine, Protocol):
 
 
 def now_s() -> float:
-    """Seconds on the clock that sessions are measured by: monotonic, and it runs in suspend, too."""
+    """Return the time, in seconds, of the clock for sessions: monotonic, and it runs in suspend, too."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -88,7 +88,7 @@ class Session:
 
     `on_lost()` is called when the session is known to be gone, `on_registered(number)` when there is
     a new one, the first included. `verify` is awaited before each registration: a store node must not
-    count as alive before it has looked over what it keeps. It may raise OSError: tried again later.
+    count as alive before it has checked what it keeps. It may raise OSError, and is called again later.
     """
 
     def __init__(
@@ -126,19 +126,19 @@ class Session:
         return key_of(self._kind, self.lease if self._kind == MOUNT else self._node)
 
     def compare(self) -> tuple[bytes, int]:
-        """For a transaction that is to succeed only within this session."""
+        """Return the compare for a transaction that must succeed only within this session."""
         return self.key, self.number
 
     def valid(self) -> bool:
-        """Whether nobody can have taken this process for dead yet."""
+        """Return whether the cluster is sure to consider this process alive."""
         return now_s() < self.valid_until
 
     def left_s(self) -> float:
-        """For how many seconds that is sure."""
+        """Return for how many seconds the session is sure to be valid."""
         return max(0.0, self.valid_until - now_s())
 
     async def wait_valid(self) -> int:
-        """Wait until the session is valid; its number. Raises SessionEnded after `release`."""
+        """Wait until the session is valid, and return its number. Raises SessionEnded after `release`."""
         while not self.valid():
             if self.released:
                 raise SessionEnded
@@ -163,7 +163,7 @@ class Session:
                 await self._register_again()
 
     async def release(self) -> None:
-        """End the session for good: what hangs on it is free at once, not after the ttl."""
+        """End the session for good: keys of its lease are deleted at once, not after the ttl."""
         self.released = True
         self._end()
         if self._keeping is not None:
@@ -198,13 +198,13 @@ class Session:
                 self.record = record
 
     def lose(self) -> None:
-        """The key is gone, whatever the lease says (see Members.attach)."""
+        """Note that the key is gone, whether or not the lease lives (see Members.attach)."""
         self._end()
         if self._keeping is not None:
             self._keeping.cancel()
 
     def doubt(self) -> None:
-        """Nothing may be done within the session until the lease has been renewed once more."""
+        """Make the session invalid until the lease has been renewed once more."""
         self._end()
 
     def _end(self) -> None:
@@ -248,7 +248,7 @@ class Session:
             self.on_registered(self.number)
 
     async def _put_with_lease(self) -> tuple[int, float]:
-        """The lease of the key that was put, and when it was asked for."""
+        """Return the lease of the key that was put, and when it was requested."""
         while True:
             sent_s = now_s()
             lease = self.lease = await self._engine.leases.grant(self.ttl_s)
@@ -263,7 +263,7 @@ class Session:
             )
 
     async def _put_key(self, lease: int) -> int:
-        """Returns the key's revision. Raises Removed, OSError."""
+        """Put the key, and return its revision. Raises Removed, OSError."""
         while True:
             compares: list[Compare] = [(self.key, await self._revision_to_replace())]
             if self._kind == NODE:
@@ -275,10 +275,10 @@ class Session:
             except Conflict as conflict:
                 if conflict.key != self.key:
                     raise Removed(self._node) from None
-                # Between our looking and our writing an earlier process's key went, with its lease.
+                # The key of an earlier process was deleted with its lease between our read and our write.
 
     async def _revision_to_replace(self) -> int:
-        """0, or the revision of the key that an earlier process of this very store left behind."""
+        """Return the revision of the key that an earlier process of this very store left behind, or 0."""
         found = await self._engine.get(self.key)
         if found is None:
             return 0
@@ -300,7 +300,7 @@ class Session:
         return found.mod_revision
 
     async def _keep(self) -> None:
-        """Returns when etcd says that the lease does not exist."""
+        """Keep the lease, and return when etcd says that it does not exist."""
         pauses = Pauses(RETRY_FIRST_S, self.ttl_s / 4)
         while True:
             # The engine's clock stands still in suspend; ours is then further ahead of it than before

@@ -1,4 +1,4 @@
-"""Nodes, mounts and followers of a cluster, as the replica of etcd tells of them.
+"""Nodes, mounts and followers of a cluster, as the replica of etcd has them.
 
 `Members` is a consumer of the replica hub (replica.py), as `Groups` is (group_configs.py):
 all changes come in the order of their revisions, and what is read here is as new as `Replica.applied`.
@@ -52,22 +52,23 @@ _NO_TARGETS = Targets("", (), 0, b"")
 
 
 def followed_key(directory: int, lease: int) -> bytes:
-    """Present: the mount with this lease follows the directory."""
+    """Return the key that is present while the mount with this lease follows the directory."""
     return key_of(b"f", lease, directory)
 
 
 def seen_key(lease: int) -> bytes:
-    """Its value is the revision that the following mount has seen and told its kernel of."""
+    """Return the key whose value is the revision that the following mount has applied and told its
+    kernel."""
     return key_of(b"a", lease)
 
 
 def removed_for_good(nodes: Iterable[int]) -> list[Compare]:
-    """Compares that hold while none of these nodes is alive, or may come back."""
+    """Return compares that hold while none of these nodes is alive, or may come back."""
     return [(key_of(kind, node), 0) for node in nodes for kind in (NODE, b"N")]
 
 
 async def admit(engine: SharedEngine, node: int, record: NodeRecord) -> bool:
-    """Make a node known to the cluster (a store's first start). False: it is known already."""
+    """Register a node at its store's first start. Return False if it is known already."""
     key = key_of(b"N", node)
     try:
         await engine.transact([(key, 0)], [Put(key, encode(record))])
@@ -80,7 +81,7 @@ class _NewGroups(Placement):
     """Says which rule no node obeys, where there are nodes."""
 
     def target(self, group: int) -> tuple[int, ...]:
-        """Raises EHOSTUNREACH."""
+        """Return the nodes of a group. Raises EHOSTUNREACH if there is none."""
         nodes = super().target(group)
         if not nodes and self.candidates:
             raise OSError(errno.EHOSTUNREACH, self._misfit(self.rules.get(policy_of(group))))
@@ -130,13 +131,13 @@ class Members:
     # --- what is known
 
     def address(self, node: int) -> NodeAddress | None:
-        """How to reach a node; None: it is not alive."""
+        """Return the address of a node; None: it is not alive."""
         return self.nodes.get(node)
 
     def candidates(
         self, patience_s: float = 0.0, holders: Collection[int] = ()
     ) -> tuple[Candidate, ...]:
-        """The nodes that groups are to be on: not draining, and alive; or one of `holders` that died
+        """Return the nodes that groups should be on: not draining, and alive; or one of `holders` that died
         less than `patience_s` ago. A dead node is only kept, never brought in."""
         oldest = time.monotonic() - patience_s
         return tuple(
@@ -150,7 +151,7 @@ class Members:
         )
 
     def placement(self) -> Placement:
-        """Where new groups go. The same object as long as the answer is the same."""
+        """Return the placement of new groups: the same object as long as it does not change."""
         assert self.settings is not None, "the cluster has no settings yet"
         candidates = self.candidates()
         if self._placement is None or self._placement.candidates != candidates:
@@ -158,17 +159,18 @@ class Members:
         return self._placement
 
     def elected(self) -> int | None:
-        """The node that does what one is to do for all: the lowest live one, of those that are not
-        draining if there is any. Others may see another for a moment."""
+        """Return the elected node, which does the work that one does for all: the lowest live one, of
+        those that are not draining if there is any. Other processes may see another for a moment."""
         up = (node for node, record in self.records.items() if record.state == "up")
         return min(self.nodes.keys() & up, default=min(self.nodes, default=None))
 
     def is_removed(self, node: int) -> bool:
-        """Whether a node is dead and was removed: it cannot come back unless it is admitted again."""
+        """Return whether a node is dead and was removed: it cannot come back unless it is admitted
+        again."""
         return node not in self.nodes and node not in self.records
 
     def keeps_alone(self, node: int, config: GroupConfig) -> bool:
-        """Whether no other node that may come back has everything of a group."""
+        """Return whether no other node that may come back has everything of a group."""
         return node in config.in_sync and all(
             other == node or self.is_removed(other) for other in config.in_sync
         )
@@ -183,11 +185,11 @@ class Members:
         return node in known[0].target(group)
 
     def session_of(self, lease: int) -> int | None:
-        """The session number of a live mount."""
+        """Return the session number of a live mount."""
         return self._numbers.get(lease)
 
     def followers_of(self, directories: Iterable[int]) -> set[int]:
-        """Leases of the live mounts that follow one of the directories (a path, from the root)."""
+        """Return the leases of live mounts that follow one of the directories (a path, from the root)."""
         if not self._followers:
             return set()
         return {
@@ -198,16 +200,16 @@ class Members:
         }
 
     def followers(self) -> set[int]:
-        """Leases of the live mounts that follow any directory."""
+        """Return the leases of live mounts that follow any directory."""
         return self.followers_of(self._followers)
 
     def acked(self, lease: int) -> int:
-        """The newest revision that a follower has seen and told its kernel of."""
+        """Return the newest revision that a follower has applied and told its kernel."""
         return self._seen.get(lease, 0)
 
     async def wait_acked(self, followers: Callable[[], Iterable[int]], revision: int) -> None:
-        """Wait until each of the followers has seen `revision`, is none any more, or its session is
-        gone."""
+        """Wait until each of the followers has acknowledged `revision`, does not follow any more, or its
+        session has ended."""
         while any(
             lease in self._numbers and self._seen.get(lease, 0) < revision for lease in followers()
         ):
@@ -218,16 +220,16 @@ class Members:
         await self._moved.park()
 
     def attach(self, session: Session) -> None:
-        """Tell this process's own session when its key is deleted, whatever became of its lease."""
+        """Have this process's session know when its key is deleted, whether or not its lease lives."""
         self._attached = session
 
     # --- consumer of the replica
 
     def load(self, records: Sequence[KeyValue], revision: int) -> None:
-        """The whole content of our prefixes, at first or after a gap in the watch."""
+        """Take all records of the prefixes, at first or after a gap in the watch."""
         present = {record.key for record in records}
         gone = [key for key in self._keys() if key not in present]
-        # Deletions first: a mount's lease key, for instance, is never put twice.
+        # Deletions first: a mount's key, for instance, is never put twice.
         for key in gone:
             self._take(key, None, revision)
         for record in records:
@@ -246,7 +248,7 @@ class Members:
 
     def _deleted(self, key: bytes, revision: int) -> None:
         session = self._attached
-        # A node's key is the same for each of its sessions: this may be the end of an earlier one.
+        # A node's key is the same for all of its sessions: this may be the end of an earlier one.
         if session is not None and session.key == key and session.number < revision:
             session.lose()
 
@@ -317,7 +319,7 @@ class Members:
         if value is None:
             self.targets.pop(pool, None)
         else:
-            # In place of a damaged record another one can be put, if its revision is known.
+            # A damaged record can be replaced, if its revision is known.
             self.targets[pool] = sound(key, value, Targets) or _NO_TARGETS, revision
         _call(self.targets_changed, pool)
 

@@ -61,12 +61,13 @@ class Control:
         self._idle_s = idle_s
         self._patience_s = patience_s
         self._heard = 0
-        # What is being written to is not answered for long.
+        # Requests that write are not answered for long.
         self._slots = trio.Semaphore(REQUESTS_AT_ONCE + LASTING_MAX)
 
     async def run(self) -> None:
-        """Until the peer closes the connection or says nothing for `idle_s` or somewhat longer; what is not
-        answered then is cancelled. Raises BadMessage, trio.EndOfChannel, trio.BrokenResourceError."""
+        """Serve until the peer closes the connection or sends nothing for `idle_s` or somewhat longer;
+        requests that are not answered then are cancelled. Raises BadMessage, trio.EndOfChannel,
+        trio.BrokenResourceError."""
         error: Exception | None = None
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch, nursery.cancel_scope)
@@ -85,13 +86,13 @@ class Control:
         while quiet < 2:
             heard = self._heard
             await trio.sleep(self._idle_s / 2)
-            # Nothing is taken while as much as allowed is being done.
+            # No request is received while the limit of requests is reached.
             quiet = quiet + 1 if heard == self._heard and self._slots.value else 0
         connection.cancel()
 
     async def _take_request(self, nursery: trio.Nursery) -> None:
         if self._frames.has_received and self._heard % _IN_A_ROW == 0:
-            # It has sent much at once: the others have their turn, too.
+            # The peer has sent many requests at once: let other tasks run, too.
             await trio.lowlevel.checkpoint()
         message = self._codec.decode(await self._frames.receive())
         self._heard += 1
@@ -107,7 +108,7 @@ class Control:
             nursery.start_soon(self._serve, message, nursery.cancel_scope)
 
     def _take(self, message: Message) -> None:
-        """Take a message that has no answer. Raises BadMessage if it is not the peer's right."""
+        """Take a message that has no answer. Raises BadMessage if the peer has no right to it."""
         kind = type(message)
         if may(self._codec.rights, self._peer.role, kind) is Scope.NONE:
             raise BadMessage(f"a {self._peer.role} may not send {kind.__name__}")
@@ -142,7 +143,7 @@ class Control:
     async def _answer(
         self, request: Request, number: int, done: Awaitable[Answer | Lasting]
     ) -> Answer | Lasting:
-        """What is done, or why it failed."""
+        """Return the answer, or the error."""
         try:
             return await done
         except OSError as error:
@@ -159,7 +160,7 @@ class Control:
             return Failed(number, errno.EIO, self._node.service.node, "internal error; see its log")
 
     async def _check_right(self, request: Request) -> None:
-        """Raises OSError EACCES, and what Service.check_owner raises."""
+        """Check the peer's right to a request. Raises OSError EACCES, and as Service.check_owner."""
         if need(self._codec.rights, self._peer.role, type(request)) is Scope.OWN:
             assert isinstance(request, (AboutExtent, Abort))
             content = request.content if isinstance(request, Abort) else request.extent.content

@@ -1,8 +1,8 @@
-"""Where a node lets others in: whoever connects to one of its ports is a stranger, then a member.
+"""The ports of a node: a peer that connects to one of them is a stranger first, then a member.
 
-Strangers cost little: they have HANDSHAKE_S to say who they are, in messages of a few KiB, and when
-more than STRANGERS_MAX are at it the one that has been trying longest is cut off. A peer that makes no
-sense loses its connection, with one line in the log.
+Strangers cost little: they have HANDSHAKE_S to identify themselves, in messages of a few KiB, and when
+there are more than STRANGERS_MAX, the oldest one is cut off. A peer that sends invalid messages loses its
+connection, with one line in the log.
 """
 
 import logging
@@ -51,7 +51,7 @@ class Door:
 
     @property
     def strangers(self) -> int:
-        """How many there are now."""
+        """Return how many strangers there are now."""
         return len(self._strangers)
 
     def open(
@@ -73,7 +73,7 @@ class Door:
                 try:
                     sock, address = await listening.accept()
                 except OSError as error:
-                    # Out of descriptors or memory, or the peer is gone already.
+                    # No descriptors or memory are left, or the peer is gone already.
                     log.warning("a connection could not be accepted: %s", error)
                     await trio.sleep(_SETBACK_S)
                     continue
@@ -98,7 +98,7 @@ class Door:
 
     @contextmanager
     def stranger(self) -> Iterator[None]:
-        """Cut off a stranger that takes long over what is done inside. Raises BadMessage then."""
+        """Limit the time that a stranger takes inside. Raises BadMessage when it is over."""
         if len(self._strangers) >= STRANGERS_MAX:
             self._strangers.popitem(last=False)[1].cancel()
         with trio.move_on_after(HANDSHAKE_S) as scope:
@@ -144,7 +144,7 @@ async def listen(address: str, port: int = 0) -> trio.socket.SocketType:
 
 
 def begins_with_tls(first: bytes) -> bool:
-    """Return whether a connection that begins with this byte is encrypted."""
+    """Return whether a connection that begins with this byte uses TLS."""
     return first == bytes([_TLS_HANDSHAKE])
 
 

@@ -1,12 +1,12 @@
-"""Movers: ways of moving extents between two processes, of which this module knows none.
+"""Movers: the interface of ways to move extents between two processes.
 
 A mover has three parts. `Mover` is a process's use of it: the messages that it adds to control
-connections, and whether others can reach this process so. `Way` is the caller's end, to one store node:
-what it takes, how fast it is, and moving itself. `Serving` is a store node's end, with a `Connection` for
+connections, and whether others can reach this process by it. `Way` is the caller's end, to one store node:
+its limits, its speed, and moving itself. `Serving` is a store node's end, with a `Connection` for
 each control connection.
 
-A transfer takes the fastest way that suits it and reaches the node (device.py). A way that finds that it
-cannot do it after all raises NotThisWay, and the next one does it; nothing is lost by that.
+A transfer takes the fastest way that suits it and reaches the node (device.py). A way that cannot do it
+after all raises NotThisWay, and the next one does it, without a trace of the first.
 """
 
 from collections.abc import Awaitable, Callable
@@ -42,11 +42,11 @@ __all__ = [
 
 
 class NotThisWay(Exception):
-    """This cannot be moved in this way, though it may be in another one; the text says why."""
+    """A transfer is not possible in this way, but may be in another one; the text says why."""
 
 
 class Transfer(NamedTuple):
-    """One thing to be moved: `length` bytes between a node and `memory`."""
+    """The properties of a transfer: `length` bytes between a node and `memory`."""
 
     operation: Literal["read", "write"]
     length: int
@@ -60,16 +60,16 @@ class Way(Protocol):
 
     @property
     def name(self) -> str:
-        """The mover's."""
+        """Return the name of the mover."""
         ...
 
     def suits(self, transfer: Transfer) -> bool:
-        """Return whether such a transfer had better take this way, as far as is known without asking."""
+        """Return whether such a transfer should take this way, as far as is known without a request."""
         ...
 
     async def reach(self) -> int | None:
-        """Return the Mbit/s at which the node is reached (0: not known), None if it is not reached in
-        this way now. What is missing for it is set up first. Asked where several ways suit a transfer.
+        """Return the Mbit/s at which the node is reached (0: not known), None if it is not reached in this
+        way now. Connections that are missing are set up first. Called if several ways suit a transfer.
         Raises Unreachable."""
         ...
 
@@ -79,13 +79,13 @@ class Way(Protocol):
         ...
 
     async def read(self, extent: Extent, start: int, into: FileRange, landed: Landed) -> None:
-        """As Device.read; the file is long enough."""
+        """Do as Device.read; the file is long enough."""
         ...
 
     async def write(
         self, extent: Extent, target: Target, source: FileRange, passed: Landed
     ) -> None:
-        """As Device.write."""
+        """Do as Device.write."""
         ...
 
     async def pass_on(
@@ -96,12 +96,12 @@ class Way(Protocol):
         growth: Growth,
         lend: Callable[[], None],
     ) -> None:
-        """As `write`, of a file whose bytes are still coming in. `lend` is called before something may
+        """Send a file whose bytes are still being received. `lend` is called before something may
         refer to its pages for ever (service.Held.lend)."""
         ...
 
     def give_up(self, why: str) -> None:
-        """End soon whatever is under way: the node is gone, or this process is stopping."""
+        """End transfers under way soon: the node is gone, or this process is stopping."""
         ...
 
     def tidy(self) -> None:
@@ -114,7 +114,7 @@ class PuttingWay(Way, Protocol):
     """A way that moves small extents, too, out of this process's memory."""
 
     async def put(self, extent: Extent, target: Target, data: bytes) -> None:
-        """As Device.put. Raises NotThisWay, too."""
+        """Do as Device.put. Raises NotThisWay, too."""
         ...
 
 
@@ -133,7 +133,7 @@ class Connection(Protocol):
     """One peer at a store node, as long as its control connection is open."""
 
     async def answer(self, request: Request) -> Answer | Lasting:
-        """Do what is asked, which was checked and is the peer's right. Raises OSError."""
+        """Carry out a request, which was checked, and to which the peer has the right. Raises OSError."""
         ...
 
     def take(self, message: Message) -> None:
@@ -141,7 +141,7 @@ class Connection(Protocol):
         ...
 
     def close(self, why: str) -> None:
-        """Take back all that was given on the control connection, which ended."""
+        """Revoke all rights that were granted on the control connection, which ended."""
         ...
 
 
@@ -150,7 +150,7 @@ class Serving(Protocol):
 
     @property
     def port(self) -> int:
-        """Where it listens, 0: nowhere."""
+        """Return the port on which it listens, 0: none."""
         ...
 
     def connected(self, peer: Peer, local: str, nursery: trio.Nursery) -> Connection:
@@ -159,11 +159,11 @@ class Serving(Protocol):
         ...
 
     def give_up(self, content: int) -> None:
-        """Drop extents of this content that are coming in: they have no use any more."""
+        """Drop extents of this content that are being received: it will not be published."""
         ...
 
     def end_rights(self, is_over: Callable[[Peer], bool]) -> None:
-        """Take back what peers whose sessions ended may touch without asking again."""
+        """Revoke the rights to memory of peers whose sessions ended."""
         ...
 
 
@@ -178,8 +178,8 @@ class NextNode(Device, Protocol):
         growth: Growth,
         lend: Callable[[], None],
     ) -> None:
-        """As Way.pass_on. It waits for no other operation, as chains that cross would wait for each
-        other."""
+        """Send a file that is still being received, as Way.pass_on does. It waits for no other operation,
+        as crossing chains would wait for each other."""
         ...
 
     def way(self, kind: type[W]) -> W:
@@ -214,7 +214,7 @@ class Mover(Protocol):
 
     @property
     def name(self) -> str:
-        """By which a node registers it."""
+        """Return the name by which a node registers the mover."""
         ...
 
     @property
@@ -222,7 +222,7 @@ class Mover(Protocol):
 
     @property
     def is_usable(self) -> bool:
-        """Tell whether others can reach this process so."""
+        """Return whether others can reach this process by this mover."""
         ...
 
     def way(self, link: Link) -> Way:
@@ -234,7 +234,7 @@ class Mover(Protocol):
         ...
 
     async def run(self) -> None:
-        """Do what has to be done all the time that this process asks others."""
+        """Do background work as long as this process calls store nodes."""
         ...
 
     def tidy(self) -> None:

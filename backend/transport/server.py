@@ -1,4 +1,4 @@
-"""The node's end of the transport: whoever connects is identified, then served."""
+"""The node's end of the transport: a peer that connects is identified, then served."""
 
 import logging
 import math
@@ -102,7 +102,7 @@ class Listener:
 
     @property
     def ports(self) -> dict[str, int]:
-        """The movers by which this node can be reached, and where each listens (0: nowhere)."""
+        """Return the movers by which this node can be reached, and the port of each (0: none)."""
         return {
             mover.name: serving.port for mover, serving in self._serving.items() if mover.is_usable
         }
@@ -162,7 +162,7 @@ class Listener:
             raise BadMessage(f"{peer}: {why}")
 
     def cut(self, serial: str) -> None:
-        """End all connections, and with them all rights, of who showed the certificate of this number."""
+        """End all connections, and with them all rights, of peers with the certificate of this number."""
         for scope, peer in self._connected.items():
             if peer.serial == serial:
                 scope.cancel()
@@ -171,7 +171,7 @@ class Listener:
     def _connections(
         self, local: str, peer: Peer, nursery: trio.Nursery
     ) -> Iterator[dict[type[Message], Connection]]:
-        """Gives who does what the peer asks for, for the messages of movers."""
+        """Yield the Connection that carries out each message of a mover."""
         made: dict[type[Message], Connection] = {}
         with ExitStack() as after:
             for mover, serving in self._serving.items():
@@ -195,8 +195,8 @@ class Listener:
             serving.end_rights(is_over)
 
     async def _check_tls(self, stream: PromptStream) -> None:
-        """One who begins with TLS where there is none, or without, is told so, as his waiting for
-        better times would be in vain. Raises BadMessage."""
+        """Refuse a peer that begins with TLS where there are no credentials, or without TLS where there
+        are, and tell it so, as another try would fail, too. Raises BadMessage."""
         start = await stream.peek()
         encrypted = begins_with_tls(start)
         if not start or encrypted == (self._credentials is not None):
@@ -255,7 +255,7 @@ class Listener:
 
 
 def _number(text: str) -> int:
-    """0 if it is none."""
+    """Return the number in a text, 0 if there is none."""
     try:
         return int(text, 16)
     except ValueError:
@@ -264,7 +264,7 @@ def _number(text: str) -> int:
 
 @asynccontextmanager
 async def _nursery() -> AsyncIterator[trio.Nursery]:
-    """A nursery that is cancelled in the end."""
+    """Yield a nursery that is cancelled in the end."""
     async with trio.open_nursery() as nursery:
         yield nursery
         nursery.cancel_scope.cancel()
