@@ -6,9 +6,9 @@ pool            data connections to one store node, opened with tickets
 serving         the node's end: data connections come in
 tickets         the right to open them
 data            requests on them (transfers, onward: extents that come in, and go on to the next node)
-messages        what is said on control connections, and the rights to it
+messages        messages on control connections, and the rights to them
 wire            the format of data connections
-authentication  which only the two ends that hold its key can write
+authentication  codes by which only the two ends that have the key can write
 channel         one data connection as a thread uses it
 streams, parts  files sent and received on it, whole or with holes
 threads         threads, and the event loop that waits for them

@@ -1,4 +1,4 @@
-"""Message authentication on data connections: only the two ends that hold its key are believed.
+"""Message authentication on data connections: only messages of the two ends that have the key are accepted.
 
 A ticket is handed out on the control connection, which TLS protects: a number, which the preamble of a
 data connection shows, and a key, which never travels again. Each end keeps a count of what it sent and
@@ -26,7 +26,7 @@ __all__ = ["CODE_BYTES", "TICKET_NUMBER_BYTES", "Authentication", "ByteCode", "F
 TICKET_NUMBER_BYTES = 16
 CODE_BYTES = 16
 _TICKET_KEY_BYTES = 32
-_COUNT_BYTES = 12  # A nonce of GCM.
+_COUNT_BYTES = 12  # The length of a nonce of GCM.
 # The purposes of derived keys: BLAKE2b's personalization.
 _TO_NODE = b"irdmafs to node"
 _FROM_NODE = b"irdmafs to call"
@@ -35,7 +35,7 @@ _BYTES_FROM_NODE = b"irdmafs in call"
 
 
 class Forged(BadMessage):
-    """A code is wrong: somebody else speaks in the connection."""
+    """A code is wrong: a third party sends in the connection."""
 
 
 class Ticket(NamedTuple):
@@ -50,7 +50,7 @@ class Ticket(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> Self:
-        """Raises BadMessage."""
+        """Return a ticket from bytes. Raises BadMessage."""
         if len(data) != TICKET_NUMBER_BYTES + _TICKET_KEY_BYTES:
             raise BadMessage("its ticket makes no sense")
         return cls(data[:TICKET_NUMBER_BYTES], data[TICKET_NUMBER_BYTES:])
@@ -93,7 +93,7 @@ class Authentication:
         self._sent = self._received = 0
 
     def sign(self, message: bytes) -> bytes:
-        """The code of the next message that is sent."""
+        """Return the code of the next message that is sent."""
         self._sent += 1
         return _code(self._outgoing, self._sent, message)
 

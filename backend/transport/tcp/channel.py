@@ -23,14 +23,14 @@ from ..messages import TEXT_MAX
 from .authentication import CODE_BYTES, Authentication, ByteCode, Forged
 from .wire import HEADER_BYTES, REPLY, Header, Reply, ReplyKind, pack_preamble
 
-# A blocking call returns at least this often, so that a thread notices that it is to stop.
+# A blocking call returns at least this often, so that a thread notices that it must stop.
 TICK_S = 0.25
-# How often a sender, at most, looks whether it is told something.
+# How often a sender, at most, checks for a reply.
 _LOOK_EVERY_S = 0.02
 _BOUNCE_BYTES = 256 << 10
 _DRAIN_S = 1.0
 _TIMEVAL = struct.Struct("@ll")
-# Errors of a socket; others of sendfile and recv are those of the file.
+# Errors of a socket; other errors of sendfile and recv are those of the file.
 _LOST_ERRNOS = frozenset(
     {
         errno.EPIPE,
@@ -49,20 +49,20 @@ _LOST_ERRNOS = frozenset(
 
 _threads = threading.local()
 
-# Shown bytes that were sent.
+# Called with bytes that were sent.
 Passed: TypeAlias = Callable[[memoryview], None]
 
 
 def _unseen(data: memoryview) -> None:
-    """For who does not want to see them."""
+    """Do nothing: for callers that need no bytes."""
 
 
 class Lost(Exception):
-    """The connection is of no use any more; the text says why."""
+    """The connection cannot be used any more; the text says why."""
 
 
 class Silent(Lost):
-    """Nothing came, or was taken, for too long."""
+    """The peer sent or received nothing for too long."""
 
 
 class Patience:
@@ -76,7 +76,7 @@ class Patience:
         self._end = time.monotonic() + self._limit_s
 
     def check(self) -> None:
-        """Raises Silent when there was no progress for too long."""
+        """Raise Silent if there was no progress for too long."""
         if time.monotonic() > self._end:
             raise Silent(f"no progress for {self._limit_s:g} s")
 
@@ -95,7 +95,7 @@ class Channel:
     def __init__(self, sock: socket.socket, user_timeout_s: float) -> None:
         self.sock = sock
         self.clean = True
-        self.session = 0  # the one whose rights it has
+        self.session = 0  # the peer whose rights it has
         self.was_idle = False
         self.idle_since = time.monotonic()
         self._reply = bytearray()
@@ -130,13 +130,14 @@ class Channel:
         self.sock.close()
 
     def is_closed_by_peer(self) -> bool:
-        """Whether an idle connection is of no use (a peer that has something to say is mistaken)."""
+        """Return whether an idle connection cannot be used: it is closed, or the peer sent an unexpected
+        message."""
         poll = select.poll()
         poll.register(self.sock, select.POLLIN | select.POLLRDHUP)
         return bool(poll.poll(0))
 
     def has_input(self) -> bool:
-        """Whether there is something to receive that the kernel does not know of."""
+        """Return whether there are received bytes that the kernel does not have."""
         return False
 
     # -- messages to the node --------------------------------------------------------------------
@@ -148,7 +149,7 @@ class Channel:
         self._send_message(header.pack(), patience)
 
     def header_if_there(self) -> Header | None:
-        """The header, if it can be had without waiting. Raises BadMessage."""
+        """Return the header, if it was received already. Raises BadMessage."""
         with _SOCKET_ERRORS:
             there = len(self.sock.recv(HEADER_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT))
             if not there:
@@ -168,7 +169,7 @@ class Channel:
         self.send_all(message + self.authentication.sign(message), patience)
 
     def checked(self, data: bytes | bytearray) -> bytes:
-        """A message that came, without its code. Raises Forged."""
+        """Check a received message, and return it without its code. Raises Forged."""
         message = bytes(data[:-CODE_BYTES])
         self.authentication.check(message, bytes(data[-CODE_BYTES:]))
         return message
@@ -176,7 +177,7 @@ class Channel:
     # -- plain bytes -----------------------------------------------------------------------------
 
     def receive(self, view: memoryview, wait: bool = True) -> int:
-        """Receive some bytes, all of `view` if they come in time. Returns how many."""
+        """Receive some bytes, all of `view` if they come in time, and return how many."""
         with _SOCKET_ERRORS:
             flags = socket.MSG_WAITALL if wait else socket.MSG_DONTWAIT
             count = self.sock.recv_into(view, 0, flags)
@@ -189,7 +190,7 @@ class Channel:
             return self.sock.send(data)
 
     def receive_exactly(self, count: int, patience: Patience) -> bytes:
-        """A few bytes."""
+        """Receive a few bytes, and return them."""
         buffer = bytearray(count)
         done = 0
         with memoryview(buffer) as view:
@@ -213,15 +214,15 @@ class Channel:
     # -- files -----------------------------------------------------------------------------------
 
     def end_sending(self, patience: Patience) -> None:
-        """All bytes of a request were sent."""
+        """Finish sending: all bytes of a request were sent."""
 
     def end_receiving(self, patience: Patience) -> None:
-        """All bytes of a request were received, and are to be used only if this raises nothing. Raises
+        """Finish receiving: the bytes of a request may be used only if this raises nothing. Raises
         Forged."""
 
     def send_file(self, fd: int, offset: int, count: int, passed: Passed = _unseen) -> int:
-        """Send some bytes of a file, which `passed` is shown if they pass memory of ours. Returns how
-        many."""
+        """Send some bytes of a file, and return how many. `passed` is called with them if they are in
+        memory of this process."""
         with _SOCKET_ERRORS:
             return os.sendfile(self.sock.fileno(), fd, offset, count)
 
@@ -229,8 +230,9 @@ class Channel:
     def receiving(
         self, fd: int, offset: int, length: int, landed: Landed = nothing_landed
     ) -> Iterator[Callable[[int, int], int]]:
-        """Gives receive(start, stop): take the bytes [start, stop) of this part of a file, which must be
-        open for reading and writing; returns how many came, which `landed` was shown."""
+        """Yield receive(start, stop), which receives the bytes [start, stop) of this part of a file, calls
+        `landed` with them, and returns how many were received. The file must be open for reading and
+        writing."""
         if not length:
             yield lambda start, stop: 0
             return
@@ -252,8 +254,8 @@ class Channel:
     # -- replies ---------------------------------------------------------------------------------
 
     def reply_meanwhile(self) -> Reply | None:
-        """A reply that came while this end is sending; it is looked for now and then only, as each look
-        costs a thread as much as handing over the bytes of a piece. Raises BadMessage."""
+        """Return a reply that came while this end is sending. It is checked for periodically only, as each
+        check costs a thread as much as sending a piece. Raises BadMessage."""
         now = time.monotonic()
         if now < self._looked + _LOOK_EVERY_S:
             return None
@@ -261,7 +263,7 @@ class Channel:
         return self.next_reply(wait=False)
 
     def next_reply(self, wait: bool) -> Reply | None:
-        """A reply, if it is there or comes within a tick. Raises BadMessage."""
+        """Return a reply, if there is one or it comes within a tick. Raises BadMessage."""
         buffer = self._reply
         while True:
             needed = REPLY.size
@@ -296,7 +298,7 @@ class Channel:
             self.reply(Reply(ReplyKind.WORKING), patience)
 
     def drain(self) -> None:
-        """The last thing was said although the peer still sends: let it hear that before it is cut off."""
+        """Let the peer, which still sends, receive the last reply before the connection is closed."""
         end = time.monotonic() + _DRAIN_S
         self._shut(socket.SHUT_WR)
         try:
@@ -311,8 +313,8 @@ class Channel:
 
 
 class AuthenticatedChannel(Channel):
-    """The same with a code after all bytes of a request: they pass a buffer of ours on their way out, so
-    that what has the code is what was sent, even if the file changes meanwhile."""
+    """A channel with a code after all bytes of a request: they are sent from a buffer, so that the code is
+    of the bytes that were sent, even if the file changes meanwhile."""
 
     def __init__(self, sock: socket.socket, user_timeout_s: float) -> None:
         super().__init__(sock, user_timeout_s)
@@ -357,7 +359,7 @@ class AuthenticatedChannel(Channel):
 
 
 class EncryptedChannel(Channel):
-    """The same over TLS: bytes pass a buffer of OpenSSL's and, on their way out, one of ours."""
+    """A channel over TLS: bytes are copied through a buffer of OpenSSL and, when sent, one of ours."""
 
     sock: ssl.SSLSocket
 
@@ -365,7 +367,7 @@ class EncryptedChannel(Channel):
         self.sock.settimeout(TICK_S)
 
     def is_closed_by_peer(self) -> bool:
-        # What comes unasked may also be a session ticket; only reading tells.
+        # Unexpected bytes may also be a TLS session ticket; only reading tells.
         try:
             with memoryview(bytearray(1)) as view:
                 self.receive(view, wait=False)
@@ -395,7 +397,7 @@ class EncryptedChannel(Channel):
             return self.sock.send(data)
 
     def send_file(self, fd: int, offset: int, count: int, passed: Passed = _unseen) -> int:
-        # From a buffer: a mapping would end the process if somebody truncated the file.
+        # From a buffer: a mapping would raise SIGBUS if the file were truncated.
         with memoryview(_buffer()) as view:
             there = os.preadv(fd, [view[: min(count, _BOUNCE_BYTES)]], offset)
             sent = self.send(view[:there]) if there else 0
@@ -413,8 +415,8 @@ def _buffer() -> bytearray:
 
 
 def choose_congestion_control(sock: trio.socket.SocketType) -> None:
-    """Do without BBR where it is the system's default. To be called before the socket is connected, or
-    listens: the timers with which BBR paces a sender stay with a connection that began with it.
+    """Avoid BBR where it is the system's default. Called before the socket is connected, or listens: the
+    timers with which BBR paces a sender stay with a connection that began with it.
 
     Store nodes and mounts are near each other, and pacing costs more than it gains there. Measured on a
     veth pair: 2.7 GB/s with it and 6.4 without (iperf3), 0.9 and 1.6 (a chain of two nodes).
@@ -430,11 +432,11 @@ def choose_congestion_control(sock: trio.socket.SocketType) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, better)
             return
         except OSError:
-            pass  # not there, or not allowed
+            pass  # the algorithm is not available, or not allowed
 
 
 class _SocketErrors:
-    """Tells what is wrong with the socket from what is wrong with the file."""
+    """Distinguishes errors of the socket from errors of the file."""
 
     def __enter__(self) -> None:
         pass
@@ -458,7 +460,7 @@ class _SocketErrors:
         if error.errno in _LOST_ERRNOS:
             raise Lost(os.strerror(error.errno or 0)) from None
         if error.errno == errno.EFAULT:
-            # The page of a mapped file could not be had.
+            # A page of a mapped file could not be allocated.
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
 
 

@@ -27,7 +27,7 @@ class Granted(Answer, tag=24):
 
 MESSAGES = MessageSet({Tickets: (ANY, ANY, ANY, NONE)}, (Granted,))
 
-# What is asked for on data connections.
+# The rights to requests on data connections.
 RIGHTS: Mapping[Op, Row] = {
     Op.READ: (ANY, ANY, ANY, NONE),
     Op.WRITE: (ANY, OWN, NONE, NONE),

@@ -1,4 +1,4 @@
-"""Extents over TCP: it reaches every node, and moves everything but a device's memory."""
+"""The mover over TCP: it reaches every node, and moves everything but a device's memory."""
 
 import math
 from contextlib import AbstractAsyncContextManager
@@ -17,7 +17,7 @@ _THREADS_MAX = 512
 
 
 class Tcp(Mover):
-    """Over `streams` data connections for each extent that is long enough, encrypted or not."""
+    """Moves each extent that is long enough over `streams` data connections, encrypted or not."""
 
     name = TcpWay.name
     messages = MESSAGES
@@ -36,7 +36,7 @@ class Tcp(Mover):
         return serving(host, self._encrypt)
 
     async def run(self) -> None:
-        """All that is done is done for somebody."""
+        """Do nothing: there is no background work."""
 
     def tidy(self) -> None:
-        """Each way has connections of its own."""
+        """Do nothing: each way has connections of its own."""

@@ -1,4 +1,4 @@
-"""Handing an extent on to the next node of the chain while it is still arriving.
+"""Send an extent on to the next node of the chain while it is still being received.
 
 Each stream has a thread for it beside the one that receives, so that both links are busy whatever the
 kernel's buffers hold: measured on links of 10 Gbit/s, one thread that takes turns gets 5.4.
@@ -31,26 +31,26 @@ class Onward:
         self.sent_bytes = 0
 
     def offer(self, fd: int, count: int) -> None:
-        """`count` more bytes are in the file. It stays open until `run` has returned."""
+        """Note that `count` more bytes are in the file, which stays open until `run` has returned."""
         with self._changed:
             self._fd = fd
             self._offered += count
             self._changed.notify()
 
     def give_up(self) -> None:
-        """No more bytes will come; `run` ends soon."""
+        """Note that no more bytes will be received; `run` ends soon."""
         with self._changed:
             self._is_given_up = True
             self._changed.notify()
 
     def fail(self, error: OSError) -> None:
-        """There is no next node to hand it on to."""
+        """Note that there is no next node to send it to."""
         self._error = error
         self._done.set()
 
     def is_done(self) -> bool:
-        """Whether the next node has acknowledged or failed, or does so within a tick. Raises what went
-        wrong: OSError, Unreachable (which node)."""
+        """Return whether the next node has acknowledged or failed, or does so within a tick. Raises its
+        error: OSError, Unreachable (which node)."""
         if not self._done.wait(TICK_S):
             return False
         if self._error is not None:
@@ -58,7 +58,7 @@ class Onward:
         return True
 
     def run(self, channel: Channel) -> None:
-        """Hand on what is offered, until the next node has acknowledged or failed."""
+        """Send the bytes that are offered, until the next node has acknowledged or failed."""
         try:
             self._take(channel, self._send(channel))
         except (Lost, BadMessage) as error:

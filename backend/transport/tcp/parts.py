@@ -1,5 +1,4 @@
-"""Sending a file with holes: what is data goes in PARTs, beside a stream that waits for the extent to be
-sealed."""
+"""Send a file with holes: its data goes in PARTs, beside a stream that waits for the extent to be sealed."""
 
 import threading
 from collections import deque
@@ -39,7 +38,7 @@ class Parts:
         return reply
 
     def send(self, channel: Channel, header: Header) -> Reply:
-        """Send segments until there are none, or they are not wanted as the node has the extent already."""
+        """Send segments until there are none left, or the node has the extent already."""
         try:
             while not self._is_sealed.is_set():
                 try:
@@ -55,8 +54,8 @@ class Parts:
         return Reply(ReplyKind.OK)
 
     def _wait_sealed(self) -> None:
-        """A node that has the extent takes no bytes, but may hand on what others lack. Raises Lost if they
-        do: they had better be given the extent directly."""
+        """Wait for the seal. A node that has the extent takes no bytes, but a node after it may lack them.
+        Raises Lost then: the caller should send the extent to that one directly."""
         if not self._is_sealed.wait(_SEALED_SOON_S):
             raise Lost("it has the extent already, and others do not")
 

@@ -42,7 +42,7 @@ class Pool:
         self._idle: list[Channel] = []
 
     async def borrow(self, count: int) -> list[Channel]:
-        """Return connections for one request each; to be given back. Raises Unreachable."""
+        """Return connections for one request each; the caller gives them back. Raises Unreachable."""
         control = await self._link.connected()
         if control is not self._control:
             self.drop()
@@ -65,7 +65,7 @@ class Pool:
         return found
 
     def give_back(self, channels: Iterable[Channel]) -> None:
-        """Connections that are not clean are closed."""
+        """Take connections back; those that are not clean are closed."""
         for channel in channels:
             if channel.clean and self._control is not None and len(self._idle) < _CHANNELS_KEPT:
                 channel.idle_since = time.monotonic()
@@ -75,18 +75,18 @@ class Pool:
                 channel.close()
 
     def drop(self) -> None:
-        """Close what is not in use."""
+        """Close the connections that are not in use."""
         for channel in self._idle:
             channel.close()
         self._idle.clear()
 
     def close(self) -> None:
-        """Keep nothing any more, until the node is reached again."""
+        """Close all connections, and keep none until the node is reached again."""
         self.drop()
         self._control = None
 
     def tidy(self) -> None:
-        """Close what has not been used for long."""
+        """Close connections that have not been used for long."""
         old = time.monotonic() - IDLE_CHANNEL_S
         while self._idle and self._idle[0].idle_since < old:
             self._idle.pop(0).close()
@@ -122,7 +122,7 @@ class Pool:
         return opened
 
     async def _open_channel(self, control: ControlClient, ticket: Ticket) -> Channel:
-        """To the address that was found to work."""
+        """Connect to the address at which the node was reached."""
         caller, ends = self._caller, control.ends
         with trio.socket.socket(ends.family, socket.SOCK_STREAM) as sock:
             choose_congestion_control(sock)

@@ -1,4 +1,4 @@
-"""The node's end over TCP: tickets are given out, and data connections that show them are served."""
+"""The node's end over TCP: it issues tickets, and serves data connections that show them."""
 
 import socket
 import ssl
@@ -67,7 +67,7 @@ class TcpServing(Serving):
         self._transfers.give_up(content)
 
     def end_rights(self, is_over: Callable[[Peer], bool]) -> None:
-        """Every request is checked by itself."""
+        """Do nothing: the rights to each request are checked when it comes."""
 
     async def serve(self, sock: trio.socket.SocketType, address: str) -> None:
         """Serve one data connection. Raises as Door.open allows."""
@@ -87,7 +87,7 @@ class TcpServing(Serving):
                 channel.close()
 
     async def _open_channel(self, sock: trio.socket.SocketType) -> Channel:
-        """Encrypted if the peer begins so."""
+        """Return the channel, encrypted if the peer begins with TLS."""
         start = await sock.recv(1, socket.MSG_PEEK)
         user_timeout_s = self._timeout_s * RECEIVER_PATIENCE
         encrypted = begins_with_tls(start) and self._credentials is not None
@@ -118,7 +118,7 @@ class TcpServing(Serving):
 
 
 class _TicketWindow(Connection):
-    """Where one peer gets its tickets."""
+    """Issues the tickets of one peer."""
 
     def __init__(self, office: Office, guest: Guest) -> None:
         self._office = office
@@ -129,7 +129,7 @@ class _TicketWindow(Connection):
         return Granted(request.number, self._office.grant(self._guest, request.count))
 
     def take(self, message: Message) -> None:
-        """There is no such message."""
+        """Do nothing: there is no such message."""
 
     def close(self, why: str) -> None:
         self._guest.leave()
@@ -137,7 +137,7 @@ class _TicketWindow(Connection):
 
 
 async def _preamble(channel: Channel) -> bytes:
-    """Not in a thread, as members would have to wait for one until strangers give theirs back."""
+    """Receive the preamble. Not in a thread, as strangers would take the threads of members."""
     preamble = bytearray(PREAMBLE_BYTES)
     done = 0
     with memoryview(preamble) as view:
@@ -151,7 +151,7 @@ async def _preamble(channel: Channel) -> bytes:
 
 
 async def _has_request(channel: Channel, guest: Guest) -> bool:
-    """Wait for one. False: there is none for long, or the peer's rights ended."""
+    """Wait for a request. Return False if there is none for long, or the peer's rights ended."""
     if guest.has_left:
         return False
     if channel.has_input():
@@ -167,7 +167,7 @@ async def _has_request(channel: Channel, guest: Guest) -> bool:
 
 
 async def _shake_hands(secure: ssl.SSLSocket) -> None:
-    """Raises ssl.SSLError and other OSErrors."""
+    """Do the TLS handshake. Raises ssl.SSLError and other OSErrors."""
     secure.setblocking(False)
     while True:
         try:

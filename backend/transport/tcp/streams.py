@@ -31,15 +31,15 @@ from ..frames import BadMessage
 from .channel import Channel, Lost, Patience
 from .wire import Reply, ReplyKind
 
-# What one call sends or receives at most: a huge page.
+# The most that one call sends or receives: a huge page.
 PIECE_BYTES_MAX = 2 << 20
-# A node hands a piece on while it receives the next, so short streams come in smaller ones.
+# A node sends a piece on while it receives the next, so short streams have smaller pieces.
 _PIECE_BYTES_MIN = 256 << 10
 _PIECES = 16
 
 
 def piece_bytes(length: int) -> int:
-    """What one call receives, at most, of a stream of `length` bytes."""
+    """Return the most that one call receives of a stream of `length` bytes."""
     return min(PIECE_BYTES_MAX, max(_PIECE_BYTES_MIN, length // _PIECES))
 
 
@@ -51,8 +51,8 @@ def send_range(
     timeout_s: float,
     passed: Landed = nothing_landed,
 ) -> Reply | None:
-    """Send a part of a file. `passed` is shown those bytes that pass memory of ours, and where in the part
-    they are.
+    """Send a part of a file. `passed` is called with bytes that are in memory of this process, and their
+    place in the part.
 
     Returns the peer's reply if it did not wait for everything, else None. Raises Lost when the peer takes
     nothing and says nothing for `timeout_s`, and OSError: EIO when the file is too short.
@@ -78,7 +78,7 @@ def send_range(
             if reply is not None:
                 return reply
             raise
-        # A reader that has it all may ask for more on the connection, which is no reply.
+        # A reader that has everything may send the next request, which is no reply.
         reply = channel.reply_meanwhile() if offset < end else None
         if reply is not None:
             if reply.kind is not ReplyKind.WORKING:
@@ -93,7 +93,7 @@ def _show(passed: Landed, start: int, data: memoryview) -> None:
 
 
 def wait_for_reply(channel: Channel, timeout_s: float) -> Reply:
-    """The final reply. Raises Lost when the peer says nothing for `timeout_s`."""
+    """Return the final reply. Raises Lost when the peer says nothing for `timeout_s`."""
     patience = Patience(timeout_s)
     while True:
         reply = channel.next_reply(wait=True)

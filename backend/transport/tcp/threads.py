@@ -51,7 +51,7 @@ async def in_threads(
 
 
 class Promise(Generic[T]):
-    """What the event loop is doing, for threads to wait for."""
+    """A result of work in the event loop, for which threads can wait."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
@@ -60,7 +60,7 @@ class Promise(Generic[T]):
         self._error: Exception | None = None
 
     async def fulfil(self, work: Callable[[], Awaitable[T]]) -> None:
-        """Do the work; an error is kept for whoever waits."""
+        """Do the work; an error is raised in the waiting threads."""
         try:
             self._result = await work()
         except Exception as error:
@@ -73,16 +73,17 @@ class Promise(Generic[T]):
             self._ended.set()
 
     async def ended(self) -> None:
-        """Wait for it in the event loop."""
+        """Wait for the end of the work in the event loop."""
         await self._ended.wait()
 
     @property
     def value(self) -> T | None:
-        """None as long as there is none."""
+        """Return the result, None while there is none."""
         return self._result
 
     def wait(self, limit_s: float, between: Callable[[], None]) -> T:
-        """The result; `between` is called in every tick and may raise. Raises Lost after `limit_s`."""
+        """Return the result; `between` is called in every tick and may raise. Raises Lost after
+        `limit_s`."""
         end = time.monotonic() + limit_s
         while not self._done.wait(TICK_S):
             between()

@@ -1,4 +1,4 @@
-"""Tickets that were given out on control connections, until a data connection shows them."""
+"""Tickets that were issued on control connections, until a data connection shows them."""
 
 from collections import OrderedDict
 from typing import NamedTuple
@@ -30,7 +30,7 @@ class Guest:
         self.has_left = False
 
     def leave(self) -> None:
-        """The control connection ended, and all rights with it."""
+        """End all rights: the control connection ended."""
         self.has_left = True
         for scope in self.waiting:
             scope.cancel()
@@ -46,14 +46,14 @@ class _Granted(NamedTuple):
 
 
 class Office:
-    """Gives tickets out and takes them back, of all peers of a node."""
+    """Issues and redeems the tickets of all peers of a node."""
 
     def __init__(self) -> None:
         self._tickets: OrderedDict[bytes, _Granted] = OrderedDict()
 
     @property
     def pending(self) -> list[bytes]:
-        """The numbers of tickets that were not used yet, the oldest first."""
+        """Return the numbers of tickets that were not used yet, the oldest first."""
         return list(self._tickets)
 
     def grant(self, guest: Guest, count: int) -> list[bytes]:
@@ -76,8 +76,8 @@ class Office:
         return granted
 
     def redeem(self, channel: Channel, preamble: bytes) -> Guest:
-        """Return who the ticket was given to; its key is the channel's from now on. Raises BadMessage. A
-        ticket is good for one try."""
+        """Return the peer that the ticket was issued to, and set its key for the channel. Raises
+        BadMessage. A ticket is valid for one try."""
         granted = self._forget(unpack_preamble(preamble[:-CODE_BYTES]))
         if granted is None or granted.end < trio.current_time():
             raise BadMessage("it shows no valid ticket for a data connection")
@@ -90,7 +90,7 @@ class Office:
         return granted.guest
 
     def forget(self, guest: Guest) -> None:
-        """It uses no ticket any more."""
+        """Forget the tickets of a peer, which uses none any more."""
         for number in list(guest.tickets):
             self._forget(number)
 

@@ -1,6 +1,6 @@
-"""Extents on their way into a node, and on through it: each arrives on several streams at once.
+"""Extents that a node receives, and sends on to the next: each comes on several streams at once.
 
-Each stream has a thread, and another one that hands on what the first has received (onward.py). A
+Each stream has a thread, and another one that sends on the bytes that the first has received (onward.py). A
 stream is acknowledged when the extent is sealed here and the next node has acknowledged.
 
 If the next node fails, receiving goes on: the caller is told in the end, and when it sends the extent
@@ -27,16 +27,16 @@ from .streams import receive_range
 from .threads import Promise
 from .wire import Header, Op, Reply, ReplyKind
 
-# A disk may take long to make an extent safe, or a node to be allowed to take it.
+# A disk may take long to make an extent durable, or a node to be allowed to receive it.
 BUSY_LIMIT_S = 120.0
-# A PART and what announces it come on two connections.
+# A PART and its announcement come on two connections.
 _ANNOUNCED_S = 5.0
-# A sender is told that this node is alive so many times in the time after which it would give up.
+# How many times a sender is told that this node is alive within its time-out.
 _SIGNS_OF_LIFE = 5
 
 
 class Receiving:
-    """One extent that is coming in. Threads use it; `Transfers` has it from start to end."""
+    """One extent that is being received. Threads use it; `Transfers` owns it from start to end."""
 
     def __init__(self, header: Header) -> None:
         self.extent: Extent = header.extent
@@ -58,44 +58,44 @@ class Receiving:
         self._error: OSError | None = None
 
     def add(self, channel: Channel, offset: int, length: int) -> None:
-        """Raises BadMessage when another stream brings some of these bytes."""
+        """Add a stream. Raises BadMessage if another stream brings some of its bytes."""
         with self._lock:
             for start, count in self._ranges:
                 if offset < start + count and start < offset + length:
                     raise BadMessage("two streams bring the same bytes of an extent")
-            # Or the last of them would come into a file that is sealed.
+            # Otherwise the last of the bytes would be written to a sealed file.
             if sum(count for _, count in self._ranges) + length > self._expected:
                 raise BadMessage("more bytes of an extent come than were announced")
             self._ranges.append((offset, length))
             self._channels.add(channel)
 
     def remove(self, channel: Channel) -> bool:
-        """Whether it was the last one."""
+        """Remove a stream, and return whether it was the last one."""
         with self._lock:
             self._channels.discard(channel)
             return not self._channels
 
     def arrived(self, count: int) -> bool:
-        """`count` bytes are in the file; returns whether all are."""
+        """Count bytes that are in the file, and return whether all are."""
         with self._lock:
             self._received += count
             self.progress_at = time.monotonic()
             return self._received == self._expected
 
     def fail(self, error: OSError) -> None:
-        """All streams end with this error, unless there was one before."""
+        """End all streams with this error, unless there was one before."""
         with self._lock:
             if self._error is None:
                 self._error = error
 
     def check(self) -> None:
-        """Raises the error, if there was one."""
+        """Raise the error, if there was one."""
         if self._error is not None:
             raise self._error
 
 
 class Transfers:
-    """All extents that are coming in. Methods are for the event loop; `nursery` outlives them all."""
+    """All extents that are being received. Methods are for the event loop; `nursery` outlives them all."""
 
     def __init__(self, service: Service[Any], nursery: trio.Nursery) -> None:
         self._service = service
@@ -116,7 +116,7 @@ class Transfers:
         return current is not None and current.is_sparse and current.transfer == header.transfer
 
     def join(self, header: Header, channel: Channel) -> Receiving:
-        """A stream arrived: the transfer that it is a part of. Ends with `leave`. Raises BadMessage."""
+        """Return the transfer of a stream that begins; it ends with `leave`. Raises BadMessage."""
         current = self._current.get(header.extent)
         if current is not None and current.transfer == header.transfer:
             if current.total != header.total:
@@ -124,7 +124,7 @@ class Transfers:
             current.add(channel, header.offset, header.follow)
             return current
         if current is not None:
-            # Its sender has given it up, or soon will.
+            # Its sender has given the transfer up, or soon will.
             current.fail(OSError(errno.ECANCELED, "another transfer of the extent took its place"))
         receiving = self._current[header.extent] = Receiving(header)
         receiving.add(channel, header.offset, header.follow)
@@ -134,13 +134,13 @@ class Transfers:
         return receiving
 
     def give_up(self, content: int) -> None:
-        """What is coming in of this content has no use any more."""
+        """End the transfers of this content, which will not be published."""
         for extent, receiving in self._current.items():
             if extent.content == content:
                 receiving.fail(OSError(errno.ECANCELED, "the content was given up"))
 
     async def leave(self, receiving: Receiving, channel: Channel) -> None:
-        """A stream ended. With the last one, what is not sealed is dropped."""
+        """End a stream. With the last one, a file that is not sealed is dropped."""
         if not receiving.remove(channel):
             return
         if self._current.get(receiving.extent) is receiving:
@@ -155,7 +155,7 @@ class Transfers:
             os.close(receiving.fd)
 
     def seal(self, receiving: Receiving) -> None:
-        """All bytes are there; `receiving.sealed` tells the outcome."""
+        """Seal a complete extent; `receiving.sealed` is the outcome."""
         receiving.is_sealing = True
         assert receiving.intake is not None
         incoming = receiving.intake.take()
@@ -189,8 +189,8 @@ def take_extent(
 ) -> tuple[Reply, int]:
     """Receive one stream of an extent in a thread, and offer it onward.
 
-    `seal` is called when all bytes of all streams are here. Returns what to reply, and how many bytes
-    were received. Raises Lost when the sender is gone, BadMessage when it makes no sense.
+    `seal` is called when all bytes of all streams are here. Returns the reply, and how many bytes were
+    received. Raises Lost if the sender is gone, BadMessage if it sends invalid bytes.
     """
     every_s = timeout_s / _SIGNS_OF_LIFE
     patience = Patience(timeout_s * RECEIVER_PATIENCE)
@@ -228,7 +228,7 @@ def take_extent(
                         timeout_s * RECEIVER_PATIENCE, arrived, between,
                     )  # fmt: skip
             except Lost:
-                # Others may have stopped it, and know why.
+                # Another thread may have stopped it, with the error.
                 receiving.check()
                 raise
             if not header.total or (header.op is Op.SPARSE and not header.length):
@@ -243,7 +243,7 @@ def take_extent(
         receiving.fail(error)
         reply = Reply(ReplyKind.FAILED, *failure_of(error, node))
     except (Lost, BadMessage) as error:
-        # The sender may well be there, and tries again if it is told so on another stream.
+        # The sender may still be there, and tries again if it gets this error on another stream.
         receiving.fail(Unreachable(node, f"a data connection was given up: {error}"))
         raise
     else:

@@ -28,15 +28,15 @@ __all__ = ["TcpWay"]
 
 log = logging.getLogger(__name__)
 
-# A stream of its own is not worth it for less.
+# A shorter part is not worth a stream of its own.
 _STREAM_BYTES_MIN = 4 << 20
-# Two threads that touch one huge page of a file at once get into each other's way.
+# Two threads that write to one huge page of a file at once slow each other down.
 _STREAM_ALIGNMENT_BYTES = 2 << 20
 
 
 class TcpWay(PuttingWay):
-    """Over up to `streams` connections, encrypted or not. `limiter` is for threads that move what this
-    process wants, `unlimited` for those that pass on what is limited by what it receives."""
+    """Moves extents over up to `streams` connections, encrypted or not. `limiter` is for threads that move
+    this process's own extents, `unlimited` for threads that send on bytes, which its receiving limits."""
 
     name = "tcp"
 
@@ -55,7 +55,7 @@ class TcpWay(PuttingWay):
         self._unlimited = unlimited
         self._timeout_s = link.caller.timeout_s
         self._counters = link.caller.counters
-        # What ends each operation whose data is on its way.
+        # Functions that end operations whose data is being moved.
         self._stops: set[Callable[[], None]] = set()
 
     def suits(self, transfer: Transfer) -> bool:
@@ -66,7 +66,7 @@ class TcpWay(PuttingWay):
 
     @property
     def shows_bytes(self) -> bool:
-        # Where there are certificates, they have a code or are encrypted.
+        # Where there are certificates, bytes have a code or are encrypted.
         return self._link.caller.credentials is not None
 
     async def put(self, extent: Extent, target: Target, data: bytes) -> None:
@@ -128,7 +128,7 @@ class TcpWay(PuttingWay):
             move = parts.begin if header.op is Op.SPARSE else parts.send
             return self._checked(move(channel, header), header)
 
-        # `parts` knows only what was sent, not what arrived. So it begins anew with the caller's next try.
+        # `parts` knows which segments were sent, not which arrived, so the caller's next try begins anew.
         await self._run(headers, work, self._limiter, repeats=False)
 
     async def _send_all(
@@ -158,7 +158,7 @@ class TcpWay(PuttingWay):
         streams: int,
         total: int = 0,
     ) -> list[Header]:
-        """One per stream."""
+        """Return a header for each stream."""
         count = max(1, min(streams, length // _STREAM_BYTES_MIN))
         share = -(-length // count)
         if count > 1:
@@ -179,8 +179,8 @@ class TcpWay(PuttingWay):
         limiter: trio.CapacityLimiter,
         repeats: bool = True,
     ) -> None:
-        """Have each header's work done on a connection. If one that had been idle turns out to be broken,
-        and the work `repeats`, all is done once more on new ones."""
+        """Do each header's work on a connection. If a connection that had been idle turns out to be
+        broken, and the work `repeats`, all is done once more on new ones."""
         link, counters = self._link, self._counters
         counters.round_trips += 1
         channels = await self.pool.borrow(len(headers))

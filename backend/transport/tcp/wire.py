@@ -15,10 +15,10 @@ from .authentication import CODE_BYTES, TICKET_NUMBER_BYTES
 _MAGIC = b"irDM"
 _PREAMBLE = struct.Struct(f">4sHH{TICKET_NUMBER_BYTES}s")
 _HEADER = struct.Struct(f">BBxxIQQQQQQQ{CHAIN_MAX}Q32s")
-# Kind, closing, bytes of text that follow, errno, node.
+# The fields: kind, closing, bytes of text that follow, errno, node.
 REPLY = struct.Struct(">B?HiQ")
 
-# With their codes.
+# Lengths with the codes.
 PREAMBLE_BYTES = _PREAMBLE.size + CODE_BYTES
 HEADER_BYTES = _HEADER.size + CODE_BYTES
 
@@ -40,7 +40,8 @@ class ReplyKind(enum.IntEnum):
 
 
 class Reply(NamedTuple):
-    """`closing`: the connection is of no use after it, as not all that was sent was received."""
+    """The answer to a request. `closing`: the connection cannot be used after it, as not all sent bytes
+    were received."""
 
     kind: ReplyKind
     code: int = 0
@@ -64,7 +65,7 @@ class Header(NamedTuple):
 
     @property
     def follow(self) -> int:
-        """How many bytes come behind it on the connection, of a write."""
+        """Return how many bytes of a write follow on the connection."""
         return 0 if self.op is Op.SPARSE else self.length
 
     def pack(self) -> bytes:
@@ -87,7 +88,7 @@ class Header(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> "Header":
-        """Raises BadMessage."""
+        """Return a header from bytes. Raises BadMessage."""
         op, nodes, stripe, content, group, config, transfer, *rest = _HEADER.unpack(data)
         total, offset, length, *chain = rest[: 3 + CHAIN_MAX]
         try:
@@ -107,12 +108,12 @@ class Header(NamedTuple):
 
 
 def pack_preamble(number: bytes) -> bytes:
-    """Shows the number of a ticket; its code is to follow."""
+    """Return a preamble with the number of a ticket; its code follows."""
     return _PREAMBLE.pack(_MAGIC, VERSION, 0, number)
 
 
 def unpack_preamble(data: bytes) -> bytes:
-    """The number of the ticket, of a preamble without its code. Raises BadMessage."""
+    """Return the number of the ticket in a preamble without its code. Raises BadMessage."""
     magic, version, _, number = _PREAMBLE.unpack(data)
     if magic != _MAGIC:
         raise BadMessage("not an irdmafs data connection")
