@@ -14,6 +14,7 @@ import select
 import socket
 import struct
 import sys
+from collections.abc import Iterator
 
 __all__ = [
     "HOLDS", "LEND", "REPLY", "REPLY_MAX_BYTES", "REQUEST", "REQUEST_MAX_BYTES", "STATUS", "WATCH", "holds",
@@ -124,6 +125,19 @@ def _is_in_exec(pid: int) -> bool:
     return pages != b"0" and code == b"0"
 
 
+# By process: the number under which an inode was found last. A forked child closes what its parent holds in
+# the order of numbers, or against it; without this each close would look through all of the parent's.
+_found_last: dict[int, int] = {}
+_FOUND_MAX = 1024
+
+
+def _numbers(pid: int, directory: int) -> Iterator[str]:
+    last = _found_last.get(pid, 0)
+    yield from map(str, range(last, last + 3))
+    yield from map(str, range(max(last - 2, 0), last))
+    yield from os.listdir(directory)
+
+
 def holds(pid: int, ino: int, below: int, mountpoint: str) -> bool:
     """Return whether the process has a descriptor, with a number below this (0: any), open on the inode of
     the filesystem that is mounted there. Waits while the process begins to run another program."""
@@ -134,13 +148,16 @@ def holds(pid: int, ino: int, below: int, mountpoint: str) -> bool:
         # Listing the directory takes as long as trying five numbers. Its size is how many are open
         # (Linux 6.2; before, 0).
         left = os.fstat(directory).st_size if below else -1
-        for name in map(str, range(below)) if below else os.listdir(directory):
+        for name in map(str, range(below)) if below else _numbers(pid, directory):
             try:
                 target = os.readlink(name, dir_fd=directory)
                 left -= 1
                 if target.startswith(prefix):
                     with open(f"/proc/{pid}/fdinfo/{name}", "rb") as file:
                         if wanted in file.read(1024):
+                            if len(_found_last) >= _FOUND_MAX:
+                                _found_last.clear()
+                            _found_last[pid] = int(name)
                             return True
             except OSError:
                 continue

@@ -525,6 +525,27 @@ def test_processes_that_are_started_meanwhile_publish_nothing_half_written(
     assert os.getxattr(file, "user.irdmafs.version") == b"2"
 
 
+def test_forked_child_closes_hundreds_of_files_that_its_parent_goes_on_writing(
+    folder: Path, process: TakeProcess
+) -> None:
+    process().do(
+        """
+fds = [os.open(f'{d}/{number}', os.O_WRONLY | os.O_CREAT) for number in range(800)]
+for fd in fds: os.write(fd, b'a')
+pid = os.fork()
+if pid == 0:
+    for fd in fds: os.close(fd)
+    os._exit(0)
+os.waitpid(pid, 0)
+for fd in fds:
+    os.write(fd, b'b')
+    os.close(fd)
+""",
+        d=str(folder),
+    )
+    assert {file.read_bytes() for file in folder.iterdir()} == {b"ab"}
+
+
 @pytest.mark.parametrize("written", [0, 10_000])
 def test_running_another_program_closes_what_it_does_not_get(
     folder: Path, process: TakeProcess, written: int
