@@ -51,7 +51,7 @@ class Delete(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What the transaction `revision` did to a key; value is None if it was deleted."""
+    """A change of a key by the transaction `revision`; value is None if it was deleted."""
 
     revision: int
     key: bytes

@@ -4,7 +4,7 @@ import os
 from typing import Final
 
 BALLAST_BYTES: Final = 4 * 1024 * 1024
-# What is taken when less is free than was given up.
+# The size that is taken if less is free than was given up.
 _PARTS: Final = tuple(BALLAST_BYTES >> shift for shift in range(7))
 # With less than this, only transactions that free space are accepted.
 _LOW_BYTES: Final = BALLAST_BYTES // 2

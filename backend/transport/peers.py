@@ -134,7 +134,7 @@ class Peers:
         return answer.status if isinstance(answer, Report) else {}
 
     def node_changed(self, node: int) -> None:
-        """For Members.node_changed: a node whose lease is over is not waited for any longer."""
+        """End calls to a node whose lease is over. Called for Members.node_changed."""
         device = self._devices.get(node)
         if device is not None and self.resolve(node) is None:
             device.give_up("its lease is over")

@@ -62,7 +62,7 @@ class PromptStream(trio.abc.Stream):
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
         limit = max_bytes or _RECEIVE_BYTES
         data = await self._receive(limit, 0)
-        # What filled the buffer may be followed by more; else there is nothing yet, most likely. For
+        # Bytes that filled the buffer may be followed by more; else there is nothing yet, most likely. For
         # whoever never has to wait, every second turn is the others'.
         self._may_have_more = len(data) == limit and not self._may_have_more
         return data

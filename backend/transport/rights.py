@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class Scope(Enum):
-    """How far a right goes."""
+    """The contents that a right covers."""
 
     NONE = auto()
     OWN = auto()

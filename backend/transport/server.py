@@ -202,7 +202,7 @@ class Listener:
         if not start or encrypted == (self._credentials is not None):
             return
         frames = Frames(stream, HELLO_BYTES_MAX)
-        # What is not read of it would take the answer away from him.
+        # Unread bytes would reset the connection before the peer has read the answer.
         if encrypted:
             await stream.receive_some(HELLO_BYTES_MAX)
             why = "it speaks TLS, and this node has no credentials (ca, cert, key in [cluster])"

@@ -38,7 +38,7 @@ CA_DAYS = 3650
 CERTIFICATE_DAYS = 825
 # Clocks of hosts differ: a certificate that was just issued must be valid on all of them.
 _CLOCK_SKEW = datetime.timedelta(hours=1)
-# With the number of the certificate, at most the 64 characters that a CN may have.
+# A name has, with the number of the certificate, at most the 64 characters that a CN may have.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,55}", re.ASCII)
 
 

@@ -1,4 +1,4 @@
-"""What a mount tells of itself: its status, its warnings, and its figures for metrics."""
+"""The report of a mount: its status, its warnings, and its figures for metrics."""
 
 import os
 import platform
@@ -19,7 +19,7 @@ _LOW_SPACE_SHARE = 0.05
 
 
 class Cluster(Protocol):
-    """What a mount of a cluster may be asked beside its store."""
+    """The parts of a cluster's mount that its report needs beside the store."""
 
     def warnings(self) -> list[str]:
         """Return a line for each thing that is wrong."""

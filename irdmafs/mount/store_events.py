@@ -1,4 +1,4 @@
-"""How what a store tells gets to the parts of its mount."""
+"""The delivery of a store's events to the parts of its mount."""
 
 from typing import NamedTuple
 

@@ -66,7 +66,7 @@ class Silent(Lost):
 
 
 class Patience:
-    """How long to wait for progress."""
+    """The time to wait for progress."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s

@@ -1,4 +1,5 @@
-"""Send a file with holes: its data goes in PARTs, beside a stream that waits for the extent to be sealed."""
+"""Send a file with holes: its data goes in PARTs, beside a stream that waits for the extent to be
+sealed."""
 
 import threading
 from collections import deque

@@ -14,7 +14,7 @@ from .queue import QueuePair
 from .regions import Regions
 from .staging import Staging
 
-# Of all peers together; each takes kernel memory at both ends.
+# The limit for all peers together; each takes kernel memory at both ends.
 QUEUE_PAIRS_MAX = 4096
 _SETBACK_S = 0.1
 

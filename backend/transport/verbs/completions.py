@@ -66,7 +66,7 @@ class Completions:
         self._poll()
 
     async def run(self) -> None:
-        """Until it is closed."""
+        """Handle completions until it is closed."""
         try:
             while not self._is_closed:
                 await trio.lowlevel.wait_readable(self._fd)

@@ -30,7 +30,7 @@ _REMEDY_MEMLOCK = (
 
 
 class Obstacle(str):
-    """What is in the way, and the command that mends it; as text both in one line, "" for none."""
+    """An obstacle to RDMA, and the command that removes it; as text both in one line, "" for none."""
 
     found: str
     remedy: str
@@ -95,7 +95,7 @@ class Device(NamedTuple):
 
 
 class Route(NamedTuple):
-    """Which device, port and table entry lead to a peer."""
+    """The device, port and GID table entry that lead to a peer."""
 
     device: str
     port: int
@@ -162,7 +162,7 @@ def explain(
 
 
 def gid_remedy(devices: list[Device]) -> str:
-    """Which entries of these devices can be asked for."""
+    """Return which GID table entries of these devices can be chosen."""
     good = [
         f"--gid-index {gid.number} ({gid.address} on {device.name})"
         for device in devices
@@ -188,7 +188,7 @@ def is_near(device: Device) -> bool:
 
 
 def memlock_limit() -> int | None:
-    """How many bytes this process may lock (and so register); None: any number."""
+    """Return how many bytes this process may lock (and so register); None: any number."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY or _may_lock() else soft
 

@@ -96,7 +96,7 @@ class Lanes:
 
     @property
     def mbit_s(self) -> int:
-        """Of all pairs of rails that bytes go over now."""
+        """Return the Mbit/s of all pairs of rails in use."""
         return sum({lane.name: lane.mbit_s for lane in self._lanes if lane.is_usable}.values())
 
     @property
@@ -105,14 +105,14 @@ class Lanes:
         return list(dict.fromkeys(lane.name for lane in self._lanes if lane.is_usable))
 
     async def ready(self) -> None:
-        """Until there is a queue pair, or it is known that there will be none soon."""
+        """Wait until there is a queue pair, or it is known that there will be none soon."""
         if not self._first.is_set():
             await self._first.wait()
 
     # -- moving bytes ----------------------------------------------------------------------------
 
     async def read(self, extent: Extent, start: int, into: FileRange, landed: Landed) -> None:
-        """As Device.read; the file is long enough. Raises OSError, NotThisWay."""
+        """Do as Device.read; the file is long enough. Raises OSError, NotThisWay."""
 
         async def read_part(at: int, count: int) -> None:
             def landed_there(begin: int, count: int, data: memoryview | None) -> None:
@@ -182,7 +182,7 @@ class Lanes:
         raise NotThisWay(why)
 
     def _shares(self, length: int) -> list[tuple[int, int]]:
-        """Where the ranges of a READ begin, and how long they are: one for each rail, by its speed."""
+        """Return the starts and lengths of the ranges of a READ: one for each rail, by its speed."""
         speeds = {lane.name: lane.mbit_s for lane in self._lanes if lane.is_usable}
         count = max(1, min(len(speeds), length // SHARE_BYTES_MIN))
         chosen = sorted(speeds.values(), reverse=True)[:count]
@@ -201,7 +201,7 @@ class Lanes:
     # -- lanes come and go -----------------------------------------------------------------------
 
     async def run(self) -> None:
-        """As long as the control connection is open."""
+        """Keep queue pairs ready as long as the control connection is open."""
         try:
             with self._scope:
                 while self.control.is_open:
@@ -214,7 +214,7 @@ class Lanes:
             self._first.set()
 
     async def _pause(self, changed: trio.Event) -> None:
-        """Until it is time to try again what is lost, or to look whether there is more."""
+        """Wait until lost queue pairs are to be tried again, or new rails looked for."""
         if not self._lost and all(lane.is_usable for lane in self._lanes):
             with trio.move_on_after(_LOOK_S) as looking:
                 await _either(changed, self._broke)

@@ -100,7 +100,7 @@ def immediate(number: int) -> int:
 
 
 def status_name(status: int) -> str:
-    """Of a work completion."""
+    """Return the name of the status of a work completion."""
     return STATUS_NAMES[status] if status < len(STATUS_NAMES) else f"status {status}"
 
 

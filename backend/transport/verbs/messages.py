@@ -19,13 +19,13 @@ from ..messages import (
 from ..rights import ANY, NONE, OWN
 from .ends import RAILS_MAX, QueueEnd, Rail
 
-# What a node answers when it can do nothing by verbs just now, though it may in another way.
+# The error of a node that cannot do a transfer by verbs now, but may in another way.
 NOT_BY_VERBS = errno.EOPNOTSUPP
 # The queue pair is gone; another one may do.
 NO_QUEUE_PAIR = errno.ENOLINK
-# Of one control connection: for every pair of rails some queue pairs.
+# The limit for one control connection, which has some queue pairs for every pair of rails.
 QUEUE_PAIRS_MAX = 16
-# Of one control connection, at a time.
+# The limit for one control connection at a time.
 HANDLES_MAX = LASTING_MAX
 PIECES_MAX = 1 << 16
 

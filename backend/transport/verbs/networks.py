@@ -16,7 +16,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def prefixes() -> dict[Address, int]:
-    """How many bits of each address of this host are its network's. Raises OSError."""
+    """Return how many bits of each address of this host are its network's. Raises OSError."""
     question = _MESSAGE.pack(
         _MESSAGE.size + _ADDRESS.size, _RTM_GETADDR, _NLM_F_DUMP_REQUEST, 1, 0
     ) + _ADDRESS.pack(socket.AF_UNSPEC, 0, 0, 0, 0)

@@ -45,7 +45,7 @@ _PIECES_HANDED_ON = 16
 
 
 def piece_bytes(length: int, is_handed_on: bool = False) -> int:
-    """What one work request moves of a transfer of `length` bytes."""
+    """Return how many bytes one work request moves of a transfer of `length` bytes."""
     usual = _PIECE_BYTES_MAX
     if is_handed_on:
         share = length // _PIECES_HANDED_ON
@@ -88,7 +88,7 @@ class Path:
         into: FileRange,
         landed: Landed = nothing_landed,
     ) -> None:
-        """As Device.read; the file is long enough. Raises OSError, NotThisWay."""
+        """Do as Device.read; the file is long enough. Raises OSError, NotThisWay."""
         length = into.length
         async with self._using(into, writable=True) as regions:
             exposed = await self._ask(
@@ -229,7 +229,7 @@ class Path:
             await self._control.say(message)
 
     def fail(self, why: str) -> None:
-        """What is under way raises Broken."""
+        """Have transfers under way raise Broken."""
         self._pair.fail(why)
 
     async def close(self, why: str) -> None:

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 Mode = Literal["auto", "off", "require"]
 THRESHOLD_BYTES = 64 << 10
-# What the kernel says of devices is believed for so long: many peers may ask at once.
+# How long the kernel's list of devices is cached: many peers may ask at once.
 _FRESH_S = 1.0
 
 
@@ -120,7 +120,7 @@ class Rdma:
 
     @property
     def adapters(self) -> list[Adapter]:
-        """Those that are open."""
+        """Return the adapters that are open."""
         return list(self._adapters.values())
 
     # -- files that are registered ---------------------------------------------------------------
