@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import rdma
 from cluster_mount import CLUSTER, OneNodeMount
 from etcd_server import end_shared_etcd
+from guest_tests import GuestTests
 from harness.cluster import living as clusters
+from harness.guest.kernel import built_kernel
 from mountpoint import PLAIN, Mount, PlainMount, living
 from processes import Process
 
@@ -35,6 +38,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # A daemon that crashes in somebody's C says where, in its log.
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     config.addinivalue_line("markers", "kernel_session(reason): promised by that session only")
+    config.addinivalue_line(
+        "markers", "guest_tests(arguments): asks for that run of tests in a guest"
+    )
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A run in a shell's background; what it starts would ignore Ctrl-C as well.
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -145,6 +151,17 @@ def _end_idle_processes() -> Iterator[None]:
     while _idle_processes:
         _idle_processes.pop().close()
     end_shared_etcd()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def guest_tests(request: pytest.FixtureRequest) -> Iterator[GuestTests]:
+    """The tests that run in a guest beside all others (guest_tests.py): begun here, if any is asked for."""
+    with GuestTests() as runs:
+        if built_kernel() is not None and not rdma.ports():
+            for item in request.session.items:
+                for marker in item.iter_markers("guest_tests"):
+                    runs.start(*marker.args)
+        yield runs
 
 
 @pytest.fixture(autouse=True)

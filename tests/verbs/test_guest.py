@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import rdma
+from guest_tests import GuestTests
 from harness.guest.kernel import built_kernel
 from mountpoint import eventually
 
@@ -92,25 +93,26 @@ def test_two_guests_move_bytes_by_rdma(guest_kernel: None) -> None:
 
 # Those that are over soon; the others take minutes.
 SHORT = ("tests/verbs/test_device.py", "tests/verbs/test_memory_used_again.py")
+OTHERS = tuple(f"--deselect={file}" for file in SHORT)
 
 
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     "arguments",
     [
-        pytest.param(SHORT, id="short"),
+        pytest.param(SHORT, id="short", marks=pytest.mark.guest_tests(SHORT)),
         pytest.param(
-            [f"--deselect={file}" for file in SHORT], id="the others", marks=pytest.mark.slow
+            OTHERS, id="the others", marks=[pytest.mark.guest_tests(OTHERS), pytest.mark.slow]
         ),
     ],
 )
 def test_what_is_promised_of_verbs_holds_in_a_guest(
-    guest_kernel: None, arguments: Sequence[str]
+    guest_kernel: None, guest_tests: GuestTests, arguments: Sequence[str]
 ) -> None:
     """Each failure is shown as pytest shows it in the guest."""
     if rdma.ports():
         pytest.skip("this machine has RDMA: the tests marked verbs ran on it")
-    done = run("test", "--color=no", "-q", *arguments)
-    if done.returncode != 0:
-        pytest.fail(f"in the guest:\n{done.stdout}{done.stderr}", pytrace=False)
-    assert re.search(r"\b[1-9]\d* passed", done.stdout), done.stdout
+    status, output = guest_tests.result(arguments)
+    if status != 0:
+        pytest.fail(f"in the guest:\n{output}", pytrace=False)
+    assert re.search(r"\b[1-9]\d* passed", output), output
