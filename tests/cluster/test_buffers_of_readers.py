@@ -392,6 +392,9 @@ def test_who_may_not_read_a_file_cannot_have_it_read(cluster: Cluster, folder: s
         with pytest.raises(PermissionError):
             process.do(source, path=f"{other.path}/{folder}/file")
         (one.path / folder / "file").chmod(0o644)
+        # Modes of a directory that is not followed come to other hosts by the watch.
+        seen = other.path / folder / "file"
+        eventually(lambda: seen.stat().st_mode & 0o004 != 0, "the other host knows the mode")
         assert process.do(source, path=f"{other.path}/{folder}/file") == "mount"
 
 
