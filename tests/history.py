@@ -150,7 +150,8 @@ def check(operations: Iterable[Operation], *, across_hosts: bool = True) -> list
     """Everything that a filesystem with close-to-open consistency cannot have done.
 
     across_hosts=False: what one host has read says nothing about what another one reads before the
-    writer's close() has returned (hosts that follow a directory are told one after the other).
+    writer's close() has returned (hosts that follow a directory are told one after the other). On the
+    writer's own host a new file is seen as it grows, before it is published.
     """
     by_path: dict[str, list[Operation]] = defaultdict(list)
     violations = []
@@ -166,11 +167,12 @@ def check(operations: Iterable[Operation], *, across_hosts: bool = True) -> list
             violations += _check_name(history)
             continue
         for host in sorted({operation.host for operation in history}):
-            violations += _check_name([o for o in history if _changes(o) or o.host == host])
+            seen = [o for o in history if _changes(o) or o.host == host]
+            violations += _check_name(seen, unpublished_is_seen=True)
     return list(dict.fromkeys(violations))
 
 
-def _check_name(history: list[Operation]) -> list[Violation]:
+def _check_name(history: list[Operation], *, unpublished_is_seen: bool = False) -> list[Violation]:
     removing = [o for o in history if o.kind in ("unlink", "replace") and _changes(o)]
     # Acknowledged and surely seen by those who opened the name: a file that is unlinked or replaced
     # while it is open for writing is published all the same, but not under this name.
@@ -209,7 +211,7 @@ def _check_name(history: list[Operation]) -> list[Violation]:
         seen = reads[value]
         if not seen and value not in lasting_values:
             continue
-        zone = _zone(write, seen)
+        zone = _zone(write, seen, unpublished_is_seen=unpublished_is_seen)
         if zone.fixed < write.start:
             violations.append(Violation("future", f"{zone.first}\nbefore {write}"))
         else:
@@ -231,9 +233,16 @@ def _latest_effect(operation: Operation) -> float:
     return operation.end if operation.outcome == "ok" else operation.end + LATE_NS
 
 
-def _zone(write: Operation, reads: Sequence[Operation]) -> _Zone:
+def _zone(write: Operation, reads: Sequence[Operation], *, unpublished_is_seen: bool) -> _Zone:
+    """`unpublished_is_seen`: a read on the writer's host before the write has ended does not tell that the
+    content was published."""
     acknowledged = replace(write, end=_latest_effect(write))
-    first = min((acknowledged, *reads), key=lambda o: o.end)
+    published = [
+        read
+        for read in reads
+        if not unpublished_is_seen or read.host != write.host or read.end >= acknowledged.end
+    ]
+    first = min((acknowledged, *published), key=lambda o: o.end)
     last = max((acknowledged, *reads), key=lambda o: o.start)
     return _Zone(first.end, last.start, first, last)
 

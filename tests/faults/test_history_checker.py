@@ -200,12 +200,24 @@ def test_a_failed_write_that_was_seen_does_not_go_away(script: Script) -> None:
 
 def test_hosts_may_learn_of_a_write_in_turn_but_none_goes_back(script: Script) -> None:
     script.write("1", 0, 1)
-    script.write("2", 2, 9)
+    script.write("2", 2, 9, host="c")
     script.read("2", 3, 4, host="a")
     script.read("1", 5, 6, host="b")
     assert script.kinds(across_hosts=False) == set()
     script.read("1", 7, 8, host="a")
     assert script.kinds(across_hosts=False) == {"back"}
+
+
+def test_what_its_own_host_reads_of_a_new_file_need_not_be_published_yet(script: Script) -> None:
+    script.write("new", 1, 5)
+    script.read("new", 2, 2.5)
+    script.write("other", 3, 3.5, host="b")
+    script.read("new", 4, 6)
+    assert script.kinds(across_hosts=False) == set()
+    # On another host it was published when it was read.
+    script.read("new", 2, 2.5, host="b")
+    script.read("new", 4, 4.5, host="b")
+    assert script.kinds(across_hosts=False) == {"stale"}
 
 
 def test_an_acknowledged_file_does_not_vanish(script: Script) -> None:
