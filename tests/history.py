@@ -155,9 +155,11 @@ def check(operations: Iterable[Operation], *, across_hosts: bool = True) -> list
     """
     by_path: dict[str, list[Operation]] = defaultdict(list)
     violations = []
+    operations = list(operations)
     for operation in operations:
         if operation.outcome == "torn":
-            violations.append(Violation("torn", str(operation)))
+            if not _may_grow(operation, operations):
+                violations.append(Violation("torn", str(operation)))
         elif operation.final and operation.outcome not in ("ok", "absent"):
             violations.append(Violation("unreadable", str(operation)))
         else:
@@ -170,6 +172,25 @@ def check(operations: Iterable[Operation], *, across_hosts: bool = True) -> list
             seen = [o for o in history if _changes(o) or o.host == host]
             violations += _check_name(seen, unpublished_is_seen=True)
     return list(dict.fromkeys(violations))
+
+
+def _may_grow(read: Operation, operations: Sequence[Operation]) -> bool:
+    """Return whether a program of the reader's host may have been writing a file that was absent before.
+    Such a file is seen there as it grows."""
+    history = [o for o in operations if o.path == read.path and _changes(o)]
+    unlinked = max(
+        (_latest_effect(o) for o in history if o.kind == "unlink" and o.start < read.end),
+        default=-1.0,
+    )
+    for write in history:
+        if write.kind not in ("write", "create") or write.host != read.host:
+            continue
+        if read.end < write.began or _latest_effect(write) < read.start:
+            continue
+        before = [o.start for o in history if o.kind != "unlink" and o.end < write.began]
+        if not before or unlinked >= max(before):
+            return True
+    return False
 
 
 def _check_name(history: list[Operation], *, unpublished_is_seen: bool = False) -> list[Violation]:
@@ -211,11 +232,12 @@ def _check_name(history: list[Operation], *, unpublished_is_seen: bool = False) 
         seen = reads[value]
         if not seen and value not in lasting_values:
             continue
-        zone = _zone(write, seen, unpublished_is_seen=unpublished_is_seen)
-        if zone.fixed < write.start:
-            violations.append(Violation("future", f"{zone.first}\nbefore {write}"))
+        # On the writer's own host a new file is seen as it grows.
+        early = [o for o in seen if o.end < (write.began if o.host == write.host else write.start)]
+        if early:
+            violations.append(Violation("future", f"{early[0]}\nbefore {write}"))
         else:
-            zones.append(zone)
+            zones.append(_zone(write, seen, unpublished_is_seen=unpublished_is_seen))
     zones += [_Zone(o.end, o.start, o, o) for o in moments]
     return violations + _check_zones(zones)
 

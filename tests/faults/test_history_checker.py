@@ -208,6 +208,29 @@ def test_hosts_may_learn_of_a_write_in_turn_but_none_goes_back(script: Script) -
     assert script.kinds(across_hosts=False) == {"back"}
 
 
+def test_a_new_file_is_seen_on_its_own_host_before_it_is_closed(script: Script) -> None:
+    script.write("new", 3, 4, began=1)
+    script.read("new", 2, 2.5)
+    assert script.kinds() == set()
+    script.read("new", 2, 2.5, host="b")
+    assert script.kinds() == {"future"}
+
+
+def test_a_part_is_seen_only_on_the_host_that_makes_the_file(script: Script) -> None:
+    script.write("new", 3, 4, began=1)
+    script.add("read", 2, 2.5, outcome="torn")
+    assert script.kinds() == set()
+    script.add("read", 2, 2.5, outcome="torn", host="b")
+    assert script.kinds() == {"torn"}
+
+
+def test_a_part_of_a_file_that_is_overwritten_is_not_seen(script: Script) -> None:
+    script.write("old", 0, 1)
+    script.write("new", 4, 5, began=2)
+    script.add("read", 3, 3.5, outcome="torn")
+    assert script.kinds() == {"torn"}
+
+
 def test_what_its_own_host_reads_of_a_new_file_need_not_be_published_yet(script: Script) -> None:
     script.write("new", 1, 5)
     script.read("new", 2, 2.5)
