@@ -35,6 +35,12 @@ def irdmafs(
     )
 
 
+# How a program ends at Ctrl-C. `python -m` dies of the signal itself when that came while a string was
+# executed (a dataclass being made, in a module being imported), although the exception was handled. To a
+# shell both are 130.
+INTERRUPTED = (128 + signal.SIGINT, -signal.SIGINT)
+
+
 def eventually(condition: Callable[[], bool], what: str, within_s: float = 10.0) -> None:
     """Wait for something that happens soon but sends no event. Raises AssertionError."""
     deadline = time.monotonic() + within_s

@@ -1,21 +1,10 @@
 """The namespace: the tree of directories, names and inodes that programs change."""
 
-from .namespace import (
-    NAME_MAX,
-    RENAME_EXCHANGE,
-    RENAME_NOREPLACE,
-    RENAME_WHITEOUT,
-    ROOT_INO,
-    XATTR_SIZE_MAX,
-    Dentry,
-    Inode,
-    Namespace,
-    Outdated,
-    SharedCommitter,
-    Tree,
-    fail,
-    load_own,
-)
+from .inode import NAME_MAX, ROOT_INO, Dentry, Inode, fail
+from .namespace import Namespace, load_own
+from .planner import RENAME_EXCHANGE, RENAME_NOREPLACE, RENAME_WHITEOUT, XATTR_SIZE_MAX, Outdated
+from .shared import SharedCommitter
+from .tree import Tree
 
 __all__ = [
     "NAME_MAX",

@@ -13,7 +13,8 @@ directories above hold.
 from ..cluster.policy import REPLICAS_MAX, Policy, parse_policy
 from ..cluster.records import Settings
 from ..sizes import parse_size
-from .namespace import ROOT_INO, Namespace
+from .inode import ROOT_INO
+from .namespace import Namespace
 from .quotas import QUOTA_NAMES, parse_limit
 
 REPLICAS = b"user.irdmafs.replicas"

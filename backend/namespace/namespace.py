@@ -1,7 +1,7 @@
 """The directory tree that programs change: names and inodes in a key-value engine.
 
-Reads are answered by the tree in memory alone (names.tree). A mutation is decided on it (names.planner) and
-committed in one transaction (names.local, names.shared); so one that fails leaves no trace.
+Reads are answered by the tree in memory alone (tree). A mutation is decided on it (planner) and committed
+in one transaction (local, shared); so one that fails leaves no trace.
 """
 
 import errno
@@ -15,39 +15,21 @@ from ..clock import now_ns
 from ..cluster.records import ContentId, Layout
 from ..kv import Compare, OwnEngine
 from .changes import Commit
-from .inode import NAME_MAX, NO_LAYOUT, ROOT_INO, Dentry, Inode, fail
+from .inode import NO_LAYOUT, ROOT_INO, Inode, fail
 from .local import LocalCommitter
 from .planner import (
     RENAME_EXCHANGE,
     RENAME_NOREPLACE,
     RENAME_WHITEOUT,
-    XATTR_SIZE_MAX,
-    Outdated,
     Planner,
     attributes_set,
     root_of,
     xattr_removed,
     xattr_set,
 )
-from .shared import SharedCommitter
 from .tree import Tree
 
-__all__ = [
-    "NAME_MAX",
-    "RENAME_EXCHANGE",
-    "RENAME_NOREPLACE",
-    "RENAME_WHITEOUT",
-    "ROOT_INO",
-    "XATTR_SIZE_MAX",
-    "Dentry",
-    "Inode",
-    "Namespace",
-    "Outdated",
-    "SharedCommitter",
-    "Tree",
-    "fail",
-    "load_own",
-]
+__all__ = ["Namespace", "load_own"]
 
 
 class Committer(Protocol):

@@ -13,7 +13,6 @@ import os
 import stat
 import time
 from collections.abc import Iterator
-from types import TracebackType
 from typing import NamedTuple, Self
 
 from ..store.sparse import allocated_bytes
@@ -114,12 +113,7 @@ class Files:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

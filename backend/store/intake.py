@@ -1,7 +1,6 @@
 """A file that is being received: it becomes an extent, or nothing is left of it."""
 
 from collections.abc import Callable
-from types import TracebackType
 from typing import Generic, Protocol, Self, TypeVar
 
 __all__ = ["Intake"]
@@ -48,10 +47,5 @@ class Intake(Generic[I]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

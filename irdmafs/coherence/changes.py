@@ -34,7 +34,7 @@ class Changes:
     def is_written(self, content: Content, status: os.stat_result | None = None) -> bool:
         """Return whether anybody may have written to it since it was published or begun, as far as stat can
         tell. A store through a mapping changes no time. `status`: how its extent looks, if known."""
-        return self.is_surely_written(content, status) or self._may_share_a_tick(content)
+        return self.is_surely_written(content, status) or self._may_share_a_tick(content, status)
 
     def is_surely_written(self, content: Content, status: os.stat_result | None = None) -> bool:
         if content.dirty:
@@ -43,11 +43,11 @@ class Changes:
             return False
         return stamp_of(status or self._table.stat(content)) != content.since
 
-    def _may_share_a_tick(self, content: Content) -> bool:
+    def _may_share_a_tick(self, content: Content, status: os.stat_result | None = None) -> bool:
         """Return whether a write after the publication may have left the times as they were then."""
         if not self._grain_ns or content.seen is None or not content.extent:
             return False
-        return time.time_ns() - self._table.stat(content).st_mtime_ns < self._grain_ns
+        return time.time_ns() - (status or self._table.stat(content)).st_mtime_ns < self._grain_ns
 
     def _is_unpublished(self, content: Content) -> bool:
         if content.seen is not None:

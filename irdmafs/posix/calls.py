@@ -6,6 +6,7 @@ from typing import Final, NamedTuple, Protocol
 
 from ..backend.namespace import Inode, fail
 from ..coherence.nodes import Handle
+from . import privileges
 
 __all__ = [
     "OFFSET_MAX",
@@ -20,15 +21,9 @@ __all__ = [
 OFFSET_MAX: Final = 2**63 - 1
 
 
-class Caller(Protocol):
-    """Who made a request; pyfuse3's RequestContext is one."""
+class Caller(privileges.Caller, Protocol):
+    """The process that made a request; pyfuse3's RequestContext is one."""
 
-    @property
-    def uid(self) -> int: ...
-    @property
-    def gid(self) -> int: ...
-    @property
-    def pid(self) -> int: ...
     @property
     def umask(self) -> int: ...
 

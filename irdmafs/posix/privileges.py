@@ -24,6 +24,8 @@ _HAS_CAPABILITY: Final = 1 << 16
 
 
 class Caller(Protocol):
+    """A process, as far as its privileges matter."""
+
     @property
     def uid(self) -> int: ...
     @property

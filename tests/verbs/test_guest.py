@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 import rdma
-from guest_tests import GuestTests
+from guest_tests import GUEST, GuestTests
 from harness.guest.kernel import built_kernel
 from mountpoint import eventually
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-GUEST = REPOSITORY / "scripts/rdma_guest"
 
 pytestmark = pytest.mark.skipif(rdma.IN_GUEST, reason="this is a guest already")
 

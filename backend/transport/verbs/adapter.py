@@ -2,7 +2,6 @@
 
 import errno
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import trio
@@ -34,15 +33,10 @@ class Adapter(OpenedPort):
         self.regions = Regions(library, self.pd, min(limit_bytes, self.bytes_max))
         self.staging = Staging(library, self.pd, self.regions)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.staging.close()
         self.regions.close()
-        super().__exit__(kind, error, tb)
+        super().__exit__()
 
     def queue_pair(self, gid_index: int, receives: bool = False, **options: Any) -> QueuePair:
         """`run` has to be started. Raises OSError."""

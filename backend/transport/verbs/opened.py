@@ -2,7 +2,6 @@
 
 import errno
 import os
-from types import TracebackType
 from typing import Any, Self
 
 from .devices import Route
@@ -43,12 +42,7 @@ class OpenedPort:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self.library.errors:
             self.pd.close()
             self.context.close()

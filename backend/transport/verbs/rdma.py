@@ -6,7 +6,6 @@ import os
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Literal, NamedTuple, Self
 
 import trio
@@ -105,12 +104,7 @@ class Rdma:
             raise RdmaUnavailable(self.why_not)
         log.info("parameters move over TCP: %s", self.why_not)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._adapters.clear()
         self._open.close()
 
