@@ -1,4 +1,4 @@
-"""An opened port with what all its queue pairs share."""
+"""An opened port with everything that its queue pairs share: regions, staging memory, protection domain."""
 
 import errno
 from collections.abc import Callable
@@ -13,22 +13,22 @@ from .queue import QueuePair
 from .regions import Regions
 from .staging import Staging
 
-# The limit for all peers together; each takes kernel memory at both ends.
+# The limit for all peers together. Each queue pair takes kernel memory at both ends.
 QUEUE_PAIRS_MAX = 4096
 _SETBACK_S = 0.1
 
 
 class Adapter(OpenedPort):
-    """Use as a context manager; queue pairs and windows are closed before it.
+    """Use as a context manager; close queue pairs and windows before it.
 
-    Raises OSError. Files are registered within `limit_bytes`.
+    At most `limit_bytes` are registered. Raises OSError.
     """
 
     def __init__(self, library: Library, route: Route, limit_bytes: int) -> None:
         super().__init__(library, route)
-        # What may have to end when the port does.
+        # The queue pairs that fail when the port goes down.
         self.pairs: set[QueuePair] = set()
-        # Why it is of no use until this process starts again.
+        # Why this port cannot be used until the process restarts; "" if it can.
         self.failure = ""
         self.regions = Regions(library, self.pd, min(limit_bytes, self.bytes_max))
         self.staging = Staging(library, self.pd, self.regions)
@@ -39,7 +39,7 @@ class Adapter(OpenedPort):
         super().__exit__()
 
     def queue_pair(self, gid_index: int, receives: bool = False, **options: Any) -> QueuePair:
-        """`run` has to be started. Raises OSError."""
+        """Return a new queue pair; the caller has to start its `run`. Raises OSError."""
         if self.failure:
             raise OSError(errno.ENODEV, self.failure)
         if len(self.pairs) >= QUEUE_PAIRS_MAX:
@@ -49,14 +49,14 @@ class Adapter(OpenedPort):
         return pair
 
     async def watch(self, changed: Callable[[], None]) -> None:
-        """End what goes through the port as soon as the kernel says that it is down."""
+        """Fail all queue pairs of the port as soon as the kernel reports that it is down."""
         while True:
             await trio.lowlevel.wait_readable(self.events)
             try:
                 with self.library.errors:
                     self.context.get_async_event().ack()
             except OSError:
-                # Nothing to read after all; not to be found out again at once.
+                # There was no event to read. Wait, so that this loop does not spin.
                 await trio.sleep(_SETBACK_S)
             try:
                 state = self.state()

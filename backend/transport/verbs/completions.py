@@ -1,7 +1,7 @@
-"""A completion queue, and the channel on which the kernel tells that something has come into it.
+"""A completion queue, and the completion channel by which the kernel reports new completions.
 
-To be told costs a few system calls each time and a pass of the event loop. So what somebody waits for is
-looked for first, and the kernel is asked to tell (the queue is armed) only when it is not there yet.
+An event on the channel costs a few system calls and a pass of the event loop. So the queue is polled first,
+and armed only if the awaited completion is not there yet.
 """
 
 import errno
@@ -18,8 +18,8 @@ _LOOKS = 4
 
 
 class Completions:
-    """`entries` at most; `take` is called for each, in the event loop. `is_awaited` tells whether somebody
-    waits for one. Raises OSError."""
+    """A queue of at most `entries`; `take` is called for each completion, in the event loop. `is_awaited`
+    tells whether anybody waits for one. Raises OSError."""
 
     def __init__(
         self,
@@ -43,16 +43,16 @@ class Completions:
             raise
 
     def look(self, is_over: Callable[[], bool]) -> None:
-        """What takes the hardware microseconds is not worth a wait."""
+        """Poll a few times: hardware that needs only microseconds is not worth a wait."""
         for _ in range(_LOOKS):
-            # Software RDMA works in threads of the kernel.
+            # Soft-RoCE works in kernel threads: let them run.
             os.sched_yield()
             self._poll()
             if is_over() or self._is_closed:
                 return
 
     def arm(self) -> None:
-        """Have `run` woken by the next one. What is there already is taken now."""
+        """Arm the queue: the next completion wakes `run`. Those that are there are taken now."""
         if self._is_armed or self._is_closed:
             return
         self._is_armed = True
@@ -60,21 +60,21 @@ class Completions:
             with self._library.errors:
                 self.queue.req_notify()
         except OSError as error:
-            # A device that is gone; its adapter hears of that and ends the queue pair.
+            # The device is gone. Its adapter learns of that and fails the queue pair.
             if error.errno != errno.EIO:
                 raise
         self._poll()
 
     async def run(self) -> None:
-        """Handle completions until it is closed."""
+        """Handle completions until the queue is closed."""
         try:
             while not self._is_closed:
                 await trio.lowlevel.wait_readable(self._fd)
-                # Between being woken and running: pyverbs does not check what it is asked about.
+                # It may be closed since the wakeup, and pyverbs does not check for a closed queue.
                 if not self._is_closed:
                     self._be_told()
         except trio.ClosedResourceError:
-            pass  # by `close`
+            pass  # `close` was called
 
     def _be_told(self) -> None:
         try:
@@ -99,7 +99,7 @@ class Completions:
                 return
 
     def close(self) -> None:
-        """Its queue pair is closed."""
+        """Close the queue and its channel. The queue pair must be closed before."""
         if not self._is_closed:
             self._is_closed = True
             trio.lowlevel.notify_closing(self._fd)

@@ -1,6 +1,6 @@
-"""RDMA devices of this host, as the kernel tells of them in sysfs, and which one leads to a peer.
+"""RDMA devices of this host, as listed in sysfs, and which one leads to a peer.
 
-Nothing here opens a device or needs a library, so that `doctor` can explain a host where both fail.
+No device is opened and no library is needed here, so that `doctor` can explain a host where both fail.
 """
 
 import errno
@@ -15,10 +15,11 @@ from typing import NamedTuple, Self
 _SYS = "/sys/class/infiniband"
 _CAP_IPC_LOCK = 14
 _SIOCGIFADDR = 0x8915
-# Less is not worth it: a registration of an ordinary model would fail.
+# With less than this, registering an ordinary model would fail.
 MEMLOCK_BYTES_MIN = 64 << 20
 _GIDS_MAX = 1024
-# The kernel fills the first free entry; a table has a thousand, and each costs a few system calls.
+# How many empty entries end the search: the kernel fills the first free one of about a thousand, and
+# reading each costs system calls.
 _EMPTY_GIDS_MAX = 32
 _GIDS_SHOWN = 8
 _ZERO_GID = bytes(16)
@@ -30,7 +31,8 @@ _REMEDY_MEMLOCK = (
 
 
 class Obstacle(str):
-    """An obstacle to RDMA, and the command that removes it; as text both in one line, "" for none."""
+    """An obstacle to RDMA, and the command that removes it. As text it has both in one line, or "" for
+    none."""
 
     found: str
     remedy: str
@@ -42,7 +44,7 @@ class Obstacle(str):
 
 
 class Gid(NamedTuple):
-    """One entry of a port's table, by its number there. `kind` is "RoCE v2", "RoCE v1" or "InfiniBand"."""
+    """One entry of a port's GID table, with its index. `kind` is "RoCE v2", "RoCE v1" or "InfiniBand"."""
 
     number: int
     value: bytes
@@ -51,13 +53,13 @@ class Gid(NamedTuple):
 
     @property
     def address(self) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-        """The IP address that it stands for, on RoCE."""
+        """Return the IP address that the GID stands for, on RoCE."""
         address = ipaddress.IPv6Address(self.value)
         return address.ipv4_mapped or address
 
     @property
     def weakness(self) -> str:
-        """Why peers are rarely reached from it, "" if they are."""
+        """Return why this GID reaches few peers, or "" if it does not."""
         if self.kind != "InfiniBand" and self.address.is_link_local:
             return "a link-local address, which leads to no peer that has another"
         if self.kind == "RoCE v1":
@@ -79,8 +81,8 @@ class Port(NamedTuple):
 
 
 class Device(NamedTuple):
-    """`kind` is what people call it; `obstacle` is why it cannot be used, "" if it can. `pci` and `numa`
-    are where it is plugged in ("" and -1: nowhere, or not known)."""
+    """`kind` is the usual name of the technology; `obstacle` is why it cannot be used, "" if it can. `pci`
+    and `numa` are its PCI address and NUMA node ("" and -1: none, or not known)."""
 
     name: str
     kind: str
@@ -95,7 +97,7 @@ class Device(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The device, port and GID table entry that lead to a peer."""
+    """The device, port and GID table entry that a peer is reached by."""
 
     device: str
     port: int
@@ -104,7 +106,7 @@ class Route(NamedTuple):
 
 
 def find(sys: str = _SYS) -> list[Device]:
-    """All devices, in the order of their names; none where the kernel has no RDMA."""
+    """Return all devices, sorted by name; none if the kernel has no RDMA."""
     try:
         names = sorted(os.listdir(sys))
     except OSError:
@@ -113,7 +115,7 @@ def find(sys: str = _SYS) -> list[Device]:
 
 
 def describe(device: Device) -> str:
-    """One line: what it is, where it is plugged in, its ports and their tables."""
+    """Return one line: the kind of a device, its place in the machine, its ports and their GIDs."""
     where = f" at {device.pci}" if device.pci else ""
     node = f", NUMA node {device.numa}" if device.numa >= 0 else ""
     if not is_near(device):
@@ -136,8 +138,8 @@ def _described(port: Port, gid: Gid) -> str:
 def explain(
     devices: list[Device], wanted: str | None = None, gid_index: int | None = None
 ) -> Obstacle:
-    """Why none of them (or none of those that are wanted, or not with that GID) can be used; "": one
-    can."""
+    """Return why none of the devices can be used, or only none of those that are `wanted` or have the GID;
+    "" if one can."""
     if names := wanted_names(wanted):
         there = ", ".join(device.name for device in devices) or "none"
         missing = names - {device.name for device in devices}
@@ -162,7 +164,7 @@ def explain(
 
 
 def gid_remedy(devices: list[Device]) -> str:
-    """Return which GID table entries of these devices can be chosen."""
+    """Return the GIDs of these devices that can be chosen."""
     good = [
         f"--gid-index {gid.number} ({gid.address} on {device.name})"
         for device in devices
@@ -174,12 +176,12 @@ def gid_remedy(devices: list[Device]) -> str:
 
 
 def wanted_names(wanted: str | None) -> set[str]:
-    """The devices that are asked for, as names between commas; none: any will do."""
+    """Return the wanted devices, given as names between commas; none means any."""
     return {name for name in (wanted or "").replace(" ", "").split(",") if name}
 
 
 def is_near(device: Device) -> bool:
-    """Whether it is plugged in at a processor that this process may run on, or anywhere near."""
+    """Return whether this process may run on a processor near the device, or the device is near none."""
     if device.numa < 0:
         return True
     processors = os.sched_getaffinity(0)
@@ -188,7 +190,7 @@ def is_near(device: Device) -> bool:
 
 
 def memlock_limit() -> int | None:
-    """Return how many bytes this process may lock (and so register); None: any number."""
+    """Return how many bytes this process may lock, and so register; None if there is no limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY or _may_lock() else soft
 
@@ -206,10 +208,10 @@ def choose(
     device: str | None = None,
     gid_index: int | None = None,
 ) -> Route:
-    """The way on which this host's address `local` is: the table entry that stands for it, or the port
+    """Return the route that this host's address `local` belongs to: the GID that stands for it, or the port
     whose network interface has it (InfiniBand). Hardware comes before software, RoCE v2 before v1.
 
-    Raises OSError ENODEV, with what was looked for.
+    Raises OSError ENODEV; its text says which GID was looked for.
     """
     address = ipaddress.ip_address(local.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
@@ -233,7 +235,7 @@ def choose(
 
 
 def local_address(peer: str) -> str:
-    """This host's address on the route to `peer`. Sends nothing. Raises OSError."""
+    """Return this host's address on the route to `peer`. Nothing is sent. Raises OSError."""
     family, kind, _, _, where = socket.getaddrinfo(peer, _DATAGRAM_PORT, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(where)
@@ -258,7 +260,7 @@ def _leads_to(
 
 
 def interface_of(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | None:
-    """The network interface that has this address as its first."""
+    """Return the network interface whose first address is this one."""
     if isinstance(address, ipaddress.IPv6Address):
         for line in _text(Path("/proc/net/if_inet6")).splitlines():
             digits, *_, name = line.split()
@@ -372,7 +374,7 @@ def _port(device: Path, where: Path) -> Port:
         except OSError:
             continue
         value = ipaddress.IPv6Address(text).packed
-        # A link whose prefix was not set yet has the interface's number alone: of no use to anybody.
+        # A link without a prefix yet has only the interface's number in its GID, which reaches nobody.
         if value == _ZERO_GID:
             empty += 1
             if empty == _EMPTY_GIDS_MAX:
@@ -383,7 +385,7 @@ def _port(device: Path, where: Path) -> Port:
         gids.append(Gid(index, value, _gid_kind(where, index, link_layer), netdev))
     state = _text(where / "state").partition(": ")[2]
     netdev = next((gid.netdev for gid in gids if gid.netdev), "")
-    # Software devices tell on which interface they were made, also while that is down.
+    # Soft devices name the interface that they were made on even while it is down.
     netdev = netdev or _text(where / "gid_attrs" / "ndevs" / "0") or _text(device / "parent")
     return Port(
         int(where.name),
@@ -397,7 +399,7 @@ def _port(device: Path, where: Path) -> Port:
 
 
 def _mbit_s(port: Path) -> int:
-    """Its speed; 0: not known."""
+    """Return the port's speed in Mbit/s, 0 if it is not known."""
     number, _, unit = _text(port / "rate").partition(" Gb/sec")
     try:
         return int(float(number) * 1000) if unit else 0

@@ -1,14 +1,14 @@
-"""What the two ends of a connection tell each other of their queue pairs, and of the ways between them."""
+"""Structs by which two ends of a connection describe their queue pairs and rails to each other."""
 
 import msgspec
 
-# Of a host; each can be on several networks, which count.
+# The limit for one host. A port counts once for each network that it is on.
 RAILS_MAX = 16
 
 
 class QueueEnd(msgspec.Struct, array_like=True, frozen=True):
-    """What the other end has to know of a queue pair. `mtu` is in bytes; `reads` is how many READs of
-    the peer it answers at once."""
+    """The attributes of a queue pair that the other end needs. `mtu` is in bytes; `reads` is how many READs
+    of the peer it answers at once."""
 
     gid: bytes
     lid: int
@@ -19,8 +19,8 @@ class QueueEnd(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Rail(msgspec.Struct, array_like=True, frozen=True):
-    """A port of a host and the network that it is on: the first `bits` of its GID. `name` is the host's
-    own for the port, `kind` that of the GID. `on_way`: the control connection goes through it."""
+    """A port of a host and the network that it is on: the first `bits` of its GID. `name` is the host's own
+    name for the port, `kind` the kind of the GID. `on_way`: the control connection goes through it."""
 
     name: str
     gid: bytes
@@ -32,5 +32,5 @@ class Rail(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def network(self) -> tuple[str, int, int]:
-        """Equal on rails that reach each other."""
+        """Return a key that is equal for rails that reach each other."""
         return self.kind, self.bits, int.from_bytes(self.gid, "big") >> 128 - self.bits

@@ -1,9 +1,9 @@
-"""All queue pairs to one store node: which one an operation takes, and what happens when one breaks.
+"""All queue pairs to one store node: which one an operation uses, and what happens when one breaks.
 
-A lane is one queue pair between a rail here and one there. They are set up when the first operation
-asks, and lost ones are tried again every RETRY_S, and when a port of this host comes back; nobody waits for
-that. An operation goes to the lane that would be done with it first; if the lane breaks meanwhile it
-begins again on another one, and raises NotThisWay when none is left.
+A lane is one queue pair between a rail here and one there. Lanes are set up when the first operation asks.
+Lost ones are tried again in the background, every RETRY_S and when a port of this host comes back. An
+operation goes to the lane that would finish it first. If that lane breaks meanwhile, the operation begins
+again on another one, and raises NotThisWay if none is left.
 """
 
 import logging
@@ -26,16 +26,16 @@ from .rdma import Rdma
 log = logging.getLogger(__name__)
 
 RETRY_S = 5.0
-# Rails that were not there are looked for now and then.
+# How often rails that were missing are looked for.
 _LOOK_S = 60.0
-# A READ is divided between rails if each gets as much as this.
+# A READ is divided between rails if each of them gets at least this much.
 SHARE_BYTES_MIN = 4 << 20
 _SHARE_ALIGNMENT_BYTES = 2 << 20
-# One that breaks lane after lane, as they come back, is better moved over TCP.
+# An operation that breaks this many lanes is moved over TCP.
 _TRIES = 4
 
 
-# Part of a name is the node's choice, who might choose again and again.
+# The node chooses a part of each name, and might send ever new ones.
 _NAMES_MAX = 256
 _UP, _DOWN = "up", "down"
 
@@ -62,8 +62,8 @@ class _Lane:
 
 
 class Lanes:
-    """Of one control connection; `run` is a task of `nursery`. `told` is what the log was told last of each
-    pair of rails, by name; `stages` is as of open_path."""
+    """The lanes of one control connection; `run` is a task of `nursery`. `told` has the last state logged
+    for each pair of rails, by name; `stages` is as in `open_path`."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Lanes:
         self._lanes: list[_Lane] = []
         self._first = trio.Event()
         self._broke = trio.Event()
-        # Pairs of rails that worked, or should, and are to be tried again soon.
+        # Pairs of rails that worked before or failed to connect, to be tried again soon.
         self._lost: set[str] = set()
         self._scope = trio.CancelScope()
         control.closers.append(self._end)
@@ -101,18 +101,18 @@ class Lanes:
 
     @property
     def usable(self) -> list[str]:
-        """The pairs of rails that bytes go over now."""
+        """Return the pairs of rails in use."""
         return list(dict.fromkeys(lane.name for lane in self._lanes if lane.is_usable))
 
     async def ready(self) -> None:
-        """Wait until there is a queue pair, or it is known that there will be none soon."""
+        """Wait until there is a queue pair, or until the first attempt to set them up has failed."""
         if not self._first.is_set():
             await self._first.wait()
 
     # -- moving bytes ----------------------------------------------------------------------------
 
     async def read(self, extent: Extent, start: int, into: FileRange, landed: Landed) -> None:
-        """Do as Device.read; the file is long enough. Raises OSError, NotThisWay."""
+        """Do as Device.read; the file must be long enough. Raises OSError, NotThisWay."""
 
         async def read_part(at: int, count: int) -> None:
             def landed_there(begin: int, count: int, data: memoryview | None) -> None:
@@ -150,7 +150,7 @@ class Lanes:
         growth: Growth | None = None,
         passed: Landed = nothing_landed,
     ) -> None:
-        """As Device.write. With `growth`, the bytes are still coming into the file. Raises OSError,
+        """Do as Device.write. With `growth`, the file is still being received. Raises OSError,
         NotThisWay."""
         await self._move(
             source.length, lambda path: path.write(extent, target, source, growth, passed)
@@ -214,7 +214,7 @@ class Lanes:
             self._first.set()
 
     async def _pause(self, changed: trio.Event) -> None:
-        """Wait until lost queue pairs are to be tried again, or new rails looked for."""
+        """Wait until it is time to try lost queue pairs again, or to look for new rails."""
         if not self._lost and all(lane.is_usable for lane in self._lanes):
             with trio.move_on_after(_LOOK_S) as looking:
                 await _either(changed, self._broke)
@@ -224,7 +224,7 @@ class Lanes:
             await changed.wait()
 
     async def _set_up(self) -> None:
-        """Have queue pairs between all rails that reach each other."""
+        """Set up queue pairs between all rails that reach each other."""
         try:
             own = self._rdma.rails(self.control.ends.here)
             answer = await ask(self.control, lambda number: Rails(number, ""))
@@ -283,7 +283,7 @@ class Lanes:
         await self._lose(lane, path)
 
     async def _lose(self, lane: _Lane, path: Path) -> None:
-        """It broke; what is under way on it is told so by its queue pair."""
+        """Take a broken queue pair out of use. It has told the operations under way on it itself."""
         if lane.path is not path:
             return
         lane.path = None
@@ -293,7 +293,7 @@ class Lanes:
         await path.close(path.failure)
 
     def _cannot(self, why: str, lane: _Lane | None = None) -> None:
-        """Say so, once."""
+        """Log that RDMA, or this lane, does not work; once until that changes."""
         if not self.control.is_open:
             return
         name = lane.name if lane is not None else ""

@@ -1,6 +1,6 @@
-"""pyverbs, if it is there: rdma-core's own Python bindings, of Debian (44) or of PyPI (59).
+"""pyverbs, rdma-core's own Python bindings, from Debian (44) or from PyPI (59).
 
-Nothing else imports it, and this only when a device was found: hosts without RDMA never load it.
+No other module imports it, and this one only when a device was found: hosts without RDMA never load it.
 """
 
 import errno
@@ -33,7 +33,7 @@ class VerbsMissing(OSError):
 
 
 class Library:
-    """What is used of pyverbs. `enum` looks a constant up wherever this version keeps it."""
+    """The part of pyverbs that is used. `enum` finds a constant in any supported version."""
 
     def __init__(self) -> None:
         addr = _module("addr")
@@ -54,7 +54,7 @@ class Library:
         self._channels = threading.Lock()
 
     def enum(self, name: str) -> int:
-        """The value of IBV_NAME."""
+        """Return the value of IBV_NAME."""
         value = self._values.get(name)
         if value is None:
             value = self._values[name] = self._find(f"IBV_{name}")
@@ -67,7 +67,7 @@ class Library:
         raise VerbsMissing(f"this pyverbs does not know {name}")
 
     def open(self, device: str) -> tuple[Any, int]:
-        """A Context and the descriptor of its asynchronous events, which does not block. Raises OSError."""
+        """Return a Context and the non-blocking descriptor of its asynchronous events. Raises OSError."""
         with self._channels, self.errors:
             before = _event_descriptors()
             context = self.Context(name=device)
@@ -76,13 +76,13 @@ class Library:
         return context, fd
 
     def completion_channel(self, context: Any) -> tuple[Any, int]:
-        """A CompChannel and its descriptor, which does not block. Raises OSError."""
+        """Return a CompChannel and its non-blocking descriptor. Raises OSError."""
         with self._channels, self.errors:
             before = _event_descriptors()
             channel = self.CompChannel(context)
             fd: int | None = getattr(channel, "fd", None)
             if fd is None:
-                # Only this class makes such descriptors, and only under this lock.
+                # Only this class makes such descriptors, and only while it holds this lock.
                 (fd,) = _event_descriptors() - before
         os.set_blocking(fd, False)
         return channel, fd
@@ -90,12 +90,12 @@ class Library:
 
 @functools.cache
 def load() -> Library:
-    """Raises VerbsMissing."""
+    """Return pyverbs, loaded once. Raises VerbsMissing."""
     return Library()
 
 
 def immediate(number: int) -> int:
-    """Immediate data travels in network order, which pyverbs leaves to its user."""
+    """Return immediate data in network byte order: pyverbs does not convert it."""
     return socket.htonl(number)
 
 
@@ -105,7 +105,7 @@ def status_name(status: int) -> str:
 
 
 class _Errors:
-    """Makes pyverbs' exceptions OSErrors."""
+    """A context manager that turns pyverbs' exceptions into OSErrors."""
 
     def __init__(self, kind: type[Exception]) -> None:
         self._kind = kind

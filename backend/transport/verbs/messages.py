@@ -1,4 +1,4 @@
-"""The messages by which queue pairs are set up, and rights to memory given."""
+"""Messages that set up queue pairs and grant rights to memory."""
 
 import errno
 
@@ -19,32 +19,31 @@ from ..messages import (
 from ..rights import ANY, NONE, OWN
 from .ends import RAILS_MAX, QueueEnd, Rail
 
-# The error of a node that cannot do a transfer by verbs now, but may in another way.
+# The error of a node that cannot do a transfer by verbs now, but can by another mover.
 NOT_BY_VERBS = errno.EOPNOTSUPP
-# The queue pair is gone; another one may do.
+# The error when the queue pair is gone; the transfer may succeed on another one.
 NO_QUEUE_PAIR = errno.ENOLINK
-# The limit for one control connection, which has some queue pairs for every pair of rails.
+# The limit for one control connection, which has at least one queue pair for every pair of rails.
 QUEUE_PAIRS_MAX = 16
-# The limit for one control connection at a time.
+# The limit of granted rights for one control connection at a time.
 HANDLES_MAX = LASTING_MAX
 PIECES_MAX = 1 << 16
 
 
 class Release(Message, tag=5):
-    """Gives back what `Exposed` gave: an extent was read, or its bytes will not come. Has no answer."""
+    """Gives a right back: the extent was read, or its bytes will not come. Has no answer."""
 
     handle: int
 
 
 class Detach(Message, tag=6):
-    """The caller's queue pair is of no use any more, nor is what was given for it. Has no answer."""
+    """Tells that the caller closed its queue pair; the rights granted for it end. Has no answer."""
 
     pair: int
 
 
 class Attach(Request, tag=18):
-    """Asks for a queue pair to move extents by, at a rail of the node; takes the place of an earlier one
-    of the number `pair`."""
+    """Asks for a queue pair on a rail of the node; it replaces an earlier one with the number `pair`."""
 
     end: QueueEnd
     pair: int
@@ -71,10 +70,10 @@ class Expose(AboutExtent, tag=19):
 
 
 class Reserve(AboutExtent, tag=30):
-    """Asks to write an extent into the node's memory, in pieces of `piece` bytes and what is left, each
-    of which ends with a WRITE that carries the handle that is given for it, by queue pair `pair`.
-    Answered a second time, with the number `sealed`, when all of them have arrived and the extent is
-    sealed here and down the chain."""
+    """Asks to write an extent into the node's memory, by queue pair `pair`, in pieces of `piece` bytes; the
+    last one may be shorter. Each piece ends with a WRITE that carries the granted handle as immediate data.
+    Answered a second time, with the number `sealed`, when all pieces have arrived and the extent is sealed
+    here and down the chain."""
 
     target: Target
     length: int
@@ -98,8 +97,8 @@ class Attached(Answer, tag=26):
 
 
 class Exposed(Answer, tag=27):
-    """Where the bytes are, until Release or until the extent is sealed. `wanted`: the node lacks the
-    extent; to one that has it no bytes are written."""
+    """The address and rkey of the bytes, valid until Release or until the extent is sealed. `wanted` is
+    false if the node has the extent already: no bytes are to be written then."""
 
     handle: int
     address: int
@@ -112,7 +111,7 @@ class RailsFound(Answer, tag=28):
 
 
 def check_end(end: QueueEnd) -> None:
-    """Raises BadMessage for what cannot be a queue pair."""
+    """Raise BadMessage if no queue pair can have these attributes."""
     if (
         len(end.gid) != 16
         or not 0 <= end.lid < 1 << 16
@@ -125,13 +124,13 @@ def check_end(end: QueueEnd) -> None:
 
 
 def check_pair(pair: int) -> None:
-    """Raises BadMessage for more queue pairs than a connection may have."""
+    """Raise BadMessage for a number beyond the queue pairs of a connection."""
     if not 0 <= pair < QUEUE_PAIRS_MAX:
         raise BadMessage(f"queue pair {pair} of {QUEUE_PAIRS_MAX}")
 
 
 def check_rails(rails: list[Rail]) -> None:
-    """Raises BadMessage for what no host has."""
+    """Raise BadMessage for rails that no host can have."""
     if len(rails) > RAILS_MAX:
         raise BadMessage(f"{len(rails)} rails")
     for rail in rails:
@@ -145,7 +144,7 @@ def check_rails(rails: list[Rail]) -> None:
 
 
 def check_reservation(length: int, piece: int) -> None:
-    """Raises BadMessage for a number of pieces that nobody needs."""
+    """Raise BadMessage for an impossible piece size or too many pieces."""
     check_range(0, length)
     if not (0 < piece <= length and -(-length // piece) <= PIECES_MAX):
         raise BadMessage(f"{length} bytes in pieces of {piece}")

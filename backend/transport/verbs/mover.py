@@ -1,4 +1,4 @@
-"""Extents by RDMA verbs: it reaches nodes on a network that both ends have a device on."""
+"""The mover for RDMA verbs: it reaches nodes on a network that both ends have a device on."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,9 +14,9 @@ __all__ = ["Verbs"]
 
 
 class Verbs(Mover):
-    """Through the adapters of `rdma`, which stays open longer. What this process moves goes through memory
-    that is registered once and for all if it `stages`, as a mount does, whose files are used for one
-    version; else from and to files that are registered when they are first used."""
+    """Moves extents through the adapters of `rdma`, which must stay open longer. With `stages`, this
+    process's bytes pass through memory that stays registered: a mount does so, whose files hold one version
+    each. Without it, files are registered at first use, and bytes move from and to them directly."""
 
     name = VerbsWay.name
     messages = MESSAGES

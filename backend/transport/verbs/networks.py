@@ -1,4 +1,4 @@
-"""The networks that this host's addresses are on, as the kernel tells over netlink."""
+"""The networks of this host's addresses, asked of the kernel over netlink."""
 
 import ipaddress
 import socket
@@ -16,7 +16,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def prefixes() -> dict[Address, int]:
-    """Return how many bits of each address of this host are its network's. Raises OSError."""
+    """Return the prefix length of each address of this host. Raises OSError."""
     question = _MESSAGE.pack(
         _MESSAGE.size + _ADDRESS.size, _RTM_GETADDR, _NLM_F_DUMP_REQUEST, 1, 0
     ) + _ADDRESS.pack(socket.AF_UNSPEC, 0, 0, 0, 0)
@@ -29,7 +29,7 @@ def prefixes() -> dict[Address, int]:
 
 
 def _take(answer: bytes, found: dict[Address, int]) -> bool:
-    """Whether there is more to come."""
+    """Add the addresses in `answer` to `found`. Return whether more answers will come."""
     at = 0
     while at + _MESSAGE.size <= len(answer):
         length, kind, *_ = _MESSAGE.unpack_from(answer, at)
@@ -38,7 +38,7 @@ def _take(answer: bytes, found: dict[Address, int]) -> bool:
         if kind == _RTM_NEWADDR:
             _, bits, *_ = _ADDRESS.unpack_from(answer, at + _MESSAGE.size)
             values = _attributes(answer[at + _MESSAGE.size + _ADDRESS.size : at + length])
-            # Of a point-to-point link the other one is the peer's.
+            # On a point-to-point link IFA_ADDRESS is the peer's address.
             value = values.get(_IFA_LOCAL) or values.get(_IFA_ADDRESS)
             if value is not None:
                 found[ipaddress.ip_address(value)] = bits

@@ -1,4 +1,4 @@
-"""An opened port of a device, and the addresses by which it is reached."""
+"""An opened port of a device, and its GIDs."""
 
 import errno
 import os
@@ -13,8 +13,8 @@ _MTUS = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}
 
 
 class OpenedPort:
-    """Use as a context manager; what was made from `context` and `pd` is closed before it. Raises
-    OSError. `mtu` is in bytes, `events` the descriptor of the device's asynchronous events."""
+    """Use as a context manager; close everything made from `context` and `pd` before it. Raises OSError.
+    `mtu` is in bytes; `events` is the descriptor of the device's asynchronous events."""
 
     def __init__(self, library: Library, route: Route) -> None:
         self.library = library
@@ -48,16 +48,16 @@ class OpenedPort:
             self.context.close()
 
     def add_gid(self, index: int, value: bytes) -> None:
-        """One that routes lead to."""
+        """Add a GID that routes use."""
         self._gids[index] = value
 
     def gid(self, index: int) -> bytes:
-        """Raises OSError for an index that no route leads to."""
+        """Return the GID at an index. Raises OSError if no route uses it."""
         if index not in self._gids:
             raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
         return self._gids[index]
 
     def state(self) -> int:
-        """Return IBV_PORT_ACTIVE or another state, as it is now. Raises OSError."""
+        """Return the port's present state, IBV_PORT_ACTIVE or another. Raises OSError."""
         with self.library.errors:
             return int(self.context.query_port(self.port).state)

@@ -1,9 +1,9 @@
-"""The caller's end: extents are read from and written into a store node's memory.
+"""The caller's end of a queue pair: extents are read from and written to a store node's memory.
 
-A transfer begins on the control connection: the node says where the bytes are or go. It knows itself when
-all that is written has arrived, and is told when what is read is not needed any more. If the queue pair
-breaks meanwhile, `Broken` is raised and nothing is lost: the node drops what it has of a write, and the
-caller moves the bytes in another way.
+A transfer begins on the control connection, where the node answers with an address and an rkey. The node
+sees by itself when all of a write has arrived, and is told when a read is over. If the queue pair breaks
+meanwhile, `Broken` is raised and nothing is lost: the node drops a half-written extent, and the caller
+moves the bytes in another way.
 """
 
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -38,7 +38,7 @@ from .regions import Region
 from .staging import Remote
 
 _PIECE_BYTES_MAX = 16 << 20
-# A node hands a piece on while it receives the next; each costs both ends a look.
+# A node hands one piece on while it receives the next. Each piece costs both ends a completion.
 _HANDED_ON_BYTES_MIN = 256 << 10
 _HANDED_ON_BYTES_MAX = 4 << 20
 _PIECES_HANDED_ON = 16
@@ -54,7 +54,7 @@ def piece_bytes(length: int, is_handed_on: bool = False) -> int:
 
 
 class Path:
-    """A queue pair to one store node, which lives as long as the control connection it was set up on.
+    """A queue pair to one store node. It lives no longer than the control connection that it was set up on.
     Made by `open_path`."""
 
     def __init__(
@@ -74,7 +74,7 @@ class Path:
 
     @property
     def failure(self) -> str:
-        """Why it is of no use any more, "" if it is."""
+        """Return why the queue pair is of no use any more, or "" if it is."""
         return self._pair.failure
 
     @property
@@ -88,7 +88,7 @@ class Path:
         into: FileRange,
         landed: Landed = nothing_landed,
     ) -> None:
-        """Do as Device.read; the file is long enough. Raises OSError, NotThisWay."""
+        """Do as Device.read; the file must be long enough. Raises OSError, NotThisWay."""
         length = into.length
         async with self._using(into, writable=True) as regions:
             exposed = await self._ask(
@@ -114,10 +114,11 @@ class Path:
         growth: Growth | None = None,
         passed: Landed = nothing_landed,
     ) -> None:
-        """As Device.write. With `growth`, the bytes are still coming into the file. Raises OSError,
+        """Do as Device.write. With `growth`, the file is still being received. Raises OSError,
         NotThisWay."""
         length = source.length
-        # What is handed on comes in here, too, by another adapter the next time.
+        # A file that is handed on is also received here, next time maybe by another adapter: register it
+        # whole.
         async with self._using(source, writable=False, is_whole=growth is not None) as regions:
             region = regions[0] if regions else None
             if region is None:
@@ -161,13 +162,13 @@ class Path:
         growth: Growth | None,
         each: bool,
     ) -> None:
-        """The node is told of each piece, or of the last one only."""
+        """Write from a region. The node is told of each piece, or of the last one only if not `each`."""
         address, length = region.address(source.offset), source.length
         done = 0
         while done < length:
             there = length
             if growth is not None:
-                # It need not come in pieces of the same size.
+                # The sender's pieces need not have the same size.
                 there = await growth.more_than(min(length, done + piece) - 1)
                 if there < length:
                     there -= there % piece
@@ -180,8 +181,9 @@ class Path:
     async def _using(
         self, file: FileRange, writable: bool, is_whole: bool = False
     ) -> AsyncIterator[list[Region]]:
-        """What covers the range: one region, or several of memory that is lent. None at all: to go through
-        the slots of `staging`. Raises NotThisWay: what cannot be registered can still be sent over TCP."""
+        """Give the regions that cover the range: one, or several for lent memory; none means that the bytes
+        must go through `staging`. Raises NotThisWay if the range cannot be registered: TCP can still send
+        it."""
         regions = await self._acquire(file, writable, is_whole)
         if not regions:
             await self._adapter.staging.make()
@@ -192,7 +194,7 @@ class Path:
                 self._adapter.regions.release(region)
 
     async def _acquire(self, file: FileRange, writable: bool, is_whole: bool) -> list[Region]:
-        """Raises NotThisWay."""
+        """Return the regions as `_using` does. Raises NotThisWay."""
         regions = self._adapter.regions
         try:
             if file.memory is not Memory.FILE:
@@ -229,11 +231,11 @@ class Path:
             await self._control.say(message)
 
     def fail(self, why: str) -> None:
-        """Have transfers under way raise Broken."""
+        """Fail the queue pair: transfers under way raise Broken."""
         self._pair.fail(why)
 
     async def close(self, why: str) -> None:
-        """Tell the node, too, so that it drops at once what it has of writes."""
+        """Fail the queue pair and tell the node, so that it drops half-written extents at once."""
         self._pair.fail(why)
         await self._say(Detach(self._number))
 
@@ -248,8 +250,8 @@ async def open_path(
     patience_s: float,
     stages: bool,
 ) -> Path:
-    """Set a queue pair up with a rail of the node, and see that it works. `stages`: files are used once,
-    and are not registered. Raises OSError, NotThisWay."""
+    """Set up a queue pair with a rail of the node, and check that it works. With `stages`, files are used
+    once and are not registered. Raises OSError, NotThisWay."""
     pair = adapter.queue_pair(gid_index)
     try:
         answer = await ask(
@@ -277,14 +279,14 @@ async def open_path(
 
 
 async def ask(control: ControlClient, make: Callable[[int], Request], group: int = 0) -> Answer:
-    """Raises OSError: what the node answers; NotThisWay."""
+    """Ask the node and return its answer. Raises OSError, the node's error; NotThisWay."""
     with _told_apart():
         return await control.ask(make, group)
 
 
 @contextmanager
 def _told_apart() -> Iterator[None]:
-    """Raises NotThisWay for what a node answers that can do it in another way."""
+    """Raise NotThisWay in place of a node's error NOT_BY_VERBS: the node can do it by another mover."""
     try:
         yield
     except OSError as error:
@@ -294,7 +296,7 @@ def _told_apart() -> Iterator[None]:
 
 
 def _pieces_into(regions: list[Region], into: FileRange, exposed: Exposed) -> list[Piece]:
-    """Of all that is exposed; none lies in two regions."""
+    """Return the pieces that read all exposed bytes; none crosses a boundary between regions."""
     piece = piece_bytes(into.length)
     end = into.offset + into.length
     pieces: list[Piece] = []
@@ -310,7 +312,7 @@ def _pieces_into(regions: list[Region], into: FileRange, exposed: Exposed) -> li
 def _pieces(
     address: int, key: int, exposed: Exposed, start: int, end: int, piece: int
 ) -> list[Piece]:
-    """Of bytes [start, end) of what lies at `address`."""
+    """Return the pieces that write bytes [start, end) of the range that begins at `address`."""
     return [
         Piece(address + at, min(piece, end - at), key, exposed.address + at, exposed.key)
         for at in range(start, end, piece)

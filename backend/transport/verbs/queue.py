@@ -1,11 +1,11 @@
-"""One reliable connection (an RC queue pair) with completions of its own, which drive the event loop.
+"""A reliable connection (an RC queue pair) with its own completion queues, which wake the event loop.
 
-A transfer is cut into pieces, which are posted in batches of BATCH work requests; the last of each batch
-is signalled, and its completion means that the whole batch is done, as a queue pair works in order. The
-send queue holds BATCHES of them; a transfer that finds it full waits.
+A transfer is cut into pieces, posted in batches of BATCH work requests. Only the last request of a batch is
+signalled: a queue pair works in order, so its completion means that the whole batch is done. The send queue
+has room for BATCHES batches; a transfer that finds it full waits.
 
-When `transfer` returns or raises, cancelled or not, the hardware touches its memory no more. After an
-error the queue pair is of no use: everything that waits for it raises `Broken` with the reason.
+When a transfer returns or raises, cancelled or not, the hardware touches its memory no more. After an error
+the queue pair is of no use: everything that waits for it raises `Broken` with the reason.
 """
 
 import itertools
@@ -29,16 +29,17 @@ log = logging.getLogger(__name__)
 BATCH = 8
 BATCHES = 16
 SENDS = BATCH * BATCHES
-# So little goes along with the work request, and the device need not fetch it. Some cannot do that.
+# WRITEs up to this size are posted inline: the device need not fetch their bytes. Some devices cannot do
+# it.
 INLINE_BYTES = 64
-# Arrivals that this end has not looked at yet; a peer that sends more is told to wait by the hardware.
+# Receive requests that are posted. A peer that sends more before this end polls gets RNR and tries again.
 RECEIVES = 256
-# What is posted to a queue pair in error comes back at once; a device that does not do it is broken.
+# A queue pair in the error state returns all work requests at once. A device that takes longer is broken.
 FLUSH_S = 2.0
-# retry_cnt 7 means on soft-RoCE: retry forever.
+# 7 means retry forever, as rnr_retry on every device, and as retry_cnt on soft-RoCE; so retry_cnt is 6.
 _RETRIES = 6
 _TRIES_ARE_FOREVER = 7
-# Of the time after which a silent peer is given up: the hardware is to say so before anybody else.
+# The hardware reports a silent peer after this share of the time-out, before any other timer does.
 _PATIENCE_SHARE = 0.5
 _TIMEOUT_UNIT_S = 4.096e-6
 _RNR_TIMER = 12  # 0.64 ms
@@ -46,11 +47,11 @@ _READS_MAX = 16
 
 
 class Broken(NotThisWay):
-    """The queue pair is of no use any more; the text says why."""
+    """The queue pair is of no use any more; the text gives the reason."""
 
 
 class Piece(NamedTuple):
-    """A run of bytes here (address, length, key) and there (address, key)."""
+    """A run of bytes at this end (address, length, lkey) and at the peer (address, rkey)."""
 
     address: int
     length: int
@@ -60,7 +61,7 @@ class Piece(NamedTuple):
 
 
 class Batch:
-    """Work requests of which the last is signalled."""
+    """Work requests that were posted together; only the last one is signalled."""
 
     def __init__(self) -> None:
         self.done = trio.Event()
@@ -68,15 +69,15 @@ class Batch:
 
 
 class Granted(Protocol):
-    """A right that the peer was given."""
+    """A right that was granted to the peer."""
 
     def close(self) -> None: ...
 
 
 class QueuePair:
-    """Made by Adapter.queue_pair, in a task of `nursery`. `arrived(number)` is called for each WRITE of the
-    peer that carries a number; `receives` says whether there are such. `closed` is called in the
-    end. What the peer is given is of the protection domain `pd`."""
+    """A queue pair; make it by Adapter.queue_pair. With `receives`, the peer may write here, and
+    `arrived(number)` is called for each of its WRITEs with immediate data. `closed` is called at the end.
+    Rights granted to the peer are registered in the protection domain `pd`."""
 
     def __init__(
         self,
@@ -99,18 +100,19 @@ class QueuePair:
         self.failure = ""
         self.failed = trio.Event()
         self.is_closed = False
-        # What was granted to the peer: a window that is bound keeps its queue pair in being.
+        # The rights granted to the peer. A bound window must be closed before its queue pair.
         self.windows: set[Granted] = set()
         library = self._library
         self._sent = Completions(
-            # Every request may complete with an error.
+            # One entry for each work request: even an unsignalled one completes if it fails.
             library, port.context, SENDS + 1, self._take_sent, lambda: bool(self._batches),
         )  # fmt: skip
         self._arrivals = self._sent
         self.pd = port.pd
         try:
             if receives and not port.has_windows:
-                # Without windows a right is a registration: its key works in all of a protection domain.
+                # Without windows a right is a memory region, whose rkey works for the whole protection
+                # domain.
                 with library.errors:
                     self.pd = library.PD(port.context)
             if receives:
@@ -125,7 +127,7 @@ class QueuePair:
         except BaseException:
             self._close_rest()
             raise
-        # A WRITE puts nothing there; pyverbs wants an element all the same.
+        # WRITE with immediate data uses no buffer of the receive request, but pyverbs wants an element.
         self._receive = library.RecvWR(num_sge=1, sg=[library.SGE(0, 0, 0)])
         self._signalled = library.enum("SEND_SIGNALED")
         self._inline = library.enum("SEND_INLINE")
@@ -135,7 +137,8 @@ class QueuePair:
         self._bind = library.enum("WR_BIND_MW")
 
     def _make(self, inline_bytes: int) -> Any:
-        """Left in RESET: `connect` sets the rights of the peer on the way to INIT. Raises OSError."""
+        """Return a queue pair in RESET: `connect` sets the peer's rights on the way to INIT. Raises
+        OSError."""
         library = self._library
         with library.errors:
             capacity = library.QPCap(
@@ -160,7 +163,8 @@ class QueuePair:
         )  # fmt: skip
 
     def connect(self, peer: QueueEnd, patience_s: float) -> None:
-        """Raises OSError. A peer that does not answer for about half of `patience_s` is given up."""
+        """Connect to the peer, which fails if it is silent for about half of `patience_s`. Raises
+        OSError."""
         library, port = self._library, self._port
         route = library.GlobalRoute(
             dgid=library.GID(_gid_text(peer.gid)), sgid_index=self._gid_index, hop_limit=64
@@ -192,27 +196,28 @@ class QueuePair:
     # -- moving bytes ----------------------------------------------------------------------------
 
     async def read(self, pieces: Sequence[Piece]) -> None:
-        """From there to here. Raises Broken."""
+        """READ from the peer's memory into this end's. Raises Broken."""
         await self._transfer(self._read, pieces, None)
 
     async def write(self, pieces: Sequence[Piece], number: int | None, each: bool = True) -> None:
-        """From here to there. With a `number`, the peer is told it for `each` piece or for the last one,
-        when that is in its memory and all that was written before it. Raises Broken."""
+        """WRITE from this end's memory into the peer's. A `number` is sent as immediate data of each piece,
+        or of the last one only if not `each`; the peer gets it when that piece and all before it are in its
+        memory. Raises Broken."""
         await self._transfer(self._write, pieces, number, each)
 
     async def probe(self) -> None:
-        """Whether the peer answers: a WRITE of nothing, which takes no right. Raises Broken."""
+        """Check that the peer answers, by a WRITE of no bytes, which needs no rkey. Raises Broken."""
         await self.write([Piece(0, 0, 0, 0, 0)], None)
 
     async def begin_write(self, pieces: Sequence[Piece], number: int | None) -> Batch:
-        """As `write`, of at most BATCH pieces, which are posted when this returns; `finish` has to be
-        called, too. What is begun later arrives later. Raises Broken."""
+        """Post a `write` of at most BATCH pieces and return; the caller must also await `finish`. Batches
+        arrive in the order in which they were begun. Raises Broken."""
         await self._find_room()
         return self._post([self._request(self._write, piece, number) for piece in pieces])
 
     async def bind(self, window: Any, info: Any) -> int:
-        """Bind a memory window; returns its key. Raises Broken."""
-        # Windows are closed with their queue pair, and one that is must not be touched.
+        """Bind a memory window and return its rkey. Raises Broken."""
+        # A closed queue pair has closed its windows; a closed window must not be used.
         await self._find_room()
         request = self._library.SendWR(
             wr_id=0, opcode=self._bind, send_flags=self._signalled
@@ -251,7 +256,7 @@ class QueuePair:
         return request
 
     async def _find_room(self) -> None:
-        """Raises Broken."""
+        """Wait for room for a batch in the send queue. Raises Broken."""
         if not self._room.value:
             self._sent.arm()
         await acquire(self._room)
@@ -260,7 +265,7 @@ class QueuePair:
             raise Broken(self.failure)
 
     def _post(self, requests: list[Any]) -> Batch:
-        """`_find_room` has just returned."""
+        """Post a batch; the caller has just awaited `_find_room`."""
         self._next += 1
         batch = self._batches[self._next] = Batch()
         for request, after in itertools.pairwise(requests):
@@ -272,12 +277,12 @@ class QueuePair:
             with self._library.errors:
                 self._pair.post_send(requests[0])
         except OSError as error:
-            # Some may have been taken: they are known to be done when the queue pair is flushed.
+            # Some requests may have been posted. They complete when the queue pair is flushed.
             self.fail(f"posting failed: {error.strerror}")
         return batch
 
     async def finish(self, batches: Sequence[Batch]) -> None:
-        """Wait until the hardware is done with them, cancelled or not. Raises Broken."""
+        """Wait until the hardware is done with the batches, even if cancelled. Raises Broken."""
         if batches and not batches[-1].done.is_set():
             self._sent.look(batches[-1].done.is_set)
         try:
@@ -302,7 +307,8 @@ class QueuePair:
     # -- completions -----------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Look after completions until the queue pair is closed, or broken and empty; closes it."""
+        """Handle completions until the queue pair is closed, or has failed and is flushed; then close
+        it."""
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._sent.run)
@@ -315,7 +321,7 @@ class QueuePair:
             self.close()
 
     async def _flush(self) -> None:
-        """What is posted comes back."""
+        """Wait until a failed queue pair has returned all work requests."""
         with trio.move_on_after(FLUSH_S):
             for batch in list(self._batches.values()):
                 await batch.done.wait()
@@ -348,7 +354,8 @@ class QueuePair:
     # -- the end ---------------------------------------------------------------------------------
 
     def fail(self, why: str) -> None:
-        """Have everything that is posted come back; nothing more can be. The first reason counts."""
+        """Move the queue pair to the error state: posted work requests are flushed, and no more can be
+        posted. The first reason is kept."""
         if self.failure:
             return
         self.failure = why
@@ -359,12 +366,12 @@ class QueuePair:
                 attributes = library.QPAttr(qp_state=library.enum("QPS_ERR"))
                 self._pair.modify(attributes, library.enum("QP_STATE"))
         except OSError:
-            pass  # it is in that state already, or was never connected
+            pass  # the queue pair is in that state already, or was never connected
         if self._batches:
             self._sent.arm()
 
     def close(self) -> None:
-        """After it the hardware touches nothing, whatever was posted."""
+        """Close the queue pair and its windows; the hardware touches no memory of it afterwards."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -390,7 +397,7 @@ class QueuePair:
 
 
 def timeout_exponent(patience_s: float) -> int:
-    """The hardware waits 4.096 us * 2^n for each of its tries."""
+    """Return the exponent n for `timeout`: the hardware waits 4.096 us * 2^n for each try."""
     each_s = patience_s * _PATIENCE_SHARE / (_RETRIES + 1)
     return max(8, min(20, round(math.log2(each_s / _TIMEOUT_UNIT_S))))
 

@@ -1,9 +1,9 @@
-"""Rails: the ports of this host that can carry parameters, and which of them reach which of a peer's.
+"""Rails: the ports of this host that can carry parameters, and which rails of a peer each one reaches.
 
-Two rails reach each other when the kinds of their GIDs, and the networks that these are in, are the same
-at both ends: an IP network with its prefix (RoCE), or the subnet prefix of the fabric (InfiniBand). The
-two on the way of the control connection do too, whatever their networks: routing has shown it. A network's
-number may be in use twice, so a queue pair is tried before anything is entrusted to it.
+Two rails reach each other if the kinds of their GIDs and their networks are the same: an IP network with
+its prefix (RoCE), or the subnet prefix of the fabric (InfiniBand). The two rails that the control
+connection goes through reach each other on any networks: routing has shown it. Two networks may have the
+same number, so a queue pair is probed before it is used.
 """
 
 import ipaddress
@@ -18,7 +18,7 @@ _FABRIC_BITS = 64
 
 
 class OwnRail(NamedTuple):
-    """`is_near`: its device is plugged in at a processor that this process runs on."""
+    """A rail of this host. `is_near`: its device is near a processor that this process may run on."""
 
     rail: Rail
     route: Route
@@ -28,8 +28,8 @@ class OwnRail(NamedTuple):
 def find_rails(
     found: list[Device], local: str, device: str | None = None, gid_index: int | None = None
 ) -> list[OwnRail]:
-    """Those of this host, the one on the way of its address `local` (if there is one) first. Raises
-    OSError ENODEV when there is none at all."""
+    """Return the rails of this host; the one with its address `local`, if there is one, comes first. Raises
+    OSError ENODEV if there is no rail."""
     rails: list[OwnRail] = []
     why: OSError | None = None
     bits_of = networks.prefixes()
@@ -59,8 +59,8 @@ def find_rails(
 
 
 def pair(here: list[OwnRail], there: list[Rail]) -> list[tuple[OwnRail, Rail]]:
-    """Which queue pairs are to be set up, the best first. Each port has one partner, and a second
-    one only where the other end has more ports. Software is used only where there is no hardware."""
+    """Return the pairs of rails to set queue pairs up between, the best first. Each port has one partner,
+    and a second one only if the other end has more ports. Soft-RoCE is used only if no pair is hardware."""
     pairs = [
         (mine, other)
         for mine in here
@@ -85,7 +85,7 @@ def pair(here: list[OwnRail], there: list[Rail]) -> list[tuple[OwnRail, Rail]]:
 
 
 def name_of(mine: Rail, other: Rail) -> str:
-    """A pair of rails, for people."""
+    """Return the name of a pair of rails for logs and status."""
     address = ipaddress.IPv6Address(other.gid)
     return f"{mine.name} - {other.name} ({address.ipv4_mapped or address})"
 
@@ -104,7 +104,7 @@ def _can_be_paired(
         return False
     if port.link_layer != "Ethernet":
         return gid_index is not None or gid.number == 0
-    # An address of another network namespace is none of this process's.
+    # An address of another network namespace does not belong to this process.
     return (
         gid.kind == "RoCE v2"
         and gid.address in bits_of

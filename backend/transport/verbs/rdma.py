@@ -1,4 +1,4 @@
-"""This process's use of RDMA: whether, through which devices, and what was in the way."""
+"""This process's use of RDMA: through which devices, or why not."""
 
 import errno
 import logging
@@ -25,16 +25,16 @@ _FRESH_S = 1.0
 
 
 class RdmaUnavailable(OSError):
-    """It is required, and cannot be had; the text is one line that says why."""
+    """RDMA is required and not available; the text is one line with the reason."""
 
     def __init__(self, why: str) -> None:
         super().__init__(errno.ENODEV, f"RDMA is required, but {why}")
 
 
 class Choice(NamedTuple):
-    """What was asked for. `device` may name several, with commas between. Transfers of fewer than
-    `threshold_bytes` go over TCP. `limit_bytes`: what may be registered at once (None: half of the memory,
-    or what may be locked). `queue_pairs` are set up for each pair of rails."""
+    """The user's settings. `device` may be several names, with commas between. Transfers of fewer than
+    `threshold_bytes` go over TCP. `limit_bytes` limits registered memory (None: half of the memory, or the
+    limit of locked memory). `queue_pairs` are set up for each pair of rails."""
 
     mode: Mode = "auto"
     device: str | None = None
@@ -57,8 +57,8 @@ class RdmaFigures:
 class Rdma:
     """The adapters of a process, shared by all its transports. Use as a context manager, around them.
 
-    Entering it raises RdmaUnavailable where RDMA is required and cannot be had; where it is not, `why_not`
-    says in one line why parameters move over TCP, and is "" where they need not.
+    Entering it raises RdmaUnavailable if RDMA is required and not available. If it is not required,
+    `why_not` is the reason in one line why parameters move over TCP, and "" if RDMA can be used.
     """
 
     def __init__(self, choice: Choice) -> None:
@@ -68,7 +68,7 @@ class Rdma:
         self._open = ExitStack()
         self._watching = trio.Lock()
         self._opened = trio.Event()
-        # Set, and made anew, when a port went down or came back.
+        # Set, and replaced by a new one, when a port goes down or comes back.
         self.changed = trio.Event()
         self._found: list[devices.Device] = []
         self._found_at = float("-inf")
@@ -90,8 +90,8 @@ class Rdma:
         return self
 
     def check(self, local: str) -> None:
-        """Whether there is a rail, `local` being this host's address; else as when entering. For whoever
-        knows an address on the way to its peers before it has any."""
+        """Check that this host's address `local` has a rail. If not, do as when entering. For a process
+        that knows its address on the way to its peers before it has any."""
         if self.is_usable:
             try:
                 self.open(self.rails(local)[0].route)
@@ -120,26 +120,26 @@ class Rdma:
     # -- files that are registered ---------------------------------------------------------------
 
     def descriptors(self, file: tuple[int, int]) -> list[int]:
-        """Those through which a file (device, inode number) is mapped. Raises OSError EBUSY when a part of
-        it is in use."""
+        """Return the descriptors through which a file (device, inode number) is mapped. Raises OSError
+        EBUSY if a part of it is in use."""
         return [
             region.fd for adapter in self.adapters for region in adapter.regions.idle_ones(file)
         ]
 
     def forget(self, fd: int) -> None:
-        """The file may be truncated from now on, which would leave pages registered that are not its own
-        any more: what comes later registers it anew."""
+        """Drop the registrations of a file that may be truncated: they would keep pages that are not the
+        file's any more. A later transfer registers it anew."""
         status = os.fstat(fd)
         for adapter in self.adapters:
             adapter.regions.forget((status.st_dev, status.st_ino))
 
     def drop_orphans(self) -> None:
-        """Let go of files that lost their last name: their memory is free after it."""
+        """Drop registrations of files that lost their last name, which frees their memory."""
         for adapter in self.adapters:
             adapter.regions.drop_orphans()
 
     def figures(self) -> RdmaFigures:
-        """Of all adapters together."""
+        """Return the figures of all adapters together."""
         regions = [adapter.regions.counters for adapter in self.adapters]
         return RdmaFigures(
             rdma_staged_bytes=sum(each.staging.staged_bytes for each in self.adapters),
@@ -151,8 +151,8 @@ class Rdma:
     # -- devices ---------------------------------------------------------------------------------
 
     def rails(self, local: str) -> list[OwnRail]:
-        """Those of this host; `local` is its address on the way to the peer. Raises OSError: there are
-        none."""
+        """Return the rails of this host; `local` is its address on the way to the peer. Raises OSError if
+        there is none."""
         choice = self.choice
         if self.why_not:
             raise OSError(errno.ENODEV, self.why_not)
@@ -162,14 +162,14 @@ class Rdma:
         return find_rails(self._found, local, choice.device, choice.gid_index)
 
     def rail(self, local: str, name: str, gid: bytes) -> OwnRail:
-        """The one that a peer was told of. Raises OSError."""
+        """Return the rail that was named to a peer. Raises OSError if it is gone."""
         for own in self.rails(local):
             if (own.rail.name, own.rail.gid) == (name, gid):
                 return own
         raise OSError(errno.ENODEV, f"there is no rail {name[:64]} any more")
 
     def open(self, route: devices.Route) -> tuple[Adapter, int]:
-        """The adapter of a port, and the index of the GID. Raises OSError."""
+        """Return the adapter of a route's port, and the index of its GID. Raises OSError."""
         choice = self.choice
         key = route.device, route.port
         adapter = self._adapters.get(key)
@@ -187,8 +187,8 @@ class Rdma:
         return adapter, route.gid.number
 
     async def watch(self) -> None:
-        """Hear from the kernel of ports that go down and come back. One of the tasks that do so is enough;
-        the others wait to take over."""
+        """Watch for ports that go down and come back. One task is enough; further callers wait, and take
+        over when it ends."""
         async with self._watching, trio.open_nursery() as nursery:
             watched: set[Adapter] = set()
             while True:

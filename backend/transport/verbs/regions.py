@@ -1,13 +1,13 @@
-"""Registered memory: ranges of files, mapped and pinned, and kept registered for as long as it helps.
+"""Registered memory: ranges of files, mapped and pinned, and kept registered for later operations.
 
-A registration costs the kernel a look at every page (measured with soft-RoCE in a guest: 0.6 to 4.5 ms
-per MiB), so it is kept when an operation ends: the next one on the same file finds it, whatever it
-moves and whichever version the file holds then. A mapping keeps its file alive, so a file is known by
-its inode number, which no other can get meanwhile. What lost its last name is let go; else the ranges
-that were not used for longest go first when there is no room.
+The kernel looks at every page of a registration (measured with soft-RoCE in a guest: 0.6 to 4.5 ms per
+MiB). So a registration is kept when its operation ends, and the next operation on the same file uses it,
+even if the file holds another version then. A mapping keeps its file alive, so the inode number identifies
+the file. Registrations of files that lost their last name are dropped; after those, when there is no room,
+the least recently used ones.
 
-Memory that a program lends is a file without a name, or a dma-buf, which stands for memory of a device
-and is registered without being mapped. It stays registered until its lender takes it back.
+Memory that a program lends is a file without a name, or a dma-buf, which stands for memory of a device and
+is registered without a mapping. It stays registered until the program takes it back.
 """
 
 import ctypes
@@ -26,9 +26,9 @@ from .. import Memory
 from .library import Library
 
 REGIONS_MAX = 1024
-# To register is to hold up the event loop, which a lent memory of many GiB must not do at once.
+# Registering blocks the event loop, so lent memory of many GiB is registered in blocks.
 LENT_BLOCK_BYTES = 64 << 20
-# Registered in the event loop whether its pages are there or not.
+# Up to this size a range is registered without touching its pages in a thread first.
 _AT_ONCE_BYTES = 1 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -44,7 +44,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 @dataclass(slots=True)
 class RegionCounters:
-    """`registrations` were made, `hits` found one that was there. `pinned_bytes` are registered now."""
+    """`registrations` were made, `hits` used an existing one. `pinned_bytes` are registered now."""
 
     registrations: int = 0
     hits: int = 0
@@ -53,8 +53,8 @@ class RegionCounters:
 
 
 class Region:
-    """A registered range of a file. One that is `writable` can be read and written by this end, and can
-    have windows, which the kernel takes for writing whatever they are for."""
+    """A registered range of a file. This end can write to it, and windows can be bound to it, only if it is
+    `writable`; the kernel asks that of every window, even one for reading."""
 
     def __init__(
         self,
@@ -87,11 +87,11 @@ class Region:
 
     @property
     def fd(self) -> int:
-        """Of the file."""
+        """Return the descriptor of the file."""
         return self._mapped.fd
 
     def address(self, offset: int) -> int:
-        """Of a byte of the file."""
+        """Return the address of a byte of the file."""
         assert self.offset <= offset <= self.offset + self.length
         return self._mapped.address + offset - self.offset
 
@@ -104,7 +104,7 @@ class Region:
         )
 
     def is_orphan(self) -> bool:
-        """Whether the file has no name any more, and its memory is nobody's."""
+        """Return whether the file has lost its last name and is not lent."""
         return not self._is_lent and not os.fstat(self._mapped.fd).st_nlink
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ class Region:
 
 
 class Regions:
-    """All registered ranges of one protection domain, at most `limit_bytes` and REGIONS_MAX."""
+    """All registered ranges of one protection domain: at most `limit_bytes` and REGIONS_MAX."""
 
     def __init__(self, library: Library, pd: Any, limit_bytes: int) -> None:
         self._library = library
@@ -128,8 +128,8 @@ class Regions:
     async def using(
         self, fd: int, offset: int, length: int, writable: bool
     ) -> AsyncIterator[Region]:
-        """A region over this range of a file, which must be there in full. Raises OSError: ENOMEM when
-        too much is registered or locked, and what the kernel says."""
+        """Give a region over this range of a file, which must have its full length. Raises OSError: ENOMEM
+        if too much is registered or locked, or the kernel's error."""
         region = await self.acquire(fd, offset, length, writable)
         try:
             yield region
@@ -137,7 +137,7 @@ class Regions:
             self.release(region)
 
     async def acquire(self, fd: int, offset: int, length: int, writable: bool) -> Region:
-        """As `using`; to be given to `release`."""
+        """Return a region as `using` does; the caller has to `release` it."""
         status = os.fstat(fd)
         file = status.st_dev, status.st_ino
         region = self._find(file, offset, length, writable)
@@ -152,10 +152,10 @@ class Regions:
         return await self._register(mapped, file, start, end - start, writable)
 
     async def acquire_lent(self, fd: int, offset: int, length: int, memory: Memory) -> list[Region]:
-        """As `acquire`, of memory that a program lends: regions that lie one behind the other and cover the
-        range. They are of the same blocks whatever is asked for, so that they will be found again. A
-        device's memory is one. Raises OSError EOPNOTSUPP for one that the network card's driver cannot
-        reach."""
+        """Return regions that follow each other and cover a range of memory that a program lends. Their
+        blocks are the same for every range, so that later operations find them; memory of a device is one
+        region. Raises OSError as `acquire` does, and EOPNOTSUPP if the network card's driver cannot reach
+        the device."""
         status = os.fstat(fd)
         file, size = (status.st_dev, status.st_ino), status.st_size
         block = LENT_BLOCK_BYTES if memory is Memory.LENT else size
@@ -188,8 +188,8 @@ class Regions:
         try:
             self._make_room(length)
             if length > _AT_ONCE_BYTES:
-                # Touched beforehand, pages are pinned soon: that has to be done in the event loop, as
-                # pyverbs keeps Python's lock.
+                # Pages that were touched before are pinned faster. Pinning runs in the event loop, as
+                # pyverbs holds Python's global interpreter lock.
                 await trio.to_thread.run_sync(mapped.populate)
                 region = self._find(file, start, length, writable)
                 if region is not None:
@@ -208,8 +208,8 @@ class Regions:
         return region
 
     async def acquire_file(self, fd: int, size: int) -> Region:
-        """As `acquire`, all of a file: writable, which windows ask for, if the file can be, whatever
-        `fd` is open for. So what is done with it later finds it registered."""
+        """Return a region over a whole file. It is writable, as windows need it, if the file can be opened
+        for writing, even if `fd` is not; so later operations of either kind can use it. Raises OSError."""
         region = self.find(fd, 0, size, True)
         if region is not None:
             return region
@@ -223,12 +223,12 @@ class Regions:
             os.close(best)
 
     def find(self, fd: int, offset: int, length: int, writable: bool) -> Region | None:
-        """As `acquire`, if it need not be made."""
+        """Return a region as `acquire` does, or None if none is registered yet."""
         status = os.fstat(fd)
         return self._find((status.st_dev, status.st_ino), offset, length, writable)
 
     def hold(self, length: int) -> None:
-        """Somebody registers so many bytes of something else, until `let_go`. Raises OSError ENOMEM."""
+        """Count `length` bytes that the caller registers itself, until `let_go`. Raises OSError ENOMEM."""
         self._make_room(length)
         self.counters.registrations += 1
         self.counters.pinned_bytes += length
@@ -248,33 +248,33 @@ class Regions:
         return None
 
     def release(self, region: Region, *, keep: bool = True) -> None:
-        """`keep` is false for a file that others may truncate: its pages would stay registered, and not be
-        the file's any more."""
+        """End one use of a region. `keep` is false if others may truncate the file: the region would keep
+        pages that are not the file's any more."""
         region.users -= 1
         region.is_stale |= not keep
         if region.is_stale and not region.users:
             self._evict(region)
 
     def forget(self, file: tuple[int, int]) -> None:
-        """What comes later registers the file anew."""
+        """Drop the regions of a file when they are not in use: later operations register it anew."""
         for region in list(self._of_file.get(file, ())):
             region.is_stale = True
             if not region.users:
                 self._evict(region)
 
     def idle_ones(self, file: tuple[int, int]) -> list[Region]:
-        """Those of a file. Raises OSError EBUSY when one is in use."""
+        """Return the regions of a file. Raises OSError EBUSY if one is in use."""
         regions = self._of_file.get(file, [])
         if any(region.users for region in regions):
             raise OSError(errno.EBUSY, "a part of the file is in use")
         return list(regions)
 
     def drop_orphans(self) -> None:
-        """Let go of files that lost their last name: their memory is free after it."""
+        """Drop the regions of files that lost their last name, which frees their memory."""
         self._evict_where(Region.is_orphan)
 
     def close(self) -> None:
-        """Nothing is used any more."""
+        """Drop all regions; none may be in use."""
         for region in list(self._regions):
             self._evict(region)
 
@@ -297,7 +297,7 @@ class Regions:
         )
 
     def _evict_where(self, condition: Callable[[Region], bool]) -> None:
-        """Of what is not used, oldest first."""
+        """Drop the unused regions that fulfil the condition, the least recently used first."""
         for region in list(self._regions):
             if not region.users and condition(region):
                 self._evict(region)
@@ -314,13 +314,13 @@ class Regions:
 
 
 def populate(address: int, length: int, writable: bool) -> None:
-    """Have all pages there, in a thread. What cannot be had shows when they are registered."""
+    """Touch all pages; call it in a thread. Pages that cannot be had show when they are registered."""
     _libc.madvise(address, length, _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ)
 
 
 class _Mapped:
-    """A range of a file in memory, and a descriptor of the file. Python's own mmap objects would have to
-    export a buffer to tell the address, and can only if they are writable."""
+    """A mapped range of a file, and a descriptor of the file. Python's own mmap objects cannot be used:
+    they tell their address only if they are writable."""
 
     def __init__(self, fd: int, offset: int, length: int, writable: bool) -> None:
         self._length = length
@@ -349,8 +349,8 @@ class _Mapped:
 
 
 class _DmaBuf:
-    """A device's memory, to be used as `_Mapped`. The network card alone knows its addresses, which begin
-    with 0 here."""
+    """A device's memory, with the interface of `_Mapped`. Only the network card can address it; addresses
+    are offsets from 0."""
 
     address = 0
 

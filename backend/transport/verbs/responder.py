@@ -1,7 +1,7 @@
-"""The node's end of queue pairs: extents are opened for a peer to read, and reserved for it to write.
+"""The node's end of queue pairs: it grants a peer rights to read extents, and to write reserved ones.
 
-Everything hangs on one control connection, which set the queue pair up: what a peer was given ends with
-the operation, with the queue pair, with the connection, with its session in the cluster, or after GIVEN_S.
+A right ends with its operation, with the queue pair, with the control connection that set the pair up, with
+the peer's session in the cluster, or after GIVEN_S.
 """
 
 import errno
@@ -27,7 +27,7 @@ from .windows import Window, grant
 
 log = logging.getLogger(__name__)
 
-# A peer that takes longer over one operation loses the right to it.
+# A peer that takes longer over one operation loses its right.
 GIVEN_S = 600.0
 SESSION_OVER = "the peer's session is over"
 
@@ -38,7 +38,7 @@ class _End(NamedTuple):
 
 
 class _Given:
-    """The right to a range of a file, in the peer's hands."""
+    """A peer's right to a range of a file."""
 
     def __init__(self, end: _End, held: Held, region: Region, window: Window) -> None:
         self.held = held
@@ -48,7 +48,7 @@ class _Given:
         self.until = trio.current_time() + GIVEN_S
 
     def take_back(self) -> None:
-        """The peer cannot touch the memory any more."""
+        """End the right: the peer cannot touch the memory any more."""
         if self._region is not None:
             self.window.close()
             self.end.adapter.regions.release(self._region, keep=self.held.is_own)
@@ -56,8 +56,8 @@ class _Given:
 
 
 class _Arrival:
-    """An extent that is coming in, in `intake` and by the right that was `given`; or one that is here, as
-    `held`, and only handed on."""
+    """An extent that a peer writes. `intake` is the file that it comes into, and `given` the peer's right
+    to it. Both are None if the extent is here already: then `held` is only handed on."""
 
     def __init__(
         self,
@@ -85,13 +85,13 @@ class _Arrival:
             self.handed_on.set()
 
     def close(self) -> None:
-        """Close the file, which nobody hands on any more, and drop it unless it was sealed."""
+        """Close the file, and drop it unless it was sealed. Nobody hands it on any more."""
         (self.intake or self.held).close()
 
 
 class Responder:
-    """What one control connection may do by verbs. `nursery` is the connection's; `local` is this host's
-    address on it, `is_gone` tells whether the peer's session is over."""
+    """Carries out what one control connection asks of the verbs mover. `nursery` is the connection's;
+    `local` is this host's address on it; `is_gone` tells whether the peer's session is over."""
 
     def __init__(
         self,
@@ -115,14 +115,15 @@ class Responder:
         self._arrivals: dict[int, _Arrival] = {}
 
     def rails(self) -> list[Rail]:
-        """Of this node. Raises OSError NOT_BY_VERBS."""
+        """Return the rails of this node. Raises OSError NOT_BY_VERBS."""
         try:
             return [own.rail for own in self._usable().rails(self._local)]
         except OSError as error:
             raise OSError(NOT_BY_VERBS, str(error.strerror)) from error
 
     def attach(self, end: QueueEnd, number: int, rail: str, gid: bytes) -> QueueEnd:
-        """Raises OSError NOT_BY_VERBS."""
+        """Set up queue pair `number` with the peer's `end`, and return this end. Raises OSError
+        NOT_BY_VERBS."""
         self.detach("the peer set another queue pair up", number)
         if self._is_gone():
             raise OSError(NOT_BY_VERBS, SESSION_OVER)
@@ -143,18 +144,18 @@ class Responder:
         return pair.end()
 
     def _usable(self) -> Rdma:
-        """Raises OSError."""
+        """Return the adapters. Raises OSError NOT_BY_VERBS if verbs are not used here."""
         if not self._rdma.is_usable:
             raise OSError(NOT_BY_VERBS, self._rdma.why_not)
         return self._rdma
 
     def detach(self, why: str, number: int | None = None) -> None:
-        """A queue pair (all of them) and what was given for it are of no use any more."""
+        """Close queue pair `number`, or all of them, and end the rights granted for it."""
         gone = [
             self._ends.pop(each) for each in list(self._ends) if number is None or each == number
         ]
         for end in gone:
-            # Closed before any file is let go: a message that is half in holds its memory.
+            # Close it before its files: a message that has partly arrived still writes to their memory.
             end.pair.fail(why)
             end.pair.close()
         held: dict[int, _Given | _Arrival] = {**self._given, **self._arrivals}
@@ -163,11 +164,11 @@ class Responder:
                 self._drop(handle, why)
 
     def release(self, handle: int) -> None:
-        """The peer has read, or will not write."""
+        """End a right: the peer has read, or will not write."""
         self._drop(handle, "the sender gave it up")
 
     def give_up(self, content: int) -> None:
-        """What is coming in of this content has no use any more."""
+        """Drop what has arrived of this content: nobody needs it any more."""
         for handle, arrival in list(self._arrivals.items()):
             if arrival.extent.content == content:
                 self._drop(handle, "the content was given up")
@@ -175,8 +176,8 @@ class Responder:
     async def expose(
         self, extent: Extent, start: int, length: int, number: int
     ) -> tuple[int, int, int]:
-        """Handle, address and key for reading. Raises OSError: ENOENT, EINVAL, NOT_BY_VERBS,
-        NO_QUEUE_PAIR."""
+        """Return a handle, an address and an rkey for reading. Raises OSError: ENOENT, EINVAL,
+        NOT_BY_VERBS, NO_QUEUE_PAIR."""
         end = self._end(number)
         held = self._service.hold(extent)
         try:
@@ -196,8 +197,8 @@ class Responder:
     async def reserve(
         self, extent: Extent, target: Target, length: int, piece: int, number: int
     ) -> tuple[int, int, int, bool]:
-        """Handle, address, key and whether the bytes are wanted. Raises OSError: what `begin` raises,
-        NOT_BY_VERBS, NO_QUEUE_PAIR."""
+        """Return a handle, an address, an rkey, and whether the bytes are wanted. Raises OSError: that of
+        `begin`, NOT_BY_VERBS, NO_QUEUE_PAIR."""
         end = self._end(number)
         intake = await self._begin(end, extent, target, length)
         if intake is None:
@@ -221,9 +222,9 @@ class Responder:
         return handle, arrival.given.window.address, arrival.given.window.key, True
 
     async def seal(self, handle: int) -> None:
-        """All pieces have arrived, and the extent is sealed here and down the chain, when this returns.
-        Raises what failed here, or else further down; NOT_BY_VERBS when the bytes were lost with the
-        queue pair."""
+        """Return when all pieces have arrived and the extent is sealed here and down the chain. Raises
+        OSError: the failure here, or else the one further down; NOT_BY_VERBS if the bytes were lost with
+        the queue pair."""
         arrival = self._arrivals.get(handle)
         if arrival is None:
             raise OSError(NOT_BY_VERBS, "what was written is not here any more")
@@ -249,7 +250,7 @@ class Responder:
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-        # Removed extents keep their memory for as long as they are registered.
+        # A removed extent keeps its memory until it is unregistered: do that, and try again.
         end.adapter.regions.drop_orphans()
         return await begin(self._service, extent, target, length)
 
@@ -262,7 +263,7 @@ class Responder:
 
     async def _seal(self, arrival: _Arrival) -> None:
         if arrival.intake is not None and arrival.given is not None:
-            # What is sealed never changes: first nobody can write it any more.
+            # A sealed extent never changes: end the right to write first.
             arrival.given.take_back()
             await self._service.seal(arrival.extent, arrival.intake.take())
 
@@ -310,7 +311,7 @@ class Responder:
         length: int,
         writes: bool,
     ) -> _Given:
-        """The whole file is registered, so that other ranges of it find it so. Raises OSError."""
+        """Grant a right. Registers the whole file, which later ranges of it can use. Raises OSError."""
         adapter, pair = end
         try:
             region = await adapter.regions.acquire_file(held.fd, size)
@@ -338,7 +339,8 @@ class Responder:
         return given
 
     def _end(self, number: int) -> _End:
-        """Raises OSError."""
+        """Return queue pair `number`. Raises OSError if it is gone, or too many operations are under
+        way."""
         end = self._ends.get(number)
         if end is None:
             raise OSError(NO_QUEUE_PAIR, "there is no queue pair")
@@ -347,7 +349,7 @@ class Responder:
         return end
 
     async def _watch(self, number: int, pair: QueuePair) -> None:
-        """Take back what was given when the queue pair breaks, or the peer takes too long."""
+        """End the rights granted for a queue pair when it breaks, and each right after GIVEN_S."""
         while not pair.failure:
             with trio.move_on_after(GIVEN_S / 8):
                 await pair.failed.wait()

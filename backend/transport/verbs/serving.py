@@ -1,4 +1,4 @@
-"""The node's end by verbs: what its control connections ask for."""
+"""The node's end of the verbs mover: answers to what its peers ask on control connections."""
 
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +26,7 @@ __all__ = ["VerbsServing"]
 
 
 class VerbsServing(Serving):
-    """The end of one node."""
+    """The node's end, for all its peers."""
 
     port = 0
 
@@ -37,7 +37,7 @@ class VerbsServing(Serving):
 
     @property
     def responders(self) -> list[Responder]:
-        """One for each control connection."""
+        """Return the responders, one for each control connection."""
         return list(self._responders)
 
     def connected(self, peer: Peer, local: str, nursery: trio.Nursery) -> Connection:
@@ -58,7 +58,7 @@ class VerbsServing(Serving):
 
 
 class _VerbsConnection(Connection):
-    """Has a responder do what the messages of one peer say. `forget` is called in the end."""
+    """Has a responder carry out the messages of one peer. `forget` is called when the connection ends."""
 
     def __init__(self, responder: Responder, forget: Callable[[], Peer]) -> None:
         self._responder = responder

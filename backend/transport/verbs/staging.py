@@ -1,13 +1,14 @@
-"""Registered memory that transfers pass through, where files are used once.
+"""Registered memory that bytes pass through where each file is transferred only once, as at a mount.
 
-At a mount each version is a file of its own: pages of an earlier one may still be in somebody's pipe or
-socket. To map and register a file costs a fault and a pin for every page of it; the kernel's copy between
-the file and memory that stays registered costs less (docs/performance.md), and needs no mapping at all.
+At a mount each version is a file of its own: its pages cannot be used again, because an earlier version's
+pages may still be in a pipe or socket. Mapping and registering a file costs a page fault and a pin for each
+page. Copying between the file and memory that stays registered costs less (docs/performance.md), and needs
+no mapping.
 
-The memory is cut into slots, shared by all transfers. A transfer has a few at once, for pieces that are
-being copied or are on their way, and waits for one more; what it has becomes free whether it gets that or
-not, so transfers do not wait for each other. A slot is given back only when neither a thread nor the
-hardware touches it any more, whatever became of the transfer.
+The memory is cut into slots, which all transfers share. A transfer holds a few slots, for pieces that are
+being copied or moved, and may wait for one more. The slots it holds become free whether it gets that one or
+not, so transfers cannot deadlock. A slot is given back only when neither a thread nor the hardware touches
+it any more, even if the transfer failed.
 """
 
 import ctypes
@@ -34,22 +35,22 @@ BYTES_MAX = 32 << 20
 _BYTES_MIN = 1 << 20
 _SLOT_BYTES_MAX = 4 << 20
 _SLOTS_MIN = 4
-# Of one transfer.
+# The limit for one transfer.
 _SLOTS_AT_ONCE = 4
-# What digests are made of, so that each block is hashed as it passes.
+# The unit of digests: pieces are multiples of it, so that each block is hashed as it passes.
 _BLOCK_BYTES = 2 << 20
 _PIECES = 8
-# Copied in the event loop, as handing it to a thread takes about as long: a piece, and a whole transfer.
-# Where there is one processor only, a thread would have to wait for it.
+# Up to these sizes, of a piece and of a whole transfer, bytes are copied in the event loop: handing them to
+# a thread takes about as long. With one processor all are, as a thread would have to wait for it.
 _AT_ONCE_BYTES = 256 << 10
 _ALL_AT_ONCE_BYTES = 1 << 20
 _THREADS_MAX = 8
-# After memory could not be had, it is asked for again after this long.
+# How long after a failed registration it is tried again.
 _PAUSE_S = 30.0
 
 
 class Remote(NamedTuple):
-    """Memory of the peer."""
+    """Memory of the peer that bytes are read from or written to."""
 
     address: int
     key: int
@@ -62,8 +63,7 @@ class _Slot(NamedTuple):
 
 
 class Staging:
-    """The slots of one protection domain, made when they are first used. Their memory counts among what
-    `regions` limits."""
+    """The slots of one protection domain, made at first use. They count towards the limit of `regions`."""
 
     def __init__(self, library: Library, pd: Any, regions: Regions) -> None:
         self._library = library
@@ -79,7 +79,7 @@ class Staging:
         self.staged_bytes = 0
 
     async def make(self) -> None:
-        """Have slots. Raises NotThisWay."""
+        """Make the slots if there are none. Raises NotThisWay."""
         if self._memory is None:
             async with self._making:
                 if self._memory is None:
@@ -89,7 +89,7 @@ class Staging:
         if time.monotonic() < self._after:
             raise NotThisWay(self._why)
         regions = self._regions
-        # The other half is for queue pairs, and for what has to be registered itself.
+        # The other half is left for queue pairs and for files that are registered themselves.
         size = min(BYTES_MAX, regions.limit_bytes // 2)
         why = f"no more than {regions.limit_bytes} bytes may be registered"
         while size >= _BYTES_MIN:
@@ -114,14 +114,15 @@ class Staging:
         return len(self._free)
 
     def close(self) -> None:
-        """No transfer is under way."""
+        """Close the memory; no transfer may be under way."""
         if self._memory is not None:
             self._free.clear()
             self._memory.close()
             self._memory = None
 
     def piece_bytes(self, length: int) -> int:
-        """What one work request moves of a transfer of `length` bytes. `make` was called."""
+        """Return how many bytes one work request moves of a transfer of `length` bytes. `make` comes
+        first."""
         assert self._memory is not None
         piece = min(length, self._memory.slot_bytes, max(_BLOCK_BYTES, length // _PIECES))
         return piece - piece % _BLOCK_BYTES if piece > _BLOCK_BYTES else piece
@@ -135,7 +136,8 @@ class Staging:
         into: FileRange,
         landed: Landed = nothing_landed,
     ) -> None:
-        """From the peer's memory into a part of a file. `make` was called. Raises OSError, Broken."""
+        """Read from the peer's memory into a range of a file. `make` comes first. Raises OSError,
+        Broken."""
         fd, offset, length, memory = into
         store = _write_file if memory is Memory.FILE else _write_mapped
         piece = self.piece_bytes(length)
@@ -175,8 +177,9 @@ class Staging:
         each: bool = True,
         passed: Landed = nothing_landed,
     ) -> None:
-        """From a part of a file into the peer's memory, from the front; the peer is told `number` for each
-        piece of `piece_bytes`, or for the last one only. `make` was called. Raises OSError, Broken."""
+        """Write a range of a file into the peer's memory, in order. `number` is sent as immediate data of
+        each piece of `piece_bytes`, or of the last one only if not `each`. `make` comes first. Raises
+        OSError, Broken."""
         fd, offset, length, _ = source
         piece = self.piece_bytes(length)
         at_once = _copied_at_once(length, piece)
@@ -231,7 +234,7 @@ class Staging:
         offset: int,
         at_once: bool,
     ) -> None:
-        """Returns when the copy is over, cancelled or not. Raises OSError."""
+        """Copy, and return only when the copy is over, even if cancelled. Raises OSError."""
         with view:
             if at_once:
                 copy(fd, view, offset)
@@ -241,7 +244,7 @@ class Staging:
 
 
 class _Memory:
-    """Anonymous memory, registered, in slots. Made by `make`."""
+    """Anonymous registered memory, cut into slots. Made by `make`."""
 
     def __init__(self, library: Library, regions: Regions, size: int) -> None:
         self.slot_bytes = min(_SLOT_BYTES_MAX, size // _SLOTS_MIN)
@@ -252,15 +255,15 @@ class _Memory:
         self._size = size
         self._registration: Any = None
         self._mapped = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # A kernel without huge pages refuses.
+        # madvise fails on a kernel without huge pages.
         with suppress(OSError):
             self._mapped.madvise(mmap.MADV_HUGEPAGE)
-        # What is shared with a child is copied when it is written: the hardware would have the old pages.
+        # Pages shared with a child after fork are copied on write; the hardware would use the old ones.
         self._mapped.madvise(mmap.MADV_DONTFORK)
 
     @classmethod
     async def make(cls, library: Library, pd: Any, regions: Regions, size: int) -> "_Memory":
-        """Raises OSError."""
+        """Allocate and register the memory. Raises OSError."""
         regions.hold(size)
         try:
             made = cls(library, regions, size)
@@ -309,7 +312,7 @@ def _processors() -> int:
 
 
 def _reason(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """An OSError, or else why it cannot be done by verbs."""
+    """Return the OSError of a group, or else the NotThisWay in it."""
     error = first_error(group)
     broken = group.subgroup(NotThisWay)
     if error is group and broken is not None:
@@ -349,7 +352,7 @@ def _write_file(fd: int, view: memoryview, offset: int) -> None:
 
 
 def _write_mapped(fd: int, view: memoryview, offset: int) -> None:
-    """Into memory that a program lends, whose writes could keep ours waiting."""
+    """Copy into memory that a program lends. It is mapped: pwrite could wait for the program's writes."""
     skip = offset % mmap.ALLOCATIONGRANULARITY
     with mmap.mmap(fd, len(view) + skip, offset=offset - skip) as mapped:
         mapped[skip:] = view

@@ -1,4 +1,4 @@
-"""The caller's end by verbs: queue pairs to one store node, for as long as its control connection lives."""
+"""The caller's end of the verbs mover: queue pairs to one store node."""
 
 from collections.abc import Awaitable, Callable
 
@@ -13,7 +13,7 @@ __all__ = ["VerbsWay"]
 
 
 class VerbsWay(Way):
-    """`stages` as of open_path."""
+    """Moves extents to and from one node. `stages` is as in `open_path`."""
 
     name = "verbs"
 
@@ -22,7 +22,7 @@ class VerbsWay(Way):
         self._rdma = rdma
         self._stages = stages
         self.lanes: Lanes | None = None
-        # What the log was told last of each pair of rails.
+        # The last state logged for each pair of rails, by name.
         self._told: dict[str, str] = {}
 
     def suits(self, transfer: Transfer) -> bool:
@@ -70,10 +70,10 @@ class VerbsWay(Way):
         await self._move(lambda lanes: lanes.write(extent, target, source, growth))
 
     def give_up(self, why: str) -> None:
-        """Queue pairs end with their control connection."""
+        """Do nothing: queue pairs end with their control connection."""
 
     def tidy(self) -> None:
-        """Adapters keep what is registered, for all nodes."""
+        """Do nothing: adapters keep their registrations, for all nodes."""
 
     async def _move(self, move: Callable[[Lanes], Awaitable[None]]) -> None:
         if self.lanes is None or not self.lanes.is_usable:

@@ -1,12 +1,14 @@
 """The right to touch one range of a file, for one peer and for one operation.
 
-On a device that has them it is a memory window of type 2: its key works on one queue pair only, for
-one range, for reading or for writing, and not any more when it is closed, while the registration below,
-which has no remote rights, stays. Making one costs a system call and a work request. (Soft-RoCE checks
-only that a key's range lies in the registration, which is one extent's file.) On other devices it
-is a registration of its own that lives as long, in a protection domain that only the peer's queue pair is
-in. So it is on a file that this process may only read; there the device's other queue pairs share the
-domain.
+A device with memory windows gets one of type 2: its rkey works on one queue pair only, for one range, for
+reading or for writing, and only until the window is closed. The memory region below it has no remote rights
+and stays registered. Making a window costs a system call and a work request. (Soft-RoCE checks only that
+the range of an rkey lies in the memory region, which is one extent's file.)
+
+Other devices get a memory region of its own for each right, registered in a protection domain that holds
+only the peer's queue pair. A file that this process may only read gets one on every device, because a
+window needs a writable region; on a device with windows, its protection domain is the one of all queue
+pairs.
 """
 
 from typing import Any
@@ -17,7 +19,7 @@ from .regions import Region
 
 
 class Window:
-    """Made by `grant`; `close` ends the right, and the queue pair's end does."""
+    """A right made by `grant`. It ends with `close` and with its queue pair."""
 
     def __init__(self, pair: QueuePair, handle: Any, address: int, key: int) -> None:
         self._pair = pair
@@ -34,8 +36,8 @@ class Window:
 async def grant(
     adapter: Adapter, pair: QueuePair, region: Region, offset: int, length: int, writable: bool
 ) -> Window:
-    """For the peer of `pair`: `length` bytes of the region's file, from `offset` of the file. The region
-    stays in use until the window is closed. Raises OSError, Broken."""
+    """Give the peer of `pair` the right to `length` bytes of the region's file, from `offset` of the file.
+    The region must stay in use until the window is closed. Raises OSError, Broken."""
     library = adapter.library
     rights = library.enum("ACCESS_REMOTE_WRITE" if writable else "ACCESS_REMOTE_READ")
     address = region.address(offset)
