@@ -1,29 +1,29 @@
-"""What the mount side needs of a store: one of this host alone (embedded) or a cluster's (remote)."""
+"""The interface between a mount and its store, which is this host's own or a cluster's."""
 
 import os
 from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
-from ..cluster.lock_claims import NOBODY, HostLocks, LockHolder
+from ..cluster.lock_claims import HostLocks, LockHolder
 from ..cluster.records import ContentId, Layout
 from ..namespace import Inode, Namespace, Outdated
 from .extents import ExtentStore
 
-__all__ = ["Freshness", "Outdated", "Store", "StoreEvents", "Unmounted"]
+__all__ = ["Freshness", "Outdated", "Store", "StoreEvents"]
 
 
 class StoreEvents(ABC):
-    """What a store asks its mount, and tells it. A store is made with it, and calls it from inside its own
-    loops: a method must not block, and not raise unless it says so.
+    """The questions and notices of a store to its mount. The store calls the methods from inside its own
+    loops: they must not block, and raise nothing unless they say so.
 
-    Only a shared store tells of changes: of all in its namespace, by whomever, before anybody is told that
-    this mount knows of them.
+    Only a shared store tells of changes: of all in its namespace, by any host, before it tells any host
+    that this mount knows them.
     """
 
     @property
     @abstractmethod
     def lock_holder(self) -> LockHolder:
-        """What this host's processes have locked."""
+        """Return the interface to the locks that this host's processes hold."""
 
     @abstractmethod
     def is_held(self, ino: int) -> bool:
@@ -31,49 +31,28 @@ class StoreEvents(ABC):
 
     @abstractmethod
     def inode_changed(self, old: Inode | None, new: Inode | None) -> None:
-        """An inode changed. None: it did not exist, or is gone."""
+        """Note that an inode changed. None: it did not exist, or is gone."""
 
     @abstractmethod
     def name_changed(self, parent: int, name: bytes, old_ino: int) -> None:
-        """A name changed. `old_ino`: what it led to, 0: nothing."""
+        """Note that a name changed. `old_ino` is the inode that it led to, 0 if none."""
 
     @abstractmethod
     def transaction(self, *, ours: bool) -> None:
-        """All that changed since the last call changed at once; `ours`: by this mount."""
+        """Note that all changes since the last call were one transaction; `ours`: by this mount."""
 
     @abstractmethod
     def version_published(self, ino: int) -> None:
-        """The file has another version, by this mount or another one."""
+        """Note that the file has another version, by this mount or another one."""
 
     @abstractmethod
     def content_gone(self, extent: ContentId) -> None:
-        """The file of a content is not on this host any more. It may come again, as another file."""
+        """Note that the file of a content left this host. It may come again, as another file."""
 
     @abstractmethod
     def check_publishing(self, ino: int) -> None:
-        """What was begun in a session that is lost is about to be published in a new one. Raise OSError
-        if it must not."""
-
-
-class Unmounted(StoreEvents):
-    """The events of a store that no mount uses: nothing is open, and nobody is told."""
-
-    lock_holder = NOBODY
-
-    def is_held(self, ino: int) -> bool:
-        return False
-
-    def inode_changed(self, old: Inode | None, new: Inode | None) -> None: ...
-
-    def name_changed(self, parent: int, name: bytes, old_ino: int) -> None: ...
-
-    def transaction(self, *, ours: bool) -> None: ...
-
-    def version_published(self, ino: int) -> None: ...
-
-    def content_gone(self, extent: ContentId) -> None: ...
-
-    def check_publishing(self, ino: int) -> None: ...
+        """Check a content that was begun in a lost session and is about to be published in a new one. Raise
+        OSError if it must not be."""
 
 
 class Freshness(Protocol):
@@ -84,20 +63,20 @@ class Freshness(Protocol):
         ...
 
     async def freshen(self, inode: Inode, *, content: bool = False) -> None:
-        """Return when the namespace holds all that anybody was told before this call, as far as it
-        matters to an open of this file (or of a name in this directory). `content`: that of a small
-        file comes with it. Raises OSError ETIMEDOUT."""
+        """Return when the namespace holds every change that anybody was told of before this call and that
+        matters to an open of this file (or of a name in this directory). With `content`, the content of
+        a small file is fetched, too. Raises OSError ETIMEDOUT."""
         ...
 
     def believable_s(self, directory: int, *, used: bool = True) -> float:
-        """Return for how many seconds a directory may be believed: its names, and what has no other names.
-        Hosts that change it wait for this mount that long. A directory that is `used` often becomes
-        believable."""
+        """Return for how many seconds a directory may be believed: its names, and inodes with no other
+        names. Hosts that change it wait for this mount that long. A directory that is `used` often
+        becomes believable."""
         ...
 
     def directories_believable_s(self) -> float:
         """Return for how many seconds the kernel may believe the attributes of any directory. It is made to
-        forget them when a change comes here: no later than they would be answered anew."""
+        forget them when a change comes here, so they are no older than a new answer would be."""
         ...
 
     def path_valid_s(self, directory: int) -> float:

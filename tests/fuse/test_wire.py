@@ -20,10 +20,10 @@ import trio.testing
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from invariants import check
+from unmounted import Unmounted
 
 from irdmafs.backend.clock import now_ns
 from irdmafs.backend.store import embedded as store_node
-from irdmafs.backend.store.api import Unmounted
 from irdmafs.backend.store.embedded import EmbeddedStore, embedded_store
 from irdmafs.callers.processes import Processes
 from irdmafs.coherence.alone import Alone

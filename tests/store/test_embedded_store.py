@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from invariants import check
 from memory_engine import MemoryEngine, Place
+from unmounted import Unmounted
 
 from irdmafs.backend.cluster.records import NO_CONTENT, ContentId
 from irdmafs.backend.kv import Damaged, NoSpace, Put
 from irdmafs.backend.namespace import ROOT_INO, Inode
 from irdmafs.backend.store import embedded as node
 from irdmafs.backend.store import storedir
-from irdmafs.backend.store.api import Unmounted
 from irdmafs.backend.store.embedded import EmbeddedStore, embedded_store
 from irdmafs.backend.store.extents import ExtentStore, copy_contents
 from irdmafs.backend.store.storedir import StoreInUse
@@ -391,8 +391,8 @@ def test_a_store_keeps_its_names_on_the_engine_that_it_is_given(tmp_path: Path) 
 
 HOLDER = """
 import os, sys, trio
-from irdmafs.backend.store.api import Unmounted
 from irdmafs.backend.store.embedded import embedded_store
+from unmounted import Unmounted
 
 async def main():
     async with embedded_store(sys.argv[1], Unmounted()):
@@ -405,7 +405,10 @@ trio.run(main)
 
 def test_a_store_serves_one_process_and_is_free_when_that_dies(tmp_path: Path) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", HOLDER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
     ) as holder:
         try:
             assert holder.stdout is not None

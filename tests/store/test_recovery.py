@@ -11,9 +11,9 @@ import pytest
 import trio
 from mountpoint import Mount, irdmafs
 from patterns import pattern
+from unmounted import Unmounted
 
 from irdmafs.backend.namespace import ROOT_INO
-from irdmafs.backend.store.api import Unmounted
 from irdmafs.backend.store.embedded import embedded_store
 
 FILES = 12
