@@ -1,13 +1,14 @@
 """What the bytes of a content are checked by, from the mount that publishes to the mount that reads.
 
 A stripe is hashed in blocks of 2 MiB counted from its beginning, by several threads and in any order; its
-digest is the hash of its blocks' digests (XXH3, 64 bits: against accidents, not against an enemy). The
-version's record has eight bytes for each stripe, so that a fetch knows whose bytes were wrong. With more
-stripes than PARTS_MAX, runs of them share eight bytes, the hash of their digests: a record stays small.
+digest is the hash of its blocks' digests (XXH3, 64 bits: against accidents, not against an attacker). The
+version's record has eight bytes for each stripe, so that a fetch knows which node sent wrong bytes. With
+more stripes than PARTS_MAX, runs of stripes share eight bytes, the hash of their digests: a record stays
+small.
 
-A fetched block is hashed by the thread that has put it into the file, as long as it is in its processor's
-cache. Files are read into a small buffer of each thread, not mapped: whoever cuts one off would end the
-process. Reading and hashing both release Python's lock.
+A fetched block is hashed by the thread that has written it to the file, while it is in that processor's
+cache. Files are read into a small buffer of each thread, not mapped: truncating a mapped file would end the
+process with SIGBUS. Reading and hashing both release Python's global interpreter lock.
 """
 
 import functools
@@ -36,17 +37,17 @@ __all__ = [
     "fold",
 ]
 
-# A huge page, and what the streams of a transfer are aligned to.
+# The size of a huge page, and the alignment of the streams of a transfer.
 BLOCK_BYTES = 2 << 20
 DIGEST_BYTES = 8
 PARTS_MAX = 64
-# Half of what a core's own cache has, so that what was read is still there when it is hashed.
+# Half of a core's own cache, so that bytes are still in it when they are hashed.
 _BUFFER_BYTES = 256 << 10
-# Gently hashed data is hashed in pieces of this many blocks.
+# digest_at_rest hashes pieces of this many blocks.
 _PIECE_BLOCKS = 2
-# The alignment that O_DIRECT needs, on any disk.
+# The alignment that O_DIRECT needs on any disk.
 _DIRECT_BYTES = 4096
-# Less is hashed at once: to hand it to a thread takes longer.
+# Up to this size bytes are hashed in the event loop: handing them to a thread takes longer.
 _INLINE_BYTES = 256 << 10
 _THREADS_MAX = 4
 
@@ -54,7 +55,8 @@ _threads = threading.local()
 
 
 class Digests:
-    """A record's digests of a content of so many stripes. `parts` is in how many pieces it is checked."""
+    """The digests in a record of a content with so many stripes. `parts` is the number of runs of stripes
+    that are checked separately."""
 
     def __init__(self, record: bytes, stripes: int) -> None:
         self._record = record
@@ -64,7 +66,7 @@ class Digests:
 
     @property
     def are_there(self) -> bool:
-        """Whether the content can be checked: older versions have none."""
+        """Return whether the record has the digests; a content may have been published without."""
         return len(self._record) == self.parts * DIGEST_BYTES
 
     def part_of(self, stripe: int) -> int:
@@ -74,13 +76,13 @@ class Digests:
         return range(part * self._run, min((part + 1) * self._run, self._stripes))
 
     def match(self, part: int, stripes: Sequence[bytes]) -> bool:
-        """Whether a part's stripes have these digests."""
+        """Return whether the stripes of a part, given by their digests, are right."""
         expected = self._record[part * DIGEST_BYTES : (part + 1) * DIGEST_BYTES]
         return _joined(stripes) == expected
 
 
 def fold(stripes: Sequence[bytes]) -> bytes:
-    """What a version's record has, of the digests of all stripes."""
+    """Return the digests that a version's record has, made from the digests of all stripes."""
     run = _run(len(stripes))
     return b"".join(_joined(stripes[i : i + run]) for i in range(0, len(stripes), run))
 
@@ -94,22 +96,23 @@ def _joined(stripes: Sequence[bytes]) -> bytes:
 
 
 def digest_of_bytes(data: bytes) -> bytes:
-    """The digest of a stripe."""
+    """Return the digest of a stripe."""
     view = memoryview(data)
     blocks = (view[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES))
     return xxh3_64(b"".join(xxh3_64(block).digest() for block in blocks)).digest()
 
 
 async def digest_of(fd: int, offset: int, length: int) -> bytes:
-    """The digest of the stripe that lies at `offset` of a file. Raises OSError.
+    """Return the digest of the stripe that lies at `offset` of a file. Raises OSError.
 
-    A file that is cut off meanwhile has a digest that nothing else has."""
+    If the file is truncated meanwhile, the digest matches no content."""
     return await Stripe(fd, offset, length).finish()
 
 
 async def digest_at_rest(fd: int, length: int, take: Callable[[int], Awaitable[None]]) -> bytes:
-    """The digest of a stripe that is a whole file, read piece by piece; before each, `take` is given its
-    length in bytes and may wait. A descriptor with O_DIRECT reads what is on the disk. Raises OSError."""
+    """Return the digest of a stripe that is a whole file, read in pieces. Before each piece `take` is
+    called with its length in bytes, and may wait. A descriptor with O_DIRECT reads from the disk itself.
+    Raises OSError."""
     blocks: list[bytes] = []
     step = _PIECE_BLOCKS * BLOCK_BYTES
     for start in range(0, length, step):
@@ -120,19 +123,20 @@ async def digest_at_rest(fd: int, length: int, take: Callable[[int], Awaitable[N
 
 
 class Stripe:
-    """The digest of a stripe whose bytes come to `offset` of a file, in any order."""
+    """The digest of a stripe whose bytes arrive at `offset` of a file in any order."""
 
     def __init__(self, fd: int, offset: int, length: int) -> None:
         self._fd = fd
         self._offset = offset
         self._length = length
         self._blocks = [b""] * -(-length // BLOCK_BYTES)
-        # How far blocks are hashed.
+        # By block: how far it is hashed, and the hash so far.
         self._begun: dict[int, tuple[int, xxh3_64]] = {}
 
     def landed(self, start: int, length: int, data: memoryview | None) -> None:
-        """These bytes of the stripe are there, maybe others than before: as `transport.Landed`. What begins
-        with a block, and goes on where that ended, is hashed at once, as it is in the processor's cache."""
+        """Note that these bytes of the stripe have arrived, maybe again and different (see
+        `transport.Landed`). Bytes that begin a block, or follow the hashed ones, are hashed at once, while
+        they are in the cache."""
         end = start + length
         for block in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
             self._blocks[block] = b""
@@ -154,7 +158,7 @@ class Stripe:
                 self._begun[block] = stop, state
 
     async def finish(self) -> bytes:
-        """The digest, when all of it is there. Raises OSError."""
+        """Return the digest; all bytes must have arrived. Raises OSError."""
         start = 0
         for has_digest, run in itertools.groupby(list(self._blocks), bool):
             end = min(start + len(list(run)) * BLOCK_BYTES, self._length)
@@ -164,7 +168,7 @@ class Stripe:
         return xxh3_64(b"".join(self._blocks)).digest()
 
     async def _add(self, start: int, length: int) -> None:
-        """Hash these bytes out of the file; `start` is a multiple of BLOCK_BYTES. Raises OSError."""
+        """Hash these bytes from the file; `start` is a multiple of BLOCK_BYTES. Raises OSError."""
         first = start // BLOCK_BYTES
         end = -(-(start + length) // BLOCK_BYTES)
         if length <= _INLINE_BYTES:
@@ -193,7 +197,7 @@ def _digest_of_zeros(length: int) -> bytes:
 def _hash(fd: int, offset: int, length: int) -> list[bytes]:
     buffer = getattr(_threads, "buffer", None)
     if buffer is None:
-        # Pages, as O_DIRECT wants them.
+        # O_DIRECT needs page-aligned memory.
         buffer = _threads.buffer = memoryview(mmap.mmap(-1, _BUFFER_BYTES))
     blocks = []
     status = os.fstat(fd)

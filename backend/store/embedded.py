@@ -1,8 +1,8 @@
 """The embedded store: extents and the namespace that names them, in one store directory.
 
-It runs inside the mount's daemon. An extent is in one of three lives: working (allocated, no
-version names it), current (a file's newest version), retired (superseded or given up). A retired
-extent is freed once nothing pins it; working and retired extents do not survive a crash.
+It runs inside the mount's daemon. An extent is in one of three states: working (allocated, no version names
+it), current (a file's newest version), retired (superseded or given up). A retired extent is freed once
+nothing pins it; working and retired extents do not survive a crash.
 """
 
 import errno
@@ -26,7 +26,7 @@ from .storedir import in_memory, lock_directory
 
 log = logging.getLogger(__name__)
 
-# In the store directory, see EmbeddedStore.begin.
+# A file in the store directory, see EmbeddedStore.begin.
 OPEN_MARK = "open"
 
 _HERE = Layout()
@@ -58,7 +58,7 @@ async def embedded_store(
 
 
 class EmbeddedStore(Pinned):
-    """What `embedded_store` opens: the Store of a mount that is alone with it."""
+    """The Store of a mount that uses no cluster; made by `embedded_store`."""
 
     shared = reads_into = False
     locks = freshness = None
@@ -74,7 +74,7 @@ class EmbeddedStore(Pinned):
         self.waits = waits
 
     async def begin(self, open_mark: str) -> None:
-        """Put right what a crash left. The file `open_mark` is there while files may be open."""
+        """Repair what a crash left. The file `open_mark` exists while files may be open."""
         self._free_leftovers()
         try:
             os.close(os.open(open_mark, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
@@ -82,22 +82,22 @@ class EmbeddedStore(Pinned):
             await self._take_what_was_written()
 
     def end(self, open_mark: str) -> None:
-        """Leave nothing that the next daemon would take for what a crash left."""
+        """Remove what the next daemon would take for the remains of a crash."""
         for extent in self._retired:
             self.extents.free(extent)
         if not self.counts:
             os.unlink(open_mark)
 
     async def _take_what_was_written(self) -> None:
-        """Keep what was written in place when the daemon or the machine died. It is in the extents, as on
-        any filesystem, and becomes the files' next version."""
+        """Publish as the files' next versions what was written in place when the daemon or the machine
+        stopped. The bytes are in the extents, as on any filesystem."""
         for inode in list(self.namespace.inodes.values()):
             if not inode.extent:
                 continue
             try:
                 status = self.extents.stat(inode.extent)
             except OSError:
-                continue  # missing: the log has it
+                continue  # the extent is missing, which is logged
             known_ns = max(inode.mtime_ns, inode.ctime_ns)
             if status.st_size != inode.size or status.st_mtime_ns > known_ns:
                 where = self.namespace.describe(inode.ino)
@@ -137,10 +137,11 @@ class EmbeddedStore(Pinned):
         base: int | None = None,
         within_quotas: bool = True,
     ) -> Inode:
-        """Make `extent` the file's next version; `status` is its stat. Durable when it returns.
+        """Make `extent` the file's next version; `status` is its stat. It survives a crash when this
+        returns.
 
-        Waits for the disk when the store is on one (`waits`). An empty extent is not kept: the version
-        is recorded as empty. Raises OSError ENOSPC, EDQUOT, and the file keeps its present version.
+        Waits for the disk if the store is on one (`waits`). An empty extent is not kept: the version is
+        recorded as empty. Raises OSError ENOSPC, EDQUOT; the file then keeps its present version.
         """
         size = status.st_size
         if size and self.waits:
@@ -201,7 +202,7 @@ class EmbeddedStore(Pinned):
         raise fail(errno.EOPNOTSUPP, "it is on this host")
 
     def count_open(self, extent: ContentId) -> None:
-        """Count nothing: all contents are here."""
+        """Do nothing: all contents are here."""
 
     def is_here(self, extent: ContentId) -> bool:
         return True

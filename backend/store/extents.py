@@ -15,7 +15,7 @@ from ..cluster.records import ContentId
 _COPY_CHUNK_BYTES = 256 * 1024 * 1024
 
 
-# Our own reads of an extent leave its access time alone. Only reads by programs change it.
+# Our own reads leave an extent's access time alone: only reads by programs change it.
 OPEN_FLAGS = os.O_CLOEXEC | os.O_NOATIME
 
 
@@ -73,7 +73,7 @@ class ExtentStore:
             os.close(fd)
 
     def stat(self, extent: ContentId) -> os.stat_result:
-        """Raises OSError EIO when the file is gone: the store was damaged."""
+        """Return an extent's stat. Raises OSError EIO when the file is gone: the store was damaged."""
         try:
             return os.stat(f"{extent:x}", dir_fd=self._dir_fd)
         except FileNotFoundError:

@@ -1,20 +1,21 @@
-"""Whether a file is open anywhere else on this host."""
+"""A test whether a file is open anywhere else on this host."""
 
 import errno
 import fcntl
 import signal
 
-# There for this kernel, but not for this file, filesystem or user.
+# The errors of a kernel that has leases, but not for this file, filesystem or user.
 _LEASE_UNSUPPORTED = (errno.EINVAL, errno.EACCES, errno.EPERM, errno.EOPNOTSUPP)
 
 
 def is_only_opener(fd: int) -> bool:
-    """Whether nothing but this descriptor and its duplicates has the file open, or mapped. True where the
-    kernel does not tell: it is a second look, not the only one.
+    """Return whether only this descriptor and its duplicates have the file open or mapped. Returns True if
+    the kernel does not tell: callers use this as a second check only.
 
-    A write lease is granted exactly then; it is given back at once.
+    The kernel grants a write lease in exactly that case; the lease is given back at once.
     """
-    # Whoever opens the file meanwhile has a signal sent to us: by default SIGIO, which kills.
+    # Opening the file while the lease is held sends a signal: by default SIGIO, which would end this
+    # process.
     fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
     try:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)

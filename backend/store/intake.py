@@ -19,8 +19,8 @@ I = TypeVar("I", bound=Incoming)  # noqa: E741
 
 
 class Intake(Generic[I]):
-    """One incoming file. Leaving it as a context manager closes the file, and drops it with `drop` unless
-    somebody has taken it."""
+    """One incoming file. As a context manager it closes the file at its end, and drops it with `drop`
+    unless it was taken."""
 
     def __init__(self, incoming: I, drop: Callable[[I], None]) -> None:
         self.incoming = incoming
@@ -32,7 +32,7 @@ class Intake(Generic[I]):
         return self.incoming.fd
 
     def take(self) -> I:
-        """Return the file to whoever seals it, and drops it if that fails."""
+        """Return the file to a caller that seals it, or drops it if that fails."""
         self._is_taken = True
         return self.incoming
 

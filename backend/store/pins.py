@@ -1,4 +1,4 @@
-"""Pins: what keeps a content although its file moves on to another version."""
+"""Pins keep a content when its file moves on to another version."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -10,8 +10,8 @@ from ..cluster.records import ContentId
 class Pinned(ABC):
     """A store whose contents are freed, by `_free`, once no version names them and nothing pins them.
 
-    Contents are numbers; 0 stands for an empty one, which needs no keeping. `counts` says how often each
-    is pinned; it is for reading.
+    Contents are numbers; 0 stands for an empty one, which needs no pin. `counts` tells how often each is
+    pinned; it is read-only.
     """
 
     def __init__(self) -> None:
@@ -48,11 +48,11 @@ class Pinned(ABC):
             self.unpin(extent)
 
     def named(self, extent: ContentId) -> None:
-        """A version names this content, which may have been retired before."""
+        """Note that a version names this content, which may have been retired before."""
         self._retired.discard(extent)
 
     def retire(self, extent: ContentId) -> None:
-        """No version names this content any more: free it as soon as nothing pins it."""
+        """Note that no version names this content any more: it is freed as soon as nothing pins it."""
         if not extent:
             return
         if extent in self.counts:

@@ -32,9 +32,9 @@ async def read_hashed(
     piece_bytes: int = 0,
     came: Callable[[int], None] = lambda count: None,
 ) -> Stripe:
-    """Read a whole extent. Its digest is what the Stripe that is returned tells. With `is_sparse` its holes
-    stay holes; else it comes in pieces of `piece_bytes` (0: in one), before each of which `take` is given
-    the length and may wait, and after which `came` is. Raises OSError."""
+    """Read a whole extent. The returned Stripe has its digest. With `is_sparse` its holes stay holes.
+    Otherwise it is read in pieces of `piece_bytes` (0: in one): `take` is called with the length before
+    each piece and may wait, and `came` after it. Raises OSError."""
     found = Stripe(into.fd, into.offset, into.length)
     if is_sparse:
         await device.read_sparse(extent, into, found.landed)

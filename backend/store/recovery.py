@@ -1,9 +1,9 @@
-"""Making an embedded store usable again whose journal is damaged: nothing that is there is given up.
+"""Repair of an embedded store whose journal is damaged, without giving up anything that is there.
 
-Every sound record is kept, those behind the damage, too. As a change in between is lost, names may lead
-to nothing and files may have lost their name. So names that lead to nothing go, and what has no name gets
-one in the directory lost+found: files and directories by their inode's number, contents of which not even
-that is known by theirs.
+Every sound record is kept, also those behind the damage. As changes in between are lost, names may lead to
+nothing and files may have lost their name. Names that lead to nothing are removed, and files without a name
+get one in the directory lost+found: files and directories by their inode's number, contents without a known
+inode by their own number.
 """
 
 import os
@@ -26,8 +26,9 @@ LOST_AND_FOUND = b"lost+found"
 
 
 class Recovered(NamedTuple):
-    """The result of a recovery. `records` of the journal were sound. The file `kept` has a copy of the
-    damaged ranges `broken`. `dropped` names led to nothing. `found` are the names in lost+found."""
+    """The result of a recovery. `records` of the journal were sound. The file `kept` is a copy of the
+    damaged journal, `broken` are its damaged ranges. `dropped` names led to nothing. `found` are the names
+    in lost+found."""
 
     records: int
     broken: tuple[Broken, ...]
@@ -37,8 +38,8 @@ class Recovered(NamedTuple):
 
 
 async def recover(directory: str) -> Recovered | None:
-    """Mend the store in a directory. Returns None where there is nothing to mend. Raises StoreInUse,
-    Damaged when more than the journal is damaged, OSError."""
+    """Repair the store in a directory. Returns None if there is nothing to repair. Raises StoreInUse,
+    Damaged if more than the journal is damaged, OSError."""
     path = f"{directory}/kv.sqlite"
     if not os.path.exists(path):
         raise Damaged(f"{directory} is not the store of an irdmafs mount: it has no kv.sqlite")
@@ -66,7 +67,7 @@ async def recover(directory: str) -> Recovered | None:
 
 
 def _kept(journal: str, data: bytes) -> str:
-    """A copy of the damaged journal, under a name that is free."""
+    """Write a copy of the damaged journal beside it, and return its name."""
     number = 1
     while True:
         copy = f"{journal}-damaged-{number}"
@@ -102,7 +103,7 @@ class _Repair:
         self._now = time.time_ns()
 
     async def carry_out(self) -> tuple[int, tuple[str, ...]]:
-        """Returns how many names were dropped, and the names in lost+found."""
+        """Repair names and contents. Return how many names were dropped, and the names in lost+found."""
         for record in await self._engine.range(b"i", b"j"):
             ino = int.from_bytes(record.key[1:9], "big")
             try:
@@ -136,8 +137,8 @@ class _Repair:
         return dropped, tuple(os.fsdecode(name) for name in found)
 
     async def _check_names(self) -> tuple[set[int], int, int]:
-        """Returns which inodes have a name, how many names lead to nothing, and the directory lost+found, 0
-        if there is none."""
+        """Return which inodes have a name, how many names lead to nothing, and the directory lost+found (0:
+        none)."""
         named: set[int] = set()
         dropped = lost = 0
         for record in await self._engine.range(b"d", b"e"):

@@ -1,8 +1,8 @@
-"""Files with holes: where their data is, and what room they take.
+"""Files with holes: where their data is, and how much room they take.
 
-Holes stay holes wherever a content goes: on store nodes, between them, and in caches. A file counts for
-what it has allocated, not for its length. Where data is comes from the filesystem (SEEK_DATA), so zeros
-that somebody wrote are data.
+Holes stay holes wherever a content goes: on store nodes, between them, and in caches. A file counts with
+the bytes that are allocated for it, not with its length. The filesystem tells where data is (SEEK_DATA), so
+zeros that a program wrote are data.
 """
 
 import errno
@@ -13,7 +13,7 @@ import os
 
 __all__ = ["allocated_bytes", "empty", "is_sparse", "next_data", "segments"]
 
-# Fewer bytes of holes are not worth it.
+# A file with fewer bytes of holes is not treated as sparse.
 _HOLES_BYTES_MIN = 64 << 10
 SEGMENTS_MAX = 1024
 _BLOCK_BYTES = 512
@@ -31,7 +31,7 @@ def allocated_bytes(size: int, blocks: int) -> int:
 
 
 def next_data(fd: int, offset: int, end: int) -> int:
-    """Where data begins at `offset` or behind it; at most `end`. Raises OSError."""
+    """Return where data begins at or behind `offset`; at most `end`. Raises OSError."""
     try:
         return min(os.lseek(fd, offset, os.SEEK_DATA), end)
     except OSError as error:
@@ -41,9 +41,8 @@ def next_data(fd: int, offset: int, end: int) -> int:
 
 
 def segments(fd: int, offset: int, length: int) -> list[tuple[int, int]]:
-    """Where the data of a part of a file is, as starts, counted from the beginning of the part, and
-    lengths; the smallest holes count as data where there would be more than SEGMENTS_MAX. Raises OSError.
-    """
+    """Return where the data of a part of a file is, as starts, counted from the beginning of the part, and
+    lengths. If there would be more than SEGMENTS_MAX, the smallest holes count as data. Raises OSError."""
     end = offset + length
     found: list[tuple[int, int]] = []
     at = offset
@@ -69,7 +68,7 @@ def _fewer(found: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def empty(fd: int, offset: int, length: int) -> None:
-    """Make a part of a file zeros, if there is data. Raises OSError."""
+    """Set a part of a file to zeros, if it has data. Raises OSError."""
     end = offset + length
     if next_data(fd, offset, end) >= end:
         return
@@ -78,6 +77,6 @@ def empty(fd: int, offset: int, length: int) -> None:
     if first < last:
         with mmap.mmap(fd, last - first, offset=first) as mapped:
             mapped.madvise(mmap.MADV_REMOVE)
-    # Others may be writing to the rest of these pages.
+    # The pages at both ends also hold bytes that others may be writing: zero only the range.
     for start, stop in ((offset, first), (last, end)):
         os.pwrite(fd, bytes(stop - start), start)

@@ -1,4 +1,4 @@
-"""What every directory that a daemon keeps data in has: a lock, and a kind of memory below it."""
+"""The lock of a directory that a daemon keeps data in, and whether it lies in memory."""
 
 import errno
 import fcntl
@@ -29,7 +29,7 @@ def lock_directory(directory: str, busy: str) -> int:
 
 
 def in_memory(path: str) -> bool:
-    """Whether a directory lies on a filesystem that a power loss empties anyway."""
+    """Return whether a directory lies on a filesystem that a power loss empties anyway."""
     # st_dev names the mount in /proc/self/mountinfo; its type is the field after " - ".
     device = os.stat(path).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"

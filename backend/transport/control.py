@@ -61,12 +61,12 @@ class Control:
         self._idle_s = idle_s
         self._patience_s = patience_s
         self._heard = 0
-        # Requests that write are not answered for long.
+        # Requests that write take long to answer: they have LASTING_MAX places of their own.
         self._slots = trio.Semaphore(REQUESTS_AT_ONCE + LASTING_MAX)
 
     async def run(self) -> None:
-        """Serve until the peer closes the connection or sends nothing for `idle_s` or somewhat longer;
-        requests that are not answered then are cancelled. Raises BadMessage, trio.EndOfChannel,
+        """Serve until the peer closes the connection, or sends nothing for `idle_s` or a little longer.
+        Requests under way are then cancelled. Raises BadMessage, trio.EndOfChannel,
         trio.BrokenResourceError."""
         error: Exception | None = None
         async with trio.open_nursery() as nursery:

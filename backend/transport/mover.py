@@ -96,8 +96,8 @@ class Way(Protocol):
         growth: Growth,
         lend: Callable[[], None],
     ) -> None:
-        """Send a file whose bytes are still being received. `lend` is called before something may
-        refer to its pages for ever (service.Held.lend)."""
+        """Send a file whose bytes are still being received. `lend` is called before anything may keep a
+        reference to its pages (service.Held.lend)."""
         ...
 
     def give_up(self, why: str) -> None:
@@ -196,7 +196,7 @@ class Others(Protocol):
 @dataclass(frozen=True)
 class Host:
     """A store node, for a mover to serve. `nursery` ends with it; `is_gone` tells whether a peer's session
-    is over. Who connects to a port of a mover's own comes in by the `door`."""
+    is over. Connections to a mover's own port are accepted by the `door`."""
 
     service: Service[Any]
     others: Others

@@ -1,7 +1,7 @@
 """The caller's end of the transport: all store nodes, as devices.
 
-Connections are opened when they are needed and kept for a while. A node that cannot be reached is left
-alone for a moment, in which every call fails at once, so that a caller can turn to a replica.
+Connections are opened when they are needed and kept for a while. For a moment after a node could not be
+reached every call to it fails at once, so that the caller can turn to a replica.
 """
 
 import logging
@@ -73,7 +73,7 @@ class Peers:
     async def __aenter__(self) -> Self:
         credentials = self._credentials
         if credentials is not None:
-            credentials.client_context()  # or an error now
+            credentials.client_context()  # raises an error now if they cannot be used
         self._manager = trio.open_nursery()
         self.nursery = await self._manager.__aenter__()
         self._caller = Caller(
@@ -94,7 +94,7 @@ class Peers:
     ) -> None:
         self.nursery.cancel_scope.cancel()
         try:
-            # An error of the block is not the nursery's business, which would wrap it.
+            # The nursery would wrap an error of the block in a group, so it is not given the error.
             await self._manager.__aexit__(None, None, None)
         finally:
             for device in self._devices.values():
@@ -162,7 +162,7 @@ class Peers:
         ]
 
     def shows_bytes(self, node: int) -> bool:
-        """Tell whether bytes that are written to a node pass through our memory, most likely."""
+        """Tell whether bytes written to a node will most likely pass through this process's memory."""
         return self.resolve(node) is not None and self.device(node).shows_bytes()
 
     async def _tidy(self) -> None:

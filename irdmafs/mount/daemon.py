@@ -51,10 +51,10 @@ _CHECKED_NODES_MAX = 16
 
 
 async def serve(config: MountConfig, ready: Callable[[str], None]) -> None:
-    """Mount, and serve until the filesystem is unmounted or a signal says so.
+    """Mount, and serve until the filesystem is unmounted or a signal arrives.
 
-    `ready` is called once the mount answers, with the session's name and, on lines of their own, why
-    it is not the faster one and what else is wrong. Raises MountError with one line for whoever mounts.
+    `ready` is called once the mount answers, with the session's name and, on further lines, why it is not
+    the kernel session and other warnings. Raises MountError with one line for the user.
     """
     raise_open_files_limit()
     try:
@@ -69,7 +69,7 @@ async def serve(config: MountConfig, ready: Callable[[str], None]) -> None:
     except (ConfigError, Damaged) as error:
         raise MountError(str(error)) from error
     except OSError as error:
-        # What a cluster refuses says by itself where it comes from.
+        # Errors of a cluster name their source themselves.
         where = error.filename or (config.store if config.cluster is None else "")
         reason = error.strerror or str(error)
         raise MountError(f"{where}: {reason}" if where else reason) from error
@@ -83,7 +83,7 @@ async def _opened_store(
         async with embedded_store(config.store, events) as node:
             yield node, None
         return
-    # Here only: an embedded mount starts without all of it.
+    # Imported here, so that a mount of one host starts without the cluster's modules.
     from ..backend.store.remote.store import remote_store
 
     async with remote_store(
@@ -100,7 +100,7 @@ async def _opened_store(
 
 
 class _Mounted(NamedTuple):
-    """The parts of a mount that its daemon runs, and asks."""
+    """The parts of a mount that its daemon needs while it runs."""
 
     session: Session
     operations: Operations
@@ -108,7 +108,7 @@ class _Mounted(NamedTuple):
 
 
 class _Assembly:
-    """Mounts, and makes the parts of a mount: each is given those that it needs when it is made."""
+    """Mounts, and makes the parts of a mount; each is given the parts that it needs."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class _Assembly:
         self._counts = Counts()
 
     def mounted(self) -> _Mounted:
-        """Mount with the session that was asked for, or the best one. Raises MountError."""
+        """Mount with the requested session, or with the best one that works. Raises MountError."""
         wanted, reason = self._config.session, ""
         if wanted in ("auto", "kernel"):
             try:
@@ -180,7 +180,7 @@ class _Assembly:
         return 2 if below is not None and below.fstype in _STACKED else 1
 
     def _with_portable_session(self, reason: str) -> _Mounted:
-        # Here only: a kernel session needs no pyfuse3.
+        # Imported here: a kernel session needs no pyfuse3.
         from ..fuse.portable import PortableNotices, PortableSession
 
         config = self._config
@@ -203,7 +203,7 @@ class _Assembly:
     def _operations(
         self, kernel: KernelCache, kind: SessionKind, *, acls: bool
     ) -> tuple[Operations, Status]:
-        """Make what both sessions need."""
+        """Make the parts that both kinds of session need."""
         store, options = self._store, self._config.options
         isolation = Isolation(store.namespace, default=options.isolation)
         passthrough = kind.wakeups is not None
@@ -252,7 +252,7 @@ class _Daemon:
             log.info("unmounted %s", config.mountpoint)
 
     async def _announce(self, ready: Callable[[str], None]) -> None:
-        """Say ready when the mount answers a stat that really comes through the kernel."""
+        """Call `ready` when the mount answers a stat that comes through the kernel."""
         await trio.to_thread.run_sync(os.stat, self._config.mountpoint, abandon_on_cancel=True)
         ready(self._status.first_words())
 
@@ -274,13 +274,13 @@ class _Daemon:
         try:
             yield
         finally:
-            # Its thread may be waiting for this one to look figures up.
+            # The server's thread may be waiting for this thread to collect figures.
             with trio.CancelScope(shield=True):
                 await trio.to_thread.run_sync(server.close)
 
     async def _stop_on_signal(self) -> None:
-        """Unmount when a signal says so. SIGHUP has a mount of a cluster that has no terminal read its
-        certificates again."""
+        """Unmount on SIGINT, SIGTERM or SIGHUP. In a cluster's mount without a terminal, SIGHUP reads the
+        certificates again instead."""
         cluster = None if has_terminal() else self._cluster
         with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
             async for number in signals:
@@ -291,10 +291,10 @@ class _Daemon:
                 self._session.stop()
 
     def _unmount(self) -> None:
-        """Leave no stale mountpoint, whoever began the end."""
+        """Leave no stale mountpoint, whatever ended the session."""
         found = mounting.mounted_at(self._config.mountpoint)
         if found is None or (found.mount_id, found.device) != self._mounted:
-            return  # unmounted already; what may be mounted there by now is somebody else's
+            return  # unmounted already; another filesystem may be mounted there by now
         try:
             mounting.unmount(self._config.mountpoint, lazy=True)
         except MountError as error:
