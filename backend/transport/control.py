@@ -27,7 +27,8 @@ from .messages import (
 from .mover import Connection, Lasting
 from .operations import OPERATIONS, StoreNode
 from .prompt import acquire
-from .rights import Peer, Scope, may, need, tell_of_denial
+from .rights import Peer, Scope, may, tell_of_denial
+from .service import check_right
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +38,6 @@ _IN_A_ROW = 8
 class Control:
     """One control connection of a peer. Requests of the core are carried out by OPERATIONS;
     `connect(nursery)` gives the Connection that carries out each message of a mover."""
-
-    _connections: dict[type[Message], Connection]
 
     def __init__(
         self,
@@ -61,6 +60,7 @@ class Control:
         self._idle_s = idle_s
         self._patience_s = patience_s
         self._heard = 0
+        self._connections: dict[type[Message], Connection] = {}
         # Requests that write take long to answer: they have LASTING_MAX places of their own.
         self._slots = trio.Semaphore(REQUESTS_AT_ONCE + LASTING_MAX)
 
@@ -159,15 +159,14 @@ class Control:
             log.exception("%s: %s", self._peer, type(request).__name__.lower())
             return Failed(number, errno.EIO, self._node.service.node, "internal error; see its log")
 
-    async def _check_right(self, request: Request) -> None:
-        """Check the peer's right to a request. Raises OSError EACCES, and as Service.check_owner."""
-        if need(self._codec.rights, self._peer.role, type(request)) is Scope.OWN:
-            assert isinstance(request, (AboutExtent, Abort))
-            content = request.content if isinstance(request, Abort) else request.extent.content
-            await self._node.service.check_owner(self._peer, self._peer.session, content)
-
     async def _do(self, request: Request) -> Answer | Lasting:
-        await self._check_right(request)
+        content: int | None = None
+        if isinstance(request, AboutExtent):
+            content = request.extent.content
+        elif isinstance(request, Abort):
+            content = request.content
+        peer, service = self._peer, self._node.service
+        await check_right(service, self._codec.rights, peer, type(request), peer.session, content)
         operation = OPERATIONS.get(type(request))
         if operation is not None:
             return await operation.do(self._node, request)

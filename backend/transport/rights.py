@@ -20,6 +20,7 @@ __all__ = [
     "NONE",
     "OWN",
     "ROLES",
+    "Asked",
     "Peer",
     "Row",
     "Scope",

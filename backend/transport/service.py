@@ -1,12 +1,13 @@
 """The part of a store node that its transport calls: the protocol `Service`."""
 
+from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar
 
 from ..store.intake import Intake
 from . import Extent, Target
-from .rights import Peer
+from .rights import Asked, Peer, Row, Scope, need
 
-__all__ = ["Held", "Incoming", "Service", "begin"]
+__all__ = ["Held", "Incoming", "Service", "begin", "check_right"]
 
 
 class Held(Protocol):
@@ -132,3 +133,18 @@ async def begin(
     if service.size(extent) == length:
         return None
     return Intake(await service.create(extent, length, allocated), service.drop)
+
+
+async def check_right(
+    service: Service[Any],
+    rights: Mapping[Any, Row],
+    peer: Peer,
+    asked: Asked,
+    session: int,
+    content: int | None,
+) -> None:
+    """Check the right of a peer, which has the rights of a session, to ask for something about a content
+    (None: about no content). Raises OSError EACCES, and as Service.check_owner."""
+    if need(rights, peer.role, asked) is Scope.OWN:
+        assert content is not None, "only requests about a content are limited to a peer's own"
+        await service.check_owner(peer, session, content)

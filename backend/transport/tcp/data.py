@@ -14,8 +14,8 @@ from ..counters import ServerFigures
 from ..frames import BadMessage
 from ..messages import RECEIVER_PATIENCE, failure_of
 from ..mover import Others
-from ..rights import Peer, Scope, need, tell_of_denial
-from ..service import Service
+from ..rights import Peer, tell_of_denial
+from ..service import Service, check_right
 from .channel import Channel, Patience
 from .messages import RIGHTS
 from .onward import Onward
@@ -62,7 +62,9 @@ class Data:
         channel.clean = False
         with logs.request(header.trace):
             try:
-                await self._check_right(channel, peer, header)
+                await check_right(
+                    self._service, RIGHTS, peer, header.op, channel.session, header.extent.content
+                )
             except OSError as error:
                 if isinstance(error, PermissionError):
                     self._counters.denied_requests += 1
@@ -82,11 +84,6 @@ class Data:
                     reply.text or os.strerror(reply.code),
                 )  # fmt: skip
         return channel.clean
-
-    async def _check_right(self, channel: Channel, peer: Peer, header: Header) -> None:
-        """Raises OSError EACCES, and what Service.check_owner raises."""
-        if need(RIGHTS, peer.role, header.op) is Scope.OWN:
-            await self._service.check_owner(peer, channel.session, header.extent.content)
 
     async def _give(self, channel: Channel, header: Header) -> Reply:
         work = partial(self._send_extent, channel, header)
