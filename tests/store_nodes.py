@@ -105,20 +105,19 @@ class Node:
         self.files = files
         self.id = files.node
         self.engine = engine
-        self.members = Members()
-        self.groups = Groups()
-        wanted = partial(self.members.may_join, self.id)
-        self.catalog = Catalog(files, self.groups, cluster.settings.buckets, wanted)
-        self.replica = Replica(engine, (self.members, self.groups, self.catalog))
         address = NodeAddress(
             "127.0.0.1", 1, 2, ["tcp"], f"host{self.id:x}", files.directory, 1 << 30, 1 << 30, "0"
         )
         ttl_s = cluster.settings.lease_ttl_s
-        inspection = Inspection(engine, self.replica, self.groups, self.catalog, files)
-        self.session = Session(
-            engine, NODE, address, ttl_s, node=self.id, verify=inspection.look_over
+        self.session = Session(engine, NODE, address, ttl_s, node=self.id)
+        self.members = Members(self.session)
+        self.groups = Groups()
+        wanted = partial(self.members.may_join, self.id)
+        self.catalog = Catalog(files, self.groups, cluster.settings.buckets, wanted)
+        self.replica = Replica(engine, (self.members, self.groups, self.catalog))
+        self._inspection = inspection = Inspection(
+            engine, self.replica, self.groups, self.catalog, files
         )
-        self.members.attach(self.session)
 
         def device(there: int) -> Link:
             return Link(cluster, self.id, there)
@@ -151,7 +150,7 @@ class Node:
             await self.replica.start(nursery)
             self.catalog.begin()
             await admit(self.engine, self.id, NodeRecord("up", 1.0, {}))
-            await nursery.start(self.session.run)
+            await nursery.start(partial(self.session.run, verify=self._inspection.look_over))
             nursery.start_soon(self.resync.run)
             nursery.start_soon(self.agent.run)
             nursery.start_soon(self.catalog.run)

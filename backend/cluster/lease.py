@@ -84,12 +84,7 @@ def now_s() -> float:
 
 
 class Session:
-    """The lease of a mount (`MOUNT`) or of a store node (`NODE`, whose id is `node`).
-
-    `on_lost()` is called when the session is known to be gone, `on_registered(number)` when there is
-    a new one, the first included. `verify` is awaited before each registration: a store node must not
-    count as alive before it has checked what it keeps. It may raise OSError, and is called again later.
-    """
+    """The lease of a mount (`MOUNT`) or of a store node (`NODE`, whose id is `node`)."""
 
     def __init__(
         self,
@@ -99,9 +94,6 @@ class Session:
         ttl_s: int,
         *,
         node: int = 0,
-        verify: Callable[[], Awaitable[None]] | None = None,
-        on_lost: Callable[[], None] | None = None,
-        on_registered: Callable[[int], None] | None = None,
     ) -> None:
         assert key_kind in (MOUNT, NODE)
         self._engine = engine
@@ -109,9 +101,6 @@ class Session:
         self._node = node
         self.record = record
         self.ttl_s = ttl_s
-        self._verify = verify
-        self.on_lost = on_lost
-        self.on_registered = on_registered
         self.lease = 0
         self.number = 0  # mod_revision of the key; of a mount: the session in its content ids
         self.valid_until = 0.0  # by now_s()
@@ -145,12 +134,22 @@ class Session:
             await self._changed.park()
         return self.number
 
-    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(
+        self,
+        verify: Callable[[], Awaitable[None]] | None = None,
+        on_lost: Callable[[], None] = lambda: None,
+        *,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
         """Register, keep the lease, and register anew whenever it is lost; until `release`.
+
+        `verify` is awaited before each registration: a store node must not count as alive before it has
+        checked what it keeps. It may raise OSError, and is called again later. `on_lost` is called when
+        the session is known to be gone.
 
         Raises OSError only if the very first registration fails, and Removed.
         """
-        await self._register()
+        await self._register(verify)
         task_status.started()
         while not self.released:
             with trio.CancelScope() as self._keeping:
@@ -158,9 +157,8 @@ class Session:
             self._end()
             if not self.released:
                 log.warning("session %d is lost: registering anew", self.number)
-                if self.on_lost is not None:
-                    self.on_lost()
-                await self._register_again()
+                on_lost()
+                await self._register_again(verify)
 
     async def release(self) -> None:
         """End the session for good: keys of its lease are deleted at once, not after the ttl."""
@@ -175,13 +173,17 @@ class Session:
                 log.warning("the lease could not be given back and will expire: %s", error)
 
     async def update(self, record: NodeAddress) -> None:
-        """Change what a store node's key says (free space, address); its number changes with it.
-        `record` tells whether it does: it stays as it is while the session is not valid.
+        """Change what a store node's key says (free space, address), or, before it is registered, what it
+        will say; its number changes with it. `record` tells whether it does: it stays as it is while
+        the session is not valid.
 
         Raises OSError when etcd cannot be reached.
         """
         assert self._kind == NODE, "a mount's number is in its content ids and must not change"
         async with self._writing:
+            if not self.lease:
+                self.record = record
+                return
             if not self.valid():
                 return
             try:
@@ -198,7 +200,7 @@ class Session:
                 self.record = record
 
     def lose(self) -> None:
-        """Note that the key is gone, whether or not the lease lives (see Members.attach)."""
+        """Note that the key is gone, whether or not the lease lives."""
         self._end()
         if self._keeping is not None:
             self._keeping.cancel()
@@ -220,13 +222,13 @@ class Session:
         self.valid_until = max(self.valid_until, sent_s + ttl_s * (1 - MARGIN_SHARE))
         self._notify()
 
-    async def _register_again(self) -> None:
+    async def _register_again(self, verify: Callable[[], Awaitable[None]] | None) -> None:
         pauses = Pauses(RETRY_FIRST_S, RETRY_MAX_S)
         while not self.released:
             try:
                 # The old lease may live on if only its key was lost.
                 await self._engine.leases.revoke(self.lease)
-                await self._register()
+                await self._register(verify)
                 return
             except Removed:
                 raise
@@ -234,9 +236,9 @@ class Session:
                 log.warning("registering again in %.1f s: %s", pauses.next_s, error)
             await pauses.wait()
 
-    async def _register(self) -> None:
-        if self._verify is not None:
-            await self._verify()
+    async def _register(self, verify: Callable[[], Awaitable[None]] | None) -> None:
+        if verify is not None:
+            await verify()
         async with self._writing:
             lease, sent_s = await self._put_with_lease()
         if self.released:  # meanwhile
@@ -244,8 +246,6 @@ class Session:
             return
         self._keeping = None
         self._extend(sent_s, self.ttl_s)
-        if self.on_registered is not None:
-            self.on_registered(self.number)
 
     async def _put_with_lease(self) -> tuple[int, float]:
         """Return the lease of the key that was put, and when it was requested."""

@@ -102,12 +102,14 @@ class _NewGroups(Placement):
 
 
 class Members:
-    """Nodes, mounts and followers. `dead_since` is when this process saw a known node go, or first
+    """Nodes, mounts and followers. `own`, this process's session, learns from here that its key is deleted,
+    whether or not its lease lives. `dead_since` is when this process saw a known node go, or first
     heard of it, in seconds of time.monotonic(). `targets` are by pool, each with its mod_revision."""
 
     prefixes = (SETTINGS_KEY, b"n", b"N", b"m", b"P", b"T", b"f", b"a")
 
-    def __init__(self) -> None:
+    def __init__(self, own: Session | None = None) -> None:
+        self._own = own
         self.settings: Settings | None = None
         self.nodes: dict[int, NodeAddress] = {}
         self.records: dict[int, NodeRecord] = {}
@@ -118,7 +120,6 @@ class Members:
         self._numbers: dict[int, int] = {}  # lease of a mount -> its session number
         self._followers: dict[int, set[int]] = {}  # directory ino -> leases
         self._seen: dict[int, int] = {}  # lease -> revision
-        self._attached: Session | None = None
         self._placement: Placement | None = None
         self._moved = trio.lowlevel.ParkingLot()
         # Called with a node's id after its address or record changed, came or went.
@@ -219,10 +220,6 @@ class Members:
         """Wait for the next change of anything here."""
         await self._moved.park()
 
-    def attach(self, session: Session) -> None:
-        """Have this process's session know when its key is deleted, whether or not its lease lives."""
-        self._attached = session
-
     # --- consumer of the replica
 
     def load(self, records: Sequence[KeyValue], revision: int) -> None:
@@ -234,7 +231,7 @@ class Members:
             self._take(key, None, revision)
         for record in records:
             self._take(record.key, record.value, record.mod_revision)
-        session = self._attached
+        session = self._own
         if session is not None and session.key not in present:
             self._deleted(session.key, revision)
         self._wake()
@@ -247,7 +244,7 @@ class Members:
         self._wake()
 
     def _deleted(self, key: bytes, revision: int) -> None:
-        session = self._attached
+        session = self._own
         # A node's key is the same for all of its sessions: this may be the end of an earlier one.
         if session is not None and session.key == key and session.number < revision:
             session.lose()

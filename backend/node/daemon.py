@@ -186,7 +186,13 @@ class _Node:
         self._renewal = turn.renewal = Renewal([*own, *engine.renewables])
 
         # What the cluster is.
-        self._members = members = Members()
+        address = NodeAddress(
+            address="", control_port=0, data_port=0, transports=["tcp"], host=section.host,
+            store=os.path.realpath(files.directory), total_bytes=0, free_bytes=0,
+            version=__version__, name=credentials.identity.name if credentials is not None else "",
+        )  # fmt: skip
+        self._session = session = Session(engine, NODE, address, settings.lease_ttl_s, node=node)
+        self._members = members = Members(session)
         self._groups = groups = Groups()
         certificates = Certificates(lambda: credentials.identity.serial if credentials else "")
         self._catalog = catalog = Catalog(
@@ -195,16 +201,7 @@ class _Node:
         self._replica = replica = Replica(
             engine, (members, groups, certificates, catalog), history=history
         )
-        inspection = Inspection(engine, replica, groups, catalog, files)
-        address = NodeAddress(
-            address="", control_port=0, data_port=0, transports=["tcp"], host=section.host,
-            store=os.path.realpath(files.directory), total_bytes=0, free_bytes=0,
-            version=__version__, name=credentials.identity.name if credentials is not None else "",
-        )  # fmt: skip
-        self._session = session = Session(
-            engine, NODE, address, settings.lease_ttl_s, node=node, verify=inspection.look_over
-        )
-        members.attach(session)
+        self._inspection = inspection = Inspection(engine, replica, groups, catalog, files)
 
         # What is kept here, and copied.
         movers = all_movers(rdma, streams=section.streams, encrypt_data=section.encrypt_data)
@@ -283,11 +280,12 @@ class _Node:
     async def _register(self, address: str, control_port: int, ports: dict[str, int]) -> None:
         node = self._config.node
         await _admit(self._engine, self._files, node.weight, node.labels)
-        self._session.record = msgspec.structs.replace(
+        record = msgspec.structs.replace(
             self._with_space(), address=address, control_port=control_port, data_port=ports["tcp"],
             transports=sorted(ports),
         )  # fmt: skip
-        await self._nursery.start(self._session.run)
+        await self._session.update(record)
+        await self._nursery.start(partial(self._session.run, verify=self._inspection.look_over))
 
     def _with_space(self) -> NodeAddress:
         record, space = self._session.record, self._files.space()

@@ -6,6 +6,7 @@ import subprocess
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import etcd_server
@@ -60,22 +61,28 @@ def address(node: int, *, store: str = "/store", free: int = 1 << 30) -> NodeAdd
 
 
 class Process:
-    """What a mount or a node has of the cluster: an engine, and its replica."""
+    """What a mount, or the store node `node`, has of the cluster: an engine, a session that a test may run,
+    and its replica."""
 
-    def __init__(self, engine: EtcdEngine) -> None:
+    def __init__(self, engine: EtcdEngine, node: int = 0) -> None:
         self.engine = engine
-        self.members = Members()
+        self.session = (
+            Session(engine, NODE, address(node), TTL_S, node=node)
+            if node
+            else Session(engine, MOUNT, MOUNT_RECORD, TTL_S)
+        )
+        self.members = Members(self.session)
         self.groups = Groups()
         self.replica = Replica(engine, (self.members, self.groups))
 
 
 @asynccontextmanager
-async def process(server: EtcdServer, prefix: bytes) -> AsyncIterator[Process]:
+async def process(server: EtcdServer, prefix: bytes, node: int = 0) -> AsyncIterator[Process]:
     async with (
         EtcdEngine(server.endpoints, prefix) as engine,
         trio.open_nursery() as nursery,
     ):
-        found = Process(engine)
+        found = Process(engine, node)
         if await engine.get(SETTINGS_KEY) is None:
             await engine.transact((), [Put(SETTINGS_KEY, encode(SETTINGS))])
         await found.replica.start(nursery)
@@ -93,7 +100,7 @@ async def until(condition: Callable[[], bool], changed: Callable[[], Awaitable[N
 
 async def _session_ends_with_release(server: EtcdServer, prefix: bytes) -> None:
     async with process(server, prefix) as mount, trio.open_nursery() as nursery:
-        session = Session(mount.engine, MOUNT, MOUNT_RECORD, TTL_S)
+        session = mount.session
         assert not session.valid()
         await nursery.start(session.run)
         assert session.valid()
@@ -137,29 +144,16 @@ def test_session_is_invalid_before_etcd_lets_its_key_go(
 async def _lost_session_registers_anew(
     server: EtcdServer, prefix: bytes, lose: Callable[[Session, Process], Awaitable[None]]
 ) -> None:
-    told: list[object] = []
-    registered = trio.Event()
-
-    def note(number: int) -> None:
-        told.append(number)
-        if len(told) == 3:
-            registered.set()
-
+    lost = trio.Event()
     async with process(server, prefix) as mount, trio.open_nursery() as nursery:
-        session = Session(
-            mount.engine, MOUNT, MOUNT_RECORD, TTL_S,
-            on_lost=lambda: told.append("lost"), on_registered=note,
-        )  # fmt: skip
-        mount.members.attach(session)
+        session = mount.session
         gone: list[int] = []
         mount.members.session_gone.append(gone.append)
-        await nursery.start(session.run)
+        await nursery.start(partial(session.run, on_lost=lost.set))
         first = session.number
         await lose(session, mount)
-        await registered.wait()
-        assert told == [first, "lost", session.number]
-        assert session.number > first
-        assert session.valid()
+        await lost.wait()
+        assert await session.wait_valid() > first
         await mount.replica.barrier()
         assert list(mount.members.sessions) == [session.number]
         assert gone == [first]
@@ -186,9 +180,8 @@ def test_lost_session_is_followed_by_one_with_a_new_number(
 async def _session_outlives_etcd_outage(server: EtcdServer, prefix: bytes) -> None:
     lost = trio.Event()
     async with process(server, prefix) as mount, trio.open_nursery() as nursery:
-        session = Session(mount.engine, MOUNT, MOUNT_RECORD, TTL_S, on_lost=lost.set)
-        mount.members.attach(session)
-        await nursery.start(session.run)
+        session = mount.session
+        await nursery.start(partial(session.run, on_lost=lost.set))
         number = session.number
         await trio.to_thread.run_sync(server.kill9)
         while session.valid():
@@ -208,7 +201,7 @@ def test_session_goes_on_when_etcd_was_away_and_still_has_its_lease() -> None:
 
 
 async def _node_verifies_first(server: EtcdServer, prefix: bytes) -> None:
-    async with process(server, prefix) as node, trio.open_nursery() as nursery:
+    async with process(server, prefix, 7) as node, trio.open_nursery() as nursery:
         key = key_of(b"n", 7)
         await admit(node.engine, 7, UP)
         seen: list[KeyValue | None] = []
@@ -218,21 +211,12 @@ async def _node_verifies_first(server: EtcdServer, prefix: bytes) -> None:
             if len(seen) == 2:
                 raise OSError("not now")
 
-        registered: list[int] = []
-        again = trio.Event()
-
-        def note(number: int) -> None:
-            registered.append(number)
-            if len(registered) == 2:
-                again.set()
-
-        session = Session(
-            node.engine, NODE, address(7), TTL_S, node=7, verify=verify, on_registered=note
-        )
-        node.members.attach(session)
-        await nursery.start(session.run)
+        session = node.session
+        lost = trio.Event()
+        await nursery.start(partial(session.run, verify, lost.set))
         await node.engine.leases.revoke(session.lease)
-        await again.wait()
+        await lost.wait()
+        await session.wait_valid()
         assert seen == [None, None, None]  # the second try failed, and was repeated
         await session.release()
 
@@ -305,11 +289,13 @@ def test_node_starts_while_the_lease_of_its_former_process_ends(
 
 
 async def _node_updates(server: EtcdServer, prefix: bytes) -> None:
-    async with process(server, prefix) as node, trio.open_nursery() as nursery:
+    async with process(server, prefix, 7) as node, trio.open_nursery() as nursery:
         await admit(node.engine, 7, UP)
-        session = Session(node.engine, NODE, address(7), TTL_S, node=7)
-        node.members.attach(session)
+        session = node.session
+        await session.update(address(7, free=4))
         await nursery.start(session.run)
+        await node.replica.barrier()
+        assert node.members.nodes == {7: address(7, free=4)}, "as it was told before it began"
         for free in (5, 6, 7):
             await session.update(address(7, free=free))
             await node.replica.barrier()
@@ -342,7 +328,7 @@ async def _removed_node(server: EtcdServer, prefix: bytes) -> None:
 
         async def run(task_status: trio.TaskStatus[None]) -> None:
             with pytest.raises(Removed):
-                await session.run(task_status)
+                await session.run(task_status=task_status)
             told.set()
 
         await nursery.start(run)

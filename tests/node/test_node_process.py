@@ -186,16 +186,15 @@ class Writer:
     def __init__(self, place: Place, engine: EtcdEngine) -> None:
         self.place = place
         self.engine = engine
-        self.members = Members()
-        self.groups = Groups()
-        tree = Tree()
-        self.replica = Replica(engine, (self.members, self.groups, tree))
-        self.namespace = Namespace(tree, SharedCommitter(tree, engine, self.replica))
         self.session_key = make_session_key()
         digest = session_digest(self.session_key)
         record = MountRecord("test", "/mnt", os.getpid(), "0", key_digest=digest)
         self.session = Session(engine, MOUNT, record, TTL_S)
-        self.members.attach(self.session)
+        self.members = Members(self.session)
+        self.groups = Groups()
+        tree = Tree()
+        self.replica = Replica(engine, (self.members, self.groups, tree))
+        self.namespace = Namespace(tree, SharedCommitter(tree, engine, self.replica))
         self.peers: Peers
         self._number = 0
 

@@ -1,6 +1,7 @@
 """A mount's place in its cluster: its session in etcd, and what it knows of everything there."""
 
 import logging
+from functools import partial
 
 import trio
 
@@ -45,11 +46,8 @@ class Coordination:
         self._nursery = nursery
         self.engine = engine
         self.role = config.cluster.mount_role
-        self.session = Session(
-            engine, MOUNT, record, settings.lease_ttl_s, on_lost=lambda: self.locks.lost()
-        )
-        self.members = Members()
-        self.members.attach(self.session)
+        self.session = Session(engine, MOUNT, record, settings.lease_ttl_s)
+        self.members = Members(self.session)
         self.groups = Groups()
         credentials = self.credentials = config.cluster.credentials(self.role)
         self.certificates = Certificates(lambda: credentials.identity.serial if credentials else "")
@@ -89,7 +87,7 @@ class Coordination:
 
     async def join(self) -> None:
         """Become a session of the cluster. Raises ConfigError, OSError."""
-        await self._nursery.start(self.session.run)
+        await self._nursery.start(partial(self.session.run, on_lost=self.locks.lost))
         await self._ensure_root()
         await self.engine.admin.warn()
         self._nursery.start_soon(self.renewal.run)
