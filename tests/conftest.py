@@ -10,16 +10,21 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import rdma
 from cluster_mount import CLUSTER, OneNodeMount
 from etcd_server import end_shared_etcd
-from guest_tests import GuestTests
+from guest_tests import GuestTests, starts_guests
 from harness.cluster import living as clusters
 from harness.guest.kernel import built_kernel
 from mountpoint import PLAIN, Mount, PlainMount, living
 from processes import Process
+
+if TYPE_CHECKING:
+    from spread import Spread
+    from xdist.remote import Producer
 
 # A module that is to run on a mount of a cluster, too, sets SESSIONS = (*conftest.SESSIONS, CLUSTER).
 SESSIONS = ("kernel", "pyfuse3")
@@ -48,7 +53,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {room: number for number, room in enumerate(ROOMS)}
-    items.sort(key=lambda item: order.get(item.path.parent.name, len(ROOMS)))
+
+    def place(item: pytest.Item) -> tuple[bool, int]:
+        waits = item.get_closest_marker("guest_tests") is not None
+        return waits, order.get(item.path.parent.name, len(ROOMS))
+
+    items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Spread":
+    # Only here is pytest-xdist known to be installed.
+    from spread import Spread
+
+    return Spread(config, log)
 
 
 def make_mount(session: str, *arguments: str, store_size: str | None = None) -> Mount:
@@ -157,7 +175,7 @@ def _end_idle_processes() -> Iterator[None]:
 def guest_tests(request: pytest.FixtureRequest) -> Iterator[GuestTests]:
     """The tests that run in a guest beside all others (guest_tests.py): begun here, if any is asked for."""
     with GuestTests() as runs:
-        if built_kernel() is not None and not rdma.ports():
+        if starts_guests() and built_kernel() is not None and not rdma.ports():
             for item in request.session.items:
                 for marker in item.iter_markers("guest_tests"):
                     runs.start(*marker.args)

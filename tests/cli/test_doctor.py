@@ -24,11 +24,13 @@ needs_fuse = pytest.mark.skipif(
 )
 
 
-def test_examination_leaves_nothing_behind() -> None:
+def test_examination_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
     def traces() -> tuple[set[str], set[str]]:
-        left = {mount.mountpoint for mount in mounting.mounts() if "irdmafs-doctor" in str(mount)}
-        directory = Path(tempfile.gettempdir())
-        return left, {path.name for path in directory.glob("irdmafs-doctor-*")}
+        points = {mount.mountpoint for mount in mounting.mounts()}
+        left = {point for point in points if point.startswith(str(tmp_path))}
+        return left, {path.name for path in tmp_path.iterdir()}
 
     # The first import of a library may keep a descriptor.
     doctor.examine()

@@ -122,9 +122,10 @@ time.sleep(60)
     maker = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert maker.stdout is not None
     directory, pid = maker.stdout.readline().split()
+    # From its death on, tests in other workers may sweep it away, too.
+    assert Path(directory).exists()
     maker.send_signal(signal.SIGKILL)
     maker.communicate()
-    assert Path(directory).exists()
     with Cluster(Plan(nodes=0, mounts=0, etcd_members=1, namespaces=True)):
         pass
     sweep()

@@ -1,8 +1,6 @@
 """The replication protocol keeps its invariants in every order of events, and needs each of its rules."""
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from multiprocessing import get_context
+from collections.abc import Callable
 
 import pytest
 from explorer import Broken, Explored, explore
@@ -56,7 +54,7 @@ BOUNDED = {
         writers=1, contents=2, epochs=2, events=2, kinds=(EXPIRY, LOSS), late_puts=True
     ),
 }
-# Minutes; the longest first, so that the processors have done at the same time.
+# Minutes.
 LARGE = {
     "two writers, changes and any one event": Bounds(epochs=3, events=1),
     "the members in sync are given up after a change": Bounds(
@@ -98,38 +96,21 @@ NEEDED = {
 CONVENIENT = {"node_fences_older_configuration"}
 
 
-Exploring = dict[Bounds, Future[Explored]]
-
-
-@pytest.fixture(scope="module")
-def exploring(request: pytest.FixtureRequest) -> Iterator[Exploring]:
-    """What is explored for all tests of this run, as many at a time as there are processors."""
-    parameters = [
-        item.callspec.params for item in request.session.items if hasattr(item, "callspec")
-    ]
-    wanted = [given["bounds"] for given in parameters if "bounds" in given]
-    pool = ProcessPoolExecutor(mp_context=get_context("spawn"))
-    try:
-        yield {bounds: pool.submit(explore, Model(bounds)) for bounds in wanted}
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
 def assert_complete(explored: Explored) -> None:
     print(f"{explored.states} states, {explored.steps} steps, depth {explored.depth}")
     assert explored.complete
 
 
 @pytest.mark.parametrize("bounds", BOUNDED.values(), ids=BOUNDED.keys())
-def test_no_order_of_events_breaks_an_invariant(exploring: Exploring, bounds: Bounds) -> None:
-    assert_complete(exploring[bounds].result())
+def test_no_order_of_events_breaks_an_invariant(bounds: Bounds) -> None:
+    assert_complete(explore(Model(bounds)))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("bounds", LARGE.values(), ids=LARGE.keys())
-def test_no_order_of_many_events_breaks_an_invariant(exploring: Exploring, bounds: Bounds) -> None:
-    assert_complete(exploring[bounds].result())
+def test_no_order_of_many_events_breaks_an_invariant(bounds: Bounds) -> None:
+    assert_complete(explore(Model(bounds)))
 
 
 @pytest.mark.parametrize("rule", NEEDED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import os
 import random
 import shutil
 import socket
@@ -33,9 +34,12 @@ KEPT_REVISIONS = 5000
 
 def free_port(address: str = "127.0.0.1") -> int:
     """A port below those that the kernel gives to outgoing connections, so that it stays free while
-    a server that was killed is not running."""
+    a server that was killed is not running. Each worker of pytest-xdist has ports of its own."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    ports = range(10_000 + worker % workers, 32_000, workers)
     for _ in range(1000):
-        port = random.SystemRandom().randrange(10_000, 32_000)
+        port = random.SystemRandom().choice(ports)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((address, port))
             return port
