@@ -1,8 +1,9 @@
-"""Contents that were sent to store nodes, in part at least, and will not be any file's.
+"""Contents that were sent to store nodes, at least in part, and will not become any file's version.
 
-Nodes keep what this session sent for as long as it lives: it may be named any moment. So a mount tells them
-of what it gave up, and tells a node that cannot be reached later. A content whose naming failed without a
-definite answer is given up when it is certain that it was not named, and cannot be any more.
+Nodes keep what this session sent as long as the session lives, since it may be published at any moment. So
+a mount tells them which contents it gave up, and tells a node that cannot be reached later. A content whose
+publish failed without a definite answer is given up when it is certain that it was not published, and
+cannot be any more.
 """
 
 import logging
@@ -22,25 +23,25 @@ __all__ = ["Abandoned"]
 log = logging.getLogger(__name__)
 
 RETRY_S = 5.0
-# More are left to the end of the session, the oldest first.
+# Beyond this number the oldest are left to the end of the session.
 CONTENTS_MAX = 10_000
 
 
 class SettlingEngine(Protocol):
     async def settle(self) -> None:
-        """Return when no transaction of this process can be applied any more whose caller was not told
-        its outcome. Raises OSError."""
+        """Return when every transaction of this process whose outcome is unknown can be applied no more.
+        Raises OSError."""
         ...
 
 
 class _GivenUp(NamedTuple):
-    nodes: set[int]  # that may have it
+    nodes: set[int]  # that may have the content
     is_certain: bool
 
 
 class Abandoned:
-    """The abandoned contents of the mount with this session. `named` says which of some contents are a
-    file's, as far as the replica knows."""
+    """The abandoned contents of the mount with this session. `named` returns which of the given contents
+    some file has, as far as the replica knows."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class Abandoned:
         return len(self._contents)
 
     def give_up(self, content: ContentId, nodes: Iterable[int], *, is_certain: bool) -> None:
-        """`is_certain`: nobody has asked etcd to name it."""
+        """Give a content up. With `is_certain`, nobody has asked etcd to name it."""
         self._contents[content] = _GivenUp(set(nodes), is_certain)
         if len(self._contents) > CONTENTS_MAX:
             del self._contents[next(iter(self._contents))]
@@ -86,7 +87,7 @@ class Abandoned:
                     self._news = trio.Event()
 
     async def _make_certain(self) -> None:
-        """Raises OSError."""
+        """Find out which contents of uncertain outcome are no file's. Raises OSError."""
         doubtful = {content for content, one in self._contents.items() if not one.is_certain}
         if not doubtful:
             return

@@ -1,4 +1,4 @@
-"""What changes in a cluster's namespace, as the watch tells it, and who is told of it here."""
+"""Changes in a cluster's namespace, as the watch brings them, and who is told of them on this host."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,9 +10,9 @@ __all__ = ["Changes"]
 
 
 class Changes:
-    """The listener of the mount's tree, and the last consumer of the replica hub: so it hears of a
-    transaction when all others know it. The mount is told first. `is_ours` tells whether a transaction is
-    this process's own, by its id.
+    """The listener of the mount's tree, and the last consumer of the replica hub: it learns of a
+    transaction when all other consumers know it. The mount is told first. `is_ours` tells by a
+    transaction's id whether this process made it.
     """
 
     prefixes = (b"s",)
@@ -24,8 +24,8 @@ class Changes:
         self.inode_listeners: list[Callable[[Inode | None, Inode | None], None]] = []
         # Called with the directory in which a name changed.
         self.name_listeners: list[Callable[[int], None]] = []
-        # Called with the revision of a transaction, whether it is this process's own, and whether it is one
-        # that is known: not all those that were missed while the watch was broken.
+        # Called with the revision of a transaction, whether this process made it, and whether it is a
+        # single known one; it is not for all those together that were missed while the watch was broken.
         self.transaction_listeners: list[Callable[[int, bool, bool], None]] = []
 
     # -- listener of the tree ----------------------------------------------------------------------
@@ -45,7 +45,8 @@ class Changes:
     # -- consumer of the replica hub ---------------------------------------------------------------
 
     def load(self, records: Sequence[KeyValue], revision: int) -> None:
-        """What happened while the watch was broken: somebody may wait for us to have seen it."""
+        """Note the changes made while the watch was broken: somebody may be waiting for us to have seen
+        them."""
         self._transaction(revision, b"")
 
     def apply(self, revision: int, events: Sequence[Event]) -> None:

@@ -1,4 +1,4 @@
-"""What a mount knows of its cluster: what fetching and replicating both start from."""
+"""A mount's knowledge of its cluster that both fetching and publishing use."""
 
 import json
 import os
@@ -17,9 +17,9 @@ _STRIPES_AT_ONCE = 4
 
 
 class Cluster:
-    """Files up to `small_bytes` travel inside control messages. `timeout_s`: how long a group may have
-    no reachable members before a transfer fails. `here` is the store node on `host` whose directory this
-    process can open, 0 if there is none."""
+    """Files up to `small_bytes` travel inside control messages. A transfer fails when a group has had no
+    reachable members for `timeout_s`. `here` is the store node on `host` whose directory this process can
+    open, 0 if there is none."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Cluster:
 
     @property
     def store_here(self) -> str:
-        """The directory of the store node on this host, "" if there is none."""
+        """Return the directory of the store node on this host, "" if there is none."""
         address = self.members.nodes.get(self.here)
         return address.store if address is not None else ""
 
@@ -83,8 +83,8 @@ def _is_store_of(directory: str, node: int) -> bool:
 
 
 async def for_each_stripe(stripes: int, work: Callable[[int], Awaitable[None]]) -> None:
-    """Do `work` for every stripe, a few at a time. What goes wrong is raised as a group, except where
-    there is one stripe only."""
+    """Do `work` for every stripe, a few at a time. Errors are raised as a group, except if there is one
+    stripe only."""
     if stripes == 1:
         await work(0)
         return

@@ -1,8 +1,8 @@
-"""Contents on this host: fetched ones, working copies, and what a store node here shares with us.
+"""Contents on this host: fetched ones, working copies, and those that a store node here shares with us.
 
-The directory is a cache: it starts and ends empty, and what nothing pins may go, least recently used
-first. A content that lies in the directory of a store node on this host is used where it lies (places.py);
-while it is pinned, a name of our own keeps it (holds.py).
+The directory is a cache: it starts and ends empty, and unpinned contents may be evicted, least recently
+used first. A content that lies in the directory of a store node on this host is used there (places.py);
+while it is pinned, a second name keeps its file (holds.py).
 """
 
 import errno
@@ -17,13 +17,14 @@ from .figures import CacheFigures
 from .holds import Holds
 from .places import Borrowed, Incoming, Place
 
-# The rest is for working copies: the kernel fills them without asking us, and must find room.
+# The share of the filesystem for published contents. The rest is for working copies, which the kernel fills
+# without asking us.
 _KEPT_SHARE = 0.75
 
 
 class Contents(ExtentStore):
-    """`new_number` numbers a working copy; `gone` is told of each content whose file is not here any more.
-    `limit_bytes`: of what is kept of published contents; None: three quarters of the filesystem's size."""
+    """`new_number` returns a number for a working copy; `gone` is told of each content whose file has left
+    this host. `limit_bytes` limits published contents; None: three quarters of the filesystem's size."""
 
     def __init__(
         self,
@@ -36,16 +37,16 @@ class Contents(ExtentStore):
         self._empty()
         self._new_number = new_number
         self._gone = gone
-        # Of contents that lie in the directory of a store node.
+        # Where contents lie that are in the directory of a store node.
         self._places: dict[ContentId, Place] = {}
         self._holds: dict[str, Holds] = {}  # by store directory
         self._held: dict[ContentId, str] = {}
         self._kept: OrderedDict[ContentId, int] = OrderedDict()
-        # Working copies that become versions now: they may be named before we hear of it.
+        # Working copies that are being published: other hosts may know them as versions before we do.
         self._publishing: set[ContentId] = set()
-        # Numbers that may not be used for other bytes: store nodes were sent something under them.
+        # Numbers under which store nodes were sent something: they must not be used for other bytes.
         self.sent: set[ContentId] = set()
-        # Contents that were fetched for an open which is not counted yet.
+        # Contents that were fetched for an open that `count_open` has not counted yet.
         self.uncounted: set[ContentId] = set()
         self._limit_bytes = limit_bytes
         self.kept_bytes = 0
@@ -64,7 +65,7 @@ class Contents(ExtentStore):
 
     @property
     def limit_bytes(self) -> int:
-        """Of published contents that are kept here."""
+        """Return the limit of published contents that are kept here."""
         if self._limit_bytes is not None:
             return self._limit_bytes
         below = self.statvfs()
@@ -84,7 +85,7 @@ class Contents(ExtentStore):
         return super().allocate()
 
     def allocate_in(self, store: str) -> tuple[ContentId, int]:
-        """Make a working copy where the store node in the directory `store` will take it over.
+        """Make a working copy in a place where the store node with the directory `store` can adopt it.
 
         Raises OSError (ENOSPC, EMFILE, EACCES)."""
         extent = self._new_number()
@@ -100,8 +101,8 @@ class Contents(ExtentStore):
 
     @contextmanager
     def publishing(self, extent: ContentId) -> Iterator[None]:
-        """Take a working copy for a published content that is here, while it becomes one. If it does not,
-        it is ours again, whoever has taken it over. It has to be pinned."""
+        """Treat a working copy as a published content on this host while it is being published. If that
+        fails, it is a working copy again, even if a node has adopted its file. It has to be pinned."""
         self._publishing.add(extent)
         try:
             yield
@@ -114,15 +115,16 @@ class Contents(ExtentStore):
             self._publishing.discard(extent)
 
     def published(self, extent: ContentId, size: int, store: str) -> None:
-        """The working copy is a version now. `store` is the directory of the node on this host."""
+        """Note that the working copy is a version now. `store` is the directory of the node on this
+        host."""
         place = self._places.get(extent)
         if isinstance(place, Incoming) and self.borrow(extent, store):
-            place.free()  # of an attempt that failed
+            place.free()  # of an earlier attempt that failed
         self.keep(extent, size)
 
     def renumber(self, extent: ContentId) -> ContentId:
-        """Another number, of the present session, for a working copy here, or for a version that was
-        written on in place."""
+        """Give a new number, of the present session, to a working copy here, or to a version that was
+        written in place. Return it."""
         renamed = self._new_number()
         place = self._places.get(extent)
         if place is None:
@@ -134,19 +136,19 @@ class Contents(ExtentStore):
         return renamed
 
     def is_lent(self, extent: ContentId) -> bool:
-        """Return whether it is the very file of a store node here, which nobody may write."""
+        """Return whether the content's file belongs to a store node here, and must not be written."""
         return isinstance(self._places.get(extent), Borrowed)
 
     def take_out(self, extent: ContentId) -> ContentId:
-        """Make a working copy of a published content that is kept here, without moving a byte: the
-        content is not here any more. Raises OSError ENOENT when it was not."""
+        """Make a working copy of a published content that is kept here, without copying a byte: the content
+        is not here any more. Raises OSError ENOENT if it was not."""
         number = self._new_number()
         os.rename(super().path(extent), super().path(number))
         self.kept_bytes -= self._kept.pop(extent, 0)
         return number
 
     def put_back(self, number: ContentId, extent: ContentId) -> bool:
-        """Undo `take_out`; False: the content has come here again meanwhile, or lies elsewhere."""
+        """Undo `take_out`. Return False if the content has come here again meanwhile, or lies elsewhere."""
         if extent in self._kept or extent in self._places or number in self._places:
             return False
         os.rename(super().path(number), super().path(extent))
@@ -179,8 +181,8 @@ class Contents(ExtentStore):
         self._gone(extent)
 
     def make(self, extent: ContentId, size: int, *, has_holes: bool = False) -> int:
-        """A file of `size` bytes to fetch a content into; it is here once `admit` was called. It has its
-        room, or is one hole.
+        """Make a file of `size` bytes to fetch a content into, with room for all of them or as one hole.
+        The content is here after `admit`.
 
         Raises OSError ENOSPC."""
         fd = os.open(
@@ -201,8 +203,8 @@ class Contents(ExtentStore):
         return fd
 
     def admit(self, extent: ContentId, size: int) -> None:
-        """What `make` made is complete; `size` bytes are kept. Whoever has the content from elsewhere
-        meanwhile relies on that file."""
+        """Accept the file from `make` as complete; `size` bytes of it are kept. If the content has come
+        here in another way meanwhile, drop the file: the other one may be in use."""
         if extent in self._kept or extent in self._publishing:
             self.give_up(extent)
             return
@@ -217,8 +219,8 @@ class Contents(ExtentStore):
     # -- what is kept ----------------------------------------------------------------------------
 
     def borrow(self, extent: ContentId, store: str) -> bool:
-        """Use a content of one stripe where the store node on this host keeps it, in its directory
-        `store`; False: it is not there."""
+        """Use a content of one stripe in the directory `store` of the store node on this host. Return False
+        if it is not there."""
         place = Borrowed(store, extent)
         try:
             os.close(place.open(os.O_RDONLY))
@@ -228,7 +230,7 @@ class Contents(ExtentStore):
         return True
 
     def has(self, extent: ContentId) -> bool:
-        """Whether the published content can be opened here. Asking for it counts as using it."""
+        """Return whether the published content can be opened here, and count that as a use of it."""
         if extent in self._kept:
             self._kept.move_to_end(extent)
             return True
@@ -239,18 +241,18 @@ class Contents(ExtentStore):
             return False
         if extent in self._held or os.path.exists(place.path):
             return True
-        del self._places[extent]  # its node has let it go
+        del self._places[extent]  # the node has freed it
         return False
 
     def keep(self, extent: ContentId, size: int) -> None:
-        """A published content is here; `size` bytes of it are ours unless a store node has it."""
+        """Note that a published content is here; `size` bytes of it are ours unless a store node has it."""
         if not self.is_lent(extent):
             self.kept_bytes += size - self._kept.get(extent, 0)
             self._kept[extent] = size
 
     def hold(self, extent: ContentId) -> None:
-        """It is pinned: what a store node keeps for us, or takes over, must not go. Raises
-        FileNotFoundError when its node has let it go already."""
+        """Keep a pinned content's file, which a store node has or is about to adopt, by a second name.
+        Raises FileNotFoundError if the node has freed it already."""
         place = self._places.get(extent)
         if place is None or extent in self._held:
             return
@@ -259,7 +261,7 @@ class Contents(ExtentStore):
             holds = self._holds[place.store] = Holds(place.store)
         told = place.tell()
         held = self._held[extent] = holds.add(place.path, f"{extent:x}")
-        # Both names could be of other files, if the content went and came again meanwhile.
+        # The two names may be of different files, if the content was freed and came again meanwhile.
         if not os.path.samestat(os.stat(told), os.stat(held)):
             self.let_go(extent)
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), place.path)
@@ -270,13 +272,13 @@ class Contents(ExtentStore):
             try:
                 os.unlink(held)
             except FileNotFoundError:
-                pass  # the store has gone
+                pass  # the store is gone
 
     def make_room(self, size: int, pinned: "dict[ContentId, int]") -> bool:
-        """Evict what is not pinned until `size` more bytes may be kept and find room beside the working
-        copies; whether they do."""
+        """Evict unpinned contents until `size` more bytes may be kept and have room beside the working
+        copies. Return whether they have."""
         below = self.statvfs()
-        # What is evicted is free afterwards: the sum stays.
+        # Evicting moves bytes from "kept" to "free", so this sum does not change.
         limit = min(self.limit_bytes, self.kept_bytes + below.f_bavail * below.f_frsize)
         while self.kept_bytes + size > limit:
             extent = next((kept for kept in self._kept if kept not in pinned), None)

@@ -1,4 +1,4 @@
-"""A mount's place in its cluster: its session in etcd, and what it knows of everything there."""
+"""A mount's place in its cluster: its session in etcd, and its replica of what etcd holds."""
 
 import logging
 from functools import partial
@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 
 class Coordination:
-    """What a mount shares with others by way of etcd. Nothing is known before `read`, and nothing may be
-    changed before `join`. `events` is asked and told. Tasks run in `nursery`."""
+    """The state that a mount shares with others through etcd. Nothing is known before `read`, and nothing
+    may be changed before `join`. `events` is the mount's end. Tasks run in `nursery`."""
 
     def __init__(
         self,
@@ -77,12 +77,12 @@ class Coordination:
 
     @property
     def settings(self) -> Settings:
-        """The settings as they are now."""
+        """Return the present settings."""
         assert self.members.settings is not None, "a mount starts with the settings"
         return self.members.settings
 
     async def read(self) -> None:
-        """Read what the cluster is, and follow it from there on. Raises OSError."""
+        """Read the state of the cluster, and follow its changes from there. Raises OSError."""
         await self.replica.start(self._nursery)
 
     async def join(self) -> None:

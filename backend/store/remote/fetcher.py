@@ -1,14 +1,14 @@
 """Getting published contents to this host.
 
-A large content is streamed into a file, stripe by stripe, from a member of each stripe's group. Small
-ones come inside control messages: what is asked for while an answer is on its way goes out together
-with the next question, and a directory whose files are opened one after the other is read ahead.
+A large content is streamed into a file, stripe by stripe, from a member of each stripe's group. Small ones
+travel inside control messages: those asked for while an answer is on its way are asked together in the next
+message, and a directory whose files are opened one after the other is read ahead.
 
-What is read into memory that a program lends never gets a file here.
+Contents that are read into lent memory never get a file here.
 
-Before a content may be opened its bytes are compared with the digests that its version's record has;
-replicas that do not have them are passed over. Ranges of files that are too large to be kept here are
-not checked: a stripe's digest is that of the whole stripe.
+Before a content may be opened its bytes are compared with the digests in its version's record; a replica
+with wrong bytes is skipped. Ranges of files that are too large to be kept here are not checked: a digest is
+that of a whole stripe.
 """
 
 import errno
@@ -36,7 +36,7 @@ from .lent import Declined, Lent
 log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 0.5
-# Errors of this host's own, which no other replica would help with.
+# Errors of this host itself: asking another replica would not help.
 _OURS = (errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EOPNOTSUPP)
 _BATCH_EXTENTS = 256
 _BATCH_BYTES = 4 << 20
@@ -54,7 +54,7 @@ class Wrong(OSError):
 
 
 class _Batch:
-    """Small contents that are asked of one node in one message."""
+    """Small contents that are requested from one node in one message."""
 
     def __init__(self) -> None:
         self.wanted: dict[Extent, Inode] = {}
@@ -76,8 +76,8 @@ class _Batch:
 
 
 class Fetcher:
-    """What `pins` counts must stay on this host. With `verify`, what has digests is checked;
-    `describe` gives an inode's path for messages."""
+    """`pins` are the contents that must stay on this host. With `verify`, contents that have digests are
+    checked; `describe` gives an inode's path for messages."""
 
     def __init__(
         self,
@@ -101,10 +101,10 @@ class Fetcher:
         self.figures = FetchFigures()
 
     async def fetch(self, inode: Inode, ahead: Callable[[], Iterable[Inode]] | None = None) -> None:
-        """Bring the inode's current content to this host, once however many ask for it.
+        """Bring the inode's current content to this host, once for all who ask for it at the same time.
 
-        `ahead` gives inodes that will be wanted soon. Returns without it when there is no room to keep
-        it here. Raises Gone, Wrong, or OSError (ETIMEDOUT: no member answers).
+        `ahead` gives inodes that will be wanted soon. If there is no room to keep the content here, returns
+        without it. Raises Gone, Wrong, or OSError (ETIMEDOUT: no member answers).
         """
         content = inode.extent
         room = allocated_bytes(inode.size, inode.blocks)
@@ -125,7 +125,7 @@ class Fetcher:
             self.figures.fetched_files += 1
             self.figures.fetched_bytes += room
         except OSError as error:
-            # What was evicted takes room until the kernel lets go of it.
+            # The kernel may not have freed the evicted files yet.
             if error.errno != errno.ENOSPC:
                 raise
             log.info("content %x is not kept here: %s", content, error.strerror)
@@ -136,8 +136,8 @@ class Fetcher:
     async def read_into(self, inode: Inode, lent: Lent) -> None:
         """Read the inode's current content to the start of memory that a program lends.
 
-        Raises Gone, Wrong, or OSError: EOPNOTSUPP where it had better be opened (Declined, or a device
-        that cannot be reached), EFBIG, ETIMEDOUT."""
+        Raises Gone, Wrong, or OSError: EOPNOTSUPP if the program should open the file instead (Declined, or
+        a device that cannot be reached), EFBIG, ETIMEDOUT."""
         content, size = inode.extent, inode.size
         if size > lent.size:
             raise OSError(errno.EFBIG, f"{size} bytes do not fit into {lent.size} that are lent")
@@ -157,7 +157,7 @@ class Fetcher:
         self.figures.lent_bytes += size
 
     async def read(self, inode: Inode, content: ContentId, offset: int, size: int) -> bytes:
-        """Bytes of a content that is not kept here (`inode` gives its layout)."""
+        """Return bytes of a content that is not kept here (`inode` gives its layout)."""
         buffer = os.memfd_create("irdmafs-range", os.MFD_CLOEXEC)
         try:
             os.ftruncate(buffer, size)
@@ -181,8 +181,8 @@ class Fetcher:
     # -- where it is -----------------------------------------------------------------------------
 
     def _sources(self, group: int, content: ContentId) -> list[int]:
-        """Live members to read from: on this host first, the others in an order that differs from
-        content to content and from mount to mount, so that they share the load."""
+        """Return live members to read from: one on this host first, the others in an order that differs
+        between contents and between mounts, to share the load."""
         found = self._cluster.groups.get(group)
         live = (
             [node for node in found[0].in_sync if node in self._cluster.members.nodes]
@@ -209,8 +209,8 @@ class Fetcher:
         wrong: set[int],
         take: Callable[[int], Awaitable[None]],
     ) -> int:
-        """Take something from one member of a group after the other, but for those whose bytes were
-        `wrong`, until one has it; returns which."""
+        """Call `take` with one member of a group after another until it succeeds, and return that member.
+        Members whose bytes were `wrong` are skipped."""
         deadline = time.monotonic() + self._cluster.timeout_s
         told: set[int] = set()
         while True:
@@ -260,7 +260,8 @@ class Fetcher:
     def _report_wrong(
         self, inode: Inode, copies: Sequence[tuple[int, int]], where: str = ""
     ) -> None:
-        """`copies` are nodes and stripes. The nodes are told, and look for themselves."""
+        """Tell the nodes that their copies are wrong, so that they check them. `copies` are nodes and
+        stripes."""
         self.figures.wrong_fetches += 1
         nodes = {node for node, _ in copies}
         for node, stripe in copies:
@@ -285,7 +286,7 @@ class Fetcher:
         content, size = inode.extent, inode.size
         has_holes = is_sparse(size, inode.blocks)
         make = partial(self._contents.make, content, size, has_holes=has_holes)
-        # Not at once: room for a large file is not found in an instant where pages are small.
+        # In a thread: where pages are small, allocating a large file takes long.
         fd = await trio.to_thread.run_sync(make)
         try:
             await self._read_all(inode, FileRange(fd, 0, size))
@@ -297,7 +298,7 @@ class Fetcher:
         self._contents.admit(content, allocated_bytes(size, inode.blocks))
 
     async def _read_all(self, inode: Inode, into: FileRange) -> None:
-        """All stripes at once. Raises Gone, Wrong, OSError."""
+        """Read all stripes concurrently. Raises Gone, Wrong, OSError."""
         stripes = inode.layout.stripes(inode.size)
         digests = Digests(inode.digests, stripes)
 
@@ -324,9 +325,9 @@ class Fetcher:
     async def _read_checked(
         self, inode: Inode, digests: Digests, part: int, into: FileRange
     ) -> None:
-        """Read the stripes of a part until they are what was published. Raises Wrong.
+        """Read the stripes of a part until they match its digest. Raises Wrong.
 
-        Where a part has several, it cannot be told whose bytes are wrong: all are taken elsewhere."""
+        If a part has several stripes, it is unknown which one is wrong: all are read from other members."""
         stripes = digests.stripes_of(part)
         wrong: list[set[int]] = [set() for _ in stripes]
         while True:
@@ -406,7 +407,7 @@ class Fetcher:
         await self._from_any(group, inode.extent, inode.ino, wrong, take)
 
     def _small_ones(self, inodes: Iterable[Inode], node: int) -> Iterator[Inode]:
-        """Those that this node can give along with what it is asked for."""
+        """Return those inodes whose small contents this node can send in the same answer."""
         for inode in inodes:
             if not 0 < inode.size <= self._cluster.small_bytes or self._contents.has(inode.extent):
                 continue
@@ -417,8 +418,8 @@ class Fetcher:
                 yield inode
 
     async def _answered(self, node: int, batch: _Batch) -> None:
-        """Wait for a batch's answer. One question at a time is asked of a node; what is added
-        meanwhile goes out with the next."""
+        """Wait for a batch's answer. Only one request at a time is sent to a node; contents added meanwhile
+        go out with the next one."""
         async with self._asking.setdefault(node, trio.Lock()):
             if not batch.asked:
                 if self._next_batch.get(node) is batch:

@@ -49,7 +49,7 @@ class CacheFigures:
 
 @dataclass(slots=True)
 class ClusterFigures:
-    """Figures that are looked up where they are counted when somebody asks."""
+    """Figures that are looked up in their components when somebody asks."""
 
     applied_revision: int = gauge("Revision of etcd that the replica is at")
     barriers: int = count("Times that etcd was asked whether the replica is up to date")

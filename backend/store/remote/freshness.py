@@ -1,4 +1,4 @@
-"""Whether what the replica says is all that anybody was told: known by a lease, or asked of etcd."""
+"""Tells whether this mount's replica is up to date, by a directory lease or by asking etcd."""
 
 import errno
 import logging
@@ -47,14 +47,14 @@ class Freshness:
         return (inode.ino,) if inode.is_dir else self._namespace.parents_of(inode.ino)
 
     def believable_s(self, directory: int, *, used: bool = True) -> float:
-        """Return for how long what is known of a directory may be believed (see api)."""
+        """Return for how many seconds the knowledge of a directory may be believed (see api)."""
         seconds = self._leases.believable_s(directory, used=used)
         if used and not seconds:
             self._leases.asked(directory)
         return seconds
 
     async def freshen(self, inode: Inode, *, content: bool = False) -> None:
-        """Return when the namespace holds all that anybody was told before this call, as far as it
+        """Return when the namespace holds every change that anybody was told of before this call and that
         matters to an open of this file (see api). Raises OSError ETIMEDOUT."""
         if self.is_fresh(inode):
             return
@@ -83,5 +83,5 @@ class Freshness:
             await self._bring(ino)
         except OSError as error:
             if error.errno in (errno.ETIMEDOUT, errno.EIO):
-                raise  # it was looked for long enough
-            log.debug("inode %d: %s", ino, error)  # whoever opens it will see for itself
+                raise  # it has been looked for long enough
+            log.debug("inode %d: %s", ino, error)  # an open of the file will raise the same error

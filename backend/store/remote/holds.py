@@ -1,9 +1,9 @@
 """Names that keep files of a store node on this host while a mount here needs them.
 
-The node lets an extent go as soon as no version names it, and takes a working copy over under another
-name. Programs that have the file open need it longer: a name of our own keeps it, without a descriptor, of
-which there are only so many. The names are in a directory of ours, whose lock tells the node that we live
-(node/held.py removes what is left of mounts that do not).
+The node frees an extent as soon as no version names it, and renames a working copy that it adopts. Programs
+that have the file open need it longer: a second name keeps it without a descriptor, of which there are few.
+The names are in a directory of this mount's own, whose lock tells the node that the mount lives
+(node/held.py removes those of mounts that have ended).
 """
 
 import fcntl
@@ -16,7 +16,7 @@ _ID_BYTES = 8
 
 
 class Holds:
-    """Our names in the store directory `store` of a node."""
+    """The second names that a mount has made in the store directory `store` of a node."""
 
     def __init__(self, store: str) -> None:
         self._store = store
@@ -32,13 +32,13 @@ class Holds:
                 os.unlink(name, dir_fd=self._fd)
             os.rmdir(self._directory)
         except FileNotFoundError:
-            pass  # the store has gone
+            pass  # the store is gone
         finally:
             os.close(self._fd)
             self._fd = -1
 
     def add(self, path: str, name: str) -> str:
-        """Give a file of the store one more name, and return its path. Raises OSError: ENOENT, EMFILE."""
+        """Give a file of the store a second name, and return its path. Raises OSError: ENOENT, EMFILE."""
         if self._fd < 0:
             self._open()
         target = f"{self._directory}/{name}"
@@ -47,7 +47,7 @@ class Holds:
         except FileNotFoundError:
             if os.path.exists(self._directory) or not os.path.exists(path):
                 raise
-            # Another store was made in the place of the one before.
+            # Another store was made in this place.
             self.close()
             self._open()
             target = f"{self._directory}/{name}"
@@ -61,7 +61,7 @@ class Holds:
             fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # The node may have taken it for a dead mount's before it was locked.
+                # Before it was locked, the node may have removed it as that of a mount that has ended.
                 if os.path.samestat(os.stat(directory), os.fstat(fd)):
                     self._directory, self._fd = directory, fd
             except (BlockingIOError, FileNotFoundError):

@@ -1,4 +1,4 @@
-"""How the content of a version becomes one that programs write in place, and back."""
+"""Taking the content of a version out of the cache, to be written in place, and putting it back."""
 
 import errno
 import os
@@ -16,8 +16,8 @@ __all__ = ["InPlace"]
 
 
 class InPlace:
-    """Takes contents of versions out of the cache of a mount to be written. bring(ino) has the current
-    version fetched, allocate(inode) makes a working copy."""
+    """Takes contents of versions out of a mount's cache to be written. bring(ino) fetches the current
+    version, allocate(inode) makes a working copy."""
 
     def __init__(
         self,
@@ -32,8 +32,8 @@ class InPlace:
         self._allocate = allocate
 
     async def begin(self, inode: Inode, extent: ContentId) -> ContentId:
-        """Make the content of a version one that may be written, and return its number. It is a copy
-        where a store node here has the file. Raises OSError (ENOSPC)."""
+        """Make the content of a version writable, and return its new number. It is a copy if a store node
+        here has the file. Raises OSError (ENOSPC)."""
         if not self._contents.is_lent(extent):
             return await self._take_out(inode, extent)
         number, fd = self._allocate(inode)
@@ -51,7 +51,7 @@ class InPlace:
         try:
             return self._contents.take_out(extent)
         except FileNotFoundError:
-            pass  # it may have gone since it was brought
+            pass  # it may have been evicted since it was fetched
         if inode.extent == extent:
             inode = await self._bring(inode.ino)
         if inode.extent != extent:
@@ -66,8 +66,8 @@ class InPlace:
             ) from None
 
     def end(self, inode: Inode, extent: ContentId) -> bool:
-        """The content that `begin` gave holds what it did then. Return whether it stands for the inode's
-        version again."""
+        """Give back the content from `begin`, which holds the same bytes as then. Return whether it is the
+        content of the inode's version again."""
         return bool(inode.extent) and self._contents.put_back(extent, inode.extent)
 
     async def is_same(self, inode: Inode, extent: ContentId) -> bool:

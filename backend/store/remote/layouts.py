@@ -1,4 +1,4 @@
-"""How contents are spread over store nodes: the layout of a new file, and the groups that it needs."""
+"""The layout of files over store nodes, and the placement groups that it needs."""
 
 import errno
 import logging
@@ -37,7 +37,8 @@ class Layouts:
         return layout
 
     def _policy_number(self, wanted: Policy) -> int:
-        """0, the default, too, for a rule that nobody has made known (an attribute set by other means)."""
+        """Return the number of a placement rule; 0, the default, for one that no mount has made known (its
+        attribute was set by other means)."""
         rules = self._members.policies
         return next((number for number, rule in rules.items() if rule == wanted.rule), 0)
 
@@ -50,8 +51,8 @@ class Layouts:
         return Layout(settings.replicas, settings.stripe_bytes, seed)
 
     async def check_attribute(self, inode: Inode, name: bytes, value: bytes) -> None:
-        """Check an attribute that is about to be set, and make a new placement rule known to all. Raises
-        OSError EINVAL."""
+        """Check an attribute that is about to be set, and make a new placement rule known to the cluster.
+        Raises OSError EINVAL."""
         if name not in attributes.NAMES:
             return
         if not inode.is_dir:
@@ -84,8 +85,8 @@ class Layouts:
     # -- the groups ------------------------------------------------------------------------------
 
     async def prepare(self) -> None:
-        """Have the usual groups made before they are needed: where a working copy is best begun
-        depends on them. Not on fewer nodes than are to have them: others may be about to start."""
+        """Have the usual groups made before they are needed: they decide where a working copy is best
+        begun. Does nothing while there are fewer nodes than replicas, as others may be about to start."""
         settings = self._cluster.settings
         if self._namespace.read_only or len(self._members.candidates()) < settings.replicas:
             return

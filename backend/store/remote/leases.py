@@ -1,14 +1,15 @@
-"""Directory leases: what lets a mount open files without asking etcd, and its kernel not ask the mount.
+"""Directory leases: with one a mount opens files without asking etcd, and its kernel without asking the
+mount.
 
-A mount that follows a directory has a key in etcd that says so. Whoever changes something below it
-returns to its caller only when every follower has seen the change and told its kernel (or its session
-is over, which etcd decides). So while a follower's own session is valid by its clock, its replica is
-fresh there, and so is what its kernel was told to believe for a while. One that is stuck, or means harm,
-holds nobody up for long (see promise). A directory given with --follow
-is followed for good; one that is asked about again and again is followed for as long as that goes on.
+A mount that follows a directory has a key in etcd that says so. A host that changes something below the
+directory returns to its caller only when every follower has seen the change and told its kernel, or when
+the follower's session is over, which etcd decides. So while a follower's session is valid by its own clock,
+its replica is fresh there, and so is what its kernel may believe for a while. A follower that is stuck or
+malicious delays others only for a limited time (promise.py). A directory given with --follow is followed
+for good; one that is asked about repeatedly is followed as long as that goes on.
 
-A directory that moves takes what is below it out of one lease and perhaps into none: who changes
-something there next must not return before every follower knows of the move.
+Moving a directory takes everything below it out of one lease, maybe into none. The next change below it
+must not return before every follower knows of the move.
 """
 
 import logging
@@ -27,22 +28,22 @@ from .promise import Followers, Sureness
 
 log = logging.getLogger(__name__)
 
-# So many questions about a directory that had to be asked, within this time, and it is followed.
+# A directory about which etcd had to be asked so many times within this time is followed.
 _QUESTIONS = 8
 _WITHIN_S = 2.0
-# It is given up when no open came for so long, or when others changed it more often than we read it.
+# It is given up after so long without an open, or if others change it more often than this per open.
 _IDLE_S = 10.0
 _CHANGES_PER_OPEN = 2
 _BACK_OFF_S = 10.0
 _FOLLOWED_MAX = 256
-# For so long the kernel may believe what it is told.
+# For how long the kernel may believe an answer.
 _BELIEVED_S = 1.0
-# It counts from when the caller takes the answer in, which may be kept from its processor.
+# That time starts only when the kernel takes the answer in, which may be delayed by this much.
 _GRACE_S = 0.5
 
 
 class _Interest:
-    """How a directory is used by this mount."""
+    """This mount's use of a directory."""
 
     __slots__ = ("changes", "last_open", "opens", "since")
 
@@ -53,7 +54,7 @@ class _Interest:
 
 
 class Leases:
-    """The directories that this mount follows, and the promise to those who change them."""
+    """The directories that this mount follows, and its promise to hosts that change them."""
 
     def __init__(
         self,
@@ -73,9 +74,9 @@ class Leases:
         self._sureness = Sureness()
         self._followers = Followers(members)
         self._followed_under = 0  # the newest lease under which anything was followed
-        # Directories that are given up as soon as the kernel believes nothing there any more.
+        # Directories that are given up as soon as the kernel believes nothing about them any more.
         self._ending: dict[int, float] = {}
-        # What is followed under a lease, and the directories above; empty: not known.
+        # The directories followed under lease `_ways_lease`, and those above them; empty: not known.
         self._ways: set[int] = set()
         self._ways_lease = 0
         self._for_good: set[int] = set()
@@ -95,7 +96,7 @@ class Leases:
     # -- following -------------------------------------------------------------------------------
 
     def covers(self, directory: int) -> bool:
-        """Whether all that happened below the directory is known here, by promise."""
+        """Return whether every change below the directory is known here, by promise."""
         if not self._held or not self._left_s():
             return False
         covering = next(self._held_above(directory), None)
@@ -105,7 +106,8 @@ class Leases:
         return True
 
     def believable_s(self, directory: int, *, used: bool) -> float:
-        """For how long the kernel may believe what it is told of the directory; 0.0: not at all."""
+        """Return for how many seconds the kernel may believe answers about the directory; 0.0: not at
+        all."""
         if not self._held:
             return 0.0
         left_s = self._left_s()
@@ -119,13 +121,14 @@ class Leases:
         return 0.0
 
     def directories_believable_s(self) -> float:
-        """For how long the kernel may believe the attributes of directories that are not followed: it is
-        told of changes when they come here, as are those who ask, but nobody waits for that."""
+        """Return for how many seconds the kernel may believe the attributes of directories that are not
+        followed. It is told of changes when they arrive here, as lookups see them; nobody waits for
+        that."""
         return min(self._session.left_s(), _BELIEVED_S)
 
     def path_valid_s(self, directory: int) -> float:
-        """Likewise for the name of a directory that is followed, or on the way to one: who changes
-        such a name, too, waits for all who follow something below."""
+        """Return the same for the name of a directory that is followed, or lies above a followed one: a
+        host that changes such a name also waits for the followers of everything below it."""
         if not self._held:
             return 0.0
         lease = self._session.lease
@@ -139,7 +142,7 @@ class Leases:
         return min(self._left_s(), _BELIEVED_S)
 
     def _left_s(self) -> float:
-        """For how long what is known here may be believed."""
+        """Return for how many seconds this mount's knowledge may be believed."""
         return min(self._session.left_s(), self._sureness.left_s())
 
     @property
@@ -149,7 +152,7 @@ class Leases:
         return float(settings.lease_ttl_s)
 
     def _path(self, directory: int) -> set[int]:
-        """The directory and all above it."""
+        """Return the directory and all directories above it."""
         path: set[int] = set()
         inodes = self._tree.inodes
         while directory and directory not in path:
@@ -159,7 +162,7 @@ class Leases:
         return path
 
     def _held_above(self, directory: int) -> Iterator[int]:
-        """The followed directories that the directory is or lies in."""
+        """Return the followed directories among the directory and those above it."""
         held, lease, inodes = self._held, self._session.lease, self._tree.inodes
         while True:
             if held.get(directory) == lease:
@@ -176,12 +179,12 @@ class Leases:
             interest.last_open = time.monotonic()
 
     async def follow(self, directory: int, *, for_good: bool = False) -> None:
-        """Follow a directory and all below it, from now on."""
+        """Follow a directory and everything below it from now on."""
         if for_good:
             self._for_good.add(directory)
         lease, asked_s = self._session.lease, now_s()
         revision = await self._transact(Put(followed_key(directory, lease), b"", lease))
-        # A change that was committed before has been applied here then, and who commits later knows.
+        # Earlier changes have been applied here then, and hosts that commit later know of this follower.
         await self._replica.wait_applied(revision)
         if self._followed_under != lease:
             self._followed_under = lease
@@ -191,7 +194,7 @@ class Leases:
         if lease == self._session.lease:
             self._held[directory] = lease
             self._ways.clear()
-            self._owe(self._replica.applied)  # somebody may wait already
+            self._owe(self._replica.applied)  # somebody may be waiting already
 
     async def _transact(self, operation: Put | Delete) -> int:
         self.transactions += 1
@@ -206,13 +209,13 @@ class Leases:
         try:
             await self._transact(Delete(followed_key(directory, lease)))
         except OSError:
-            # The key may be there still, and somebody wait for us because of it.
+            # The key may still be there, and somebody may be waiting for this mount because of it.
             self._held[directory], self._ending[directory] = lease, 0.0
             self._owe(self._replica.applied)
             raise
 
     def asked(self, directory: int) -> None:
-        """Something about the directory had to be asked: is it worth following?"""
+        """Note that etcd had to be asked about the directory, and follow it if that happens often."""
         if directory in self._asking or directory in self._ending:
             return
         now = time.monotonic()
@@ -240,8 +243,8 @@ class Leases:
     # -- keeping the promise ---------------------------------------------------------------------
 
     def inode_changed(self, old: Inode | None, new: Inode | None) -> None:
-        """A change of an inode is being applied. That of a directory's record, perhaps of its place,
-        matters to all below it."""
+        """Note that a change of an inode is being applied. A change of a directory's record, maybe of its
+        place, affects everything below it."""
         known = new or old
         assert known is not None
         if self._held:
@@ -254,13 +257,14 @@ class Leases:
             self._moved = self._moved or new.parent != old.parent
 
     def name_changed(self, directory: int) -> None:
-        """A change of a name in the directory is being applied."""
+        """Note that a change of a name in the directory is being applied."""
         if self._held:
             self._touched.add(directory)
 
     def transaction(self, revision: int, ours: bool, known: bool) -> None:
-        """One has been applied, or, if they are not `known`, several. For our own nobody waits to
-        hear from us, unless what we changed could be changed again from outside our leases."""
+        """Note that a transaction was applied, or several if it is not `known`. Nobody waits for an
+        acknowledgement of our own, unless it moved a directory: the next change there may come from outside
+        our leases."""
         if self._moved:
             self._moved_at = revision
         owed = self._moved or (not ours and (self._directory_changed or not known))
@@ -280,7 +284,7 @@ class Leases:
         self._owing.set()
 
     async def acknowledge(self) -> None:
-        """Tell what we have seen whenever somebody may wait for it; a task of its own."""
+        """Acknowledge what was seen whenever somebody may be waiting for it; a task of its own."""
         while True:
             await self._owing.wait()
             self._owing = trio.Event()
@@ -298,7 +302,8 @@ class Leases:
                 self._owing.set()
 
     async def _confirm(self) -> None:
-        """Be sure again. Who did not wait for us any more does so once we have acknowledged."""
+        """Confirm with etcd that the replica is up to date. Hosts that had stopped waiting for this mount
+        wait again once it has acknowledged."""
         lease, asked_s = self._session.lease, now_s()
         await self._replica.wait_applied(await self._engine.barrier())
         if not self._sureness.left_s() or self._members.acked(lease) < self._owed:
@@ -309,14 +314,14 @@ class Leases:
             self._sureness.confirmed(asked_s, self._patience_s)
 
     async def _stay_sure(self) -> None:
-        """Ask etcd how far it is while anything is followed; a task of its own."""
+        """Confirm again and again while anything is followed; a task of its own."""
         while True:
             if self._held and self._session.valid():
                 await self._attempt(self._confirm())
             await trio.sleep(self._patience_s / 4)
 
     async def wait_for_followers(self, directories: tuple[int, ...], revision: int) -> None:
-        """Return when all who follow these directories have seen the revision."""
+        """Return when all followers of these directories have seen the revision."""
         inodes = self._tree.inodes
         path = set().union(*map(self._path, directories))
         moved = any(
@@ -332,7 +337,7 @@ class Leases:
                 lambda: members.followers() - {ours}, newest, self._patience_s
             )
             self._moved_known = max(self._moved_known, newest)
-        # The record of a directory that moved was put: what is followed below it has other names now.
+        # A directory's record was moved: everything followed below it has other names now.
         await self._followers.wait(
             lambda: (members.followers() if moved else members.followers_of(path)) - {ours},
             revision,
@@ -342,14 +347,14 @@ class Leases:
     # -- life ------------------------------------------------------------------------------------
 
     def is_followed_for_good(self, directory: int) -> bool:
-        """Whether new versions in the directory are to be fetched at once."""
+        """Return whether new versions in the directory are to be fetched at once."""
         return bool(self._for_good) and not self._for_good.isdisjoint(self._path(directory))
 
     def count(self) -> int:
         return len(self._held)
 
     async def run(self) -> None:
-        """Keep the promise, give up what is idle, follow again in a new session."""
+        """Keep the promise, give idle directories up, and follow the others again in a new session."""
         self._nursery.start_soon(self.acknowledge)
         self._nursery.start_soon(self._stay_sure)
         while True:

@@ -1,13 +1,13 @@
-"""Memory that programs lend: files are read into it straight from store nodes, past this host's cache.
+"""Memory that programs lend: files are read into it straight from store nodes, bypassing this host's cache.
 
 It comes as a descriptor: of a memfd that cannot shrink, or of a dma-buf, which stands for memory of a
-device. With it comes its *lifeline*, a pipe that nobody writes to: when nobody holds its other end any
-more, the program has ended or wants its memory back. Until then the memory stays registered for RDMA, so
-that reading into it again moves bytes and does nothing else.
+device. With it comes its *lifeline*, a pipe that nobody writes to: when all its other ends are closed, the
+program has ended or wants its memory back. Until then the memory stays registered for RDMA, so that later
+reads into it only move bytes.
 
-Both are known to be of these kinds, and nobody can keep the pipe locked. Memory is only ever mapped here: a
-program can make whoever writes to its memfd wait for ever (by a write of its own, from a page that never
-comes), but nobody who stores into a mapping.
+The kinds of both descriptors are checked, and nobody can keep the pipe locked. The memory is only ever
+mapped here, never written with write(2): a program can block writers to its memfd for ever (by a write of
+its own, from a page that never comes), but not stores into a mapping.
 """
 
 import errno
@@ -24,21 +24,21 @@ from ...transport import Memory
 
 __all__ = ["LENT_MAX", "Declined", "Lender", "Lent"]
 
-# Each takes two descriptors and a task.
+# The limit; each takes two descriptors and a task.
 LENT_MAX = 256
-# Not in Python's fcntl.
+# Missing in Python's fcntl.
 _F_SEAL_FUTURE_WRITE = 0x10
 
 
 class Declined(OSError):
-    """A file cannot be read past the cache, and had better be opened; the text says why."""
+    """A file should be opened instead of being read past the cache; the text gives the reason."""
 
     def __init__(self, why: str) -> None:
         super().__init__(errno.EOPNOTSUPP, why)
 
 
 class Lent(NamedTuple):
-    """`size` in bytes."""
+    """Lent memory; `size` is in bytes."""
 
     fd: int
     size: int
@@ -59,7 +59,8 @@ class _Loan:
 
 
 class Lender:
-    """All memory that is lent to a mount. `forget` is called with a descriptor of what is taken back."""
+    """All memory that is lent to a mount. `forget` is called with a descriptor when memory is taken
+    back."""
 
     def __init__(self, nursery: trio.Nursery, forget: Callable[[int], None]) -> None:
         self._nursery = nursery
@@ -71,8 +72,8 @@ class Lender:
 
     @asynccontextmanager
     async def using(self, fd: int, lifeline: int) -> AsyncIterator[Lent]:
-        """Both descriptors are ours from now on. Raises OSError EINVAL for what is not to be lent, Declined
-        when too much is."""
+        """Use lent memory; both descriptors belong to the lender from now on. Raises OSError EINVAL for
+        descriptors of other kinds, Declined if too much is lent."""
         try:
             loan = self._find(fd, lifeline)
         except BaseException:
@@ -91,7 +92,7 @@ class Lender:
 
     def _find(self, fd: int, lifeline: int) -> _Loan:
         status = os.fstat(fd)
-        # Each time: this one may be of somebody who can only look at what another has lent.
+        # Checked each time: this descriptor may belong to a program that may only read another's memory.
         kind = _kind_of(fd, status)
         key = status.st_dev, status.st_ino
         loan = self._loans.get(key)
@@ -111,7 +112,7 @@ class Lender:
     async def _keep(self, key: tuple[int, int], loan: _Loan) -> None:
         try:
             await trio.lowlevel.wait_readable(loan.lifeline)
-            while loan.users:  # somebody may come before we have heard that the last one went
+            while loan.users:  # a new user may come before the end of the last one is known here
                 await loan.idle.wait()
             self._forget(loan.lent.fd)
         finally:
@@ -120,8 +121,8 @@ class Lender:
 
 
 def _kind_of(fd: int, status: os.stat_result) -> Memory:
-    """Raises OSError EINVAL for what is neither, for a file that may shrink while it is read into, and for
-    one whose memory is not its lender's yet, who is to pay for it."""
+    """Return the kind of memory. Raises OSError EINVAL for a descriptor of neither kind, for a file that
+    may shrink while it is read into, and for memory that is not charged to its lender yet."""
     if os.readlink(f"/proc/self/fd/{fd}").startswith("/dmabuf:"):
         return Memory.DEVICE
     try:

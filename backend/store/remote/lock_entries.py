@@ -1,4 +1,4 @@
-"""What etcd has of the locks of all hosts, as the replica hub tells it."""
+"""The locks of all hosts as etcd has them, kept up to date through the replica hub."""
 
 import logging
 import time
@@ -18,8 +18,8 @@ _NONE: Mapping[int, Entry] = {}
 
 
 class LockEntries:
-    """A consumer of the replica hub: every host's entries, this one's, too. `left_behind` says since when
-    (time.monotonic()) an inode has a guard and no entry."""
+    """A consumer of the replica hub, with every host's entries, including this one's. `left_behind` tells
+    since when (time.monotonic()) an inode has had a guard and no entry."""
 
     prefixes = (GUARD, ENTRY)
 

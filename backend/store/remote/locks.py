@@ -1,8 +1,8 @@
 """Locks across the hosts of a cluster: what this mount may grant to its processes.
 
 docs/locks.md has the protocol, tests/model_locks.py its model. A host that is alone with an inode is the
-`sole` one and grants at local speed; as soon as another host records that it wants or holds something, it
-comes down to what its processes really hold, and from then on every growth is a transaction.
+`sole` one and grants locks at local speed. When another host records that it wants or holds something, the
+sole host reduces its claim to what its processes really hold; from then on every growth is a transaction.
 """
 
 import errno
@@ -36,11 +36,11 @@ __all__ = ["SharedLocks"]
 
 log = logging.getLogger(__name__)
 
-# A host that is alone with an inode again becomes its sole one after so long without others.
+# A host becomes the sole one of an inode after so long without others.
 _CALM_S = 1.0
-# A request that came later than another host's lets that one go first for so long.
+# A request that came later than another host's yields to that one for so long.
 _YIELD_S = 0.1
-# A host gives up its claim on an inode that nobody locked for so long. Others then need not ask for it.
+# A host gives its claim on an inode up after so long without locks. Others then need not ask for it.
 _IDLE_S = 10.0
 _LEFT_BEHIND_S = 30.0
 _LOOK_AGAIN_S = 1.0
@@ -48,7 +48,7 @@ _RETRY_S = 0.5
 
 
 class _Inode:
-    """An inode that is locked here, or was of late. `mine` is at most what etcd has of us."""
+    """An inode that is locked here, or was recently. etcd has at least the claim `mine` of this host."""
 
     __slots__ = (
         "changing",
@@ -67,9 +67,9 @@ class _Inode:
     def __init__(self) -> None:
         self.mine = NOTHING
         self.changing = trio.Lock()  # one transaction at a time
-        self.coming_down = False  # from sole: what was written is being published
-        self.settling = False  # a task is about to do so
-        self.unsure = False  # etcd may have more of us than `mine`
+        self.coming_down = False  # from sole: bytes written under its locks are being published
+        self.settling = False  # a task is about to reduce the claim
+        self.unsure = False  # etcd may have more of this host than `mine`
         self.wanting: list[Claim] = []
         self.moved = trio.Event()  # set and replaced when others' entries change
         self.yielding_to: dict[int, float] = {}  # other hosts that wait, and since when
@@ -137,7 +137,7 @@ class SharedLocks:
                 yield entry
 
     def _yields(self, ino: int, state: _Inode, claim: Claim, since: float) -> bool:
-        """Return whether another host waits for longer for what this would keep it from."""
+        """Return whether another host has waited longer for something that this claim conflicts with."""
         entries = self._entries.of(ino)
         return any(
             seen < since and lease in entries and any(map(claim.conflicts, entries[lease].wanted))
@@ -145,10 +145,10 @@ class SharedLocks:
         )
 
     async def claim(self, ino: int, claim: Claim, *, wait: bool, since: float) -> None:
-        """Return when `grants` says yes to whoever need not let others go first (`since` 0); it does until
-        the caller waits for something.
+        """Return when `grants` would grant the claim to a request that need not yield (`since` 0). That
+        stays so until the caller awaits something.
 
-        Raises BlockingIOError if others hold what is in the way and it is not to `wait`, OSError
+        Raises BlockingIOError if other hosts hold something that conflicts and not `wait`, OSError
         ETIMEDOUT, ENOLCK.
         """
         state = self._state(ino)
@@ -189,7 +189,8 @@ class SharedLocks:
                 self._settle_soon(ino, state)
 
     async def test(self, ino: int, claim: Claim) -> Claim | None:
-        """Return what another host's processes hold in the way of a lock. Raises OSError ETIMEDOUT."""
+        """Return what another host's processes hold that conflicts with a lock. Raises OSError
+        ETIMEDOUT."""
         state = self._state(ino)
         state.wanting.append(claim)
         try:
@@ -212,13 +213,13 @@ class SharedLocks:
                 self._settle_soon(ino, state)
 
     def shrunk(self, ino: int) -> None:
-        """Processes gave locks back, and what they wrote under them is published."""
+        """Note that processes gave locks back, and that what they wrote under them is published."""
         state = self._inodes.get(ino)
         if state is not None and not self._is_alone(ino, state):
             self._settle_soon(ino, state)
 
     async def shrink(self, ino: int) -> None:
-        """Likewise; return when other hosts can know, if etcd can be told now."""
+        """Do as `shrunk`, and return when other hosts can know it, if etcd can be told now."""
         state = self._inodes.get(ino)
         if state is None or self._is_alone(ino, state):
             return
@@ -240,10 +241,10 @@ class SharedLocks:
     # -- transactions ----------------------------------------------------------------------------
 
     async def _grow(self, ino: int, state: _Inode, claim: Claim) -> bool:
-        """Add a claim to our entry, or become the sole host. False: others were faster."""
+        """Add a claim to this host's entry, or become the sole host. Return False if others were faster."""
         async with state.changing:
             if state.mine.sole or is_blocked(list(self._others(ino)), claim):
-                return True  # what is to be done is another thing by now
+                return True  # the situation has changed meanwhile
             lease, guard = self._session.lease, self._entries.guard(ino)
             calm = time.monotonic() - state.contended > _CALM_S
             sole = calm and next(self._others(ino), None) is None
@@ -262,7 +263,7 @@ class SharedLocks:
             except (Conflict, LeaseEnded):
                 return False
             except PermissionError as error:
-                # EACCES would mean that somebody holds it.
+                # EACCES would mean that another process holds the lock.
                 raise OSError(
                     errno.ENOLCK,
                     f"others cannot be told of locks ({error.strerror}); see -o locks=local",
@@ -270,7 +271,7 @@ class SharedLocks:
             except BaseException:
                 state.unsure = True
                 raise
-            # Nothing is granted under it before all is known here that was published before.
+            # No lock is granted under the entry before everything published earlier is known here.
             state.unsure = True
             await self._replica.wait_applied(revision)
             await self._holder().refresh(ino)
@@ -278,11 +279,11 @@ class SharedLocks:
                 return False
             state.mine, state.unsure = entry, False
         if not self._is_alone(ino, state):
-            self._settle_soon(ino, state)  # in case that nobody takes the lock after all
+            self._settle_soon(ino, state)  # in case the lock is not taken after all
         return True
 
     async def _want(self, ino: int, state: _Inode) -> None:
-        """Record what processes here wait for, so that a sole host comes down."""
+        """Record which locks processes here wait for, so that a sole host reduces its claim."""
         async with state.changing:
             wanted = merged(state.wanting)
             if not state.mine.sole and wanted != state.mine.wanted:
@@ -307,7 +308,8 @@ class SharedLocks:
         state.settling = False
 
     async def _settle(self, ino: int, state: _Inode, *, idle: bool = False) -> None:
-        """Bring our entry down to what processes here hold and wait for. `idle`: also if we are alone."""
+        """Reduce this host's entry to what its processes hold and wait for; with `idle` even if it is
+        alone."""
         async with state.changing:
             if self._is_alone(ino, state) and not idle and not state.unsure:
                 return
@@ -321,7 +323,7 @@ class SharedLocks:
                     )
                 finally:
                     state.coming_down = False
-                # No await from here to where `mine` is what others will know.
+                # There is no await from here until `mine` is set to what other hosts will know.
             held = merged(self._holder().held(ino))
             entry = Entry(False, held, merged(state.wanting))
             if state.unsure or entry != state.mine:
@@ -339,14 +341,15 @@ class SharedLocks:
             elif next(self._others(ino), None) is not None or not await self._remove(ino, session):
                 await self._transact(session, [Delete(key)])
         except (Conflict, LeaseEnded):
-            pass  # the session is over, and the entry with it
+            pass  # the session is over, and its entry with it
         except BaseException:
             state.unsure = True
             raise
         state.unsure = False
 
     async def _remove(self, ino: int, session: Sequence[Compare]) -> bool:
-        """Remove our entry, when there is no other, and the guard. False: somebody has grown."""
+        """Remove this host's entry, and the guard, if there is no other entry. Return False if somebody has
+        added one."""
         compares = [*session, (guard_key(ino), self._entries.guard(ino))]
         key = entry_key(ino, self._session.lease)
         try:
@@ -364,14 +367,14 @@ class SharedLocks:
     # -- the session -----------------------------------------------------------------------------
 
     def lost(self) -> None:
-        """The session is over; what was claimed in it is gone, and others may have it."""
+        """Note that the session is over: its claims are gone, and other hosts may have them."""
         for state in self._inodes.values():
             state.mine, state.unsure = NOTHING, False
             state.wake()
         self._holder().lost()
 
     async def run(self) -> None:
-        """Tell others what is given back, and give up what is idle."""
+        """Publish reductions of claims, and give idle ones up."""
         while True:
             await trio.sleep(1.0)
             await self._tidy()
@@ -392,7 +395,8 @@ class SharedLocks:
         await self._remove_left_behind(now)
 
     async def _remove_left_behind(self, now: float) -> None:
-        """A guard stays when the host that put it dies. One mount of all takes them away."""
+        """Remove guards that stay because the host that put them died. One mount of the cluster does
+        this."""
         for ino, since in list(self._entries.left_behind.items()):
             if now - since < _LEFT_BEHIND_S or not self._session.valid():
                 continue
@@ -430,7 +434,7 @@ class SharedLocks:
         return state
 
     def count(self) -> int:
-        """Return on how many inodes this host has claims."""
+        """Return the number of inodes on which this host has claims."""
         return sum(bool(state.mine) for state in self._inodes.values())
 
 

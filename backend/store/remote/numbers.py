@@ -10,7 +10,7 @@ _NUMBERS = 1 << CONTENT_NUMBER_BITS
 
 
 class ContentNumbers:
-    """The numbers that a mount gives. `session` returns its present one."""
+    """The content numbers that a mount gives. `session` returns its present session."""
 
     def __init__(self, session: Callable[[], int]) -> None:
         self._session = session
@@ -18,7 +18,7 @@ class ContentNumbers:
         self._last_of = 0
 
     def new(self) -> ContentId:
-        """Raises OSError ENOSPC when the session has none left."""
+        """Return a new number. Raises OSError ENOSPC if the session has none left."""
         session = self._session()
         if session != self._last_of:
             self._last_of, self._last = session, 0

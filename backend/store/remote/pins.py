@@ -1,4 +1,4 @@
-"""Who needs a content: programs here, and for them the store nodes that keep it."""
+"""Pins of contents: by programs here, and for them on the store nodes that keep the content."""
 
 import errno
 import logging
@@ -42,7 +42,8 @@ class ContentPins(Pinned):
         self._on_nodes: set[ContentId] = set()
 
     def pin(self, extent: ContentId) -> None:
-        """Raises OSError ESTALE when a store node here has let it go: the file has a newer version."""
+        """Pin a content. Raises OSError ESTALE if a store node here has freed it: the file has a newer
+        version."""
         try:
             self._contents.hold(extent)
         except FileNotFoundError:
@@ -64,15 +65,15 @@ class ContentPins(Pinned):
             self.retire(old.extent)
 
     def is_here(self, extent: ContentId) -> bool:
-        """Return whether a content need not be read from its nodes."""
+        """Return whether a content can be read without its nodes."""
         pinned = extent in self.counts and extent not in self._on_nodes
         return pinned or self._contents.has(extent)
 
     # -- on store nodes --------------------------------------------------------------------------
 
     async def pin_on_nodes(self, inode: Inode) -> bool:
-        """Keep a file's content on its nodes while this mount reads it; False: it is not current any more.
-        Raises OSError."""
+        """Keep a file's content on its nodes while this mount reads it. Return False if it is not the
+        current one any more. Raises OSError."""
         lease, content = self._session.lease, inode.extent
         self._on_nodes.add(content)
         revision = await self._engine.transact(
@@ -86,12 +87,12 @@ class ContentPins(Pinned):
         return False
 
     def unpin_on_nodes(self, content: ContentId) -> None:
-        """It is on this host now."""
+        """Give a content's pin on the nodes up: it is on this host now."""
         if content in self._on_nodes:
             self._nursery.start_soon(self._unpin_on_nodes, content)
 
     def let_go_on_nodes(self, content: ContentId) -> None:
-        """Nobody reads it now, unless it was opened."""
+        """Give a content's pin on the nodes up unless the content was opened."""
         if content not in self.counts:
             self.unpin_on_nodes(content)
 

@@ -1,9 +1,9 @@
-"""Where the file of a content lies on this host when it is not in the mount's own directory: in that of a
-store node.
+"""The places of contents that lie not in the mount's own directory but in that of a store node on this
+host.
 
-The node uses the files of superseded contents again, but not those that a mount has opened: what we give to
-applications may stay in their pipes and sockets. So before one is opened, it gets a name in the node's
-directory lent/ (node/files.py).
+The node reuses the files of superseded contents, but not those that a mount has opened: pages given to
+applications may stay in their pipes and sockets. So before a content is opened, it gets a name in the
+node's directory lent/ (node/files.py).
 """
 
 import errno
@@ -17,7 +17,8 @@ __all__ = ["Borrowed", "Incoming", "Place"]
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """A working copy where the node in the directory `store` takes it over when it is published."""
+    """A working copy in a place where the node with the directory `store` adopts it when it is
+    published."""
 
     store: str
     name: str
@@ -27,7 +28,7 @@ class Incoming:
         return f"{self.store}/incoming/{self.name}"
 
     def tell(self) -> str:
-        """Return a name of the file: its node need not be told that it is opened."""
+        """Return a name of the file: the node need not be told that it is opened."""
         return self.path
 
     def open(self, flags: int) -> int:
@@ -37,12 +38,12 @@ class Incoming:
         try:
             os.unlink(self.path)
         except FileNotFoundError:
-            pass  # taken over
+            pass  # adopted by the node
 
 
 @dataclass(frozen=True, slots=True)
 class Borrowed:
-    """The very file of the node in the directory `store`, which nobody may write."""
+    """A file of the node with the directory `store`, which nobody may write."""
 
     store: str
     extent: ContentId
@@ -52,7 +53,7 @@ class Borrowed:
         return f"{self.store}/extents/{self.extent:x}.0"
 
     def tell(self) -> str:
-        """Tell the node that its extent is about to be opened. Return the name that tells it."""
+        """Tell the node that its extent is about to be opened. Return the name in lent/ that tells it."""
         lent = f"{self.store}/lent/{self.extent:x}.0"
         try:
             os.link(self.path, lent)
@@ -61,11 +62,11 @@ class Borrowed:
         return lent
 
     def open(self, flags: int) -> int:
-        """Open the file. Raises FileNotFoundError when the node has let it go."""
+        """Open the file. Raises FileNotFoundError if the node has freed it."""
         lent = self.tell()
         fd = os.open(self.path, flags | os.O_CLOEXEC)
         try:
-            # Both names could be of other files, if the content went and came again meanwhile.
+            # The two names may be of different files, if the content was freed and came again meanwhile.
             if os.path.samestat(os.stat(lent), os.fstat(fd)):
                 return fd
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path)

@@ -1,4 +1,4 @@
-"""Fetching files before anybody opens them, and how far that is."""
+"""Fetching files before they are opened, and the progress of that."""
 
 import logging
 from collections.abc import Awaitable, Callable, Iterator
@@ -11,12 +11,12 @@ from ...namespace import Inode, Namespace
 log = logging.getLogger(__name__)
 
 _AT_ONCE = 8
-# Progress of finished requests is kept for so many, for those who ask how it went.
+# The progress of so many finished requests is kept, for programs that ask for it.
 _REMEMBERED = 256
 
 
 class Progress:
-    """What one request has to fetch, and has. Sizes in bytes."""
+    """The work of one request: to be done, done, and failed. Sizes are in bytes."""
 
     def __init__(self) -> None:
         self.files = self.done = self.failed = self.bytes = self.bytes_done = 0
@@ -32,8 +32,8 @@ class Progress:
 
 
 class Prefetcher:
-    """`bring` fetches the current version of an inode. Tasks run in `nursery`. New versions in directories
-    of which is_followed(directory) says so are fetched when they are published."""
+    """Fetches files in tasks of `nursery`; `bring` fetches the current version of an inode. New versions in
+    directories for which is_followed(directory) is true are fetched when they are published."""
 
     def __init__(
         self,
@@ -63,11 +63,12 @@ class Prefetcher:
         self._nursery.start_soon(self._fetch_all, [inode.ino for inode in found], progress)
 
     def progress(self, ino: int) -> dict[str, Any]:
-        """Of the newest request for this file or directory; all zero if there was none."""
+        """Return the progress of the newest request for this file or directory; all zero if there was
+        none."""
         return self._progress.get(ino, Progress()).to_json()
 
     def inode_changed(self, old: Inode | None, new: Inode | None) -> None:
-        """Fetch a version that was published, if it is to be here before it is asked for."""
+        """Fetch a version that was published, if its directory is followed."""
         if new is None or old is None or new.version == old.version or not new.extent:
             return
         if any(map(self._is_followed, self._namespace.parents_of(new.ino))):
@@ -87,7 +88,7 @@ class Prefetcher:
         async with trio.open_nursery() as nursery:
             for ino in inos:
                 async with self._limit:
-                    pass  # do not begin thousands of tasks at once
+                    pass  # wait, so that not thousands of tasks begin at once
                 nursery.start_soon(self._fetch, ino, progress)
 
     async def _fetch(self, ino: int, progress: Progress) -> None:

@@ -1,10 +1,10 @@
-"""How long a promise to those who change a directory binds both sides (see leases).
+"""How long a promise to hosts that change a directory binds both sides (see leases).
 
-Who follows a directory believes what it knows only for as long as it is sure to know everything: it asks
-etcd how far it is, again and again, and each answer is good for `patience` from when it was asked for.
-So who changes something need not wait longer than that for a follower that does not answer, whether it
-is stuck or means harm: an honest one has stopped believing by then. It is not waited for again before it
-has acknowledged what it missed, which an honest one does before it believes anything again.
+A follower of a directory believes its replica only while it is sure to know everything: it asks etcd again
+and again how far it is, and each answer is good for `patience` from when it was asked for. So a host that
+changes something need not wait longer than that for a follower that does not answer, stuck or malicious: an
+honest one has stopped believing by then. It is not waited for again until it has acknowledged what it
+missed, which an honest follower does before it believes anything again.
 """
 
 import logging
@@ -17,14 +17,14 @@ from ...cluster.membership import Members
 
 log = logging.getLogger(__name__)
 
-# Kernels use what they were told, and answers on their way, for so long after the belief here has ended.
+# A kernel goes on using what it was told, and answers on their way, for so long after the belief has ended.
 _AFTERGLOW_S = 1.5
 # Clocks run at slightly different rates.
 _MARGIN_SHARE = 0.1
 
 
 class Sureness:
-    """Until when what is known here is sure to be all that could be known."""
+    """The time until which this mount is sure to know everything."""
 
     def __init__(self) -> None:
         self.until_s = 0.0  # by now_s()
@@ -33,21 +33,21 @@ class Sureness:
         return max(0.0, self.until_s - now_s())
 
     def confirmed(self, asked_s: float, patience_s: float) -> None:
-        """Everything that was there when `asked_s` (by now_s()) was asked is known here."""
+        """Note that everything that etcd had at `asked_s` (by now_s()) is known here."""
         self.until_s = max(self.until_s, asked_s + patience_s * (1 - _MARGIN_SHARE))
 
 
 class Followers:
-    """The followers to wait for when something changes."""
+    """The followers that a host waits for when it changes something."""
 
     def __init__(self, members: Members) -> None:
         self._members = members
-        self._late: dict[int, int] = {}  # leases, and what they should have acknowledged
+        self._late: dict[int, int] = {}  # lease -> the revision that it should have acknowledged
 
     async def wait(
         self, followers: Callable[[], Iterable[int]], revision: int, patience_s: float
     ) -> None:
-        """Return when all of them have seen the revision, or believe nothing that is older."""
+        """Return when every follower has seen the revision, or believes nothing older."""
         members = self._members
 
         def awaited() -> set[int]:

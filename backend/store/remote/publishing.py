@@ -1,4 +1,4 @@
-"""How a working copy becomes a file's next version: store nodes get its bytes, then etcd names it."""
+"""Publishing: store nodes get the bytes of a working copy, then etcd names it as a file's next version."""
 
 import errno
 import logging
@@ -28,12 +28,12 @@ __all__ = ["SIZE_MAX", "Publisher"]
 
 log = logging.getLogger(__name__)
 
-# A version is digested and laid out by stripes, holes as well: some 2 s for 1 TiB of holes.
+# A version is digested and laid out by stripes, holes included: about 2 s for 1 TiB of holes.
 SIZE_MAX = 16 << 40
 
 
 class _Version(NamedTuple):
-    """What a file's next version is to be; `base`: the version that must still be the newest."""
+    """A file's next version. `base` is the version that must still be the newest one."""
 
     ino: int
     status: os.stat_result
@@ -46,9 +46,9 @@ class _Version(NamedTuple):
 class Publisher:
     """Publishes the working copies of one mount on `host`.
 
-    check_publishing(ino) is asked when a version is to be published in another session than it was begun
-    in; `forget` is called with a descriptor whose file is not to stay registered for RDMA. With `verify`
-    versions get digests.
+    check_publishing(ino) is called when a version is about to be published in another session than it was
+    begun in. `forget` is called with a descriptor whose file must not stay registered for RDMA. With
+    `verify` versions get digests.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Publisher:
         store = self._cluster.store_here
         group = self._cluster.group(self._layouts.of(inode), 0)
         if store and self._cluster.has_member_here(group):
-            # One that gets longer than a stripe is sent after all.
+            # A working copy that grows beyond a stripe is sent after all.
             return self._contents.allocate_in(store)
         return self._contents.allocate()
 
@@ -121,18 +121,19 @@ class Publisher:
         await self._layouts.ensure_groups(layout)
         begun_as, transfer = extent, None
         with ExitStack() as ending:
-            # A store node here may take it over, and let it go, while it is still to be found.
+            # A store node here may adopt it, and free it again, while its file is still needed here.
             ending.enter_context(self._pins.pinned(extent))
             fd = self._contents.open(extent)
-            # A descriptor that stays open, or a later one if this failed, may truncate it.
+            # It must not stay registered: an open descriptor, or a later one if this fails, may truncate
+            # it.
             ending.callback(os.close, fd)
             ending.callback(self._forget, fd)
             while True:
                 session = await self._valid_session(ino, begun_in)
                 was_sent = transfer is None and extent in self._contents.sent
                 if session_of(extent) != session or was_sent:
-                    # What an old session sent may be dropped any time; and a number stands for the
-                    # same bytes for ever, though the file may be written on in place.
+                    # Nodes may drop what an old session sent; and a number stands for the same bytes for
+                    # ever, while the file may be written in place.
                     if extent != begun_as:
                         self._pins.retire(extent)
                     extent, transfer = self._contents.renumber(extent), None
@@ -153,7 +154,7 @@ class Publisher:
                 except OSError as error:
                     if error.errno != errno.ECANCELED:
                         raise
-                    # A node takes our session for over, or heard that this content was given up.
+                    # The node takes this session for ended, or was told that this content was given up.
                     log.info("content %x: %s; again under another number", extent, error)
                     await self._cluster.replica.barrier()
                     transfer = None
@@ -166,7 +167,8 @@ class Publisher:
 
     @contextmanager
     def _renumbered(self, extent: ContentId) -> Iterator[None]:
-        """Keep another number of a working copy until its publish has ended, and longer if it is named."""
+        """Keep another number of a working copy until its publish has ended, and longer if a version names
+        it."""
         with self._pins.pinned(extent):
             try:
                 yield
@@ -177,8 +179,8 @@ class Publisher:
     async def _commit(
         self, version: _Version, content: ContentId, transfer: Transfer | None
     ) -> Inode:
-        """Raises Conflict when the session or a group's configuration is another one by now, Outdated
-        when the file's version is not the one it is based on."""
+        """Name the content as the file's version in etcd. Raises Conflict if the session or a group's
+        configuration has changed, Outdated if the file's version is not the one it is based on."""
         guards: list[Compare] = [self._session.compare()]
         if transfer is not None:
             try:
@@ -187,7 +189,7 @@ class Publisher:
                 self._abandoned.give_up(content, transfer.asked, is_certain=True)
                 raise
         status = version.status
-        # Once begun, only etcd knows how it ends.
+        # Once the transaction has begun, only etcd knows how it ends.
         try:
             with trio.CancelScope(shield=True):
                 inode = await self._namespace.publish(
@@ -208,7 +210,7 @@ class Publisher:
             self._pins.named(content)
             current = self._namespace.inodes.get(version.ino)
             if current is None or current.extent != content:
-                self._pins.retire(content)  # somebody was faster
+                self._pins.retire(content)  # another publish was faster
             if not inode.nlink:
                 self._abandoned.give_up(content, transfer.asked, is_certain=True)
         return inode

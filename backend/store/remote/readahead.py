@@ -1,4 +1,4 @@
-"""Which files of a directory will be wanted next, when its files are opened one after the other."""
+"""Choosing the files to read ahead when a directory's files are opened one after the other."""
 
 import time
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ _FORGET_AFTER_S = 5.0
 
 
 class _Listing:
-    """A directory's files by name as they were when reading ahead began, and where each stands."""
+    """A directory's files in the order of their names when reading ahead began, and each one's position."""
 
     def __init__(self, inos: list[int]) -> None:
         self.inos = inos
@@ -28,7 +28,7 @@ class ReadAhead:
         self._listings: dict[int, _Listing] = {}
 
     def after(self, inode: Inode) -> Iterator[Inode]:
-        """Files that follow this one, which was missed, in its directory."""
+        """Return files that follow this one, whose content was not here, in its directory."""
         directory, now = inode.parent, time.monotonic()
         if not directory:
             return

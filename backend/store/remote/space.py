@@ -1,4 +1,4 @@
-"""How much room there is for files in a cluster."""
+"""The room for files in a cluster."""
 
 import os
 
@@ -11,7 +11,7 @@ _BLOCK_BYTES = 4096
 
 
 class Space:
-    """What store nodes told of their room, less what was published since."""
+    """The room that store nodes reported, less what was published since."""
 
     def __init__(self, members: Members, contents: Contents) -> None:
         self._members = members
@@ -23,7 +23,7 @@ class Space:
         self._untold_bytes = 0
 
     def published(self, size: int) -> None:
-        """So many bytes were published."""
+        """Note that so many bytes were published."""
         self._untold_bytes += size
 
     def statvfs(self) -> os.statvfs_result:

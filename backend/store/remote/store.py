@@ -55,10 +55,10 @@ async def remote_store(
     *,
     timeout_s: float = 60.0,
 ) -> AsyncIterator["RemoteStore"]:
-    """One mount's part of a cluster. `directory` holds what is kept on this host; it starts empty.
+    """Take part in a cluster as one mount. `directory` holds what is kept on this host; it starts empty.
 
-    Raises StoreInUse when another process has it, ConfigError when there is no such cluster, OSError
-    when etcd cannot be reached.
+    Raises StoreInUse if another process has it, ConfigError if there is no such cluster, OSError if etcd
+    cannot be reached.
     """
     role = config.cluster.mount_role
     session_key = make_session_key()
@@ -96,7 +96,8 @@ async def remote_store(
                         for path in config.mount.follow:
                             await store.follow_path(path)
                         yield store
-                        # What hangs on the session is free at once, if etcd can be told.
+                        # Releasing the session frees everything that depends on it at once, if etcd can be
+                        # told.
                         with trio.move_on_after(_RELEASE_S, shield=True):
                             await session.release()
                         nursery.cancel_scope.cancel()
@@ -105,7 +106,7 @@ async def remote_store(
 
 
 def _check_rdma(rdma: Rdma, members: Members) -> None:
-    """Raise RdmaUnavailable if there has to be a device on the way to a node, and is none."""
+    """Raise RdmaUnavailable if RDMA is required and no device is on the way to a node."""
     for node in members.nodes.values():
         try:
             local = local_address(node.address)
@@ -132,8 +133,8 @@ def _peers(
 
 
 class RemoteStore:
-    """What `remote_store` opens: the Store of a mount. Its parts do the work; a call of the mount goes to
-    one of them directly."""
+    """The Store of a mount in a cluster; made by `remote_store`. Its parts do the work; each call of the
+    mount goes to one of them directly."""
 
     shared = True
     reads_into = True
@@ -216,7 +217,7 @@ class RemoteStore:
             self.retire(inode.extent)
 
     async def follow_path(self, path: str) -> None:
-        """Follow a directory, named from the root of the filesystem, for good.
+        """Follow a directory, given by its path from the root of the filesystem, for good.
 
         Raises OSError ENOENT, ENOTDIR."""
         inode = self.namespace.inode(ROOT_INO)
@@ -237,7 +238,7 @@ class RemoteStore:
         self._coordination.renewal.ask()
 
     def warnings(self) -> list[str]:
-        """Return a line for each thing that is wrong with the credentials of this mount, or of nodes."""
+        """Return a line for each problem with the credentials of this mount, or of nodes."""
         former = [
             f"{line}; the former ones stay in use" for line in self._coordination.renewal.problems()
         ]

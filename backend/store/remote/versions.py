@@ -1,4 +1,4 @@
-"""How the current version of a file comes to this host, however often others replace it meanwhile."""
+"""Bringing the current version of a file to this host, even if others replace it meanwhile."""
 
 import errno
 import time
@@ -19,7 +19,7 @@ from .readahead import ReadAhead
 
 __all__ = ["Versions"]
 
-# A file that changes faster than it can be fetched: the version to read is then pinned on its nodes.
+# A file that changed during so many fetches is pinned on its nodes.
 _GONE_BEFORE_PIN = 3
 _LOOK_AGAIN_S = 0.2
 
@@ -49,8 +49,8 @@ class Versions:
         self.figures = OpenFigures()
 
     async def bring(self, ino: int, *, ahead: bool = False) -> Inode:
-        """See to it that the file's current version is on this host; returns the inode as it then is.
-        `ahead`: before anybody has asked for it. Raises OSError."""
+        """Bring the file's current version to this host, and return the inode as it is then. `ahead`:
+        before anybody has asked for it. Raises OSError."""
 
         async def fetch(inode: Inode) -> Inode | None:
             await self._fetcher.fetch(inode, partial(self._ahead.after, inode))
@@ -59,7 +59,7 @@ class Versions:
             if not self._contents.has(inode.extent):
                 return inode if await self._pins.pin_on_nodes(inode) else None
             self._pins.unpin_on_nodes(inode.extent)
-            current = self._namespace.inode(ino)  # ESTALE: it went meanwhile, and nobody held it
+            current = self._namespace.inode(ino)  # ESTALE: it was removed, and nobody had it open
             return current if self._contents.has(current.extent) else None
 
         return await self._with_current(ino, fetch)
@@ -93,8 +93,8 @@ class Versions:
     async def _with_current(
         self, ino: int, get: Callable[[Inode], Awaitable[Inode | None]]
     ) -> Inode:
-        """Have `get` get the file's current version, again and again while that is replaced under it (or it
-        returns None), unless it is on this host. Raises OSError: ESTALE when the file is gone."""
+        """Have `get` fetch the file's current version unless it is on this host. Try again if it is
+        replaced meanwhile or `get` returns None. Raises OSError: ESTALE if the file is gone."""
         deadline = time.monotonic() + self._timeout_s
         attempt = 0
         while time.monotonic() < deadline:
@@ -103,7 +103,7 @@ class Versions:
             if not inode.extent or self._contents.has(inode.extent):
                 return inode
             if not inode.nlink:
-                raise fail(errno.ESTALE)  # gone with its last name, from all nodes
+                raise fail(errno.ESTALE)  # its last name was removed, and all nodes have freed it
             got = None
             try:
                 if attempt >= _GONE_BEFORE_PIN and not await self._pins.pin_on_nodes(inode):
@@ -113,7 +113,7 @@ class Versions:
                 await self._replica.barrier()
                 current = self._namespace.inodes.get(ino)
                 if current is not None and current.extent == inode.extent:
-                    # Those who should have it do not: they are about to find that out, too.
+                    # The members that should have it do not: they are about to notice that.
                     await trio.sleep(_LOOK_AGAIN_S)
                 continue
             except Wrong:

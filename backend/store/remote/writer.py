@@ -1,7 +1,7 @@
-"""Bringing a content to every member of the groups it is spread over.
+"""Sending a content to every member of the groups that it is spread over.
 
-docs/replication.md has the rules. What is sent is not published: the namespace's transaction does
-that, and it compares the configuration of every group which `Transfer.complete` returns.
+docs/replication.md has the rules. Sending does not publish: the namespace's transaction does, and it
+compares the configurations of all groups, which `Transfer.complete` returns.
 """
 
 import errno
@@ -23,14 +23,14 @@ from .cluster import Cluster, for_each_stripe
 log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 0.5
-# How long a full node may be a reason to wait.
+# How long a write waits because a node is full.
 _FULL_S = 5.0
 
 
 class Transfer:
-    """One content on its way. `adoptable` names the file in the incoming directory of the store node
-    on this host, which takes it over. With `verify` its digests are computed while it is sent. `mapped`:
-    it may be changed meanwhile without a trace."""
+    """One content on its way. `adoptable` names the file in the incoming directory of the store node on
+    this host, which adopts it. With `verify` its digests are computed while it is sent. `mapped`: it may
+    change meanwhile without a trace."""
 
     def __init__(
         self,
@@ -50,25 +50,26 @@ class Transfer:
         self._fd = fd
         self._size = size
         self._adoptable = adoptable
-        # Per stripe: which nodes have it, and the configuration under which that is known.
+        # By stripe and node: the configuration under which the node acknowledged the stripe.
         self._acknowledged: dict[int, dict[int, GroupConfig]] = {}
         self._guards: dict[bytes, int] = {}
-        # What a node takes over is the very file that the program may have mapped.
+        # An adopted file is the very file that the program may still have mapped.
         self._wants_digests = verify and not (mapped and adoptable)
         self._mapped = mapped
         self._stamp: tuple[int, int] | None = None
-        # Which are hashed as their bytes pass.
+        # The stripes that are hashed while their bytes pass through this process.
         self._passing: dict[int, Stripe] = {}
-        # For the version's record, once `complete` has returned.
+        # The digests for the version's record, once `complete` has returned.
         self.digests = b""
-        # Whoever may have got some of it.
+        # The nodes that may have received a part of it.
         self.asked: set[int] = set()
 
     async def complete(self) -> list[Compare]:
-        """Send what is missing under the present configurations, and return what to compare.
+        """Send what is missing under the present configurations, and return the compares of the
+        transaction.
 
-        Call again when a compare did not hold. Raises OSError: ENOSPC, or ETIMEDOUT when a group had
-        no reachable members for too long.
+        Call again if a compare failed. Raises OSError: ENOSPC, or ETIMEDOUT if a group had no reachable
+        members for too long.
         """
         self._guards.clear()
         hashing = self._wants_digests and not self.digests
@@ -109,8 +110,8 @@ class Transfer:
         return status.st_size, status.st_mtime_ns
 
     def _bytes_pass(self) -> bool:
-        """Whether they pass through memory of ours, so that they are hashed there; what does not after
-        all is read again."""
+        """Return whether the bytes will pass through this process's memory, and so be hashed there. Bytes
+        that do not after all are read again."""
         cluster = self._cluster
         found = cluster.groups.get(cluster.group(self._layout, 0))
         return (
@@ -127,8 +128,8 @@ class Transfer:
         return await digests_of(self._fd, self._size, self._layout)
 
     async def _stayed(self) -> bool:
-        """Whether what was sent is what was hashed. A file that was written on meanwhile is on the nodes
-        as it was at some moments: it goes without digests, which would make it unreadable."""
+        """Return whether the hashed bytes are those that were sent. If the file was written meanwhile, the
+        nodes have a mixture of old and new bytes, which any digest would make unreadable: it gets none."""
         if self._present_stamp() != self._stamp:
             return False
         return not self._mapped or await self._present_digests() == self.digests
@@ -165,7 +166,7 @@ class Transfer:
                     log.info("content %x: %s; another way is looked for", self._content, error)
                 waits = True
             except OSError as error:
-                # A node that is only joining, and full, is about to be given up by its group.
+                # A full node that is only joining is about to be dropped by its group.
                 if error.errno != errno.ENOSPC or not config.joining or time.monotonic() > full:
                     raise
                 with trio.move_on_after(_LOOK_AGAIN_S):
@@ -184,7 +185,7 @@ class Transfer:
                 await cluster.groups.changed()
 
     def _still_have(self, stripe: int, config: GroupConfig) -> set[int]:
-        """The nodes whose acknowledgement counts under this configuration."""
+        """Return the nodes whose acknowledgement counts under this configuration."""
         known = self._acknowledged.setdefault(stripe, {})
         for node, before in list(known.items()):
             if has_still(before, config, node):
@@ -194,7 +195,8 @@ class Transfer:
         return set(known)
 
     def _ordered(self, nodes: list[int]) -> list[int]:
-        """The chain: the node on this host first, as it costs nothing to give it to."""
+        """Return the nodes in the order of the chain: the one on this host first, as sending to it costs
+        nothing."""
         here = self._cluster.here
         return sorted(nodes, key=lambda node: node != here)
 
@@ -220,7 +222,8 @@ class Transfer:
     async def _put(
         self, extent: Extent, target: Target, nodes: list[int], offset: int, length: int
     ) -> None:
-        """To all at once: for little data the links of a chain cost more than the link of this host."""
+        """Send to all nodes at once: for little data, a chain's extra hops cost more than this host's
+        link."""
         data = os.pread(self._fd, length, offset)
         if len(nodes) == 1:
             await self._cluster.peers.device(nodes[0]).put(extent, target, data)
@@ -236,9 +239,9 @@ class Transfer:
     async def _send_around(
         self, stripe: int, found: tuple[GroupConfig, int], group: int, missing: list[int]
     ) -> bool:
-        """The chain is broken somewhere: give it to each node by itself, and let the others check on
-        those that cannot be reached from here. Returns whether all have it. Raises Distrusted if none
-        of them will ever take it."""
+        """Send to each node by itself after the chain broke, and let the others check the nodes that cannot
+        be reached from here. Return whether all have it. Raises Distrusted if none of them will ever accept
+        it."""
         cluster = self._cluster
         lost = []
         refusals = []
@@ -266,10 +269,10 @@ class Transfer:
     async def _send_through(
         self, stripe: int, found: tuple[GroupConfig, int], group: int, node: int
     ) -> bool:
-        """Reach a member by way of another one, or have it evicted if that cannot reach it either."""
+        """Send to a member by way of another one, or have it evicted if that cannot reach it either."""
         cluster = self._cluster
         if node not in cluster.members.nodes:
-            return False  # its lease is over: the group's leader is about to take it out
+            return False  # its lease is over: the group's leader is about to drop it
         for other in sorted(self._acknowledged[stripe]):
             try:
                 await self._send(stripe, found, group, [other, node])
@@ -287,6 +290,6 @@ class Transfer:
 
 
 async def digests_of(fd: int, size: int, layout: Layout) -> bytes:
-    """The digests that a version's record has, of a file that holds its bytes."""
+    """Return the digests for a version's record, of a file that holds the version's bytes."""
     spans = [layout.span(size, stripe) for stripe in range(layout.stripes(size))]
     return fold([await digest_of(fd, *span) for span in spans])
