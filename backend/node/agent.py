@@ -1,8 +1,9 @@
 """The leader's work: bringing groups to where they belong, one configuration change at a time.
 
-Each node runs an agent; it changes the groups whose first live member in sync it is. Two agents may
-believe that of themselves for a moment: what they put compares the revision they looked at, so one of
-them is told to look again. groups.next_step decides what is to be done, here is when.
+Each node runs an agent, which changes the groups whose first live member in sync is this node. Two agents
+may both take themselves for a group's leader for a moment: each put compares the revision that it was
+decided on, so one of them fails and looks again. groups.next_step decides the next step; this module
+decides when.
 """
 
 import logging
@@ -30,18 +31,18 @@ __all__ = ["Agent"]
 
 log = logging.getLogger(__name__)
 
-# Events come in bursts (a node's death touches all its groups): one look for all of them.
+# Events come in bursts (a node's death touches all its groups): look once for all of them.
 GATHER_S = 0.02
 RETRY_S = 1.0
 LOOK_ANYWAY_S = 10.0
-# A live node that somebody could not reach, or that was full, is not given groups for so long; doubled
-# when it happens again soon after.
+# A live node that a writer could not reach, or that was full, is given no groups for so long; twice as long
+# if it happens again soon.
 SHUN_FIRST_S = 5.0
 SHUN_MAX_S = 300.0
 PING_TIMEOUT_S = 2.0
-# A ping's answer counts for so long: many writers complain about a node at the same time.
+# A ping's answer is used for so long: many writers complain about a node at the same time.
 PING_FRESH_S = 0.5
-# A node with less room is not given groups to fill.
+# A node with less free room than this share is given no groups to fill.
 ROOM_SHARE = 0.02
 
 
@@ -79,7 +80,7 @@ class Agent:
         self._members_before: dict[int, tuple[int, ...]] = {}
         self._pinging: dict[int, trio.Lock] = {}
         self._answers: dict[int, tuple[float, bool]] = {}
-        self._waits_for_names = False  # to go: nothing tells of that
+        self._waits_for_names = False  # to go: no event tells when they are gone
         self._handover = handover
         self.housekeeping = Housekeeping(
             node, engine, replica, members, groups, session, rereplicate_after_s=rereplicate_after_s
@@ -90,7 +91,7 @@ class Agent:
         groups.pool_wanted.append(self._targets_changed)
 
     async def run(self) -> None:
-        """Lead, until the session is released."""
+        """Lead groups until the session is released."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.housekeeping.forget_history)
             if self._handover is not None:
@@ -122,11 +123,11 @@ class Agent:
             await trio.sleep(GATHER_S)
 
     async def evict(self, group: int, node: int) -> bool:
-        """A writer cannot reach a member and asks whether it is needed. Returns whether it is not a
-        member any more.
+        """Take a member that a writer cannot reach out of its group, if that is right. Return whether it is
+        not a member any more.
 
-        Only what holds everything may take another out, and only one that it cannot reach either.
-        Raises OSError when etcd cannot be asked.
+        Only a member that holds everything may do so, and only if it cannot reach the other one either.
+        Raises OSError if etcd cannot be asked.
         """
         await self._replica.barrier()
         found = self._groups.get(group)
@@ -144,9 +145,9 @@ class Agent:
         return await self._put({group: (revision, without(config, node))})
 
     async def leave(self) -> int:
-        """Before a clean stop: take this node out of every group that has another live member in sync,
-        so that nobody waits for it. Returns how many groups have none, and are not served until it is
-        back. Raises OSError."""
+        """Prepare a clean stop: take this node out of every group that has another live member in sync, so
+        that no writer waits for it. Return how many groups have none, and are not served until it is back.
+        Raises OSError."""
         while True:
             alone = 0
             changes = {}
@@ -161,7 +162,7 @@ class Agent:
                 return alone
 
     def status(self) -> dict[str, Any]:
-        """Figures about all groups, and about what is copied to this node."""
+        """Return figures about all groups, and about what is copied to this node."""
         live = self._members.nodes.keys()
         configs = self._groups.all()
         progress = self._resync.progress()
@@ -189,7 +190,7 @@ class Agent:
     # --- one look at everything
 
     async def _lead(self) -> bool:
-        """Take the next step in each group that is led from here. Returns whether there was any."""
+        """Take the next step in each group that this node leads. Return whether there was any."""
         live = set(self._members.nodes)
         filling = Counter(
             node for config, _ in self._groups.all().values() for node in config.joining
@@ -222,9 +223,9 @@ class Agent:
         return True
 
     async def _begin_anew(self) -> bool:
-        """Empty the groups whose members in sync were all removed for good, as soon as no inode names
-        anything there (`irdmafs cluster remove --force` sees to that). They have no leader: the elected
-        node does it. Returns whether there was any."""
+        """Empty the groups whose members in sync were all removed for good, once no inode names anything in
+        them (`irdmafs cluster remove --force` sees to that). They have no leader: the elected node does it.
+        Return whether there was any."""
         self._waits_for_names = False
         if not self.housekeeping.acts():
             return False
@@ -240,8 +241,8 @@ class Agent:
         return bool(lost)
 
     async def _empty(self, groups: list[int], gone: tuple[int, ...]) -> None:
-        """In two steps: a publish may still be under way that the dead members have acknowledged. After
-        the first it fails, so what is named then is all there ever will be."""
+        """Empty these groups in two steps: a publish that the dead members acknowledged may still be under
+        way. The first step makes it fail, so that no more is named afterwards."""
         known = self._groups.all()
         fenced = {group: refenced(known[group][0]) for group in groups if group in known}
         changes = {group: (known[group][1], config) for group, config in fenced.items()}
@@ -270,14 +271,14 @@ class Agent:
         return self._handover is None or self._handover.may_step(group, config, step, live)
 
     def look(self) -> None:
-        """There may be something to do."""
+        """Note that there may be something to do."""
         self._wake.set()
 
     def _live_target(self, group: int) -> tuple[int, ...]:
         return tuple(node for node in self._target(group) if node in self._members.nodes)
 
     async def _put(self, changes: dict[int, tuple[int, GroupConfig]]) -> bool:
-        """Returns when the outcome is known here: whether all were put."""
+        """Put configurations, and return whether all were put once the outcome is known here."""
         newest, late = await self._groups.change(self._engine, changes)
         if late:
             await self._replica.barrier()
@@ -286,7 +287,7 @@ class Agent:
         return not late
 
     def _target(self, group: int) -> tuple[int, ...]:
-        """Where a group should be; (): stays where it is."""
+        """Return the nodes where a group should be; (): where it is."""
         known = self._members.targets.get(group >> GROUP_BUCKET_BITS)
         return known[0].target(group) if known is not None else ()
 
@@ -307,7 +308,7 @@ class Agent:
 
     def _node_changed(self, node: int) -> None:
         if node not in self._members.nodes:
-            # If it comes back it has registered anew, and may be another process.
+            # If it comes back it registers anew, and may be another process.
             self._shunned.pop(node, None)
             self._answers.pop(node, None)
         self._wake.set()
@@ -332,7 +333,7 @@ class Agent:
         log.warning("node %x is given no groups to fill for %g s: it %s", node, pause_s, reason)
 
     async def _answers_now(self, node: int) -> bool:
-        """Whether a node can be reached from here."""
+        """Return whether this node can reach another one."""
         if node == self.node:
             return True
         async with self._pinging.setdefault(node, trio.Lock()):
@@ -350,7 +351,7 @@ class Agent:
             return answer
 
     def _quiet_s(self) -> float:
-        """How long nothing becomes due by time alone."""
+        """Return for how many seconds nothing becomes due by time alone."""
         now = time.monotonic()
         due = [since + self.rereplicate_after_s for since in self._members.dead_since.values()]
         due += [until for until, _ in self._shunned.values()]

@@ -1,21 +1,21 @@
-"""What should be on this node, and what need not be any more.
+"""The catalog of a store node: which extents should be on it, and which may go.
 
-A consumer of the replica hub: inodes name contents, and a group's configuration says which nodes keep
-their extents. As all changes come in the order of their revisions, what is decided here is right the
-moment it is decided: a session that is gone has published all it ever will, a content that was
-superseded is not named again. An extent on this node is
+It is a consumer of the replica hub: inodes name contents, and a group's configuration tells which nodes
+keep their extents. Changes come in the order of their revisions, so a decision is right at the moment it is
+made: a session that is gone has published all it ever will, and a superseded content is never named again.
+An extent on this node is
 
-    named     an inode names its content. It stays while we are a member of its group, and a while longer:
-              a node that was evicted often comes back, and then need not fetch it again
-    pending   sealed, not named yet: it stays as long as the session that writes it
+    named     an inode names its content. It stays while this node is in its group, and a while longer:
+              an evicted node often comes back, and then need not fetch it again
+    pending   sealed and not named yet: it stays as long as the session that writes it
     retired   no longer named, but pinned: it stays until the last pin goes
 
-and goes otherwise: it is freed if the change that left it without a name was seen here, in its order. One
-that is merely found to have no name, at the start or after a gap in the watch, is put into quarantine
-(quarantine.py), and taken back should it be named again.
+and is removed otherwise. It is freed if the change that took its name was seen here, in order. If it is
+only found without a name, at the start or after a gap in the watch, it is put into quarantine
+(quarantine.py), and taken back if it is named again.
 
-One that was published, and superseded while the node was down, is told from a pending one by its mark
-(Files.mark_named); if the node died before it could set it, it stays with its session.
+A mark (Files.mark_named) tells an extent that was published, and superseded while the node was down, from a
+pending one. If the node died before it could set the mark, the extent stays as long as its session.
 """
 
 import logging
@@ -42,8 +42,8 @@ __all__ = ["Catalog", "Check"]
 
 log = logging.getLogger(__name__)
 
-# An extent that arrives after its content came and went (its sender was stopped for a while) is refused
-# if the content is among the last ones that went.
+# How many contents that went are remembered. An extent of one of them that arrives late (its sender was
+# stopped for a while) is refused.
 _REMEMBERED_GONE = 1 << 16
 _LEFT_KEPT_S = 600.0
 _TIDY_S = 10.0
@@ -60,8 +60,8 @@ class Check(NamedTuple):
 
 
 class Catalog:
-    """`buckets` is the cluster's setting. Nothing is freed before `begin`. `wanted(group)` says whether
-    this node may soon be a member of a group again that it has left."""
+    """`buckets` is the cluster's setting. Nothing is freed before `begin`. `wanted(group)` tells whether
+    this node may soon become a member again of a group that it has left."""
 
     prefixes = (b"i", b"p", b"m")
 
@@ -87,12 +87,12 @@ class Catalog:
         self._by_group: dict[int, set[int]] = {}  # group -> contents
         self._pins: dict[int, set[int]] = {}  # content -> leases
         self._unnamed: dict[int, set[int]] = {}  # content -> stripes that are here
-        # Contents that were found to have no name, and not seen to lose it.
+        # Contents found without a name whose loss of it was not seen here.
         self._found_unnamed: set[int] = set()
         self._gone: dict[int, None] = {}  # contents, the oldest first
         self._mine: set[int] = set()  # groups we are a member of
-        # Groups of which there may be extents all the same: since when, and whether they were seen to be
-        # left.
+        # Groups this node has left, of which it may still have extents: since when, and whether it saw
+        # itself leave.
         self._left: dict[int, tuple[float, bool]] = {}
         self._busy = trio.Event()
         groups.group_changed.append(self._group_changed)
@@ -105,7 +105,7 @@ class Catalog:
     def figures(self) -> CatalogFigures:
         return CatalogFigures(
             freed_extents=self.freed_extents,
-            # Those of open sessions, and pinned ones.
+            # Extents of open sessions, and pinned ones.
             pending_extents=sum(map(len, self._unnamed.values())),
             named_contents=len(self._named),
             quarantined_extents=len(self._files.quarantine),
@@ -132,7 +132,7 @@ class Catalog:
         ]
 
     def is_missing(self, extent: Extent) -> bool:
-        """Whether it is named, in a group that this node is a member of, and not here."""
+        """Return whether an extent is named, in a group of this node, and not here."""
         found = self._named.get(extent.content)
         if found is None or extent in self._files:
             return False
@@ -142,7 +142,7 @@ class Catalog:
         )
 
     def check_of(self, extent: Extent) -> Check | None:
-        """None: nothing is known that it could be checked by."""
+        """Return the digests to check an extent by, None if none are known."""
         found = self._named.get(extent.content)
         if found is None or not found[1].digests:
             return None
@@ -158,20 +158,20 @@ class Catalog:
         )  # fmt: skip
 
     def allocated(self, extent: Extent, length: int) -> int:
-        """How many bytes of a named extent of this length are not in holes, at most; those, where there
-        are none worth it."""
+        """Return how many bytes of a named extent of this length lie outside holes, at most; the length if
+        its holes are too small to matter."""
         found = self._named.get(extent.content)
         if found is None:
             return length
         return min(length, allocated_bytes(found[1].size, found[1].blocks))
 
     def ino_of(self, content: int) -> int:
-        """The inode whose content it is; 0: none's."""
+        """Return the inode whose content it is, 0 if there is none."""
         found = self._named.get(content)
         return found[0] if found is not None else 0
 
     def home_of(self, extent: Extent) -> int | None:
-        """Where a named extent belongs."""
+        """Return the group of a named extent."""
         found = self._named.get(extent.content)
         if found is None:
             return None
@@ -182,8 +182,8 @@ class Catalog:
         return found is not None and self._files.node in found[0].members
 
     def may_store(self, content: int) -> bool:
-        """Whether an extent of this content may still become needed: of a session that is open, or
-        named. Right as far as the replica is."""
+        """Return whether an extent of this content may still be needed: its session is open, or it is
+        named. It is right as far as the replica is."""
         if content in self._named:
             return True
         return session_of(content) in self.sessions and content not in self._gone
@@ -191,7 +191,7 @@ class Catalog:
     # -- consumer of the replica -----------------------------------------------------------------
 
     def load(self, records: Sequence[KeyValue], revision: int) -> None:
-        """The whole content of our prefixes, at first or after a gap in the watch."""
+        """Take the whole content of our prefixes, at first or after a gap in the watch."""
         self._revision = revision
         before = set(self._named)
         for index in (self._by_ino, self._named, self._by_group, self._pins, self._leases):
@@ -210,12 +210,12 @@ class Catalog:
         doubtful: set[int] = set()
         for event in events:
             doubtful.update(self._take(event.key, event.value, event.revision))
-        # Only now: one transaction may take a content from one inode and give it to another.
+        # Not before: one transaction may move a content from one inode to another.
         for content in doubtful:
             self._reconsider(content)
 
     def _take(self, key: bytes, value: bytes | None, revision: int) -> Sequence[int]:
-        """Returns the contents that may have to go."""
+        """Apply a change of a key. Return the contents that may have to go."""
         kind, number = key[:1], int.from_bytes(key[1:9], "big")
         if kind == b"i":
             return self._take_inode(number, value, revision)
@@ -231,7 +231,7 @@ class Catalog:
             try:
                 inode = Inode.decode(ino, value, revision)
             except msgspec.DecodeError as error:
-                # What it names is not known, so whatever it named before stays.
+                # Its content is not known, so the one it named before stays.
                 log.error("the record of inode %d in etcd is damaged: %s", ino, error)
                 return ()
             if inode.extent and inode.layout.replicas:
@@ -262,7 +262,8 @@ class Catalog:
             self._settle(Extent(named.content, stripe), named)
 
     def _bring_back(self, content: int) -> int:
-        """Take what is in quarantine, named (again), and to be here. Returns how many extents."""
+        """Take extents of a content that is named again, and belongs here, out of quarantine. Return how
+        many."""
         found, count = self._named.get(content), 0
         if found is None:
             return 0
@@ -337,13 +338,13 @@ class Catalog:
     # -- what is here ----------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The replica and the groups are loaded: find out about what the last process left here, and
-        free what need not be."""
+        """Look over the extents that the last process left here, and free those that need not stay. The
+        replica and the groups must be loaded."""
         self._begun = True
         self._look_over()
 
     def sealed(self, extent: Extent) -> None:
-        """An extent has just been sealed. To be called in the event loop."""
+        """Note that an extent has just been sealed. Call it in the event loop."""
         found = self._named.get(extent.content)
         if found is not None:
             self._settle(extent, found[1])
@@ -352,22 +353,22 @@ class Catalog:
             self._reconsider(extent.content)
 
     def give_up(self, content: int) -> None:
-        """Its writer will not publish it."""
+        """Note that the content's writer will not publish it."""
         if content not in self._named:
             self._remember_gone(content)
             self._found_unnamed.discard(content)
             self._reconsider(content)
 
     def make_room(self, wanted_bytes: int = 0) -> None:
-        """The store is full: free at once what is kept just in case, of what is in quarantine only so
-        much. The next `Files.reap` gives the memory back."""
+        """Free at once what is kept just in case, as the store is full; from quarantine only as much as is
+        wanted. The next `Files.reap` gives the memory back."""
         for group in list(self._left):
             self._free_left(group, seen=True)
         self._files.give_up_spares()
         self.freed_extents += self._files.tidy_quarantine(wanted_bytes)
 
     async def run(self) -> None:
-        """Give the memory of freed extents back, and look now and then for what can go."""
+        """Give back the memory of freed extents, and look now and then for extents that may go."""
         while True:
             with trio.move_on_after(_TIDY_S):
                 await self._busy.wait()
@@ -378,7 +379,7 @@ class Catalog:
             self.tidy(time.monotonic())
 
     def tidy(self, now: float) -> None:
-        """Free extents of groups that were left long ago (`now` is time.monotonic()) or for good, and
+        """Free extents of groups that this node left for good or long ago (`now` is time.monotonic()), and
         working copies whose mount is gone."""
         for group, (since, seen) in list(self._left.items()):
             if now - since > _LEFT_KEPT_S or not self._wanted(group):
@@ -386,12 +387,12 @@ class Catalog:
         self.freed_extents += self._files.tidy_quarantine()
         for name, content in self._files.incoming.working_copies().items():
             session = session_of(content)
-            # One that is newer than what we know of is open.
+            # A session newer than the replica counts as open.
             if session <= self._revision and session not in self.sessions:
                 self._files.incoming.remove(name)
 
     def _look_over(self) -> None:
-        """Decide on every extent that is here."""
+        """Decide about every extent that is here."""
         self._unnamed.clear()
         self._found_unnamed.clear()
         if count := sum(map(self._bring_back, self._files.quarantine.contents())):
@@ -416,7 +417,7 @@ class Catalog:
             )  # fmt: skip
 
     def _settle(self, extent: Extent, named: Named) -> None:
-        """A named extent is here: is it what it should be, and where it should be?"""
+        """Check whether a named extent that is here is right and belongs here."""
         size = self._files.size(extent)
         if size is None:
             return

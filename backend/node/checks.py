@@ -1,8 +1,8 @@
-"""Telling right bytes from wrong ones: an extent's digest against the record of its version.
+"""Telling right bytes from wrong ones by comparing an extent's digest with its version's record.
 
-A record has a digest for each stripe, or, of contents with many stripes, for runs of them (see
-store/digest.py). An extent of such a run is checked together with what other nodes say of theirs: some
-combination of the copies that there are must give the digest of the run.
+A record has a digest for each stripe, or, for contents with many stripes, one for each run of them (see
+store/digest.py). An extent of such a run is checked together with the digests that other nodes report of
+theirs: some combination of the existing copies must give the digest of the run.
 """
 
 import itertools
@@ -25,7 +25,7 @@ __all__ = ["Checks", "Verdict"]
 
 log = logging.getLogger(__name__)
 
-# The most combinations of copies of a run's stripes to try. There is one as long as all copies are right.
+# The most combinations of copies to try. There is only one as long as all copies are right.
 _COMBINATIONS_MAX = 4096
 _REMEMBERED = 1 << 16
 _TOLD_S = 60.0
@@ -72,12 +72,13 @@ class Checks:
         self._members = members
         self._groups = groups
         self._device = device
-        # Digests of extents here that others asked for: a run of n stripes is asked for n times.
+        # Digests of extents here that other nodes asked for: those of a run of n stripes ask n times.
         self._told: OrderedDict[Extent, tuple[bytes, float]] = OrderedDict()
         self._forgotten = 0  # how often `forget` was called
 
     async def tell(self, extent: Extent) -> bytes:
-        """The digest of what is here, maybe as it was a minute ago. Raises OSError: ENOENT."""
+        """Return the digest of the extent here, maybe as it was up to a minute ago. Raises OSError:
+        ENOENT."""
         found, at = self._told.get(extent, (b"", 0.0))
         if not found or time.monotonic() - at > _TOLD_S or extent not in self._files:
             held = self._files.hold(extent)
@@ -95,7 +96,7 @@ class Checks:
         return found
 
     def forget(self, extent: Extent) -> None:
-        """Its file is another one, or has turned out to be damaged."""
+        """Forget an extent's digest: its file was replaced, or has turned out to be damaged."""
         self._forgotten += 1
         self._told.pop(extent, None)
 
@@ -106,7 +107,7 @@ class Checks:
             return Verdict.UNKNOWN
         if len(check.stripes) == 1:
             return Verdict.RIGHT if check.digests.match(check.part, [digest]) else Verdict.WRONG
-        # Most copies are right: ask no more than it takes to see that.
+        # Most copies are right: ask no more nodes than it takes to see that.
         found: list[dict[bytes, None]] = []
         for stripe, group in zip(check.stripes, check.groups, strict=True):
             one = Extent(extent.content, stripe)
@@ -132,8 +133,8 @@ class Checks:
     async def _ask(
         self, extent: Extent, group: int, found: dict[bytes, None], enough: int = 0
     ) -> bool:
-        """Ask members of its group for its digest and add what they tell to `found`, until that are
-        `enough` (0: ask all). Return whether everybody who was asked has answered."""
+        """Ask members of an extent's group for its digest, until `found` has `enough` of them (0: ask all).
+        Return whether every node that was asked has answered."""
         answered = True
         for node in self._holders(group):
             try:
@@ -158,7 +159,7 @@ class Checks:
             yield from (node for node in found[0].in_sync if node in self._members.nodes)
 
     def _all_live(self, check: Check) -> bool:
-        """Return whether everybody who may have a right copy could be asked."""
+        """Return whether every node that may have a right copy could be asked."""
         configs = (self._groups.get(group) for group in check.groups)
         return all(
             found and self._members.nodes.keys() >= set(found[0].in_sync) for found in configs

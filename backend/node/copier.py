@@ -1,8 +1,8 @@
 """Copying extents from other members of a group into this node's store.
 
-What comes is compared with the record of its version: a copy that is wrong is never taken while there
-may be a right one, and whoever sent it is told. Where every member in sync has been asked and none has
-it right, it is kept as it is, and said to be wrong: it may be all that is left of a file.
+A copy is compared with its version's record. A wrong one is not kept while there may be a right one, and
+its sender is told. If all members in sync were asked and none has it right, the wrong copy is kept and
+reported: it may be all that is left of a file.
 """
 
 import errno
@@ -34,7 +34,7 @@ READS_AT_ONCE = 4
 SMALL_BYTES = 64 << 10
 BATCH_EXTENTS = 64
 BATCH_BYTES = 1 << 20
-# A read is cut into pieces of this size when the rate is limited, so that it is kept evenly.
+# With a limited rate, reads are cut into pieces of this size, to keep the rate even.
 THROTTLED_READ_BYTES = 4 << 20
 RATE_WINDOW_S = 10.0
 
@@ -58,39 +58,40 @@ class Judge(Protocol):
 
 
 class Catalog(Protocol):
-    """What should be on this node (backend/node/catalog.py)."""
+    """The extents that should be on this node (backend/node/catalog.py)."""
 
     def extents_of(self, group: int) -> Iterator[tuple[Extent, int]]:
-        """The named extents of a group, here or not, with their sizes in bytes."""
+        """Return the named extents of a group, here or not, with their sizes in bytes."""
         ...
 
     def pools_in_use(self) -> set[int]:
-        """The pools (see placement.pool_of) in which an extent is named."""
+        """Return the pools (see placement.pool_of) in which an extent is named."""
         ...
 
     def missing(self, group: int) -> list[tuple[Extent, int]]:
-        """The named extents of a group that are not here, with their sizes in bytes."""
+        """Return the named extents of a group that are not here, with their sizes in bytes."""
         ...
 
     def allocated(self, extent: Extent, length: int) -> int:
-        """How many bytes of a named extent are not in holes, at most."""
+        """Return how many bytes of a named extent lie outside holes, at most."""
         ...
 
     def is_named(self, content: int) -> bool:
-        """Whether it is some inode's current content."""
+        """Return whether it is some inode's current content."""
         ...
 
     def is_missing(self, extent: Extent) -> bool:
-        """Whether it is named, in a group that this node is a member of, and not here."""
+        """Return whether an extent is named, in a group of this node, and not here."""
         ...
 
     def sealed(self, extent: Extent) -> None:
-        """An extent has just been sealed."""
+        """Note that an extent has just been sealed."""
         ...
 
 
 class Throttle:
-    """A token bucket without a burst: bytes per second, 0: unlimited. May be changed any time."""
+    """A token bucket without a burst, of bytes per second (0: unlimited). The rate may be changed any
+    time."""
 
     def __init__(self, bytes_per_s: float = 0.0) -> None:
         self.bytes_per_s = bytes_per_s
@@ -106,8 +107,8 @@ class Throttle:
 
 
 class Copier:
-    """`device` gives the transport to a node. `copied_bytes` grows with what arrives. `kept_wrong` is told
-    of an extent that was kept although it is wrong, as nobody in sync has it right."""
+    """`device` returns the transport to a node. `copied_bytes` counts received bytes. `kept_wrong` is told
+    of each extent that was kept although it is wrong, as no member in sync has it right."""
 
     def __init__(
         self,

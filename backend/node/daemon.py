@@ -1,8 +1,8 @@
 """One store node from start to end.
 
-The order of the start is the point: what this node keeps is compared with what the cluster says it
-should keep before the node registers, and it registers when it can be asked. In a clean stop the order is
-the reverse, and nobody has to wait for a lease to expire.
+The order of the start matters: the node compares what it keeps with what the cluster says it should keep
+before it registers, and it registers only when it can be asked. A clean stop runs in reverse order, and
+nobody has to wait for a lease to expire.
 """
 
 import logging
@@ -65,10 +65,10 @@ __all__ = ["serve_node"]
 
 log = logging.getLogger(__name__)
 
-# The node's key says how much room there is. It is put again when that has changed by this share.
+# The node's key has its free room. It is put again when that has changed by this share.
 _SPACE_SHARE = 0.02
 _SPACE_PERIOD_S = 5.0
-# A clean stop takes at most the sum of these.
+# A clean stop takes at most the sum of these two.
 _LEAVE_S = 5.0
 _DRAIN_S = 10.0
 _RELEASE_S = 3.0
@@ -77,15 +77,15 @@ _RELEASE_S = 3.0
 async def serve_node(
     config: ClusterConfig, ready: Callable[[str], None], *, patient: bool = True
 ) -> None:
-    """Be a store node of a cluster until a signal says so; `ready` is called when it begins to serve, with
-    its id and address, and again if it begins anew. The first SIGTERM or SIGINT lets what is being received
-    end and gives the lease back, the second one ends at once. Where etcd went back in time the node waits,
-    also before it has served if it is `patient`.
+    """Be a store node of a cluster until a signal arrives. `ready` is called when it begins to serve, with
+    its id and address, and again if it begins anew. The first SIGTERM or SIGINT waits for transfers under
+    way and gives the lease back, the second one ends at once. If etcd went back in time the node waits,
+    before its first service only if it is `patient`.
 
-    Raises ConfigError, StoreInUse, kv.Damaged or OSError with a line for whoever started it.
+    Raises ConfigError, StoreInUse, kv.Damaged or OSError with a line for the user.
     """
     raise_open_files_limit()
-    config.listen()  # before anything is touched
+    config.listen()  # raises an error before anything is changed
     try:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
             async with trio.open_nursery() as nursery:
@@ -99,7 +99,8 @@ async def serve_node(
 
 
 class _Turn:
-    """`stop` tells the node to end in order, once it `serves`. `renewal` reads its certificates again."""
+    """One run of the node. `stop` ends it in order, once it `serves`; `renewal` reads its certificates
+    again."""
 
     def __init__(self, patient: bool) -> None:
         self.patient = patient
@@ -109,7 +110,7 @@ class _Turn:
 
 
 async def _served(config: ClusterConfig, turn: _Turn, ready: Callable[[str], None]) -> bool:
-    """Returns whether the node has to begin anew, as etcd is not the one that it knew."""
+    """Run the node. Return whether it has to begin anew, as etcd is not in the state that it knew."""
     went_back = False
     try:
         await _serve_once(config, turn, ready)
@@ -124,8 +125,8 @@ async def _served(config: ClusterConfig, turn: _Turn, ready: Callable[[str], Non
 
 
 async def _heed(signals: AsyncIterator[int], turn: _Turn, scope: trio.CancelScope) -> None:
-    """The first signal ends the node in order; the next one, or one before it serves, at once. SIGHUP to a
-    node without a terminal has it read its certificates again."""
+    """End the node in order at the first signal; at once at the next one, or before it serves. SIGHUP makes
+    a node without a terminal read its certificates again."""
     ends_by_hangup = has_terminal()
     async for number in signals:
         if number == signal.SIGHUP and not ends_by_hangup:
@@ -159,7 +160,7 @@ async def _serve_once(config: ClusterConfig, turn: _Turn, ready: Callable[[str],
 
 
 class _Node:
-    """The parts of a store node, each made with what it needs, and their start and end."""
+    """The parts of a store node, made with what each of them needs, and their start and end."""
 
     def __init__(
         self,
@@ -185,7 +186,7 @@ class _Node:
         own = [credentials.renewable] if credentials is not None else []
         self._renewal = turn.renewal = Renewal([*own, *engine.renewables])
 
-        # What the cluster is.
+        # The state of the cluster.
         address = NodeAddress(
             address="", control_port=0, data_port=0, transports=["tcp"], host=section.host,
             store=os.path.realpath(files.directory), total_bytes=0, free_bytes=0,
@@ -203,7 +204,7 @@ class _Node:
         )
         self._inspection = inspection = Inspection(engine, replica, groups, catalog, files)
 
-        # What is kept here, and copied.
+        # Extents that are kept and copied.
         movers = all_movers(rdma, streams=section.streams, encrypt_data=section.encrypt_data)
         self._peers = peers = Peers(
             members.address, movers, credentials=credentials, name=f"{node:x}", role="node",
@@ -230,7 +231,7 @@ class _Node:
             rereplicate_after_s=section.rereplicate_after,
         )  # fmt: skip
 
-        # What others are given.
+        # Service to other processes.
         self._service = service = NodeService(
             files, catalog, room, replica, members, groups, session, agent.evict, self._status,
             inspection.report, scrub=scrub,
@@ -244,7 +245,7 @@ class _Node:
         members.node_changed.append(lambda changed: listener.end_rights())
 
     async def run(self, ready: Callable[[str], None]) -> None:
-        """Serve until the turn says so."""
+        """Serve until the turn is told to stop."""
         nursery, where = self._nursery, self._where
         nursery.start_soon(self._renewal.run)
         await self._replica.start(nursery)
@@ -268,7 +269,7 @@ class _Node:
             await self._end()
 
     def _is_gone(self, peer: Peer) -> bool:
-        """A session that began later than what is known here may well go on."""
+        """Return whether a peer's session is over. One newer than the replica counts as going on."""
         if not 0 < peer.session <= self._replica.applied:
             return False
         if peer.role == "node":
@@ -307,7 +308,7 @@ class _Node:
     # -- ending ----------------------------------------------------------------------------------
 
     async def _end(self) -> None:
-        """Hand over what this node is responsible for, and go."""
+        """Hand over this node's responsibilities, and end."""
         with trio.move_on_after(_LEAVE_S):
             try:
                 alone = await self._agent.leave()
@@ -342,7 +343,7 @@ class _Node:
         try:
             yield
         finally:
-            # Its thread may be waiting for this one to look figures up.
+            # The server's thread may be waiting for this thread to collect figures.
             await trio.to_thread.run_sync(server.close)
 
     def _figures(self) -> list[Any]:
@@ -364,7 +365,7 @@ class _Node:
         }
 
     def _own_groups(self) -> dict[str, int]:
-        """How many groups this node is a member of, by what it is in them."""
+        """Return the number of groups that this node is a member of, by its role in them."""
         node = self._files.node
         states: Counter[str] = Counter()
         for config, _ in self._groups.all().values():
@@ -376,8 +377,8 @@ class _Node:
 
 
 async def _admit(engine: SharedEngine, files: Files, weight: float, labels: dict[str, str]) -> None:
-    """Make the node known with this weight and these labels; a known one stays up or draining. Raises
-    Removed."""
+    """Register the node with this weight and these labels; a known one keeps its state, up or draining.
+    Raises Removed."""
     if not files.identity.admitted:
         if await admit(engine, files.node, NodeRecord("up", weight, labels)):
             log.info("this store is new to the cluster")

@@ -1,9 +1,9 @@
-"""A store node's directory: what lies where.
+"""A store node's directory, and where things lie in it.
 
-STORE/node.json             which node this is, for ever (identity.py)
-STORE/scrub.json            how far it has looked over what it keeps (scrub.py)
+STORE/node.json             the node's identity, for ever (identity.py)
+STORE/scrub.json            the progress of the scrub (scrub.py)
 STORE/lock                  one process at a time
-STORE/extents/CONTENT.STRIPE    sealed extents, numbers in hexadecimal; mode 0400 once it was named,
+STORE/extents/CONTENT.STRIPE    sealed extents, numbers in hexadecimal; mode 0400 once an inode named it,
                             with the sticky bit if the node made the file itself (files.py)
 STORE/incoming/_N           being received, on its way out, or spare (incoming.py)
 STORE/incoming/CONTENT      a working copy of a mount on this host, to be adopted

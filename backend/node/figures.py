@@ -23,7 +23,7 @@ class FileFigures:
 
 @dataclass(slots=True)
 class CatalogFigures:
-    """Extents that go, or may go."""
+    """Extents that were freed, or may be."""
 
     freed_extents: int = count("Extents removed: superseded, deleted or never published")
     pending_extents: int = gauge("Extents kept that are not published yet")

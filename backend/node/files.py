@@ -1,10 +1,11 @@
-"""A store node's extents: one file each, immutable once it is there.
+"""A store node's extents: one file each, immutable once it is sealed.
 
-An extent comes into being by a rename into STORE/extents, so what lies there is whole. Its file may be used
-again for another one after it (spares.py says when).
+An extent comes into being by a rename into STORE/extents, so every file there is whole. Its file may be
+reused for another extent later (spares.py tells when).
 
-A mount makes the name in STORE/lent before it opens an extent, and this process looks for it after it has
-renamed a freed extent: so either the mount does not find the extent any more, or the name is found.
+A mount makes the name in STORE/lent before it opens an extent, and this process looks for that name after
+it has renamed a freed extent. So either the mount does not find the extent any more, or this process finds
+the name.
 """
 
 import errno
@@ -46,17 +47,17 @@ __all__ = ["Files", "Held", "Incoming", "Space", "StoreInUse"]
 
 log = logging.getLogger(__name__)
 
-# A file that is at most so large is removed at once, as that takes no time.
+# A file of at most this size is removed at once, as that takes no time.
 _REMOVED_AT_ONCE_BYTES = 1 << 20
-# With less room than this share of the store, nothing is spare.
+# With less free room than this share of the store, no file is kept as a spare.
 _ROOM_SHARE = 1 / 16
-# With less, the oldest in quarantine go: working copies of mounts on this host need room at once.
+# With less, the oldest in quarantine are removed: working copies of mounts on this host need room at once.
 _QUARANTINE_ROOM_SHARE = 1 / 8
 
 
 class Space(NamedTuple):
-    """Bytes. `used` is what extents take, `total` and `free` are the filesystem's or the limit's; what is
-    spare or in quarantine is free."""
+    """Sizes in bytes. `used` is what extents take, `total` and `free` are the filesystem's or the limit's;
+    spare files and the quarantine count as free."""
 
     used: int
     total: int
@@ -64,8 +65,8 @@ class Space(NamedTuple):
 
 
 class Files:
-    """An open store directory, at most `limit_bytes` of extents in it. What nothing names is kept for
-    `quarantine_s` (None: as is fit for a disk, or for memory). `mappings` knows who keeps files mapped.
+    """An open store directory, with at most `limit_bytes` of extents. Extents that nothing names are kept
+    for `quarantine_s` (None: the default of a disk, or of memory). `mappings` knows who keeps files mapped.
     Use as a context manager.
 
     Methods are for the event loop except where they say otherwise. Raises StoreInUse when another
@@ -85,14 +86,14 @@ class Files:
         self._mappings = mappings or Unmapped()
         self._created = self._reused = 0
         self._sizes: dict[Extent, int] = {}
-        self._holes: dict[Extent, int] = {}  # bytes of those that have any
+        self._holes: dict[Extent, int] = {}  # bytes in holes, of extents that have any
         self._named: set[Extent] = set()
-        # Made by an application on this host, which may have them open for writing.
+        # Extents made by an application on this host, which may have their files open for writing.
         self._foreign: set[Extent] = set()
-        self._made: dict[Extent, StoredFile] = {}  # by this process
+        self._made: dict[Extent, StoredFile] = {}  # made by this process
         self._spares = Spares()
         self._freed = 0
-        self._settled = 0  # of those that were freed, how many have lost their name for good
+        self._settled = 0  # how many freed extents have lost their name for good
         place = self._place = StoreDirectory(directory)
         try:
             self.power_safe = place.power_safe
@@ -123,7 +124,7 @@ class Files:
 
     @property
     def node(self) -> int:
-        """Its number, for ever."""
+        """Return the node's number, which never changes."""
         return self.identity.node
 
     def _forget_strays(self) -> None:
@@ -139,7 +140,7 @@ class Files:
                 self.quarantine.take_in(extent, entry.stat().st_size, self._place.extents)
 
     def _scan(self) -> None:
-        """Find sealed extents. None of their files is used again, lent or not."""
+        """Find sealed extents. Their files are never reused, lent or not."""
         for name in os.listdir(self._place.lent):
             os.unlink(name, dir_fd=self._place.lent)
         for entry in os.scandir(self._place.extents):
@@ -170,20 +171,21 @@ class Files:
         return len(self._sizes)
 
     def size(self, extent: Extent) -> int | None:
-        """Bytes of a sealed extent; None: it is not here."""
+        """Return the bytes of a sealed extent, None if it is not here."""
         return self._sizes.get(extent)
 
     def open(self, extent: Extent) -> int:
-        """A read-only descriptor of a sealed extent, the caller's to close; what it reads stays even
-        if the extent is freed: the file is lent. Raises OSError ENOENT, EMFILE."""
+        """Open a sealed extent for reading, and return the descriptor, which the caller closes. Its bytes
+        stay even if the extent is freed: the file is lent. Raises OSError ENOENT, EMFILE."""
         file = self._made.get(extent)
         if file is not None:
-            # Before it is opened, as this may be a thread: see the names in lent/.
+            # Before it is opened, as this may run in a thread (compare the names in lent/).
             file.is_lent = True
         return self._open(extent)
 
     def hold(self, extent: Extent) -> Held:
-        """As `open`, for what keeps no reference to its pages. For the event loop."""
+        """Open an extent as `open` does, for a user that keeps no reference to its pages. For the event
+        loop."""
         return Held(self._open(extent), self._made.get(extent), extent not in self._foreign)
 
     def _open(self, extent: Extent) -> int:
@@ -204,8 +206,8 @@ class Files:
     # -- coming ----------------------------------------------------------------------------------
 
     def reuse(self, length: int) -> Incoming | None:
-        """A file of exactly this length that was another extent's, with the bytes of that. For the event
-        loop."""
+        """Return a file of exactly this length that was another extent's, and has that one's bytes. For the
+        event loop."""
         for file in list(self._spares.of_length(length)):
             if self.power_safe and file.freed > self._settled:
                 continue  # a power loss could give it its old name back
@@ -221,10 +223,10 @@ class Files:
         return None
 
     def create(self, length: int, allocated: int | None = None) -> Incoming:
-        """A file of `length` bytes that has its room already, or that is a hole for which so many bytes are
-        reserved. For any thread.
+        """Make a file of `length` bytes with room for them, or a hole for which so many bytes are reserved.
+        For any thread.
 
-        Raises OSError: ENOSPC, and nothing is left of it.
+        Raises OSError: ENOSPC; no file is left then.
         """
         if allocated is None:
             allocated = length
@@ -240,8 +242,9 @@ class Files:
             os.fsync(incoming.fd)
 
     def seal(self, incoming: Incoming, extent: Extent) -> None:
-        """Its bytes are complete and hardened: from now on it is an extent. On a disk, `settle` before
-        anybody relies on it. Raises OSError EEXIST when the extent is here: what is sealed stays."""
+        """Make an extent of a file whose bytes are complete and hardened. On a disk, call `settle` before
+        anybody relies on it. Raises OSError EEXIST if the extent is here: a sealed extent is never
+        replaced."""
         if extent in self._sizes:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), extent_name(extent))
         self._put_in_place(incoming, extent)
@@ -252,7 +255,7 @@ class Files:
         if incoming.file is None:
             self._foreign.add(extent)
         else:
-            # Before it can be opened, as `open` marks it.
+            # Before the extent can be opened, as `open` marks the file.
             self._made[extent] = incoming.file
         try:
             self.incoming.move_out(incoming, extent_name(extent), self._place.extents)
@@ -264,11 +267,11 @@ class Files:
         self._named.discard(extent)
 
     def replace(self, incoming: Incoming, extent: Extent) -> None:
-        """As `seal`, in the place of an extent that is here and has turned out to be damaged."""
+        """Do as `seal`, in place of an extent that is here and has turned out to be damaged."""
         self._put_in_place(incoming, extent)
 
     def mark_named(self, extent: Extent) -> None:
-        """Remember, over a restart, that an inode named this extent: if none does any more, it has been
+        """Remember, across restarts, that an inode named this extent: if none does any more, it is
         superseded, while one without the mark may still be published. Costs 2 us, once."""
         if extent in self._sizes and extent not in self._named:
             self._named.add(extent)
@@ -292,8 +295,9 @@ class Files:
     # -- going -----------------------------------------------------------------------------------
 
     def free(self, extent: Extent) -> None:
-        """Remove an extent at once; the memory of a large one goes with the next `reap`, or when the
-        last open file of it is closed, or is kept for another one. One that is not here is no error."""
+        """Remove an extent at once. Its file is kept as a spare, or its memory goes with the next `reap`
+        (at once if it is small), or when the last descriptor is closed. One that is not here is no
+        error."""
         size = self._count_out(extent)
         if size is None:
             return
@@ -318,7 +322,7 @@ class Files:
             self._forget_file(extent)
             return
         self._freed += 1
-        # Now, as nobody can borrow it any more.
+        # Not before: now no mount can borrow it any more.
         was_borrowed = self._forget_file(extent)
         if file is None or file.is_lent or was_borrowed or not self._room_for_spare(size):
             self.incoming.condemn(name)
@@ -347,9 +351,9 @@ class Files:
             self._foreign.add(extent)
 
     def tidy_quarantine(self, wanted_bytes: int = 0) -> int:
-        """Give up what has been in quarantine for long enough, and the oldest where the store has little
-        room, or where `wanted_bytes` are wanted at once. Their memory goes with the next `reap`. Returns
-        how many went."""
+        """Remove what has been in quarantine for long enough, and the oldest if the store has little room
+        or `wanted_bytes` are wanted at once. Their memory goes with the next `reap`. Return how many were
+        removed."""
         if not len(self.quarantine):
             return 0
         space = self.space()
@@ -366,8 +370,8 @@ class Files:
         return len(due)
 
     def _forget_file(self, extent: Extent) -> bool:
-        """An extent has lost its file, or is about to. Returns whether a mount on this host ever had it
-        open."""
+        """Forget the file of an extent that lost it, or is about to. Return whether a mount on this host
+        ever had it open."""
         self._made.pop(extent, None)
         self._foreign.discard(extent)
         try:
@@ -377,7 +381,8 @@ class Files:
         return True
 
     def _room_for_spare(self, size: int) -> bool:
-        """Older ones go for it."""
+        """Return whether there is room to keep a spare file of this size; older spares are given up for
+        it."""
         space = self.space()
         limit = int(space.total * SPARES_SHARE)
         if size > limit or space.free - self._spares.bytes < space.total * _ROOM_SHARE:
@@ -387,7 +392,7 @@ class Files:
         return True
 
     def give_up_spares(self, unused_s: float = 0.0) -> None:
-        """Those that were not used for so long; their memory goes with the next `reap`."""
+        """Give up spare files unused for so long; their memory goes with the next `reap`."""
         until = time.monotonic() - unused_s
         while (file := self._spares.oldest()) is not None and file.since <= until:
             self._give_up_oldest()
@@ -399,12 +404,12 @@ class Files:
         self.incoming.condemn(file.name)
 
     def let_go(self) -> None:
-        """After `reap`: what is removed is not kept mapped. For the event loop."""
+        """Unmap the files that `reap` removed. For the event loop."""
         self._mappings.drop_orphans()
 
     def reap(self) -> int:
-        """Give back the memory of freed extents, and of those that only mounts which have ended held;
-        returns how many. May be called in any thread."""
+        """Give back the memory of freed extents, and of those that only ended mounts held. Return how many.
+        For any thread."""
         return drop_orphans(self._place.held) + self.incoming.reap()
 
     def _count_in(self, extent: Extent, status: os.stat_result) -> None:
@@ -415,7 +420,7 @@ class Files:
             self._holes[extent] = status.st_size - taken
 
     def _count_out(self, extent: Extent) -> int | None:
-        """Returns its length; None: it is not here."""
+        """Take an extent out of the counts, and return its length, None if it is not here."""
         size = self._sizes.pop(extent, None)
         if size is not None:
             self.used_bytes -= size - self._holes.pop(extent, 0)

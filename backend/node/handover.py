@@ -1,11 +1,11 @@
-"""Letting a member go only when somebody who stays has what it has.
+"""Dropping a live member of a group only if those that stay have all that it has.
 
-A member that is dropped while it lives (its node is drained, or it is surplus) frees its copies, or its
-node is switched off. Others in sync have everything, but a copy there may have changed without anybody
-noticing. So before the leader drops the member, it asks those who stay for the digests of all they have in
-the group. Whoever was filled a short while ago was checked then. Where all who stay have something wrong
-that the member has right, they are told, mend it, and are asked again. While it cannot be told who has
-it right, because somebody does not answer, the member stays, unless one who stays has the same bytes.
+A dropped member (its node is drained, or it is surplus) frees its copies, or its node is switched off.
+Other members in sync have everything, but a copy of theirs may have changed unnoticed. So before the leader
+drops the member, it asks the staying ones for the digests of all extents in the group. A member that was
+filled a short while ago was checked then. If all staying ones have an extent wrong that the member has
+right, they are told, mend it, and are asked again. While it is unknown who is right, because a node does
+not answer, the member stays, unless a staying one has the same bytes.
 """
 
 import itertools
@@ -52,7 +52,7 @@ class _Copy(NamedTuple):
 
 
 class Handover:
-    """The handover in the groups that the node `node` leads. `doubt` has this node look at a copy of its
+    """The handover in the groups that the node `node` leads. `doubt` makes this node check a copy of its
     own."""
 
     def __init__(
@@ -70,13 +70,13 @@ class Handover:
         self._doubt = doubt
         self._joining: dict[int, tuple[int, ...]] = {}
         self._filled: dict[int, dict[int, float]] = {}  # group -> node -> when
-        self._sound: dict[int, int] = {}  # group -> the epoch of which that is known
+        self._sound: dict[int, int] = {}  # group -> the epoch for which that is known
         self._asked: dict[int, tuple[GroupConfig, GroupConfig]] = {}
         self._told: set[int] = set()
         self._wake = trio.Event()
 
     def group_changed(self, group: int, config: GroupConfig | None) -> None:
-        """To be called with each configuration."""
+        """Note a group's new configuration; call it for each one."""
         before = self._joining.pop(group, ())
         self._sound.pop(group, None)
         self._asked.pop(group, None)
@@ -104,8 +104,8 @@ class Handover:
         return False
 
     async def run(self, ready: Callable[[], None]) -> None:
-        """Check what `may_step` asked for. `ready` is called when a member may be dropped that could not be
-        before."""
+        """Carry out the checks that `may_step` asked for. `ready` is called when a member may be dropped
+        that could not be before."""
         while True:
             await self._wake.wait()
             self._wake = trio.Event()
@@ -142,8 +142,8 @@ class Handover:
     async def _is_kept(
         self, extent: Extent, staying: Iterable[int], leaving: Iterable[int]
     ) -> bool:
-        """Return whether nobody who leaves has a right copy, or maybe the only one, that those who stay
-        lack."""
+        """Return whether every right copy, or possibly right one, of a leaving member is also on a staying
+        one."""
         found: dict[int, _Copy] = {}
         for node in itertools.chain(staying, leaving):
             copy = await self._look(extent, node)
@@ -165,7 +165,7 @@ class Handover:
         return True
 
     async def _look(self, extent: Extent, node: int) -> _Copy | None:
-        """None: the node could not be asked."""
+        """Return a node's copy, None if the node could not be asked."""
         try:
             if node == self._node:
                 digest = await self._checks.tell(extent)

@@ -1,6 +1,6 @@
-"""What mounts on a store node's host hold of it, and its end when they have ended (store/remote/holds.py).
+"""Second names of files that mounts on a store node's host need, and their removal (store/remote/holds.py).
 
-STORE/held/ID/CONTENT   another name of a file that the mount ID needs; ID is locked as long as it lives
+STORE/held/ID/CONTENT   second name of a file that the mount ID needs; the mount locks ID while it lives
 """
 
 import fcntl
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 def drop_orphans(held_fd: int) -> int:
     """Remove the names of mounts that have ended from the directory `held_fd`, and return how many. For a
-    worker thread: the memory of what has no other name goes now."""
+    worker thread: memory of files without another name is freed here."""
     count = 0
     for owner in os.listdir(held_fd):
         try:
@@ -29,7 +29,7 @@ def drop_orphans(held_fd: int) -> int:
                 count += 1
             os.rmdir(owner, dir_fd=held_fd)
         except BlockingIOError:
-            pass  # its mount lives
+            pass  # the mount lives
         finally:
             os.close(fd)
     return count

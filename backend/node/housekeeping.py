@@ -1,8 +1,7 @@
-"""The tasks that one node does for all: make groups, say where they belong, let etcd forget its history.
+"""Tasks that one node does for the cluster: make groups, place them, and compact etcd's history.
 
-Every node runs this; the elected one (Members.elected) acts. It is not an election to rely on: two
-nodes may act for a moment, so the targets are put by compare-and-swap, and forgetting twice does no
-harm.
+Every node runs this; the elected one (Members.elected) acts. The election need not be exact: two nodes may
+act for a moment, so targets are put by compare-and-swap, and compacting twice does no harm.
 """
 
 import errno
@@ -25,15 +24,15 @@ __all__ = ["Housekeeping"]
 
 log = logging.getLogger(__name__)
 
-# A watch that was cut off for less goes on where it was, one that was cut off for longer reads all keys
-# anew; and a transaction whose outcome is not known is looked for in the history, within a minute.
+# A watch that was interrupted for less continues where it was; for longer, it reads all keys anew. A
+# transaction of unknown outcome is looked for in the history within a minute.
 HISTORY_KEPT_S = 600.0
 FORGET_PERIOD_S = 120.0
 _FORGET_TIMEOUT_S = 10.0
 
 
 class Housekeeping:
-    """Of the store node `node`."""
+    """The housekeeping of the store node `node`."""
 
     def __init__(
         self,
@@ -53,21 +52,21 @@ class Housekeeping:
         self._groups = groups
         self._session = session
         self._rereplicate_after_s = rereplicate_after_s
-        # Per pool, what its targets were last found to fit.
+        # By pool: what its targets were last made for.
         self._fitting: dict[int, tuple[tuple[Candidate, ...], str, int]] = {}
         self._bad_rules: set[int] = set()
-        self._passed: deque[tuple[float, int]] = deque()  # moments and what had been applied then
+        self._passed: deque[tuple[float, int]] = deque()  # times, and what had been applied then
         self._forgotten = 0
 
     def acts(self) -> bool:
-        """Whether this node is the one to act now."""
+        """Return whether this node is the one to act now."""
         return self._session.valid() and self._members.elected() == self._node
 
     # --- targets
 
     async def retarget(self) -> bool:
-        """Make the targets of each pool anew for which the nodes to place on, or the rule, have changed.
-        Returns whether there was any such pool. Raises OSError."""
+        """Make the targets anew of each pool for which the candidate nodes or the placement rule have
+        changed. Return whether there was any such pool. Raises OSError."""
         if not self.acts() or self._members.settings is None:
             return False
         changed = False
@@ -82,8 +81,8 @@ class Housekeeping:
             known = None
         policy = policy_of(pool << GROUP_BUCKET_BITS)
         rule = members.policies.get(policy) if policy else ""
-        # A node that has been dead for long is in nobody's targets, and must not come in again because
-        # this process has only just heard of it: what it is given has to be taken from others.
+        # A node that has been dead for long is in no targets. It must not get in again because this process
+        # has only just learned of it: its share would be taken from others.
         candidates = members.candidates(self._rereplicate_after_s, known.nodes if known else ())
         if rule is None or self._fitting.get(pool) == (candidates, rule, revision):
             return False
@@ -93,7 +92,7 @@ class Housekeeping:
             if group >> GROUP_BUCKET_BITS == pool
         }
         try:
-            # Some 10 ms for 1024 groups on 10 nodes; leases are to be renewed meanwhile.
+            # About 10 ms for 1024 groups on 10 nodes; leases have to be renewed meanwhile.
             targets = await trio.to_thread.run_sync(
                 retargeted,
                 known,
@@ -124,7 +123,7 @@ class Housekeeping:
     # --- groups
 
     async def make_groups(self) -> bool:
-        """Create the groups of the pools that mounts want. Returns whether there were any to make."""
+        """Create the groups of the pools that mounts want. Return whether there were any to create."""
         settings = self._members.settings
         if settings is None or not self.acts():
             return False
@@ -144,7 +143,7 @@ class Housekeeping:
         return made
 
     def _is_sensible(self, pool: int) -> bool:
-        """Return whether a file can be in it: what mounts want is not limited by etcd."""
+        """Return whether any file can be in the pool: etcd does not limit what mounts ask for."""
         group = pool << GROUP_BUCKET_BITS
         policy = policy_of(group)
         return 0 < replicas_of(group) <= REPLICAS_MAX and (
@@ -154,14 +153,14 @@ class Housekeeping:
     # --- history
 
     async def forget_history(self) -> None:
-        """Now and then let etcd forget what is older than HISTORY_KEPT_S."""
+        """Let etcd forget, from time to time, what is older than HISTORY_KEPT_S."""
         while True:
             await trio.sleep(FORGET_PERIOD_S)
             await self.forget(time.monotonic())
 
     async def forget(self, now: float) -> None:
-        """Note how far etcd is at `now` (time.monotonic()), and let it forget what was HISTORY_KEPT_S
-        ago, if this is the node to do it. That it fails is told and no more."""
+        """Note how far etcd is at `now` (time.monotonic()), and if this node acts, let etcd forget what is
+        older than HISTORY_KEPT_S. A failure is only logged."""
         self._passed.append((now, self._replica.applied))
         old = 0
         while self._passed and self._passed[0][0] <= now - HISTORY_KEPT_S:

@@ -1,4 +1,4 @@
-"""Which store node a directory is, for ever.
+"""The identity of a store node, kept in its directory for ever.
 
 STORE/node.json     {"format": 1, "id": HEX, "cluster": ID, "admitted": whether it has been a member
                     of the cluster, "epoch": [number, nonce], "witness": [number, nonce], "mark": [revision,
@@ -21,11 +21,11 @@ _NAME = "node.json"
 
 
 class Identity:
-    """What node.json in a store's directory says. `node` is the node's number, `cluster` the id of the
-    cluster that it belongs to ("": none yet). `mark` is a revision and the transaction that etcd had then
-    (0: none is known). If `is_new`, there was no such file, and `save` makes one.
+    """The contents of node.json. `node` is the node's number, `cluster` the id of its cluster ("": none
+    yet). `mark` is a revision and the transaction that etcd had there (0: none is known). `is_new`: there
+    was no such file, and `save` makes one.
 
-    `dir_fd` is the directory's, and stays open. Raises kv.Damaged when the file makes no sense.
+    `dir_fd` is the directory's, and must stay open. Raises kv.Damaged if the file makes no sense.
     """
 
     def __init__(self, directory: str, dir_fd: int) -> None:
@@ -67,7 +67,8 @@ class Identity:
             raise ValueError("the node id is out of range")
 
     def bind(self, cluster: str) -> None:
-        """Make this a store of the cluster with this id; raises OSError EINVAL if it is another's."""
+        """Make this a store of the cluster with this id. Raises OSError EINVAL if it is another
+        cluster's."""
         if self.cluster == cluster:
             return
         if self.cluster:
@@ -81,13 +82,13 @@ class Identity:
         self.save()
 
     def mark_admitted(self) -> None:
-        """Remember that the cluster knows this node: if one day it does not, the node was removed."""
+        """Remember that the cluster knows this node: if it does not one day, the node was removed."""
         if not self.admitted:
             self.admitted = True
             self.save()
 
     def save(self) -> None:
-        """May be called in any thread, but by one at a time."""
+        """Write the file. For any thread, one at a time."""
         record = {
             "format": _FORMAT,
             "id": f"{self.node:x}",
@@ -110,7 +111,7 @@ class Identity:
 
 
 def _pair(value: object) -> tuple[int, str]:
-    """Raises ValueError."""
+    """Return a pair read from JSON. Raises ValueError."""
     match value:
         case [int(number), str(text)]:
             return number, text

@@ -1,6 +1,6 @@
-"""Files that are no extents: those that are being received, and those that are on their way out.
+"""Files that are not extents: those being received, and those being removed.
 
-They lie in STORE/incoming (directory.py), where mounts on this host have their working copies, too.
+They lie in STORE/incoming (directory.py), where mounts on this host also have their working copies.
 """
 
 import errno
@@ -18,8 +18,9 @@ OWN_FILE = stat.S_ISVTX
 
 
 class IncomingFiles:
-    """The files in the directory `fd`, which stays the caller's; `path` is for messages. What the last
-    process was receiving or removing goes. For any thread, except where a method says otherwise."""
+    """The files in the directory `fd`, which stays the caller's; `path` is for messages. Files that the
+    last process was receiving or removing are removed. For any thread, except where a method says
+    otherwise."""
 
     def __init__(self, fd: int, path: str, mappings: Mappings) -> None:
         self._fd = fd
@@ -34,11 +35,11 @@ class IncomingFiles:
 
     @property
     def reserved_bytes(self) -> int:
-        """Return the room that files take, or will take, which are being received."""
+        """Return the room that files being received take, or will take."""
         return sum(list(self._reserved.values()))
 
     def working_copies(self) -> dict[str, int]:
-        """Return the names and content numbers of what mounts on this host are writing."""
+        """Return the names and content numbers of working copies of mounts on this host."""
         found = {}
         for name in os.listdir(self._fd):
             content = working_copy(name)
@@ -49,10 +50,10 @@ class IncomingFiles:
     # -- coming ----------------------------------------------------------------------------------
 
     def create(self, length: int, allocated: int) -> Incoming:
-        """Make a file of `length` bytes with room for them, or a hole for which `allocated` are free. It
-        takes a while for a large one (0.2 ms per MiB of small pages).
+        """Make a file of `length` bytes with room for them, or a hole for which `allocated` are free. A
+        large one takes a while (0.2 ms per MiB of small pages).
 
-        Raises OSError: ENOSPC, and nothing is left of it.
+        Raises OSError: ENOSPC; no file is left then.
         """
         name = self.new_name()
         fd = os.open(
@@ -75,19 +76,20 @@ class IncomingFiles:
         return Incoming(name, fd, StoredFile(name, allocated))
 
     def _check_room(self, allocated: int) -> None:
-        """Raise OSError ENOSPC if there is less."""
+        """Raise OSError ENOSPC if fewer bytes are free."""
         status = os.fstatvfs(self._fd)
         if allocated > status.f_bavail * status.f_frsize:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._path)
 
     def open_again(self, file: StoredFile) -> Incoming:
-        """Open a spare file for another extent. For the event loop. Raises OSError: EBUSY if somebody else
-        has it."""
+        """Open a spare file for another extent. For the event loop. Raises OSError: EBUSY if another
+        process has it open."""
         os.chmod(file.name, 0o600 | OWN_FILE, dir_fd=self._fd)
         status = os.stat(file.name, dir_fd=self._fd)
         mapped = self._mappings.descriptors((status.st_dev, status.st_ino))
         is_ours = not file.is_lent and (status.st_nlink, status.st_size) == (1, file.length)
-        # Those that are mapped by several descriptors would have to be asked one by one.
+        # A file that is mapped through several descriptors is refused: each would have to be asked for a
+        # lease.
         if not is_ours or (len(mapped) == 1 and not is_only_opener(mapped[0])):
             raise OSError(errno.EBUSY, "somebody else has it", file.name)
         fd = os.open(file.name, os.O_RDWR | os.O_CLOEXEC, dir_fd=self._fd)
@@ -100,7 +102,7 @@ class IncomingFiles:
     def take_over(self, name: str, content: int) -> Incoming:
         """Open the working copy that a mount on this host made for this content. For the event loop.
 
-        Raises OSError: ENOENT (it is not there), EPERM (it is not what a mount makes).
+        Raises OSError: ENOENT if it is not there, EPERM if no mount made it.
         """
         if working_copy(name) != content:
             raise PermissionError(errno.EPERM, f"{name!r} does not name content {content:x}")
@@ -111,22 +113,22 @@ class IncomingFiles:
         if not stat.S_ISREG(status.st_mode) or status.st_uid not in (0, os.geteuid()):
             os.close(fd)
             raise PermissionError(errno.EPERM, "not a mount's working copy", name)
-        # It may have been an extent before, and truncated since.
+        # The file may have been an extent before, and truncated since.
         self._mappings.forget(fd)
         return Incoming(name, fd)
 
     def move_out(self, incoming: Incoming, name: str, to_fd: int) -> None:
-        """Move a file that has been received into another directory. Raises OSError."""
+        """Move a received file into another directory. Raises OSError."""
         self._reserved.pop(incoming.name, None)
         os.rename(incoming.name, name, src_dir_fd=self._fd, dst_dir_fd=to_fd)
 
     def discard(self, incoming: Incoming) -> None:
-        """Remove a file that will not become an extent. A working copy stays its mount's."""
+        """Remove a file that will not become an extent, but leave a working copy to its mount."""
         if working_copy(incoming.name) is None:
             self.remove(incoming.name)
 
     def remove(self, name: str) -> None:
-        """Remove a file. One that is not there is no error."""
+        """Remove a file. A missing one is no error."""
         self._reserved.pop(name, None)
         try:
             os.unlink(name, dir_fd=self._fd)
@@ -148,7 +150,7 @@ class IncomingFiles:
         return bool(self._condemned)
 
     def reap(self) -> int:
-        """Remove what was condemned, and return how many files that were."""
+        """Remove condemned files, and return how many."""
         done = 0
         while True:
             try:
@@ -160,7 +162,8 @@ class IncomingFiles:
 
 
 def working_copy(name: str) -> int | None:
-    """Return the content that a file in incoming/ is a mount's working copy of; None: it is ours."""
+    """Return the content that a file in incoming/ is a mount's working copy of, None if it is the
+    node's."""
     try:
         content = int(name, 16)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What this node should have and lacks. It looks before it is alive, and when something is damaged."""
+"""Finding out which extents this node lacks: before it registers, and when something is damaged."""
 
 import logging
 from collections.abc import Callable
@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 
 
 class Inspection:
-    """The inspection of one store node. `damaged` are the groups of which this node alone is in sync, and
-    lacks something. After each look over everything `looked` are called."""
+    """The inspection of one store node. `damaged` are the groups that lack something and of which this node
+    alone is in sync. The functions in `looked` are called after each look over everything."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Inspection:
         self._groups = groups
         self._catalog = catalog
         self._files = files
-        # What an earlier process acknowledged, or this one, may be lost without a trace.
+        # Extents that this process or an earlier one acknowledged may be lost without a trace.
         self._forgetful = True
         self._reported: set[Extent] = set()
         self._damage = trio.Event()
@@ -45,43 +45,43 @@ class Inspection:
         self._token = trio.lowlevel.current_trio_token()
 
     async def look_over(self) -> None:
-        """Look over what this node should have.
+        """Look over the extents that this node should have.
 
-        Where extents are lacking and another member has them, the node goes back to joining. The first
-        time in a process, and when an extent that nobody had named yet was lost, every configuration that
-        names the node is changed: what was acknowledged may be gone before it is published, and no publish
-        may count on it.
+        If extents are missing and another member has them, the node goes back to joining. The first time in
+        a process, and when an extent was lost that nobody had named yet, every configuration that names the
+        node is changed: an acknowledged extent may be gone before it is published, and no publish may count
+        on it.
         Raises OSError.
         """
         async with self._looking_over:
             await self._look_over()
 
     async def mend(self) -> None:
-        """Drop the extents that were reported, and look over what is left. Raises OSError."""
+        """Drop the reported extents, and look over what is left. Raises OSError."""
         async with self._looking_over:
             for extent in list(self._reported):
                 log.error(
                     "extent %x.%x in %s is damaged and dropped", *extent, self._files.directory
                 )
-                # If nobody has named it yet, the acknowledgement that its writer got is void.
+                # If no inode has named it yet, its writer must not count on the acknowledgement any more.
                 self._forgetful |= not self._catalog.is_named(extent.content)
                 self._files.free(extent)
                 self._reported.discard(extent)
             await self._look_over()
 
     def report(self, extent: Extent) -> None:
-        """Tell of a sealed extent that cannot be read. For any thread."""
+        """Note that a sealed extent cannot be read. For any thread."""
         if extent not in self._reported:
             self._reported.add(extent)
             self._token.run_sync_soon(lambda: self._damage.set())
 
     async def wait_reported(self) -> None:
-        """Return when something is damaged that `mend` was not called for."""
+        """Return when damage was reported since the last `mend`."""
         await self._damage.wait()
         self._damage = trio.Event()
 
     def again(self) -> None:
-        """Have `wait_reported` return once more."""
+        """Make `wait_reported` return once more."""
         self._damage.set()
 
     async def _look_over(self) -> None:

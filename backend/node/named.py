@@ -1,4 +1,4 @@
-"""A content that an inode names: which extents it has, and in which groups they are."""
+"""A named content: which extents it has, and in which groups they are."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,7 +10,7 @@ __all__ = ["Named"]
 
 
 class Named(NamedTuple):
-    """`buckets` of its methods is the cluster's setting."""
+    """A content that an inode names. `buckets` of its methods is the cluster's setting."""
 
     content: int
     size: int
@@ -23,7 +23,7 @@ class Named(NamedTuple):
         return self.layout.stripes(self.size)
 
     def length(self, stripe: int) -> int:
-        """Return how many bytes a stripe of it should have; 0 for one that it has not."""
+        """Return how many bytes a stripe should have, 0 if there is no such stripe."""
         return self.layout.span(self.size, stripe)[1] if stripe < self.stripes else 0
 
     def group(self, stripe: int, buckets: int) -> int:
@@ -36,14 +36,14 @@ class Named(NamedTuple):
                 yield from range(first, stripes, STRIPE_GROUPS_MAX)
 
     def groups(self, buckets: int) -> dict[int, int]:
-        """Return its groups, and how many of its bytes each keeps."""
+        """Return the groups of the content, and how many of its bytes each keeps."""
         stripes, size = self.stripes, self.size
         if stripes == 1:
             return {self.group(0, buckets): size}
         found: dict[int, int] = {}
         for stripe in range(min(stripes, STRIPE_GROUPS_MAX)):
             group = self.group(stripe, buckets)
-            # All stripes are full but the last, which is counted as if it were for now.
+            # All stripes are full except the last, which counts as full here.
             count = -(-(stripes - stripe) // STRIPE_GROUPS_MAX)
             found[group] = found.get(group, 0) + count * self.layout.stripe_bytes
         found[self.group(stripes - 1, buckets)] -= stripes * self.layout.stripe_bytes - size

@@ -1,11 +1,11 @@
-"""Extents that a store node keeps although nothing names them, in case that they are missed.
+"""Extents that a store node keeps although nothing names them, in case that they are needed again.
 
-STORE/quarantine/CONTENT.STRIPE     since its time of modification
+STORE/quarantine/CONTENT.STRIPE     in quarantine since its time of modification
 
-What a node saw to be removed or superseded it frees. An extent that it merely finds to have no name, when
-it starts or after a gap in the watch, goes here instead: etcd may have been restored from a backup that is
-older than the extent. One that is named again goes back. The oldest go when they have been here for
-`kept_s`, and sooner where room is wanted: they count as free.
+The node frees extents that it saw being removed or superseded. An extent that it merely finds without a
+name, at its start or after a gap in the watch, goes into quarantine: etcd may have been restored from a
+backup older than the extent. An extent that is named again goes back. The oldest are removed after
+`kept_s`, and sooner if room is wanted: they count as free.
 """
 
 import logging
@@ -20,7 +20,7 @@ __all__ = ["KEPT_IN_MEMORY_S", "KEPT_ON_DISK_S", "Quarantine", "extent_name", "p
 log = logging.getLogger(__name__)
 
 KEPT_ON_DISK_S = 7 * 86400.0
-# Memory is dearer, and a store in memory does not outlive its machine.
+# Memory costs more than disks, and a store in memory does not outlive its machine.
 KEPT_IN_MEMORY_S = 3600.0
 
 
@@ -52,7 +52,7 @@ class Quarantine:
         return list(self._stripes)
 
     def stripes_of(self, content: int) -> list[tuple[int, int]]:
-        """The stripes of a content that are here, and their sizes in bytes."""
+        """Return the stripes of a content that are here, and their sizes in bytes."""
         return [
             (stripe, self._kept[Extent(content, stripe)][0])
             for stripe in self._stripes.get(content, ())
@@ -74,13 +74,12 @@ class Quarantine:
         os.rename(name, name, src_dir_fd=self._fd, dst_dir_fd=sealed_fd)
 
     def move_out(self, extent: Extent, name: str, to_fd: int) -> None:
-        """It is given up: what is left of it is the file `name` in another directory. Raises
-        FileNotFoundError."""
+        """Give an extent up: move its file into another directory, as `name`. Raises FileNotFoundError."""
         self._forget(extent)
         os.rename(extent_name(extent), name, src_dir_fd=self._fd, dst_dir_fd=to_fd)
 
     def due(self, wanted_bytes: int) -> list[Extent]:
-        """Return the extents that have been here for long enough. Add as many of the oldest others as it
+        """Return the extents that have been here for long enough, and as many of the oldest others as it
         takes to free so many bytes."""
         until = time.time() - self.kept_s
         found = []
@@ -107,12 +106,12 @@ class Quarantine:
 
 
 def extent_name(extent: Extent) -> str:
-    """The name of an extent's file."""
+    """Return the name of an extent's file."""
     return f"{extent.content:x}.{extent.stripe:x}"
 
 
 def parsed_name(name: str) -> Extent | None:
-    """The extent whose file has this name; None: no extent's has."""
+    """Return the extent whose file has this name, None if it is no such name."""
     content, dot, stripe = name.partition(".")
     try:
         extent = Extent(int(content, 16), int(stripe, 16))

@@ -1,10 +1,10 @@
-"""Filling a group: how a node that joins gets every extent it lacks, and then becomes a member in sync.
+"""Filling a group: how a joining node gets every extent it lacks, and then becomes a member in sync.
 
-Why the promotion is right: the group's configuration C names this node as joining. Whatever is
-committed under C or later was written to this node, too (each commit compares the configuration it
-was written for). Whatever was committed before C is named in the replica once it has applied C. So
-when nothing that the replica names is missing here, and the configuration is still C, the node holds
-everything; the compare of C in the promotion's transaction makes "still" true.
+The promotion is right for this reason. The group's configuration C names this node as joining. Every write
+committed under C or later went to this node, too, as each commit compares the configuration it was written
+for. Every write committed before C is named in the replica once it has applied C. So if nothing that the
+replica names is missing here, and the configuration is still C, the node holds everything; the promotion's
+transaction compares C.
 """
 
 import errno
@@ -35,31 +35,31 @@ log = logging.getLogger(__name__)
 GROUPS_AT_ONCE = 8
 RETRY_FIRST_S = 0.1
 RETRY_MAX_S = 10.0
-# Looking over everything takes a while, and a damaged disk shows in one extent after the other.
+# Looking over everything takes a while, and a damaged disk shows in one extent after another.
 DAMAGE_PAUSE_S = 1.0
 
 
 class Progress(NamedTuple):
-    """What is still to be copied to this node, and the rate of the last seconds."""
+    """The copying still to be done to this node, and its rate in the last seconds."""
 
     groups: int
     extents_left: int
     bytes_left: int
     bytes_per_s: float
     copied_bytes: int
-    lost_extents: int  # found to be nowhere
+    lost_extents: int  # found on no node
     damaged_groups: int  # this node alone is in sync, and lacks something
 
     @property
     def seconds_left(self) -> float | None:
-        """None: nothing moves, so nobody knows."""
+        """Return the time left in seconds, None if nothing moves."""
         if not self.bytes_left:
             return 0.0
         return self.bytes_left / self.bytes_per_s if self.bytes_per_s else None
 
 
 class Resync:
-    """Fills the groups that this node is joining, and those that lack something."""
+    """Fills the groups that this node is joining, and those that lack extents."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Resync:
         self._active: set[int] = set()
         self._touched: set[int] = set()
         self._wake = trio.Event()
-        self._lost: dict[int, set[Extent]] = {}  # of groups that are being filled
+        self._lost: dict[int, set[Extent]] = {}  # by group that is being filled
         self._lost_count = 0
         self._news: dict[int, trio.Event] = {}
         self._left: dict[int, dict[Extent, int]] = {}
@@ -127,11 +127,11 @@ class Resync:
         self._wake.set()
 
     def has_names(self, group: int) -> bool:
-        """Whether an inode names an extent of the group, as far as the replica is."""
+        """Return whether an inode names an extent of the group, as far as the replica is."""
         return next(self._catalog.extents_of(group), None) is not None
 
     def pools_in_use(self) -> set[int]:
-        """The pools in which an inode names an extent, as far as the replica is."""
+        """Return the pools in which an inode names an extent, as far as the replica is."""
         return self._catalog.pools_in_use()
 
     def figures(self) -> ResyncFigures:
@@ -182,7 +182,7 @@ class Resync:
                 if progressed:
                     delay_s = RETRY_FIRST_S
                     continue
-                # A member that comes or goes may be whom we wait for.
+                # The group may be waiting for a member that comes or goes.
                 with trio.move_on_after(delay_s * random.uniform(0.5, 1.0)):
                     await news.wait()
                 delay_s = min(2 * delay_s, RETRY_MAX_S)
@@ -193,8 +193,8 @@ class Resync:
             self._lost.pop(group, None)
 
     async def _advance(self, group: int, config: GroupConfig, revision: int) -> bool:
-        """One round. Returns whether there was progress; raises OSError when a member or etcd could
-        not be asked."""
+        """Do one round. Return whether there was progress. Raises OSError if a member or etcd could not be
+        asked."""
         await self._session.wait_valid()
         await self._replica.wait_applied(revision)
         if self._groups.get(group) != (config, revision):
@@ -225,7 +225,8 @@ class Resync:
         await self._put(group, revision, promoted(config, self.node))
 
     async def _leave(self, group: int, config: GroupConfig, revision: int) -> None:
-        """A full node that stays joining would fail the writers, for nothing: others are in sync."""
+        """Leave a group: a full node that stays joining would make writes fail, while others are in
+        sync."""
         log.error(
             "the store %s is full: group %#x cannot be kept here. Remove files, give the store more "
             "room, or add store nodes",
@@ -245,8 +246,9 @@ class Resync:
     async def _confirm_lost(
         self, group: int, config: GroupConfig, denied: Sequence[Extent]
     ) -> None:
-        """Every member in sync said no. Either the extent was superseded, which we see after a barrier,
-        or it is nowhere, and waiting for it would keep the group degraded for ever."""
+        """Find out about extents that every member in sync denies. Either they were superseded, which the
+        replica shows after a barrier, or they are nowhere: waiting for them would keep the group degraded
+        for ever."""
         await self._replica.barrier()
         found = self._groups.get(group)
         if found is None or found[0] != config:

@@ -15,10 +15,10 @@ _AT_ONCE_BYTES = 1 << 20
 
 
 class Catalog(Protocol):
-    """Knows what is kept just in case (backend/node/catalog.py)."""
+    """The extents that are kept just in case (backend/node/catalog.py)."""
 
     def make_room(self, wanted_bytes: int = 0) -> None:
-        """Condemn it for `Files.reap`."""
+        """Condemn them for `Files.reap`."""
         ...
 
 
@@ -36,8 +36,8 @@ class Room:
     async def create(
         self, length: int, allocated: int, learn: Callable[[], Awaitable[None]] = _nothing
     ) -> Incoming:
-        """Return a file of `length` bytes of which so many are allocated. In a full store what is kept just
-        in case goes first, after `learn`. Raises OSError ENOSPC."""
+        """Make a file of `length` bytes, of which so many are allocated. In a full store, extents kept just
+        in case are removed first, after `learn`. Raises OSError ENOSPC."""
         try:
             return await self._create(length, allocated)
         except OSError as error:

@@ -1,12 +1,12 @@
-"""Finding extents whose bytes are not those that were published any more, and mending them.
+"""Finding extents whose bytes have changed since they were published, and mending them.
 
-Disks and memory lose bits without a word. So each node reads what it keeps, all of it in a period, slowly;
-and at once what somebody else got wrong bytes of. Only what it has read itself counts: nobody can make
-a node believe that a sound copy is wrong. A wrong one is replaced, in place, by a right copy of another
-node, which may be anybody who still has it. As long as there is none it stays: it may be all that is
-left of a file. It is looked for again when nodes come.
+Disks and memory lose bits without an error. So each node reads everything that it keeps, slowly, once in a
+period, and at once what another process got wrong bytes of. Only its own reading counts: nobody can make a
+node believe that a right copy is wrong. A wrong copy is replaced by a right one of any node that still has
+it. While there is none the wrong copy stays: it may be all that is left of a file. A right one is looked
+for again when nodes come.
 
-On a disk the round reads past the page cache, which would hide what the disk has lost.
+On a disk a round reads past the page cache, which would hide damage on the disk.
 
 STORE/scrub.json    {"finished": when the last round ended, "began": when the present one did (0: none),
                     "at": the last extent it came to, "wrong": those that are not mended yet}
@@ -41,15 +41,15 @@ log = logging.getLogger(__name__)
 _NAME = "scrub.json"
 _SAVE_PERIOD_S = 30.0
 _LOOK_PERIOD_S = 60.0
-# The most doubts that wait. More are forgotten, as the next round comes to those extents anyway.
+# The limit of waiting doubts. More are dropped, as the next round reads those extents anyway.
 _DOUBTS_MAX = 4096
-# An extent that was found to be right is not read again for so long, whoever doubts it.
+# An extent that was found right is not read again for so long, even if it is doubted.
 _TRUSTED_S = 60.0
-# How much faster than in a round is read what somebody got wrong bytes of.
+# How many times faster than a round doubted extents are read.
 _DOUBTS_HASTE = 8
 _RETRY_FIRST_S = 1.0
 _RETRY_MAX_S = 300.0
-# The most files that the status names.
+# How many files the status names at most.
 _NAMED_MAX = 100
 
 
@@ -61,8 +61,8 @@ class _State(msgspec.Struct):
 
 
 class Scrub:
-    """The scrub of one store node. Reads at most `bytes_per_s`, 0: as fast as it can. Reads everything once
-    in `period_s`, 0: only when it is told to. Doubts are looked into at once."""
+    """The scrub of one store node. Reads at most `bytes_per_s` (0: unlimited). Reads everything once in
+    `period_s` (0: only on request). Doubted extents are read at once."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Scrub:
     # -- what others say -------------------------------------------------------------------------
 
     def doubt(self, extent: Extent) -> None:
-        """Somebody got wrong bytes of it, as he says."""
+        """Note that another process says it got wrong bytes of an extent."""
         trusted = self._trusted.get(extent)
         if trusted is not None and time.monotonic() < trusted + _TRUSTED_S:
             return
@@ -130,7 +130,7 @@ class Scrub:
         )
 
     def status(self) -> dict[str, Any]:
-        """For a node's report."""
+        """Return the scrub's part of a node's report."""
         now, state = time.time(), self._state
         self._wrong.drop_unneeded()
         return {
@@ -150,7 +150,7 @@ class Scrub:
 
     async def _rounds(self) -> None:
         if not self._state.finished and not len(self._files):
-            # There is nothing yet that could have been lost.
+            # Nothing was here yet that could have been lost.
             self._state.finished = time.time()
             self._save()
         while True:
@@ -203,13 +203,13 @@ class Scrub:
     async def _look_at(
         self, extent: Extent, take: Callable[[int], Any], *, direct: bool
     ) -> Verdict | None:
-        """Read an extent and mend it if it is wrong. Returns None if it cannot be read or checked."""
+        """Read an extent and mend it if it is wrong. Return None if it cannot be read or checked."""
         if self._catalog.check_of(extent) is None:
             return None
         try:
             held = self._files.hold(extent)
         except OSError:
-            return None  # whoever reads it tells of that
+            return None  # its next reader reports that
         fd = -1
         try:
             size = self._files.size(extent) or 0
@@ -262,7 +262,7 @@ class Scrub:
             self._wrong.keep(extent)
 
     async def _mend_again(self) -> None:
-        """When nodes come, who may have right copies, and now and then."""
+        """Look for right copies again, when nodes come and from time to time."""
         while True:
             await self._wrong.wait_for_one()
             delay_s = _RETRY_FIRST_S
@@ -284,7 +284,7 @@ class Scrub:
     # -- what is remembered ----------------------------------------------------------------------
 
     def _share(self) -> float:
-        """How much of the round is done."""
+        """Return how much of the round is done, from 0 to 1."""
         total = len(self._files)
         done = sum(extent <= self._state.at for extent in self._files)
         return round(done / total, 3) if total else 1.0
@@ -314,7 +314,7 @@ class Scrub:
 
 
 def _past_the_cache(fd: int) -> int:
-    """A descriptor of the same file that reads what is on the disk; -1: there is none."""
+    """Return a descriptor of the same file that bypasses the page cache, -1 if there is none."""
     try:
         return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     except OSError:

@@ -1,6 +1,7 @@
-"""What a store node does for those who ask: `Service` of the transport (backend/transport/service.py).
+"""A store node's answers to its peers: `Service` of the transport (backend/transport/service.py).
 
-Here is decided who may store what, and when an extent counts as stored; the bytes are the transport's.
+It decides which peer may store which extent, and when an extent counts as stored; the transport moves the
+bytes.
 """
 
 import errno
@@ -32,18 +33,18 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# How far this node may lag behind a writer before it says that it cannot be asked.
+# How long this node may take to catch up with a writer before it counts as unreachable.
 _CATCH_UP_S = 5.0
-# What opening a file that is gone, or on a damaged disk, says.
+# The errors of opening a file that is gone, or that lies on a damaged disk.
 _DAMAGE = (errno.ENOENT, errno.EIO, errno.EUCLEAN, errno.EBADMSG)
 
 
 class NodeService:
-    """`evict(group, node)` takes a node that cannot be reached out of a group, if that is right; `figures`
-    are more to tell in `status`; `damaged` is told, in any thread, of an extent that should be readable;
-    `scrub` looks into what others say is wrong here.
+    """`evict(group, node)` takes an unreachable node out of a group, if that is right; `figures` returns
+    more to tell in `status`; `damaged` is told, in any thread, of an extent that should be readable;
+    `scrub` checks extents that others say are wrong here.
 
-    After `close` nothing is taken in any more; what is here can still be read.
+    After `close` nothing is received any more; extents that are here can still be read.
     """
 
     def __init__(
@@ -85,9 +86,9 @@ class NodeService:
     # -- taking in -------------------------------------------------------------------------------
 
     async def check_owner(self, peer: Peer, session: int, content: int) -> None:
-        """Raise OSError unless a content is of the session that the peer has the rights of, and that is
-        the peer's own: ECANCELED when the content's session is over, EACCES when it is another's,
-        Unreachable when this node lags behind."""
+        """Check that a content belongs to the session whose rights the peer has, and that the session is
+        the peer's own. Raises OSError: ECANCELED if the content's session is over, EACCES if it is
+        another's, Unreachable if this node lags behind."""
         number = session_of(content)
         if number == session == peer.owned and number in self._members.sessions:
             return
@@ -104,11 +105,11 @@ class NodeService:
         peer.owned = number
 
     async def admit(self, extent: Extent, target: Target) -> None:
-        """Whether this extent may be stored here now.
+        """Check that this extent may be stored here now.
 
-        Raises OSError: Fenced; Unreachable when this node must not serve, or lags behind; ECANCELED
-        when the writer's session is over or has given the content up; EINVAL for a wrong target. A version
-        that was published is not taken from its writer any more, but copied from another member.
+        Raises OSError: Fenced; Unreachable if this node must not serve, or lags behind; ECANCELED if the
+        writer's session is over or has given the content up; EINVAL for a wrong target. A published version
+        is not accepted from its writer any more, but copied from another member.
         """
         self._check_serving()
         session = session_of(extent.content)
@@ -129,8 +130,8 @@ class NodeService:
             raise Unreachable(self._files.node, f"it is about to copy content {extent.content:x}")
 
     async def create(self, extent: Extent, length: int, allocated: int | None = None) -> Incoming:
-        """A file for an extent of `length` bytes, with room for all of them, or for as many as are to be
-        allocated. To be given to `seal` or `drop`. Raises OSError ENOSPC."""
+        """Make a file for an extent of `length` bytes, with room for all of them, or for the bytes to be
+        allocated. The caller gives it to `seal` or `drop`. Raises OSError ENOSPC."""
         incoming = await self._room.create(
             length, length if allocated is None else allocated, self._learn
         )
@@ -138,7 +139,7 @@ class NodeService:
         return incoming
 
     async def adopt(self, extent: Extent, name: str) -> Incoming:
-        """A mount's working copy NAME on this host, as `create` gives a file.
+        """Open a mount's working copy NAME on this host, as a file like that of `create`.
 
         Raises OSError ENOENT, EPERM.
         """
@@ -147,13 +148,13 @@ class NodeService:
         return incoming
 
     async def seal(self, extent: Extent, incoming: Incoming) -> None:
-        """The bytes have arrived: the extent is stored when this returns, also on power loss if the
-        store is on a disk. What is sealed stays as it is: if it came twice, the first is kept. Raises
-        OSError: as `admit`, EEXIST for one of another length; then it is dropped."""
+        """Store an extent whose bytes have arrived. When this returns it is stored, even after a power loss
+        if the store is on a disk. If it is here already, the first copy is kept. Raises OSError: as
+        `admit`, EEXIST if the first one has another length; the new file is dropped then."""
         try:
             if self._files.power_safe:
                 await trio.to_thread.run_sync(self._files.harden, incoming)
-            # The lease and the session may have ended while the bytes were on their way.
+            # The lease and the session may have ended while the bytes were arriving.
             self._check_serving()
             self._check_wanted(extent)
             if not self._is_here(extent, incoming):
@@ -168,7 +169,8 @@ class NodeService:
             self._end()
 
     def _is_here(self, extent: Extent, incoming: Incoming) -> bool:
-        """Raises OSError EEXIST."""
+        """Return whether the extent is here already. Raises OSError EEXIST if that one differs in
+        length."""
         size = self._files.size(extent)
         if size is None:
             return False
@@ -179,27 +181,28 @@ class NodeService:
         return True
 
     def drop(self, incoming: Incoming) -> None:
-        """The bytes did not arrive."""
+        """Drop a file whose bytes did not arrive."""
         self._files.incoming.discard(incoming)
         self._end()
 
     def abort(self, content: int) -> None:
-        """Its writer will not publish this content."""
+        """Note that the content's writer will not publish it."""
         self._catalog.give_up(content)
 
     # -- giving out ------------------------------------------------------------------------------
 
     def size(self, extent: Extent) -> int | None:
-        """Bytes of an extent; None: it is not here."""
+        """Return the bytes of an extent, None if it is not here."""
         return self._files.size(extent)
 
     def open(self, extent: Extent) -> int:
-        """A read-only descriptor, the caller's to close. For any thread. Raises OSError ENOENT, also for
-        a damaged extent, so that another node is asked for it; EMFILE."""
+        """Return a read-only descriptor, which the caller closes. For any thread. Raises OSError ENOENT,
+        also for a damaged extent, so that the caller asks another node; EMFILE."""
         return self._undamaged(extent, self._files.open, lambda fd: fd, os.close)
 
     def hold(self, extent: Extent) -> Held:
-        """As `open`, for what keeps no reference to the file's pages. For the event loop."""
+        """Open an extent as `open` does, for a user that keeps no reference to its pages. For the event
+        loop."""
         return self._undamaged(extent, self._files.hold, lambda held: held.fd, Held.close)
 
     def _undamaged(
@@ -219,7 +222,7 @@ class NodeService:
             if size is None or os.fstat(descriptor(opened)).st_size == size:
                 return opened
             close(opened)
-        # One that was freed a moment ago is not known any more.
+        # An extent that was freed a moment ago is gone from the files, and not damaged.
         if self._files.size(extent) is not None:
             self._damaged(extent)
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(extent))
@@ -227,12 +230,13 @@ class NodeService:
     # -- the rest --------------------------------------------------------------------------------
 
     async def suspect(self, group: int, node: int) -> bool:
-        """A writer cannot reach another member of a group. Returns whether it is a member no more."""
+        """Evict a member of a group that a writer cannot reach. Return whether it is not a member any
+        more."""
         self._check_serving()
         return await self._evict(group, node)
 
     def doubt(self, extent: Extent) -> None:
-        """The caller got other bytes of it than were published, as it says."""
+        """Note that the caller says it got wrong bytes of an extent."""
         if self._scrub is not None:
             self._scrub.doubt(extent)
 
@@ -243,7 +247,7 @@ class NodeService:
         return await self._scrub.checks.tell(extent)
 
     async def segments(self, extent: Extent) -> list[tuple[int, int]]:
-        """Where the data of an extent is. Raises OSError: ENOENT."""
+        """Return where the data of an extent is. Raises OSError: ENOENT."""
         held = self.hold(extent)
         try:
             length = os.fstat(held.fd).st_size
@@ -252,7 +256,7 @@ class NodeService:
             held.close()
 
     def scrub(self) -> None:
-        """Look over everything that is kept here."""
+        """Begin to check everything that is kept here."""
         if self._scrub is not None:
             self._scrub.begin()
 
@@ -276,7 +280,7 @@ class NodeService:
         }
 
     def close(self) -> None:
-        """Take nothing in from now on."""
+        """Receive nothing from now on."""
         self._closed = True
 
     async def drained(self) -> None:
@@ -305,7 +309,7 @@ class NodeService:
             raise Unreachable(self._files.node, "it does not hear from etcd")
 
     async def _learn(self) -> None:
-        """Hear of what was superseded a moment ago."""
+        """Wait until the replica knows what was superseded a moment ago."""
         with trio.move_on_after(_CATCH_UP_S):
             try:
                 await self._replica.barrier()

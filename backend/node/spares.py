@@ -1,10 +1,9 @@
-"""Files of superseded extents, which become the files of new ones of exactly the same length.
+"""Files of superseded extents, reused for new extents of exactly the same length.
 
-A file that is used again is there already: nothing is allocated, and where it was registered for RDMA
-nothing is registered. But what was sent of it with sendfile or splice, by us or by an application on a
-mount of this host, may still lie as a reference to its pages in a socket's send queue or in a pipe, and
-would change. So only a file is used again of which that is not so: it was made here, never lent, and
-nobody holds it. When in doubt it is not.
+A reused file needs no allocation, and no registration if it was registered for RDMA. But pages of it that
+were sent with sendfile or splice, by this process or by an application on a mount of this host, may still
+be referenced by a socket's send queue or by a pipe, and would change. So a file is reused only if it was
+made here, was never lent, and nobody holds it. If in doubt, it is not.
 """
 
 import os
@@ -13,11 +12,11 @@ from collections.abc import Iterator
 from typing import Protocol
 
 SPARES_MAX = 1024
-# Of the store. What is freed beyond goes at once.
+# The share of the store for spare files. Files freed beyond it are removed at once.
 SPARES_SHARE = 0.5
-# Smaller ones do not move by RDMA, and cost little to make.
+# Smaller files do not move by RDMA, and cost little to make.
 SPARE_BYTES_MIN = 64 << 10
-# One that was not used for so long is given up.
+# A spare file that was unused for so long is given up.
 SPARE_S = 60.0
 
 # Device and inode number.
@@ -25,23 +24,23 @@ FileKey = tuple[int, int]
 
 
 class Mappings(Protocol):
-    """Who keeps files mapped (transport/verbs). For the event loop."""
+    """The users that keep files mapped (transport/verbs). For the event loop."""
 
     def descriptors(self, file: FileKey) -> list[int]:
-        """Those through which the file is mapped. Raises OSError EBUSY when it is in use."""
+        """Return the descriptors through which the file is mapped. Raises OSError EBUSY if it is in use."""
         ...
 
     def forget(self, fd: int) -> None:
-        """The file may be truncated: what is mapped of it is of no use to anybody who comes later."""
+        """Unmap a file that may be truncated: later users map it anew."""
         ...
 
     def drop_orphans(self) -> None:
-        """Let go of files that have no name any more."""
+        """Unmap files that have no name any more."""
         ...
 
 
 class Unmapped:
-    """Nobody does."""
+    """Mappings where no file is mapped."""
 
     def descriptors(self, file: FileKey) -> list[int]:
         return []
@@ -54,7 +53,7 @@ class Unmapped:
 
 
 class StoredFile:
-    """A file that this process made for an extent. `freed` is how many extents had been freed with it."""
+    """A file that this process made for an extent. `freed` is how many extents had been freed before."""
 
     __slots__ = ("freed", "is_lent", "length", "name", "since", "users")
 
@@ -68,9 +67,9 @@ class StoredFile:
 
 
 class Held:
-    """An open file, which is not used for another extent before it is closed. For the event loop.
+    """An open file, which is not reused for another extent before it is closed. For the event loop.
 
-    `is_own`: nobody else ever had it open for writing, so it cannot be truncated.
+    `is_own`: no other process ever had it open for writing, so it cannot be truncated.
     """
 
     def __init__(self, fd: int, file: StoredFile | None, is_own: bool) -> None:
@@ -81,7 +80,7 @@ class Held:
             file.users += 1
 
     def lend(self) -> None:
-        """Something may refer to its pages for ever from now on. For any thread."""
+        """Note that references to its pages may exist for ever from now on. For any thread."""
         if self._file is not None:
             self._file.is_lent = True
 
@@ -101,7 +100,7 @@ class Incoming(Held):
 
 
 class Spares:
-    """At most SPARES_MAX of them, found by length. For the event loop."""
+    """At most SPARES_MAX spare files, found by length. For the event loop."""
 
     def __init__(self) -> None:
         self._files: dict[StoredFile, None] = {}  # the oldest first
@@ -118,7 +117,7 @@ class Spares:
         self.bytes += file.length
 
     def of_length(self, length: int) -> Iterator[StoredFile]:
-        """Those that nobody holds, the newest first: what is too many gets old."""
+        """Return files of this length that nobody holds, the newest first, so that surplus ones get old."""
         for file in reversed(self._of_length.get(length, ())):
             if not file.users:
                 yield file

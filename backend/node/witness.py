@@ -1,8 +1,8 @@
-"""A store node's memory of etcd, by which it knows an etcd that was restored from a backup (history.py).
+"""A store node's memory of etcd, by which it notices that etcd was restored from a backup (history.py).
 
-The mark is written into the store a moment after etcd has told of a transaction, the witness into etcd less
-often, as everybody follows what is put there. Both may lag: etcd may be set back by so little that neither
-tells. What the node would free then goes to quarantine.
+The mark is written into the store a moment after etcd reported a transaction. The witness is written into
+etcd less often, as every process follows those keys. Both may lag: if etcd was set back only a little,
+neither shows it. Extents that the node would free then go to quarantine.
 """
 
 import errno
@@ -38,13 +38,13 @@ log = logging.getLogger(__name__)
 _LOOK_AGAIN_S = 2.0
 _MARK_PERIOD_S = 2.0
 _WITNESS_PERIOD_S = 10.0
-# All nodes together put so many witnesses a second at most.
+# The limit of witnesses that all nodes together put per second.
 _WITNESSES_PER_S = 10.0
 
 
 class NodeHistory(History):
-    """The history that the node with the store `files` knows. Something may have changed here whenever an
-    inode has."""
+    """The history that the node with the store `files` knows. Each change of an inode may change what is
+    here."""
 
     prefixes = (EPOCH_KEY, REPORT, b"i")
 
@@ -63,8 +63,8 @@ class NodeHistory(History):
     # -- at the start ----------------------------------------------------------------------------
 
     async def wait_trusted(self, *, patient: bool) -> None:
-        """Return when etcd has what this store knows, or when what it has was accepted. Raises OSError, and
-        WentBack if not `patient`."""
+        """Return when etcd has everything that this store knows of, or its state was accepted. Raises
+        OSError, and WentBack if not `patient`."""
         told = ""
         while True:
             self._engine.past.trust()
@@ -80,7 +80,8 @@ class NodeHistory(History):
             await trio.sleep(_LOOK_AGAIN_S)
 
     async def check(self) -> None:
-        """Raises WentBack, and reports it, if etcd has less than this store knows of."""
+        """Check that etcd has everything that this store knows of. Raises WentBack, and reports it, if
+        not."""
         epoch = await read_epoch(self._engine)
         reports = await read_reports(self._engine)
         what = await self._missed(epoch)
@@ -94,7 +95,7 @@ class NodeHistory(History):
         self.epoch = epoch
 
     async def _missed(self, epoch: Epoch) -> str:
-        """Return what this store knows of and etcd does not; "": nothing."""
+        """Return what this store knows of and etcd does not; "" if nothing."""
         known, seen = self._identity, self._seen()
         if epoch.number > known.epoch.number:
             if seen <= epoch.floor:
@@ -153,7 +154,7 @@ class NodeHistory(History):
     # -- while the node runs ---------------------------------------------------------------------
 
     async def wait_resolved(self, error: WentBack) -> bool:
-        """Raise it: the node begins anew."""
+        """Raise the error: the node begins anew."""
         self._engine.past.doubt(error)
         try:
             await self._save()
@@ -162,7 +163,7 @@ class NodeHistory(History):
         raise error
 
     async def run(self, session: Session, nodes: Callable[[], int]) -> None:
-        """Remember what etcd tells. `nodes` is how many there are."""
+        """Remember etcd's transactions. `nodes` returns the number of nodes."""
         self._runs = True
         due = 0.0
         while True:
@@ -179,7 +180,7 @@ class NodeHistory(History):
             await trio.sleep(_MARK_PERIOD_S)
 
     async def put(self, session: Session) -> None:
-        """Put the next witness, if the session goes on. That it fails is told and no more."""
+        """Put the next witness, if the session goes on. A failure is only logged."""
         if not session.valid():
             return
         self._changed = False
