@@ -1,4 +1,4 @@
-"""What the bytes of a content are checked by, from the mount that publishes to the mount that reads.
+"""Digests of contents, which the mount that publishes computes and the mount that reads compares.
 
 A stripe is hashed in blocks of 2 MiB counted from its beginning, by several threads and in any order; its
 digest is the hash of its blocks' digests (XXH3, 64 bits: against accidents, not against an attacker). The

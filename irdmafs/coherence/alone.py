@@ -1,4 +1,4 @@
-"""Coherence on one host, where nothing changes without us."""
+"""Coherence on one host, where nothing changes but through this mount."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final
@@ -16,9 +16,9 @@ _FOREVER_S: Final = 86_400.0
 
 
 class Alone(Coherence):
-    """The mount is the only one of its store. The kernel may believe everything except what it does not
-    notice here: changes of a content that several nodes show or programs map, and the node of a file that
-    is being replaced."""
+    """The mount is alone with its store. The kernel may believe everything except changes that it does not
+    notice: of a content that several nodes show or programs map, and of the node of a file that is being
+    replaced."""
 
     listings_stay = True
 
@@ -56,7 +56,7 @@ class Alone(Coherence):
         return self._namespace.lookup(parent.ino, name)
 
     async def freshen(self, inode: Inode) -> None:
-        """Everything is known."""
+        """Do nothing: everything is known."""
 
     def arrived(self, node_id: int) -> tuple[Node, Inode] | None:
         return self._nodes.get(node_id)
@@ -70,19 +70,19 @@ class Alone(Coherence):
         return self._nodes.get(node_id)
 
     def come_again(self, pid: int, name: TrailStep, ino: int) -> None:
-        """The cache itself leads the thread on."""
+        """Do nothing: the cache itself leads the thread on."""
 
     async def bring(self, inode: Inode, *, content: bool, opens: bool = False) -> Inode:
         return inode
 
     async def before_change(self) -> None:
-        """Nobody has to know."""
+        """Do nothing: nobody else has to know."""
 
     def changing(self, pid: int, *names: Name) -> AbstractContextManager[None]:
         return nullcontext()
 
     def renamed(self, ino: int, old: Name, new: Name) -> None:
-        """No name has to be forgotten later."""
+        """Do nothing: no name has to be forgotten later."""
 
     def count(self) -> dict[str, int]:
         return {"epochs": 0, "inodes_told": 0}

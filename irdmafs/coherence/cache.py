@@ -31,12 +31,12 @@ __all__ = ["Cache"]
 
 log = logging.getLogger(__name__)
 
-# Of these flags an open that reads, and publishes an empty version, has O_TRUNC alone: O_RDONLY is 0.
+# An open that reads, and publishes an empty version, has only O_TRUNC of these flags: O_RDONLY is 0.
 _EMPTYING: Final = os.O_TRUNC | os.O_ACCMODE
 
 
 class Cache:
-    """Opens, publishes and releases file contents. `passthrough`: the session can do it."""
+    """Opens, publishes and releases file contents. `passthrough`: the session is able to pass through."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Cache:
         )
         self._carried = carried = Carried(store, table, in_place)
 
-        # Bound here, so that a request passes through no frame of this class.
+        # Bound here, so that a request needs no extra call through this class.
         looks = Looks(table, sharing, nodes)
         self.shown, self.look_of, self.version = looks.shown, looks.look_of, looks.version
         self.changes_unnoticed, self.is_written = looks.changes_unnoticed, looks.is_written
@@ -86,7 +86,7 @@ class Cache:
 
     @property
     def carried_bytes(self) -> int:
-        """Of READ and WRITE requests: what passed through us in cached mode."""
+        """Return how many bytes of READ and WRITE requests passed through the daemon (cached mode)."""
         return self._carried.bytes
 
     # -- open ------------------------------------------------------------------------------------
@@ -116,8 +116,8 @@ class Cache:
         return handle
 
     async def _settled(self, inode: Inode, flags: int) -> Inode:
-        """Return the inode when no store node is taking over the file that a writer would share. Who had
-        that open goes on with it alone."""
+        """Return the inode when no store node is adopting the file that a writer would share. Descriptors
+        that had that file open go on with it."""
         while flags & os.O_ACCMODE != os.O_RDONLY:
             content = self._table.newest_private(inode.ino) or self._table.current.get(inode.ino)
             if content is None or not content.leaves:
@@ -129,12 +129,12 @@ class Cache:
         return inode
 
     def open_here(self, inode: Inode, node: Node, flags: int, pid: int) -> Handle:
-        """Open for reading what the node shows, whatever that is."""
+        """Open for reading the content that the node shows, of whatever version."""
         content = node.content if node.is_bound else None
         return self._open(node, content or self._sharing.current_or_new(inode), flags, pid)
 
     async def open_any(self, inode: Inode, flags: int, pid: int) -> Handle:
-        """Open the file for a request that takes whichever node it is given."""
+        """Open the file for a request that accepts any node."""
         inode = await self._settled(inode, flags)
         node, content, cut = self._routes.choose_any(inode, flags, pid)
         handle = self._open(node, content, flags, pid)
@@ -172,10 +172,10 @@ class Cache:
         return handle
 
     def _bind(self, node: Node, content: Content, *, writing: bool) -> None:
-        """Decide at the first open of a node what it shows, and whether past us."""
+        """Decide at the first open of a node which content it shows, and whether it is passed through."""
         node.content = content
-        # An empty version has no extent, hence nothing to pass through to; nor has one that is too
-        # large to be kept on this host.
+        # An empty version has no extent to pass through to, nor has one that is too large to be kept on
+        # this host.
         node.cached = not (self._passthrough and (writing or self._table.is_here(content)))
         if node.backing_id and (node.cached or node.backing_extent != content.extent):
             self.kernel.drop_backing(node)
@@ -184,7 +184,7 @@ class Cache:
         if handle.writing:
             await self._prepare(handle, content, cut=cut)
         elif content.preparing or (content.awaited and self._table.is_borrowed(content)):
-            # The file that is going to be written is the one to read.
+            # The file that is about to be written is the one that must be read.
             try:
                 await self._in_place.make_writable(content)
             except BaseException:
@@ -215,24 +215,24 @@ class Cache:
     # -- publishing ------------------------------------------------------------------------------
 
     async def flush(self, handle: Handle, pid: int) -> None:
-        """Carry out close(2) of one descriptor. Return when what was written is published."""
+        """Carry out close(2) of one descriptor. Return when everything written is published."""
         if handle.writing and handle.content is not None:
             await self._publisher.flush(handle, handle.content, pid)
 
     async def fsync(self, handle: Handle) -> None:
-        """Carry out fsync(2): publish what is written so far; the descriptor stays open for more."""
+        """Carry out fsync(2): publish everything written so far; the descriptor stays open."""
         if handle.writing and handle.content is not None:
             await self._publisher.fsync(handle, handle.content)
 
     async def publish_in_place(self, ino: int) -> None:
-        """Publish what is written so far in place, before another host may lock the file."""
+        """Publish everything written in place so far, before another host may lock the file."""
         content = self._table.current.get(ino)
         if content is not None and content.is_changing and self._inodes[ino].nlink:
             with self._unused.held(content):
                 await self._publisher.publish_so_far(content)
 
     async def publish_now(self, ino: int) -> None:
-        """Publish what is being written to an inode whose name is about to mean something new."""
+        """Publish the content being written to an inode whose name is about to lead to another inode."""
         with ExitStack() as held:
             contents = list(self._table.private.get(ino, ()))
             current = self._table.current.get(ino)
@@ -244,7 +244,7 @@ class Cache:
                 await self._publisher.publish_named(content)
 
     def give_up(self, handle: Handle) -> bool:
-        """Publish nothing through this handle any more. Return whether there was something."""
+        """Publish nothing through this handle any more. Return whether there was anything to publish."""
         content = handle.content
         unpublished = handle.writing and content is not None and self._changes.is_written(content)
         handle.aborted |= unpublished
@@ -253,8 +253,8 @@ class Cache:
     # -- close -----------------------------------------------------------------------------------
 
     async def release(self, fh: int) -> None:
-        """The last descriptor of a handle is gone. Publish what is not yet; the node counts as open
-        until that is done."""
+        """Publish the rest when the last descriptor of a handle is closed; the node counts as open until
+        then."""
         handle = self.nodes.handles[fh]
         content = handle.content
         assert content is not None
@@ -283,7 +283,7 @@ class Cache:
             await self._unused.forget_nameless()
 
     async def _last_writer_leaves(self, handle: Handle, content: Content) -> None:
-        """Nobody writes the content any more: it is a version again, or nothing."""
+        """Make the content a version again, or drop it: it has no writer any more."""
         if content.private:
             if handle.aborted or content.discarded or not content.awaited:
                 self._table.supersede(content)  # given up, or published by a copy
@@ -295,4 +295,4 @@ class Cache:
         elif handle.aborted and (content.seen is None or self._changes.is_written(content)):
             self._table.supersede(content)  # its writer was told that it is not published
         elif not self._inodes[content.ino].nlink:
-            content.kept = True  # it is no version, and there for those who have it open
+            content.kept = True  # it is no version, but readers have it open

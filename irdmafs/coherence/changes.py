@@ -1,6 +1,6 @@
-"""Whether anybody has written to a content since it was published or begun.
+"""Detecting whether a content was written since it was published or begun.
 
-Programs write past us: only the size and the times of an extent tell.
+With passthrough the daemon sees no writes: only the size and the times of an extent tell.
 """
 
 import os
@@ -12,7 +12,7 @@ from ..backend.store.api import Store
 from .content import Content, ContentTable, stamp_of
 from .nodes import Handle
 
-# Before 6.13 a write may leave the times of a file as they were, for a timer tick (1-10 ms).
+# Before 6.13 a write may leave the times of a file unchanged within a timer tick (1-10 ms).
 _TIMESTAMP_GRAIN_NS: Final = 20_000_000
 
 
@@ -23,7 +23,7 @@ def _stamps_are_fine() -> bool:
 
 
 class Changes:
-    """Compares contents with how they looked when they were published, or begun."""
+    """Compares contents with their size and times when they were published or begun."""
 
     def __init__(self, store: Store, table: ContentTable) -> None:
         self._store = store
@@ -32,8 +32,9 @@ class Changes:
         self._grain_ns = 0 if _stamps_are_fine() else _TIMESTAMP_GRAIN_NS
 
     def is_written(self, content: Content, status: os.stat_result | None = None) -> bool:
-        """Return whether anybody may have written to it since it was published or begun, as far as stat can
-        tell. A store through a mapping changes no time. `status`: how its extent looks, if known."""
+        """Return whether anybody may have written to the content since it was published or begun, as far as
+        stat can tell. A store through a mapping changes no time. `status` is its extent's stat, if
+        known."""
         return self.is_surely_written(content, status) or self._may_share_a_tick(content, status)
 
     def is_surely_written(self, content: Content, status: os.stat_result | None = None) -> bool:
@@ -44,32 +45,32 @@ class Changes:
         return stamp_of(status or self._table.stat(content)) != content.since
 
     def _may_share_a_tick(self, content: Content, status: os.stat_result | None = None) -> bool:
-        """Return whether a write after the publication may have left the times as they were then."""
+        """Return whether a write after the publication may have left the times unchanged."""
         if not self._grain_ns or content.seen is None or not content.extent:
             return False
         return time.time_ns() - (status or self._table.stat(content)).st_mtime_ns < self._grain_ns
 
     def _is_unpublished(self, content: Content) -> bool:
         if content.seen is not None:
-            # In a cluster the bytes are compared before they are published for the same times.
+            # In a cluster, bytes are compared before anything is published whose times have not moved.
             written = self.is_surely_written if self._store.shared else self.is_written
             return written(content)
         if self._store.shared and not content.version:
             stamp = self._table.stamp(content)
             if not stamp[0] and (not content.extent or stamp == content.since):
-                return False  # a new file that stays empty: its name says so already, to all
+                return False  # a new file that stays empty is known to be empty by its name
         inode = self._inodes[content.ino]
-        # An empty copy that nobody wrote gives way to a version that was published meanwhile.
+        # An unwritten empty copy gives way to a version that was published meanwhile.
         return inode.version == content.version or self.is_written(content)
 
     def is_changed(self, handle: Handle, content: Content) -> bool:
-        """Return whether closing the handle has something to publish, as far as stat can tell."""
+        """Return whether closing the handle has anything to publish, as far as stat can tell."""
         wrote_nothing = handle.since is not None and self._table.stamp(content) == handle.since
         return not wrote_nothing and self._is_unpublished(content)
 
     def may_hide_writes(self, content: Content) -> bool:
-        """Return whether only a comparison of bytes can tell that somebody wrote. A store through a mapping
-        changes no time if its page was stored to before, or (in a tmpfs) read before."""
+        """Return whether only a comparison of bytes can tell that the content was written. A store through
+        a mapping changes no time if its page was stored to before, or (in a tmpfs) read before."""
         return (content.mapped and content.seen is not None) or self._may_share_a_tick(content)
 
     def is_to_be_compared(self, content: Content) -> bool:

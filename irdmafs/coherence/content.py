@@ -1,11 +1,11 @@
 """Contents of files on this host: which bytes a descriptor reads and writes.
 
 A `Content` is one run of bytes that descriptors share, kept in one extent. An inode has at most one
-*current* content here, which everybody who opens the file for reading or in place gets; any number of
-*private* ones, each of which replaces the file when it is published; and *superseded* ones, which the
-descriptors that have them keep. docs/sharing.md has the rule that says which open gets which.
+*current* content here, which opens for reading or in place get; any number of *private* ones, each of which
+replaces the file when it is published; and *superseded* ones, which only the descriptors that have them
+keep. docs/sharing.md has the rule that says which open gets which.
 
-Here is only the bookkeeping: what is held, and when an extent may go.
+This module has only the bookkeeping: who holds a content, and when its extent may go.
 """
 
 import os
@@ -19,29 +19,28 @@ from ..backend.store.api import Store
 
 Stamp = tuple[int, int]
 
-# Descriptors that are kept for contents which are written: of a few, so that no program uses them all up.
+# The limit of descriptors kept for contents that are being written, so that no program exhausts them.
 _DESCRIPTORS_MAX = 16
 
 
 class Content:
     """One content. Sizes are bytes, `blocks` 512-byte units, times nanoseconds.
 
-    `extent` keeps the bytes, 0 while there are none; `own` says that no version names it, so that it
-    goes with this object; `fd` may be open on it while it is written, else -1. `version` is the published
-    version that the content is, or began as, and `published` the inode as it then was.
-    `holds` counts handles and promised opens, `opens` and `writers` handles alone; `leaving` those
-    writers whose last descriptor is closed and whose release is not carried out yet; `preparing` those
-    that are about to make it writable; `awaited` those who join it and whose promised open has not come
-    yet. `leaves`: a store node is taking its very file over.
+    `extent` keeps the bytes, 0 while there are none; `own`: no version names the extent, so it is freed
+    with this object; `fd` may be open on it while it is written, else -1. `version` is the published
+    version that the content is, or began as, and `published` the inode as it was then. `holds` counts
+    handles and promised opens, `opens` and `writers` handles alone; `leaving` counts writers whose last
+    descriptor is closed and whose release is not carried out yet; `preparing` those that are about to make
+    the content writable; `awaited` those who join it and whose promised open has not come yet. `leaves`: a
+    store node is adopting its very file.
 
-    `writable`: the extent may be written, because nobody else relies on what it holds. `dirty`: a
-    request of ours changed it since it was published. `seen` is the stamp at its last publication, or
-    when it was first opened in place; None when nothing of it was ever published; `begun` is the stamp
-    when it began to be written. `moved`: its stamp and the time of its last change when its file got
-    another number, which the file's own time of change does not tell from a write. `mapped`: somebody could
-    map it to write it. `whole`: everybody who writes it began with an empty file, so a writer that is
-    killed publishes nothing. `kept`: such a writer left it, and it is seen on this host only.
-    `discarded`: its writer gave it up.
+    `writable`: the extent may be written, because nobody else relies on its bytes. `dirty`: a request to
+    the daemon changed it since it was published. `seen` is the stamp at its last publication, or when it
+    was first opened in place; None if it was never published; `begun` is the stamp when it began to be
+    written. `moved`: its stamp and the time of its last change when its file got another number, as the
+    file's own time of change moves then as if it were written. `mapped`: a program could map it for
+    writing. `whole`: every writer began with an empty file, so a writer that is killed publishes nothing.
+    `kept`: such a writer left it, and it is seen on this host only. `discarded`: its writer gave it up.
     """
 
     __slots__ = (
@@ -79,7 +78,7 @@ class Content:
         self.extent = NO_CONTENT if private else inode.extent
 
     def show(self, inode: Inode) -> None:
-        """Take over what the namespace says of the version."""
+        """Take over the version's attributes from the namespace."""
         self.published = inode
         self.version = inode.version
         self.size = inode.size
@@ -88,7 +87,7 @@ class Content:
 
     @property
     def since(self) -> Stamp | None:
-        """How its extent looked when it was last published, or begun."""
+        """Return the stamp of its extent when it was last published, or begun."""
         return self.seen if self.seen is not None else self.begun
 
     @property
@@ -97,7 +96,7 @@ class Content:
         return bool(self.private or self.writers or self.kept)
 
     def locked(self) -> trio.Lock:
-        """The lock that whoever publishes it, or makes it writable, holds."""
+        """Return the lock that is held while it is published, or made writable."""
         if self.lock is None:
             self.lock = trio.Lock()
         return self.lock
@@ -121,20 +120,20 @@ class Shown(NamedTuple):
 
 
 def stamp_of(status: os.stat_result) -> Stamp:
-    """Return what a write to an extent changes. Not st_ctime: a store that takes the very file changes
-    it, too."""
+    """Return the attributes that a write to an extent changes. Not st_ctime: a store that adopts the file
+    changes it, too."""
     return status.st_size, status.st_mtime_ns
 
 
 def changed_ns(content: Content, status: os.stat_result) -> int:
-    """Return when a content was last changed, `status` being that of its extent."""
+    """Return when a content was last changed; `status` is its extent's stat."""
     if content.moved is not None and content.moved[0] == stamp_of(status):
         return content.moved[1]
     return status.st_ctime_ns
 
 
 class ContentTable:
-    """All contents that somebody has open, or that may be opened again."""
+    """All contents that are open, or may be opened again."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -143,7 +142,7 @@ class ContentTable:
         self.private: dict[int, list[Content]] = {}
         # The newest version of each file that was published on this host.
         self.published: dict[int, int] = {}
-        # Those with a descriptor, the oldest first.
+        # Contents with a descriptor, the oldest first.
         self._described: dict[Content, None] = {}
 
     def newest_private(self, ino: int) -> Content | None:
@@ -151,7 +150,7 @@ class ContentTable:
         return contents[-1] if contents else None
 
     def stat(self, content: Content) -> os.stat_result:
-        """Raises OSError EIO when its extent is gone."""
+        """Return the stat of its extent. Raises OSError EIO if that is gone."""
         if content.fd >= 0:
             return os.fstat(content.fd)
         return self._store.extents.stat(content.extent)
@@ -168,11 +167,11 @@ class ContentTable:
     # -- where it lies ---------------------------------------------------------------------------
 
     def is_here(self, content: Content) -> bool:
-        """Return whether it is on this host: not too large for that."""
+        """Return whether the content is on this host; it may be too large for that."""
         return content.own or (bool(content.extent) and self._store.is_here(content.extent))
 
     def is_borrowed(self, content: Content) -> bool:
-        """Return whether it is the very file of a store node, which nobody may write."""
+        """Return whether the content's file belongs to a store node, and must not be written."""
         return not content.writable and self._store.is_lent(content.extent)
 
     # -- what keeps an extent --------------------------------------------------------------------
@@ -184,7 +183,7 @@ class ContentTable:
         content.holds += 1
 
     def let_go(self, content: Content) -> bool:
-        """Undo one `hold`; whether it was the last."""
+        """Undo one `hold`. Return whether it was the last one."""
         content.holds -= 1
         if content.holds:
             return False
@@ -194,7 +193,7 @@ class ContentTable:
         return True
 
     def close(self, content: Content) -> None:
-        """Do without the descriptor of a content, as when nobody writes it any more."""
+        """Close the descriptor of a content, as when nobody writes it any more."""
         if content.fd >= 0:
             del self._described[content]
             os.close(content.fd)
@@ -209,8 +208,8 @@ class ContentTable:
         content.fd = fd
 
     def give_extent(self, content: Content, extent: ContentId, *, own: bool) -> None:
-        """Let the content lie in another extent from now on, or in the same under another number.
-        Raises OSError ESTALE, and changes nothing, when a store node has let that go already."""
+        """Move the content to another extent, or give the same extent another number. Raises OSError
+        ESTALE, and changes nothing, if a store node has freed that extent already."""
         if content.holds:
             self._store.pin(extent)
             self._store.unpin(content.pinned)
@@ -228,7 +227,7 @@ class ContentTable:
         self.private.setdefault(content.ino, []).append(content)
 
     def make_current(self, content: Content) -> None:
-        """The content is the file's from now on; the one before stays with those who have it."""
+        """Make the content the file's current one; the one before stays with its descriptors."""
         if content.private:
             self._remove_private(content)
         content.superseded = False
@@ -238,7 +237,7 @@ class ContentTable:
         self.current[content.ino] = content
 
     def supersede(self, content: Content) -> None:
-        """Nobody else is to open this content; whoever has it keeps it."""
+        """Let no further open share this content; descriptors that have it keep it."""
         if content.private:
             self._remove_private(content)
         content.superseded = True
@@ -248,7 +247,7 @@ class ContentTable:
             self._retire(content)
 
     def rest(self, content: Content, inode: Inode) -> None:
-        """Nobody holds the content any more."""
+        """Note that nobody holds the content any more."""
         if content.kept and not content.superseded:
             return
         if (

@@ -1,5 +1,4 @@
-"""How a content comes to be written: it gets an extent that may change, and what others publish goes into
-it."""
+"""Making contents writable in place, and taking versions of other hosts into them."""
 
 import os
 from collections.abc import Callable
@@ -47,7 +46,7 @@ class InPlace:
 
     async def make_writable(self, content: Content) -> None:
         if self._store.waits or content.is_busy:
-            # From now on, as others who come before this task goes on are to share the copy.
+            # Counted from now on: opens that come before this task goes on are to share the copy.
             content.preparing += 1
             try:
                 await detach()
@@ -60,7 +59,7 @@ class InPlace:
             await self._begin(content)
 
     async def _begin(self, content: Content) -> None:
-        """From now on the content may differ from the version that it is."""
+        """Note that the content may differ from its version from now on."""
         inode = self._inodes[content.ino]
         if not content.extent:
             self._sharing.allocate(content, inode)
@@ -86,8 +85,8 @@ class InPlace:
         content.writable = True
 
     def _set_mtime(self, content: Content, inode: Inode) -> Stamp:
-        """Give the content the inode's time of modification, and return how it looks then. Its access time
-        stays: it may be that of a read which no record has."""
+        """Give the content the inode's time of modification, and return its stamp. Its access time stays:
+        it may be that of a read which no record has."""
         status = self._table.stat(content)
         if status.st_mtime_ns != inode.mtime_ns:
             self._table.set_times(content, status.st_atime_ns, inode.mtime_ns)
@@ -102,8 +101,8 @@ class InPlace:
         return content is not None and bool(content.writers) and content.version != inode.version
 
     async def refresh(self, ino: int) -> None:
-        """Have everybody who has the file open in place see the newest version, which another host
-        published, unless there is something unpublished here."""
+        """Show the newest version, which another host published, to everybody who has the file open in
+        place, unless this host has unpublished changes."""
         content, inode = self._table.current.get(ino), self._inodes.get(ino)
         if content is None or inode is None or not self.is_behind(inode):
             return
@@ -116,7 +115,7 @@ class InPlace:
                 if self._changes.is_written(content):
                     return
                 if self._table.is_borrowed(content):
-                    self._table.supersede(content)  # nobody writes it, its last writer is leaving
+                    self._table.supersede(content)  # its last writer is leaving
                     return
                 if not content.writable:
                     await self._begin(content)
@@ -128,7 +127,7 @@ class InPlace:
                 self._kernel.invalidate_attributes(node)
 
     async def _overwrite(self, content: Content, inode: Inode) -> None:
-        """Bring a version into a content of which everything is published."""
+        """Copy a version into a content that has nothing unpublished."""
         extents = self._store.extents
         with extents.opened(content.extent, os.O_RDWR) as fd:
             os.ftruncate(fd, inode.size)
@@ -141,7 +140,7 @@ class InPlace:
     # -- changes that come as requests -----------------------------------------------------------
 
     async def change(self, handle: Handle, change: Callable[[int], None]) -> None:
-        """Have a request of a handle change the content's file, of which `change` gets a descriptor."""
+        """Call `change` with a descriptor of the content's file, for a request of a handle."""
         content = handle.content
         assert content is not None
         if not content.writable or content.is_busy:
@@ -152,28 +151,28 @@ class InPlace:
         handle.since = None
 
     def refuse_growth(self, ino: int, fd: int, offset: int, length: int) -> None:
-        """Raise OSError EDQUOT when an extent of the file may not get so many more bytes."""
+        """Raise OSError EDQUOT if an extent of the file may not grow by so many bytes."""
         quotas = self._store.namespace.quotas
         if quotas.in_use:
             quotas.refuse_growth(ino, os.fstat(fd), offset, length)
 
     async def truncate(self, inode: Inode, size: int) -> None:
-        """Carry out truncate(2) by name: everybody on this host sees the file cut at once."""
+        """Carry out truncate(2) by name: every descriptor on this host sees the file cut at once."""
         content = self._sharing.newest(inode)
         if inode.size == size and not content.is_changing:
             return
         if not size and not content.holds and not content.kept:
-            # It need not come here to be emptied.
+            # The content need not be fetched to be emptied.
             self._table.give_extent(content, NO_CONTENT, own=False)
         await self._cut_and_publish(content, size)
 
     async def empty(self, content: Content) -> None:
-        """Publish an empty version at once: nobody will close what was written."""
+        """Publish an empty version at once: no close will publish it."""
         if content.writers or content.private or self._table.stamp(content)[0]:
             await self._cut_and_publish(content, 0)
 
     async def _cut_and_publish(self, content: Content, size: int) -> None:
-        """Cut a content; a version at once, unless it is only to become one when its writer closes it."""
+        """Cut a content, and publish that at once unless its writer's close will."""
         with self._unused.held(content):
             if not content.writable or content.is_busy:
                 await self.make_writable(content)
@@ -184,7 +183,7 @@ class InPlace:
                 await self._publisher.publish_truncated(content)
 
     def set_mtime(self, node: Node, mtime_ns: int) -> None:
-        """Carry out utimensat(2) where the time is kept in the extent."""
+        """Carry out utimensat(2) for a time that is kept in the extent."""
         content = node.content if node.is_bound else self._table.current.get(node.ino)
         if content is None or not content.extent or not (content.is_changing or content.writable):
             return
@@ -192,7 +191,7 @@ class InPlace:
         status = self._table.stat(content)
         self._table.set_times(content, status.st_atime_ns, mtime_ns)
         if written:
-            content.dirty = True  # the time may have been set back to what it was
+            content.dirty = True  # the new time may be the one it had when it was published
         elif content.seen is not None:
             content.seen = self._table.stamp(content)
         else:

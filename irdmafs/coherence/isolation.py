@@ -1,4 +1,4 @@
-"""Return whether replacing a file is seen whole and at its end, or at once as on any other filesystem."""
+"""The choice between replacing a file as a whole at its close, and at once as on other filesystems."""
 
 from ..backend.namespace import Inode, Namespace
 from ..backend.namespace.attributes import ISOLATION

@@ -1,4 +1,4 @@
-"""The kernel's memory of a mount, as far as a session can make it forget."""
+"""The kernel's cache of a mount, and the means to make it forget."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -11,51 +11,51 @@ Name = tuple[int, bytes]  # number of a directory, which is its node id, too, an
 
 
 class KernelCache(ABC):
-    """The means by which the session makes the kernel forget."""
+    """The session's means to make the kernel forget."""
 
     @property
     @abstractmethod
     def can_forget(self) -> bool:
-        """Whether it can do so without waiting for a lock. Otherwise the kernel is not to believe what
-        others may change."""
+        """Return whether the kernel can be made to forget without waiting for a lock. If not, it must not
+        believe anything that others may change."""
 
     @abstractmethod
     def start_soon(self, telling: Callable[..., Awaitable[None]], *args: Any) -> bool:
-        """Run something in a task of the session. False: it has ended, and so has the mount."""
+        """Start a task of the session. Return False if the session, and so the mount, has ended."""
 
     @abstractmethod
     def invalidate_attributes(self, node: Node) -> None:
-        """Have a node's attributes asked for before they are shown again."""
+        """Make the kernel ask for a node's attributes before it shows them again."""
 
     @abstractmethod
     async def expire_names(self, names: list[Name]) -> None:
-        """Have names looked up again before their next use. Done when it returns."""
+        """Return when the kernel will look these names up again before their next use."""
 
     @abstractmethod
     def forget(self, nodes: Iterable[int], *, names: bool) -> None:
-        """Have the attributes of these nodes asked for, and, with `names`, every name looked up again
-        before its next use, answers that are on their way into the kernel included."""
+        """Make the kernel ask for the attributes of these nodes and, with `names`, look every name up again
+        before its next use. Answers on their way into the kernel count as old, too."""
 
     @abstractmethod
     async def forget_content(self, node: Node) -> None:
-        """Have the node's content read again from us. Done when it returns."""
+        """Return when the kernel will read the node's content again from the daemon."""
 
     @abstractmethod
     def prune(self, nodes: Sequence[int]) -> None:
-        """Let the kernel drop what it keeps of these nodes unused, if it can."""
+        """Let the kernel drop unused objects of these nodes, if it can."""
 
     @abstractmethod
     def version_published(self, ino: int) -> None:
-        """Wake who waits for a newer version of a file."""
+        """Wake processes that wait for a newer version of a file."""
 
     @abstractmethod
     def move_backing(self, node: Node, extent: ContentId) -> None:
-        """The file that passthrough holds of a node has another number now."""
+        """Note that the file which passthrough holds for a node has another number now."""
 
     @abstractmethod
     def drop_backing(self, node: Node) -> None:
-        """The node's extent changes or goes: let go of what passthrough holds of it."""
+        """Let go of the file that passthrough holds for a node: its extent changes or goes."""
 
     @abstractmethod
     def backed_by(self, extent: ContentId) -> list[Node]:
-        """Return the nodes of which passthrough holds the file of an extent."""
+        """Return the nodes for which passthrough holds the file of an extent."""

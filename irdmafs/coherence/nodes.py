@@ -1,7 +1,7 @@
 """The kernel's references to us: nodes, lookup counts, open handles.
 
-A node has one backing file at a time. So a file of which an old content is open and a new one is being
-written is two nodes behind one name. docs/sharing.md has the rules; here is only the bookkeeping.
+A node has one backing file at a time. So a file with an old content open and a new one being written has
+two nodes behind one name. docs/sharing.md has the rules; this module has only the bookkeeping.
 """
 
 import errno
@@ -12,16 +12,17 @@ from collections.abc import Iterator, Mapping
 from ..backend.namespace import ROOT_INO, Inode, fail
 from .content import Content, Stamp
 
-# The id of a node is the number of its inode, and above these bits, which no number reaches, its own.
+# A node's id is its inode's number, with a number of the node's own in the bits above, which are free.
 INO_BITS = 48
 _EXTRA_IDS_MAX = (1 << 64 - INO_BITS) - 1
 
 
 class Node:
-    """One node. `content` is what its handles share, and what it showed last when it has none.
+    """One node. `content` is the content that its handles share, or that it showed last if it has none.
 
     `promised` counts opens that are on their way here. `cached` is the mode of the present opens: through
-    us and the page cache, not passthrough. `backing_extent` is what the kernel's `backing_id` stands for.
+    the daemon and the page cache, not passthrough. `backing_extent` is the extent of the kernel's
+    `backing_id`.
     """
 
     __slots__ = (
@@ -39,9 +40,9 @@ class Node:
         self.cached = False
         self.backing_id = 0
         self.backing_extent = 0
-        # Which privileges of the file (see privileges) the kernel knows of.
+        # The privileges of the file (see privileges) that the kernel knows of.
         self.told = 0
-        # In a shared namespace: the directory and the name by which the kernel found it last.
+        # In a shared namespace: the directory and name by which the kernel last found it.
         self.name: tuple[int, bytes] | None = None
 
     @property
@@ -56,8 +57,8 @@ class Node:
 class Handle:
     """One open file description, or a directory being listed (`content` is None).
 
-    `since`: the content's stamp when it was opened beside other writers, None when the handle may have
-    changed it. `aborted`: what it wrote is not to be published; `killed`: because its writer died.
+    `since`: the content's stamp when it was opened while others wrote it, None if the handle may have
+    changed it. `aborted`: nothing written through it is published; `killed`: because its writer died.
     """
 
     __slots__ = (
@@ -83,11 +84,11 @@ class Handle:
 
 
 class NodeEvents(ABC):
-    """Is told by a table of nodes."""
+    """The listener of a table of nodes."""
 
     @abstractmethod
     def node_dropped(self, node: Node) -> None:
-        """The kernel has forgotten a node, and nothing refers to it any more."""
+        """Note that the kernel has forgotten a node, and nothing refers to it any more."""
 
 
 class NodeTable:
@@ -126,7 +127,8 @@ class NodeTable:
         return inode
 
     def add(self, inode: Inode, node_id: int = 0) -> Node:
-        """Make a node. `node_id`: one that is free again, by which somebody asks for the inode."""
+        """Make a node, with `node_id` if given: one that is free again, and by which the inode is asked
+        for."""
         node_id = node_id or inode.ino
         while node_id in self.by_id:
             node_id = inode.ino | self._next_extra_id << INO_BITS
@@ -143,7 +145,7 @@ class NodeTable:
         return self.by_id.get(inode.ino) or self.add(inode)
 
     def of(self, ino: int) -> Iterator[Node]:
-        """Every node of an inode."""
+        """Yield every node of an inode."""
         siblings = self._siblings.get(ino)
         if siblings is not None:
             yield from siblings
@@ -151,15 +153,15 @@ class NodeTable:
             yield self._first[ino]
 
     def has_nodes(self, ino: int) -> bool:
-        """Return whether the kernel knows the inode. Descriptors may refer to it that never opened it
-        (O_PATH)."""
+        """Return whether the kernel knows the inode. Descriptors that never opened it (O_PATH) may refer to
+        it."""
         return ino in self._first
 
     def has_siblings(self, ino: int) -> bool:
         return ino in self._siblings
 
     def in_use(self, ino: int) -> bool:
-        """Whether the inode must outlive its last name: something has it open, or is about to."""
+        """Return whether the inode must outlive its last name: it is open, or about to be opened."""
         return any(node.opens or node.promised for node in self.of(ino))
 
     def forget(self, node_id: int, lookups: int) -> None:
@@ -171,7 +173,7 @@ class NodeTable:
             self.drop_unused(node)
 
     def drop_unused(self, node: Node) -> None:
-        """Drop a node that neither the kernel nor a handle nor a promise refers to."""
+        """Drop a node if neither the kernel nor a handle nor a promise refers to it."""
         if node.lookups > 0 or node.opens or node.promised or node.id == ROOT_INO:
             return
         if self.by_id.get(node.id) is not node:

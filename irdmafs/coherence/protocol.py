@@ -1,4 +1,4 @@
-"""How long this host's knowledge of the namespace may be believed, and what has to be asked first.
+"""For how long this host's knowledge of the namespace may be believed, and what must be asked first.
 
 There are two implementations: `Alone`, where nothing changes without us, and `Shared` with other hosts.
 """
@@ -16,8 +16,8 @@ __all__ = ["Answer", "Coherence", "Listing"]
 
 
 class Answer(Protocol):
-    """An answer to the kernel. It may keep the name and the attributes for so many seconds; both are 0 in a
-    new answer."""
+    """An answer to the kernel, with how many seconds it may keep the name and the attributes; both are 0 in
+    a new answer."""
 
     entry_timeout: float
     attr_timeout: float
@@ -36,7 +36,7 @@ class Listing(ABC):
 
 
 class Coherence(ABC):
-    """What operations ask before they believe the namespace, and before the kernel may believe them.
+    """The rules of when operations, and the kernel, may believe the namespace.
 
     `listings_stay`: the kernel may keep listings. `pid` is the number of the calling thread.
     """
@@ -65,8 +65,8 @@ class Coherence(ABC):
 
     @abstractmethod
     def missing_s(self, parent: Inode) -> float | None:
-        """Return for how many seconds it may be believed that a directory does not have a name; None: look
-        with `find_fresh`."""
+        """Return for how many seconds the kernel may believe that a directory does not have a name; None:
+        use `find_fresh`."""
 
     @abstractmethod
     def listing(self, directory: int) -> Listing:
@@ -76,11 +76,11 @@ class Coherence(ABC):
 
     @abstractmethod
     def find(self, parent: int, name: bytes, pid: int) -> Inode | None:
-        """Return what a name leads to as far as is known here. Raises OSError."""
+        """Return the inode that a name leads to as far as is known here. Raises OSError."""
 
     @abstractmethod
     async def find_fresh(self, parent: Inode, name: bytes, pid: int) -> Inode | None:
-        """Return what a name leads to now. Raises OSError."""
+        """Return the inode that a name leads to now. Raises OSError."""
 
     @abstractmethod
     async def freshen(self, inode: Inode) -> None:
@@ -88,45 +88,45 @@ class Coherence(ABC):
 
     @abstractmethod
     def arrived(self, node_id: int) -> tuple[Node, Inode] | None:
-        """Return what an open of this node has come to; None: ask `settle` or `settle_names`. Raises
-        OSError ESTALE."""
+        """Return the node and inode that an open of this node gets; None: ask `settle` or `settle_names`.
+        Raises OSError ESTALE."""
 
     @abstractmethod
     async def settle(
         self, node_id: int, flags: int, pid: int
     ) -> tuple[Node, Inode, TrailStep | None]:
-        """Return what an open of a file has come to, and by which name, if one is known. What it is to get
-        is on this host, the newest, and counted as opened. Raises OSError; ESTALE: it has to look the
-        name up again."""
+        """Return the node and inode that an open of a file gets, and its name, if one is known. The newest
+        content is on this host then, and counted as opened. Raises OSError; ESTALE: the kernel has to look
+        the name up again."""
 
     @abstractmethod
     async def settle_names(self, node_id: int, pid: int, *, by_name: bool) -> tuple[Node, Inode]:
-        """Return what a thread has come to by the names that it looked up. `by_name`: only by those. Raises
-        OSError; ESTALE: it has to look them up again."""
+        """Return the node and inode that the names a thread looked up lead to. `by_name`: no other way
+        counts. Raises OSError; ESTALE: the kernel has to look them up again."""
 
     @abstractmethod
     def come_again(self, pid: int, name: TrailStep, ino: int) -> None:
-        """An open was refused with ESTALE: have the thread find this inode by the name."""
+        """Make the thread find this inode by the name again, after its open was refused with ESTALE."""
 
     @abstractmethod
     async def bring(self, inode: Inode, *, content: bool, opens: bool = False) -> Inode:
-        """Return the inode when what programs of this host see of it is not older than its version.
-        `content`: the bytes are on this host, too. `opens`: count an open of these. Raises OSError."""
+        """Return the inode when this host's programs see nothing older than its version. `content`: its
+        bytes are on this host, too. `opens`: count an open of them. Raises OSError."""
 
     # -- changes by programs of this host ----------------------------------------------------------
 
     @abstractmethod
     async def before_change(self) -> None:
-        """Have a request go on where it may wait, if others have to know of its change."""
+        """Let a request go on in a task that may wait, if others have to know of its change."""
 
     @abstractmethod
     def changing(self, pid: int, *names: Name) -> AbstractContextManager[None]:
-        """Return what is to enclose a change of these names by a thread."""
+        """Return a context manager for a change of these names by a thread."""
 
     @abstractmethod
     def renamed(self, ino: int, old: Name, new: Name) -> None:
-        """The kernel moves its name of an inode, and does not look it up again."""
+        """Note that the kernel moved its name of an inode, and does not look it up again."""
 
     @abstractmethod
     def count(self) -> dict[str, int]:
-        """Return figures for `irdmafs status`: what the kernel was made to forget."""
+        """Return figures for `irdmafs status`: how often the kernel was made to forget."""

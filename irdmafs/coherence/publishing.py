@@ -51,13 +51,13 @@ class Publisher:
     # -- close -----------------------------------------------------------------------------------
 
     async def flush(self, handle: Handle, content: Content, pid: int) -> None:
-        """close(2) of one descriptor. Returns when what was written is published."""
+        """Carry out close(2) of one descriptor. Return when everything written is published."""
         if not self._inodes[content.ino].nlink:
             return
         if pid != handle.pid:
             others = await self._processes.may_still_write(pid, handle.pid)
             if others and await self._processes.hold(others, content.ino):
-                return  # it is not half written that a file is published
+                return  # half-written files are not published
         if content.is_busy:
             await detach()
             async with content.locked():
@@ -83,7 +83,7 @@ class Publisher:
             ):
                 return
             if content.private and not handle.node.cached and self._is_full():
-                # A write that the kernel refused for want of room did not come to us.
+                # The daemon does not see a write that the kernel refused for lack of room.
                 handle.aborted = True
                 raise fail(errno.ENOSPC, "the store is full; the version before stays")
         changed = self._changes.is_changed(handle, content)
@@ -93,27 +93,29 @@ class Publisher:
             stays = await self._stays(handle, content, pid)
             await self._publish_locked(content, stays=stays, changed=changed)
         except OSError as error:
-            # Whoever closes it is told, and may write it anew: that must not be overwritten by this.
-            # Later writes through a mapping have not been refused.
+            # The closing program gets the error, and may write the file anew: this must not overwrite that.
+            # Later writes through a mapping were not refused.
             handle.aborted = not content.mapped
             where = self._store.namespace.describe(content.ino)
             log.error("%s: what pid %d wrote could not be published: %s", where, pid, error)
             raise
 
     async def _stays(self, handle: Handle, content: Content, pid: int) -> bool:
-        """Return whether the content may be written on: then a copy is published where that matters."""
-        # The bytes are hashed as they leave this host; a program that maps them may store meanwhile.
+        """Return whether the content may be written on: a copy is published then, if that makes a
+        difference."""
+        # The bytes are hashed while they are sent; a program that maps them may store meanwhile.
         if content.writers > 1 or (content.mapped and self._store.shared):
             return True
         if not self._store.hands_over(content.extent):
             return False
-        # The store takes the very file: who has it open would have to do without what others write.
+        # The store adopts the very file: other descriptors of it would not see later writes.
         if content.holds > 1 or pid != handle.pid:
             return True
         return await self._has_duplicate(pid, content.ino)
 
     async def _has_duplicate(self, pid: int, ino: int) -> bool:
-        """Return whether the process keeps another descriptor of the file where redirections put them."""
+        """Return whether the process has another descriptor of the file with a number used by
+        redirections."""
         process = await self._processes.of(pid)
         return not process.is_in_exec() and await self._processes.holds_low(pid, ino)
 
@@ -123,10 +125,10 @@ class Publisher:
         return bool(room.f_blocks) and room.f_bavail * room.f_frsize < _FULL_BYTES
 
     async def last_release(self, handle: Handle, content: Content) -> None:
-        """The last descriptor of the only writer is gone, and its mappings: publish what is not yet.
+        """Publish the rest when the last descriptor of the only writer, and its mappings, are gone.
 
-        A file without a name may still be named by descriptors that never opened it (O_PATH), and opened
-        through them, except in a cluster.
+        A file without a name may still be given one, or opened, through descriptors that never opened it
+        (O_PATH), except in a cluster.
         """
         inode = self._inodes[content.ino]
         while (
@@ -145,19 +147,20 @@ class Publisher:
     # -- other occasions -------------------------------------------------------------------------
 
     async def fsync(self, handle: Handle, content: Content) -> None:
-        """fsync(2): publish what is written so far; the descriptor stays open for more."""
+        """Carry out fsync(2): publish everything written so far; the descriptor stays open."""
         if content.discarded or (content.superseded and not self._changes.is_written(content)):
             return
         changed = self._changes.is_changed(handle, content)
         if not self._store.shared:
-            # Here nobody else has another copy; but who waits for versions is to hear of this one.
+            # On one host there is no other copy, but processes that wait for versions must be told of this
+            # one.
             was_written = content.seen != content.begun
             changed = changed or (was_written and self._changes.may_hide_writes(content))
         if changed or self._changes.is_to_be_compared(content):
             await self._publish_locked(content, stays=True, changed=changed)
 
     async def publish_so_far(self, content: Content) -> None:
-        """Publish what was written in place, whoever wrote it; nothing where nobody wrote."""
+        """Publish everything written in place so far, by any process; nothing if there is nothing."""
         if not content.extent or content.discarded:
             return
         changed = self._changes.is_written(content)
@@ -165,7 +168,7 @@ class Publisher:
             await self._publish_locked(content, stays=True, changed=changed)
 
     async def publish_named(self, content: Content) -> None:
-        """Publish what is being written to a file whose name is about to mean something new."""
+        """Publish the content being written to a file whose name is about to lead to another inode."""
         if (
             not content.discarded
             and self._table.stamp(content)[0]
@@ -176,12 +179,12 @@ class Publisher:
             await self._publish_locked(content, stays=True, naming=True)
 
     async def publish_truncated(self, content: Content) -> None:
-        """Publish that a file was truncated by name: no close will follow."""
+        """Publish a truncation by name: no close will publish it."""
         await self._publish_locked(content, stays=bool(content.writers))
 
     async def keep(self, content: Content) -> None:
-        """A killed writer left a new file: it stays on this host as it is, as on any filesystem, and
-        other hosts see nothing of it."""
+        """Keep a new file whose writer was killed: it stays on this host as it is, as on any filesystem,
+        and other hosts do not see it."""
         if not self._table.stamp(content)[0]:
             return
         if self._store.shared:
@@ -190,8 +193,7 @@ class Publisher:
             await self._publish_locked(content, stays=False)
 
     def cut_unpublished(self, content: Content) -> None:
-        """Nobody writes a content any more whose end could not be published: where it is the very extent
-        of a version, that gets its length again."""
+        """Cut the extent of a version back to its length after its last writer could not publish."""
         inode = self._inodes[content.ino]
         if not content.extent or content.own or content.extent != inode.extent or not inode.nlink:
             return
@@ -203,15 +205,15 @@ class Publisher:
     async def _publish_locked(
         self, content: Content, *, stays: bool, changed: bool = True, naming: bool = False
     ) -> bool:
-        """Publish a content, with `changed` False only if a comparison finds it changed. Return whether it
-        was published."""
+        """Publish a content; if not `changed`, only if a comparison finds it changed. Return whether it was
+        published."""
         if not self._store.waits and not content.is_busy and not (stays and self._copies(content)):
             await self._publish(content, stays=stays, naming=naming)
             return True
         await detach()
         seen = content.seen
         async with content.locked():
-            # Somebody else may have published it meanwhile.
+            # Another task may have published it meanwhile.
             certain = changed and content.seen == seen
             if not certain and not self._changes.is_surely_written(content):
                 if not self._changes.is_to_be_compared(content):
@@ -219,11 +221,11 @@ class Publisher:
                 same = await self._store.is_same(content.published, content.extent)
                 if same and not self._changes.is_surely_written(
                     content
-                ):  # somebody may have cut the file
+                ):  # somebody may have truncated the file
                     return False
             content.leaves = not stays and self._store.hands_over(content.extent)
             if content.leaves and content.holds > 1:
-                content.leaves, stays = False, True  # somebody has opened it meanwhile
+                content.leaves, stays = False, True  # it was opened meanwhile
             try:
                 await self._publish(content, stays=stays, naming=naming)
             finally:
@@ -232,21 +234,21 @@ class Publisher:
 
     def _copies(self, content: Content) -> bool:
         """Return whether a copy is published while the content is written on. Readers of a private content
-        need one, as they are to see whole versions. So does what leaves this host."""
+        need a copy, as they see whole versions only. So does everything that leaves this host."""
         return content.private or self._store.shared
 
     async def _publish(self, content: Content, *, stays: bool, naming: bool = False) -> None:
-        """`naming`: the kernel keeps directories locked until we return."""
+        """Publish a content. `naming`: the kernel keeps directories locked until this returns."""
         if not content.extent:
             return
-        stays = stays or content.writers > 1  # others may have come since
+        stays = stays or content.writers > 1  # others may have opened it meanwhile
         status = shape = self._table.stat(content)
         extent = content.extent
         mapped = content.mapped
         written = content.private or self._changes.is_written(content, status)
         ctime_ns = changed_ns(content, status) if written else 0
         dirty, content.dirty = content.dirty, False
-        # A writer that replaces a file does so whatever others published meanwhile. On one host the last
+        # A writer that replaces a file does so even if others published meanwhile. On one host the last
         # close wins.
         replaces = content.private or content.whole or not self._store.shared
         try:
@@ -269,7 +271,7 @@ class Publisher:
                         base = newest  # it was published on this host, where the last close wins
             except Outdated as outdated:
                 inode = self._inodes[content.ino]
-                # Two hosts that only made a file empty, as many do with one that they lock, agree.
+                # Two hosts that only emptied the file, as programs do with lock files, do not conflict.
                 if status.st_size or inode.size:
                     if extent == content.extent:
                         extent, shape = await self._copy(content)
@@ -288,7 +290,7 @@ class Publisher:
         content.seen = stamp_of(status)
         content.kept = False
         if extent != content.extent and content.private:
-            # It goes on being private; the copy is the file's version.
+            # The content stays private; the copy is the file's version.
             content.published = inode
             content.version = inode.version
             self._supersede_before(inode)
@@ -304,7 +306,7 @@ class Publisher:
         await self._announce(inode, content, naming=naming)
 
     def _handed_over(self, content: Content, inode: Inode) -> None:
-        """A version names the very extent of the content now, maybe under another number."""
+        """Note that a version names the content's very extent now, maybe under another number."""
         if not inode.extent:
             return
         was_own = content.own
@@ -312,7 +314,7 @@ class Publisher:
         try:
             self._table.give_extent(content, inode.extent, own=False)
         except OSError:
-            # Another host has published since, and the store node here kept it no longer.
+            # Another host has published since, and the store node here has freed the file.
             content.own = was_own
             return
         if self._store.shared:
@@ -324,7 +326,7 @@ class Publisher:
             self._table.supersede(before)
 
     async def _copy(self, content: Content) -> tuple[ContentId, os.stat_result]:
-        """A copy in an extent of its own, and how it looks."""
+        """Copy the content to an extent of its own. Return that, and its stat."""
         extent, fd = self._store.allocate(self._inodes[content.ino])
         try:
             with self._store.extents.opened(content.extent) as source:
@@ -340,8 +342,8 @@ class Publisher:
             os.close(fd)
 
     def _set_aside(self, content: Content, name: str, outdated: Outdated) -> OSError:
-        """Others published the file while it was written in place here. Nothing that a program wrote is
-        lost: it is in a file beside it."""
+        """Return the error of a file that others published while it was written in place here. The bytes
+        written are kept in a file beside it."""
         self._table.supersede(content)
         where = self._store.namespace.describe(content.ino)
         return fail(
@@ -351,7 +353,7 @@ class Publisher:
         )
 
     async def _announce(self, inode: Inode, content: Content, *, naming: bool) -> None:
-        """A version was published. Other nodes and names of the file may still show the one before."""
+        """Announce a published version: other nodes and names of the file may still show the one before."""
         ino = inode.ino
         self._kernel.version_published(ino)
         if self._nodes.has_siblings(ino):

@@ -1,4 +1,4 @@
-"""Opens that are to come to another node than the one they came to first.
+"""Opens that must come again, to another node than the one they came to first.
 
 The kernel decides by name which node an open goes to, and does not know which content we would give
 it. An open that came to the wrong node is answered ESTALE. The kernel then looks the name up once
@@ -26,9 +26,9 @@ Key = tuple[int, int]  # thread, inode
 
 
 class Promise:
-    """An open of one thread, by `flags`, that came to one node and is to find a content on another one
-    when it comes again. `cut`: the content is to be emptied for it. `moves`: how often the promise was made
-    anew because the name had come to mean another file."""
+    """An open of one thread with `flags`, which came to one node and will find its content on another when
+    it comes again. `cut`: the content is to be emptied for it. `moves`: how often the promise was renewed
+    because the name had come to mean another file."""
 
     __slots__ = ("came_to", "content", "cut", "flags", "key", "looked_up", "moves", "node", "since")
 
@@ -55,20 +55,20 @@ class Promise:
 
     @property
     def may_move(self) -> bool:
-        """Return whether the open is to find another file if its name means one by now. An open that
-        empties a file although it only reads did so when it was refused."""
+        """Return whether the promise may move to another file that the name leads to by now. An open with
+        O_RDONLY | O_TRUNC may not: it emptied its file when it was refused."""
         empties = self.flags & (os.O_TRUNC | os.O_ACCMODE) == os.O_TRUNC | os.O_RDONLY
         young = time.monotonic() - self.since < _MAX_AGE_S
         return young and self.moves < _MAX_MOVES and not empties
 
     @property
     def joins(self) -> bool:
-        """Return whether the open is to write what others may write, too."""
+        """Return whether the open is to write a content that others may write, too."""
         writes = self.flags & os.O_ACCMODE != os.O_RDONLY
         return writes and (self.cut or not self.flags & os.O_TRUNC)
 
     def is_kept_by(self, node: Node, flags: int) -> bool:
-        """Return whether an open by the thread is the one that this was promised to."""
+        """Return whether an open by the thread is the promised one."""
         return self.node is node and not (self.flags ^ flags) & (os.O_TRUNC | os.O_ACCMODE)
 
     def is_nameless(self, node: Node) -> bool:
@@ -77,15 +77,15 @@ class Promise:
 
 
 class Redirects:
-    """The promises that were made and not kept yet; at most one for a thread.
+    """The promises not kept yet; at most one for each thread.
 
-    Threads of which we cannot see the number (0, another pid namespace) have one for each inode.
+    Threads whose number cannot be seen (0, another pid namespace) have one for each inode.
     """
 
     def __init__(self) -> None:
-        # By slot. Lookups and opens see here, without a call, that there are none.
+        # By slot. Lookups and opens check whether it is empty without a call.
         self.promises: dict[Key, Promise] = {}
-        # How many threads are on the way to a node of each inode.
+        # How many threads are on their way to a node of each inode.
         self.inodes: dict[int, int] = {}
 
     def promised(self, key: Key) -> Promise | None:
@@ -93,17 +93,17 @@ class Redirects:
         return promise if promise is not None and promise.key == key else None
 
     def of_thread(self, thread: int) -> Promise | None:
-        """Return the promise to a thread, for whichever inode; None if its number cannot be seen."""
+        """Return the promise to a thread, for any inode; None if its number cannot be seen."""
         return self.promises.get((thread, 0)) if thread else None
 
     def add(self, promise: Promise) -> None:
-        """The thread has no other one."""
+        """Add a promise; the thread must have no other one."""
         self.promises[_slot(promise.key)] = promise
         ino = promise.key[1]
         self.inodes[ino] = self.inodes.get(ino, 0) + 1
 
     def take(self, key: Key) -> Promise | None:
-        """Return the promise to a thread, maybe for another inode, which is none from now on."""
+        """Remove and return the promise to a thread, maybe for another inode."""
         promise = self.promises.pop(_slot(key), None)
         if promise is not None:
             ino = promise.key[1]

@@ -1,7 +1,7 @@
-"""Which node an open comes to, so that the kernel passes its content through.
+"""Which node an open gets, so that the kernel can pass its content through.
 
-An idle node shows whatever it is opened for. An open that arrives at a node which shows another content is
-promised its own on another node, and refused: see redirects.py.
+An idle node shows whatever it is opened for. An open that arrives at a node with another content is
+promised its own content on another node, and refused: see redirects.py.
 """
 
 import errno
@@ -17,7 +17,7 @@ from .unused import Unused
 
 
 class Routes:
-    """Leads lookups to nodes, and opens to the nodes that can show their contents."""
+    """Leads lookups to nodes, and opens to nodes that can show their contents."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class Routes:
 
     def _moved(self, pid: int, inode: Inode) -> Promise | None:
         """Return the promise to a thread whose open was refused because another node has to show the file,
-        for the file that it finds now under the name: the kernel tries twice, no more. In a cluster the
-        thread is led to the file that it was refused (freshness.py). Raises OSError (ENOSPC, EMFILE)."""
+        for the file that its name leads to now: the kernel tries only twice. In a cluster the thread is led
+        to the file that it was refused (freshness.py). Raises OSError (ENOSPC, EMFILE)."""
         before = None if self._store.shared else self._redirects.of_thread(pid)
         if before is None or not inode.is_file or not before.may_move:
             return None
@@ -76,7 +76,7 @@ class Routes:
         return content is None or content is self._sharing.current(inode)
 
     def names_are_stable(self, ino: int) -> bool:
-        """Return whether the kernel may keep the answer of a lookup: no one is to see another node."""
+        """Return whether the kernel may keep the answer of a lookup: every thread gets the same node."""
         return ino not in self._table.private and ino not in self._redirects.inodes
 
     # -- opens -----------------------------------------------------------------------------------
@@ -84,10 +84,10 @@ class Routes:
     def choose(
         self, inode: Inode, node: Node, flags: int, pid: int, promise: Promise | None
     ) -> tuple[Content, bool]:
-        """Return the content that an open arriving at `node` is to get, and whether it is to be emptied.
-        May begin a private one.
+        """Return the content that an open arriving at `node` gets, and whether it is to be emptied. May
+        begin a private one.
 
-        Raises OSError ESTALE when another node has to show it: the kernel will look up and open again.
+        Raises OSError ESTALE if another node has to show it: the kernel will look up and open again.
         """
         if promise is not None and promise.is_kept_by(node, flags):
             return promise.content, promise.cut
@@ -99,7 +99,7 @@ class Routes:
         if self._redirects.promises:
             self._withdraw_stale()
         content, cut = self._sharing.content_for(inode, flags)
-        # Lookups of the name are not to find what is private.
+        # Lookups of the name must not find a private content.
         bindable = not content.private or nameless
         if node.content is content if node.is_bound else bindable:
             return content, cut
@@ -107,7 +107,7 @@ class Routes:
         raise fail(errno.ESTALE)
 
     def choose_any(self, inode: Inode, flags: int, pid: int) -> tuple[Node, Content, bool]:
-        """Likewise, for a request that takes whichever node it is given."""
+        """Return the same, and the node, for a request that accepts any node."""
         self.withdraw(pid, inode.ino)
         self._withdraw_stale()
         content, cut = self._sharing.content_for(inode, flags)
@@ -125,7 +125,7 @@ class Routes:
         return self._add_node(inode)
 
     def _add_node(self, inode: Inode) -> Node:
-        """Make a further node. Writes through one then change what others are to show."""
+        """Make a further node. Writes through one then change the content that others show."""
         current = self._table.current.get(inode.ino)
         if current is not None and current.is_changing:
             for other in self._nodes.of(inode.ino):
@@ -135,7 +135,7 @@ class Routes:
     # -- promises --------------------------------------------------------------------------------
 
     def promise(self, inode: Inode, flags: int, pid: int, came_to: Node | None) -> None:
-        """Have everything ready for the thread's second try, which comes by name, or to the same node."""
+        """Prepare the thread's second try, which comes by name, or to the same node."""
         self._withdraw_stale()
         content, cut = self._sharing.content_for(inode, flags)
         if came_to is None or came_to.ino != inode.ino:
@@ -147,7 +147,7 @@ class Routes:
         return self._redirects.promised((pid, ino)) is not None
 
     def take(self, pid: int, ino: int) -> Promise | None:
-        """Return what the thread was promised for this inode; it is for the caller to `end`."""
+        """Return the promise to a thread for this inode; the caller has to `end` it."""
         promise = self._redirects.take((pid, ino))
         if promise is not None and promise.key[1] != ino:
             self.end(promise)
@@ -155,13 +155,13 @@ class Routes:
         return promise
 
     def withdraw(self, pid: int, ino: int) -> None:
-        """Promise the thread nothing any more. If its number cannot be seen, nothing for this inode."""
+        """Withdraw the thread's promise. If its number cannot be seen, only the one for this inode."""
         promise = self._redirects.take((pid, ino))
         if promise is not None:
             self.end(promise)
 
     def end(self, promise: Promise) -> None:
-        """The open came, or never will."""
+        """End a promise: its open came, or never will."""
         node = promise.node
         node.promised -= 1
         promise.content.awaited -= promise.joins
@@ -170,7 +170,7 @@ class Routes:
             self._unused.idle(node)
 
     def _withdraw_stale(self) -> None:
-        """Let nobody join what no open came for."""
+        """Withdraw promises whose open has not come, so that nobody joins their contents."""
         for pid, ino in self._redirects.stale():
             self.withdraw(pid, ino)
 
@@ -185,7 +185,7 @@ class Routes:
         cut: bool,
         moves: int = 0,
     ) -> Promise:
-        """Have the next lookup by this thread find a node for the content."""
+        """Make the next lookup by this thread find a node for the content."""
         self.withdraw(*key)
         node = self._node_for(inode, content)
         if not node.is_bound:

@@ -21,15 +21,15 @@ class Sharing:
         self._isolation = isolation
 
     def current(self, inode: Inode) -> Content | None:
-        """Return the file's content here; None when nobody has had its present version open.
+        """Return the file's content here; None if nobody has had its present version open.
 
-        Another host may have published since. Then the content is left to those who read it. Programs
-        that write it in place stay together with all who open it, until `refresh` or a conflict.
+        If another host has published since, the content is left to its readers. Programs that write it in
+        place stay together with all who open it, until `refresh` or a conflict.
         """
         content = self._table.current.get(inode.ino)
         if content is None or content.version == inode.version or not self._store.shared:
             return content
-        # While it is published here, the newer version may be that very one.
+        # While it is being published here, that version may be the newer one itself.
         if content.is_busy or content.writers:
             return content
         self._table.supersede(content)
@@ -42,7 +42,7 @@ class Sharing:
         return content
 
     def newest(self, inode: Inode) -> Content:
-        """Return the content that truncate(2) by name cuts."""
+        """Return the content that truncate(2) by name changes."""
         return self.to_share(
             self._table.newest_private(inode.ino) or self.current_or_new(inode), inode
         )
@@ -63,8 +63,8 @@ class Sharing:
         return self.to_share(private or current, inode), False
 
     def content_to_empty(self, inode: Inode, shown: Content | None) -> Content:
-        """Return the content that an open by O_RDONLY | O_TRUNC empties. `shown`: it came by a descriptor
-        of this one."""
+        """Return the content that an open with O_RDONLY | O_TRUNC empties. `shown`: the content of the
+        descriptor by which the open came."""
         if shown is not None:
             return shown
         current = self.current_or_new(inode)
@@ -73,8 +73,8 @@ class Sharing:
         return self.to_share(current, inode)
 
     def to_share(self, content: Content, inode: Inode) -> Content:
-        """Return the content that is to be written in place for this one: another if the processes that
-        have it open read a store node's own file, which nobody may write."""
+        """Return the content to write in place for this one: another one if its readers read a store node's
+        own file, which must not be written."""
         if content.opens and not content.is_busy and self._table.is_borrowed(content):
             self._table.supersede(content)
             return self.current_or_new(inode)
@@ -94,8 +94,8 @@ class Sharing:
         return content
 
     def allocate(self, content: Content, inode: Inode) -> None:
-        """Give the content an empty extent. As long as nobody writes it, its times are those of the name;
-        if it is to replace the file, those of its beginning."""
+        """Give the content an empty extent. Until it is written, its times are those of the name; if it
+        replaces the file, those of its beginning."""
         extent, fd = self._store.allocate(inode)
         try:
             if not content.private:
@@ -111,9 +111,9 @@ class Sharing:
     # -- what others see of it -------------------------------------------------------------------
 
     def discard(self, node: Node) -> None:
-        """The writers of a private content give it up: closing it publishes nothing.
+        """Give a private content up for its writers: closing it publishes nothing.
 
-        Raises OSError EBUSY when others see it already.
+        Raises OSError EBUSY if others see it already.
         """
         content = node.content
         if content is None or not node.opens or content.seen is not None or not content.whole:
@@ -121,12 +121,12 @@ class Sharing:
         content.discarded = True
 
     def is_at_hand(self, inode: Inode) -> bool:
-        """Return whether opens get a content of this host, without anything of another one."""
+        """Return whether opens get a content of this host, without asking any other."""
         content = self.current(inode)
         return content is not None and content.own
 
     def is_written_in_place(self, inode: Inode) -> bool:
-        """Return whether opens for reading see what is not published."""
+        """Return whether opens for reading see unpublished bytes."""
         content = self.current(inode)
         return content is not None and content.is_changing
 

@@ -1,5 +1,4 @@
-"""What becomes of contents that nobody holds any more, of nodes that nothing has open, and of inodes
-without a name."""
+"""Dropping contents that nobody holds any more, nodes that nothing has open, and inodes without a name."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +13,8 @@ from .nodes import Node, NodeEvents, NodeTable
 
 
 class Unused(NodeEvents):
-    """Lets go of contents and nodes. Makes the table of nodes, which tells it of each node that the kernel
-    forgot."""
+    """Drops contents and nodes. It makes the table of nodes, which tells it of each node that the kernel
+    has forgotten."""
 
     def __init__(
         self, store: Store, kernel: KernelCache, table: ContentTable, changes: Changes
@@ -32,7 +31,7 @@ class Unused(NodeEvents):
 
     @contextmanager
     def held(self, content: Content) -> Iterator[None]:
-        """Keep a content and its extent, whoever closes it meanwhile."""
+        """Keep a content and its extent even if all descriptors are closed meanwhile."""
         self._table.hold(content)
         try:
             yield
@@ -50,7 +49,7 @@ class Unused(NodeEvents):
             self._table.rest(content, inode)
 
     def _give_back(self, content: Content, inode: Inode) -> None:
-        """The content was opened in place, and is what it was: it stands for the version again."""
+        """Make a content that was opened in place, and is unchanged, the version's again."""
         if content.version == inode.version and not self._changes.is_written(content):
             before = content.extent
             if self._store.end_in_place(inode, before):
@@ -59,7 +58,7 @@ class Unused(NodeEvents):
                 self.move_backings(content.ino, before, inode.extent)
 
     def move_backings(self, ino: int, before: int, extent: ContentId) -> None:
-        """The very file of an extent has another number now."""
+        """Note that the very file of an extent has another number now."""
         for node in self.nodes.of(ino):
             if node.backing_id and node.backing_extent == before:
                 self._kernel.move_backing(node, extent)
@@ -67,7 +66,7 @@ class Unused(NodeEvents):
     # -- nodes -----------------------------------------------------------------------------------
 
     def idle(self, node: Node) -> None:
-        """Nothing has the node open any more."""
+        """Note that nothing has the node open any more."""
         content, inode = node.content, self._inodes[node.ino]
         if node.backing_id and (content is None or node.backing_extent != inode.extent):
             self._kernel.drop_backing(node)
@@ -92,7 +91,7 @@ class Unused(NodeEvents):
     # -- inodes ----------------------------------------------------------------------------------
 
     def unnamed(self, inode: Inode) -> None:
-        """The inode has lost its last name, and nothing has it open."""
+        """Note that the inode has lost its last name, and nothing has it open."""
         content = self._table.current.get(inode.ino)
         if content is not None:
             self._table.supersede(content)

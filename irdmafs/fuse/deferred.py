@@ -1,5 +1,5 @@
-"""Releases and forgets are carried out when nothing more urgent is there: nobody waits for them, but
-somebody may wait for what came after them."""
+"""Releases and forgets, carried out when no other request waits: nobody waits for them, but somebody may
+wait for a later request."""
 
 import logging
 from collections.abc import Coroutine
@@ -14,8 +14,8 @@ log = logging.getLogger(__name__)
 
 
 class Deferred:
-    """What is put off: handles to release, and (node id, lookups) to forget. Whoever is about to do what
-    they could make a difference to calls settle() first."""
+    """The deferred work: handles to release, and (node id, lookups) to forget. Call settle() before
+    anything that they could make a difference to."""
 
     def __init__(self, operations: Operations, nursery: trio.Nursery) -> None:
         self._operations = operations
@@ -24,7 +24,7 @@ class Deferred:
         self.forgotten: list[tuple[int, int]] = []
 
     def settle(self) -> bool:
-        """Carry out what was put off. Return whether there was anything."""
+        """Carry the deferred work out. Return whether there was any."""
         released, forgotten = self.released[:], self.forgotten[:]
         self.released.clear()
         self.forgotten.clear()

@@ -1,11 +1,11 @@
 """Which signals end a request that waits.
 
-The kernel tells of any signal that a waiting caller gets, once a request, and waits on. Calls on ordinary
-files are not interrupted, as on other filesystems: a close() that failed because a timer ticked or a child
-ended would lose what was written, and an open() that began anew with each tick of a profiler would never
-end. So a request goes on unless its caller is about to die. Two exceptions: whoever waits for a lock can be
-woken by any signal, as POSIX says; and an interrupt from the keyboard that a program handles (Python
-makes it an exception) ends calls that only look and read.
+The kernel reports only the first signal that a waiting caller gets, and goes on waiting. Calls on ordinary
+files are not interrupted, as on other filesystems: a close() that failed because of a timer or the end of a
+child would lose bytes, and an open() that began anew at each tick of a profiler would never end. So a
+request goes on unless its caller is about to die. There are two exceptions: any signal wakes a process that
+waits for a lock, as POSIX says; and an interrupt from the keyboard that a program handles (Python raises an
+exception) ends calls that only look and read.
 """
 
 from typing import Final, NamedTuple
@@ -15,7 +15,7 @@ import trio
 from ..callers.processes import Processes
 from .wire import Opcode
 
-# The kernel says nothing of signals that come after the first.
+# The kernel does not report signals after the first.
 _LOOK_AGAIN_S = 0.1
 _READING: Final = frozenset(
     {
@@ -34,7 +34,7 @@ class Waiting(NamedTuple):
     ended: trio.Event
 
     async def interrupted(self, processes: Processes) -> None:
-        """Its caller got a signal: cancel it if it is not to go on, now or after a further signal."""
+        """Cancel the request if its caller's signal ends it, now or after a further signal."""
         while not self.ended.is_set():
             if await self._should_end(processes):
                 self.scope.cancel()

@@ -1,4 +1,4 @@
-"""What the kernel is told without having asked: what it is to forget, and that a version is there."""
+"""Notifications to the kernel: what it must forget, and that a new version is there."""
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any

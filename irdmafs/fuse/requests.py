@@ -1,4 +1,4 @@
-"""What the kernel can ask for: each kind of request, the operation that carries it out, and its answer."""
+"""The table of requests: each kind that the kernel can send, its operation, and its answer."""
 
 import errno
 import os
@@ -49,7 +49,7 @@ _KEEP_CACHE: Final = int(wire.Open.KEEP_CACHE)
 _NOFLUSH: Final = int(wire.Open.NOFLUSH)
 _PASSTHROUGH: Final = int(wire.Open.PASSTHROUGH)
 
-# What the kernel answers itself, or asks only those that offer it: answered ENOSYS.
+# Requests that only the kernel handles, or sends only to servers that offer them: answered ENOSYS.
 _NOT_SERVED: Final = frozenset(
     {
         *(Opcode.INIT, Opcode.ACCESS, Opcode.BMAP, Opcode.NOTIFY_REPLY),
@@ -69,8 +69,8 @@ CarryOut = Callable[[Request], Result]
 
 
 class Row(NamedTuple):
-    """How one kind of request is answered, which has at least `size` bytes: `carry_out` gives a result,
-    `pack` packs it. Without `pack` the result is the payload."""
+    """How one kind of request, of at least `size` bytes, is answered: `carry_out` gives a result, `pack`
+    packs it. Without `pack` the result is the payload."""
 
     size: int
     carry_out: CarryOut
@@ -78,7 +78,7 @@ class Row(NamedTuple):
 
 
 class Creator(NamedTuple):
-    """Who makes something with a mode."""
+    """The caller of a request that makes something with a mode."""
 
     uid: int
     gid: int
@@ -183,7 +183,7 @@ class Requests:
         missing = set(Opcode) - _NOT_SERVED - rows.keys()
         if missing:
             raise NotImplementedError(f"requests that nothing answers: {missing}")
-        # Found twice as fast by ints as by members of an enumeration.
+        # Lookups by int are twice as fast as by members of an enumeration.
         return {int(opcode): found for opcode, found in rows.items()}
 
     # -- rows ------------------------------------------------------------------------------------
@@ -192,11 +192,11 @@ class Requests:
     def _row(
         layout: Struct | None, carry_out: CarryOut, pack: Callable[[Any], bytes] | None = None
     ) -> Row:
-        """A kind of request that has at least what `layout` says after its header."""
+        """Return the row of a request whose body begins with `layout`."""
         return Row(BODY + (layout.size if layout is not None else 0), carry_out, pack)
 
     def _named(self, operation: Callable[[int, bytes, Request], Result]) -> Row:
-        """A kind whose body is one name."""
+        """Return the row of a request whose body is one name."""
 
         def carry_out(asked: Request) -> Result:
             return operation(asked.nodeid, self._name(asked, BODY), asked)
@@ -209,7 +209,8 @@ class Requests:
         operation: Callable[..., Result],
         pack: Callable[[Any], bytes] | None = None,
     ) -> Row:
-        """A kind whose operation takes the fields of `layout`, of which the first is a handle."""
+        """Return the row of a request whose operation takes the fields of `layout`; the first is a
+        handle."""
         buffer, unpack = self._buffer, layout.unpack_from
 
         def carry_out(asked: Request) -> Result:
@@ -298,7 +299,7 @@ class Requests:
         now = now_ns() if valid & _VALID_NOW else 0
         wanted.st_atime_ns = now if valid & Valid.ATIME_NOW else atime * _NS + atime_ns
         wanted.st_mtime_ns = now if valid & Valid.MTIME_NOW else mtime * _NS + mtime_ns
-        # Before a change that is not a request of its own kind, the kernel sets nothing.
+        # The kernel sends a SETATTR that sets nothing before a change that has no request of its own.
         lose_set_ids = bool(valid & Valid.KILL_SUIDGID) or not valid & ~_VALID_HANDLES
         return self._operations.setattr(
             asked.nodeid, wanted, SetattrFields(valid), fh if valid & Valid.FH else None, asked,
@@ -325,7 +326,7 @@ class Requests:
         if name in _ASKED_OFTEN and not self._operations.has_xattrs(asked.nodeid):
             return self._refuse(asked, errno.ENODATA)
         if name.startswith(OWN_XATTRS):
-            self._deferred.settle()  # who asks what is open is not to see what is closed
+            self._deferred.settle()  # a caller that asks what is open must not see closed files
         return self._sized(self._operations.getxattr(asked.nodeid, name, asked), room)
 
     async def _sized(self, asking: Coroutine[Any, Any, bytes], room: int) -> bytes:
@@ -361,7 +362,7 @@ class Requests:
     def _open(self, asked: Request) -> Result:
         flags, more = wire.OPEN_IN.unpack_from(self._buffer, BODY)
         if self._deferred.released and flags & (os.O_ACCMODE | os.O_TRUNC):
-            self._deferred.settle()  # who still writes a file decides what it gets
+            self._deferred.settle()  # the present writers of a file decide which content the open gets
         lose_set_ids = bool(more & wire.OPEN_KILL_SUIDGID)
         return self._operations.open(asked.nodeid, flags, asked, lose_set_ids=lose_set_ids)
 
@@ -434,7 +435,8 @@ class Requests:
         await self._operations.fallocate(fh, mode, offset, length)
 
     def _poll(self, fh: int, kernel_handle: int, flags: int, _: int) -> bytes:
-        """A file is always readable and writable; POLLPRI says that a newer version was published."""
+        """Return the ready events. A file is always readable and writable; POLLPRI: a newer version was
+        published."""
         ino, newer = self._operations.newer_version(fh)
         events = select.POLLIN | select.POLLOUT
         if newer:

@@ -1,4 +1,4 @@
-"""What a mount needs of whatever carries its requests."""
+"""The interface between a mount and the session that serves its requests."""
 
 from abc import ABC, abstractmethod
 
@@ -18,4 +18,4 @@ class Session(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give up what it holds."""
+        """Release its resources."""

@@ -1,7 +1,8 @@
 """Filesystems that are mounted on directories of a mount.
 
-When the kernel finds a directory's name forgotten by a new epoch, it unmounts what is mounted there, in
-every mount namespace. So while there is such a filesystem, names are to be forgotten one by one.
+When the kernel finds that a directory's name was forgotten by a new epoch, it unmounts the filesystem
+mounted there, in every mount namespace. So while there is such a filesystem, names are forgotten one by
+one.
 """
 
 import os
@@ -15,7 +16,7 @@ _LINE: Final = re.compile(rb"^(\d+) (\d+) (\S+)", re.MULTILINE)
 
 
 class Submounts:
-    """Those on the mount with this device number ("0:37") that this process can see."""
+    """The filesystems below the mount with this device number ("0:37") that this process can see."""
 
     def __init__(self, device: str) -> None:
         self._device = device.encode()
@@ -26,7 +27,7 @@ class Submounts:
         self._exist = self._found()
 
     def exist(self) -> bool:
-        """Return whether there is one. Asking again costs a system call until the table changes."""
+        """Return whether there is any. The answer is cached until the table of mounts changes."""
         if self._changes.poll(0):
             self._exist = self._found()
         return self._exist

@@ -1,4 +1,4 @@
-"""Tasks of a session that are started by what cannot wait itself."""
+"""Tasks of a session that are started by code that cannot wait."""
 
 import math
 from collections.abc import Awaitable, Callable
@@ -10,7 +10,7 @@ _Step = tuple[Callable[..., Awaitable[None]], tuple[Any, ...]]
 
 
 class Tasks:
-    """Runs what start_soon() is given from when run() is called until stop(), which gives up the rest."""
+    """Runs the functions given to start_soon(), from run() until stop(), which cancels the rest."""
 
     def __init__(self) -> None:
         self.ended = False

@@ -22,7 +22,7 @@ _NO_DEMAND = struct.pack("<i", 2_000_000_000)  # PM_QOS_CPU_LATENCY_DEFAULT_VALU
 
 
 def halts_at_once() -> bool:
-    """Whether this is a virtual machine whose idle processors halt without polling first."""
+    """Return whether this is a virtual machine whose idle processors halt without polling first."""
     governor = _read("/sys/devices/system/cpu/cpuidle/current_governor")
     poll_ns = _read("/sys/module/haltpoll/parameters/guest_halt_poll_ns")
     return governor == "haltpoll" and poll_ns == "0"

@@ -1,4 +1,4 @@
-"""What sessions are told about a node."""
+"""Descriptions of nodes, as sessions send them to the kernel."""
 
 import stat
 from typing import Final
@@ -18,7 +18,7 @@ _GENERATION: Final = 2**31 - 1
 
 
 class Answers:
-    """Describes nodes, and has the kernel ask again for what changed."""
+    """Describes nodes, and makes the kernel ask again for changed attributes."""
 
     def __init__(
         self,
@@ -35,8 +35,8 @@ class Answers:
         self._atimes = atimes
 
     def attributes(self, node: Node, inode: Inode, *, is_new: bool = False) -> Attributes:
-        """Return what stat(2) shows of a node, and that may not be believed. `is_new`: nobody can have
-        written it."""
+        """Return the attributes of a node as stat(2) shows them; the kernel may not keep them. `is_new`:
+        nobody can have written it."""
         entry = Attributes()
         mode = inode.mode
         entry.ino = inode.ino
@@ -82,7 +82,7 @@ class Answers:
                 self._cache.kernel.invalidate_attributes(other)
 
     def refresh_several(self, ino: int) -> None:
-        """Have the kernel ask for what it noted by itself for one node of several."""
+        """Make the kernel ask for attributes that it changed by itself for only one of several nodes."""
         nodes = list(self._nodes.of(ino))
         for node in nodes if len(nodes) > 1 else ():
             self._cache.kernel.invalidate_attributes(node)

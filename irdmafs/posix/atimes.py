@@ -1,10 +1,10 @@
 """When files were last read, without a request or a transaction for a read.
 
-Where reads pass through they are reads of the extent, a file of the store, and the kernel keeps its access
-time by the rule of relatime (with strictatime: at every read): that is looked at when somebody asks for
-the file's. What comes through us (cached reads, listings, links) is noted by the same rule. What is known
-goes into the inode's record with the next change of its attributes, and in an embedded store when it is
-unmounted; until then it is in memory alone, as with lazytime. Each host of a cluster knows its own reads.
+Reads that pass through are reads of the extent, a file of the store. The kernel keeps its access time by
+the rule of relatime (with strictatime: at every read), and it is looked up when somebody asks for the
+file's. Reads that come through the daemon (cached reads, listings, links) are noted by the same rule. A
+time goes into the inode's record with the next change of its attributes, and in an embedded store at the
+unmount; until then it is in memory only, as with lazytime. Each host of a cluster knows its own reads.
 """
 
 import ctypes
@@ -54,24 +54,24 @@ class Atimes:
         self._may_be_read: set[int] = set()
 
     def passes(self, node: Node, extent: ContentId, atime_ns: int) -> None:
-        """Reads of a node are about to pass through to an extent, last read at `atime_ns`."""
+        """Note that reads of a node are about to pass through to an extent, last read at `atime_ns`."""
         if not self._noatime:
             _limit(self._passed)
             self._passed.setdefault(node.ino, {})[node] = _Passed(extent, atime_ns)
 
     def opened(self, ino: int) -> None:
-        """An inode whose reads pass through is opened by somebody who may read it."""
+        """Note that an inode whose reads pass through was opened for reading."""
         if ino in self._passed:
             self._may_be_read.add(ino)
 
     def moved(self, node: Node, extent: ContentId) -> None:
-        """The extent that reads of a node pass through to has another number now."""
+        """Note that the extent which reads of a node pass through to has another number now."""
         passed = self._passed.get(node.ino)
         if passed is not None and node in passed:
             passed[node] = passed[node]._replace(extent=extent)
 
     def gone(self, node: Node) -> None:
-        """Reads of a node do not pass through any more; the extent may go."""
+        """Note that reads of a node pass through no more; the extent may go."""
         ino = node.ino
         passed = self._passed.get(ino)
         if passed is not None and node in passed:
@@ -82,7 +82,7 @@ class Atimes:
                 self._may_be_read.discard(ino)
 
     def read(self, inode: Inode) -> None:
-        """Note that an inode is read through us."""
+        """Note that an inode was read through the daemon."""
         if self._nodiratime if inode.is_dir else self._noatime:
             return
         atime_ns = self._read.get(inode.ino, inode.atime_ns)
@@ -102,8 +102,8 @@ class Atimes:
         return self._read.get(inode.ino, inode.atime_ns) if self._read else inode.atime_ns
 
     def saved(self, inode: Inode) -> None:
-        """The record of an inode that changed has its access time. By the rule of relatime the next read
-        counts, so the extents have to know of the change."""
+        """Note that an inode's changed record has its access time. By the rule of relatime the next read
+        counts, so its extents have to be told of the change."""
         self._read.pop(inode.ino, None)
         seconds, rest = divmod(inode.atime_ns, _SECOND_NS)
         times = _TIMES.pack(seconds, rest, 0, _UTIME_OMIT)

@@ -1,4 +1,4 @@
-"""What is done through an open file: data, locks, and closing it."""
+"""Operations on open files: data, locks, and closing."""
 
 import ctypes
 import errno
@@ -75,7 +75,7 @@ class OpenFiles:
             raise fail(errno.EINVAL)
         handle = self._handle(fh, writing=True)
         inode = self._inodes[handle.node.ino]
-        # The kernel let O_APPEND be taken off: it does not know that this is not to be.
+        # The kernel lets programs take O_APPEND off: it does not know the append-only flag.
         if inode.flags & APPEND and off < self._answers.attributes(handle.node, inode).st_size:
             raise fail(errno.EPERM)
         return await self._cache.write(handle, off, buf)
@@ -89,7 +89,7 @@ class OpenFiles:
         await self._publish(handle, pid, self._cache.flush(handle, pid))
 
     async def _publish(self, handle: Handle, pid: int, step: Coroutine[Any, Any, None]) -> None:
-        """Run what may publish something for a process, unless that has lost a lock."""
+        """Run code that may publish for a process, unless the process has lost a lock."""
         if not self._locking.may_lose:
             await step
             return

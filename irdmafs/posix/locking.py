@@ -1,9 +1,9 @@
-"""The locks of one mount: its own tables, what other hosts may hold, and what happens to lost ones.
+"""The locks of one mount: its own tables, the claims of other hosts, and lost locks.
 
-Whoever gets a lock sees what was written under it before, on whichever host: what a process wrote is
-published before another host can lock the file, and who gets a lock from another host is shown the
-newest version. A lock is lost with the mount's session in its cluster. Then a process that held one
-can publish nothing until it has been told: by the error of closing or unlocking the locked file.
+A process that gets a lock sees everything written under it before, on any host: bytes are published before
+another host can lock the file, and a host that gets the lock shows the newest version. Locks are lost with
+the mount's session in its cluster. Then a process that held one can publish nothing until it has been told,
+by an error when it closes or unlocks the locked file.
 """
 
 import errno
@@ -82,7 +82,7 @@ class Locking(LockHolder):
         EIO: the lock to be given back was lost."""
         table = self.flocks if flock else self.posix
         if flock:
-            # The kernel's number of a description may be that of another one before we hear of its end.
+            # The kernel may reuse the number of a file description before its release is known here.
             owner = fh
         if lock.type == F_UNLCK:
             await self._unlock(table, ino, owner, lock)
@@ -134,10 +134,11 @@ class Locking(LockHolder):
             elif not table.conflicts(ino, owner, lock):
                 await detach()
                 if table is self.flocks and table.holds(ino, owner):
-                    # A conversion gives up what it has: two hosts that both want more can go on.
+                    # A conversion gives the old lock up first, so that two hosts that both want more can go
+                    # on.
                     await self._unlock(table, ino, owner, lock._replace(type=F_UNLCK))
                 await shared.claim(ino, claim, wait=wait, since=since)
-                turn = 0.0  # it has let others go first for long enough
+                turn = 0.0  # it has yielded for long enough
                 continue
             elif not wait and not self._is_about_to_end(table, ino, owner, lock):
                 raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
@@ -158,7 +159,7 @@ class Locking(LockHolder):
         finally:
             table.acquire(ino, owner, lock)
             if alone:
-                shared.shrunk(ino)  # in case that it is not by now
+                shared.shrunk(ino)  # in case it is not taken by now
             else:
                 await shared.shrink(ino)
 
@@ -186,8 +187,8 @@ class Locking(LockHolder):
         return fh in self._lockers
 
     async def closed(self, fh: int, ino: int, owner: int) -> None:
-        """A descriptor was closed: its process loses its locks on the file, as POSIX wants. Raises OSError
-        if what was written under them cannot be published."""
+        """Drop a process's locks on a file when it closes a descriptor of it, as POSIX requires. Raises
+        OSError if bytes written under them cannot be published."""
         owners = self._lockers.get(fh)
         if owners is not None:
             owners.discard(owner)
@@ -197,8 +198,8 @@ class Locking(LockHolder):
             await self._unlock(self.posix, ino, owner, Lock(F_UNLCK, 0, LAST_BYTE, 0))
 
     def _drop_lockers(self, fh: int, ino: int) -> None:
-        """Give back the POSIX locks that were taken through a handle which is to be released: read locks of
-        those of whose closes we were not told, and those of open descriptions, which were flushed."""
+        """Drop the POSIX locks taken through a handle before its release: read locks of owners whose closes
+        were not reported, and locks of open file descriptions, which were flushed."""
         for owner in self._lockers.pop(fh, ()):
             self.posix.release_owner(ino, owner)
             if self._shared is not None:
@@ -235,7 +236,8 @@ class Locking(LockHolder):
     # -- locks that are lost ---------------------------------------------------------------------
 
     def lost(self) -> None:
-        """The session is over: other hosts may have taken what processes here believe to have locked."""
+        """Note that the session is over: other hosts may have taken locks that processes here believe to
+        hold."""
         if self._shared is None:
             return
         for table in (self.posix, self.flocks):
@@ -252,7 +254,7 @@ class Locking(LockHolder):
             del self._lost[pid]
 
     def tell_lost(self, pid: int, ino: int) -> None:
-        """Raises OSError EIO, once, when a process unlocks or closes what it had lost."""
+        """Raise OSError EIO, once, when a process unlocks or closes a file whose lock it lost."""
         if not self._lost:
             return
         inodes = self._lost.get(_process_of(pid))
@@ -264,7 +266,7 @@ class Locking(LockHolder):
         raise OSError(errno.EIO, "the lock was lost when the mount was cut off from its cluster")
 
     def check(self, pid: int) -> None:
-        """Raises OSError EIO if a process that is to publish something has lost locks, and may not know."""
+        """Raise OSError EIO if a process that is about to publish has lost locks, and may not know it."""
         if self._lost and _process_of(pid) in self._lost:
             raise OSError(
                 errno.EIO,
@@ -273,7 +275,7 @@ class Locking(LockHolder):
 
     @contextmanager
     def publishing(self, ino: int, pid: int) -> Iterator[None]:
-        """While a process publishes a file, which may take longer than the session lives."""
+        """Mark a file as being published by a process; the session may end meanwhile."""
         pids = self._publishing.setdefault(ino, [])
         pids.append(pid)
         try:
@@ -284,7 +286,7 @@ class Locking(LockHolder):
                 del self._publishing[ino]
 
     def check_publishing(self, ino: int) -> None:
-        """Likewise, for whoever is publishing a file now."""
+        """Raise OSError EIO if a process that is publishing the file now has lost locks."""
         for pid in self._publishing.get(ino, ()):
             self.check(pid)
 

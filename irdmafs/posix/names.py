@@ -1,4 +1,4 @@
-"""Changes of names: what is created, linked, removed and renamed."""
+"""Changes of names: create, link, remove and rename."""
 
 import errno
 import stat
@@ -66,7 +66,7 @@ class Names:
         await self._coherence.before_change()
         await self._cache.publish_now(node.ino)
         linked = await self._namespace.link(node.ino, directory.ino, new_name)
-        self._answers.refresh_other_nodes(None, node.ino)  # the name may lead to a further one
+        self._answers.refresh_other_nodes(None, node.ino)  # the name may lead to a further node
         return self._answers.made(directory.ino, new_name, linked, ctx.pid)
 
     async def unlink(self, parent_inode: int, name: bytes, ctx: Caller) -> None:
@@ -82,7 +82,7 @@ class Names:
         parent = self._nodes.inode_of(parent_inode).ino
         await self._coherence.before_change()
         found = self._namespace.lookup(parent, name)
-        # Whoever stands in it still asks us about it.
+        # A process whose working directory it is still sends requests about it.
         in_use = found is not None and any(self._nodes.of(found.ino))
         with self._coherence.changing(ctx.pid, (parent, name)):
             await self._namespace.rmdir(parent, name, in_use=in_use)

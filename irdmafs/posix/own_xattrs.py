@@ -1,6 +1,6 @@
-"""The extended attributes of our own, user.irdmafs.…: which there are, and who may set which to what.
+"""The extended attributes user.irdmafs.…: which exist, and who may set which to what.
 
-Some are kept with an inode, some tell something or do something when they are read or set.
+Some are kept with an inode; others report or do something when they are read or set.
 """
 
 import errno
@@ -34,14 +34,14 @@ QUOTA_USED_INODES: Final = PREFIX + b"quota_used_inodes"
 
 _TELLING = {STATUS, VERSION, VERSIONS, QUOTA_USED_BYTES, QUOTA_USED_INODES}
 _OF_DIRECTORIES = {ISOLATION, *NAMES, *QUOTA_NAMES}
-# What an array file consists of (irdmafs.client), and how a directory has what is below it kept.
+# The attributes of array files (irdmafs.client), and those by which a directory rules everything below it.
 _KEPT = {PREFIX + b"dtype", PREFIX + b"shape", *_OF_DIRECTORIES}
 _SETTABLE = {DISCARD, PREFETCH, *_KEPT}
 
 
 @contextmanager
 def saying_why(namespace: Namespace, inode: Inode, name: bytes) -> Iterator[None]:
-    """Log why an attribute is refused: the caller hears an error code only."""
+    """Log why an attribute is refused: the caller gets only an error code."""
     try:
         yield
     except OSError as error:
@@ -51,7 +51,8 @@ def saying_why(namespace: Namespace, inode: Inode, name: bytes) -> Iterator[None
 
 
 def refuse_nonsense(inode: Inode, name: bytes, value: bytes) -> None:
-    """Raise OSError for what means nothing, rather than to keep a slip of the pen: EINVAL, EPERM."""
+    """Raise OSError EINVAL or EPERM for an unknown attribute or value, so that typing errors are not
+    stored."""
     if name in _TELLING:
         raise fail(errno.EPERM, "it tells something, and cannot be set")
     if name not in _KEPT:
