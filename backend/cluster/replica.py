@@ -84,7 +84,7 @@ class Replica:
     async def start(self, nursery: trio.Nursery) -> None:
         """Load all consumers and follow the engine from there on. Raises OSError, WentBack."""
         await self._load()
-        self._engine.on_answer = self._answered_to_us
+        self._engine.answer_listeners.append(self._answered_to_us)
         nursery.start_soon(self._follow)
 
     async def wait_applied(self, revision: int) -> None:

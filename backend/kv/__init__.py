@@ -197,7 +197,7 @@ class SharedEngine(Engine, Protocol):
 
     # Called with the events of a transaction of this process as soon as it is known to be applied, before
     # `transact` returns; the watch yields them again.
-    on_answer: Callable[[int, Sequence[Event]], None] | None
+    answer_listeners: list[Callable[[int, Sequence[Event]], None]]
 
     @property
     def past(self) -> Past: ...

@@ -61,10 +61,8 @@ class EtcdEngine:
         self._transactions = EtcdTransactions(
             calls, self.past, self._watches, self.leases, reader=reader
         )
-        calls.on_doubt = self._watches.fail
-        calls.on_trust = self._transactions.forget
         self.transactions = 0  # asked for, each once
-        self.on_answer: Callable[[int, Sequence[Event]], None] | None = None
+        self.answer_listeners: list[Callable[[int, Sequence[Event]], None]] = []
 
     async def open(self) -> None:
         """Check that etcd can be used. Raises OSError whose text says what to do."""
@@ -157,13 +155,14 @@ class EtcdEngine:
             return await self._transactions.compare(compares)
         self.transactions += 1
         revision, identity = await self._transactions.carry_out(compares, operations)
-        if self.on_answer is not None:
+        if self.answer_listeners:
             events = [
                 Event(revision, op.key, op.value if isinstance(op, Put) else None)
                 for op in operations
             ]
             events.append(Event(revision, self._transactions.mark, identity))
-            self.on_answer(revision, events)
+            for listener in self.answer_listeners:
+                listener(revision, events)
         return revision
 
     async def settle(self) -> None:

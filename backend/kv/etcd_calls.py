@@ -41,8 +41,9 @@ class Calls:
         self.prefix = prefix
         self.timeout_s = timeout_s
         self.revision = 0
-        self.on_doubt: Callable[[WentBack], None] = lambda error: None
-        self.on_trust: Callable[[], None] = lambda: None
+        # Called by `doubt` with its error, and by `trust`.
+        self.doubt_listeners: list[Callable[[WentBack], None]] = []
+        self.trust_listeners: list[Callable[[], None]] = []
         self._went_back: WentBack | None = None
         self._closed = False
 
@@ -107,13 +108,15 @@ class Calls:
         """Stop trusting etcd, because of this error. Doubting twice does nothing."""
         if self.trusted:
             self._went_back = error
-            self.on_doubt(error)
+            for listener in self.doubt_listeners:
+                listener(error)
 
     def trust(self) -> None:
         """Trust etcd again, as if nothing had been known before."""
         self._went_back = None
         self.revision = 0
-        self.on_trust()
+        for listener in self.trust_listeners:
+            listener()
 
     def given_up(self, error: Unsent) -> OSError:
         """Return the error of a call that was never sent."""

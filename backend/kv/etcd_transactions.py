@@ -64,6 +64,7 @@ class EtcdTransactions:
         self._fence: _Fence | None = None
         self._lease = 0
         self._fencing = trio.Lock()
+        calls.trust_listeners.append(self._forget)
 
     def is_ours(self, last_id: bytes) -> bool:
         """Return whether a value of the key "s" says that this process made the transaction."""
@@ -108,7 +109,7 @@ class EtcdTransactions:
         self._calls.check_trusted()
         await self._put_fence(self._fence, trio.current_time() + self._calls.timeout_s)
 
-    def forget(self) -> None:
+    def _forget(self) -> None:
         """Put the fence anew before the next transaction: another etcd may have answered for it."""
         self._fence = None
 

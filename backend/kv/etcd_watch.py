@@ -145,12 +145,13 @@ class Watch:
 
 
 class Watches:
-    """The watches of one process, which end together."""
+    """The watches of one process, which end together, and with an error when etcd is doubted."""
 
     def __init__(self, calls: Calls, past: EtcdPast) -> None:
         self._calls = calls
         self._past = past
         self._begun: WeakSet[Watch] = WeakSet()
+        calls.doubt_listeners.append(self._fail)
 
     def begin(self, start: bytes, end: bytes, from_revision: int) -> Watch:
         """Return a watch of start <= key < end after a revision. Raises WentBack."""
@@ -160,8 +161,7 @@ class Watches:
         self._begun.add(watch)
         return watch
 
-    def fail(self, error: OSError) -> None:
-        """End all with an error."""
+    def _fail(self, error: OSError) -> None:
         for watch in list(self._begun):
             watch.fail(error)
 
