@@ -60,7 +60,8 @@ class HostNamespace(Namespace):
         self.held: Callable[[int], bool] = lambda ino: False
         self.listener: Listener | None = None
         self.after_commit: Callable[[tuple[int, ...], int], Awaitable[None]] | None = None
-        tree = Tree(held=lambda ino: self.held(ino), listener=self)
+        tree = Tree(listener=self)
+        tree.holders.append(lambda ino: self.held(ino))
         self.hub = hub(engine, (tree,))
         committer = SharedCommitter(tree, engine, self.hub, after_commit=self._committed)
         super().__init__(tree, committer)

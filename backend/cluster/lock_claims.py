@@ -17,7 +17,6 @@ __all__ = [
     "ENTRY",
     "FLOCK",
     "GUARD",
-    "NOBODY",
     "NOTHING",
     "POSIX",
     "Claim",
@@ -156,24 +155,17 @@ class LockHolder(ABC):
     def lost(self) -> None:
         """Note that every lock is lost with the session."""
 
-
-class _Nobody(LockHolder):
-    def held(self, ino: int) -> Iterable[Claim]:
-        return ()
-
-    async def publish(self, ino: int) -> None: ...
-
-    async def refresh(self, ino: int) -> None: ...
-
-    def lost(self) -> None: ...
-
-
-# Stands for a mount without locks.
-NOBODY = _Nobody()
+    @abstractmethod
+    def check_publishing(self, ino: int) -> None:
+        """Check a content that was begun in a lost session and is about to be published in a new one. Raise
+        OSError if it must not be."""
 
 
 class HostLocks(Protocol):
     """The locks that all hosts share, and what this host may grant of them (see remote.locks)."""
+
+    # The tables of the locks that processes of this host hold.
+    holders: list[LockHolder]
 
     def grants(self, ino: int, claim: Claim, since: float) -> bool:
         """Return whether a lock may be granted now, as far as other hosts are concerned, to a request

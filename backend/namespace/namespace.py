@@ -67,11 +67,9 @@ class Committer(Protocol):
         ...
 
 
-async def load_own(
-    engine: OwnEngine, held: Callable[[int], bool] = lambda ino: False
-) -> "Namespace":
+async def load_own(engine: OwnEngine) -> "Namespace":
     """Return the namespace on an engine that only this process uses. See LocalCommitter.load."""
-    tree = Tree(held=held, strict=True)
+    tree = Tree(strict=True)
     committer = LocalCommitter(tree, engine)
     await committer.load()
     return Namespace(tree, committer)
@@ -92,6 +90,7 @@ class Namespace:
         self._linking: dict[int, trio.Event] = {}
         # The tree answers by itself: each lookup and open asks it.
         self.inodes = tree.inodes
+        self.holders = tree.holders
         self.quotas = tree.quotas
         self.inode = tree.inode
         self.lookup = tree.lookup
@@ -168,7 +167,7 @@ class Namespace:
     async def unlink(self, parent: int, name: bytes, *, in_use: bool) -> Inode:
         """Remove a name that is not a directory's, and return the inode as it is afterwards.
 
-        With nlink 0 its record is removed, and the inode with it unless `in_use` or held(): then it stays
+        With nlink 0 its record is removed, and the inode with it unless `in_use` or held: then it stays
         without a name until drop(). On a shared engine the inode may be another one than the caller
         had found by the name; `in_use` does not apply to that one.
         """

@@ -54,25 +54,25 @@ class Listener(Protocol):
 class Tree:
     """Names and inodes. `inodes` is for reading only.
 
-    held(ino): whether something has the inode open; then it stays without a name when another host removes
-    its last one (a *local orphan*: nlink 0, revision 0, known to this process alone). `strict`: an invalid
-    record raises OSError EIO, and names without an inode are collected in `dangling` to be removed.
-    Otherwise both are ignored and logged."""
+    An inode that a holder has open stays without a name when another host removes its last one (a *local
+    orphan*: nlink 0, revision 0, known to this process alone). `strict`: an invalid record raises OSError
+    EIO, and names without an inode are collected in `dangling` to be removed. Otherwise both are ignored
+    and logged."""
 
     prefixes: tuple[bytes, ...] = (b"d", b"i", b"t", NEXT_INO_KEY)
 
     def __init__(
         self,
         *,
-        held: Callable[[int], bool] = lambda ino: False,
         listener: Listener | None = None,
         strict: bool = False,
     ) -> None:
         self.inodes: dict[int, Inode] = {}
         self.dangling: list[tuple[int, bytes]] = []
+        # Asked by the number of an inode whether they have it open.
+        self.holders: list[Callable[[int], bool]] = []
         # The next inode number that is not reserved, and the revision of that record.
         self.next_block = (ROOT_INO + 1, 0)
-        self._held = held
         self._listener = listener
         self._strict = strict
         self._is_loaded = False
@@ -465,7 +465,9 @@ class Tree:
             self._times.pop(ino, None)
             self._names.pop(ino, None)
             self.quotas.forget(ino)
-        if not (keep or self._held(ino)):
+        for holds in self.holders:
+            keep = keep or holds(ino)
+        if not keep:
             self.inodes.pop(ino, None)
             if is_dir:
                 self._children.pop(ino, None)

@@ -1,62 +1,43 @@
 """The interface between a mount and its store, which is this host's own or a cluster's."""
 
 import os
-from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
-from ..cluster.lock_claims import HostLocks, LockHolder
+from ..cluster.lock_claims import HostLocks
 from ..cluster.records import ContentId, Layout
 from ..namespace import Inode, Namespace, Outdated
 from .extents import ExtentStore
 
-__all__ = ["Freshness", "Outdated", "Store", "StoreEvents"]
+__all__ = ["Freshness", "Outdated", "Store", "StoreListener"]
 
 
-class StoreEvents(ABC):
-    """The questions and notices of a store to its mount. The store calls the methods from inside its own
-    loops: they must not block, and raise nothing unless they say so.
+class StoreListener(Protocol):
+    """The notices of a shared store to its mount: of all changes in its namespace, by any host, before it
+    tells any host that this mount knows them. The store calls the methods from inside its own loops: they
+    must not block, and must not raise."""
 
-    Only a shared store tells of changes: of all in its namespace, by any host, before it tells any host
-    that this mount knows them.
-    """
-
-    @property
-    @abstractmethod
-    def lock_holder(self) -> LockHolder:
-        """Return the interface to the locks that this host's processes hold."""
-
-    @abstractmethod
-    def is_held(self, ino: int) -> bool:
-        """Return whether the mount has an inode open. It stays then when its last name is removed."""
-
-    @abstractmethod
     def inode_changed(self, old: Inode | None, new: Inode | None) -> None:
         """Note that an inode changed. None: it did not exist, or is gone."""
+        ...
 
-    @abstractmethod
     def name_changed(self, parent: int, name: bytes, old_ino: int) -> None:
         """Note that a name changed. `old_ino` is the inode that it led to, 0 if none."""
+        ...
 
-    @abstractmethod
     def transaction(self, *, ours: bool) -> None:
         """Note that all changes since the last call were one transaction; `ours`: by this mount."""
+        ...
 
-    @abstractmethod
-    def version_published(self, ino: int) -> None:
-        """Note that the file has another version, by this mount or another one."""
-
-    @abstractmethod
     def content_gone(self, extent: ContentId) -> None:
         """Note that the file of a content left this host. It may come again, as another file."""
-
-    @abstractmethod
-    def check_publishing(self, ino: int) -> None:
-        """Check a content that was begun in a lost session and is about to be published in a new one. Raise
-        OSError if it must not be."""
+        ...
 
 
 class Freshness(Protocol):
     """How far a shared namespace may be believed on this host. Other hosts change it, too."""
+
+    # Told of every change from now on.
+    listeners: list[StoreListener]
 
     def is_fresh(self, inode: Inode) -> bool:
         """Return whether `freshen` has nothing to wait for."""

@@ -18,7 +18,6 @@ from ..cluster.records import NO_CONTENT, ContentId, Layout
 from ..kv import OwnEngine
 from ..kv.engines import OpenEngine, open_engine
 from ..namespace import Inode, Namespace, fail, load_own
-from .api import StoreEvents
 from .aside import make_aside
 from .extents import ExtentStore
 from .pins import Pinned
@@ -34,7 +33,7 @@ _HERE = Layout()
 
 @asynccontextmanager
 async def embedded_store(
-    directory: str, events: StoreEvents, open_engine: OpenEngine = open_engine
+    directory: str, open_engine: OpenEngine = open_engine
 ) -> AsyncIterator["EmbeddedStore"]:
     """Open a store directory.
 
@@ -46,7 +45,7 @@ async def embedded_store(
         engine = open_engine(directory, power_safe=waits)
         try:
             with closing(ExtentStore(f"{directory}/extents")) as extents:
-                namespace = await load_own(engine, events.is_held)
+                namespace = await load_own(engine)
                 store = EmbeddedStore(engine, namespace, extents, waits=waits)
                 await store.begin(f"{directory}/{OPEN_MARK}")
                 try:

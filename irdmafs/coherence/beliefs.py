@@ -50,7 +50,7 @@ class _Said:
 
 
 class Beliefs:
-    """Makes the kernel forget what the store tells that it changed (see StoreEvents)."""
+    """Makes the kernel forget what the store tells that it changed (see StoreListener)."""
 
     def __init__(self, namespace: Namespace, nodes: NodeTable, kernel: KernelCache) -> None:
         self._namespace = namespace
@@ -150,6 +150,8 @@ class Beliefs:
             known = new or old
             assert known is not None
             published = new is not None and old is not None and new.version != old.version
+            if published:
+                self._kernel.version_published(known.ino)
             if (published or not ours) and self._take_attributes(known.ino):
                 inodes.add(known.ino)
             if old is None or new is None:

@@ -26,6 +26,7 @@ class Unused(NodeEvents):
         self._inodes = store.namespace.inodes
         self.nameless: list[Inode] = []
         self.nodes = NodeTable(self._inodes, self)
+        store.namespace.holders.append(self.nodes.has_nodes)
 
     # -- contents --------------------------------------------------------------------------------
 

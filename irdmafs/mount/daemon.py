@@ -41,7 +41,6 @@ from ..posix.operations import Operations
 from . import mounting
 from .config import MountConfig, MountError
 from .status import Cluster, SessionKind, Status
-from .store_events import MountEvents, Parts
 
 log = logging.getLogger(__name__)
 
@@ -58,11 +57,10 @@ async def serve(config: MountConfig, ready: Callable[[str], None]) -> None:
     """
     raise_open_files_limit()
     try:
-        events = MountEvents()
-        async with _opened_store(config, events) as (store, cluster):
+        async with _opened_store(config) as (store, cluster):
             calm_the_collector()
             with closing(Processes(config.mountpoint)) as processes:
-                parts = _Assembly(config, store, events, cluster, processes).mounted()
+                parts = _Assembly(config, store, cluster, processes).mounted()
                 await _Daemon(config, cluster, parts).run(ready)
     except StoreInUse as error:
         raise MountError(f"{config.store}: {error.strerror}") from error
@@ -76,11 +74,9 @@ async def serve(config: MountConfig, ready: Callable[[str], None]) -> None:
 
 
 @asynccontextmanager
-async def _opened_store(
-    config: MountConfig, events: MountEvents
-) -> AsyncIterator[tuple[Store, Cluster | None]]:
+async def _opened_store(config: MountConfig) -> AsyncIterator[tuple[Store, Cluster | None]]:
     if config.cluster is None:
-        async with embedded_store(config.store, events) as node:
+        async with embedded_store(config.store) as node:
             yield node, None
         return
     # Imported here, so that a mount of one host starts without the cluster's modules.
@@ -91,7 +87,6 @@ async def _opened_store(
         config.store,
         config.mountpoint,
         __version__,
-        events,
         timeout_s=config.cluster.mount.timeout,
     ) as remote:
         with trio.move_on_after(_CHECK_NODES_S):
@@ -114,13 +109,11 @@ class _Assembly:
         self,
         config: MountConfig,
         store: Store,
-        events: MountEvents,
         cluster: Cluster | None,
         processes: Processes,
     ) -> None:
         self._config = config
         self._store = store
-        self._events = events
         self._cluster = cluster
         self._processes = processes
         self._atimes = Atimes(config.options, store.extents)
@@ -208,10 +201,11 @@ class _Assembly:
         isolation = Isolation(store.namespace, default=options.isolation)
         passthrough = kind.wakeups is not None
         cache = Cache(store, kernel, self._processes, isolation, passthrough=passthrough)
-        beliefs = Beliefs(store.namespace, cache.nodes, kernel)
         locking = Locking(options.locks, store.locks, cache, store.namespace.describe)
         coherence: Coherence
         if store.freshness is not None:
+            beliefs = Beliefs(store.namespace, cache.nodes, kernel)
+            store.freshness.listeners.append(beliefs)
             coherence = Shared(store, store.freshness, cache, beliefs)
         else:
             coherence = Alone(store.namespace, cache)
@@ -220,7 +214,6 @@ class _Assembly:
         operations = Operations(
             store, cache, coherence, locking, options, self._atimes, status.report, acls=acls
         )
-        self._events.begin(Parts(cache, beliefs, locking, kernel))
         return operations, status
 
 

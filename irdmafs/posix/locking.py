@@ -58,6 +58,8 @@ class Locking(LockHolder):
         # Processes that do not know yet that they lost locks: on which inodes.
         self._lost: dict[int, set[int]] = {}
         self._publishing: dict[int, list[int]] = {}  # inode -> processes
+        if self._shared is not None:
+            self._shared.holders.append(self)
 
     # -- fcntl(2) and flock(2) -------------------------------------------------------------------
 

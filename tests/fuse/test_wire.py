@@ -20,7 +20,6 @@ import trio.testing
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from invariants import check
-from unmounted import Unmounted
 
 from irdmafs.backend.clock import now_ns
 from irdmafs.backend.store import embedded as store_node
@@ -404,7 +403,7 @@ def serve(mode: str, talk: Callable[[Served], None], messages: list[bytes] | Non
 
     async def main(directory: str) -> None:
         async with (
-            embedded_store(directory, Unmounted()) as store,
+            embedded_store(directory) as store,
             trio.open_nursery() as telling,
             trio.open_nursery() as nursery,
         ):
@@ -427,7 +426,7 @@ def serve(mode: str, talk: Callable[[Served], None], messages: list[bytes] | Non
             assert set(store.extents) == named
             served.tasks.stop()
         served.close()
-        async with embedded_store(directory, Unmounted()) as store:
+        async with embedded_store(directory) as store:
             check(store.namespace)
 
     async def limited(directory: str) -> None:

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from invariants import check
 from memory_engine import MemoryEngine, Place
-from unmounted import Unmounted
 
 from irdmafs.backend.cluster.records import NO_CONTENT, ContentId
 from irdmafs.backend.kv import Damaged, NoSpace, Put
@@ -244,7 +243,7 @@ class Store:
     """A store node, entered and left from synchronous code."""
 
     def __init__(self, directory: Path) -> None:
-        self.node = embedded_store(str(directory), Unmounted())
+        self.node = embedded_store(str(directory))
 
     def __enter__(self) -> EmbeddedStore:
         return run(self.node.__aenter__())
@@ -349,7 +348,7 @@ def test_only_a_store_on_a_disk_is_synced(
         sync(fd)
 
     async def main() -> None:
-        async with embedded_store(str(tmp_path), Unmounted()) as store:
+        async with embedded_store(str(tmp_path)) as store:
             inode = await store.namespace.create(ROOT_INO, b"file", FILE, 0, 0)
             extent = write(store.extents, b"one")
             with monkeypatch.context() as patch:
@@ -375,12 +374,12 @@ def test_a_store_keeps_its_names_on_the_engine_that_it_is_given(tmp_path: Path) 
         return MemoryEngine(place)
 
     async def main() -> None:
-        async with embedded_store(str(tmp_path), Unmounted(), open_engine) as store:
+        async with embedded_store(str(tmp_path), open_engine) as store:
             inode = await store.namespace.create(ROOT_INO, b"file", FILE, 0, 0)
             extent = write(store.extents, b"one")
             await store.publish(inode.ino, extent, store.extents.stat(extent), 1)
         assert place.keys and not list(tmp_path.glob("kv.*"))
-        async with embedded_store(str(tmp_path), Unmounted(), open_engine) as store:
+        async with embedded_store(str(tmp_path), open_engine) as store:
             found = store.namespace.inodes[inode.ino]
             assert (found.version, store.extents.stat(found.extent).st_size) == (1, 3)
 
@@ -392,10 +391,9 @@ def test_a_store_keeps_its_names_on_the_engine_that_it_is_given(tmp_path: Path) 
 HOLDER = """
 import os, sys, trio
 from irdmafs.backend.store.embedded import embedded_store
-from unmounted import Unmounted
 
 async def main():
-    async with embedded_store(sys.argv[1], Unmounted()):
+    async with embedded_store(sys.argv[1]):
         print("open", flush=True)
         await trio.to_thread.run_sync(sys.stdin.read)
 
@@ -405,10 +403,7 @@ trio.run(main)
 
 def test_a_store_serves_one_process_and_is_free_when_that_dies(tmp_path: Path) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as holder:
         try:
             assert holder.stdout is not None
@@ -501,7 +496,7 @@ def test_a_full_disk_at_the_end_still_lets_go_of_the_store(
     before = open_files()
 
     async def main() -> None:
-        async with embedded_store(str(tmp_path), Unmounted()) as store:
+        async with embedded_store(str(tmp_path)) as store:
             monkeypatch.setattr(store.engine, "flush", full)
 
     with pytest.raises(NoSpace):

@@ -11,7 +11,6 @@ import pytest
 import trio
 from mountpoint import Mount, irdmafs
 from patterns import pattern
-from unmounted import Unmounted
 
 from irdmafs.backend.namespace import ROOT_INO
 from irdmafs.backend.store.embedded import embedded_store
@@ -32,7 +31,7 @@ def crashed() -> Iterator[Mount]:
 
 
 async def _fill_and_crash(store: Path) -> None:
-    async with embedded_store(str(store), Unmounted()) as node:
+    async with embedded_store(str(store)) as node:
         for number in range(FILES):
             made = await node.namespace.create(ROOT_INO, b"file-%d" % number, FILE, 0, 0)
             extent, fd = node.allocate(made)

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
+from ...cluster.records import ContentId
 from ...kv import Event, KeyValue
 from ...namespace import Inode
-from ..api import StoreEvents
+from ..api import StoreListener
 
 __all__ = ["Changes"]
 
@@ -17,9 +18,10 @@ class Changes:
 
     prefixes = (b"s",)
 
-    def __init__(self, events: StoreEvents, is_ours: Callable[[bytes], bool]) -> None:
-        self._events = events
+    def __init__(self, is_ours: Callable[[bytes], bool]) -> None:
         self._is_ours = is_ours
+        # The parts of the mount that are told.
+        self.mount_listeners: list[StoreListener] = []
         # Called with an inode as it was and as it is; None: it did not exist, or is gone.
         self.inode_listeners: list[Callable[[Inode | None, Inode | None], None]] = []
         # Called with the directory in which a name changed.
@@ -31,14 +33,14 @@ class Changes:
     # -- listener of the tree ----------------------------------------------------------------------
 
     def inode_changed(self, old: Inode | None, new: Inode | None) -> None:
-        self._events.inode_changed(old, new)
-        if new is not None and old is not None and new.version != old.version:
-            self._events.version_published(new.ino)
+        for part in self.mount_listeners:
+            part.inode_changed(old, new)
         for listener in self.inode_listeners:
             listener(old, new)
 
     def name_changed(self, parent: int, name: bytes, old_ino: int, new_ino: int) -> None:
-        self._events.name_changed(parent, name, old_ino)
+        for part in self.mount_listeners:
+            part.name_changed(parent, name, old_ino)
         for listener in self.name_listeners:
             listener(parent)
 
@@ -55,6 +57,13 @@ class Changes:
 
     def _transaction(self, revision: int, last_id: bytes) -> None:
         ours = self._is_ours(last_id)
-        self._events.transaction(ours=ours)
+        for part in self.mount_listeners:
+            part.transaction(ours=ours)
         for listener in self.transaction_listeners:
             listener(revision, ours, bool(last_id))
+
+    # -- the cache of contents ---------------------------------------------------------------------
+
+    def content_gone(self, extent: ContentId) -> None:
+        for part in self.mount_listeners:
+            part.content_gone(extent)

@@ -17,7 +17,6 @@ from ...kv.etcd import EtcdEngine
 from ...namespace import ROOT_INO, Namespace, SharedCommitter, Tree
 from ...trust.certificates import Certificates
 from ...trust.renewal import Renewal
-from ..api import StoreEvents
 from .changes import Changes
 from .leases import Leases
 from .lock_entries import LockEntries
@@ -38,7 +37,6 @@ class Coordination:
         settings: Settings,
         engine: EtcdEngine,
         record: MountRecord,
-        events: StoreEvents,
         nursery: trio.Nursery,
         timeout_s: float,
     ) -> None:
@@ -53,17 +51,16 @@ class Coordination:
         self.certificates = Certificates(lambda: credentials.identity.serial if credentials else "")
         own = [credentials.renewable] if credentials is not None else []
         self.renewal = Renewal([*own, *engine.renewables])
-        self.changes = Changes(events, engine.is_ours)
+        self.changes = Changes(engine.is_ours)
         entries = LockEntries()
-        tree = Tree(held=events.is_held, listener=self.changes)
+        tree = Tree(listener=self.changes)
         self.replica = Replica(
             engine,
             (self.members, self.groups, self.certificates, tree, entries, self.changes),
             history=History(engine, self.session),
         )
         self.locks = SharedLocks(
-            engine, self.replica, self.session, self.members, entries,
-            lambda: events.lock_holder, nursery, timeout_s,
+            engine, self.replica, self.session, self.members, entries, nursery, timeout_s,
         )  # fmt: skip
         self.leases = Leases(engine, self.replica, tree, self.members, self.session, nursery)
         self.changes.inode_listeners.append(self.leases.inode_changed)

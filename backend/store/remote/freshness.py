@@ -8,6 +8,7 @@ import trio
 
 from ...namespace import Inode, Namespace
 from ...unwrap import first_error
+from .changes import Changes
 from .cluster import Cluster
 from .contents import Contents
 from .leases import Leases
@@ -25,6 +26,7 @@ class Freshness:
         self,
         namespace: Namespace,
         leases: Leases,
+        changes: Changes,
         cluster: Cluster,
         contents: Contents,
         bring: Callable[[int], Awaitable[Inode]],
@@ -35,6 +37,7 @@ class Freshness:
         self._replica = cluster.replica
         self._contents = contents
         self._bring = bring
+        self.listeners = changes.mount_listeners
         self.path_valid_s = leases.path_valid_s
         self.directories_believable_s = leases.directories_believable_s
 

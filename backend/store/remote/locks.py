@@ -9,7 +9,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 
 import trio
 
@@ -83,8 +83,8 @@ class _Inode:
 
 
 class SharedLocks:
-    """This host's part in the locks of a cluster. `holder` returns what its processes have locked. Waits
-    for etcd end with OSError after `timeout_s`."""
+    """This host's part in the locks of a cluster: those of its `holders`. Waits for etcd end with OSError
+    after `timeout_s`."""
 
     def __init__(
         self,
@@ -93,7 +93,6 @@ class SharedLocks:
         session: Session,
         members: Members,
         entries: LockEntries,
-        holder: Callable[[], LockHolder],
         nursery: trio.Nursery,
         timeout_s: float,
     ) -> None:
@@ -103,7 +102,7 @@ class SharedLocks:
         self._members = members
         self._entries = entries
         self._timeout_s = timeout_s
-        self._holder = holder
+        self.holders: list[LockHolder] = []
         self._inodes: dict[int, _Inode] = {}
         self._nursery = nursery
         self.transactions = 0
@@ -274,7 +273,8 @@ class SharedLocks:
             # No lock is granted under the entry before everything published earlier is known here.
             state.unsure = True
             await self._replica.wait_applied(revision)
-            await self._holder().refresh(ino)
+            for holder in self.holders:
+                await holder.refresh(ino)
             if lease != self._session.lease:
                 return False
             state.mine, state.unsure = entry, False
@@ -316,7 +316,8 @@ class SharedLocks:
             if state.mine.sole:
                 state.coming_down = True
                 try:
-                    await self._holder().publish(ino)
+                    for holder in self.holders:
+                        await holder.publish(ino)
                 except OSError as error:
                     log.error(
                         "inode %d: what was written under a lock is not published: %s", ino, error
@@ -324,7 +325,7 @@ class SharedLocks:
                 finally:
                     state.coming_down = False
                 # There is no await from here until `mine` is set to what other hosts will know.
-            held = merged(self._holder().held(ino))
+            held = merged(self._held(ino))
             entry = Entry(False, held, merged(state.wanting))
             if state.unsure or entry != state.mine:
                 await self._put(ino, state, entry)
@@ -371,7 +372,14 @@ class SharedLocks:
         for state in self._inodes.values():
             state.mine, state.unsure = NOTHING, False
             state.wake()
-        self._holder().lost()
+        for holder in self.holders:
+            holder.lost()
+
+    def check_publishing(self, ino: int) -> None:
+        """Check a content that was begun in a lost session and is about to be published in a new one.
+        Raises OSError if it must not be."""
+        for holder in self.holders:
+            holder.check_publishing(ino)
 
     async def run(self) -> None:
         """Publish reductions of claims, and give idle ones up."""
@@ -386,7 +394,7 @@ class SharedLocks:
                 self._settle_soon(ino, state)
             if state.used or state.wanting or state.changing.locked():
                 state.used, state.idle_since = False, now
-            elif now - state.idle_since < _IDLE_S or any(True for _ in self._holder().held(ino)):
+            elif now - state.idle_since < _IDLE_S or next(self._held(ino), None) is not None:
                 pass
             elif state.mine:
                 await _quietly(self._settle(ino, state, idle=True))
@@ -425,6 +433,10 @@ class SharedLocks:
             if state.mine.sole or state.unsure:
                 self._settle_soon(ino, state)
         state.wake()
+
+    def _held(self, ino: int) -> Iterator[Claim]:
+        for holder in self.holders:
+            yield from holder.held(ino)
 
     def _state(self, ino: int) -> _Inode:
         state = self._inodes.get(ino)

@@ -21,7 +21,6 @@ from ...transport.session_keys import make_session_key, session_digest
 from ...transport.verbs.devices import local_address
 from ...transport.verbs.rdma import Rdma
 from ...unwrap import only_error
-from ..api import StoreEvents
 from ..storedir import lock_directory
 from .abandoned import Abandoned
 from .cluster import Cluster
@@ -51,7 +50,6 @@ async def remote_store(
     directory: str,
     mountpoint: str,
     version: str,
-    events: StoreEvents,
     *,
     timeout_s: float = 60.0,
 ) -> AsyncIterator["RemoteStore"]:
@@ -77,13 +75,11 @@ async def remote_store(
                 trio.open_nursery() as nursery,
             ):
                 settings = await read_settings(engine, config)
-                coordination = Coordination(
-                    config, settings, engine, record, events, nursery, timeout_s
-                )
+                coordination = Coordination(config, settings, engine, record, nursery, timeout_s)
                 session = coordination.session
                 contents = Contents(
                     f"{directory}/extents", ContentNumbers(lambda: session.number).new,
-                    events.content_gone, config.mount.cache_size,
+                    coordination.changes.content_gone, config.mount.cache_size,
                 )  # fmt: skip
                 with closing(contents):
                     await coordination.read()
@@ -91,7 +87,7 @@ async def remote_store(
                     await coordination.join()
                     async with _peers(config, coordination, rdma, session_key) as peers:
                         store = RemoteStore(
-                            config, coordination, peers, rdma, contents, events, nursery, timeout_s
+                            config, coordination, peers, rdma, contents, nursery, timeout_s
                         )
                         for path in config.mount.follow:
                             await store.follow_path(path)
@@ -148,7 +144,6 @@ class RemoteStore:
         peers: Peers,
         rdma: Rdma,
         contents: Contents,
-        events: StoreEvents,
         nursery: trio.Nursery,
         timeout_s: float,
     ) -> None:
@@ -182,10 +177,12 @@ class RemoteStore:
         abandoned = Abandoned(engine, replica, members, peers, session, self._named)
         self._publisher = publisher = Publisher(
             namespace, session, cluster, contents, pins, layouts, abandoned, space,
-            events.check_publishing, rdma.forget, host=mount.host, verify=mount.verify,
+            coordination.locks.check_publishing, rdma.forget, host=mount.host, verify=mount.verify,
         )  # fmt: skip
         in_place = InPlace(namespace, contents, versions.bring, publisher.allocate)
-        self.freshness = Freshness(namespace, leases, cluster, contents, versions.bring)
+        self.freshness = Freshness(
+            namespace, leases, coordination.changes, cluster, contents, versions.bring
+        )
         self._prefetcher = prefetcher = Prefetcher(
             namespace, nursery, partial(versions.bring, ahead=True), leases.is_followed_for_good
         )
