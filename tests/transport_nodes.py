@@ -25,7 +25,7 @@ from irdmafs.backend.store.sparse import segments
 from irdmafs.backend.transport import Extent, Fenced, Target
 from irdmafs.backend.transport.mover import Mover, Serving
 from irdmafs.backend.transport.movers import all_movers
-from irdmafs.backend.transport.peers import Peers
+from irdmafs.backend.transport.peers import Peers, open_peers
 from irdmafs.backend.transport.rights import Peer
 from irdmafs.backend.transport.server import Listener
 from irdmafs.backend.transport.service import Service
@@ -214,11 +214,11 @@ async def serving(
     **options: Any,
 ) -> AsyncIterator[Node]:
     """A node in this process, with an ExtentDirectory and all movers unless told otherwise; `options` are
-    those that Peers and Listener share."""
+    those that open_peers and Listener share."""
     service = service or ExtentDirectory(directory, node)
     movers = movers or all_movers(rdma, encrypt_data=encrypt_data)
     async with (
-        Peers(resolver(addresses), movers, name=f"{node:x}", role="node", **options) as peers,
+        open_peers(resolver(addresses), movers, name=f"{node:x}", role="node", **options) as peers,
         Listener(service, peers, movers, host, is_gone=is_gone, **options) as listener,
     ):
         transports = sorted({"tcp", "verbs", *listener.ports})

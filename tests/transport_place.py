@@ -16,7 +16,7 @@ from transport_nodes import ExtentDirectory, Node, resolver
 from irdmafs.backend.transport import Extent
 from irdmafs.backend.transport.mover import Mover
 from irdmafs.backend.transport.movers import all_movers
-from irdmafs.backend.transport.peers import Peers
+from irdmafs.backend.transport.peers import Peers, open_peers
 from irdmafs.backend.transport.verbs.rdma import Rdma
 
 KiB = 1 << 10
@@ -67,9 +67,9 @@ async def mounted(
     **options: Any,
 ) -> AsyncIterator[Peers]:
     """A mount's end of the transport, with all movers unless told otherwise; `options` are those of
-    Peers."""
+    open_peers."""
     movers = movers or all_movers(rdma, encrypt_data=encrypt_data, stages=stages)
-    async with Peers(
+    async with open_peers(
         resolver(f"{memory}/addresses"), movers, name="test", role=role, **options
     ) as peers:
         yield peers

@@ -8,7 +8,7 @@ import trio
 
 from ..kv import KeyValue, SharedEngine
 from ..namespace import Inode
-from ..transport.peers import Peers
+from ..transport.peers import Peers, open_peers
 from .config import ClusterConfig
 from .config_values import ConfigError
 from .group_configs import Groups
@@ -62,8 +62,12 @@ async def ask_nodes(found: Cluster, config: ClusterConfig) -> None:
         except OSError as error:
             found.notes.append(f"node {node:016x} does not answer: {error.strerror or error}")
 
-    peers = Peers(found.members.address, (), credentials=credentials, name="status", role="admin")
-    async with peers, trio.open_nursery() as nursery:
+    async with (
+        open_peers(
+            found.members.address, (), credentials=credentials, name="status", role="admin"
+        ) as peers,
+        trio.open_nursery() as nursery,
+    ):
         for node in found.live:
             nursery.start_soon(ask, node, peers)
 
@@ -75,8 +79,9 @@ async def begin_scrub(
     ConfigError."""
     refused: dict[int, str] = {}
     credentials = config.cluster.credentials("admin")
-    peers = Peers(found.members.address, (), credentials=credentials, name="scrub", role="admin")
-    async with peers:
+    async with open_peers(
+        found.members.address, (), credentials=credentials, name="scrub", role="admin"
+    ) as peers:
         for node in nodes:
             try:
                 with trio.fail_after(_ASK_S):

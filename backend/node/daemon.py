@@ -10,7 +10,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from functools import partial
 from typing import Any
 
@@ -38,7 +38,10 @@ from ..observe.figures import values_of
 from ..observe.logs import identify
 from ..observe.metrics import Collector, serve_metrics
 from ..process import calm_the_collector, has_terminal, raise_open_files_limit
+from ..transport.caller import Caller
+from ..transport.counters import Counters
 from ..transport.movers import all_movers
+from ..transport.operations import codec_for
 from ..transport.peers import Peers, patience_s
 from ..transport.rights import Peer
 from ..transport.server import Listener
@@ -206,11 +209,11 @@ class _Node:
 
         # Extents that are kept and copied.
         movers = all_movers(rdma, streams=section.streams, encrypt_data=section.encrypt_data)
-        self._peers = peers = Peers(
-            members.address, movers, credentials=credentials, name=f"{node:x}", role="node",
-            session=lambda: session.number, timeout_s=patience_s(settings),
-            is_revoked=certificates.is_revoked,
+        caller = Caller(
+            f"{node:x}", "node", members.address, lambda: session.number, b"", credentials,
+            certificates.is_revoked, patience_s(settings), codec_for(movers), Counters(), nursery,
         )  # fmt: skip
+        self._peers = peers = Peers(caller, movers)
         members.node_changed.append(peers.node_changed)
         checks = Checks(files, catalog, members, groups, peers.device)
         wrong, room = WrongExtents(files, catalog), Room(files, catalog)
@@ -253,20 +256,26 @@ class _Node:
         await self._history.take_over()
         calm_the_collector()
         self._rdma.check(where.advertised)
-        async with self._peers, self._listener as listener, self._metrics():
-            await self._register(where.advertised, listener.control_port, listener.ports)
-            for task in (
-                self._resync.run, self._agent.run, self._catalog.run, self._scrub.run,
-                self._tell_space,
-            ):  # fmt: skip
-                nursery.start_soon(task)
-            nursery.start_soon(self._history.run, self._session, lambda: len(self._members.nodes))
-            text = f"node {self._files.node:016x} at {where.advertised}:{listener.control_port}"
-            log.info("serving %s as %s", self._files.directory, text)
-            self._turn.serves = self._turn.patient = True
-            ready(text)
-            await self._turn.stop.wait()
-            await self._end()
+        with closing(self._peers):
+            nursery.start_soon(self._peers.run)
+            async with self._listener, self._metrics():
+                await self._serve(ready)
+
+    async def _serve(self, ready: Callable[[str], None]) -> None:
+        nursery, listener, where = self._nursery, self._listener, self._where
+        await self._register(where.advertised, listener.control_port, listener.ports)
+        for task in (
+            self._resync.run, self._agent.run, self._catalog.run, self._scrub.run,
+            self._tell_space,
+        ):  # fmt: skip
+            nursery.start_soon(task)
+        nursery.start_soon(self._history.run, self._session, lambda: len(self._members.nodes))
+        text = f"node {self._files.node:016x} at {where.advertised}:{listener.control_port}"
+        log.info("serving %s as %s", self._files.directory, text)
+        self._turn.serves = self._turn.patient = True
+        ready(text)
+        await self._turn.stop.wait()
+        await self._end()
 
     def _is_gone(self, peer: Peer) -> bool:
         """Return whether a peer's session is over. One newer than the replica counts as going on."""

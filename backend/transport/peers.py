@@ -5,9 +5,8 @@ reached every call to it fails at once, so that the caller can turn to a replica
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
-from typing import Self
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import ExitStack, asynccontextmanager, closing
 
 import trio
 
@@ -23,7 +22,7 @@ from .messages import Ping, Report, Scrub, Status, Suspect, Verdict
 from .mover import Mover
 from .operations import codec_for
 
-__all__ = ["Peers", "patience_s"]
+__all__ = ["Peers", "open_peers", "patience_s"]
 
 log = logging.getLogger(__name__)
 
@@ -36,69 +35,63 @@ def patience_s(settings: Settings) -> float:
     return max(1.0, 0.6 * settings.lease_ttl_s)
 
 
+@asynccontextmanager
+async def open_peers(
+    resolve: Callable[[int], NodeAddress | None],
+    movers: Sequence[Mover],
+    *,
+    credentials: Credentials | None = None,
+    name: str,
+    role: str,
+    session: Callable[[], int] = lambda: 0,
+    session_key: bytes = b"",
+    timeout_s: float = 5.0,
+    is_revoked: Callable[[str], bool] = lambda serial: False,
+) -> AsyncIterator["Peers"]:
+    """Call store nodes for the duration of the block. The parameters are those of Caller and Peers."""
+    failed: BaseException | None = None
+    with ExitStack() as stack:
+        async with trio.open_nursery() as nursery:
+            caller = Caller(
+                name, role, resolve, session, session_key, credentials, is_revoked, timeout_s,
+                codec_for(movers), Counters(), nursery,
+            )  # fmt: skip
+            peers = stack.enter_context(closing(Peers(caller, movers)))
+            nursery.start_soon(peers.run)
+            try:
+                yield peers
+            except BaseException as error:
+                failed = error  # raised outside of the nursery, which would wrap it in a group
+            nursery.cancel_scope.cancel()
+    if failed is not None:
+        raise failed
+
+
 class Peers:
-    """All store nodes, as devices. Use as an async context manager.
+    """All store nodes, as devices. Extents are moved by `movers` (movers.py), the better one first. Raises
+    CredentialsError if those of `caller` cannot be used."""
 
-    `resolve` returns the address of a node (None: it is not registered), `session` the number of this
-    mount's session, which `session_key` shows to be its own. A peer that is silent for `timeout_s` is
-    given up. `is_revoked` tells whether a node's certificate, by its serial number, is not accepted any
-    more. Extents are moved by `movers` (movers.py), the better one first.
-    """
-
-    def __init__(
-        self,
-        resolve: Callable[[int], NodeAddress | None],
-        movers: Sequence[Mover],
-        *,
-        credentials: Credentials | None = None,
-        name: str,
-        role: str,
-        session: Callable[[], int] = lambda: 0,
-        session_key: bytes = b"",
-        timeout_s: float = 5.0,
-        is_revoked: Callable[[str], bool] = lambda serial: False,
-    ) -> None:
-        self.resolve = resolve
-        self.counters = Counters()
+    def __init__(self, caller: Caller, movers: Sequence[Mover]) -> None:
+        if caller.credentials is not None:
+            caller.credentials.client_context()  # raises an error now if they cannot be used
+        self.resolve = caller.resolve
+        self.counters = caller.counters
+        self.nursery = caller.nursery
+        self._caller = caller
         self._movers = movers
-        self._credentials = credentials
-        self._name = name
-        self._role = role
-        self._session = session
-        self._session_key = session_key
-        self._timeout_s = timeout_s
-        self._is_revoked = is_revoked
         self._devices: dict[int, RemoteDevice] = {}
 
-    async def __aenter__(self) -> Self:
-        credentials = self._credentials
-        if credentials is not None:
-            credentials.client_context()  # raises an error now if they cannot be used
-        self._manager = trio.open_nursery()
-        self.nursery = await self._manager.__aenter__()
-        self._caller = Caller(
-            self._name, self._role, self.resolve, self._session, self._session_key,
-            credentials, self._is_revoked, self._timeout_s, codec_for(self._movers),
-            self.counters, self.nursery,
-        )  # fmt: skip
-        self.nursery.start_soon(self._tidy)
-        for mover in self._movers:
-            self.nursery.start_soon(mover.run)
-        return self
+    def close(self) -> None:
+        """End all calls."""
+        for device in self._devices.values():
+            device.give_up("this process is stopping")
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self.nursery.cancel_scope.cancel()
-        try:
-            # The nursery would wrap an error of the block in a group, so it is not given the error.
-            await self._manager.__aexit__(None, None, None)
-        finally:
-            for device in self._devices.values():
-                device.give_up("this process is stopping")
+    async def run(self) -> None:
+        """Do the background work of movers, and close idle connections."""
+        async with trio.open_nursery() as nursery:
+            for mover in self._movers:
+                nursery.start_soon(mover.run)
+            await self._tidy()
 
     def device(self, node: int) -> RemoteDevice:
         device = self._devices.get(node)

@@ -17,7 +17,7 @@ from transport_nodes import NodeProcess, resolver
 
 from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.movers import all_movers
-from irdmafs.backend.transport.peers import Peers
+from irdmafs.backend.transport.peers import open_peers
 
 from .command import SETTINGS, measuring, turned
 from .files import MIB, PAGE, WrongData
@@ -51,7 +51,7 @@ class Jobs:
         extent = Extent(self._content, 0)
         chain = (2,) if what == "write 2 replicas" else ()
         where, movers = resolver(f"{directory}/addresses"), all_movers(streams=streams)
-        async with Peers(where, movers, name="bench", role="mount") as peers:
+        async with open_peers(where, movers, name="bench", role="mount") as peers:
             device = peers.device(1)
             # Connections are made before the clock runs, as they live longer than one transfer.
             warm_up = FileRange(self._source, 0, min(WARM_UP_BYTES, size))

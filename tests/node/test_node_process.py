@@ -46,7 +46,7 @@ from irdmafs.backend.kv.etcd import EtcdEngine
 from irdmafs.backend.namespace import ROOT_INO, Inode, Namespace, SharedCommitter, Tree
 from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable
 from irdmafs.backend.transport.movers import all_movers
-from irdmafs.backend.transport.peers import Peers
+from irdmafs.backend.transport.peers import Peers, open_peers
 from irdmafs.backend.transport.session_keys import make_session_key, session_digest
 
 __all__ = ["etcd"]
@@ -296,7 +296,7 @@ async def writing(place: Place) -> AsyncIterator[Writer]:
         await writer.replica.start(nursery)
         await nursery.start(writer.session.run)
         await writer.namespace.ensure_root()
-        async with Peers(
+        async with open_peers(
             writer.members.address,
             all_movers(),
             credentials=None,
@@ -538,7 +538,7 @@ def test_a_node_tells_what_it_is_and_has(place: Place) -> None:
         # Once the node knows that it was published, it does not take it for pending any more.
         path = node.store / f"extents/{content:x}.0"
         await writer.until(lambda: not path.stat().st_mode & stat.S_IWUSR)
-        async with Peers(writer.members.address, (), name="admin", role="admin") as admin:
+        async with open_peers(writer.members.address, (), name="admin", role="admin") as admin:
             status = await admin.status(node.id)
         assert status["node"] == f"{node.id:016x}"
         assert (status["extents"], status["pending_extents"], status["bytes"]) == (2, 1, 1007)

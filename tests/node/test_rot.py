@@ -15,7 +15,7 @@ from striped import damage, folder, new_content
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.transport import Extent
-from irdmafs.backend.transport.peers import Peers
+from irdmafs.backend.transport.peers import open_peers
 
 # In a message, in a stream, in three stripes, in stripes two of which share a digest.
 SIZES = [1000, 300_000, 2 * MIB + 500_000, 66 * MIB + 1000]
@@ -174,7 +174,7 @@ def test_what_somebody_says_of_a_sound_copy_changes_nothing() -> None:
 
 async def slander(cluster: Cluster) -> None:
     config = ClusterConfig.load(str(cluster.config))
-    async with Peers(
+    async with open_peers(
         cluster.live_nodes().get,
         (),
         credentials=config.cluster.credentials("mount"),

@@ -22,7 +22,7 @@ from irdmafs.backend.kv.etcd import EtcdEngine
 from irdmafs.backend.namespace import Inode, Tree
 from irdmafs.backend.transport import Extent, FileRange, Target
 from irdmafs.backend.transport.movers import all_movers
-from irdmafs.backend.transport.peers import Peers
+from irdmafs.backend.transport.peers import Peers, open_peers
 from irdmafs.backend.transport.session_keys import make_session_key, session_digest
 
 __all__ = ["folder"]
@@ -74,7 +74,7 @@ async def attacking(cluster: Cluster, of_certificate: str = "") -> AsyncIterator
         attacker = Attacker(engine, of_certificate or name, role)
         await attacker.replica.start(nursery)
         await nursery.start(attacker.session.run)
-        async with Peers(
+        async with open_peers(
             attacker.members.address,
             all_movers(),
             credentials=config.credentials("mount"),

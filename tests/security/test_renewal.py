@@ -16,7 +16,7 @@ from transport_nodes import serving
 from transport_place import Place, memory, mounted
 
 from irdmafs.backend.cluster.config import ClusterConfig
-from irdmafs.backend.transport.peers import Peers
+from irdmafs.backend.transport.peers import open_peers
 from irdmafs.backend.trust.authority import begin_ca_change, finish_ca_change, issue, make_ca
 from irdmafs.backend.trust.renewal import Renewable, Renewal
 from irdmafs.backend.trust.security import Credentials, Identity, identity_in
@@ -304,7 +304,9 @@ def test_a_cluster_goes_on_in_its_sessions_when_all_certificates_are_renewed(mad
     nodes = made.live_nodes()
 
     async def ask() -> None:
-        async with Peers(nodes.get, (), credentials=credentials, name="w1", role="mount") as peers:
+        async with open_peers(
+            nodes.get, (), credentials=credentials, name="w1", role="mount"
+        ) as peers:
             await peers.ping(next(iter(nodes)))
 
     trio.run(ask)

@@ -13,7 +13,7 @@ from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.lease import MOUNT, Session
 from irdmafs.backend.cluster.records import MountRecord, decode, pin_key
 from irdmafs.backend.kv import Put
-from irdmafs.backend.transport.peers import Peers
+from irdmafs.backend.transport.peers import open_peers
 from irdmafs.backend.trust.security import Credentials, identity_in
 
 # Without namespaces, so that this process can talk to nodes itself.
@@ -99,8 +99,9 @@ def test_an_open_connection_of_a_revoked_certificate_is_cut_by_the_node(made: Cl
     [node] = nodes
 
     async def converse() -> None:
-        peers = Peers(nodes.get, (), credentials=credentials, name="thief", role="mount")
-        async with peers:
+        async with open_peers(
+            nodes.get, (), credentials=credentials, name="thief", role="mount"
+        ) as peers:
             await peers.ping(node)
             await trio.to_thread.run_sync(
                 lambda: made.irdmafs("cluster", "revoke", "w2", "--yes", "--cluster", made.config)
@@ -143,7 +144,9 @@ def test_what_is_revoked_stays_so_when_etcd_forgets_it(made: Cluster) -> None:
     nodes = made.live_nodes()
 
     async def ask() -> None:
-        async with Peers(nodes.get, (), credentials=credentials, name="w3", role="mount") as peers:
+        async with open_peers(
+            nodes.get, (), credentials=credentials, name="w3", role="mount"
+        ) as peers:
             with pytest.raises(OSError, match="its certificate was revoked"):
                 await peers.ping(next(iter(nodes)))
 

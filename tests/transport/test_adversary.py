@@ -35,7 +35,7 @@ from irdmafs.backend.transport import (
 from irdmafs.backend.transport.codec import decode_welcome
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.operations import codec_for
-from irdmafs.backend.transport.peers import Peers
+from irdmafs.backend.transport.peers import Peers, open_peers
 from irdmafs.backend.transport.rights import ROLES, Scope, may
 from irdmafs.backend.transport.tcp import data, tickets, wire
 from irdmafs.backend.transport.tcp import messages as tcp
@@ -135,7 +135,7 @@ async def on_the_way(
 
     async with trio.open_nursery() as nursery:
         await nursery.start(relay.serve)
-        async with Peers(
+        async with open_peers(
             resolve,
             all_movers(rdma, streams=2),
             name="victim",

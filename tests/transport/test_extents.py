@@ -17,7 +17,7 @@ from transport_nodes import NodeProcess, serving
 from transport_place import MiB, Place, memory, mounted, random_bytes, until
 
 from irdmafs.backend.transport import Extent, Fenced, FileRange, Target, Unreachable
-from irdmafs.backend.transport.peers import Peers
+from irdmafs.backend.transport.peers import Peers, open_peers
 from irdmafs.backend.trust.authority import issue, make_ca
 from irdmafs.backend.trust.security import Credentials
 
@@ -239,7 +239,9 @@ def test_the_other_messages_reach_the_service(memory: Path) -> None:
         assert cluster.service(1).aborted == [99]
         assert cluster.service(1).suspected == [(5, 2)]
         resolve = cluster.peers.resolve
-        async with Peers(resolve, (), name="admin", role="admin", timeout_s=TIMEOUT_S) as admin:
+        async with open_peers(
+            resolve, (), name="admin", role="admin", timeout_s=TIMEOUT_S
+        ) as admin:
             assert await admin.status(1) == {"node": "1", "extents": 0}
 
     in_cluster(memory, test, 1)

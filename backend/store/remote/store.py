@@ -3,7 +3,7 @@
 import errno
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from ...cluster.settings import read_settings
 from ...namespace import ROOT_INO, Inode
 from ...observe.figures import values_of
 from ...transport.movers import all_movers
-from ...transport.peers import Peers, patience_s
+from ...transport.peers import Peers, open_peers, patience_s
 from ...transport.session_keys import make_session_key, session_digest
 from ...transport.verbs.devices import local_address
 from ...transport.verbs.rdma import Rdma
@@ -114,12 +114,12 @@ def _check_rdma(rdma: Rdma, members: Members) -> None:
 
 def _peers(
     config: ClusterConfig, coordination: Coordination, rdma: Rdma, session_key: bytes
-) -> Peers:
+) -> AbstractAsyncContextManager[Peers]:
     movers = all_movers(
         rdma, streams=config.mount.streams, encrypt_data=config.mount.encrypt_data, stages=True
     )
     session = coordination.session
-    return Peers(
+    return open_peers(
         coordination.members.address, movers,
         credentials=coordination.credentials,
         name=f"{config.mount.host}:{os.getpid()}", role=coordination.role,

@@ -32,7 +32,7 @@ from irdmafs.backend.transport import Extent, FileRange, Target, messages
 from irdmafs.backend.transport.device import RemoteDevice
 from irdmafs.backend.transport.movers import all_movers
 from irdmafs.backend.transport.operations import codec_for
-from irdmafs.backend.transport.peers import Peers
+from irdmafs.backend.transport.peers import Peers, open_peers
 from irdmafs.backend.transport.session_keys import make_session_key, session_digest
 from irdmafs.backend.transport.verbs.rdma import Choice, Rdma
 
@@ -226,7 +226,7 @@ async def work(
             rdma = stack.enter_context(Rdma(Choice("require", threshold_bytes=1)))
         session, key = await stack.enter_async_context(_session(config))
         peers = await stack.enter_async_context(
-            Peers(
+            open_peers(
                 lambda _node: address, all_movers(rdma, stages=False),
                 name="bench", role="mount", session=lambda: session, session_key=key,
                 timeout_s=30.0,
