@@ -23,7 +23,7 @@ class Detached(Exception):
 
 @coroutine
 def detach() -> Generator[object, None, None]:
-    """To be awaited before the first await that may wait."""
+    """Leave the synchronous caller; await this before the first await that may wait."""
     if _inline:
         yield _DETACH
 

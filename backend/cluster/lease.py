@@ -173,9 +173,9 @@ class Session:
                 log.warning("the lease could not be given back and will expire: %s", error)
 
     async def update(self, record: NodeAddress) -> None:
-        """Change what a store node's key says (free space, address), or, before it is registered, what it
-        will say; its number changes with it. `record` tells whether it does: it stays as it is while
-        the session is not valid.
+        """Change the record of a store node's key (free space, address), or, before it is registered, the
+        record that it will have; the session's number changes with it. While the session is not valid the
+        record stays as it is, as `record` shows.
 
         Raises OSError when etcd cannot be reached.
         """

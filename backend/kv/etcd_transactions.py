@@ -1,8 +1,8 @@
 """Transactions of etcd that are applied once, and whose outcome is known whatever fails meanwhile.
 
 A transaction must not be applied twice, and its caller must learn whether it was applied, although
-the connection may break, or etcd's leader die, while it is on its way; and what was on its way may
-arrive much later (a member that was stopped and goes on). Therefore every transaction compares the
+the connection may break, or etcd's leader die, while it is on its way; and a request on its way may
+arrive much later (at a member that was stopped and goes on). Therefore every transaction compares the
 mod_revision of a key that this process alone writes, its *fence*. When the outcome of a try is not
 known, the process puts its fence anew, at some revision F. From then on the try cannot be applied any
 more; whether it was before F is found in the history of "s" up to F. If not, it is tried again, with

@@ -205,7 +205,7 @@ class Quotas:
             self._changed.add(directory)
 
     def expect(self, ino: int, charge: Charge) -> None:
-        """Charge an inode as if what is under way had happened. The next `update` tells how it ended."""
+        """Charge an inode as if the mutation under way had succeeded. The next `update` corrects it."""
         self._set(ino, charge)
 
     def update(self, inos: Iterable[int]) -> None:

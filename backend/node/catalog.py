@@ -113,18 +113,18 @@ class Catalog:
         )
 
     def extents_of(self, group: int) -> Iterator[tuple[Extent, int]]:
-        """The named extents of a group, here or not, with their sizes in bytes."""
+        """Return the named extents of a group, here or not, with their sizes in bytes."""
         for content in self._by_group.get(group, ()):
             _, named = self._named[content]
             for stripe in named.stripes_in(group, self._buckets):
                 yield Extent(content, stripe), named.length(stripe)
 
     def pools_in_use(self) -> set[int]:
-        """The pools (see placement.pool_of) in which an extent is named."""
+        """Return the pools (see placement.pool_of) in which an extent is named."""
         return {group >> GROUP_BUCKET_BITS for group in self._by_group}
 
     def missing(self, group: int) -> list[tuple[Extent, int]]:
-        """The named extents of a group that are not here, with their sizes in bytes."""
+        """Return the named extents of a group that are not here, with their sizes in bytes."""
         return [
             (extent, length)
             for extent, length in self.extents_of(group)

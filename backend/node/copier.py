@@ -135,7 +135,7 @@ class Copier:
         self._recent: deque[tuple[float, int]] = deque()
 
     def bytes_per_s(self) -> float:
-        """The rate of the last seconds."""
+        """Return the rate of the last seconds."""
         now = time.monotonic()
         self._forget_before(now - RATE_WINDOW_S)
         if not self._recent:
@@ -143,8 +143,8 @@ class Copier:
         return sum(count for _, count in self._recent) / max(now - self._recent[0][0], 1.0)
 
     async def copy(self, config: GroupConfig, left: dict[Extent, int]) -> list[Extent]:
-        """Get the extents in `left`; what is here then is taken out of it. Returns those that every
-        other member in sync says it does not have. Raises OSError ENOSPC."""
+        """Copy the extents in `left`, and remove those that are here afterwards from it. Return those that
+        every other member in sync says it does not have. Raises OSError ENOSPC."""
         denied: list[Extent] = []
         full: list[OSError] = []
 
@@ -249,13 +249,13 @@ class Copier:
         return None if unasked else False
 
     def _everybody(self, config: GroupConfig) -> Iterator[int]:
-        """Members first; then who may have kept it from the time when it was one."""
+        """Yield the members first, then other nodes, as a former member may still have the extent."""
         members = list(self._sources(config, 0))
         yield from members
         yield from self._members.nodes.keys() - {self._node, *members}
 
     async def _doubt(self, node: int, extent: Extent) -> None:
-        """Tell a node that its copy is wrong: it looks for itself."""
+        """Tell a node that its copy is wrong, so that the node checks it."""
         log.warning("node %x sent other bytes of extent %x.%x than were published", node, *extent)
         try:
             await self._device(node).doubt(extent)
@@ -263,8 +263,8 @@ class Copier:
             log.info("node %x: %s", node, error)
 
     async def _try_to_read(self, node: int, extent: Extent, fd: int, size: int) -> Verdict | None:
-        """As `_read`; None when the node cannot be read from. Raises FileNotFoundError when it does not
-        have the extent, OSError ENOSPC."""
+        """Do as `_read`, but return None if the node cannot be read from. Raises FileNotFoundError if it
+        does not have the extent, OSError ENOSPC."""
         try:
             return await self._read(node, extent, fd, size)
         except FileNotFoundError:

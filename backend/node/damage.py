@@ -1,4 +1,4 @@
-"""The extents on this node that are not what was published, and were not mended yet."""
+"""The extents on this node whose bytes differ from the published ones, and are not mended yet."""
 
 import logging
 from collections.abc import Iterator

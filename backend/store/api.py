@@ -183,7 +183,7 @@ class Store(Protocol):
     async def read_into(self, ino: int, memory: int, lifeline: int) -> Inode:
         """Read the file's current version, whole, to the start of memory that a program lends, by two
         descriptors that are the store's from now on. Return the inode as it was then. Raises OSError
-        EOPNOTSUPP, which says why, where the file had better be opened; EFBIG, EINVAL."""
+        EOPNOTSUPP, with the reason, if the file should be opened instead; EFBIG, EINVAL."""
         ...
 
     def is_here(self, extent: ContentId) -> bool:

@@ -1,4 +1,4 @@
-"""The operations of a store node: for each message that is no mover's, who may send it and what is done.
+"""The operations of a store node: for each message of the core, the right to send it and its handler.
 
 docs/contributing.md says how one is added.
 """

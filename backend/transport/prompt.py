@@ -62,8 +62,8 @@ class PromptStream(trio.abc.Stream):
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
         limit = max_bytes or _RECEIVE_BYTES
         data = await self._receive(limit, 0)
-        # Bytes that filled the buffer may be followed by more; else there is nothing yet, most likely. For
-        # whoever never has to wait, every second turn is the others'.
+        # If the bytes filled the buffer, more may follow; otherwise there are probably none yet. A task
+        # that never has to wait lets other tasks run every second time.
         self._may_have_more = len(data) == limit and not self._may_have_more
         return data
 

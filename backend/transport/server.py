@@ -147,7 +147,7 @@ class Listener:
 
     @contextmanager
     def _while_certified(self, peer: Peer) -> Iterator[None]:
-        """Raises BadMessage when the peer's certificate is revoked, or expires, meanwhile."""
+        """End the block with BadMessage when the peer's certificate is revoked, or expires."""
         lasts_s = peer.expires_s - time.time() if peer.expires_s else math.inf
         with trio.CancelScope(deadline=trio.current_time() + lasts_s) as scope:
             self._connected[scope] = peer
@@ -185,8 +185,8 @@ class Listener:
             serving.give_up(content)
 
     def end_rights(self, session: int = 0) -> None:
-        """Somebody is gone: with the session of that number, or as `is_gone` tells. What a peer was given
-        to read or write in our memory ends with its session, not only with its connection."""
+        """Revoke the rights to memory of peers whose session is over: the one with that number, or those
+        that `is_gone` tells. Such a right ends with the session, not only with the connection."""
 
         def is_over(peer: Peer) -> bool:
             return bool(session and peer.session == session) or self._is_gone(peer)

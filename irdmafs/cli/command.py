@@ -408,10 +408,10 @@ def doctor(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Say what this machine can do for irdmafs, and what would make it do better.
+    """Report what this machine can do for irdmafs, and how to improve it.
 
-    With a cluster's file, also whether RDMA can be used as that asks for, on the way to its etcd, and
-    whether certificates and etcd keep out who does not belong.
+    With a cluster's file, also check whether its RDMA settings work on the route to its etcd, and whether
+    certificates and etcd keep strangers out.
     """
     from ..backend.cluster.config import find_config
     from ..doctor.machine import examine

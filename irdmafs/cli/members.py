@@ -55,9 +55,9 @@ def cert(
     directory: str | None,
     config_path: str | None,
 ) -> None:
-    """Make one more certificate, signed by the cluster's CA, whose key must be beside it.
+    """Make one more certificate, signed by the cluster's CA; the CA's key must be beside its certificate.
 
-    etcd is told of it, so that it can be revoked, and so that etcd knows what it may change.
+    It is registered in etcd, with its rights, and so that it can be revoked.
     """
     from ..backend.trust.authority import issue
     from .cluster_members import owner_of, register_all
@@ -128,9 +128,9 @@ def members(as_json: bool, config_path: str | None) -> None:
 @click.option("--yes", is_flag=True, help="Also if somebody is in the cluster with it.")
 @config_option
 def revoke(name: str, yes: bool, config_path: str | None) -> None:
-    """Shut out whoever has a certificate of this NAME, and cut off who is in the cluster with it.
+    """Shut out all holders of a certificate of this NAME, and end their connections and sessions.
 
-    Nodes and mounts refuse it from now on; its sessions end, and what they had not published is lost.
+    Nodes and mounts refuse it from now on; contents that its sessions had not published are lost.
     Another one can be issued under the same name afterwards.
     """
     from .cluster_members import revoke as revoke_name

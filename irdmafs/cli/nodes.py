@@ -226,9 +226,9 @@ def _one_line(path: bytes) -> str:
 @click.argument("node")
 @config_option
 def admit(node: str, config_path: str | None) -> None:
-    """Let a store node that was removed start again, with what it keeps.
+    """Let a store node that was removed start again, with the extents it keeps.
 
-    NODE is its whole id, as in its log. One that is new needs no admittance.
+    NODE is its full id, as in its log. A new node needs no admission.
     """
     from .cluster_admin import admit_again
 

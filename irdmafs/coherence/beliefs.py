@@ -25,11 +25,11 @@ from ..backend.namespace import ROOT_INO, Inode, Namespace
 from .kernel_cache import KernelCache, Name
 from .nodes import NodeTable
 
-# An answer that was given longer ago than this (seconds) is not believed any more. It is far longer than
-# any answer says: a caller may be kept from its processor before it takes the answer in.
+# The kernel believes no answer that was given longer ago than this (seconds). It is far longer than any
+# answer allows: a caller may be kept from its processor before it takes the answer in.
 _REMEMBERED_S = 2.0
-# The kernel keeps what it looked up, and we keep a node for it, until it wants the memory for something
-# else. It is made to drop removed inodes: at most so many at a time, collected for so many seconds.
+# The kernel keeps inodes that it looked up, and the daemon their nodes, until memory is short. It is
+# made to drop removed inodes: at most so many at a time, collected for so many seconds.
 _COLLECT_S = 1.0
 _COLLECTED_MAX = 1 << 16
 

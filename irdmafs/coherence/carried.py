@@ -51,7 +51,7 @@ class Carried:
                 while written < len(view):
                     written += os.pwrite(fd, view[written:], offset + written)
         except OSError:
-            # Half a content is not to be published because its writer closes the file all the same.
+            # A half-written content must not be published when its writer closes the file.
             content.discarded = content.private
             if not written:
                 raise

@@ -104,7 +104,7 @@ class LookupTrails:
         self._led[pid] = ino, name
 
     def led(self, pid: int, name: Name) -> int:
-        """Return the inode to which the thread is led by a name, 0 if it is not. The kernel asks twice:
-        for what it has, and for what is there instead."""
+        """Return the inode to which the thread is led by a name, 0 if it is not. The kernel asks twice: for
+        the entry that it has, and for the one that replaced it."""
         found = self._led.get(pid) if self._led else None
         return found[0] if found is not None and found[1] == name else 0

@@ -67,7 +67,7 @@ class Shared(Coherence):
         self._beliefs.attributes(inode.ino, valid_s)
 
     def changed(self, answer: Answer, node: Node) -> None:
-        """Others may be newer than these."""
+        """Let the kernel believe nothing: others may have changed the attributes since."""
 
     def entry(self, answer: Answer, parent: int, name: bytes, node: Node, inode: Inode) -> None:
         if not self._cache.names_are_stable(inode.ino):
@@ -226,8 +226,8 @@ class Shared(Coherence):
         return inode
 
     async def _refreshed(self, inode: Inode, *, content: bool) -> Inode:
-        """Return the inode when what is written in place here is not older than its version. `content`: the
-        version is on this host, and has to be again if another one is published meanwhile."""
+        """Return the inode when the content written in place here is not older than its version. With
+        `content`, the version is on this host, and a newer one is fetched, too."""
         while True:
             await self._cache.refresh(inode.ino)
             now = self._namespace.inode(inode.ino)
@@ -241,7 +241,7 @@ class Shared(Coherence):
         await detach()
 
     def changing(self, pid: int, *names: Name) -> AbstractContextManager[None]:
-        self._trails.forget(pid)  # what the thread looked up was for this
+        self._trails.forget(pid)  # the thread's lookups were for this change
         return self._beliefs.changing(*names)
 
     def renamed(self, ino: int, old: Name, new: Name) -> None:
@@ -254,7 +254,7 @@ class Shared(Coherence):
 
 
 class _Listing(Listing):
-    """`valid_s`: for how long what the directory holds may be believed."""
+    """`valid_s`: for how many seconds the directory's entries may be believed."""
 
     def __init__(
         self,

@@ -120,13 +120,13 @@ class Answering:
             self._connection.refuse(request.unique, errno.EINTR)
 
     def _interrupted(self, unique: int) -> None:
-        """The caller of a request got a signal."""
+        """Handle INTERRUPT: the caller of a request got a signal."""
         waiting = self.waiting.get(unique)
         if waiting is not None:
             self._nursery.start_soon(waiting.interrupted, self._processes)
 
     def fail(self, request: Request, error: Exception) -> None:
-        """Answer with an error, and log what is no answer of a filesystem."""
+        """Answer with an error, and log it if it is none that a filesystem answers with."""
         opcode = request.opcode
         if isinstance(error, Malformed):
             log.error("from the kernel: %s", error)

@@ -38,7 +38,7 @@ class Backings:
         self._atimes.passes(node, extent, atime_ns)
 
     def drop(self, node: Node) -> None:
-        """Have the kernel let go of what it holds for a node."""
+        """Make the kernel let go of the file that it holds for a node."""
         if node.backing_id:
             self._atimes.gone(node)
             passthrough.unregister(self._connection.fd, node.backing_id)

@@ -92,13 +92,13 @@ class PortableNotices(KernelCache):
             await self._in_thread(pyfuse3.invalidate_entry, parent, name)
 
     def forget(self, nodes: Iterable[int], *, names: bool) -> None:
-        """Nothing to forget: what cannot be forgotten is not believed."""
+        """Do nothing: the kernel believes nothing that it cannot be made to forget."""
 
     async def forget_content(self, node: Node) -> None:
         await self._in_thread(pyfuse3.invalidate_inode, node.id, False)
 
     def prune(self, nodes: Sequence[int]) -> None:
-        """libfuse 3.14 cannot."""
+        """Do nothing: libfuse 3.14 cannot prune."""
 
     async def _in_thread(self, notify: Callable[..., None], *args: Any) -> None:
         # The kernel may wait for a lock that a caller of ours holds until we answer.
@@ -112,24 +112,24 @@ class PortableNotices(KernelCache):
         return self._tasks.start_soon(telling, *args)
 
     def version_published(self, ino: int) -> None:
-        """Nobody to tell: pyfuse3's poll is not used."""
+        """Do nothing: pyfuse3's poll is not used."""
 
     def move_backing(self, node: Node, extent: ContentId) -> None:
-        """There is none."""
+        """Do nothing: there is no passthrough."""
 
     def drop_backing(self, node: Node) -> None:
-        """Nothing to let go of: there is no passthrough."""
+        """Do nothing: there is no passthrough."""
 
     def backed_by(self, extent: ContentId) -> list[Node]:
         return []
 
 
 def _adapted(operations: Operations, counts: Counts) -> pyfuse3.Operations:
-    """The operations as pyfuse3 wants them: counted, errors as FUSEError, inode numbers its way.
+    """Return the operations as pyfuse3 wants them: counted, errors as FUSEError, inode numbers its way.
 
-    pyfuse3 has one number for the node id and for what stat(2) shows. Where they differ (a second
-    node of an inode) the attributes of a lookup are not to be kept, and getattr, whose answer has
-    no node id, tells the inode's number. Listings have the node that has the inode's number.
+    pyfuse3 has one number for the node id and for stat(2). Where they differ (a second node of an
+    inode) the kernel must not keep the attributes of a lookup, and getattr, whose answer has no
+    node id, returns the inode's number. Listings have the node that has the inode's number.
     """
 
     def wrap(name: str, method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:

@@ -193,7 +193,7 @@ NOTIFY_POLL: Final = struct.Struct("<Q")
 NOTIFY_INVAL_INODE: Final = struct.Struct("<Qqq")
 NOTIFY_INVAL_ENTRY: Final = struct.Struct("<QII")
 NOTIFY_PRUNE: Final = struct.Struct("<I12x")
-PRUNE_MAX: Final = 512  # what is sent at once
+PRUNE_MAX: Final = 512  # nodes in one notification
 
 BODY: Final = IN_HEADER.size
 EMPTY_LOCK_END: Final = (1 << 63) - 1
@@ -225,7 +225,7 @@ class Request:
 
 
 def decode_name(buffer: bytes | bytearray, start: int, end: int) -> tuple[bytes, int]:
-    """A NUL-terminated string at `start`, and where the next part begins."""
+    """Return the NUL-terminated string at `start`, and where the next part begins."""
     stop = buffer.find(0, start, end)
     if stop < 0:
         raise Malformed("a name is not terminated")
@@ -258,7 +258,7 @@ def inval_entry(parent: int, name: bytes) -> bytes:
 
 
 def inc_epoch() -> bytes:
-    """Look every name up again before its next use, whatever answer may be on its way."""
+    """Look every name up again before its next use, even those in answers on their way."""
     return notification(Notify.INC_EPOCH, b"")
 
 

@@ -3,10 +3,10 @@
 The kernel asks us instead of its own lists, so these are the rules of fcntl(2) and flock(2), for
 one host. The two kinds do not see each other: a mount has one LockTable and one FlockTable.
 
-Whether a lock is free takes the logarithm of the number of locks, however many owners have: the spans in
-its way are counted for all owners and for the one who asks, and compared. So nobody who holds many locks
-slows others down. Waiters come in the order in which they began to wait, as far as they can all have
-what they want.
+Checking whether a lock is free takes the logarithm of the number of locks, for any number of owners: the
+conflicting spans are counted for all owners and for the one that asks, and compared. So an owner of many
+locks does not slow others down. Waiters get their locks in the order in which they began to wait, as far as
+the locks are compatible.
 """
 
 import errno
@@ -204,9 +204,9 @@ class LockTable:
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     async def acquire_wait(self, ino: int, owner: int, lock: Lock) -> None:
-        """As `acquire`, but wait until the range is free.
+        """Do as `acquire`, but wait until the range is free.
 
-        Raises OSError (EDEADLK) if that could only happen after this owner released something.
+        Raises OSError (EDEADLK) if it can only become free after this owner releases a lock.
         """
         while not self._try_acquire(ino, owner, lock):
             await self.wait_free(ino, owner, lock)
@@ -214,7 +214,7 @@ class LockTable:
     async def wait_free(self, ino: int, owner: int, lock: Lock) -> None:
         """Wait for a moment at which the range is free. Raises OSError EDEADLK, as `acquire_wait`.
 
-        Who comes back and does not take the lock at once lets others have it.
+        A caller that does not take the lock at once afterwards lets others have it.
         """
         inode = self._inodes.get(ino)
         if inode is None or not inode.conflicts(owner, lock):

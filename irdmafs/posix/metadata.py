@@ -52,13 +52,13 @@ class Metadata:
         lose_set_ids: bool = False,
         touch: bool = False,
     ) -> Attributes:
-        """`lose_set_ids`: the caller is about to change the content, or does it by this truncation, and
-        may not keep set-user-id and set-group-id. `touch`: both times are to be now."""
+        """Set attributes. `lose_set_ids`: the caller is about to change the content, or does so by this
+        truncation, and may not keep set-user-id and set-group-id. `touch`: set both times to now."""
         node, found = self._nodes.get(inode)
         await self._coherence.before_change()
         if fields.update_size:
             await self._truncate(found, attr.st_size, fh)
-            self._answers.refresh_other_nodes(node, node.ino)  # one of them may show what was cut
+            self._answers.refresh_other_nodes(node, node.ino)  # one may show the cut content
             found = self._nodes.inode_of(inode)
         changes: dict[str, int] = {}
         if touch and found.flags & IMMUTABLE:

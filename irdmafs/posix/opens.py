@@ -43,8 +43,8 @@ class Opens:
         self, inode: int, flags: int, ctx: Caller, *, lose_set_ids: bool | None = None
     ) -> OpenInfo:
         if not flags:
-            # The kernel's own open, for an ioctl on what a program has open: whoever opens by a name has
-            # O_LARGEFILE among the flags (or is a 32-bit program without it). It would not come again.
+            # The kernel's own open, for an ioctl on a file that a program has open: an open by name has
+            # O_LARGEFILE among its flags (or is of a 32-bit program without it). It would not come again.
             node, found = self._nodes.get(inode)
             refuse_other_than_file(found)
             return self._opened(self._cache.open_here(found, node, flags, ctx.pid))

@@ -1,11 +1,11 @@
-"""The privileges that others' changes take from a file: set-user-id, set-group-id and file capabilities.
+"""The privileges that a file loses when others change it: set-user-id, set-group-id and capabilities.
 
-Linux takes them before the change, in file_remove_privs(). For a FUSE file whose server handles this (the
+Linux removes them before the change, in file_remove_privs(). For a FUSE file whose server handles this (the
 kernel session agrees to HANDLE_KILLPRIV_V2) the kernel asks for capabilities and removes them itself, and
 tells of the two bits: by a flag in OPEN (O_TRUNC), WRITE and SETATTR (truncation), and before any other
-change, a write that passes through included, by a SETATTR that sets nothing. It goes by what it knows of
-the node that is written: a file may have got them by another node, or on another host, while a private copy
-was written. These it loses when the copy is published.
+change, a write that passes through included, by a SETATTR that sets nothing. It knows only
+the node that is written. A file may have got privileges through another node, or on another host, while a
+private copy was written: it loses them when the copy is published.
 """
 
 import errno
@@ -43,7 +43,7 @@ class Closer(NamedTuple):
 
 
 def privileges_of(inode: Inode) -> int:
-    """Return what a file has of this, a bit for each kind."""
+    """Return the privileges that a file has, a bit for each kind."""
     capability = _HAS_CAPABILITY if CAPABILITY in inode.xattrs else 0
     return capability if inode.is_dir else inode.mode & SET_IDS | capability
 
@@ -68,8 +68,8 @@ async def may_keep_set_ids(caller: Caller, processes: Processes) -> bool:
 
 
 async def refuse_stranger(inode: Inode, mode: int, caller: Caller, processes: Processes) -> None:
-    """Raise OSError EPERM if somebody who may not change a file's mode is to do it by a chown(2) that
-    changes neither owner nor group. The kernel tells of it in the same words as of a write."""
+    """Raise OSError EPERM for a chown(2) that changes neither owner nor group, by a caller who may not
+    change the file's mode. The kernel reports it in the same way as a write."""
     if mode == inode.mode or caller.uid == inode.uid:
         return
     if not (await processes.credentials(caller.pid)).has(CAP_FOWNER):

@@ -18,7 +18,7 @@ class Change(NamedTuple):
 
     @property
     def growth(self) -> int:
-        """By how many spans the set grows."""
+        """Return by how many spans the set grows."""
         return len(self.after) - (self.last - self.first)
 
 

@@ -123,8 +123,8 @@ class Xattrs:
 
     async def _read_into(self, node_id: int, name: bytes, ctx: Caller) -> dict[str, Any]:
         """Read a file's current version, as an open would find it, into memory that the caller lends. An
-        answer is short enough for what getxattr(2) is first called with. Raises OSError EOPNOTSUPP, which
-        says why, where the file had better be opened."""
+        answer fits the buffer of a first getxattr(2) call. Raises OSError EOPNOTSUPP, with the reason, if
+        the file should be opened instead."""
         _, *numbers = name.removeprefix(own_xattrs.READ_INTO).split(b".")
         if len(numbers) != 2 or not all(map(bytes.isdigit, numbers)):
             raise fail(errno.EINVAL)
@@ -151,7 +151,7 @@ class Xattrs:
         return bool(self._nodes.inode_of(node_id).xattrs)
 
     async def listxattr(self, inode: int, ctx: Caller) -> list[bytes]:
-        # A quota belongs to its place, so `cp -a` and `rsync -X` are not to copy it.
+        # A quota belongs to its place, so `cp -a` and `rsync -X` must not copy it.
         names = [name for name in self._nodes.inode_of(inode).xattrs if name not in QUOTA_NAMES]
         trusted = any(name.startswith(_TRUSTED) for name in names)
         if trusted and not (await self._processes.credentials(ctx.pid)).has(CAP_SYS_ADMIN):

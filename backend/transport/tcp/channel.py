@@ -109,7 +109,7 @@ class Channel:
         self._set_blocking()
 
     def _set_blocking(self) -> None:
-        """The kernel's own timeouts leave the socket blocking, as MSG_WAITALL wants it."""
+        """Set time-outs in the kernel: the socket stays blocking, as MSG_WAITALL needs it."""
         tick = _TIMEVAL.pack(int(TICK_S), int(TICK_S % 1 * 1_000_000))
         self.sock.settimeout(None)
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
@@ -159,7 +159,7 @@ class Channel:
             return self._header(self.sock.recv(HEADER_BYTES, socket.MSG_DONTWAIT))
 
     def receive_header(self, patience: Patience) -> Header:
-        """Raises BadMessage."""
+        """Receive the header of a request. Raises BadMessage."""
         return self._header(self.receive_exactly(HEADER_BYTES, patience))
 
     def _header(self, data: bytes) -> Header:

@@ -53,7 +53,7 @@ class Data:
         self._unlimited = trio.CapacityLimiter(math.inf)
 
     async def serve(self, channel: Channel, peer: Peer) -> bool:
-        """Returns whether the connection can be used again."""
+        """Serve a request. Return whether the connection can be used again."""
         header = channel.header_if_there()
         if header is None:
             receive = partial(channel.receive_header, Patience(_HEADER_S))
