@@ -150,17 +150,12 @@ def check(operations: Iterable[Operation], *, across_hosts: bool = True) -> list
     """Everything that a filesystem with close-to-open consistency cannot have done.
 
     across_hosts=False: what one host has read says nothing about what another one reads before the
-    writer's close() has returned (hosts that follow a directory are told one after the other). On the
-    writer's own host a new file is seen as it grows, before it is published.
+    writer's close() has returned (hosts that follow a directory are told one after the other).
     """
     by_path: dict[str, list[Operation]] = defaultdict(list)
     violations = []
-    operations = list(operations)
     for operation in operations:
-        if operation.outcome == "torn":
-            if not _may_grow(operation, operations):
-                violations.append(Violation("torn", str(operation)))
-        elif operation.final and operation.outcome not in ("ok", "absent"):
+        if operation.final and operation.outcome not in ("ok", "absent", "torn"):
             violations.append(Violation("unreadable", str(operation)))
         else:
             by_path[operation.path].append(operation)
@@ -170,30 +165,11 @@ def check(operations: Iterable[Operation], *, across_hosts: bool = True) -> list
             continue
         for host in sorted({operation.host for operation in history}):
             seen = [o for o in history if _changes(o) or o.host == host]
-            violations += _check_name(seen, unpublished_is_seen=True)
+            violations += _check_name(seen)
     return list(dict.fromkeys(violations))
 
 
-def _may_grow(read: Operation, operations: Sequence[Operation]) -> bool:
-    """Return whether a program of the reader's host may have been writing a file that was absent before.
-    Such a file is seen there as it grows."""
-    history = [o for o in operations if o.path == read.path and _changes(o)]
-    unlinked = max(
-        (_latest_effect(o) for o in history if o.kind == "unlink" and o.start < read.end),
-        default=-1.0,
-    )
-    for write in history:
-        if write.kind not in ("write", "create") or write.host != read.host:
-            continue
-        if read.end < write.began or _latest_effect(write) < read.start:
-            continue
-        before = [o.start for o in history if o.kind != "unlink" and o.end < write.began]
-        if not before or unlinked >= max(before):
-            return True
-    return False
-
-
-def _check_name(history: list[Operation], *, unpublished_is_seen: bool = False) -> list[Violation]:
+def _check_name(history: list[Operation]) -> list[Violation]:
     removing = [o for o in history if o.kind in ("unlink", "replace") and _changes(o)]
     # Acknowledged and surely seen by those who opened the name: a file that is unlinked or replaced
     # while it is open for writing is published all the same, but not under this name.
@@ -217,13 +193,15 @@ def _check_name(history: list[Operation], *, unpublished_is_seen: bool = False) 
                 violations.append(Violation("torn", f"nobody wrote this: {operation}"))
             else:
                 reads[operation.value].append(operation)
+        elif operation.outcome == "torn":
+            if not any(_is_of_growing(operation, write, absence) for write in writes.values()):
+                violations.append(Violation("torn", str(operation)))
         elif operation.outcome == "absent":
             moments.append(operation)
             violations += absence.check(operation)
         elif operation.outcome == "ok" and operation.kind == "create":
             # It was the first: the name was absent when it was opened.
-            opening = replace(operation, start=operation.began, outcome="absent", value=None)
-            violations += absence.check(opening)
+            violations += absence.check(_opening(operation, operation.end))
         elif operation.outcome == "ok" and operation.kind == "unlink":
             moments.append(operation)
     lasting_values = {write.value for write in lasting}
@@ -232,12 +210,12 @@ def _check_name(history: list[Operation], *, unpublished_is_seen: bool = False) 
         seen = reads[value]
         if not seen and value not in lasting_values:
             continue
-        # On the writer's own host a new file is seen as it grows.
-        early = [o for o in seen if o.end < (write.began if o.host == write.host else write.start)]
+        published = [read for read in seen if not _is_of_growing(read, write, absence)]
+        early = [read for read in published if read.end < write.start]
         if early:
             violations.append(Violation("future", f"{early[0]}\nbefore {write}"))
         else:
-            zones.append(_zone(write, seen, unpublished_is_seen=unpublished_is_seen))
+            zones.append(_zone(write, seen, published))
     zones += [_Zone(o.end, o.start, o, o) for o in moments]
     return violations + _check_zones(zones)
 
@@ -255,15 +233,27 @@ def _latest_effect(operation: Operation) -> float:
     return operation.end if operation.outcome == "ok" else operation.end + LATE_NS
 
 
-def _zone(write: Operation, reads: Sequence[Operation], *, unpublished_is_seen: bool) -> _Zone:
-    """`unpublished_is_seen`: a read on the writer's host before the write has ended does not tell that the
-    content was published."""
+def _opening(write: Operation, end: float) -> Operation:
+    """Return the open, before `end`, of a write that made the file: it found the name absent."""
+    return replace(write, start=write.began, end=end, outcome="absent", value=None)
+
+
+def _is_of_growing(read: Operation, write: Operation, absence: _Absence) -> bool:
+    """Return whether a read may be of a file that the write was making. A new file is seen on its own host
+    as it grows, in part and before it is published."""
+    return (
+        write.kind in ("write", "create")
+        and _changes(write)
+        and read.host == write.host
+        and write.began <= read.end
+        and read.start <= _latest_effect(write)
+        and not absence.check(_opening(write, read.end))
+    )
+
+
+def _zone(write: Operation, reads: Sequence[Operation], published: Iterable[Operation]) -> _Zone:
+    """Return the zone of a content. Only a read that is `published` tells that the content was."""
     acknowledged = replace(write, end=_latest_effect(write))
-    published = [
-        read
-        for read in reads
-        if not unpublished_is_seen or read.host != write.host or read.end >= acknowledged.end
-    ]
     first = min((acknowledged, *published), key=lambda o: o.end)
     last = max((acknowledged, *reads), key=lambda o: o.start)
     return _Zone(first.end, last.start, first, last)

@@ -231,6 +231,15 @@ def test_a_part_of_a_file_that_is_overwritten_is_not_seen(script: Script) -> Non
     assert script.kinds() == {"torn"}
 
 
+def test_an_overwritten_file_is_not_seen_on_its_own_host_before_it_is_closed(
+    script: Script,
+) -> None:
+    script.write("old", 0, 1)
+    script.write("new", 4, 5, began=2)
+    script.read("new", 3, 3.5)
+    assert script.kinds() == {"future"}
+
+
 def test_what_its_own_host_reads_of_a_new_file_need_not_be_published_yet(script: Script) -> None:
     script.write("new", 1, 5)
     script.read("new", 2, 2.5)
