@@ -285,8 +285,8 @@ class NodeSection:
     size: Annotated[
         Size | None,
         Option(
-            "Limit of what is kept: 512M, 8G, 50%",
-            default="what the directory has",
+            "Limit of the extents kept: 512M, 8G, 50%",
+            default="the room in the directory",
             commands=_SERVE,
         ),
     ] = None
@@ -307,12 +307,12 @@ class NodeSection:
             default="a week on a disk, an hour in memory",
         ),
     ] = None
-    scrub_rate: Annotated[Size, Option("Bytes per second for reading what is kept again")] = Size(
+    scrub_rate: Annotated[Size, Option("Bytes per second for reading extents again")] = Size(
         32 << 20
     )
     scrub_period: Annotated[
         Seconds,
-        Option("How often all that is kept is compared with its digests; 0: only when told to"),
+        Option("How often everything kept is compared with its digests; 0: only on request"),
     ] = Seconds(7 * 86400)
     streams: Annotated[int, Option("Data connections to each peer", commands=_SERVE)] = 4
     encrypt_data: Annotated[
@@ -384,7 +384,7 @@ class MountSection:
     verify: Annotated[
         bool,
         Option(
-            "Publish digests, and check by them that what is fetched is what was published",
+            "Publish digests of contents, and compare fetched bytes with them",
             commands=_MOUNT,
         ),
     ] = True

@@ -100,7 +100,7 @@ class EmbeddedStore(Pinned):
             known_ns = max(inode.mtime_ns, inode.ctime_ns)
             if status.st_size != inode.size or status.st_mtime_ns > known_ns:
                 where = self.namespace.describe(inode.ino)
-                log.info("%s: what was written in place before the crash is kept", where)
+                log.info("%s: the bytes written in place before the crash are kept", where)
                 await self.publish(
                     inode.ino, inode.extent, status, status.st_mtime_ns,
                     ctime_ns=status.st_ctime_ns, within_quotas=False,

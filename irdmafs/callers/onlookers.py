@@ -204,7 +204,7 @@ class Onlookers:
                 self._make_room()
             found = self._onlookers[key] = _Onlooker()
         elif found.is_stuck:
-            raise OSError(errno.EOPNOTSUPP, "what was looked at before does not answer")
+            raise OSError(errno.EOPNOTSUPP, "a process that was looked at before does not answer")
         return found
 
     def _make_room(self) -> None:

@@ -153,8 +153,8 @@ def cluster() -> None:
               "its certificate.")  # fmt: skip
 @click.option("--etcd-host", "etcd_hosts", multiple=True, metavar="NAME", help="Name or address in etcd's "
               "certificate; may be repeated  [default: the hosts of --etcd]")  # fmt: skip
-@click.option("--etcd-plain", is_flag=True, help="Talk to etcd in clear: whoever reaches it may change "
-              "everything.")  # fmt: skip
+@click.option("--etcd-plain", is_flag=True, help="Talk to etcd without TLS: everybody who reaches it may "
+              "change everything.")  # fmt: skip
 @click.option("--etcd-user", metavar="USER")
 @click.option("--etcd-password-file", metavar="FILE")
 @click.option("--etcd-ca", metavar="FILE", help="CA of etcd's certificate: talk TLS to it.")
@@ -259,12 +259,12 @@ def _parse_size(flag: str, text: str) -> int:
 
 
 @cluster.command("status")
-@click.option("--watch", is_flag=True, help="Show it anew every second.")
+@click.option("--watch", is_flag=True, help="Refresh the output every second.")
 @json_option
 @config_option
 @click.pass_context
 def status_command(ctx: click.Context, watch: bool, as_json: bool, config_path: str | None) -> None:
-    """Show nodes, groups and mounts, what is wrong and what is being moved."""
+    """Show nodes, groups and mounts, problems, and data being moved."""
     import trio
 
     from ..backend.cluster.inquiry import ask_nodes, name_files

@@ -42,8 +42,8 @@ _STYLES = {"valid": "green", "expired": "yellow", "revoked": "bold red"}
 @click.option("--host", "hosts", multiple=True, metavar="NAME",
               help="A name or address that the certificate carries (etcd's needs them).")  # fmt: skip
 @click.option("--days", type=click.IntRange(1, 3650), default=825, show_default=True)
-@click.option("--renew", is_flag=True, help="For who has one already, and stays the same user of etcd: "
-              "processes that run read it by themselves. Files in DIR are replaced.")  # fmt: skip
+@click.option("--renew", is_flag=True, help="Replace a member's certificate and stay the same user of "
+              "etcd: running processes read it by themselves. Files in DIR are replaced.")  # fmt: skip
 @click.option("--out", "directory", metavar="DIR", help="[default: where ca.pem is]")
 @config_option
 def cert(
@@ -162,8 +162,8 @@ def _have_agreed(name: str, uses: Sequence[Use], yes: bool) -> None:
 
 
 @cluster.command("rotate-ca")
-@click.option("--finish", is_flag=True, help="Trust the older one no more: everybody has a certificate of "
-              "the newer one.")  # fmt: skip
+@click.option("--finish", is_flag=True, help="Stop trusting the older CA, when everybody has a certificate "
+              "of the newer one.")  # fmt: skip
 @config_option
 def rotate_ca(finish: bool, config_path: str | None) -> None:
     """Replace the cluster's certificate authority, without an interruption.

@@ -227,10 +227,10 @@ class Responder:
         the queue pair."""
         arrival = self._arrivals.get(handle)
         if arrival is None:
-            raise OSError(NOT_BY_VERBS, "what was written is not here any more")
+            raise OSError(NOT_BY_VERBS, "the written bytes are not here any more")
         await arrival.growth.complete()
         if self._arrivals.pop(handle, None) is None:
-            raise OSError(NOT_BY_VERBS, "what was written is not here any more")
+            raise OSError(NOT_BY_VERBS, "the written bytes are not here any more")
         try:
             await self._seal(arrival)
             await arrival.handed_on.wait()
