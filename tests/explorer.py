@@ -1,7 +1,9 @@
 """Visit every state of a machine, breadth first, and tell the shortest way to a bad one."""
 
+import gc
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol, TypeVar
 
 State = TypeVar("State", bound=Hashable)
@@ -53,6 +55,19 @@ class Explored(NamedTuple):
     complete: bool
 
 
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Stop the collector of cycles, which would go through millions of states that have none."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_without_collection()
 def explore(model: Machine[State], limit: int = 10_000_000) -> Explored:
     """Visit all states, at most `limit`. Raises Broken with the shortest trace to a bad one."""
     start = model.canonical(model.initial())

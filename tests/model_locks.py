@@ -117,7 +117,8 @@ class Model:
         return min(self.alike(state), key=hash) if len(self._orders) > 1 else state
 
     def alike(self, state: State) -> Iterable[State]:
-        return [self._permuted(state, order) for order in self._orders]
+        # The first order is that of the state itself.
+        return [state, *(self._permuted(state, order) for order in self._orders[1:])]
 
     def _permuted(self, state: State, order: tuple[int, ...]) -> State:
         def etcd(one: Etcd) -> Etcd:
@@ -140,7 +141,10 @@ class Model:
                 revisions.add(host.flight.guard)
                 if host.flight.answer is not None:
                     revisions.add(host.flight.answer[1])
-        numbers = {revision: at for at, revision in enumerate(sorted(revisions | {0}))}
+        revisions.add(0)
+        if not oldest and max(revisions) == len(revisions) - 1:
+            return state
+        numbers = {revision: at for at, revision in enumerate(sorted(revisions))}
         return State(
             tuple(
                 etcd._replace(revision=numbers[etcd.revision], guard=numbers[etcd.guard])
