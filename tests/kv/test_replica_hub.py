@@ -5,7 +5,7 @@ import os
 import queue
 import random
 import threading
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import pytest
@@ -122,13 +122,20 @@ class LosesEvents(EtcdEngine):
         return super().watch(start, end, from_revision)
 
 
+@pytest.fixture
+def compacted_etcd() -> Iterator[EtcdServer]:
+    """An etcd of its own: compaction reaches all keys, also those of other tests."""
+    with EtcdServer() as server:
+        yield server
+
+
 def test_a_host_whose_events_were_compacted_away_catches_up_and_tells_what_changed(
-    etcd: EtcdServer, etcd_prefix: bytes
+    compacted_etcd: EtcdServer, etcd_prefix: bytes
 ) -> None:
     async def test() -> None:
         async with (
-            host(etcd, etcd_prefix) as other,
-            LosesEvents(etcd.endpoints, etcd_prefix) as engine,
+            host(compacted_etcd, etcd_prefix) as other,
+            LosesEvents(compacted_etcd.endpoints, etcd_prefix) as engine,
             trio.open_nursery() as nursery,
         ):
             for name in (b"stays", b"goes", b"moves"):
@@ -144,7 +151,7 @@ def test_a_host_whose_events_were_compacted_away_catches_up_and_tells_what_chang
             await other.rename(ROOT_INO, b"moves", place.ino, b"moved", 0, in_use=False)
             await other.create(place.ino, b"comes", FILE, 0, 0)
             await other.set_attributes(place.ino, mtime_ns=5)
-            await trio.to_thread.run_sync(etcd.compact)
+            await trio.to_thread.run_sync(compacted_etcd.compact)
             late.set()
             await replica.barrier()
             mirror.expect_equal()
