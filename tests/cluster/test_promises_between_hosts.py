@@ -9,6 +9,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -191,19 +192,28 @@ def test_rename_over_publishes_to_the_other_host(two: tuple[Path, Path]) -> None
 
 
 class Mapped:
-    """A file that is mapped, changed and published by nothing but the release that unmapping brings."""
+    """A file that is mapped, changed and published by nothing but its release.
+
+    A mapping of a file that is passed through does not delay its release, so a descriptor in a socket's
+    queue does. Dropping that descriptor reports no close.
+    """
 
     def __init__(self, path: Path) -> None:
+        self._ends = socket.socketpair()
         with path.open("r+b") as file:
             file.write(b"first")
-            os.close(next_descriptor := os.dup(file.fileno()))
+            os.close(mappings_own := os.dup(file.fileno()))
             self._mapping = mmap.mmap(file.fileno(), 0)
-        # The mapping's own, so that no close publishes what is stored now.
-        os.close(next_descriptor)
+            socket.send_fds(self._ends[0], [b"file"], [file.fileno()])
+        # The mapping's own descriptor gets another file, so that no close publishes what is stored now.
+        with open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), mappings_own)
         self._mapping[:5] = b"later"
 
     def unmap(self) -> None:
         self._mapping.close()
+        for end in self._ends:
+            end.close()
 
 
 def is_later(path: Path) -> bool:
