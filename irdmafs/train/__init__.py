@@ -1,0 +1,1 @@
+"""Training through files: workers push, reducers make the next version, workers pull (docs/training.md)."""
