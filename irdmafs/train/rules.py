@@ -1,0 +1,385 @@
+"""Update rules: how the combined pushes of a plan change the master weights.
+
+A rule works on elements, in place and in fp32, with numpy or with torch's fused kernels. Which of the
+two is a choice of the training directory and not of the host: their roundings differ, and two reducers
+that make the same shard have to make the same bits. numpy's are the same on every host; those of torch
+are the same for one release of it on processors with the same vector instructions
+(``torch.backends.cpu.get_cpu_capability()``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from .arithmetic import F32, PART, ranges, scratch
+
+State = Mapping[str, F32]
+Option = float | bool
+
+# torch's kernels compute the elements after the last whole vector in another way, and the widest vector
+# has 16 elements. What is left over is therefore filled up to a whole one.
+_VECTOR = 16
+
+
+@dataclass(frozen=True)
+class Rule(ABC):
+    """An update rule; its fields are its options.
+
+    ``combine`` says what is made of the pushes of a plan before: their weighted sum, or their weighted
+    mean. ``default_lr`` is the usual learning rate, None for a rule that has none and ignores ``lr``.
+    """
+
+    combine: ClassVar[Literal["mean", "sum"]] = "mean"
+    default_lr: ClassVar[float | None] = None
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        """The names of the fp32 arrays that the rule keeps beside the master weights, zeros at first."""
+        return ()
+
+    def apply(self, version: int, lr: float, combined: F32, master: F32, state: State) -> None:
+        """Change ``master`` and ``state`` in place by the ``combined`` pushes, which are only read.
+
+        All arrays are of the same length: those of a whole shard, or of any block of it. ``version`` is
+        1 for the first update.
+        """
+        with np.errstate(all="ignore"):
+            for part in ranges(len(master), PART):
+                kept = {name: state[name][part] for name in self.state}
+                self._update(version, lr, combined[part], master[part], kept)
+
+    @abstractmethod
+    def _update(self, version: int, lr: float, grad: F32, param: F32, state: State) -> None:
+        """Do what apply() does, with numpy, to at most PART elements."""
+
+
+def _temporary(array: F32) -> F32:
+    return scratch.floats[0, : len(array)]
+
+
+def _add_scaled(target: F32, factor: float, array: F32) -> None:
+    """target += factor * array"""
+    product = np.multiply(array, np.float32(factor), out=_temporary(target))
+    np.add(target, product, out=target)
+
+
+def _move_towards(target: F32, goal: F32, rate: float) -> None:
+    """target += rate * (goal - target)"""
+    way = np.subtract(goal, target, out=_temporary(target))
+    np.multiply(way, np.float32(rate), out=way)
+    np.add(target, way, out=target)
+
+
+def _check_range(name: str, value: float, below: float = math.inf) -> None:
+    if not 0 <= value < below:
+        upper = "" if below == math.inf else f", below {below:g}"
+        raise ValueError(f"{name} is 0 or more{upper}, not {value:g}")
+
+
+@dataclass(frozen=True)
+class Sum(Rule):
+    """p += g: the sum of pushes that are changes to the parameters."""
+
+    combine = "sum"
+
+    def _update(self, version: int, lr: float, grad: F32, param: F32, state: State) -> None:
+        np.add(param, grad, out=param)
+
+
+@dataclass(frozen=True)
+class Mean(Rule):
+    """p = g: the mean of pushes that are parameters. Federated averaging (McMahan et al. 2017)."""
+
+    def _update(self, version: int, lr: float, grad: F32, param: F32, state: State) -> None:
+        np.copyto(param, grad)
+
+
+@dataclass(frozen=True)
+class Axpy(Rule):
+    """p += lr * g, where g is a sum; as the function of BLAS."""
+
+    combine = "sum"
+    default_lr = 1.0
+
+    def _update(self, version: int, lr: float, grad: F32, param: F32, state: State) -> None:
+        _add_scaled(param, lr, grad)
+
+
+@dataclass(frozen=True)
+class Sgd(Rule):
+    """Stochastic gradient descent with momentum, as torch.optim.SGD does it."""
+
+    default_lr = 1e-3
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_range("momentum", self.momentum)
+        _check_range("weight_decay", self.weight_decay)
+        if self.nesterov and (self.momentum == 0 or self.dampening != 0):
+            raise ValueError("nesterov needs a momentum, and a dampening of 0")
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        return ("momentum",) if self.momentum else ()
+
+    def _update(self, version: int, lr: float, grad: F32, param: F32, state: State) -> None:
+        if self.weight_decay:
+            decayed = scratch.floats[1, : len(grad)]
+            np.multiply(param, np.float32(self.weight_decay), out=decayed)
+            grad = np.add(grad, decayed, out=decayed)
+        if not self.momentum:
+            _add_scaled(param, -lr, grad)
+            return
+        momentum = state["momentum"]
+        if version == 1:
+            np.copyto(momentum, grad)
+        else:
+            np.multiply(momentum, np.float32(self.momentum), out=momentum)
+            _add_scaled(momentum, 1 - self.dampening, grad)
+        if self.nesterov:
+            _add_scaled(param, -lr, grad)
+            _add_scaled(param, -lr * self.momentum, momentum)
+        else:
+            _add_scaled(param, -lr, momentum)
+
+
+@dataclass(frozen=True)
+class DiLoCo(Sgd):
+    """Nesterov momentum on the mean of deltas, each a worker's base minus its parameters after many steps
+    of its own (Douillard et al. 2023, arXiv:2311.08105)."""
+
+    default_lr = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+
+
+@dataclass(frozen=True)
+class Adam(Rule):
+    """Adam (Kingma and Ba 2015), as torch.optim.Adam does it; weight_decay is added to the gradient."""
+
+    default_lr = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_range("beta1", self.beta1, 1)
+        _check_range("beta2", self.beta2, 1)
+        _check_range("eps", self.eps)
+        _check_range("weight_decay", self.weight_decay)
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
+
+    def _decay(self, lr: float, grad: F32, param: F32) -> F32:
+        """Apply the weight decay, and return the gradient to go on with."""
+        if not self.weight_decay:
+            return grad
+        decayed = scratch.floats[1, : len(grad)]
+        np.multiply(param, np.float32(self.weight_decay), out=decayed)
+        return np.add(grad, decayed, out=decayed)
+
+    def _update(self, version: int, lr: float, grad: F32, param: F32, state: State) -> None:
+        average, squares = state["exp_avg"], state["exp_avg_sq"]
+        grad = self._decay(lr, grad, param)
+        _move_towards(average, grad, 1 - self.beta1)
+        np.multiply(squares, np.float32(self.beta2), out=squares)
+        square = np.multiply(grad, grad, out=_temporary(grad))
+        np.multiply(square, np.float32(1 - self.beta2), out=square)
+        np.add(squares, square, out=squares)
+        # Both bias corrections are factors of scalars, the form at the end of the paper's section 2.
+        root_correction = math.sqrt(1 - self.beta2**version)
+        step = lr * root_correction / (1 - self.beta1**version)
+        divisor = np.sqrt(squares, out=_temporary(grad))
+        np.add(divisor, np.float32(self.eps * root_correction), out=divisor)
+        change = scratch.floats[1, : len(grad)]
+        np.multiply(average, np.float32(-step), out=change)
+        np.divide(change, divisor, out=change)
+        np.add(param, change, out=param)
+
+
+@dataclass(frozen=True)
+class AdamW(Adam):
+    """Adam whose weight decay acts on the parameters alone (Loshchilov and Hutter 2019), as
+    torch.optim.AdamW does it."""
+
+    weight_decay: float = 0.01
+
+    def _decay(self, lr: float, grad: F32, param: F32) -> F32:
+        if self.weight_decay:
+            np.multiply(param, np.float32(1 - lr * self.weight_decay), out=param)
+        return grad
+
+
+@dataclass(frozen=True)
+class Easgd(Rule):
+    """p += beta * (mean of x_i - p): the centre of elastic averaging, where pushes are the parameters x_i
+    of the workers (Zhang, Choromanska and LeCun 2015, arXiv:1412.6651, equation 4).
+
+    ``beta`` is the paper's: the number of workers times their own moving rate alpha. Where a version is
+    made of one worker's push (async), it has to be alpha itself.
+    """
+
+    beta: float = 0.9
+
+    def __post_init__(self) -> None:
+        _check_range("beta", self.beta)
+
+    def _update(self, version: int, lr: float, grad: F32, param: F32, state: State) -> None:
+        _move_towards(param, grad, self.beta)
+
+
+@dataclass(frozen=True)
+class Ema(Rule):
+    """p = decay * p + (1 - decay) * g: an exponential moving average of pushes that are parameters."""
+
+    decay: float = 0.999
+
+    def __post_init__(self) -> None:
+        _check_range("decay", self.decay, 1)
+
+    def _update(self, version: int, lr: float, grad: F32, param: F32, state: State) -> None:
+        _move_towards(param, grad, 1 - self.decay)
+
+
+RULES: dict[str, type[Rule]] = {
+    "sum": Sum,
+    "mean": Mean,
+    "axpy": Axpy,
+    "sgd": Sgd,
+    "adam": Adam,
+    "adamw": AdamW,
+    "easgd": Easgd,
+    "ema": Ema,
+    "diloco": DiLoCo,
+}
+
+
+# -- torch -------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _torch() -> Any:
+    try:
+        return importlib.import_module("torch")
+    except ImportError:
+        raise ValueError("torch does this rule's arithmetic, and is not installed here") from None
+
+
+class _Fused(Rule):
+    """A rule whose update is one of torch's fused kernels; its options are those of the other base."""
+
+    def apply(self, version: int, lr: float, combined: F32, master: F32, state: State) -> None:
+        torch = _torch()
+        arrays = (combined, master, *(state[name] for name in self.state))
+        size = len(master)
+        whole = size - size % _VECTOR
+        # The blocks are the threads' shares of the work: torch must not start threads for each. The number
+        # is that of the calling thread.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            if whole:
+                self._call(version, lr, *(torch.from_numpy(one[:whole]) for one in arrays))
+            if whole < size:
+                rest = np.zeros((len(arrays), _VECTOR), np.float32)
+                for row, one in zip(rest, arrays, strict=True):
+                    row[: size - whole] = one[whole:]
+                self._call(version, lr, *map(torch.from_numpy, rest))
+                for row, one in zip(rest[1:], arrays[1:], strict=True):
+                    one[whole:] = row[: size - whole]
+        finally:
+            torch.set_num_threads(threads)
+
+    @abstractmethod
+    def _call(self, version: int, lr: float, grad: Any, param: Any, *state: Any) -> None:
+        """Call the kernel on tensors of the arrays."""
+
+
+class _FusedSgd(_Fused, Sgd):
+    def _call(self, version: int, lr: float, grad: Any, param: Any, *state: Any) -> None:
+        _torch()._fused_sgd_(
+            [param], [grad], list(state), lr=lr, momentum=self.momentum, dampening=self.dampening,
+            nesterov=self.nesterov, weight_decay=self.weight_decay, maximize=False,
+            is_first_step=version == 1,
+        )  # fmt: skip
+
+
+class _FusedDiLoCo(_FusedSgd, DiLoCo):
+    pass
+
+
+class _FusedAdam(_Fused, Adam):
+    _kernel: ClassVar[str] = "_fused_adam_"
+
+    def _call(self, version: int, lr: float, grad: Any, param: Any, *state: Any) -> None:
+        torch = _torch()
+        average, squares = state
+        getattr(torch, self._kernel)(
+            [param], [grad], [average], [squares], [], [torch.tensor(float(version))],
+            lr=lr, beta1=self.beta1, beta2=self.beta2, eps=self.eps, weight_decay=self.weight_decay,
+            amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+
+class _FusedAdamW(_FusedAdam, AdamW):
+    _kernel = "_fused_adamw_"
+
+
+_FUSED: dict[type[Rule], type[Rule]] = {
+    Sgd: _FusedSgd,
+    DiLoCo: _FusedDiLoCo,
+    Adam: _FusedAdam,
+    AdamW: _FusedAdamW,
+}
+
+
+# -- by name -----------------------------------------------------------------------------------
+
+
+def _rule(name: str) -> type[Rule]:
+    if name not in RULES:
+        raise ValueError(f"no rule {name!r}; there are {', '.join(RULES)}")
+    return RULES[name]
+
+
+def options_of(name: str) -> dict[str, Option]:
+    """Return the options of a rule with their defaults. Raises ValueError for an unknown rule."""
+    rule = _rule(name)
+    return {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
+
+
+def make_rule(name: str, options: Mapping[str, Option], *, torch: bool) -> Rule:
+    """Make a rule of RULES; options that are not given have their defaults.
+
+    ``torch``: have torch's fused kernels do the arithmetic of sgd, diloco, adam and adamw; the other
+    rules are numpy's. Raises ValueError for an unknown rule or option and for a value that makes no
+    sense, and where torch is to be used and is not installed.
+    """
+    found, known = _rule(name), options_of(name)
+    for option, value in options.items():
+        if option not in known:
+            has = f"it has {', '.join(known)}" if known else "it has none"
+            raise ValueError(f"the rule {name} has no option {option!r}; {has}")
+        is_switch = isinstance(known[option], bool)
+        if isinstance(value, bool) != is_switch or not isinstance(value, (int, float)):
+            kind = "true or false" if is_switch else "a number"
+            raise ValueError(f"the option {option} of the rule {name} is {kind}, not {value!r}")
+    if torch and found in _FUSED:
+        _torch()
+        found = _FUSED[found]
+    return found(**options)
