@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from .arithmetic import train_arithmetic
 from .cluster import cluster
 from .command import SETTINGS
 from .memory import memory
@@ -22,5 +23,7 @@ def main() -> None:
     """Measure irdmafs beside what is comparable. Run it on a quiet machine, mostly as root."""
 
 
-for _command in (posix, memory, cluster, peers, transport, verify, verbs, training, soak, worker):
+for _command in (
+    posix, memory, cluster, peers, transport, verify, verbs, training, train_arithmetic, soak, worker,
+):  # fmt: skip
     main.add_command(_command)
