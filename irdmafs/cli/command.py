@@ -35,6 +35,7 @@ from .nodes import admit, drain, remove, scrub
 from .recover import recover
 from .restore import accept_restore
 from .serve import serve
+from .train import train
 from .transfer import prefetch, rebalance
 
 if TYPE_CHECKING:
@@ -436,5 +437,5 @@ def _print_json(value: object) -> None:
 
 for _command in (accept_restore, admit, drain, remove, scrub):
     cluster.add_command(_command)
-for _command in (cluster, prefetch, rebalance, recover, serve):
+for _command in (cluster, prefetch, rebalance, recover, serve, train):
     main.add_command(_command)

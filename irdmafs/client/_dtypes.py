@@ -76,10 +76,7 @@ class Value:
     @property
     def code(self) -> str | None:
         """Return the safetensors code of the elements, None where that format has no such type."""
-        if self.extension is not None:
-            return _CODE_OF_EXTENSION[self.extension]
-        dtype = self.array.dtype
-        return _CODE_OF_DTYPE.get(dtype.newbyteorder("<")) if dtype.names is None else None
+        return code_of(self.array.dtype, self.extension)
 
     @property
     def shown(self) -> Array:
@@ -87,6 +84,14 @@ class Value:
         if self.extension is None:
             return self.array
         return self.array.view(extension_dtype(self.extension))
+
+
+def code_of(dtype: DType, extension: str | None) -> str | None:
+    """Return the safetensors code of a type that is given in two parts, as dtype_of_code() gives it; None
+    where that format has no such type."""
+    if extension is not None:
+        return _CODE_OF_EXTENSION[extension]
+    return _CODE_OF_DTYPE.get(dtype.newbyteorder("<")) if dtype.names is None else None
 
 
 def bits_of(extension: str) -> DType | None:

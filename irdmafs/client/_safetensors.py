@@ -8,9 +8,11 @@ https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -119,40 +121,65 @@ def _parse_entry(
     return dtype, extension, shape, first, end
 
 
-def encode(values: Mapping[str, Value], metadata: Mapping[str, str] | None) -> Iterator[memoryview]:
-    """Yield the contents of a file that holds ``values``; data begins at a multiple of 64 bytes, and
-    tensors of larger elements come first, so that every one is aligned to its element.
+class Head(NamedTuple):
+    """The beginning of a file, up to its data. `offsets`: where each tensor begins in the file, in the
+    order of their data; `size`: of the file. In bytes."""
 
-    Raises TypeError and ValueError, before anything is yielded, for what the format cannot hold.
+    text: bytes
+    offsets: dict[str, int]
+    size: int
+
+
+def head_of(
+    forms: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None
+) -> Head:
+    """Return the head of a file that holds tensors of these codes and shapes; data begins at a multiple of
+    64 bytes, and tensors of larger elements come first, so that every one is aligned to its element.
+
+    Raises TypeError and ValueError for what the format cannot hold.
     """
     if metadata is not None and not all(
         isinstance(text, str) for item in metadata.items() for text in item
     ):
         raise TypeError("metadata of a .safetensors file must be a mapping of str to str")
     fields: dict[str, object] = {} if metadata is None else {_METADATA: dict(metadata)}
-    ordered: list[tuple[Array, DType]] = []
+    sizes = {code: dtype_of_code(code)[0].itemsize for code, _ in forms.values()}
     position = 0
-    for name, value in sorted(
-        values.items(), key=lambda item: (-item[1].array.dtype.itemsize, item[0])
+    starts = {}
+    for name, (code, shape) in sorted(
+        forms.items(), key=lambda item: (-sizes[item[1][0]], item[0])
     ):
-        code = value.code
         if name == _METADATA:
             raise ValueError(f"a tensor cannot be named {_METADATA!r} in a .safetensors file")
-        if code is None:
-            raise TypeError(f"tensor {name!r}: .safetensors files cannot hold {value.array.dtype}")
-        dtype = value.array.dtype.newbyteorder("<")
-        end = position + value.array.nbytes
-        fields[name] = _Entry(code, list(value.array.shape), (position, end))
-        ordered.append((value.array, dtype))
+        end = position + sizes[code] * math.prod(shape)
+        fields[name] = _Entry(code, list(shape), (position, end))
+        starts[name] = position
         position = end
     text = msgspec.json.encode(fields)
     text += b" " * (-(LENGTH_BYTES + len(text)) % _ALIGN)
     if len(text) > HEADER_MAX_BYTES:
         raise ValueError(f"the header takes {len(text)} bytes, more than {HEADER_MAX_BYTES}")
-    return _contents(struct.pack("<Q", len(text)) + text, ordered)
+    data = LENGTH_BYTES + len(text)
+    offsets = {name: data + start for name, start in starts.items()}
+    return Head(struct.pack("<Q", len(text)) + text, offsets, data + position)
 
 
-def _contents(head: bytes, ordered: list[tuple[Array, DType]]) -> Iterator[memoryview]:
+def encode(values: Mapping[str, Value], metadata: Mapping[str, str] | None) -> Iterator[memoryview]:
+    """Yield the contents of a file that holds ``values``.
+
+    Raises TypeError and ValueError, before anything is yielded, for what the format cannot hold.
+    """
+    forms = {}
+    for name, value in values.items():
+        code = value.code
+        if code is None:
+            raise TypeError(f"tensor {name!r}: .safetensors files cannot hold {value.array.dtype}")
+        forms[name] = (code, value.array.shape)
+    head = head_of(forms, metadata)
+    return _contents(head.text, [values[name].array for name in head.offsets])
+
+
+def _contents(head: bytes, ordered: list[Array]) -> Iterator[memoryview]:
     yield memoryview(head)
-    for array, dtype in ordered:
-        yield from buffers(array, dtype)
+    for array in ordered:
+        yield from buffers(array, array.dtype.newbyteorder("<"))

@@ -1,0 +1,177 @@
+"""`irdmafs train`: the commands of the parameter server (docs/training.md)."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..mount.config import MountError
+
+# The mount under a reducer has ended.
+_UNMOUNTED = (errno.ENOTCONN, errno.ECONNABORTED, errno.ENODEV, errno.ESTALE)
+_directory = click.argument("directory", metavar="DIR")
+
+
+@contextmanager
+def _one_line_errors(directory: str) -> Iterator[None]:
+    from ..train import TrainError
+
+    try:
+        yield
+    except TrainError as error:
+        raise MountError(str(error)) from error
+    except OSError as error:
+        if error.errno in _UNMOUNTED:
+            raise MountError(f"{directory}: its mount has ended") from error
+        raise MountError(f"{error.filename or directory}: {error.strerror}") from error
+
+
+@click.group()
+def train() -> None:
+    """Train models in a directory: workers push gradients and pull parameters, as files."""
+
+
+@train.command()
+@_directory
+@click.option("--rule", default="sgd", show_default=True, metavar="RULE",
+              help="sgd, adam, adamw, sum, mean, axpy, easgd, ema or diloco.")  # fmt: skip
+@click.option("--lr", type=float, default=0.01, show_default=True, help="The learning rate.")
+@click.option("--set", "settings", multiple=True, metavar="OPTION=VALUE",
+              help="An option of the rule: --set momentum=0.9 --set nesterov=true.")  # fmt: skip
+@click.option("--sync", default="bsp", show_default=True, metavar="SYNC",
+              help="Who waits for whom: bsp, async, ssp:S, quorum:Q or local:H.")  # fmt: skip
+@click.option("--workers", default="auto", show_default=True, metavar="WORKERS",
+              help="Whose pushes make a version: auto (all who take part), a number, names.")  # fmt: skip
+@click.option(
+    "--clip-norm", type=float, default=0.0, help="Scale gradients down to this global norm."
+)
+@click.option("--nonfinite", type=click.Choice(["refuse", "skip", "count"]), default="refuse",
+              show_default=True, help="What becomes of a push with NaN or infinity.")  # fmt: skip
+@click.option("--staleness", type=click.Choice(["none", "inverse"]), default="none", show_default=True,
+              help="Whether a push counts less the older its base is.")  # fmt: skip
+@click.option("--keep", type=int, default=3, show_default=True, help="Versions that are kept.")
+@click.option("--whole-every", type=int, default=1, show_default=True, metavar="N",
+              help="Make model.safetensors of every Nth version (0: of none).")  # fmt: skip
+@click.option("--shards", type=click.IntRange(1, 1024), metavar="N",
+              help="Parts that are reduced apart  [default: one for each store node].")  # fmt: skip
+@click.option(
+    "--torch", is_flag=True, help="Have torch do the arithmetic, on every reducer's host."
+)
+def init(
+    directory: str,
+    rule: str,
+    lr: float,
+    settings: tuple[str, ...],
+    sync: str,
+    workers: str,
+    clip_norm: float,
+    nonfinite: Any,
+    staleness: Any,
+    keep: int,
+    whole_every: int,
+    shards: int | None,
+    torch: bool,
+) -> None:
+    """Train the models in DIR: all its .safetensors files."""
+    from ..train import TrainConfig, begin
+
+    with _one_line_errors(directory):
+        config = TrainConfig(
+            rule=rule, lr=lr, options=dict(map(_setting, settings)), sync=sync,
+            workers=_workers(workers), clip_norm=clip_norm, nonfinite=nonfinite,
+            staleness=staleness, keep=keep, whole_every=whole_every, torch=torch,
+        )  # fmt: skip
+        layout = begin(directory, config, shards=shards)
+    elements = sum(parameter.size for parameter in layout.parameters)
+    click.echo(
+        f"irdmafs: {directory} trains {elements:,} parameters in {len(layout.parameters)} tensors, "
+        f"in {len(layout.shard_names)} shards; next, on one host or more: irdmafs train reduce {directory}"
+    )
+
+
+def _setting(text: str) -> tuple[str, float | bool]:
+    name, equals, value = text.partition("=")
+    if value in ("true", "false"):
+        return name, value == "true"
+    try:
+        if not (name and equals):
+            raise ValueError(text)
+        return name, float(value)
+    except ValueError:
+        raise MountError(f"--set takes OPTION=NUMBER, or true or false, not {text!r}") from None
+
+
+def _workers(text: str) -> str | int | tuple[str, ...]:
+    if text == "auto":
+        return text
+    return int(text) if text.isdecimal() else tuple(text.split(","))
+
+
+@train.command()
+@_directory
+@click.option(
+    "--threads", type=click.IntRange(1, 1024), help="Threads that add up  [default: all cores]."
+)
+@click.option("-v", "--verbose", is_flag=True, help="Say what it does.")
+def reduce(directory: str, threads: int | None, verbose: bool) -> None:
+    """Make the versions of DIR, until this is ended by Ctrl-C or SIGTERM.
+
+    Any number may run, on any hosts; where store nodes are they move the fewest bytes. What one that ended
+    did is taken over by the others.
+    """
+    from ..train import Reducer
+
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING,
+        format="irdmafs: %(message)s",
+        stream=sys.stderr,
+    )
+    ended = False
+
+    def end(*_: object) -> None:
+        nonlocal ended
+        ended = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
+    with _one_line_errors(directory), Reducer(directory, threads=threads) as reducer:
+        reducer.run(lambda: ended)
+
+
+@train.command("status")
+@_directory
+def status_command(directory: str) -> None:
+    """Print how far the training in DIR is, and who is waited for."""
+    from ..train.directory import TrainDirectory
+
+    with _one_line_errors(directory):
+        found = TrainDirectory(directory)
+        found.config()
+        click.echo(found.status.read_text(), nl=False)
+
+
+@train.command()
+@_directory
+def end(directory: str) -> None:
+    """Stop training in DIR: its models become files again, of the newest version."""
+    from ..train import end as end_training
+    from ..train.directory import TrainDirectory, is_locked
+
+    with _one_line_errors(directory):
+        found = TrainDirectory(directory)
+        found.config()
+        for folder in (found.reducers, found.workers):
+            for name in os.listdir(folder):
+                if not name.startswith(".") and is_locked(Path(folder) / name):
+                    raise MountError(f"{folder.name}/{name} is still at work: end it first")
+        number = end_training(directory)
+    click.echo(f"irdmafs: {directory} has the models of version {number}")

@@ -1,0 +1,152 @@
+"""The configuration of a training directory: .train/config.toml."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from .errors import TrainError
+from .rules import RULES, options_of
+
+__all__ = ["Sync", "TrainConfig", "parse_sync"]
+
+SyncKind = Literal["bsp", "quorum", "ssp", "async", "local"]
+_SYNC = re.compile(r"(bsp|async)|(quorum|ssp|local):(\d{1,6})")
+_WORKER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+
+
+class Sync(NamedTuple):
+    """A rule for who waits for whom; `number` is Q, S or H (docs/training.md)."""
+
+    kind: SyncKind
+    number: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.number}" if self.number or self.kind == "ssp" else self.kind
+
+
+def parse_sync(text: str) -> Sync:
+    """Read "bsp", "async", "quorum:3", "ssp:2" or "local:100". Raises TrainError."""
+    found = _SYNC.fullmatch(text)
+    if found is None or (found[2] in ("quorum", "local") and int(found[3]) == 0):
+        raise TrainError(f"sync is bsp, async, quorum:Q, ssp:S or local:H, not {text!r}")
+    kind: Any = found[1] or found[2]
+    return Sync(kind, int(found[3] or 0))
+
+
+def is_worker_name(text: str) -> bool:
+    """Return whether a worker can have this name: it is part of file names."""
+    return _WORKER.fullmatch(text) is not None
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The keys of config.toml.
+
+    `workers`: "auto", a number, or names. `nonfinite`: a push with NaN or infinity is refused, skipped (it
+    counts, with weight 0), or counted (it takes part). `staleness`: "inverse" weights a push by 1 / (1 +
+    versions since its base). `keep`: versions that stay. `whole_every`: of every so many versions a file
+    with all parameters is made (0: of none). `ahead`: steps that a worker may push before the first of
+    them counts. `torch`: torch's kernels do the arithmetic, on every host.
+    """
+
+    rule: str = "sgd"
+    lr: float = 0.01
+    options: Mapping[str, float | bool] = field(default_factory=dict)
+    sync: str = "bsp"
+    workers: str | int | tuple[str, ...] = "auto"
+    clip_norm: float = 0.0
+    nonfinite: Literal["refuse", "skip", "count"] = "refuse"
+    staleness: Literal["none", "inverse"] = "none"
+    keep: int = 3
+    whole_every: int = 1
+    ahead: int = 64
+    torch: bool = False
+
+    def __post_init__(self) -> None:
+        parse_sync(self.sync)
+        if self.rule not in RULES:
+            raise TrainError(f"rule is one of {', '.join(sorted(RULES))}, not {self.rule!r}")
+        known = options_of(self.rule)
+        for name, value in self.options.items():
+            if name not in known:
+                some = ", ".join(sorted(known)) or "none"
+                raise TrainError(f"the rule {self.rule} has no option {name!r}; it has {some}")
+            if not isinstance(value, (int, float)):
+                raise TrainError(f"the option {name} of {self.rule} is a number, not {value!r}")
+        for name, kind in _KINDS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+                raise TrainError(f"{name} is not {value!r}")
+        if self.nonfinite not in ("refuse", "skip", "count"):
+            raise TrainError(f"nonfinite is refuse, skip or count, not {self.nonfinite!r}")
+        if self.staleness not in ("none", "inverse"):
+            raise TrainError(f"staleness is none or inverse, not {self.staleness!r}")
+        for name, least in (("keep", 2), ("whole_every", 0), ("ahead", 1), ("clip_norm", 0)):
+            if getattr(self, name) < least:
+                raise TrainError(f"{name} is at least {least}")
+        if not _workers_make_sense(self.workers):
+            raise TrainError(f"workers is auto, a number, or a list of names, not {self.workers!r}")
+
+    @property
+    def synchronization(self) -> Sync:
+        return parse_sync(self.sync)
+
+    def toml(self) -> str:
+        """Return the text of config.toml."""
+        lines = []
+        for name, value in asdict(self).items():
+            if name != "options":
+                lines.append(f"{name} = {_toml(value)}")
+        lines += [
+            "",
+            "[options]",
+            *(f"{name} = {_toml(value)}" for name, value in self.options.items()),
+        ]
+        return "\n".join(lines) + "\n"
+
+    @classmethod
+    def load(cls, path: Path) -> TrainConfig:
+        """Read config.toml. Raises TrainError, which names the file, and OSError."""
+        try:
+            values = tomllib.loads(path.read_text())
+            known = {one.name for one in fields(cls)}
+            if unknown := values.keys() - known:
+                raise TrainError(f"unknown keys: {', '.join(sorted(unknown))}")
+            if isinstance(values.get("workers"), list):
+                values["workers"] = tuple(values["workers"])
+            if isinstance(values.get("lr"), int):
+                values["lr"] = float(values["lr"])
+            if isinstance(values.get("clip_norm"), int):
+                values["clip_norm"] = float(values["clip_norm"])
+            return cls(**values)
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, TrainError, TypeError) as error:
+            raise TrainError(f"{path}: {error}") from None
+
+
+_KINDS: dict[str, type] = {
+    "rule": str, "lr": float, "clip_norm": float, "keep": int, "whole_every": int, "ahead": int,
+    "torch": bool,
+}  # fmt: skip
+
+
+def _workers_make_sense(workers: object) -> bool:
+    if isinstance(workers, tuple):
+        return bool(workers) and all(
+            isinstance(one, str) and is_worker_name(one) for one in workers
+        )
+    if isinstance(workers, bool):
+        return False
+    return workers == "auto" or (isinstance(workers, int) and workers > 0)
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (tuple, list)):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return f'"{value}"' if isinstance(value, str) else repr(value)

@@ -1,0 +1,321 @@
+"""A training directory as files: names, versions, locks, and waiting for a change."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import shutil
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ..client import _files
+from ..client._dtypes import Array, Value, dtype_of_code
+from ..client._safetensors import Header, header_size, parse_header
+from .config import TrainConfig
+from .errors import TrainError
+from .layout import ModelLayout
+from .plan import Plan
+
+# The plan of a version lies in its directory from the beginning.
+PLAN = "version.json"
+_CHANGES = "user.irdmafs.changes"
+_DISCARD = "user.irdmafs.discard"
+# Without irdmafs below there is nothing to wait for: look again.
+_POLL_S = 0.005
+_F_OFD_GETLK, _F_OFD_SETLK = 36, 37
+_FLOCK = struct.Struct("hhqqi4x")
+
+
+class TrainDirectory:
+    """The paths of a training directory, and what they hold."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.models = Path(directory)
+        self.path = self.models / ".train"
+        self.config_path = self.path / "config.toml"
+        self.layout_path = self.path / "layout.json"
+        self.push = self.path / "push"
+        self.since = self.path / "since"
+        self.versions = self.path / "versions"
+        self.next = self.path / "next"
+        self.workers = self.path / "workers"
+        self.reducers = self.path / "reducers"
+        self.refused = self.path / "refused"
+        self.status = self.path / "status"
+        self.members = self.path / "members.json"
+
+    def config(self) -> TrainConfig:
+        """Read config.toml. Raises TrainError."""
+        try:
+            return TrainConfig.load(self.config_path)
+        except FileNotFoundError:
+            raise TrainError(
+                f"{self.models} is not trained in: irdmafs train init {self.models} begins"
+            ) from None
+
+    def layout(self) -> ModelLayout:
+        """Read layout.json. Raises TrainError."""
+        try:
+            return msgspec.json.decode(self.layout_path.read_bytes(), type=ModelLayout)
+        except FileNotFoundError:
+            raise TrainError(
+                f"{self.models} is not trained in: irdmafs train init {self.models} begins"
+            ) from None
+        except msgspec.MsgspecError as error:
+            raise TrainError(f"{self.layout_path}: {error}") from None
+
+    def version_numbers(self) -> list[int]:
+        """Return the numbers of the versions that are there, in order."""
+        return sorted(int(name) for name in os.listdir(self.versions) if name.isdecimal())
+
+    def newest(self) -> int:
+        """Return the number of the newest version. Raises TrainError where there is none."""
+        numbers = self.version_numbers()
+        if not numbers:
+            raise TrainError(f"{self.versions} has no version: irdmafs train init makes the first")
+        return numbers[-1]
+
+    def version(self, number: int) -> Path:
+        return self.versions / str(number)
+
+    def plan_of(self, number: int) -> Plan:
+        """Read the plan that a version was made by. Raises FileNotFoundError."""
+        return read_plan(self.version(number) / PLAN)
+
+    def newest_plan(self) -> Plan:
+        """Read the plan of the newest version, which may have gone since its directory was listed."""
+        while True:
+            number = self.newest()
+            try:
+                return self.plan_of(number)
+            except FileNotFoundError:
+                if self.newest() == number:
+                    raise TrainError(f"{self.version(number)} has no {PLAN}") from None
+
+    def member_clocks(self) -> dict[str, int]:
+        """Return the workers that take part, and the clock at which each joined."""
+        try:
+            return msgspec.json.decode(self.members.read_bytes(), type=dict[str, int])
+        except (FileNotFoundError, msgspec.MsgspecError):
+            return {}
+
+
+def read_plan(path: Path) -> Plan:
+    """Read a plan. Raises FileNotFoundError and msgspec.MsgspecError."""
+    return msgspec.json.decode(path.read_bytes(), type=Plan)
+
+
+def is_published(path: Path) -> bool:
+    """Return whether a file is there, whole: on the host that writes it a new file is seen as it grows."""
+    try:
+        return os.stat(path).st_size > 0 and _files.read_version(os.fspath(path)) != 0
+    except FileNotFoundError:
+        return False
+
+
+def write_once(path: Path, data: bytes) -> bool:
+    """Give a name to new contents; return False if it is taken. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
+    temporary.write_bytes(data)
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink()
+    return True
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Replace a small file, whole. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
+    temporary.write_bytes(data)
+    os.replace(temporary, path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a directory and all that is in it; it may be gone, or go meanwhile."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
+    except FileNotFoundError:
+        pass
+
+
+class ShardFile:
+    """A .safetensors file in memory: its header, and its bytes, mapped."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises FileNotFoundError and FormatError."""
+        name = os.fspath(path)
+        with _files.open_to_read(name) as (fd, status):
+            self.header = read_header(name, fd, status.st_size)
+            self._data = _files.Mapping(name, fd, status.st_size).bytes
+
+    def bits(self, dtype: np.dtype[Any], offset: int, count: int) -> Array:
+        """Return elements, as numbers of this type or as integers that hold their bits."""
+        return self._data[offset : offset + count * dtype.itemsize].view(dtype)
+
+    def tensor(self, name: str) -> Array:
+        """Return a tensor as it lies in the file, read-only. Raises KeyError."""
+        found = self.header.tensors[name]
+        return _files.view(name, self._data, found.dtype, found.shape, found.offset)
+
+
+def gather(layout: ModelLayout, params: Path) -> dict[str, Value]:
+    """Return all parameters of a version from its shards, `params`/K: shown where they lie, copied where a
+    shard ends within one. Raises FileNotFoundError and FormatError."""
+    found: dict[str, list[Array]] = {}
+    for shard in layout.shards():
+        file = ShardFile(params / shard.name)
+        for part in shard.slices:
+            found.setdefault(part.parameter.name, []).append(file.tensor(part.parameter.name))
+    result = {}
+    for parameter in layout.parameters:
+        dtype, extension = dtype_of_code(parameter.dtype)
+        parts = found.get(parameter.name, [np.empty(0, dtype)])
+        array = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        result[parameter.name] = Value(array.reshape(parameter.shape), extension)
+    return result
+
+
+def read_header(path: str, fd: int, size: int) -> Header:
+    """Read the header of an open .safetensors file. Raises FormatError."""
+    length = header_size(path, _files.read_at(fd, 8, 0), size)
+    return parse_header(path, _files.read_at(fd, length, 8), size)
+
+
+class _Shown:
+    """The memory of a mapped file as numpy sees it. A thread that is about to end may still have a
+    reference to an array of it, with which mmap.mmap would not let it be unmapped."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (len(memory),),
+            "data": (address, False),
+        }
+
+
+@contextlib.contextmanager
+def new_file(path: Path, size: int) -> Iterator[Array]:
+    """Give the memory of a file that is to have `size` bytes, and publish it, whole, at the end of the
+    block, unless that raises. No array of it may be used any more then. A file that was begun and not
+    published is begun anew.
+
+    On irdmafs the file is written in place: it has no version until it is closed. Elsewhere it gets its
+    name when it is whole.
+    """
+    versioned = _files.is_irdmafs(os.stat(path.parent).st_dev)
+    written = path if versioned else path.with_name(f".{path.name}.{os.getpid()}")
+    fd = os.open(written, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    try:
+        # Allocated: a full filesystem is an error here, and not a SIGBUS.
+        os.posix_fallocate(fd, 0, size)
+        with mmap.mmap(fd, size) as memory:
+            yield np.asarray(_Shown(memory))
+    except BaseException:
+        with contextlib.suppress(OSError):
+            if versioned:
+                os.setxattr(fd, _DISCARD, b"1")
+            else:
+                written.unlink()
+        with contextlib.suppress(OSError):
+            os.close(fd)
+        raise
+    os.close(fd)
+    if not versioned:
+        written.rename(path)
+
+
+class Lock:
+    """A file that this process has locked, until it ends or `close` is called. It is a lock of the open
+    file (F_OFD_SETLK), so it does not end with other descriptors of the process."""
+
+    def __init__(self, fd: int, path: Path) -> None:
+        self._fd = fd
+        self.path = path
+
+    @classmethod
+    def take(cls, path: Path, content: bytes = b"") -> Lock | None:
+        """Lock a file, which is made if there is none; None if somebody else has it locked. `content`
+        becomes what the file holds. Raises OSError."""
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.fcntl(fd, _F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, 0, 0, 0, 0))
+            if content:
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, content, 0)
+                os.fsync(fd)
+            return cls(fd, path)
+        except OSError as error:
+            os.close(fd)
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return None
+            raise
+
+    @property
+    def is_held(self) -> bool:
+        """Return whether the lock still holds: a host that was cut off for too long loses its locks."""
+        try:
+            fcntl.fcntl(self._fd, _F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, 0, 0, 0, 0))
+            return os.fstat(self._fd).st_nlink > 0
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self._fd)
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether somebody has a file locked. A file that is not there is not."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        answer = fcntl.fcntl(fd, _F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, 0, 0, 0, 0))
+        return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+    finally:
+        os.close(fd)
+
+
+class Changes:
+    """Waits for a change of anything below a directory. No change is missed that is made after `mark`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = os.fspath(path)
+        self._counter: str | None = None
+        self.mark()
+
+    def mark(self) -> None:
+        """Take what is there now for known: call it before looking."""
+        try:
+            self._counter = os.getxattr(self._path, _CHANGES).decode()
+        except OSError as error:
+            if error.errno not in (errno.ENODATA, errno.EOPNOTSUPP):
+                raise
+            self._counter = None
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when something has changed since `mark`, or after a while. Raises InterruptedError and
+        OSError."""
+        if self._counter is None:
+            time.sleep(min(_POLL_S, timeout_s))
+        else:
+            os.getxattr(self._path, f"{_CHANGES}.{self._counter}.{max(0.0, timeout_s):.3f}")

@@ -1,0 +1,20 @@
+"""The errors of training."""
+
+from __future__ import annotations
+
+import os
+
+
+class TrainError(Exception):
+    """A directory cannot be trained in, or its training cannot go on; the text says what to do."""
+
+
+class Refused(OSError):
+    """A push is refused; `strerror` says why."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(code, reason)
+
+    def __str__(self) -> str:
+        assert self.errno is not None
+        return f"{self.strerror} ({os.strerror(self.errno)})"

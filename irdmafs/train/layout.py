@@ -1,0 +1,156 @@
+"""The parameters of a training directory, and how they are cut into shards. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from ..client._dtypes import code_of
+from ..client._safetensors import Header
+
+__all__ = [
+    "FLOAT_CODES",
+    "ModelLayout",
+    "Parameter",
+    "Run",
+    "Shard",
+    "Slice",
+    "canonical",
+    "cut",
+    "runs_of",
+]
+
+# Cuts within a parameter are at multiples of this many elements.
+ALIGN = 64
+FLOAT_CODES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
+
+
+class Parameter(msgspec.Struct, frozen=True):
+    """One tensor of a model: its safetensors type, and the file of the directory that holds it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+
+    @property
+    def size(self) -> int:
+        """Return the number of elements."""
+        return math.prod(self.shape)
+
+
+class Slice(NamedTuple):
+    """The elements [start, stop) of a parameter, which are [at, at + stop - start) of the shard."""
+
+    parameter: Parameter
+    start: int
+    stop: int
+    at: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.stop - self.start == self.parameter.size
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the slice in a shard's file: a cut parameter is one-dimensional."""
+        return self.parameter.shape if self.is_whole else (self.stop - self.start,)
+
+
+class Shard(NamedTuple):
+    """A part of all parameters. `size`: its number of elements."""
+
+    name: str
+    slices: tuple[Slice, ...]
+    size: int
+
+
+class ModelLayout(msgspec.Struct, frozen=True):
+    """The contents of layout.json: the parameters in canonical order, and the names of the shards."""
+
+    parameters: tuple[Parameter, ...]
+    shard_names: tuple[str, ...]
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Return the names of the model's files."""
+        return tuple(dict.fromkeys(parameter.file for parameter in self.parameters))
+
+    def shards(self) -> tuple[Shard, ...]:
+        return cut(self.parameters, self.shard_names)
+
+
+def canonical(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
+    """Return the parameters in the order in which a .safetensors file that we write has their data."""
+    return tuple(sorted(parameters, key=lambda one: (-FLOAT_CODES[one.dtype], one.name)))
+
+
+def cut(parameters: Sequence[Parameter], names: Sequence[str]) -> tuple[Shard, ...]:
+    """Return the shards: consecutive elements, as many in each as the alignment allows."""
+    total = sum(parameter.size for parameter in parameters)
+    shards = []
+    index, start = 0, 0  # the first element that no shard has yet
+    before = 0
+    for number, name in enumerate(names, 1):
+        end = total * number // len(names)
+        slices: list[Slice] = []
+        at = 0
+        while index < len(parameters):
+            parameter = parameters[index]
+            left = parameter.size - start
+            wanted = end - before - at
+            if number < len(names) and wanted < left:
+                wanted = wanted // ALIGN * ALIGN
+                if wanted > 0:
+                    slices.append(Slice(parameter, start, start + wanted, at))
+                    start += wanted
+                    at += wanted
+                break
+            slices.append(Slice(parameter, start, parameter.size, at))
+            at += left
+            index, start = index + 1, 0
+        shards.append(Shard(name, tuple(slices), at))
+        before += at
+    return tuple(shards)
+
+
+class Run(NamedTuple):
+    """Elements [at, at + size) of a shard, which lie one after the other at `offset` of a file, in bytes.
+    They are multiplied by `scale` when they are read."""
+
+    at: int
+    size: int
+    dtype: str
+    offset: int
+    scale: float = 1.0
+
+
+def runs_of(shard: Shard, header: Header, scales: Mapping[str, float], *, cut: bool) -> list[Run]:
+    """Return where a file has the elements of a shard, in their order; parameters that it lacks are left
+    out. `cut`: the file has the shard's slices, otherwise whole parameters."""
+    runs: list[Run] = []
+    for part in shard.slices:
+        found = header.tensors.get(part.parameter.name)
+        count = part.stop - part.start
+        if found is None or not count:
+            continue
+        code = code_of(found.dtype, found.extension)
+        assert code in FLOAT_CODES, "the push was checked"
+        offset = found.offset + (0 if cut else part.start * FLOAT_CODES[code])
+        run = Run(part.at, count, code, offset, scales.get(part.parameter.name, 1.0))
+        if runs and _follows(runs[-1], run):
+            runs[-1] = runs[-1]._replace(size=runs[-1].size + count)
+        else:
+            runs.append(run)
+    return runs
+
+
+def _follows(one: Run, other: Run) -> bool:
+    return (
+        (one.dtype, one.scale) == (other.dtype, other.scale)
+        and one.at + one.size == other.at
+        and one.offset + one.size * FLOAT_CODES[one.dtype] == other.offset
+    )

@@ -1,0 +1,146 @@
+"""Which pushes make the next version. Pure: the protocol's decisions, which its model tests as well."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from .config import TrainConfig
+
+__all__ = ["Plan", "Push", "PushInPlan", "is_wanted", "may_pull", "next_plan", "pending"]
+
+
+class Push(NamedTuple):
+    """A push that is there, whole. `path`: its name in push/. `base`: the version that it was made from; -1
+    if that was not said. `lr`: 0 if it was not said."""
+
+    worker: str
+    step: int
+    path: str
+    weight: float = 1.0
+    base: int = -1
+    lr: float = 0.0
+
+
+class PushInPlan(msgspec.Struct, frozen=True):
+    """A push that counts in a version. `weight` is what it is multiplied by, 0 if it is skipped."""
+
+    worker: str
+    step: int
+    path: str
+    weight: float
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """The contents of plan.json and of version.json: all that a version is made from, but the pushes'
+    contents and the version before. `clocks`: the last step of each worker that counted, in this version or
+    before. `mean`: weights are divided by their sum, for each element that of the pushes which have it."""
+
+    version: int
+    pushes: tuple[PushInPlan, ...]
+    clocks: dict[str, int]
+    rule: str
+    options: dict[str, float]
+    lr: float
+    clip_norm: float
+    torch: bool
+    made_ns: int = 0
+
+
+def pending(pushes: Iterable[Push], clocks: Mapping[str, int]) -> list[Push]:
+    """Return the pushes that no version has, in the order in which they are summed up. Of two with the same
+    worker and step the first by name is taken."""
+    found: dict[tuple[str, int], Push] = {}
+    for push in sorted(pushes, key=lambda one: (one.worker, one.step, one.path)):
+        if push.step > clocks.get(push.worker, 0):
+            found.setdefault((push.worker, push.step), push)
+    return list(found.values())
+
+
+def is_wanted(
+    config: TrainConfig, waiting: Collection[Push], members: Collection[str]
+) -> tuple[bool, list[str]]:
+    """Return whether pending pushes suffice for a version, and the members that it waits for."""
+    came = {push.worker for push in waiting}
+    kind, number = config.synchronization
+    if kind in ("ssp", "async"):
+        return bool(came), []
+    wanted: set[str]
+    if isinstance(config.workers, tuple):
+        wanted = set(config.workers)
+    elif isinstance(config.workers, int):
+        missing = config.workers - len(came)
+        if kind == "quorum":
+            missing = min(number, config.workers) - len(came)
+        absent = sorted(set(members) - came)
+        return bool(came) and missing <= 0, absent if missing > 0 else []
+    else:
+        wanted = set(members)
+    absent = sorted(wanted - came)
+    if kind == "quorum":
+        enough = len(came) >= min(number, len(wanted) or 1)
+        return bool(came) and enough, [] if enough else absent
+    return bool(came) and not absent, absent
+
+
+def next_plan(
+    config: TrainConfig,
+    version: int,
+    clocks: Mapping[str, int],
+    pushes: Iterable[Push],
+    members: Collection[str],
+    skipped: Collection[str] = (),
+    now_ns: int = 0,
+) -> Plan | None:
+    """Return the plan of version `version` + 1; None: not yet. `skipped`: paths of pushes that count with
+    weight 0."""
+    waiting = pending(pushes, clocks)
+    if not is_wanted(config, waiting, members)[0]:
+        return None
+    taken = waiting
+    if config.synchronization.kind in ("bsp", "local", "quorum"):
+        # One step of each worker; the further ones are for the versions after.
+        first: dict[str, Push] = {}
+        for push in waiting:
+            first.setdefault(push.worker, push)
+        taken = list(first.values())
+    lr = next((push.lr for push in taken if push.lr), config.lr)
+    counted = []
+    for push in taken:
+        weight = push.weight
+        if config.staleness == "inverse" and push.base >= 0:
+            weight /= 1 + version - push.base
+        counted.append(
+            PushInPlan(push.worker, push.step, push.path, 0.0 if push.path in skipped else weight)
+        )
+    after = dict(clocks)
+    for push in taken:
+        after[push.worker] = max(after.get(push.worker, 0), push.step)
+    return Plan(
+        version + 1, tuple(counted), after, config.rule, dict(config.options), lr,
+        config.clip_norm, config.torch, now_ns,
+    )  # fmt: skip
+
+
+def may_pull(
+    config: TrainConfig,
+    worker: str,
+    step: int,
+    clocks: Mapping[str, int],
+    members: Mapping[str, int],
+) -> bool:
+    """Return whether a worker that has pushed `step` may go on with the version that has these clocks.
+    `members`: the clock that each of them joined at."""
+    kind, number = config.synchronization
+    if kind == "async" or step == 0:
+        return True
+    if kind == "ssp":
+        others = [
+            max(clocks.get(member, 0), joined)
+            for member, joined in members.items()
+            if member != worker
+        ]
+        return min(others, default=step) >= step - number
+    return clocks.get(worker, 0) >= step

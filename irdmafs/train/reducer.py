@@ -1,0 +1,327 @@
+"""The reducer: a process that makes versions. docs/training.md has the protocol.
+
+It works through files alone. Any number of them, on any hosts, take parts of the work by locks: each
+shard, and the coordinator's part. A part whose holder ended is taken by another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from ..client import FormatError, _files
+from ..client._safetensors import encode
+from . import pushes
+from .arithmetic import Blocks
+from .config import TrainConfig
+from .directory import (
+    PLAN,
+    Changes,
+    Lock,
+    TrainDirectory,
+    gather,
+    is_locked,
+    is_published,
+    read_plan,
+    remove,
+    replace,
+    write_once,
+)
+from .layout import ModelLayout, Shard
+from .places import is_here
+from .plan import Plan, Push, is_wanted, next_plan, pending
+from .reduction import Reduction
+from .status import Progress, write_status
+
+__all__ = ["Reducer", "assemble"]
+
+log = logging.getLogger(__name__)
+
+# Workers that ended and parts whose reducer ended send no event: look after them this often.
+LOOK_S = 1.0
+# A part whose place is another host is left to a reducer there for so long.
+_LEAVE_S = 3.0
+_PARTS = ("params", "state")
+
+
+class Reducer:
+    """A reducer of a training directory. A context manager: closing it gives its parts up."""
+
+    def __init__(self, directory: str | os.PathLike[str], *, threads: int | None = None) -> None:
+        """Raises TrainError."""
+        self.train = TrainDirectory(directory)
+        self.layout = self.train.layout()
+        self._shards = {shard.name: shard for shard in self.layout.shards()}
+        self._blocks = Blocks(threads or len(os.sched_getaffinity(0)))
+        self._locks: dict[str, Lock] = {}
+        self._coordinator: _Coordinator | None = None
+        self._reduction: dict[str, tuple[int, Reduction]] = {}
+        self._looked_s = 0.0
+        self._begun_s = time.monotonic()
+
+    def __enter__(self) -> Reducer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for lock in self._locks.values():
+            lock.close()
+        self._locks.clear()
+        self._blocks.close()
+
+    def run(self, stopped: Callable[[], bool]) -> None:
+        """Make versions until `stopped`. Raises TrainError and OSError."""
+        changes = Changes(self.train.path)
+        while not stopped():
+            changes.mark()
+            if not self.step():
+                with contextlib.suppress(InterruptedError):
+                    changes.wait(LOOK_S)
+
+    def step(self) -> bool:
+        """Do what can be done now; return whether that was anything."""
+        self._take_parts()
+        config = self.train.config()
+        newest = self.train.newest_plan()
+        did = False
+        if self._coordinator is not None:
+            did = self._coordinator.step(config, newest)
+        try:
+            plan = read_plan(self.train.next / str(newest.version + 1) / PLAN)
+        except FileNotFoundError:
+            return did
+        for name in self._shards:
+            if name in self._locks:
+                did = self._reduce(self._shards[name], plan) or did
+        return did
+
+    # -- parts -------------------------------------------------------------------------------------
+
+    def _take_parts(self) -> None:
+        """Take parts that nobody has, now and then."""
+        now_s = time.monotonic()
+        if self._looked_s and now_s < self._looked_s + LOOK_S:
+            return
+        self._looked_s = now_s
+        for name in [name for name, lock in self._locks.items() if not lock.is_held]:
+            log.warning("%s: the lock of %s was lost", self.train.models, name)
+            self._locks.pop(name).close()
+            if name == _COORDINATOR:
+                self._coordinator = None
+        for name in (_COORDINATOR, *self._shards):
+            if name in self._locks or not self._may_take(name, now_s):
+                continue
+            lock = Lock.take(
+                self.train.reducers / name, f"{os.uname().nodename} {os.getpid()}\n".encode()
+            )
+            if lock is not None:
+                log.info("%s: this reducer has %s now", self.train.models, name)
+                self._locks[name] = lock
+                if name == _COORDINATOR:
+                    self._coordinator = _Coordinator(self.train, self.layout)
+
+    def _may_take(self, name: str, now_s: float) -> bool:
+        """Return whether a part is better here than elsewhere, or nobody there has taken it."""
+        if name == _COORDINATOR or now_s > self._begun_s + _LEAVE_S:
+            return True
+        state = self.train.version(self.train.newest()) / "state" / name
+        return is_here(state) is not False
+
+    # -- shards ------------------------------------------------------------------------------------
+
+    def _reduce(self, shard: Shard, plan: Plan) -> bool:
+        """Make a shard of the next version, as far as can be now."""
+        target = self.train.next / str(plan.version)
+        if all(is_published(target / part / shard.name) for part in _PARTS):
+            return False
+        try:
+            reduction = self._reduction_of(shard, plan)
+            square_norm = None
+            if plan.clip_norm:
+                own = target / "norm" / shard.name
+                if not is_published(own):
+                    replace(own, float(reduction.square_norm()).hex().encode())
+                try:
+                    square_norm = sum(
+                        float.fromhex((target / "norm" / name).read_text()) for name in self._shards
+                    )
+                except (FileNotFoundError, ValueError):
+                    return False
+            reduction.write(target, square_norm)
+        except (FileNotFoundError, FormatError) as error:
+            # Made by somebody else meanwhile, and tidied.
+            self._reduction.pop(shard.name, None)
+            log.info("%s: version %d is left: %s", self.train.models, plan.version, error)
+            return False
+        self._reduction.pop(shard.name, None)
+        return True
+
+    def _reduction_of(self, shard: Shard, plan: Plan) -> Reduction:
+        version, reduction = self._reduction.get(shard.name, (0, None))
+        if reduction is None or version != plan.version:
+            before = self.train.version(plan.version - 1)
+            reduction = Reduction(shard, plan, before, self.train.push, self._blocks)
+            self._reduction[shard.name] = (plan.version, reduction)
+        return reduction
+
+
+_COORDINATOR = "coordinator"
+
+
+class _Coordinator:
+    """Plans, commits and tidies."""
+
+    def __init__(self, train: TrainDirectory, layout: ModelLayout) -> None:
+        self._train = train
+        self._layout = layout
+        self._progress = Progress()
+        self._pushes: dict[str, Push] = {}
+        self._members: dict[str, int] = {}
+        self._looked_s = 0.0
+        self._tidied = -1
+
+    def step(self, config: TrainConfig, newest: Plan) -> bool:
+        if self._tidied != newest.version:
+            self._tidy(config, newest)
+            self._tidied = newest.version
+        target = self._train.next / str(newest.version + 1)
+        try:
+            plan = read_plan(target / PLAN)
+        except FileNotFoundError:
+            return self._plan(config, newest, target)
+        return self._commit(config, plan, target)
+
+    # -- plan --------------------------------------------------------------------------------------
+
+    def _plan(self, config: TrainConfig, newest: Plan, target: Path) -> bool:
+        self._look_at_members()
+        found = self._find_pushes(newest)
+        waiting = pending(found, newest.clocks)
+        enough, awaited = is_wanted(config, waiting, self._members)
+        self._progress.see(config, newest, waiting, awaited, self._members, self._train)
+        if not enough:
+            write_status(self._train, self._progress)
+            return False
+        skipped = self._nonfinite(waiting) if config.nonfinite == "skip" else ()
+        plan = next_plan(
+            config, newest.version, newest.clocks, found, self._members, skipped, time.time_ns()
+        )
+        assert plan is not None
+        for part in ("", "norm", *_PARTS):
+            os.makedirs(target / part, exist_ok=True)
+        write_once(target / PLAN, msgspec.json.encode(plan))
+        self._progress.planned()
+        return True
+
+    def _find_pushes(self, newest: Plan) -> list[Push]:
+        """Return what is in push/. A push that was read once is not read again."""
+        names = set(os.listdir(self._train.push))
+        self._pushes = {name: push for name, push in self._pushes.items() if name in names}
+        for name in names - self._pushes.keys():
+            push = pushes.read_push(self._train.push / name, newest.clocks)
+            if push is not None:
+                self._pushes[name] = push
+        return list(self._pushes.values())
+
+    def _nonfinite(self, waiting: list[Push]) -> list[str]:
+        """Return the pushes that have NaN or infinity."""
+        found = []
+        for push in waiting:
+            path = self._train.push / push.path
+            files = [path / name for name in self._layout.shard_names] if path.is_dir() else [path]
+            for file in files:
+                with _files.open_to_read(os.fspath(file)) as (fd, _):
+                    if any(
+                        pushes.nonfinite_in(fd, one)
+                        for one in pushes.tensors_in(file.name, fd).values()
+                    ):
+                        log.warning(
+                            "%s: %s has NaN or infinity: skipped", self._train.models, push.path
+                        )
+                        found.append(push.path)
+                        break
+        return found
+
+    def _look_at_members(self) -> None:
+        """See who takes part, and who has ended."""
+        now_s = time.monotonic()
+        names = {name for name in os.listdir(self._train.workers) if not name.startswith(".")}
+        if names == self._members.keys() and now_s < self._looked_s + LOOK_S:
+            return
+        self._looked_s = now_s
+        members = {}
+        for name in names:
+            path = self._train.workers / name
+            if is_locked(path):
+                with contextlib.suppress(FileNotFoundError, ValueError):
+                    members[name] = int(path.read_text() or 0)
+            else:
+                log.info("%s: worker %s has ended", self._train.models, name)
+                remove(path)
+        if members != self._members or not self._train.members.exists():
+            replace(self._train.members, msgspec.json.encode(members))
+            self._members = members
+
+    # -- commit ------------------------------------------------------------------------------------
+
+    def _commit(self, config: TrainConfig, plan: Plan, target: Path) -> bool:
+        names = self._layout.shard_names
+        if not all(is_published(target / part / name) for part in _PARTS for name in names):
+            return False
+        self._progress.reduced()
+        for part in ("", *_PARTS):
+            for name in os.listdir(target / part):
+                if name.startswith("."):
+                    remove(target / part / name)
+        if config.whole_every and plan.version % config.whole_every == 0:
+            assemble(self._layout, target)
+        remove(target / "norm")
+        try:
+            os.rename(target, self._train.version(plan.version))
+        except OSError as error:
+            # Another coordinator made it, while this one's host was stopped.
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                raise
+        self._progress.committed(plan)
+        return True
+
+    def _tidy(self, config: TrainConfig, newest: Plan) -> None:
+        """Remove the pushes that count, versions that nobody wants any more, and what was left behind."""
+        for push in newest.pushes:
+            remove(self._train.push / push.path)
+        for number in self._train.version_numbers():
+            if number <= newest.version - config.keep:
+                remove(self._train.version(number))
+        for name in os.listdir(self._train.next):
+            if name.isdecimal() and int(name) <= newest.version:
+                remove(self._train.next / name)
+        refused = sorted(os.listdir(self._train.refused))
+        for name in refused[:-32]:
+            remove(self._train.refused / name)
+
+
+def assemble(layout: ModelLayout, version: Path) -> None:
+    """Make the model's files of a version from its shards. Raises OSError."""
+    files = layout.files
+    names = layout.shard_names
+    if len(files) == len(names) == 1:
+        with contextlib.suppress(FileExistsError):
+            os.link(version / "params" / names[0], version / files[0])
+        return
+    values = gather(layout, version / "params")
+    for file in files:
+        parameters = [one.name for one in layout.parameters if one.file == file]
+        _files.replace_file(
+            os.fspath(version / file),
+            encode({name: values[name] for name in parameters}, {"format": "pt"}),
+            versioned=_files.is_irdmafs(os.stat(version).st_dev),
+        )

@@ -1,0 +1,240 @@
+"""The sum of a plan's pushes in one shard, and the version that it makes: a function of files to files."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from ..client._dtypes import Array, Value, dtype_of_code
+from ..client._safetensors import Head, head_of
+from .arithmetic import F32, Blocks, accumulate, from_float32, square_sum, to_float32
+from .directory import ShardFile, new_file
+from .layout import FLOAT_CODES, Run, Shard, runs_of
+from .plan import Plan
+from .pushes import scales_of
+from .rules import Rule, make_rule
+
+__all__ = ["Reduction", "first_state"]
+
+MASTER = "master"
+
+
+class _Term(NamedTuple):
+    """A part of a push: what its elements are multiplied by, and where they are."""
+
+    file: ShardFile
+    run: Run
+    weight: float
+
+
+class _Span(NamedTuple):
+    """Elements [start, stop) of a shard that the same parts of pushes have."""
+
+    start: int
+    stop: int
+    terms: tuple[_Term, ...]
+
+
+class Reduction:
+    """The work of one shard for one plan. `before` is the directory of the version before."""
+
+    def __init__(self, shard: Shard, plan: Plan, before: Path, push: Path, blocks: Blocks) -> None:
+        """Raises FileNotFoundError for a push that is gone: the plan is not the newest any more."""
+        self._shard = shard
+        self._plan = plan
+        self._blocks = blocks
+        self.rule: Rule = make_rule(plan.rule, plan.options, torch=plan.torch)
+        self._before = ShardFile(before / "state" / shard.name)
+        self._spans = _spans(shard.size, list(self._terms(push)), mean=self.rule.combine == "mean")
+        self._combined: F32 | None = None
+
+    def _terms(self, push: Path) -> Iterable[_Term]:
+        for counted in self._plan.pushes:
+            path = push / counted.path
+            if not counted.weight:
+                continue
+            parts = path.is_dir()
+            file = ShardFile(path / self._shard.name if parts else path)
+            for run in runs_of(self._shard, file.header, scales_of(file.header), cut=parts):
+                yield _Term(file, run, counted.weight)
+
+    def square_norm(self) -> float:
+        """Return the sum of the squares of the combined pushes, which does not depend on threads."""
+        combined = np.zeros(self._shard.size, np.float32)
+        for span in self._spans:
+            self._blocks.each(span.stop - span.start, partial(_combine_into, combined, span))
+        self._combined = combined
+        return square_sum(combined, self._blocks)
+
+    def write(self, target: Path, square_norm: float | None) -> None:
+        """Write params/K and state/K of the next version. `square_norm`: of all shards together, where
+        the plan clips. Raises OSError."""
+        scale = 1.0
+        if square_norm is not None:
+            # As torch.nn.utils.clip_grad_norm_ does.
+            scale = min(1.0, self._plan.clip_norm / (math.sqrt(square_norm) + 1e-6))
+        with _ShardFiles(target, self._shard, self.rule) as files:
+            self._fill(*files.arrays(), np.float32(scale))
+
+    def _fill(
+        self, state: Mapping[str, Array], params: Mapping[str, Array], scale: np.float32
+    ) -> None:
+        old = {key: self._before.tensor(key) for key in state}
+        outputs = _outputs(self._shard, params)
+
+        def step(span: _Span, part: slice) -> None:
+            first, last = span.start + part.start, span.start + part.stop
+            block = {key: array[first:last] for key, array in state.items()}
+            for key, array in block.items():
+                array[:] = old[key][first:last]
+            if span.terms:
+                gradient = self._gradient(span, first, last)
+                if scale != 1:
+                    gradient = gradient * scale
+                master = block.pop(MASTER)
+                self.rule.apply(self._plan.version, self._plan.lr, gradient, master, block)
+            _store(state[MASTER], first, last, outputs)
+
+        for span in self._spans:
+            self._blocks.each(span.stop - span.start, partial(step, span))
+
+    def _gradient(self, span: _Span, first: int, last: int) -> F32:
+        if self._combined is not None:
+            return self._combined[first:last]
+        return _combine(span, first, np.empty(last - first, np.float32))
+
+
+def _spans(size: int, terms: Sequence[_Term], *, mean: bool) -> list[_Span]:
+    """Cut a shard where the parts of pushes begin and end, with their final weights."""
+    edges = sorted({0, size, *(edge for t in terms for edge in (t.run.at, t.run.at + t.run.size))})
+    spans = []
+    for start, stop in itertools.pairwise(edges):
+        here = [t for t in terms if t.run.at <= start and stop <= t.run.at + t.run.size]
+        total = math.fsum(t.weight for t in here) if mean else 1.0
+        spans.append(
+            _Span(
+                start,
+                stop,
+                tuple(t._replace(weight=t.weight / total * t.run.scale) for t in here if total),
+            )
+        )
+    return spans
+
+
+def _combine(span: _Span, first: int, out: F32) -> F32:
+    """Sum up the elements of a shard from `first` on, of one span, in the order of the plan."""
+    accumulate(
+        out,
+        [
+            (
+                term.file.bits(
+                    dtype_of_code(term.run.dtype)[0],
+                    term.run.offset + (first - term.run.at) * FLOAT_CODES[term.run.dtype],
+                    len(out),
+                ),
+                term.run.dtype,
+                term.weight,
+            )
+            for term in span.terms
+        ],
+    )
+    return out
+
+
+def _combine_into(combined: F32, span: _Span, block: slice) -> None:
+    first, last = span.start + block.start, span.start + block.stop
+    _combine(span, first, combined[first:last])
+
+
+class _Output(NamedTuple):
+    """A parameter's slice in params/K, flat: the elements from `at` on of the shard."""
+
+    at: int
+    dtype: str
+    bits: Array
+
+
+def _outputs(shard: Shard, params: Mapping[str, Array]) -> list[_Output]:
+    return [
+        _Output(part.at, part.parameter.dtype, params[part.parameter.name].reshape(-1))
+        for part in shard.slices
+        if part.stop > part.start
+    ]
+
+
+def _store(master: Array, first: int, last: int, outputs: Sequence[_Output]) -> None:
+    """Convert elements [first, last) of the master weights to the model's types."""
+    for out in outputs:
+        start, stop = max(first, out.at), min(last, out.at + len(out.bits))
+        if start < stop:
+            from_float32(master[start:stop], out.dtype, out.bits[start - out.at : stop - out.at])
+
+
+class _ShardFiles(contextlib.AbstractContextManager["_ShardFiles"]):
+    """params/K and state/K of a version that is being made, in memory. They are published at the end of the
+    block, unless that raises."""
+
+    def __init__(self, target: Path, shard: Shard, rule: Rule) -> None:
+        size, name = shard.size, shard.name
+        self._state_forms = dict.fromkeys((MASTER, *rule.state), ("F32", (size,)))
+        self._params_forms = {
+            part.parameter.name: (part.parameter.dtype, part.shape) for part in shard.slices
+        }
+        self._files = contextlib.ExitStack()
+        self._state = (head_of(self._state_forms, None), target / "state" / name)
+        self._params = (head_of(self._params_forms, None), target / "params" / name)
+
+    def __enter__(self) -> Self:
+        self._state_memory = self._begin(*self._state)
+        self._params_memory = self._begin(*self._params)
+        return self
+
+    def _begin(self, head: Head, path: Path) -> Array:
+        memory = self._files.enter_context(new_file(path, head.size))
+        memory[: len(head.text)] = np.frombuffer(head.text, np.uint8)
+        return memory
+
+    def __exit__(self, *error: Any) -> None:
+        self._files.__exit__(*error)
+
+    def arrays(self) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Return the tensors of state/K and of params/K, which are to be filled before the block ends."""
+        return (
+            _show(self._state[0], self._state_forms, self._state_memory),
+            _show(self._params[0], self._params_forms, self._params_memory),
+        )
+
+
+def _show(
+    head: Head, forms: Mapping[str, tuple[str, tuple[int, ...]]], memory: Array
+) -> dict[str, Array]:
+    return {
+        name: np.ndarray(shape, dtype_of_code(code)[0], memory, head.offsets[name])
+        for name, (code, shape) in forms.items()
+    }
+
+
+def first_state(target: Path, shard: Shard, values: Mapping[str, Value], rule: Rule) -> None:
+    """Write params/K and state/K of version 0 from the model's parameters. Raises OSError."""
+    with _ShardFiles(target, shard, rule) as files:
+        _copy(shard, values, *files.arrays())
+
+
+def _copy(
+    shard: Shard,
+    values: Mapping[str, Value],
+    state: Mapping[str, Array],
+    params: Mapping[str, Array],
+) -> None:
+    master = state[MASTER]
+    for part in shard.slices:
+        flat = values[part.parameter.name].array.reshape(-1)[part.start : part.stop]
+        params[part.parameter.name].reshape(-1)[:] = flat
+        to_float32(flat, part.parameter.dtype, master[part.at : part.at + len(flat)])

@@ -1,0 +1,136 @@
+"""Beginning to train in a directory."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+from ..client import FormatError, _files
+from ..client._dtypes import Value, code_of
+from .config import TrainConfig
+from .directory import PLAN, ShardFile, TrainDirectory, remove
+from .errors import TrainError
+from .layout import FLOAT_CODES, ModelLayout, Parameter, canonical
+from .places import shard_names
+from .plan import Plan
+from .reducer import assemble
+from .reduction import first_state
+from .rules import make_rule
+
+__all__ = ["begin", "end"]
+
+_PLACEMENT = "user.irdmafs.placement"
+_TRAIN = "user.irdmafs.train"
+_FOLDERS = ("push", "since", "versions", "next", "workers", "reducers", "refused")
+
+
+def begin(
+    directory: str | os.PathLike[str], config: TrainConfig, *, shards: int | None = None
+) -> ModelLayout:
+    """Train the models in a directory: all its .safetensors files. They become links to the newest
+    version.
+
+    `shards`: how many parts are reduced apart; None: one for each store node. Raises TrainError and
+    OSError, after which the directory is as it was.
+    """
+    train = TrainDirectory(directory)
+    if train.config_path.exists():
+        raise TrainError(f"{train.models} is trained in already: see {train.status}")
+    remove(train.path)
+    files = sorted(train.models.glob("*.safetensors"))
+    if not files:
+        raise TrainError(f"{train.models} has no .safetensors file: put the model there first")
+    values = _read_models(files)
+    train.path.mkdir()
+    try:
+        _set(train.path, _PLACEMENT, b"together")
+        for name in _FOLDERS:
+            (train.path / name).mkdir()
+        _set(train.push, _TRAIN, b"push")
+        _set(train.since, _TRAIN, b"since")
+        layout = ModelLayout(
+            canonical(parameter for parameter, _ in values.values()),
+            tuple(shard_names(train.path, shards)),
+        )
+        train.layout_path.write_bytes(msgspec.json.encode(layout))
+        _first_version(train, layout, config, {name: value for name, (_, value) in values.items()})
+        train.status.write_text("version   0\n")
+        # Written last: it says that the other files are complete.
+        train.config_path.write_text(config.toml())
+    except BaseException:
+        remove(train.path)
+        raise
+    for file in files:
+        link = file.with_name(f".{file.name}.{os.getpid()}")
+        link.symlink_to(f".train/since/0/{file.name}")
+        os.replace(link, file)
+    return layout
+
+
+def _set(path: Path, name: str, value: bytes) -> None:
+    """Set an attribute of irdmafs; another filesystem has none of them."""
+    if _files.is_irdmafs(os.stat(path).st_dev):
+        os.setxattr(path, name, value)
+
+
+def _read_models(files: list[Path]) -> dict[str, tuple[Parameter, Value]]:
+    found: dict[str, tuple[Parameter, Value]] = {}
+    for path in files:
+        try:
+            file = ShardFile(path)
+        except FormatError as error:
+            raise TrainError(str(error)) from None
+        for name, form in file.header.tensors.items():
+            code = code_of(form.dtype, form.extension)
+            if code not in FLOAT_CODES:
+                raise TrainError(f"{path}: {name!r} has the type {code}, which cannot be trained")
+            if name in found:
+                raise TrainError(f"{path}: {name!r} is in {found[name][0].file}, too")
+            parameter = Parameter(name, code, form.shape, path.name)
+            found[name] = (parameter, Value(file.tensor(name), form.extension))
+    if not any(parameter.size for parameter, _ in found.values()):
+        raise TrainError(f"{files[0].parent}: its models have no parameters")
+    return found
+
+
+def _first_version(
+    train: TrainDirectory, layout: ModelLayout, config: TrainConfig, values: dict[str, Value]
+) -> None:
+    rule = make_rule(config.rule, config.options, torch=config.torch)
+    target = train.next / "0"
+    for part in ("params", "state"):
+        (target / part).mkdir(parents=True)
+    for shard in layout.shards():
+        first_state(target, shard, values, rule)
+    plan = Plan(
+        0,
+        (),
+        {},
+        config.rule,
+        dict(config.options),
+        config.lr,
+        config.clip_norm,
+        config.torch,
+        time.time_ns(),
+    )
+    (target / PLAN).write_bytes(msgspec.json.encode(plan))
+    assemble(layout, target)
+    os.rename(target, train.version(0))
+
+
+def end(directory: str | os.PathLike[str]) -> int:
+    """Stop training in a directory: its models become files again, of the newest version; return its
+    number. Reducers and workers must have ended. Raises TrainError and OSError."""
+    train = TrainDirectory(directory)
+    layout, newest = train.layout(), train.newest_plan().version
+    assemble(layout, train.version(newest))
+    for file in layout.files:
+        path = train.models / file
+        kept = path.with_name(f".{file}.{os.getpid()}")
+        os.link(train.version(newest) / file, kept)
+        os.replace(kept, path)
+    remove(train.path)
+    return newest

@@ -1,0 +1,134 @@
+"""The file `status` of a training directory: how far it is, and who is waited for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from .config import TrainConfig
+from .directory import TrainDirectory, replace
+from .plan import Plan, Push
+
+__all__ = ["Progress", "Refusal", "write_status"]
+
+# A change is shown after so long at the latest.
+_PERIOD_S = 0.5
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """A push that was refused, as a file in refused/ keeps it."""
+
+    path: str
+    reason: str
+    made_s: float
+
+
+@dataclass
+class Progress:
+    """Figures of the coordinator. Seconds are of the newest version: waiting for pushes, reducing them,
+    committing."""
+
+    version: int = 0
+    rule: str = ""
+    sync: str = ""
+    clocks: Mapping[str, int] = field(default_factory=dict)
+    waiting: Mapping[str, int] = field(default_factory=dict)
+    awaited: Sequence[str] = ()
+    members: Collection[str] = ()
+    pushes: int = 0
+    wait_s: float = 0.0
+    reduce_s: float = 0.0
+    commit_s: float = 0.0
+    _phase_s: float = field(default_factory=time.monotonic)
+    _written_s: float = 0.0
+    _written: tuple[object, ...] = ()
+
+    def see(
+        self,
+        config: TrainConfig,
+        newest: Plan,
+        waiting: Collection[Push],
+        awaited: Sequence[str],
+        members: Collection[str],
+        train: TrainDirectory,
+    ) -> None:
+        """Take in what the coordinator has found."""
+        self.version, self.rule, self.sync = newest.version, config.rule, config.sync
+        self.clocks, self.awaited, self.members = newest.clocks, awaited, sorted(members)
+        self.waiting = {push.worker: push.step for push in waiting}
+
+    def planned(self) -> None:
+        self.wait_s = self._next()
+
+    def reduced(self) -> None:
+        self.reduce_s = self._next()
+
+    def committed(self, plan: Plan) -> None:
+        self.commit_s = self._next()
+        self.pushes += len(plan.pushes)
+        self.version, self.clocks = plan.version, plan.clocks
+
+    def _next(self) -> float:
+        now_s = time.monotonic()
+        spent_s, self._phase_s = now_s - self._phase_s, now_s
+        return spent_s
+
+    def is_due(self) -> bool:
+        """Return whether there is something to show that is not shown yet, and it is time to."""
+        shown = (
+            self.version,
+            tuple(self.awaited),
+            tuple(self.waiting.items()),
+            tuple(self.members),
+        )
+        now_s = time.monotonic()
+        if shown == self._written or now_s < self._written_s + _PERIOD_S:
+            return False
+        self._written, self._written_s = shown, now_s
+        return True
+
+    def text(self, refused: Sequence[Refusal]) -> str:
+        """Return what `cat status` prints."""
+        workers = sorted({*self.clocks, *self.members, *self.waiting})
+        ahead = max(self.clocks.values(), default=0)
+        lines = [
+            f"version   {self.version}",
+            f"rule      {self.rule}, {self.sync}",
+            f"pushes    {self.pushes} since this coordinator began",
+            f"seconds   {self.wait_s:.3f} waiting, {self.reduce_s:.3f} reducing, "
+            f"{self.commit_s:.3f} committing",
+            f"waits for {', '.join(self.awaited) or 'nobody' if self.waiting else 'pushes'}",
+            "",
+            "worker                         clock  behind  pushed  takes part",
+        ]
+        for name in workers:
+            clock = self.clocks.get(name, 0)
+            pushed = self.waiting.get(name, "-")
+            part = "yes" if name in self.members else "no"
+            lines.append(f"{name:30} {clock:5}  {ahead - clock:6}  {pushed!s:>6}  {part}")
+        if refused:
+            lines += ["", "refused:"]
+            for one in refused:
+                when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.made_s))
+                lines.append(f"{when}  {one.path}: {one.reason}")
+        return "\n".join(lines) + "\n"
+
+
+def write_status(train: TrainDirectory, progress: Progress) -> None:
+    """Write the file status anew, if there is something to show. Raises OSError."""
+    if progress.is_due():
+        replace(train.status, progress.text(read_refusals(train)).encode())
+
+
+def read_refusals(train: TrainDirectory) -> list[Refusal]:
+    """Return the newest refusals, oldest first."""
+    found = []
+    for path in train.refused.iterdir():
+        try:
+            found.append(msgspec.json.decode(path.read_bytes(), type=Refusal))
+        except (FileNotFoundError, msgspec.MsgspecError):
+            continue
+    return sorted(found, key=lambda one: one.made_s)[-8:]

@@ -1,0 +1,241 @@
+"""A worker: pushes gradients, and pulls parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..client import _files
+from ..client._dtypes import Array, Value
+from ..client._safetensors import encode
+from .config import is_worker_name
+from .directory import Changes, Lock, TrainDirectory, gather, is_locked, remove
+from .errors import Refused, TrainError
+from .plan import Plan, may_pull, pending
+from .pushes import Identity, check_identity, read_push, shard_contents, values_of
+
+__all__ = ["Worker"]
+
+_LOOK_S = 1.0
+
+
+class Worker:
+    """One worker of a training directory. A context manager: it takes part until it is closed.
+
+    `step` is the number of its last push; `version` the one that was pulled last, -1 before. `name` tells
+    workers apart; one that begins again under its name goes on after its last push.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], name: str | None = None) -> None:
+        """Raises TrainError, also if a worker of that name is taking part, and OSError."""
+        self.train = TrainDirectory(directory)
+        self.config = self.train.config()
+        self.layout = self.train.layout()
+        host = re.sub(r"[^A-Za-z0-9_.-]", "-", os.uname().nodename)
+        self.name = name or f"{host}-{os.getpid()}"
+        if not is_worker_name(self.name):
+            raise TrainError(
+                f"{self.name!r} cannot be the name of a worker: letters, digits, _ . -"
+            )
+        workers = self.config.workers
+        if isinstance(workers, tuple) and self.name not in workers:
+            raise TrainError(f"{self.name!r} is not one of the workers of {self.train.config_path}")
+        self._shards = self.layout.shards()
+        newest = self.train.newest_plan()
+        found = [read_push(path, newest.clocks) for path in self.train.push.iterdir()]
+        own = [
+            one.step
+            for one in pending(filter(None, found), newest.clocks)
+            if one.worker == self.name
+        ]
+        joined = newest.clocks.get(self.name, max(newest.clocks.values(), default=0))
+        self.step = max([joined, *own])
+        self.version = -1
+        self._lock = self._join(self.step)
+
+    def _join(self, clock: int) -> Lock:
+        """Take part: a file in workers/, locked before others can see it."""
+        path = self.train.workers / self.name
+        if is_locked(path):
+            raise TrainError(
+                f"a worker {self.name!r} is taking part in {self.train.models} already"
+            )
+        hidden = path.with_name(f".{self.name}.{os.getpid()}")
+        lock = Lock.take(hidden, b"%d" % clock)
+        assert lock is not None, "nobody else has this name"
+        try:
+            os.rename(hidden, path)
+        except BaseException:
+            lock.close()
+            remove(hidden)
+            raise
+        return lock
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take part no longer: nobody waits for this worker any more. What it pushed counts."""
+        if self._lock.is_held:
+            remove(self.train.workers / self.name)
+        self._lock.close()
+
+    # -- push --------------------------------------------------------------------------------------
+
+    def push(
+        self,
+        gradients: Mapping[str, object],
+        *,
+        weight: float = 1.0,
+        lr: float = 0.0,
+        scales: Mapping[str, float] | None = None,
+    ) -> int:
+        """Push gradients (or whatever the rule takes) by parameter; return the step. Some may be left out.
+
+        They are numpy arrays or torch tensors with the parameters' shapes, of any float type, and are
+        written from where they lie. `weight`: a number of samples or tokens, for example; `lr`: instead of
+        the configured one; `scales`: factors of parameters, for fp8. When this returns the push will
+        count, once. Raises Refused (an OSError), which says why.
+        """
+        values = values_of(self.layout, gradients)
+        identity = Identity(self.name, self.step + 1, float(weight), self.version, float(lr))
+        if not self._lock.is_held:
+            raise Refused(errno.ENOLCK, f"worker {self.name!r} was taken for dead: begin again")
+        more = {} if scales is None else {"scales": _json(scales)}
+        if len(self._shards) == 1:
+            self._push_file(identity, values, more)
+        else:
+            check_identity(self.train, self.config, identity)
+            self._push_shards(identity, values, more)
+        self.step = identity.step
+        return self.step
+
+    def _push_file(
+        self, identity: Identity, values: Mapping[str, Value], more: Mapping[str, str]
+    ) -> None:
+        path = self.train.push / f"{identity.worker}@{identity.step}.safetensors"
+        contents = encode(values, {**identity.metadata, **more})
+        _files.replace_file(
+            os.fspath(path), contents, versioned=_files.is_irdmafs(os.stat(path.parent).st_dev)
+        )
+
+    def _push_shards(
+        self, identity: Identity, values: Mapping[str, Value], more: Mapping[str, str]
+    ) -> None:
+        hidden = self.train.push / f".{identity.name}"
+        versioned = _files.is_irdmafs(os.stat(self.train.push).st_dev)
+        with contextlib.suppress(FileExistsError):
+            hidden.mkdir()
+        try:
+            for shard in self._shards:
+                contents = shard_contents(shard, values, more)
+                _files.replace_file(os.fspath(hidden / shard.name), contents, versioned=versioned)
+            os.rename(hidden, self.train.push / identity.name)
+        except BaseException:
+            remove(hidden)
+            raise
+
+    # -- pull --------------------------------------------------------------------------------------
+
+    def pull(
+        self, out: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        """Return the parameters, as soon as this worker may go on (docs/training.md): read-only arrays that
+        show the version's files. `out`: arrays or tensors that they are copied into, and which are
+        returned. Raises TimeoutError, TrainError and OSError."""
+        return self._show(self._wait(self._may_go_on, timeout_s), out)
+
+    def pull_since(
+        self, version: int, out: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        """Return the parameters of the newest version, as soon as that is at least `version`; else as
+        pull()."""
+        return self._show(self._wait(lambda plan: plan.version >= version, timeout_s), out)
+
+    def push_pull(
+        self,
+        gradients: Mapping[str, object],
+        out: Mapping[str, Any] | None = None,
+        *,
+        weight: float = 1.0,
+        timeout_s: float | None = None,
+    ) -> dict[str, Any]:
+        """Push, then pull."""
+        self.push(gradients, weight=weight)
+        return self.pull(out, timeout_s=timeout_s)
+
+    def _may_go_on(self, plan: Plan) -> bool:
+        members = self.train.member_clocks() if self.config.synchronization.kind == "ssp" else {}
+        return may_pull(self.config, self.name, self.step, plan.clocks, members)
+
+    def _wait(self, suffices: Callable[[Plan], bool], timeout_s: float | None) -> Plan:
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        changes = Changes(self.train.path)
+        while True:
+            changes.mark()
+            newest = self.train.newest_plan()
+            if suffices(newest):
+                return newest
+            left_s = _LOOK_S if deadline_s is None else deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError(
+                    errno.ETIMEDOUT,
+                    f"version {newest.version} is the newest after {timeout_s} s; "
+                    f"{self.train.status} says who is waited for",
+                )
+            changes.wait(min(left_s, _LOOK_S))
+
+    def _show(self, plan: Plan, out: Mapping[str, Any] | None) -> dict[str, Any]:
+        while True:
+            try:
+                values = gather(self.layout, self.train.version(plan.version) / "params")
+                break
+            except FileNotFoundError:
+                # Older than `keep` versions meanwhile.
+                newer = self.train.newest_plan()
+                if newer.version == plan.version:
+                    raise
+                plan = newer
+        self.version = plan.version
+        if out is None:
+            return {name: value.shown for name, value in values.items()}
+        for name, target in out.items():
+            if name not in values:
+                raise KeyError(name)
+            _copy(values[name], target)
+        return dict(out)
+
+
+def _copy(value: Value, target: Any) -> None:
+    """Copy a parameter into an array, or a tensor on any device, of the same shape."""
+    if type(target).__module__.partition(".")[0] == "torch":
+        import torch
+
+        array = np.ascontiguousarray(value.array)
+        array = array if array.flags.writeable else array.copy()
+        source = torch.from_numpy(array)
+        if value.extension is not None:
+            source = source.view(getattr(torch, value.extension))
+        with torch.no_grad():
+            target.copy_(source)
+        return
+    shown: Array = value.shown
+    if target.shape != shown.shape:
+        raise ValueError(f"an array of {target.shape} for a parameter of {shown.shape}")
+    target[...] = shown
+
+
+def _json(scales: Mapping[str, float]) -> str:
+    import json
+
+    return json.dumps({name: float(scale) for name, scale in scales.items()})

@@ -1,0 +1,33 @@
+"""The protocol of training keeps its promises in every order of events, and needs its rules."""
+
+import pytest
+from explorer import Broken, explore
+from model_training import Bounds, Model, Rules
+
+KEPT = {
+    "two coordinators": Bounds(steps=2),
+    "two reducers of a shard": Bounds(workers=1, steps=3, reducers=2),
+    "two shards": Bounds(shards=2),
+    "a coordinator that was stopped for long": Bounds(coordinators=3, reducers=2),
+    "bsp": Bounds(sync="bsp", steps=2),
+    "quorum": Bounds(sync="quorum:1", steps=2),
+    "pushes that are repeated": Bounds(workers=1, steps=2, again=True, reducers=2),
+}
+NEEDED = {
+    "plan_is_made_once": Bounds(),
+    "commit_never_replaces": Bounds(coordinators=3, reducers=2),
+    "only_pending_pushes_count": Bounds(workers=1, again=True),
+    "tidies_only_what_counted": Bounds(),
+    "commits_when_all_shards_are_there": Bounds(),
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_every_push_counts_once_and_a_version_is_made_by_one_plan(case: str) -> None:
+    assert explore(Model(KEPT[case])).complete
+
+
+@pytest.mark.parametrize("rule", Rules._fields)
+def test_rule_is_needed(rule: str) -> None:
+    with pytest.raises(Broken):
+        explore(Model(NEEDED[rule], Rules(**{rule: False})))
