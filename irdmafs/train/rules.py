@@ -2,9 +2,9 @@
 
 A rule works on elements, in place and in fp32, with numpy or with torch's fused kernels. Which of the
 two is a choice of the training directory and not of the host: their roundings differ, and two reducers
-that make the same shard have to make the same bits. numpy's are the same on every host; those of torch
-are the same for one release of it on processors with the same vector instructions
-(``torch.backends.cpu.get_cpu_capability()``).
+that make the same shard have to make the same bits. numpy's are the same on every host. Those of torch
+are the same for one release of it on all processors with AVX2 or AVX-512 (measured with 2.13), but not
+where ``torch.backends.cpu.get_cpu_capability()`` is DEFAULT.
 """
 
 from __future__ import annotations
@@ -288,10 +288,12 @@ class _Fused(Rule):
         arrays = (combined, master, *(state[name] for name in self.state))
         size = len(master)
         whole = size - size % _VECTOR
-        # The blocks are the threads' shares of the work: torch must not start threads for each. The number
-        # is that of the calling thread.
+        # The caller's threads share the work: torch must not start others for a block. The setting is this
+        # thread's, and also what threads that torch does not know yet begin with. A thread that begins with
+        # 1 here leaves it as it is, so the last one to write always restores the number.
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)
+        if threads > 1:
+            torch.set_num_threads(1)
         try:
             if whole:
                 self._call(version, lr, *(torch.from_numpy(one[:whole]) for one in arrays))
@@ -303,7 +305,8 @@ class _Fused(Rule):
                 for row, one in zip(rest[1:], arrays[1:], strict=True):
                     one[whole:] = row[: size - whole]
         finally:
-            torch.set_num_threads(threads)
+            if threads > 1:
+                torch.set_num_threads(threads)
 
     @abstractmethod
     def _call(self, version: int, lr: float, grad: Any, param: Any, *state: Any) -> None:

@@ -5,6 +5,7 @@ import itertools
 import math
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -228,9 +229,22 @@ def test_pushes_are_only_read(name: str, torch: bool) -> None:
 
 def test_torch_has_its_own_number_of_threads_again() -> None:
     library = need_torch()
-    threads = library.get_num_threads()
-    Shard(make_rule("adam", {}, torch=True), parameters(100)).train(gradients(100, 1))
-    assert library.get_num_threads() == threads
+    before = library.get_num_threads()
+    library.set_num_threads(3)
+    try:
+        size = 20 * BLOCK
+        pushes, shard = (
+            gradients(size, 1),
+            Shard(make_rule("sgd", {}, torch=True), parameters(size)),
+        )
+        with Blocks(3) as blocks:
+            blocks.each(size, functools.partial(shard.step, 1, pushes[0]))
+        shard.train(pushes)
+        with ThreadPoolExecutor(1) as new_thread:
+            assert new_thread.submit(library.get_num_threads).result() == 3
+        assert library.get_num_threads() == 3
+    finally:
+        library.set_num_threads(before)
 
 
 def test_a_push_that_is_not_finite_comes_out_without_a_warning(torch: bool) -> None:
