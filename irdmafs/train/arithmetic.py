@@ -30,9 +30,10 @@ T = TypeVar("T")
 
 # Elements that a thread works on before it takes the next ones.
 BLOCK = 256 << 10
-# Elements that pass through several operations of numpy while they are in a cache of 1 MiB: 128 KiB of
-# each fp32 array.
-PART = 32 << 10
+# Elements that pass through several operations of numpy while they are in the cache: 256 KiB of each fp32
+# array. Measured with 1 MiB of L2 cache, two threads, others at work: the sum of four pushes moves 0.75 of
+# the bytes per second that a + b does with 32 Ki elements, 0.85 with 64 Ki or 128 Ki, 0.81 with 256 Ki.
+PART = 64 << 10
 
 
 class _Format(NamedTuple):
