@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 
 from etcd_server import need_etcd, shared_etcd
-from mountpoint import Mount, eventually, run_checked
+from mountpoint import IRDMAFS, Mount, eventually, run_checked
 
 CLUSTER = "cluster"
 
@@ -23,9 +23,14 @@ class OneNodeMount(Mount):
     """Each has a cluster of its own, by name, in an etcd that all share. The mount counts as another
     host than the node, so that contents really travel."""
 
-    def __init__(self, arguments: tuple[str, ...] = (), store_size: str | None = None) -> None:
+    def __init__(
+        self,
+        arguments: tuple[str, ...] = (),
+        store_size: str | None = None,
+        command: tuple[str, ...] = IRDMAFS,
+    ) -> None:
         need_etcd()
-        super().__init__("kernel", arguments=arguments, store_size=store_size)
+        super().__init__("kernel", arguments=arguments, command=command, store_size=store_size)
         self._directory = Path(tempfile.mkdtemp(prefix="test-irdmafs-node-", dir="/dev/shm"))
         self._node: subprocess.Popen[bytes] | None = None
         self._name = name = f"test{os.getpid()}-{next(_numbers)}"

@@ -19,7 +19,7 @@ from etcd_server import end_shared_etcd
 from guest_tests import GuestTests, starts_guests
 from harness.cluster import living as clusters
 from harness.guest.kernel import built_kernel
-from mountpoint import PLAIN, Mount, PlainMount, living
+from mountpoint import IRDMAFS, PLAIN, Mount, PlainMount, living
 from processes import Process
 
 if TYPE_CHECKING:
@@ -69,7 +69,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Spre
     return Spread(config, log)
 
 
-def make_mount(session: str, *arguments: str, store_size: str | None = None) -> Mount:
+def make_mount(
+    session: str,
+    *arguments: str,
+    store_size: str | None = None,
+    command: tuple[str, ...] = IRDMAFS,
+) -> Mount:
     """A mount that is not mounted yet. Skips the test where the session cannot run."""
     if session == PLAIN:
         assert PLAIN_DIRECTORY is not None
@@ -82,8 +87,8 @@ def make_mount(session: str, *arguments: str, store_size: str | None = None) -> 
         if store_size is not None:
             pytest.skip("mounting a small store needs root")
     if session == CLUSTER:
-        return OneNodeMount(arguments, store_size)
-    return Mount(session, arguments=arguments, store_size=store_size)
+        return OneNodeMount(arguments, store_size, command)
+    return Mount(session, arguments=arguments, command=command, store_size=store_size)
 
 
 def _skip_what_is_not_promised(item: pytest.Item, session: str) -> None:

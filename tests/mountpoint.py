@@ -25,14 +25,17 @@ NOT_BLOCKING = frozenset(
 living: set["Mount"] = set()
 
 
+IRDMAFS = (sys.executable, "-m", "irdmafs")
+
+
 def irdmafs(
-    *arguments: str | os.PathLike[str], launcher: tuple[str, ...] = ()
+    *arguments: str | os.PathLike[str],
+    launcher: tuple[str, ...] = (),
+    command: tuple[str, ...] = IRDMAFS,
 ) -> subprocess.CompletedProcess[str]:
     """Run the command line tool; its exit code is for the caller to judge."""
-    command = [*launcher, sys.executable, "-m", "irdmafs", *(str(word) for word in arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, cwd="/"
-    )
+    words = [*launcher, *command, *(str(word) for word in arguments)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, cwd="/")
 
 
 # How a program ends at Ctrl-C. `python -m` dies of the signal itself when that came while a string was
@@ -64,9 +67,12 @@ class Mount:
         launcher: tuple[str, ...] = (),
         store_size: str | None = None,
         store: Path | None = None,
+        command: tuple[str, ...] = IRDMAFS,
     ) -> None:
-        """`store_size` puts the store on a tmpfs of that size (needs root); `store` is one that stays."""
+        """`store_size` puts the store on a tmpfs of that size (needs root); `store` is one that stays;
+        `command` mounts it in the place of `irdmafs`."""
         self.session = session
+        self.command = command
         self.arguments = arguments
         self.launcher = launcher
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -98,6 +104,7 @@ class Mount:
             self.log,
             *self.arguments,
             launcher=self.launcher,
+            command=self.command,
         )
 
     def mount(self) -> None:

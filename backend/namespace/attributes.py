@@ -5,9 +5,10 @@
     user.irdmafs.placement     see policy.parse_policy
     user.irdmafs.isolation     on or off; for existing files, too: mounts look it up at each open
     user.irdmafs.quota_bytes, user.irdmafs.quota_inodes     see quotas
+    user.irdmafs.train         push: what is written there is checked before it is published
 
 The nearest directory that has an attribute decides; a file keeps what it was created with. Quotas of all
-directories above hold.
+directories above hold. `train` is that of the directory itself.
 """
 
 from ..cluster.policy import REPLICAS_MAX, Policy, parse_policy
@@ -23,6 +24,8 @@ PLACEMENT = b"user.irdmafs.placement"
 NAMES = (REPLICAS, STRIPE_SIZE, PLACEMENT)
 # "on": an overwrite of a file there becomes visible when the file is closed (irdmafs.coherence.isolation).
 ISOLATION = b"user.irdmafs.isolation"
+TRAIN = b"user.irdmafs.train"
+PUSH = b"push"
 
 _STRIPE_MIN_BYTES = 1 << 20
 
@@ -39,6 +42,8 @@ def check(name: bytes, value: bytes) -> None:
         parse_limit(name, value)
     elif name == ISOLATION and value not in (b"on", b"off"):
         raise ValueError(f"user.irdmafs.isolation is on or off, not {_text(value)!r}")
+    elif name == TRAIN and value != PUSH:
+        raise ValueError(f"user.irdmafs.train is push, not {_text(value)!r}")
 
 
 def of(namespace: Namespace, directory: int, settings: Settings) -> tuple[int, int, Policy]:

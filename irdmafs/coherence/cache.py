@@ -22,6 +22,7 @@ from .kernel_cache import KernelCache
 from .looks import Looks
 from .nodes import Handle, Node
 from .publishing import Publisher
+from .pushes import Pushes, Refused
 from .redirects import Redirects
 from .routes import Routes
 from .sharing import Sharing
@@ -44,6 +45,7 @@ class Cache:
         kernel: KernelCache,
         processes: Processes,
         isolation: Isolation,
+        pushes: Pushes,
         *,
         passthrough: bool,
     ) -> None:
@@ -59,7 +61,9 @@ class Cache:
         self.nodes = nodes = unused.nodes
         self._redirects = Redirects()
         self._routes = routes = Routes(store, kernel, table, self._redirects, sharing, unused)
-        self._publisher = publisher = Publisher(store, kernel, table, changes, nodes, processes)
+        self._publisher = publisher = Publisher(
+            store, kernel, table, changes, nodes, processes, pushes
+        )
         self._in_place = in_place = InPlace(
             store, kernel, table, changes, sharing, unused, publisher
         )
@@ -264,6 +268,8 @@ class Cache:
                 await self._publisher.last_release(handle, content)
                 if content.writers == 1:
                     await self._last_writer_leaves(handle, content)
+            except Refused:
+                handle.aborted = True
             except OSError as error:
                 handle.aborted = True
                 where = self._store.namespace.describe(content.ino)

@@ -19,6 +19,7 @@ from .changes import Changes
 from .content import Content, ContentTable, changed_ns, stamp_of
 from .kernel_cache import KernelCache
 from .nodes import Handle, NodeTable
+from .pushes import Pushes, Refused
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class Publisher:
         changes: Changes,
         nodes: NodeTable,
         processes: Processes,
+        pushes: Pushes,
     ) -> None:
         self._store = store
         self._kernel = kernel
@@ -47,11 +49,14 @@ class Publisher:
         self._nodes = nodes
         self._inodes = store.namespace.inodes
         self._processes = processes
+        self._pushes = pushes
 
     # -- close -----------------------------------------------------------------------------------
 
     async def flush(self, handle: Handle, content: Content, pid: int) -> None:
         """Carry out close(2) of one descriptor. Return when everything written is published."""
+        if content.refused:
+            raise fail(content.refused)
         if not self._inodes[content.ino].nlink:
             return
         if pid != handle.pid:
@@ -92,6 +97,9 @@ class Publisher:
         try:
             stays = await self._stays(handle, content, pid)
             await self._publish_locked(content, stays=stays, changed=changed)
+        except Refused:
+            handle.aborted = True
+            raise
         except OSError as error:
             # The closing program gets the error, and may write the file anew: this must not overwrite that.
             # Later writes through a mapping were not refused.
@@ -148,6 +156,8 @@ class Publisher:
 
     async def fsync(self, handle: Handle, content: Content) -> None:
         """Carry out fsync(2): publish everything written so far; the descriptor stays open."""
+        if content.refused:
+            raise fail(content.refused)
         if content.discarded or (content.superseded and not self._changes.is_written(content)):
             return
         changed = self._changes.is_changed(handle, content)
@@ -174,6 +184,12 @@ class Publisher:
             and self._table.stamp(content)[0]
             and self._changes.is_written(content)
         ):
+            if self._pushes.directory_of(self._inodes[content.ino]):
+                # The kernel keeps directories locked until we return: a check that looks up a name in one
+                # would wait for us.
+                where = self._store.namespace.describe(content.ino)
+                log.info("%s: a push cannot be renamed or linked before it is closed", where)
+                raise fail(errno.EBUSY)
             if self._store.waits:
                 await detach()
             await self._publish_locked(content, stays=True, naming=True)
@@ -207,7 +223,9 @@ class Publisher:
     ) -> bool:
         """Publish a content; if not `changed`, only if a comparison finds it changed. Return whether it was
         published."""
-        if not self._store.waits and not content.is_busy and not (stays and self._copies(content)):
+        push = self._pushes.directory_of(self._inodes[content.ino])
+        waits = self._store.waits or push or content.is_busy or (stays and self._copies(content))
+        if not waits:
             await self._publish(content, stays=stays, naming=naming)
             return True
         await detach()
@@ -227,7 +245,7 @@ class Publisher:
             if content.leaves and content.holds > 1:
                 content.leaves, stays = False, True  # it was opened meanwhile
             try:
-                await self._publish(content, stays=stays, naming=naming)
+                await self._publish(content, stays=stays, naming=naming, push=push)
             finally:
                 content.leaves = False
             return True
@@ -237,8 +255,11 @@ class Publisher:
         need a copy, as they see whole versions only. So does everything that leaves this host."""
         return content.private or self._store.shared
 
-    async def _publish(self, content: Content, *, stays: bool, naming: bool = False) -> None:
-        """Publish a content. `naming`: the kernel keeps directories locked until this returns."""
+    async def _publish(
+        self, content: Content, *, stays: bool, naming: bool = False, push: int = 0
+    ) -> None:
+        """Publish a content. `naming`: the kernel keeps directories locked until this returns. `push`: the
+        directory with the attribute, if it is a push."""
         if not content.extent:
             return
         stays = stays or content.writers > 1  # others may have opened it meanwhile
@@ -255,6 +276,8 @@ class Publisher:
             if stays and status.st_size and self._copies(content):
                 extent, shape = await self._copy(content)
                 mapped = False
+            if push:
+                await self._check(content, extent, push)
             try:
                 base = None if replaces else content.version
                 while True:
@@ -304,6 +327,45 @@ class Publisher:
             elif content.private or content.superseded:
                 self._table.make_current(content)
         await self._announce(inode, content, naming=naming)
+
+    async def _check(self, content: Content, extent: ContentId, push: int) -> None:
+        """Have a push checked. Give it up if it is refused, and remove the name of a new one. Raises
+        Refused."""
+        try:
+            with self._store.extents.opened(extent) as fd:
+                await self._pushes.check(content.ino, push, fd)
+        except Refused as refused:
+            where = self._store.namespace.describe(content.ino)
+            log.warning("%s: the push is refused: %s", where, refused.strerror)
+            self._give_up(content, refused.errno or errno.EIO)
+            await self._remove_new(content.ino)
+            raise
+        except trio.Cancelled:
+            # Its writer dies.
+            self._give_up(content, errno.EINTR)
+            self._kernel.start_soon(self._remove_new, content.ino)
+            raise
+
+    def _give_up(self, content: Content, code: int) -> None:
+        content.refused, content.discarded = code, True
+        self._table.supersede(content)
+
+    async def _remove_new(self, ino: int) -> None:
+        """Remove the names of a file that has no version."""
+
+        def is_new(inode: Inode) -> bool:
+            return inode.ino == ino and not inode.version
+
+        namespace = self._store.namespace
+        names = namespace.names_of(ino)
+        try:
+            for parent, name in names:
+                await namespace.unlink_if(parent, name, is_new)
+        except OSError as error:
+            log.error("%s could not be removed: %s", namespace.describe(ino), error)
+        for node in self._nodes.of(ino):
+            self._kernel.invalidate_attributes(node)
+        await self._kernel.expire_names(names)
 
     def _handed_over(self, content: Content, inode: Inode) -> None:
         """Note that a version names the content's very extent now, maybe under another number."""

@@ -29,6 +29,7 @@ from irdmafs.coherence.alone import Alone
 from irdmafs.coherence.cache import Cache
 from irdmafs.coherence.content import Content
 from irdmafs.coherence.isolation import Isolation
+from irdmafs.coherence.pushes import Pushes
 from irdmafs.fuse import passthrough, wire
 from irdmafs.fuse.answering import Answering
 from irdmafs.fuse.backings import Backings
@@ -39,6 +40,7 @@ from irdmafs.fuse.submounts import Submounts
 from irdmafs.fuse.tasks import Tasks
 from irdmafs.fuse.wire import Malformed, Opcode, Request
 from irdmafs.mount.config import MountOptions
+from irdmafs.mount.push_checker import PushChecker
 from irdmafs.posix.atimes import Atimes
 from irdmafs.posix.locking import Locking
 from irdmafs.posix.operations import Operations
@@ -195,8 +197,9 @@ class Served:
         self.store = store
         self.processes = Processes("/nowhere")
         self.cache = Cache(
-            store, self.notices, self.processes, Isolation(store.namespace), passthrough=passthrough
-        )
+            store, self.notices, self.processes, Isolation(store.namespace),
+            Pushes(store.namespace, PushChecker("/nowhere")), passthrough=passthrough,
+        )  # fmt: skip
         self.nodes = self.cache.nodes
         coherence = Alone(store.namespace, self.cache)
         locking = Locking("local", None, self.cache, store.namespace.describe)
