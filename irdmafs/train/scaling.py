@@ -1,0 +1,137 @@
+"""How long a step takes, and on how many workers training still pays: a model of it. Pure.
+
+The bytes of each phase over the link that carries most of them, beside the computation that they are hidden
+behind, as PCL-DNN is analysed (Das et al. 2016, arXiv:1602.06709). Where the workers' hosts are the store
+nodes, each sends and receives (N - 1) / N of all parameters in each phase, as in a reduce-scatter and an
+allgather. Where the nodes have hosts of their own, a push and a pull go once over a worker's link, and a
+node's link carries its part of all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = ["Cluster", "StepTime", "Work", "step_time"]
+
+# What follows one after the other in a step: a push, its plan, the shards, the commit.
+_PUBLISHED = 4
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one worker does in a step. `push_bytes` and `pull_bytes` are those of all parameters;
+    `state_bytes` those of master weights and moments, which no worker reads. `every`: the steps that a
+    push is made of (local:H). `overlap`: the part of the computation, 0 to 1, behind which pushes are
+    hidden."""
+
+    compute_s: float
+    push_bytes: float
+    pull_bytes: float
+    state_bytes: float = 0.0
+    every: int = 1
+    overlap: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("compute_s", "push_bytes", "pull_bytes", "state_bytes"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is 0 or more, not {getattr(self, name)}")
+        if self.every < 1:
+            raise ValueError(f"every is at least 1, not {self.every}")
+        if not 0 <= self.overlap <= 1:
+            raise ValueError(f"overlap is from 0 to 1, not {self.overlap}")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The hosts of a training run. `link_bytes_s` is what a link carries each way at the same time;
+    `latency_s` what it takes until a host sees what another has published. `colocated`: the nodes are on
+    hosts of workers. `reduce_bytes_s`: the bytes of pushes that a reducer adds up in a second;
+    `plan_s`: what the coordinator spends on each push."""
+
+    workers: int
+    nodes: int
+    link_bytes_s: float
+    latency_s: float = 0.0
+    colocated: bool = False
+    replicas: int = 1
+    reduce_bytes_s: float = math.inf
+    plan_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "nodes", "replicas"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is at least 1, not {getattr(self, name)}")
+        for name in ("link_bytes_s", "reduce_bytes_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is above 0, not {getattr(self, name)}")
+        for name in ("latency_s", "plan_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is 0 or more, not {getattr(self, name)}")
+        if self.replicas > self.nodes:
+            raise ValueError(f"{self.replicas} replicas need as many nodes, not {self.nodes}")
+        if self.colocated and self.nodes > self.workers:
+            raise ValueError(f"{self.workers} workers' hosts cannot have {self.nodes} nodes")
+
+
+class StepTime(NamedTuple):
+    """Seconds of a step on average, by phase. `push_s` is without what is hidden behind the computation."""
+
+    compute_s: float
+    push_s: float
+    plan_s: float
+    reduce_s: float
+    pull_s: float
+    latency_s: float
+
+    @property
+    def total_s(self) -> float:
+        return sum(self)
+
+    @property
+    def efficiency(self) -> float:
+        """Return the part of a step in which workers compute."""
+        return self.compute_s / self.total_s if self.total_s else 1.0
+
+
+def step_time(work: Work, cluster: Cluster) -> StepTime:
+    """Return how long a step takes in bsp, or in local:H with ``work.every``.
+
+    A version is whole before it is pulled, so phases follow each other; within a phase the link with the
+    most bytes decides. Workers are equally fast.
+    """
+    more = cluster.replicas - 1
+    # What a node has of the pushes of all workers.
+    share = cluster.workers * work.push_bytes / cluster.nodes
+    own, kept = _exchanged(cluster, work.push_bytes)
+    # Replication: a node hands on what it is primary of, and is handed as much by others.
+    busiest = max(own, kept + more * share)
+    if cluster.colocated:
+        busiest = max(busiest, work.push_bytes * _others(cluster.nodes) + more * share)
+    push_s = busiest / cluster.link_bytes_s
+    hidden_s = min(push_s, work.overlap * work.compute_s)
+    published = more * (work.pull_bytes + work.state_bytes) / cluster.nodes
+    reduce_s = share / cluster.reduce_bytes_s + published / cluster.link_bytes_s
+    pull_s = max(_exchanged(cluster, work.pull_bytes)) / cluster.link_bytes_s
+    phases = (
+        push_s - hidden_s,
+        cluster.workers * cluster.plan_s,
+        reduce_s,
+        pull_s,
+        _PUBLISHED * cluster.latency_s,
+    )
+    return StepTime(work.compute_s, *(seconds / work.every for seconds in phases))
+
+
+def _exchanged(cluster: Cluster, size_bytes: float) -> tuple[float, float]:
+    """Return the bytes between the nodes and all workers over a worker's link, and over a node's."""
+    at_home = 1 if cluster.colocated else 0
+    own = size_bytes
+    if cluster.colocated and cluster.nodes == cluster.workers:
+        own *= _others(cluster.nodes)
+    return own, (cluster.workers - at_home) * size_bytes / cluster.nodes
+
+
+def _others(nodes: int) -> float:
+    return (nodes - 1) / nodes
