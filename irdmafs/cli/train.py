@@ -44,7 +44,7 @@ def train() -> None:
 @_directory
 @click.option("--rule", default="sgd", show_default=True, metavar="RULE",
               help="sgd, adam, adamw, sum, mean, axpy, easgd, ema or diloco.")  # fmt: skip
-@click.option("--lr", type=float, default=0.01, show_default=True, help="The learning rate.")
+@click.option("--lr", type=float, help="The learning rate  [default: the rule's].")
 @click.option("--set", "settings", multiple=True, metavar="OPTION=VALUE",
               help="An option of the rule: --set momentum=0.9 --set nesterov=true.")  # fmt: skip
 @click.option("--sync", default="bsp", show_default=True, metavar="SYNC",
@@ -69,7 +69,7 @@ def train() -> None:
 def init(
     directory: str,
     rule: str,
-    lr: float,
+    lr: float | None,
     settings: tuple[str, ...],
     sync: str,
     workers: str,

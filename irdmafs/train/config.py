@@ -47,15 +47,16 @@ def is_worker_name(text: str) -> bool:
 class TrainConfig:
     """The keys of config.toml.
 
-    `workers`: "auto", a number, or names. `nonfinite`: a push with NaN or infinity is refused, skipped (it
-    counts, with weight 0), or counted (it takes part). `staleness`: "inverse" weights a push by 1 / (1 +
-    versions since its base). `keep`: versions that stay. `whole_every`: of every so many versions a file
-    with all parameters is made (0: of none). `ahead`: steps that a worker may push before the first of
-    them counts. `torch`: torch's kernels do the arithmetic, on every host.
+    `lr`: None is the rule's default. `workers`: "auto", a number, or names. `nonfinite`: a push with NaN or
+    infinity is refused, skipped (it counts, with weight 0), or counted (it takes part). `staleness`:
+    "inverse" weights a push by 1 / (1 + versions since its base). `keep`: versions that stay.
+    `whole_every`: of every so many versions a file with all parameters is made (0: of none). `ahead`: steps
+    that a worker may push before the first of them counts. `torch`: torch's kernels do the arithmetic, on
+    every host.
     """
 
     rule: str = "sgd"
-    lr: float = 0.01
+    lr: float | None = None
     options: Mapping[str, float | bool] = field(default_factory=dict)
     sync: str = "bsp"
     workers: str | int | tuple[str, ...] = "auto"
@@ -80,6 +81,8 @@ class TrainConfig:
                 raise TrainError(f"the option {name} of {self.rule} is a number, not {value!r}")
         for name, kind in _KINDS.items():
             value = getattr(self, name)
+            if name == "lr" and value is None:
+                continue
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
                 raise TrainError(f"{name} is not {value!r}")
         if self.nonfinite not in ("refuse", "skip", "count"):
@@ -96,11 +99,16 @@ class TrainConfig:
     def synchronization(self) -> Sync:
         return parse_sync(self.sync)
 
+    @property
+    def learning_rate(self) -> float:
+        """Return the configured rate, or the rule's default."""
+        return self.lr if self.lr is not None else RULES[self.rule].default_lr or 0.0
+
     def toml(self) -> str:
         """Return the text of config.toml."""
         lines = []
         for name, value in asdict(self).items():
-            if name != "options":
+            if name != "options" and value is not None:
                 lines.append(f"{name} = {_toml(value)}")
         lines += [
             "",

@@ -106,7 +106,7 @@ def next_plan(
         for push in waiting:
             first.setdefault(push.worker, push)
         taken = list(first.values())
-    lr = next((push.lr for push in taken if push.lr), config.lr)
+    lr = next((push.lr for push in taken if push.lr), config.learning_rate)
     counted = []
     for push in taken:
         weight = push.weight

@@ -111,7 +111,7 @@ def _first_version(
         {},
         config.rule,
         dict(config.options),
-        config.lr,
+        config.learning_rate,
         config.clip_norm,
         config.torch,
         time.time_ns(),

@@ -11,6 +11,7 @@ from .memory import memory
 from .peers import peers
 from .posix import posix
 from .soak import soak
+from .train import train
 from .training import training
 from .transport import transport
 from .verbs.command import verbs
@@ -24,6 +25,7 @@ def main() -> None:
 
 
 for _command in (
-    posix, memory, cluster, peers, transport, verify, verbs, training, train_arithmetic, soak, worker,
+    posix, memory, cluster, peers, transport, verify, verbs, train, training, train_arithmetic, soak,
+    worker,
 ):  # fmt: skip
     main.add_command(_command)

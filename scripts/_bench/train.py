@@ -1,0 +1,194 @@
+"""A synchronous training step through files, beside gloo's all-reduce on the same links."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import click
+import numpy as np
+from harness.cluster import MIB, Cluster, Plan
+from harness.network import Host, run
+
+from irdmafs import client
+from irdmafs.train import TrainConfig, begin
+from irdmafs.train import Worker as TrainWorker
+
+from .command import SETTINGS, asserting, finish, json_file, measuring, say
+from .tables import Rates, Row
+from .workers import Worker, tell
+
+OURS, BASE = "irdmafs", "gloo"
+HOSTS = 4
+TENSOR = 4 << 20
+PORT = 29511
+LEASE_S = 10
+
+
+def _model(elements: int) -> dict[str, np.ndarray[tuple[int], np.dtype[np.float32]]]:
+    """Return a model as tensors of 16 MiB."""
+    rng = np.random.default_rng(1)
+    return {
+        f"layer{first // TENSOR:04}": rng.standard_normal(min(TENSOR, elements - first), np.float32)
+        for first in range(0, elements, TENSOR)
+    }
+
+
+def work_by_files(directory: str, name: str) -> None:
+    """A worker: for each line it pushes gradients and pulls the next version, and tells the seconds."""
+    with TrainWorker(directory, name) as worker:
+        out = {key: np.array(value) for key, value in worker.pull().items()}
+        gradients = {key: np.full_like(value, 0.001) for key, value in out.items()}
+        tell(None)
+        for _ in sys.stdin:
+            start = time.perf_counter()
+            worker.push(gradients)
+            worker.pull(out, timeout_s=120)
+            tell([time.perf_counter() - start])
+
+
+def work_by_gloo(address: str, rank: int, world: int, elements: int) -> None:
+    """A rank: for each line it has the gradients reduced, and tells the seconds."""
+    import torch
+    import torch.distributed as distributed
+
+    os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": "eth0"}
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", rank=rank, world_size=world)
+    gradients = torch.full((elements,), 0.001)
+    tell(None)
+    for _ in sys.stdin:
+        start = time.perf_counter()
+        distributed.all_reduce(gradients)
+        tell([time.perf_counter() - start])
+    distributed.destroy_process_group()
+
+
+def _sent(hosts: Sequence[Host]) -> list[int]:
+    """Return the bytes that each host has sent."""
+    path = "/sys/class/net/eth0/statistics/tx_bytes"
+    return [int(run(*host.launcher, "cat", path)) for host in hosts]
+
+
+def _measure(
+    rates: Rates,
+    column: str,
+    workers: Sequence[Worker],
+    hosts: Sequence[Host],
+    size: int,
+    rounds: int,
+) -> None:
+    with ThreadPoolExecutor(len(workers)) as pool:
+
+        def step() -> float:
+            return max(
+                float(seconds) for [seconds] in pool.map(lambda one: one.do("step"), workers)
+            )
+
+        step()  # connections, and pages that are touched for the first time
+        for turn in range(rounds):
+            before = _sent(hosts)
+            seconds = step()
+            sent = max(now - then for now, then in zip(_sent(hosts), before, strict=True))
+            rates.add(column, "step", turn, size / seconds / 1e6)
+            rates.add(column, "bytes", turn, sent / size)
+
+
+@click.command(context_settings=SETTINGS)
+@click.option(
+    "--size", "size_mib", default=100, show_default=True, help="MiB of the model, in fp32."
+)
+@click.option("--rounds", default=5, show_default=True)
+@click.option("--mbit", default=1000, show_default=True, help="Mbit/s of each link.")
+@click.option("--apart", is_flag=True, help="Store nodes on hosts of their own.")
+@asserting
+@json_file
+def train(
+    size_mib: int, rounds: int, mbit: int, apart: bool, assert_: bool, json_file: Path | None
+) -> None:
+    """Measure synchronous steps of four workers: push gradients, sum them, pull parameters.
+
+    Beside it, torch's all-reduce by gloo, of the same gradients between the same hosts (needs torch). The
+    rule is a sum, so that both do the same arithmetic.
+    """
+    rows = (
+        Row(
+            "step",
+            f"gradients of {size_mib} MiB reduced and back",
+            "MB/s",
+            bar=1.2 if apart else 0.95,
+        ),
+        Row("bytes", "sent by the busiest worker's or node's host, per byte of the model", ""),
+    )
+    rates = Rates(rows, OURS, BASE)
+    size, elements = size_mib * MIB, size_mib * MIB // 4
+    with measuring():
+        plan = Plan(
+            nodes=HOSTS, mounts=HOSTS, replicas=1, lease_ttl_s=LEASE_S, namespaces=True,
+            store_bytes=12 * size, cache_bytes=8 * size,
+            beside={} if apart else {number: number for number in range(HOSTS)},
+        )  # fmt: skip
+        with Cluster(plan) as cluster:
+            places = [mount.path / "run" for mount in cluster.mounts]
+            places[0].mkdir()
+            with client.open(places[0]) as store:
+                store.publish_state_dict(_model(elements))
+            begin(places[0], TrainConfig(rule="sum", workers=HOSTS, whole_every=0))
+            hosts = [mount.host for mount in cluster.mounts]
+            reduced_at = cluster.mounts
+            if apart:
+                reduced_at = [cluster.add_mount(beside=node) for node in cluster.nodes]
+                hosts += [node.host for node in cluster.nodes]
+            for host in {host.name: host for host in hosts}.values():
+                cluster.network.shape(host, mbit * 1e6)
+            with contextlib.ExitStack() as stack:
+                for mount in reduced_at:
+                    stack.enter_context(_reducer(mount.path / "run"))
+                workers = [
+                    stack.enter_context(
+                        Worker(
+                            OURS,
+                            "_bench.train:work_by_files",
+                            {"directory": str(place), "name": f"w{n}"},
+                        )
+                    )
+                    for n, place in enumerate(places)
+                ]
+                _measure(rates, OURS, workers, hosts, size, rounds)
+                say((places[0] / ".train" / "status").read_text())
+            if importlib.util.find_spec("torch") is not None:
+                _measure_gloo(rates, [mount.host for mount in cluster.mounts], elements, rounds)
+    finish(rates, 100, json_file, assert_)
+
+
+def _measure_gloo(rates: Rates, hosts: Sequence[Host], elements: int, rounds: int) -> None:
+    plans = [
+        {"address": hosts[0].address, "rank": rank, "world": HOSTS, "elements": elements}
+        for rank in range(HOSTS)
+    ]
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(HOSTS) as pool:
+        workers = [
+            Worker(BASE, "_bench.train:work_by_gloo", plan, host.launcher)
+            for plan, host in zip(plans, hosts, strict=True)
+        ]
+        list(pool.map(stack.enter_context, workers))
+        _measure(rates, BASE, workers, hosts, elements * 4, rounds)
+
+
+@contextlib.contextmanager
+def _reducer(directory: Path) -> Iterator[None]:
+    options = ("--threads", "1")
+    command = [sys.executable, "-m", "irdmafs", "train", "reduce", os.fspath(directory), *options]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        try:
+            yield
+        finally:
+            process.send_signal(signal.SIGTERM)
