@@ -14,14 +14,15 @@ from importlib import import_module
 from pathlib import Path
 
 from ..mount.push_messages import ANSWER, REASON_MAX_BYTES, REQUEST_MAX_BYTES
+from .errors import TrainError
 
 __all__ = ["Check", "main", "serve"]
 
 log = logging.getLogger(__name__)
 
-# check(directory, fd, name): `directory` has user.irdmafs.train=push, `name` is the path of the push from
-# there, of one or two components, and `fd` is open on its content, for reading. Raises OSError with the
-# reason.
+# check(directory, fd, name): `directory` is the one that is trained in, `name` the path of the push from
+# its .train/push, of one or two components, and `fd` is open on its content, for reading. Raises OSError
+# with the reason, or TrainError.
 Check = Callable[[Path, int, str], None]
 
 
@@ -34,7 +35,7 @@ def serve(channel: socket.socket, check: Check) -> None:
         mountpoint, directory, name = map(os.fsdecode, request.split(b"\0"))
         (fd,) = descriptors
         try:
-            code, reason = _verdict(check, Path(mountpoint, directory), fd, name)
+            code, reason = _verdict(check, Path(mountpoint, directory).parent.parent, fd, name)
         finally:
             os.close(fd)
         text = reason.encode(errors="backslashreplace")[:REASON_MAX_BYTES]
@@ -51,6 +52,8 @@ def _verdict(check: Check, directory: Path, fd: int, name: str) -> tuple[int, st
         reason = error.strerror or str(error)
         where = f" ({error.filename})" if error.filename is not None else ""
         return error.errno or errno.EIO, reason + where
+    except TrainError as error:
+        return errno.EINVAL, str(error)
     except Exception as error:
         log.exception("checking %s in %s failed", name, directory)
         return errno.EIO, f"the check failed: {type(error).__name__}: {error}"

@@ -16,7 +16,7 @@ COMMAND = (sys.executable, __file__, "irdmafs")
 
 def check(directory: Path, fd: int, name: str) -> None:
     """Check as described above, and look at the directory on the mount, as a real check does."""
-    assert name.partition("/")[0] in os.listdir(directory)
+    assert name.partition("/")[0] in os.listdir(directory / ".train" / "push")
     kind, _, rest = os.pread(fd, 4096, 0).decode().partition("\n")[0].partition(" ")
     if kind == "bad":
         raise OSError(errno.EINVAL, rest)

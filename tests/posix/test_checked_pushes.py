@@ -34,8 +34,8 @@ def module_mount(session: str) -> Iterator[Mount]:
 @pytest.fixture
 def pushes(folder: Path) -> Path:
     """A directory for pushes."""
-    directory = folder / "push"
-    directory.mkdir()
+    directory = folder / ".train" / "push"
+    directory.mkdir(parents=True)
     os.setxattr(directory, ATTRIBUTE, b"push")
     return directory
 
