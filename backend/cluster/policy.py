@@ -37,13 +37,15 @@ class Policy(NamedTuple):
     """A value of `user.irdmafs.placement`, for files created below the directory.
 
     `spread` is the widest level at which replicas are kept apart; `only` restricts to nodes whose
-    label is one of the values; `local` wants a replica on the writer's host. `local` needs no groups
-    of its own: the writer picks a seed that leads to a fitting one.
+    label is one of the values; `local` wants a replica on the writer's host; `together` wants files of
+    the same name below the directory in the same groups. The last two need no groups of their own:
+    the creator picks a seed that leads to fitting ones.
     """
 
     spread: str = LEVELS[0]
     only: tuple[tuple[str, tuple[str, ...]], ...] = ()
     local: bool = False
+    together: bool = False
 
     @property
     def levels(self) -> tuple[str, ...]:
@@ -63,11 +65,11 @@ class Policy(NamedTuple):
 
 def parse_policy(text: str) -> Policy:
     """Parse words separated by blanks or commas: `zone=a|b`, `rack=…`, `host=…`, `spread=zone|rack|host`,
-    `local`.
+    `local` or `together`.
 
     Raises ValueError with a line that says what is allowed.
     """
-    spread, local = LEVELS[0], False
+    spread, local, together = LEVELS[0], False, False
     only: dict[str, tuple[str, ...]] = {}
     seen = set()
     for word in text.replace(",", " ").split():
@@ -77,6 +79,8 @@ def parse_policy(text: str) -> Policy:
         seen.add(key)
         if word == "local":
             local = True
+        elif word == "together":
+            together = True
         elif key == "spread" and value in LEVELS:
             spread = value
         elif key in LEVELS and equals and all(value.split("|")):
@@ -84,9 +88,15 @@ def parse_policy(text: str) -> Policy:
         else:
             raise ValueError(
                 f"placement: {word!r} is not understood; write words like zone=a, rack=r1|r2, "
-                f"spread={'|'.join(LEVELS)}, local"
+                f"spread={'|'.join(LEVELS)}, local, together"
             )
-    return Policy(spread, tuple((level, only[level]) for level in LEVELS if level in only), local)
+    if local and together:
+        raise ValueError(
+            "placement: local and together exclude each other: the groups of a file follow from its "
+            "writer's host, or from its name"
+        )
+    only_in_order = tuple((level, only[level]) for level in LEVELS if level in only)
+    return Policy(spread, only_in_order, local, together)
 
 
 def policy_id(rule: str, known: Mapping[int, str]) -> int:

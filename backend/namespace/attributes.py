@@ -46,6 +46,17 @@ def check(name: bytes, value: bytes) -> None:
         raise ValueError(f"user.irdmafs.train is push, not {_text(value)!r}")
 
 
+def directory_with(namespace: Namespace, name: bytes, directory: int) -> int:
+    """Return the nearest directory, from this one upwards, that has an attribute; 0 if none has it."""
+    while (inode := namespace.inodes.get(directory)) is not None:
+        if name in inode.xattrs:
+            return directory
+        if directory == ROOT_INO:
+            break
+        directory = inode.parent
+    return 0
+
+
 def of(namespace: Namespace, directory: int, settings: Settings) -> tuple[int, int, Policy]:
     """Return replicas, stripe size in bytes and placement of new files in a directory."""
     found: dict[bytes, bytes] = {}

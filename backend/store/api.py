@@ -118,6 +118,11 @@ class Store(Protocol):
         """Return where the contents of a file created under this name are to be kept."""
         ...
 
+    async def nodes_of(self, inode: Inode) -> list[dict[str, Any]]:
+        """Return, for each stripe group of a file, the group and the store nodes that keep it, the primary
+        first. Raises OSError ENODATA where there are no store nodes."""
+        ...
+
     def allocate(self, inode: Inode) -> tuple[ContentId, int]:
         """Make an empty working copy for a file. Return its number and a read-write descriptor that the
         caller closes. Raises OSError (ENOSPC, EMFILE)."""

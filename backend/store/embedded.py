@@ -189,6 +189,9 @@ class EmbeddedStore(Pinned):
     def layout(self, parent: int, name: bytes) -> Layout:
         return _HERE
 
+    async def nodes_of(self, inode: Inode) -> list[dict[str, Any]]:
+        raise fail(errno.ENODATA, "it is on this host")
+
     def allocate(self, inode: Inode) -> tuple[ContentId, int]:
         return self.extents.allocate()
 

@@ -27,12 +27,14 @@ PREFETCH_NOW: Final = PREFIX + b"prefetch_now"
 # Followed by the numbers of two descriptors of the caller: ".5.6".
 READ_INTO: Final = PREFIX + b"read_into"
 STATUS: Final = PREFIX + b"status"
+# Which store nodes keep a file, in a cluster.
+NODES: Final = PREFIX + b"nodes"
 VERSION: Final = PREFIX + b"version"
 VERSIONS: Final = PREFIX + b"versions"
 QUOTA_USED_BYTES: Final = PREFIX + b"quota_used_bytes"
 QUOTA_USED_INODES: Final = PREFIX + b"quota_used_inodes"
 
-_TELLING = {STATUS, VERSION, VERSIONS, QUOTA_USED_BYTES, QUOTA_USED_INODES}
+_TELLING = {STATUS, NODES, VERSION, VERSIONS, QUOTA_USED_BYTES, QUOTA_USED_INODES}
 _OF_DIRECTORIES = {ISOLATION, TRAIN, *NAMES, *QUOTA_NAMES}
 # The attributes of array files (irdmafs.client), and those by which a directory rules everything below it.
 _KEPT = {PREFIX + b"dtype", PREFIX + b"shape", *_OF_DIRECTORIES}

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any, Final
 
-from ..backend.namespace import ROOT_INO, acl, fail
+from ..backend.namespace import ROOT_INO, Inode, acl, fail
 from ..backend.namespace.quotas import QUOTA_NAMES
 from ..backend.store.api import Store
 from ..callers.credentials import CAP_SYS_ADMIN
@@ -108,6 +108,8 @@ class Xattrs:
             return json.dumps(self._store.prefetch_progress(found.ino)).encode()
         if name == own_xattrs.STATUS and found.ino == ROOT_INO:
             return json.dumps(self._status()).encode()
+        if name == own_xattrs.NODES and found.is_file:
+            return await self._nodes_of(found)
         if name in (own_xattrs.QUOTA_USED_BYTES, own_xattrs.QUOTA_USED_INODES):
             await self._coherence.freshen(found)
             return quotas.used(self._namespace, found.ino, name)
@@ -120,6 +122,13 @@ class Xattrs:
                 answer = {"why_not": str(error.strerror)[:_WHY_MAX]}
             return json.dumps(answer).encode()
         raise fail(errno.ENODATA)
+
+    async def _nodes_of(self, inode: Inode) -> bytes:
+        await self._coherence.freshen(inode)
+        if self._store.shared:
+            await detach()
+        found = await self._store.nodes_of(self._namespace.inode(inode.ino))
+        return json.dumps(found, separators=(",", ":")).encode()
 
     async def _read_into(self, node_id: int, name: bytes, ctx: Caller) -> dict[str, Any]:
         """Read a file's current version, as an open would find it, into memory that the caller lends. An

@@ -247,11 +247,18 @@ def test_policies_are_read_in_any_order_and_written_in_one() -> None:
     assert policy == Policy("rack", (("zone", ("a", "b")),), True)
     assert policy.rule == "zone=a|b spread=rack"
     assert parse_policy(policy.rule) == policy._replace(local=False)
-    assert parse_policy("").rule == parse_policy("local").rule == ""
+    assert (
+        parse_policy("").rule == parse_policy("local").rule == parse_policy("together").rule == ""
+    )
+    assert parse_policy("together rack=r") == Policy(only=(("rack", ("r",)),), together=True)
 
 
 @pytest.mark.parametrize(
-    "text", ["zone", "zone=", "zone=a|", "moon=a", "spread=moon", "zone=a zone=b", "local=yes"]
+    "text",
+    [
+        *("zone", "zone=", "zone=a|", "moon=a", "spread=moon", "zone=a zone=b", "local=yes"),
+        *("together=yes", "local together"),
+    ],
 )
 def test_policies_that_are_not_understood_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"^placement: "):

@@ -616,3 +616,14 @@ def test_access_times_stay_on_a_read_only_mount(
     mount.unmount()
     mount.remount()
     assert [path.stat().st_atime_ns for path in (file, directory)] == [10**9, 10**9]
+
+
+@pytest.mark.beyond_posix
+def test_file_tells_its_store_nodes_in_a_cluster_only(folder: Path, session: str) -> None:
+    (folder / "file").write_bytes(b"content")
+    if session == CLUSTER:
+        assert b'"nodes":[{"node":"' in os.getxattr(folder / "file", "user.irdmafs.nodes")
+        return
+    with pytest.raises(OSError) as caught:
+        os.getxattr(folder / "file", "user.irdmafs.nodes")
+    assert caught.value.errno == errno.ENODATA

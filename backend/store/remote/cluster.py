@@ -39,7 +39,7 @@ class Cluster:
         self.small_bytes = small_bytes
         self.timeout_s = timeout_s
         self.here = 0
-        self._host = host
+        self.host = host
         self._find_node_here()
         members.node_changed.append(self._node_changed)
 
@@ -50,7 +50,7 @@ class Cluster:
     def _find_node_here(self) -> None:
         self.here = 0
         for node, address in self.members.nodes.items():
-            if address.host == self._host and _is_store_of(address.store, node):
+            if address.host == self.host and _is_store_of(address.store, node):
                 self.here = node
 
     @property

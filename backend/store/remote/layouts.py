@@ -2,16 +2,20 @@
 
 import errno
 import logging
+from typing import Any
 
 from ...cluster.placement import local_seed, pool_of, seed_of
 from ...cluster.policy import Policy, parse_policy, policy_id
-from ...cluster.records import Layout, policy_key
+from ...cluster.records import GroupConfig, Layout, policy_key
 from ...kv import Conflict, Put
 from ...kv.etcd import EtcdEngine
 from ...namespace import Inode, Namespace, attributes, fail
 from .cluster import Cluster
 
 __all__ = ["Layouts"]
+
+# Groups that are told of one file: answers to getxattr(2) are to be small.
+_TOLD_GROUPS_MAX = 16
 
 log = logging.getLogger(__name__)
 
@@ -29,12 +33,19 @@ class Layouts:
         """Return where the contents of a file created under this name are to be kept."""
         cluster, settings = self._cluster, self._cluster.settings
         replicas, stripe_bytes, wanted = attributes.of(self._namespace, parent, settings)
-        path = self._namespace.path_of(parent) + b"/" + name
+        path = self._seeding(parent, wanted) + b"/" + name
         layout = Layout(replicas, stripe_bytes, seed_of(path), self._policy_number(wanted))
         if wanted.local and cluster.here:
             seed = local_seed(path, layout, 0, settings.buckets, cluster.has_member_here)
             layout = layout._replace(seed=seed)
         return layout
+
+    def _seeding(self, parent: int, wanted: Policy) -> bytes:
+        """Return bytes that have the same seed, together with a name, for all files that are kept alike."""
+        if wanted.together:
+            directory = attributes.directory_with(self._namespace, attributes.PLACEMENT, parent)
+            return directory.to_bytes(8, "big")
+        return self._namespace.path_of(parent)
 
     def _policy_number(self, wanted: Policy) -> int:
         """Return the number of a placement rule; 0, the default, for one that no mount has made known (its
@@ -49,6 +60,29 @@ class Layouts:
         settings = self._cluster.settings
         seed = seed_of(inode.ino.to_bytes(8, "big"))
         return Layout(settings.replicas, settings.stripe_bytes, seed)
+
+    async def nodes_of(self, inode: Inode) -> list[dict[str, Any]]:
+        """Return the groups of a file's stripes, 16 at most, and the nodes that keep each, the primary
+        first: the value of user.irdmafs.nodes. Raises OSError if there is no node for them."""
+        cluster, layout = self._cluster, self.of(inode)
+        stripes = min(max(1, layout.stripes(inode.size)), _TOLD_GROUPS_MAX)
+        await self.ensure_groups(layout)
+        return [self._group_row(cluster.group(layout, stripe)) for stripe in range(stripes)]
+
+    def _group_row(self, group: int) -> dict[str, Any]:
+        found = self._cluster.groups.get(group)
+        config = found[0] if found is not None else GroupConfig(0, ())
+        nodes = [self._node_row(node, config) for node in config.members]
+        return {"group": group, "nodes": nodes}
+
+    def _node_row(self, node: int, config: GroupConfig) -> dict[str, Any]:
+        address = self._members.nodes.get(node)
+        return {
+            "node": f"{node:016x}",
+            "host": address.host if address is not None else "",
+            "here": address is not None and address.host == self._cluster.host,
+            "in_sync": node in config.in_sync,
+        }
 
     async def check_attribute(self, inode: Inode, name: bytes, value: bytes) -> None:
         """Check an attribute that is about to be set, and make a new placement rule known to the cluster.

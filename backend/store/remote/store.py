@@ -193,6 +193,7 @@ class RemoteStore:
         self.pin, self.unpin, self.retire = pins.pin, pins.unpin, pins.retire
         self.is_here, self.is_lent = pins.is_here, contents.is_lent
         self.layout, self.check_attribute = layouts.of_name, layouts.check_attribute
+        self.nodes_of = layouts.nodes_of
         self.allocate, self.publish = publisher.allocate, publisher.publish
         self.save_aside = publisher.save_aside
         self.begin_in_place, self.end_in_place = in_place.begin, in_place.end
