@@ -1,0 +1,144 @@
+"""Files of one name are kept together, and each file tells which store nodes keep it."""
+
+import errno
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import MIB, Cluster, Plan
+
+from irdmafs.train.places import is_here, shard_names
+
+PLACEMENT, NODES = "user.irdmafs.placement", "user.irdmafs.nodes"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(Plan(nodes=3, mounts=2, replicas=2, buckets=64, beside={0: 0})) as made:
+        yield made
+
+
+@pytest.fixture
+def folder(cluster: Cluster, request: pytest.FixtureRequest) -> Path:
+    path = cluster.mounts[0].path / str(request.node.name)
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def together(folder: Path) -> Path:
+    os.setxattr(folder, PLACEMENT, b"together")
+    return folder
+
+
+def groups_of(file: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(os.getxattr(file, NODES))
+    return found
+
+
+def made(file: Path, content: bytes = b"") -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(content)
+    return file
+
+
+def test_files_of_one_name_have_the_same_groups_stripe_by_stripe(
+    cluster: Cluster, together: Path
+) -> None:
+    os.setxattr(together, "user.irdmafs.stripe_size", b"1M")
+    content = bytes(3 * MIB)
+    one, other = made(together / "a" / "0", content), made(together / "b" / "c" / "0", content)
+    assert len(groups_of(one)) == 3
+    assert groups_of(one) == groups_of(other)
+    elsewhere = (
+        cluster.mounts[1].path / other.parent.relative_to(cluster.mounts[0].path) / "d" / "0"
+    )
+    numbers = [row["group"] for row in groups_of(made(elsewhere, content))]
+    assert numbers == [row["group"] for row in groups_of(one)]
+    names = [str(n) for n in range(30)]
+    assert len({groups_of(made(together / name))[0]["group"] for name in names}) > 10
+
+
+def test_nearest_directory_with_a_placement_decides_which_files_are_together(
+    together: Path,
+) -> None:
+    inner, plain = together / "inner", together / "plain"
+    inner.mkdir()
+    plain.mkdir()
+    os.setxattr(inner, PLACEMENT, b"together")
+    os.setxattr(plain, PLACEMENT, b"spread=host")
+    names = [str(n) for n in range(8)]
+    outer_groups, inner_groups, plain_groups = (
+        [groups_of(made(directory / name))[0]["group"] for name in names]
+        for directory in (together, inner, plain)
+    )
+    assert outer_groups != inner_groups
+    assert outer_groups != plain_groups
+
+
+def test_renamed_file_stays_where_it_was_created(together: Path) -> None:
+    file = made(together / "0", b"content")
+    before = groups_of(file)
+    file.rename(together / "1")
+    assert groups_of(together / "1") == before
+
+
+def test_local_and_together_exclude_each_other(folder: Path) -> None:
+    with pytest.raises(OSError) as caught:
+        os.setxattr(folder, PLACEMENT, b"local together")
+    assert caught.value.errno == errno.EINVAL
+
+
+def test_file_tells_the_nodes_that_keep_it_primary_first(cluster: Cluster, folder: Path) -> None:
+    configs = cluster.groups()
+    hosts = {node: address.host for node, address in cluster.live_nodes().items()}
+    for n in range(10):
+        (row,) = groups_of(made(folder / str(n), b"content"))
+        configs = configs if row["group"] in configs else cluster.groups()
+        config = configs[row["group"]]
+        assert [int(node["node"], 16) for node in row["nodes"]] == list(config.members)
+        for node in row["nodes"]:
+            number = int(node["node"], 16)
+            assert node["node"] == f"{number:016x}"
+            assert node["host"] == hosts[number]
+            assert node["here"] == (hosts[number] == cluster.nodes[0].host.name)
+            assert node["in_sync"] == (number in config.in_sync)
+
+
+def test_file_that_was_never_written_tells_it_too(folder: Path) -> None:
+    with open(folder / "file", "wb") as file:
+        before = groups_of(folder / "file")
+        assert before[0]["nodes"]
+        file.write(b"content")
+    assert groups_of(folder / "file") == before
+
+
+def test_large_file_tells_sixteen_groups(folder: Path) -> None:
+    os.setxattr(folder, "user.irdmafs.stripe_size", b"1M")
+    with open(folder / "file", "wb") as file:
+        file.truncate(20 * MIB)
+    assert len(groups_of(folder / "file")) == 16
+    assert NODES not in os.listxattr(folder / "file")
+
+
+def test_directories_do_not_have_it_and_nobody_sets_it(folder: Path) -> None:
+    with pytest.raises(OSError) as caught:
+        os.getxattr(folder, NODES)
+    assert caught.value.errno == errno.ENODATA
+    with pytest.raises(OSError) as caught:
+        os.setxattr(made(folder / "file"), NODES, b"[]")
+    assert caught.value.errno == errno.EPERM
+
+
+def test_each_node_is_primary_of_one_shard(cluster: Cluster, together: Path) -> None:
+    names = shard_names(together, None)
+    assert os.listdir(together) == []
+    files = [made(together / "state" / name, b"content") for name in names]
+    primaries = Counter(groups_of(file)[0]["nodes"][0]["node"] for file in files)
+    assert sorted(primaries.values()) == [1, 1, 1]
+    assert {int(node, 16) for node in primaries} == set(cluster.live_nodes())
+    assert sorted(map(is_here, files), key=str) == [False, False, True]
