@@ -2,8 +2,9 @@
 
 Most requests are answered from memory and never wait, but a trio task costs more than answering them.
 So the kernel session starts each request's coroutine itself. A coroutine that is about to wait calls
-`await detach()` first; at that point the session moves it into a task of its own. Under any other
-runner (pyfuse3, a test) detach() does nothing.
+`await detach()` first; at that point the session moves it into a task of its own. A coroutine that waits
+for others, perhaps for ever, says so: `await detach(any_signal=True)`. Under any other runner (pyfuse3, a
+test) detach() does nothing.
 """
 
 from collections.abc import Callable, Coroutine, Generator
@@ -14,18 +15,25 @@ from typing import Any, Final, TypeVar
 T = TypeVar("T")
 
 _DETACH: Final = object()
+_DETACH_UNTIL_ANY_SIGNAL: Final = object()
 _inline = False
 
 
 class Detached(Exception):
-    """Raised by run(): the coroutine has to wait; go on with resume() in a task."""
+    """Raised by run(): the coroutine has to wait; go on with resume() in a task. `any_signal`: any signal
+    that the caller gets may end the wait."""
+
+    def __init__(self, *, any_signal: bool) -> None:
+        super().__init__()
+        self.any_signal = any_signal
 
 
 @coroutine
-def detach() -> Generator[object, None, None]:
-    """Leave the synchronous caller; await this before the first await that may wait."""
+def detach(*, any_signal: bool = False) -> Generator[object, None, None]:
+    """Leave the synchronous caller; await this before the first await that may wait. `any_signal`: any signal
+    that the caller gets may end the wait."""
     if _inline:
-        yield _DETACH
+        yield _DETACH_UNTIL_ANY_SIGNAL if any_signal else _DETACH
 
 
 def run(coro: Coroutine[Any, Any, T]) -> T:
@@ -39,9 +47,9 @@ def run(coro: Coroutine[Any, Any, T]) -> T:
         return result
     finally:
         _inline = outer
-    if yielded is not _DETACH:
+    if yielded is not _DETACH and yielded is not _DETACH_UNTIL_ANY_SIGNAL:
         raise RuntimeError(f"{coro!r} waited without detach()")
-    raise Detached
+    raise Detached(any_signal=yielded is _DETACH_UNTIL_ANY_SIGNAL)
 
 
 @coroutine

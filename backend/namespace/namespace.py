@@ -92,6 +92,7 @@ class Namespace:
         self.inodes = tree.inodes
         self.holders = tree.holders
         self.quotas = tree.quotas
+        self.watches = tree.watches
         self.inode = tree.inode
         self.lookup = tree.lookup
         self.leads_to = tree.leads_to

@@ -289,14 +289,16 @@ class Processes:
         pending = (masks[b"SigPnd"] | masks[b"ShdPnd"]) & ~masks[b"SigBlk"]
         caught = pending & masks[b"SigCgt"]
         deadly = pending & ~caught & ~masks[b"SigIgn"] & ~_mask(*_HARMLESS)
-        return PendingSignals(bool(deadly), bool(caught & _mask(SIGINT)))
+        return PendingSignals(bool(deadly), bool(caught & _mask(SIGINT)), bool(caught))
 
 
 class PendingSignals(NamedTuple):
-    """Signals that wait for a thread. `fatal`: it is about to die. `keyboard`: it will handle SIGINT."""
+    """Signals that wait for a thread. `fatal`: it is about to die. `keyboard`: it will handle SIGINT.
+    `handled`: it will handle one."""
 
     fatal: bool
     keyboard: bool
+    handled: bool = False
 
 
 def _mask(*signals: int) -> int:

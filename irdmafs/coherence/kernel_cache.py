@@ -19,6 +19,11 @@ class KernelCache(ABC):
         """Return whether the kernel can be made to forget without waiting for a lock. If not, it must not
         believe anything that others may change."""
 
+    @property
+    @abstractmethod
+    def tells_of_signals(self) -> bool:
+        """Whether it ends requests whose callers got a signal (see interrupts)."""
+
     @abstractmethod
     def start_soon(self, telling: Callable[..., Awaitable[None]], *args: Any) -> bool:
         """Start a task of the session. Return False if the session, and so the mount, has ended."""

@@ -58,6 +58,8 @@ class Answering:
         self._released, self._forgotten = self.deferred.released, self.deferred.forgotten
         # Requests that wait in tasks of their own, by number.
         self.waiting: dict[int, Waiting] = {}
+        # The number of those that wait for others, which may take long.
+        self._resting = 0
         table = Requests(
             connection, operations, backings, notices, self.deferred, self._interrupted
         )
@@ -95,9 +97,12 @@ class Answering:
                 self._connection.answer(
                     request.unique, (result or b"") if pack is None else pack(result)
                 )
-        except inline.Detached:
-            waiting = Waiting(opcode, request.pid, trio.CancelScope(), trio.Event())
+        except inline.Detached as detached:
+            waiting = Waiting(
+                opcode, request.pid, detached.any_signal, trio.CancelScope(), trio.Event()
+            )
             self.waiting[request.unique] = waiting
+            self._resting += waiting.any_signal
             self._nursery.start_soon(self._finish, request, row, waiting, result)
         except Exception as error:
             self.fail(request, error)
@@ -116,8 +121,15 @@ class Answering:
             finally:
                 waiting.ended.set()
                 del self.waiting[request.unique]
+                self._resting -= waiting.any_signal
         if scope.cancelled_caught:
             self._connection.refuse(request.unique, errno.EINTR)
+
+    def want_turn(self) -> bool:
+        """Return whether tasks of requests may have something to do."""
+        if len(self.waiting) > self._resting:
+            return True
+        return self._resting > 0 and trio.lowlevel.current_statistics().tasks_runnable > 0
 
     def _interrupted(self, unique: int) -> None:
         """Handle INTERRUPT: the caller of a request got a signal."""

@@ -4,8 +4,8 @@ The kernel reports only the first signal that a waiting caller gets, and goes on
 files are not interrupted, as on other filesystems: a close() that failed because of a timer or the end of a
 child would lose bytes, and an open() that began anew at each tick of a profiler would never end. So a
 request goes on unless its caller is about to die. There are two exceptions: any signal wakes a process that
-waits for a lock, as POSIX says; and an interrupt from the keyboard that a program handles (Python raises an
-exception) ends calls that only look and read.
+waits for a lock, as POSIX says, or for a change by others; and an interrupt from the keyboard that a program
+handles (Python raises an exception) ends calls that only look and read.
 """
 
 from typing import Final, NamedTuple
@@ -26,10 +26,12 @@ _READING: Final = frozenset(
 
 
 class Waiting(NamedTuple):
-    """A request of `pid` (a thread) that waits in `scope`, until it has `ended`."""
+    """A request of `pid` (a thread) that waits in `scope`, until it has `ended`. `any_signal`: it waits for
+    others, and ends with any signal."""
 
     opcode: int
     pid: int
+    any_signal: bool
     scope: trio.CancelScope
     ended: trio.Event
 
@@ -43,7 +45,7 @@ class Waiting(NamedTuple):
                 await self.ended.wait()
 
     async def _should_end(self, processes: Processes) -> bool:
-        if self.opcode == Opcode.SETLKW:
+        if self.any_signal or self.opcode == Opcode.SETLKW:
             return True
         pending = await processes.pending_signals(self.pid)
         return pending.fatal or (pending.keyboard and self.opcode in _READING)

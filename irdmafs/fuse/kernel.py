@@ -106,7 +106,7 @@ class KernelSession(Session):
                     continue
                 if self._finished.is_set():
                     return
-                if answering.waiting:
+                if answering.waiting and answering.want_turn():
                     break  # requests that wait in their own tasks want their turn
                 while not (ready := poller.poll(0)) and clock() < spin_ends:
                     pass

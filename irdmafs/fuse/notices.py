@@ -36,6 +36,8 @@ class Notices(KernelCache):
 
     # -- what it is to forget --------------------------------------------------------------------
 
+    tells_of_signals = True
+
     @property
     def can_forget(self) -> bool:
         return self._connection.has_epochs and not self._submounts.exist()

@@ -54,6 +54,7 @@ class PortableSession(Session):
         options: set[str],
     ) -> None:
         self._tasks = tasks
+        self._end_waits = operations.end_waits
         pyfuse3.init(_adapted(operations, counts), mountpoint, options)
 
     async def run(self) -> None:
@@ -64,6 +65,7 @@ class PortableSession(Session):
             nursery.cancel_scope.cancel()
 
     def stop(self) -> None:
+        self._end_waits()
         pyfuse3.terminate()
 
     def close(self) -> None:
@@ -75,6 +77,7 @@ class PortableNotices(KernelCache):
     """The kernel's memory of a mount with this session."""
 
     can_forget = False
+    tells_of_signals = False
 
     def __init__(self, tasks: Tasks) -> None:
         self._tasks = tasks

@@ -21,6 +21,7 @@ from .lookups import Lookups
 from .metadata import Metadata
 from .names import Names
 from .opens import Opens
+from .waits import Waits
 from .xattrs import Xattrs
 
 
@@ -65,7 +66,11 @@ class Operations:
         self.flags, self.set_flags = metadata.flags, metadata.set_flags
         self.birth_ns, self.has_set_ids = metadata.birth_ns, metadata.has_set_ids
 
-        xattrs = Xattrs(store, cache, coherence, answers, status, acls=acls)
+        waits = Waits(
+            store.namespace, cache.processes, tells_of_signals=cache.kernel.tells_of_signals
+        )
+        self.end_waits = waits.end
+        xattrs = Xattrs(store, cache, coherence, answers, status, waits, acls=acls)
         self.setxattr, self.getxattr = xattrs.setxattr, xattrs.getxattr
         self.listxattr, self.removexattr = xattrs.listxattr, xattrs.removexattr
         self.has_xattrs = xattrs.has_xattrs

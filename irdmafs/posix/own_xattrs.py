@@ -5,7 +5,9 @@ Some are kept with an inode; others report or do something when they are read or
 
 import errno
 import logging
+import math
 import os
+import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -20,6 +22,8 @@ from ..coherence.nodes import NodeTable
 log = logging.getLogger(__name__)
 
 PREFIX: Final = b"user.irdmafs."
+# The counter of changes below a directory; followed by ".N" or ".N.SECONDS", once it is not N.
+CHANGES: Final = PREFIX + b"changes"
 DISCARD: Final = PREFIX + b"discard"
 PREFETCH: Final = PREFIX + b"prefetch"
 # Reading it begins a prefetch: that takes no right to write, and goes on a read-only mount.
@@ -34,11 +38,12 @@ VERSIONS: Final = PREFIX + b"versions"
 QUOTA_USED_BYTES: Final = PREFIX + b"quota_used_bytes"
 QUOTA_USED_INODES: Final = PREFIX + b"quota_used_inodes"
 
-_TELLING = {STATUS, NODES, VERSION, VERSIONS, QUOTA_USED_BYTES, QUOTA_USED_INODES}
+_TELLING = {CHANGES, STATUS, NODES, VERSION, VERSIONS, QUOTA_USED_BYTES, QUOTA_USED_INODES}
 _OF_DIRECTORIES = {ISOLATION, TRAIN, *NAMES, *QUOTA_NAMES}
 # The attributes of array files (irdmafs.client), and those by which a directory rules everything below it.
 _KEPT = {PREFIX + b"dtype", PREFIX + b"shape", *_OF_DIRECTORIES}
 _SETTABLE = {DISCARD, PREFETCH, *_KEPT}
+_CHANGED_SINCE: Final = re.compile(rb"\.([0-9]{1,20})(?:\.([0-9]+(?:\.[0-9]+)?))?")
 
 
 @contextmanager
@@ -67,6 +72,19 @@ def refuse_nonsense(inode: Inode, name: bytes, value: bytes) -> None:
             check(name, value)
         except ValueError as error:
             raise fail(errno.EINVAL, str(error)) from None
+
+
+def changes_asked(name: bytes) -> tuple[int, float] | None:
+    """Return which counter of changes a request waits out, and for how many seconds, by a name that begins
+    with CHANGES; None: it does not wait. Raises OSError EINVAL."""
+    asked = name.removeprefix(CHANGES)
+    if not asked:
+        return None
+    found = _CHANGED_SINCE.fullmatch(asked)
+    if found is None:
+        raise fail(errno.EINVAL)
+    count, seconds = found.groups()
+    return int(count), float(seconds) if seconds is not None else math.inf
 
 
 def versions(inode: Inode, cache: Cache, nodes: NodeTable) -> dict[str, Any]:

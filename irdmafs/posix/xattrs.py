@@ -18,6 +18,7 @@ from . import own_xattrs, quotas
 from .answers import Answers
 from .calls import Caller
 from .privileges import privileges_of
+from .waits import Waits
 
 _DESCRIPTOR_MAX: Final = 2**31 - 1
 _WHY_MAX: Final = 96
@@ -36,6 +37,7 @@ class Xattrs:
         coherence: Coherence,
         answers: Answers,
         status: Callable[[], dict[str, Any]],
+        waits: Waits,
         *,
         acls: bool,
     ) -> None:
@@ -47,6 +49,7 @@ class Xattrs:
         self._coherence = coherence
         self._answers = answers
         self._status = status
+        self._waits = waits
         self._acls = acls
 
     async def setxattr(
@@ -106,6 +109,8 @@ class Xattrs:
             self._store.prefetch(found.ino)
         if name in (own_xattrs.PREFETCH, own_xattrs.PREFETCH_NOW):
             return json.dumps(self._store.prefetch_progress(found.ino)).encode()
+        if name.startswith(own_xattrs.CHANGES) and found.is_dir:
+            return await self._changes(found.ino, name, ctx)
         if name == own_xattrs.STATUS and found.ino == ROOT_INO:
             return json.dumps(self._status()).encode()
         if name == own_xattrs.NODES and found.is_file:
@@ -129,6 +134,14 @@ class Xattrs:
             await detach()
         found = await self._store.nodes_of(self._namespace.inode(inode.ino))
         return json.dumps(found, separators=(",", ":")).encode()
+
+    async def _changes(self, directory: int, name: bytes, ctx: Caller) -> bytes:
+        """Return the counter of changes below a directory, as the name asks for it."""
+        asked = own_xattrs.changes_asked(name)
+        if asked is not None:
+            count, seconds = asked
+            await self._waits.changed(directory, count, seconds, ctx)
+        return b"%d" % self._namespace.watches.count(directory)
 
     async def _read_into(self, node_id: int, name: bytes, ctx: Caller) -> dict[str, Any]:
         """Read a file's current version, as an open would find it, into memory that the caller lends. An

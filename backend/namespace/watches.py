@@ -1,0 +1,111 @@
+"""Directories that somebody watches: each has a counter of the changes anywhere below it.
+
+A change is a name that was made, removed or renamed, and a version that was published. The tree tells of it
+after it was applied, so whoever is woken sees it. A directory is counted from the first question about its
+counter until nobody has asked for a while. A counter never goes back to a value that it had, also if the
+directory was forgotten meanwhile, or the daemon started anew: it begins at the time in nanoseconds.
+"""
+
+import errno
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import trio
+
+from ..clock import now_ns
+from .inode import fail
+
+__all__ = ["Watches"]
+
+_FORGOTTEN_AFTER_S = 60.0
+_SWEEP_EVERY_S = 10.0
+_WATCHED_MAX = 4096
+
+
+class _Watch:
+    """One directory. `asked_at` is time.monotonic()."""
+
+    __slots__ = ("asked_at", "changed", "count", "waiters")
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.asked_at = 0.0
+        self.changed = trio.Event()
+        self.waiters = 0
+
+
+class Watches:
+    """The counters of a tree, whose `parents_of` returns the directories that hold an inode."""
+
+    def __init__(self, parents_of: Callable[[int], Sequence[int]]) -> None:
+        self._parents_of = parents_of
+        self._watched: dict[int, _Watch] = {}
+        self._highest = 0
+        self._sweep_at = 0.0
+
+    @property
+    def in_use(self) -> bool:
+        return bool(self._watched)
+
+    def count(self, directory: int) -> int:
+        """Return the counter of a directory, which is watched from now on. Raises OSError EAGAIN if too
+        many are waited for."""
+        return self._watch(directory).count
+
+    async def wait(self, directory: int, count: int) -> None:
+        """Return when the counter of a directory is not `count`. Raises OSError EAGAIN as `count` does."""
+        watch = self._watch(directory)
+        watch.waiters += 1
+        try:
+            while watch.count == count:
+                await watch.changed.wait()
+        finally:
+            watch.waiters -= 1
+            watch.asked_at = time.monotonic()
+
+    def changed(self, inos: Iterable[int]) -> None:
+        """Count a change of these inodes, or of names in these directories, in every watched directory
+        above them, and in themselves."""
+        seen: set[int] = set()
+        above = [*inos]
+        while above:
+            ino = above.pop()
+            if ino in seen:
+                continue
+            seen.add(ino)
+            above += self._parents_of(ino)
+            watch = self._watched.get(ino)
+            if watch is not None:
+                watch.count = self._next_count()
+                watch.changed.set()
+                watch.changed = trio.Event()
+        now = time.monotonic()
+        if now >= self._sweep_at:
+            self._sweep(now)
+
+    def _watch(self, directory: int) -> _Watch:
+        watch = self._watched.get(directory)
+        if watch is None:
+            if len(self._watched) >= _WATCHED_MAX:
+                self._forget_one()
+            watch = self._watched[directory] = _Watch(self._next_count(now_ns()))
+        watch.asked_at = time.monotonic()
+        return watch
+
+    def _next_count(self, least: int = 0) -> int:
+        self._highest = max(self._highest, least) + 1
+        return self._highest
+
+    def _forget_one(self) -> None:
+        idle = [ino for ino, watch in self._watched.items() if not watch.waiters]
+        if not idle:
+            raise fail(errno.EAGAIN, "too many directories are waited for")
+        del self._watched[min(idle, key=lambda ino: self._watched[ino].asked_at)]
+
+    def _sweep(self, now: float) -> None:
+        self._sweep_at = now + _SWEEP_EVERY_S
+        self._watched = {
+            ino: watch
+            for ino, watch in self._watched.items()
+            if watch.waiters or now - watch.asked_at < _FORGOTTEN_AFTER_S
+        }

@@ -1,0 +1,369 @@
+"""A directory tells when something below it changes, to processes that wait for it."""
+
+import errno
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+from cluster import Cluster, ClusterMount, Plan
+from cluster_mount import CLUSTER
+from conftest import SESSIONS as _SESSIONS
+from mountpoint import Mount, eventually
+from processes import Process
+
+from irdmafs.backend.namespace import ROOT_INO, watches
+
+SESSIONS = (*_SESSIONS, CLUSTER)
+pytestmark = pytest.mark.beyond_posix
+
+CHANGES = "user.irdmafs.changes"
+WAIT = "os.getxattr(directory, f'user.irdmafs.changes.{count}')"
+TakeProcess = Callable[[], Process]
+
+
+def count_of(directory: Path) -> int:
+    return int(os.getxattr(directory, CHANGES))
+
+
+def is_waiting(pid: int) -> bool:
+    """Whether a process sleeps in a call: it is in none of its own instructions, and does not run."""
+    text = Path(f"/proc/{pid}/syscall").read_text()
+    return text.startswith(f"{191} ") if os.uname().machine == "x86_64" else "running" not in text
+
+
+def start_waiting(process: Process, directory: Path) -> int:
+    """Have a process wait for a change below a directory; return the counter."""
+    count = count_of(directory)
+    process.start(WAIT, directory=str(directory), count=count)
+    eventually(lambda: is_waiting(process.pid), "it waits")
+    return count
+
+
+# -- what counts -------------------------------------------------------------------------------------
+
+
+def publish(path: Path) -> None:
+    path.write_bytes(b"new")
+
+
+def replace(path: Path) -> None:
+    aside = path.with_name("aside")
+    aside.write_bytes(b"whole")
+    aside.rename(path)
+
+
+CHANGE = {
+    "a file is made": lambda path: path.with_name("more").touch(),
+    "a file is published": publish,
+    "a file is replaced": replace,
+    "a file is removed": lambda path: path.unlink(),
+    "a file is renamed": lambda path: path.rename(path.with_name("renamed")),
+    "a file is moved away": lambda path: path.rename(path.parents[3] / "away"),
+    "a directory is made": lambda path: path.with_name("directory").mkdir(),
+    "a link is made": lambda path: path.with_name("link").hardlink_to(path),
+    "a symbolic link is made": lambda path: path.with_name("symbolic").symlink_to("target"),
+    "all is removed": lambda path: shutil.rmtree(path.parents[1]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGE.values(), ids=CHANGE.keys())
+def test_a_change_deep_below_wakes_who_waits(
+    folder: Path, process: TakeProcess, change: Callable[[Path], None]
+) -> None:
+    top = folder / "top"
+    file = top / "a" / "b" / "file"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"old")
+    waiter = process()
+    count = start_waiting(waiter, top)
+    change(file)
+    assert int(waiter.result()) > count
+
+
+def test_what_is_moved_in_wakes_who_waits(folder: Path, process: TakeProcess) -> None:
+    (folder / "top").mkdir()
+    (folder / "whole" / "deep").mkdir(parents=True)
+    waiter = process()
+    count = start_waiting(waiter, folder / "top")
+    (folder / "whole").rename(folder / "top" / "version")
+    assert int(waiter.result()) > count
+    count = count_of(folder / "top")
+    (folder / "top" / "version" / "deep" / "file").touch()
+    assert count_of(folder / "top") > count
+
+
+def test_changes_elsewhere_and_of_attributes_do_not_count(folder: Path) -> None:
+    top = folder / "top"
+    top.mkdir()
+    (top / "file").write_bytes(b"x")
+    count = count_of(top)
+    (folder / "beside").write_bytes(b"x")
+    (top / "file").chmod(0o600)
+    os.setxattr(top / "file", "user.note", b"x")
+    (top / "file").read_bytes()
+    assert count_of(top) == count
+
+
+def test_a_change_after_the_counter_was_read_is_not_missed(folder: Path) -> None:
+    count = count_of(folder)
+    (folder / "file").touch()
+    assert int(os.getxattr(folder, f"{CHANGES}.{count}")) > count
+    assert int(os.getxattr(folder, f"{CHANGES}.{count - 1}")) > count
+
+
+def test_a_directory_that_is_removed_wakes_who_waits(folder: Path, process: TakeProcess) -> None:
+    (folder / "top").mkdir()
+    waiter = process()
+    count = start_waiting(waiter, folder / "top")
+    (folder / "top").rmdir()
+    assert int(waiter.result()) > count
+
+
+def test_who_is_woken_sees_the_change(folder: Path, process: TakeProcess) -> None:
+    waiter = process()
+    waiter.start(
+        "seen = []\n"
+        "count = os.getxattr(directory, 'user.irdmafs.changes').decode()\n"
+        "names = os.listdir(directory)\n"
+        "while len(names) < 50:\n"
+        "    count = os.getxattr(directory, 'user.irdmafs.changes.' + count).decode()\n"
+        "    names = os.listdir(directory)\n"
+        "    seen.append(len(names))\n"
+        "seen",
+        directory=str(folder),
+    )
+    for number in range(50):
+        (folder / f"{number}").mkdir()
+    seen = waiter.result()
+    assert seen == sorted(set(seen))  # each time it was woken there was something new
+
+
+# -- how a wait ends ---------------------------------------------------------------------------------
+
+
+def test_a_wait_with_a_time_limit_ends_with_the_same_counter(folder: Path) -> None:
+    count = count_of(folder)
+    assert int(os.getxattr(folder, f"{CHANGES}.{count}.0.05")) == count
+    assert int(os.getxattr(folder, f"{CHANGES}.{count}.0")) == count
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGALRM, signal.SIGINT])
+def test_a_signal_that_is_handled_ends_a_wait(
+    folder: Path, process: TakeProcess, number: signal.Signals
+) -> None:
+    waiter = process()
+    waiter.do("signal.signal(number, lambda *_: None)", number=int(number))
+    start_waiting(waiter, folder)
+    waiter.send_signal(number)
+    with pytest.raises(InterruptedError):
+        waiter.result()
+
+
+def test_who_is_killed_while_it_waits_ends(folder: Path) -> None:
+    with Process() as waiter:
+        start_waiting(waiter, folder)
+        waiter.kill()
+    (folder / "file").touch()
+
+
+def test_others_are_served_while_many_wait(folder: Path, mount: Mount) -> None:
+    waiting = 1000 if mount.session != "pyfuse3" else 40
+    source = (
+        "import os, sys, threading\n"
+        "directory, count, waiting = sys.argv[1:]\n"
+        "threading.stack_size(1 << 16)\n"
+        "answers = []\n"
+        "def wait():\n"
+        "    answers.append(os.getxattr(directory, 'user.irdmafs.changes.' + count))\n"
+        "threads = [threading.Thread(target=wait) for _ in range(int(waiting))]\n"
+        "for thread in threads: thread.start()\n"
+        "print('started', flush=True)\n"
+        "for thread in threads: thread.join()\n"
+        "print(len(answers), len(set(answers)), flush=True)\n"
+    )
+    command = [sys.executable, "-c", source, str(folder), str(count_of(folder)), str(waiting)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as waiters:
+        assert waiters.stdout is not None
+        assert waiters.stdout.readline() == "started\n"
+        beside = mount.path / f"{folder.name}-beside"
+        beside.write_bytes(b"served")
+        assert beside.read_bytes() == b"served"
+        (folder / "file").touch()
+        assert waiters.stdout.readline() == f"{waiting} 1\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes another user")
+def test_a_directory_that_may_not_be_read_tells_nothing(folder: Path) -> None:
+    folder.chmod(0o700)
+    launcher = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+    with Process(launcher) as stranger, pytest.raises(PermissionError):
+        stranger.do(f"os.getxattr(directory, '{CHANGES}')", directory=str(folder))
+
+
+def test_a_counter_that_makes_no_sense_is_refused(folder: Path) -> None:
+    for nonsense in ("x", "1.x", "-1", "1.-1", "1.nan", "", "1.", "9" * 30):
+        with pytest.raises(OSError) as refused:
+            os.getxattr(folder, f"{CHANGES}.{nonsense}")
+        assert refused.value.errno == errno.EINVAL
+    with pytest.raises(PermissionError):
+        os.setxattr(folder, CHANGES, b"1")
+    assert not any("changes" in name for name in os.listxattr(folder))
+
+
+def test_a_file_has_no_counter(folder: Path) -> None:
+    (folder / "file").touch()
+    with pytest.raises(OSError) as refused:
+        os.getxattr(folder / "file", CHANGES)
+    assert refused.value.errno == errno.ENODATA
+
+
+def test_a_wait_ends_with_its_daemon(new_mount: Callable[..., Mount]) -> None:
+    with new_mount() as mount, Process() as waiter:
+        start_waiting(waiter, mount.path)
+        mount.kill9()
+        with pytest.raises(OSError) as ended:
+            waiter.result()
+        assert ended.value.errno in (errno.ENOTCONN, errno.ECONNABORTED)
+
+
+def test_a_wait_ends_when_the_daemon_is_told_to_unmount(new_mount: Callable[..., Mount]) -> None:
+    with new_mount() as mount, Process() as waiter:
+        start_waiting(waiter, mount.path)
+        os.kill(mount.pid, signal.SIGTERM)
+        with pytest.raises(OSError) as ended:
+            waiter.result()
+        assert ended.value.errno in (errno.ENOTCONN, errno.ECONNABORTED)
+        eventually(lambda: not mount.is_mounted(), "it is unmounted")
+
+
+def test_a_remounted_daemon_repeats_no_counter(new_mount: Callable[..., Mount]) -> None:
+    with new_mount() as mount:
+        count = count_of(mount.path)
+        for number in range(10):
+            (mount.path / f"{number}").touch()
+        mount.unmount()
+        mount.remount()
+        assert int(os.getxattr(mount.path, f"{CHANGES}.{count}")) > count + 20
+
+
+def test_requests_are_the_same_while_somebody_waits(
+    folder: Path, mount: Mount, process: TakeProcess
+) -> None:
+    (folder / "below").mkdir()
+    file = folder / "file"
+
+    def cycle() -> Counter[str]:
+        folder.stat()
+        with mount.requests() as requests:
+            file.write_bytes(b"x")
+            file.read_bytes()
+            file.stat()
+            file.unlink()
+        return requests
+
+    cycle()
+    before = cycle()
+    start_waiting(process(), folder / "below")
+    # The kernel of a cluster's mount asks again for what it has believed for a while.
+    eventually(lambda: cycle() <= before, "as few requests as before")
+    (folder / "below" / "end").touch()
+
+
+# -- between hosts -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[list[ClusterMount]]:
+    with Cluster(Plan(nodes=1, replicas=1, mounts=2)) as cluster:
+        yield cluster.mounts
+
+
+@pytest.fixture
+def pair(hosts: list[ClusterMount], request: pytest.FixtureRequest) -> list[Path]:
+    """A directory as two hosts see it."""
+    name = re.sub(r"\W+", "_", request.node.name)
+    (hosts[0].path / name).mkdir()
+    return [host.path / name for host in hosts]
+
+
+@pytest.mark.parametrize("change", CHANGE.values(), ids=CHANGE.keys())
+def test_a_change_by_another_host_wakes_who_waits(
+    pair: list[Path], process: TakeProcess, change: Callable[[Path], None]
+) -> None:
+    one, other = pair
+    file = one / "top" / "a" / "b" / "file"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"old")
+    waiter = process()
+    count = start_waiting(waiter, other / "top")
+    change(file)
+    assert int(waiter.result()) > count
+
+
+def test_who_is_woken_by_another_host_sees_its_change(
+    pair: list[Path], process: TakeProcess
+) -> None:
+    one, other = pair
+    waiter = process()
+    for number in range(20):
+        count = count_of(other)
+        waiter.start(
+            WAIT + "; sorted(map(int, os.listdir(directory)))", directory=str(other), count=count
+        )
+        (one / f"{number}").mkdir()
+        assert waiter.result() == [*range(number + 1)]
+
+
+# -- the table of counters ---------------------------------------------------------------------------
+
+
+def test_a_directory_is_forgotten_when_nobody_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = watches.Watches(lambda ino: (ROOT_INO,) if ino != ROOT_INO else ())
+    before = table.count(ROOT_INO)
+    monkeypatch.setattr(watches, "_FORGOTTEN_AFTER_S", 0.0)
+    table.changed([5])
+    assert not table.in_use
+    assert table.count(ROOT_INO) > before + 1
+
+
+def test_the_table_forgets_the_directory_asked_for_longest_ago(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watches, "_WATCHED_MAX", 2)
+    table = watches.Watches(lambda ino: ())
+    first, second = table.count(1), table.count(2)
+    assert table.count(1) == first
+    table.count(3)
+    assert table.count(1) == first
+    assert table.count(2) > second
+
+
+def test_a_directory_that_somebody_waits_for_is_not_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watches, "_WATCHED_MAX", 1)
+    monkeypatch.setattr(watches, "_FORGOTTEN_AFTER_S", 0.0)
+
+    async def wait() -> None:
+        table = watches.Watches(lambda ino: ())
+        count = table.count(1)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(table.wait, 1, count)
+            await trio.testing.wait_all_tasks_blocked()
+            with pytest.raises(BlockingIOError):
+                table.count(2)
+            table.changed([2])
+            assert table.count(1) == count
+            table.changed([1])
+        assert table.count(1) > count
+
+    trio.run(wait)
