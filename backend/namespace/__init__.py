@@ -1,12 +1,13 @@
 """The namespace: the tree of directories, names and inodes that programs change."""
 
-from .inode import NAME_MAX, ROOT_INO, Dentry, Inode, fail
+from .inode import FIRST_VIRTUAL_INO, NAME_MAX, ROOT_INO, Dentry, Inode, fail
 from .namespace import Namespace, load_own
 from .planner import RENAME_EXCHANGE, RENAME_NOREPLACE, RENAME_WHITEOUT, XATTR_SIZE_MAX, Outdated
 from .shared import SharedCommitter
 from .tree import Tree
 
 __all__ = [
+    "FIRST_VIRTUAL_INO",
     "NAME_MAX",
     "RENAME_EXCHANGE",
     "RENAME_NOREPLACE",

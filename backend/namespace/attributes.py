@@ -5,11 +5,15 @@
     user.irdmafs.placement     see policy.parse_policy
     user.irdmafs.isolation     on or off; for existing files, too: mounts look it up at each open
     user.irdmafs.quota_bytes, user.irdmafs.quota_inodes     see quotas
-    user.irdmafs.train         push: what is written there is checked before it is published
+    user.irdmafs.train         push: what is written there is checked before it is published;
+                               since: numbers lead to versions that are to come (irdmafs.posix.since)
+    user.irdmafs.since_timeout     seconds that such a number waits
 
 The nearest directory that has an attribute decides; a file keeps what it was created with. Quotas of all
-directories above hold. `train` is that of the directory itself.
+directories above hold. `train` and `since_timeout` are those of the directory itself.
 """
+
+import re
 
 from ..cluster.policy import REPLICAS_MAX, Policy, parse_policy
 from ..cluster.records import Settings
@@ -26,8 +30,11 @@ NAMES = (REPLICAS, STRIPE_SIZE, PLACEMENT)
 ISOLATION = b"user.irdmafs.isolation"
 TRAIN = b"user.irdmafs.train"
 PUSH = b"push"
+SINCE = b"since"
+SINCE_TIMEOUT = b"user.irdmafs.since_timeout"
 
 _STRIPE_MIN_BYTES = 1 << 20
+_SINCE_TIMEOUT_S = 600.0
 
 
 def check(name: bytes, value: bytes) -> None:
@@ -42,8 +49,10 @@ def check(name: bytes, value: bytes) -> None:
         parse_limit(name, value)
     elif name == ISOLATION and value not in (b"on", b"off"):
         raise ValueError(f"user.irdmafs.isolation is on or off, not {_text(value)!r}")
-    elif name == TRAIN and value != PUSH:
-        raise ValueError(f"user.irdmafs.train is push, not {_text(value)!r}")
+    elif name == TRAIN and value not in (PUSH, SINCE):
+        raise ValueError(f"user.irdmafs.train is push or since, not {_text(value)!r}")
+    elif name == SINCE_TIMEOUT:
+        since_timeout_s(value)
 
 
 def directory_with(namespace: Namespace, name: bytes, directory: int) -> int:
@@ -77,6 +86,16 @@ def of(namespace: Namespace, directory: int, settings: Settings) -> tuple[int, i
         stripe_bytes = _stripe_bytes(found[STRIPE_SIZE]) if STRIPE_SIZE in found else stripe_bytes
         policy = parse_policy(_text(found[PLACEMENT])) if PLACEMENT in found else policy
     return replicas, stripe_bytes, policy
+
+
+def since_timeout_s(value: bytes) -> float:
+    """Return how many seconds a number waits for its version; b"" is the default. Raises ValueError."""
+    text = _text(value)
+    if not text:
+        return _SINCE_TIMEOUT_S
+    if not re.fullmatch(r"[0-9]+(\.[0-9]+)?", text):
+        raise ValueError(f"user.irdmafs.since_timeout is a number of seconds, not {text!r}")
+    return float(text)
 
 
 def _text(value: bytes) -> str:

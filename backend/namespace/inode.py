@@ -19,6 +19,7 @@ import msgspec
 from ..cluster.records import NO_CONTENT, ContentId, Layout
 
 __all__ = [
+    "FIRST_VIRTUAL_INO",
     "NAME_MAX",
     "NO_LAYOUT",
     "NO_XATTRS",
@@ -33,6 +34,8 @@ __all__ = [
 ]
 
 ROOT_INO = 1
+# Numbers from here on to twice this are of inodes that are made up: they have neither record nor name.
+FIRST_VIRTUAL_INO = 1 << 47
 NAME_MAX = 255
 
 NO_LAYOUT = Layout()

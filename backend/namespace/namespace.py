@@ -15,7 +15,7 @@ from ..clock import now_ns
 from ..cluster.records import ContentId, Layout
 from ..kv import Compare, OwnEngine
 from .changes import Commit
-from .inode import NO_LAYOUT, ROOT_INO, Inode, fail
+from .inode import FIRST_VIRTUAL_INO, NO_LAYOUT, ROOT_INO, Inode, fail
 from .local import LocalCommitter
 from .planner import (
     RENAME_EXCHANGE,
@@ -152,6 +152,11 @@ class Namespace:
         inode.nlink = 0
         self.inodes[inode.ino] = inode
         return inode
+
+    def add_virtual(self, inode: Inode) -> None:
+        """Put a made-up inode into the tree, until drop()."""
+        assert inode.ino >= FIRST_VIRTUAL_INO
+        self.inodes[inode.ino] = inode
 
     async def link(self, ino: int, parent: int, name: bytes) -> Inode:
         """Give an inode another name, or its first."""

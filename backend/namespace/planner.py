@@ -20,7 +20,7 @@ from ..cluster.records import ContentId, Layout
 from . import acl
 from .changes import Commit
 from .inheritance import inherited_from
-from .inode import NAME_MAX, ROOT_INO, Inode, fail, nearest_time
+from .inode import FIRST_VIRTUAL_INO, NAME_MAX, ROOT_INO, Inode, fail, nearest_time
 from .protection import refuse_change, refuse_lost_name, refuse_new_name
 from .tree import Tree
 
@@ -122,7 +122,7 @@ class Planner:
         if self._tree.lookup(parent, name) is not None:
             raise fail(errno.EEXIST)
         inode = self._tree.inode(ino).copy()
-        if inode.is_dir:
+        if inode.is_dir or ino >= FIRST_VIRTUAL_INO:
             raise fail(errno.EPERM)
         if self._tree.inodes[parent].nlink == 0:
             raise fail(errno.ENOENT)
@@ -313,6 +313,8 @@ class Planner:
         self, ino: int, change: Callable[[Inode], None], *, sets_mtime: bool = False
     ) -> Commit:
         """Change an inode's record, or a local orphan."""
+        if ino >= FIRST_VIRTUAL_INO:
+            raise fail(errno.EPERM)
         inode = self._tree.inode(ino).copy()
         change(inode)
         inode.ctime_ns = now_ns()

@@ -20,6 +20,7 @@ from ..cluster.records import NEXT_INO_KEY
 from ..kv import Event, KeyValue
 from .changes import Commit
 from .inode import (
+    FIRST_VIRTUAL_INO,
     NAME_MAX,
     ROOT_INO,
     Dentry,
@@ -362,7 +363,7 @@ class Tree:
     def drop(self, ino: int) -> None:
         """Forget an inode without a name."""
         inode = self.inodes.get(ino)
-        if inode is not None and inode.nlink == 0:
+        if inode is not None and (inode.nlink == 0 or ino >= FIRST_VIRTUAL_INO):
             del self.inodes[ino]
             self._children.pop(ino, None)
 

@@ -160,6 +160,11 @@ class NodeTable:
     def has_siblings(self, ino: int) -> bool:
         return ino in self._siblings
 
+    def count(self, ino: int) -> int:
+        """Return how many nodes an inode has."""
+        siblings = self._siblings.get(ino)
+        return len(siblings) if siblings is not None else ino in self._first
+
     def in_use(self, ino: int) -> bool:
         """Return whether the inode must outlive its last name: it is open, or about to be opened."""
         return any(node.opens or node.promised for node in self.of(ino))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..backend.cluster.records import ContentId
-from ..backend.namespace import Inode
+from ..backend.namespace import FIRST_VIRTUAL_INO, Inode
 from ..backend.store.api import Store
 from .changes import Changes
 from .content import Content, ContentTable
@@ -86,7 +86,7 @@ class Unused(NodeEvents):
         if content is not None and not (content.holds or content.kept):
             del self._table.current[ino]
         inode = self._inodes.get(ino)
-        if inode is not None and inode.nlink == 0:
+        if inode is not None and (inode.nlink == 0 or ino >= FIRST_VIRTUAL_INO):
             self.nameless.append(inode)
 
     # -- inodes ----------------------------------------------------------------------------------

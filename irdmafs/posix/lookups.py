@@ -9,13 +9,19 @@ from ..coherence.nodes import INO_BITS
 from ..coherence.protocol import Coherence
 from .answers import Answers
 from .calls import Attributes, Caller
+from .since import Since
 
 
 class Lookups:
     """Answers lookups, by name and by file handle."""
 
     def __init__(
-        self, namespace: Namespace, cache: Cache, coherence: Coherence, answers: Answers
+        self,
+        namespace: Namespace,
+        cache: Cache,
+        coherence: Coherence,
+        answers: Answers,
+        since: Since,
     ) -> None:
         self._namespace = namespace
         self._inodes = namespace.inodes
@@ -23,6 +29,7 @@ class Lookups:
         self._nodes = cache.nodes
         self._coherence = coherence
         self._answers = answers
+        self._since = since
 
     def find(self, parent_inode: int, name: bytes, pid: int) -> Attributes | None:
         """Return the answer to a lookup by a thread; None: the namespace has to be fresh first."""
@@ -37,6 +44,9 @@ class Lookups:
         valid_s = self._coherence.missing_s(parent)
         if valid_s is None:
             return None
+        link = self._since.find(parent, name)
+        if link is not None:
+            return link
         missing = Attributes()
         missing.entry_timeout = valid_s
         return missing
@@ -48,7 +58,8 @@ class Lookups:
         parent = self._nodes.inode_of(parent_inode)
         inode = await self._coherence.find_fresh(parent, name, ctx.pid)
         if inode is None:
-            return Attributes()
+            link = self._since.find(self._nodes.inode_of(parent_inode), name)
+            return link if link is not None else Attributes()
         return self._answers.entry(parent.ino, name, inode, ctx.pid)
 
     def _found_by_handle(self, node_id: int) -> Attributes:

@@ -4,13 +4,14 @@ import errno
 import stat
 from typing import Any
 
-from ..backend.namespace import RENAME_EXCHANGE, Inode, fail
+from ..backend.namespace import FIRST_VIRTUAL_INO, RENAME_EXCHANGE, Inode, fail
 from ..backend.store.api import Store
 from ..coherence.cache import Cache
 from ..coherence.protocol import Coherence
 from .answers import Answers
 from .atimes import Atimes
 from .calls import Attributes, Caller
+from .since import Since
 
 
 class Names:
@@ -23,6 +24,7 @@ class Names:
         coherence: Coherence,
         answers: Answers,
         atimes: Atimes,
+        since: Since,
     ) -> None:
         self._store = store
         self._namespace = store.namespace
@@ -31,12 +33,14 @@ class Names:
         self._coherence = coherence
         self._answers = answers
         self._atimes = atimes
+        self._since = since
 
     async def _make(
         self, parent: int, name: bytes, mode: int, ctx: Caller, **what: Any
     ) -> Attributes:
         directory = self._nodes.inode_of(parent)
         await self._coherence.before_change()
+        self._since.refuse(directory, name)
         inode = await self._namespace.create(
             directory.ino, name, mode, ctx.uid, ctx.gid, umask=ctx.umask, **what
         )
@@ -64,14 +68,17 @@ class Names:
         node, _ = self._nodes.get(inode)
         directory = self._nodes.inode_of(new_parent_inode)
         await self._coherence.before_change()
+        self._since.refuse(directory, new_name)
         await self._cache.publish_now(node.ino)
         linked = await self._namespace.link(node.ino, directory.ino, new_name)
         self._answers.refresh_other_nodes(None, node.ino)  # the name may lead to a further node
         return self._answers.made(directory.ino, new_name, linked, ctx.pid)
 
     async def unlink(self, parent_inode: int, name: bytes, ctx: Caller) -> None:
-        parent = self._nodes.inode_of(parent_inode).ino
+        directory = self._nodes.inode_of(parent_inode)
+        parent = directory.ino
         await self._coherence.before_change()
+        self._since.refuse(directory, name)
         found = self._namespace.lookup(parent, name)
         in_use = found is not None and self._nodes.has_nodes(found.ino)
         with self._coherence.changing(ctx.pid, (parent, name)):
@@ -106,11 +113,12 @@ class Names:
         flags: int,
         ctx: Caller,
     ) -> None:
-        old, new = (
-            self._nodes.inode_of(parent_inode_old).ino,
-            self._nodes.inode_of(parent_inode_new).ino,
-        )
+        source = self._nodes.inode_of(parent_inode_old)
+        target = self._nodes.inode_of(parent_inode_new)
+        old, new = source.ino, target.ino
         await self._coherence.before_change()
+        self._since.refuse(source, name_old)
+        self._since.refuse(target, name_new)
         moved = self._namespace.lookup(old, name_old)
         if moved is not None and moved.is_file:
             await self._cache.publish_now(moved.ino)
@@ -134,5 +142,7 @@ class Names:
 
     async def readlink(self, inode: int, ctx: Caller) -> bytes:
         found = self._nodes.inode_of(inode)
+        if found.ino >= FIRST_VIRTUAL_INO:
+            return await self._since.target(found, ctx)
         self._atimes.read(found)
         return found.target

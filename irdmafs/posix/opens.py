@@ -15,6 +15,7 @@ from .answers import Answers
 from .calls import Attributes, Caller, OpenInfo, refuse_other_than_file
 from .locking import Locking
 from .metadata import Metadata
+from .since import Since
 
 
 class Opens:
@@ -28,6 +29,7 @@ class Opens:
         answers: Answers,
         metadata: Metadata,
         locking: Locking,
+        since: Since,
     ) -> None:
         self._store = store
         self._namespace = store.namespace
@@ -38,6 +40,7 @@ class Opens:
         self._answers = answers
         self._metadata = metadata
         self._locking = locking
+        self._since = since
 
     async def open(
         self, inode: int, flags: int, ctx: Caller, *, lose_set_ids: bool | None = None
@@ -75,6 +78,7 @@ class Opens:
     ) -> tuple[OpenInfo, Attributes]:
         directory = self._nodes.inode_of(parent_inode)
         await self._coherence.before_change()
+        self._since.refuse(directory, name)
         if self._namespace.lookup(directory.ino, name) is None:
             writing = flags & os.O_ACCMODE != os.O_RDONLY
             # A file nobody writes is published as it is: empty. Else the name is made durable

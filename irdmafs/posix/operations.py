@@ -21,6 +21,7 @@ from .lookups import Lookups
 from .metadata import Metadata
 from .names import Names
 from .opens import Opens
+from .since import Since
 from .waits import Waits
 from .xattrs import Xattrs
 
@@ -51,11 +52,17 @@ class Operations:
         self.locking = locking
         answers = Answers(cache, coherence, options, atimes)
 
+        waits = Waits(
+            store.namespace, cache.processes, tells_of_signals=cache.kernel.tells_of_signals
+        )
+        self.end_waits = waits.end
+        since = Since(store.namespace, cache.nodes, answers, waits, store.freshness, cache.kernel)
+
         # Bound here, so that a request passes through no frame of this class.
-        lookups = Lookups(store.namespace, cache, coherence, answers)
+        lookups = Lookups(store.namespace, cache, coherence, answers, since)
         self.find, self.lookup, self.forget = lookups.find, lookups.lookup, lookups.forget
 
-        names = Names(store, cache, coherence, answers, atimes)
+        names = Names(store, cache, coherence, answers, atimes, since)
         self.mknod, self.mkdir, self.symlink = names.mknod, names.mkdir, names.symlink
         self.link, self.unlink, self.rmdir = names.link, names.unlink, names.rmdir
         self.rename, self.readlink = names.rename, names.readlink
@@ -66,16 +73,12 @@ class Operations:
         self.flags, self.set_flags = metadata.flags, metadata.set_flags
         self.birth_ns, self.has_set_ids = metadata.birth_ns, metadata.has_set_ids
 
-        waits = Waits(
-            store.namespace, cache.processes, tells_of_signals=cache.kernel.tells_of_signals
-        )
-        self.end_waits = waits.end
         xattrs = Xattrs(store, cache, coherence, answers, status, waits, acls=acls)
         self.setxattr, self.getxattr = xattrs.setxattr, xattrs.getxattr
         self.listxattr, self.removexattr = xattrs.listxattr, xattrs.removexattr
         self.has_xattrs = xattrs.has_xattrs
 
-        opens = Opens(store, cache, coherence, answers, metadata, locking)
+        opens = Opens(store, cache, coherence, answers, metadata, locking, since)
         self.open, self.create, self.tmpfile = opens.open, opens.create, opens.tmpfile
         self.cancel_open = opens.cancel_open
 

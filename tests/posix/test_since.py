@@ -1,0 +1,312 @@
+"""Numbers in a directory with user.irdmafs.train = "since" lead to versions that are to come."""
+
+import errno
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cluster import Cluster, ClusterMount, Plan
+from cluster_mount import CLUSTER
+from conftest import SESSIONS as _SESSIONS
+from mountpoint import Mount, eventually
+from processes import Process
+
+SESSIONS = (*_SESSIONS, CLUSTER)
+pytestmark = pytest.mark.beyond_posix
+
+TRAIN = "user.irdmafs.train"
+TIMEOUT = "user.irdmafs.since_timeout"
+READ = "open(path, 'rb').read()"
+TakeProcess = Callable[[], Process]
+
+
+def make_since(top: Path) -> Path:
+    """Make the directories `versions` and `since` in a directory; return the latter."""
+    (top / "versions").mkdir()
+    (top / "since").mkdir()
+    os.setxattr(top / "since", TRAIN, b"since")
+    return top / "since"
+
+
+def make_version(top: Path, number: int, content: bytes | None = None) -> None:
+    """Make a version, whole when it has its name."""
+    aside = top / f"next{number}"
+    aside.mkdir()
+    (aside / "model").write_bytes(content or b"version %d" % number)
+    aside.rename(top / "versions" / f"{number}")
+
+
+@pytest.fixture
+def since(folder: Path) -> Path:
+    return make_since(folder)
+
+
+def is_waiting(pid: int) -> bool:
+    """Whether a process sleeps in a call that waits for an answer of the mount."""
+    return Path(f"/proc/{pid}/wchan").read_text() in ("request_wait_answer", "fuse_simple_request")
+
+
+def start_reading(process: Process, path: Path) -> None:
+    process.start(READ, path=str(path))
+    eventually(lambda: is_waiting(process.pid), "it waits")
+
+
+# -- where the links lead ----------------------------------------------------------------------------
+
+
+def test_a_link_leads_to_the_newest_version(since: Path) -> None:
+    for number in (1, 2, 10):
+        make_version(since.parent, number)
+        for asked in (0, 1, number):
+            assert os.readlink(since / f"{asked}") == f"../versions/{number}"
+            assert (since / f"{asked}" / "model").read_bytes() == b"version %d" % number
+
+
+def test_a_program_waits_for_a_version(since: Path, process: TakeProcess) -> None:
+    make_version(since.parent, 2)
+    reader = process()
+    start_reading(reader, since / "3" / "model")
+    assert not reader.finished(within_s=0.2)
+    make_version(since.parent, 3)
+    assert reader.result() == b"version 3"
+
+
+def test_cat_waits_for_a_version(since: Path) -> None:
+    with subprocess.Popen(["cat", since / "3" / "model"], stdout=subprocess.PIPE) as cat:
+        eventually(lambda: is_waiting(cat.pid), "it waits")
+        make_version(since.parent, 3)
+        assert cat.communicate()[0] == b"version 3"
+        assert cat.returncode == 0
+
+
+def test_the_first_version_is_waited_for_before_there_are_any(
+    folder: Path, process: TakeProcess
+) -> None:
+    (folder / "since").mkdir()
+    os.setxattr(folder / "since", TRAIN, b"since")
+    reader = process()
+    start_reading(reader, folder / "since" / "0" / "model")
+    (folder / "versions").mkdir()
+    make_version(folder, 0)
+    assert reader.result() == b"version 0"
+
+
+def test_earlier_versions_and_other_names_do_not_end_a_wait(
+    since: Path, process: TakeProcess
+) -> None:
+    reader = process()
+    start_reading(reader, since / "5" / "model")
+    for number in range(5):
+        make_version(since.parent, number)
+    (since.parent / "versions" / "latest").mkdir()
+    (since.parent / "versions" / "0" / "more").touch()
+    assert not reader.finished(within_s=0.2)
+    make_version(since.parent, 7)
+    assert reader.result() == b"version 7"
+
+
+def test_a_link_of_a_link_leads_to_each_new_version(since: Path) -> None:
+    (since.parent / "model").symlink_to("since/0/model")
+    for number in range(1, 6):
+        make_version(since.parent, number)
+        assert (since.parent / "model").read_bytes() == b"version %d" % number
+
+
+def test_versions_that_are_removed_do_not_count(since: Path) -> None:
+    make_version(since.parent, 1)
+    make_version(since.parent, 2)
+    assert os.readlink(since / "0") == "../versions/2"
+    (since.parent / "versions" / "2").rename(since.parent / "taken-back")
+    assert os.readlink(since / "0") == "../versions/1"
+
+
+def test_many_wait_for_one_version(since: Path, mount: Mount) -> None:
+    waiting = 1000 if mount.session != "pyfuse3" else 40
+    source = (
+        "import os, sys, threading\n"
+        "path, waiting = sys.argv[1:]\n"
+        "threading.stack_size(1 << 16)\n"
+        "answers = []\n"
+        "def wait():\n"
+        "    answers.append(os.readlink(path))\n"
+        "threads = [threading.Thread(target=wait) for _ in range(int(waiting))]\n"
+        "for thread in threads: thread.start()\n"
+        "print('started', flush=True)\n"
+        "for thread in threads: thread.join()\n"
+        "print(len(answers), *set(answers), flush=True)\n"
+    )
+    command = [sys.executable, "-c", source, str(since / "1"), str(waiting)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as waiters:
+        assert waiters.stdout is not None
+        assert waiters.stdout.readline() == "started\n"
+        make_version(since.parent, 1)
+        assert waiters.stdout.readline() == f"{waiting} ../versions/1\n"
+
+
+# -- the links themselves ----------------------------------------------------------------------------
+
+
+def test_links_are_not_listed(since: Path) -> None:
+    make_version(since.parent, 1)
+    os.readlink(since / "0")
+    assert os.listdir(since) == []
+
+
+def test_a_link_looks_the_same_each_time(since: Path) -> None:
+    status = os.lstat(since / "4")
+    assert stat.S_ISLNK(status.st_mode)
+    assert stat.S_IMODE(status.st_mode) == 0o777
+    assert (status.st_uid, status.st_gid, status.st_nlink) == (0, 0, 1)
+    assert os.lstat(since / "4").st_ino == status.st_ino
+    assert os.lstat(since / "5").st_ino != status.st_ino
+
+
+def test_other_names_do_not_exist(since: Path) -> None:
+    for name in ("x", "-1", "1x", "1.5", "9" * 30):
+        with pytest.raises(FileNotFoundError):
+            os.lstat(since / name)
+    (since / "x").touch()
+    assert os.listdir(since) == ["x"]
+
+
+@pytest.mark.kernel_session("libfuse cannot have the kernel forget that a name does not exist")
+def test_a_number_that_did_not_exist_before_is_found(folder: Path) -> None:
+    (folder / "versions").mkdir()
+    (folder / "since").mkdir()
+    assert not os.path.lexists(folder / "since" / "0")
+    os.setxattr(folder / "since", TRAIN, b"since")
+    make_version(folder, 1)
+    eventually(lambda: os.path.lexists(folder / "since" / "0"), "it is found")
+
+
+def test_links_cannot_be_changed(since: Path) -> None:
+    (since / "x").touch()
+    (since.parent / "other").mkdir()
+    refused: list[Callable[[], object]] = [
+        lambda: os.unlink(since / "1"),
+        lambda: os.rename(since / "1", since / "y"),
+        lambda: os.rename(since / "x", since / "1"),
+        lambda: os.rename(since.parent / "other", since / "1"),
+        lambda: os.link(since / "1", since / "y", follow_symlinks=False),
+        lambda: os.utime(since / "1", (0, 0), follow_symlinks=False),
+        lambda: os.mkdir(since / "1"),
+        lambda: os.mknod(since / "1", stat.S_IFIFO | 0o600),
+        lambda: os.symlink("target", since / "1"),
+        lambda: os.link(since / "x", since / "1"),
+        lambda: os.rmdir(since / "1"),
+    ]
+    if os.geteuid() == 0:
+        refused.append(lambda: os.lchown(since / "1", 1, 1))
+    for change in refused:
+        with pytest.raises(OSError) as told:
+            change()
+        # The kernel finds a name, and refuses some by itself.
+        assert told.value.errno in (errno.EPERM, errno.EEXIST, errno.ENOTDIR)
+    assert os.listdir(since) == ["x"]
+
+
+def test_only_a_directory_is_marked_and_only_so(folder: Path) -> None:
+    (folder / "file").touch()
+    refused = [
+        (folder / "file", TRAIN, b"since"), (folder, TRAIN, b"often"),
+        (folder, TIMEOUT, b"soon"), (folder, TIMEOUT, b"-1"), (folder, TIMEOUT, b"nan"),
+    ]  # fmt: skip
+    for path, name, value in refused:
+        with pytest.raises(OSError) as told:
+            os.setxattr(path, name, value)
+        assert told.value.errno == errno.EINVAL
+    os.setxattr(folder, TRAIN, b"push")
+    assert os.getxattr(folder, TRAIN) == b"push"
+    assert not os.path.lexists(folder / "1")
+
+
+@pytest.mark.kernel_session("libfuse cannot have the kernel forget inodes")
+def test_links_that_were_looked_up_are_forgotten(since: Path, mount: Mount) -> None:
+    def nodes() -> int:
+        return int(mount.status()["nodes"])
+
+    before = nodes()
+    for number in range(2000):
+        os.lstat(since / f"{number}")
+    eventually(lambda: nodes() < before + 1000, "the kernel forgets them")
+
+
+# -- how a wait ends ---------------------------------------------------------------------------------
+
+
+def test_a_wait_ends_after_its_time(since: Path) -> None:
+    os.setxattr(since, TIMEOUT, b"0.1")
+    with pytest.raises(TimeoutError):
+        os.readlink(since / "1")
+    with pytest.raises(TimeoutError):
+        (since / "1" / "model").read_bytes()
+
+
+def test_a_signal_that_is_handled_ends_a_wait(since: Path, process: TakeProcess) -> None:
+    reader = process()
+    reader.do("def tick(*_): raise InterruptedError\nbefore = signal.signal(signal.SIGUSR1, tick)")
+    start_reading(reader, since / "1" / "model")
+    reader.send_signal(signal.SIGUSR1)
+    with pytest.raises(InterruptedError):
+        reader.result()
+
+
+def test_who_is_killed_while_it_waits_ends(since: Path) -> None:
+    with Process() as reader:
+        start_reading(reader, since / "1" / "model")
+        reader.kill()
+    make_version(since.parent, 1)
+    assert os.readlink(since / "0") == "../versions/1"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_wait_ends_with_its_daemon(
+    new_mount: Callable[..., Mount], number: signal.Signals
+) -> None:
+    with new_mount() as mount, Process() as reader:
+        since = make_since(mount.path)
+        start_reading(reader, since / "1" / "model")
+        os.kill(mount.pid, number)
+        with pytest.raises(OSError) as ended:
+            reader.result()
+        assert ended.value.errno in (errno.ENOTCONN, errno.ECONNABORTED)
+
+
+# -- between hosts -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[list[ClusterMount]]:
+    with Cluster(Plan(nodes=1, replicas=1, mounts=2)) as cluster:
+        yield cluster.mounts
+
+
+@pytest.fixture
+def pair(hosts: list[ClusterMount], request: pytest.FixtureRequest) -> list[Path]:
+    """A directory with versions as two hosts see it."""
+    name = re.sub(r"\W+", "_", request.node.name)
+    (hosts[0].path / name).mkdir()
+    make_since(hosts[0].path / name)
+    return [host.path / name for host in hosts]
+
+
+def test_a_version_of_another_host_ends_a_wait(pair: list[Path], process: TakeProcess) -> None:
+    one, other = pair
+    reader = process()
+    for number in range(10):
+        reader.start(READ, path=str(other / "since" / f"{number}" / "model"))
+        make_version(one, number)
+        assert reader.result() == b"version %d" % number
+
+
+def test_an_open_sees_every_version_that_another_host_made_before(pair: list[Path]) -> None:
+    one, other = pair
+    for number in range(30):
+        make_version(one, number)
+        assert (other / "since" / "0" / "model").read_bytes() == b"version %d" % number
