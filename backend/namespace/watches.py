@@ -8,7 +8,7 @@ directory was forgotten meanwhile, or the daemon started anew: it begins at the 
 
 import errno
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import trio
 
@@ -52,6 +52,13 @@ class Watches:
         many are waited for."""
         return self._watch(directory).count
 
+    def is_watched(self, directory: int) -> bool:
+        return directory in self._watched
+
+    def covers(self, directory: int) -> bool:
+        """Return whether a directory, or one above it, is watched."""
+        return any(ino in self._watched for ino in self._from(directory))
+
     async def wait(self, directory: int, count: int) -> None:
         """Return when the counter of a directory is not `count`. Raises OSError EAGAIN as `count` does."""
         watch = self._watch(directory)
@@ -66,14 +73,7 @@ class Watches:
     def changed(self, inos: Iterable[int]) -> None:
         """Count a change of these inodes, or of names in these directories, in every watched directory
         above them, and in themselves."""
-        seen: set[int] = set()
-        above = [*inos]
-        while above:
-            ino = above.pop()
-            if ino in seen:
-                continue
-            seen.add(ino)
-            above += self._parents_of(ino)
+        for ino in self._from(*inos):
             watch = self._watched.get(ino)
             if watch is not None:
                 watch.count = self._next_count()
@@ -82,6 +82,17 @@ class Watches:
         now = time.monotonic()
         if now >= self._sweep_at:
             self._sweep(now)
+
+    def _from(self, *inos: int) -> Iterator[int]:
+        """Return these inodes and all directories above them, each once."""
+        seen: set[int] = set()
+        above = [*inos]
+        while above:
+            ino = above.pop()
+            if ino not in seen:
+                seen.add(ino)
+                yield ino
+                above += self._parents_of(ino)
 
     def _watch(self, directory: int) -> _Watch:
         watch = self._watched.get(directory)

@@ -44,7 +44,9 @@ class Alone(Coherence):
     made = entry
 
     def missing_s(self, parent: Inode) -> float | None:
-        return _FOREVER_S
+        # Who waits for a name looks it up before the kernel has noted the change that we answered.
+        watches = self._namespace.watches
+        return 0.0 if watches.in_use and watches.covers(parent.ino) else _FOREVER_S
 
     def listing(self, directory: int) -> Listing:
         return _Listing(self._namespace, self._cache, directory)

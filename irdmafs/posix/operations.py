@@ -52,9 +52,7 @@ class Operations:
         self.locking = locking
         answers = Answers(cache, coherence, options, atimes)
 
-        waits = Waits(
-            store.namespace, cache.processes, tells_of_signals=cache.kernel.tells_of_signals
-        )
+        waits = Waits(store.namespace, cache.processes, cache.kernel, shared=store.shared)
         self.end_waits = waits.end
         since = Since(store.namespace, cache.nodes, answers, waits, store.freshness, cache.kernel)
 

@@ -102,7 +102,7 @@ class Since:
         with trio.move_on_after(timeout_s):
             while True:
                 watched = self._versions(link.parent) or self._namespace.parent_of(link.parent)
-                count = self._namespace.watches.count(watched)
+                count = self._waits.count(watched)
                 found = self._newest(link.parent, first)
                 if found is not None:
                     return found

@@ -14,6 +14,7 @@ import trio
 
 from ..backend.namespace import Namespace, fail
 from ..callers.processes import Processes
+from ..coherence.kernel_cache import KernelCache
 from ..inline import detach
 from .calls import Caller
 
@@ -25,14 +26,16 @@ _LOOK_AT_CALLER_S: Final = 0.5
 
 
 class Waits:
-    """The waits of a mount. `tells_of_signals`: the session ends a request whose caller got a signal."""
+    """The waits of a mount. `shared`: others change the namespace, too."""
 
     def __init__(
-        self, namespace: Namespace, processes: Processes, *, tells_of_signals: bool
+        self, namespace: Namespace, processes: Processes, kernel: KernelCache, *, shared: bool
     ) -> None:
         self._watches = namespace.watches
         self._processes = processes
-        self._tells_of_signals = tells_of_signals
+        self._kernel = kernel
+        self._tells_of_signals = kernel.tells_of_signals
+        self._shared = shared
         self._waiting: Counter[int] = Counter()  # by user
         self._ended = False
 
@@ -40,10 +43,18 @@ class Waits:
         """End all waits, soon: the mount ends. The kernel session cancels them by itself."""
         self._ended = True
 
+    def count(self, directory: int) -> int:
+        """Return the counter of a directory (see Watches). Raises OSError EAGAIN if too many are waited
+        for."""
+        if not self._shared and self._kernel.can_forget and not self._watches.is_watched(directory):
+            # From now on the kernel does not believe that a name does not exist (Alone.missing_s).
+            self._kernel.forget((), names=True)
+        return self._watches.count(directory)
+
     async def changed(self, directory: int, count: int, seconds: float, ctx: Caller) -> None:
         """Return when the counter of a directory (see Watches) is not `count`, or the time is over. Raises
         OSError EAGAIN when this user's processes wait for too much already; EINTR, ENOTCONN."""
-        if self._watches.count(directory) != count:
+        if self.count(directory) != count:
             return
         await detach(any_signal=True)
         with self._one_more(ctx.uid), trio.move_on_after(seconds):

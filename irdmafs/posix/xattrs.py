@@ -145,7 +145,7 @@ class Xattrs:
         if asked is not None:
             count, seconds = asked
             await self._waits.changed(directory, count, seconds, ctx)
-        return b"%d" % self._namespace.watches.count(directory)
+        return b"%d" % self._waits.count(directory)
 
     async def _read_into(self, node_id: int, name: bytes, ctx: Caller) -> dict[str, Any]:
         """Read a file's current version, as an open would find it, into memory that the caller lends. An
