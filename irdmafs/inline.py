@@ -30,8 +30,8 @@ class Detached(Exception):
 
 @coroutine
 def detach(*, any_signal: bool = False) -> Generator[object, None, None]:
-    """Leave the synchronous caller; await this before the first await that may wait. `any_signal`: any signal
-    that the caller gets may end the wait."""
+    """Leave the synchronous caller; await this before the first await that may wait. `any_signal`: any
+    signal that the caller gets may end the wait."""
     if _inline:
         yield _DETACH_UNTIL_ANY_SIGNAL if any_signal else _DETACH
 

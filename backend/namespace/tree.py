@@ -88,7 +88,7 @@ class Tree:
         # Inodes that callers of mutations under way want to keep.
         self._keeping: list[int] = []
         self.quotas = Quotas(self.inodes, self._children, self.parents_of, self.path_of)
-        self.watches = Watches(self.parents_of)
+        self.watches = Watches(self.inodes, self.ino_behind, self.parents_of)
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -284,7 +284,7 @@ class Tree:
                 self._set_time(ino, _time_of(value) if value is not None else None)
             elif key == NEXT_INO_KEY and value is not None:
                 self.next_block = (int.from_bytes(value, "big"), revision)
-        touched = self._touched(names, inodes) if self.watches.in_use else ()
+        touched = self.watches.touched(names, inodes) if self.watches.in_use else ()
         for inode in inodes:
             self._put(inode)
         now = now_ns()
@@ -315,7 +315,7 @@ class Tree:
 
     def enact(self, commit: Commit, revision: int) -> None:
         """Apply a commit that the engine has applied."""
-        touched = self._touched(commit.names, commit.inodes) if self.watches.in_use else ()
+        touched = self.watches.touched(commit.names, commit.inodes) if self.watches.in_use else ()
         for ino, time_ns in commit.times:
             self._set_time(ino, time_ns)
         for inode in commit.inodes:
@@ -368,20 +368,6 @@ class Tree:
             self._children.pop(ino, None)
 
     # -- the steps of a change -------------------------------------------------------------------
-
-    def _touched(
-        self, names: Iterable[tuple[int, bytes, int, *tuple[int, ...]]], inodes: Iterable[Inode]
-    ) -> Collection[int]:
-        """Return what a change that is not applied yet touches: directories in which names change, the
-        inodes that names led to and are to lead to, and files that get another version."""
-        touched: set[int] = set()
-        for parent, name, ino, *_ in names:
-            touched.update((parent, ino, self.ino_behind(parent, name)))
-        for inode in inodes:
-            known = self.inodes.get(inode.ino)
-            if known is not None and known.version != inode.version:
-                touched.add(inode.ino)
-        return touched
 
     def _set_time(self, ino: int, time_ns: int | None) -> None:
         """Set the time when the names of a directory changed; None: its inode record has the times from

@@ -8,12 +8,12 @@ directory was forgotten meanwhile, or the daemon started anew: it begins at the 
 
 import errno
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import trio
 
 from ..clock import now_ns
-from .inode import fail
+from .inode import Inode, fail
 
 __all__ = ["Watches"]
 
@@ -35,9 +35,17 @@ class _Watch:
 
 
 class Watches:
-    """The counters of a tree, whose `parents_of` returns the directories that hold an inode."""
+    """The counters of a tree with these inodes; `ino_behind` returns the inode of a name (0: there is
+    none), `parents_of` the directories that hold an inode."""
 
-    def __init__(self, parents_of: Callable[[int], Sequence[int]]) -> None:
+    def __init__(
+        self,
+        inodes: Mapping[int, Inode],
+        ino_behind: Callable[[int, bytes], int],
+        parents_of: Callable[[int], Sequence[int]],
+    ) -> None:
+        self._inodes = inodes
+        self._ino_behind = ino_behind
         self._parents_of = parents_of
         self._watched: dict[int, _Watch] = {}
         self._highest = 0
@@ -69,6 +77,20 @@ class Watches:
         finally:
             watch.waiters -= 1
             watch.asked_at = time.monotonic()
+
+    def touched(
+        self, names: Iterable[tuple[int, bytes, int, *tuple[int, ...]]], inodes: Iterable[Inode]
+    ) -> Collection[int]:
+        """Return what a change that is not applied yet touches, for `changed`: directories in which names
+        change, inodes that names lead to before and after, files that get another version."""
+        touched: set[int] = set()
+        for parent, name, ino, *_ in names:
+            touched.update((parent, ino, self._ino_behind(parent, name)))
+        for inode in inodes:
+            known = self._inodes.get(inode.ino)
+            if known is not None and known.version != inode.version:
+                touched.add(inode.ino)
+        return touched
 
     def changed(self, inos: Iterable[int]) -> None:
         """Count a change of these inodes, or of names in these directories, in every watched directory

@@ -4,8 +4,8 @@ The kernel reports only the first signal that a waiting caller gets, and goes on
 files are not interrupted, as on other filesystems: a close() that failed because of a timer or the end of a
 child would lose bytes, and an open() that began anew at each tick of a profiler would never end. So a
 request goes on unless its caller is about to die. There are two exceptions: any signal wakes a process that
-waits for a lock, as POSIX says, or for a change by others; and an interrupt from the keyboard that a program
-handles (Python raises an exception) ends calls that only look and read.
+waits for a lock, as POSIX says, or for a change by others; and an interrupt from the keyboard that a
+program handles (Python raises an exception) ends calls that only look and read.
 """
 
 from typing import Final, NamedTuple

@@ -327,8 +327,12 @@ def test_who_is_woken_by_another_host_sees_its_change(
 # -- the table of counters ---------------------------------------------------------------------------
 
 
+def table_of(parents_of: Callable[[int], tuple[int, ...]]) -> watches.Watches:
+    return watches.Watches({}, lambda parent, name: 0, parents_of)
+
+
 def test_a_directory_is_forgotten_when_nobody_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = watches.Watches(lambda ino: (ROOT_INO,) if ino != ROOT_INO else ())
+    table = table_of(lambda ino: (ROOT_INO,) if ino != ROOT_INO else ())
     before = table.count(ROOT_INO)
     monkeypatch.setattr(watches, "_FORGOTTEN_AFTER_S", 0.0)
     table.changed([5])
@@ -340,7 +344,7 @@ def test_the_table_forgets_the_directory_asked_for_longest_ago(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(watches, "_WATCHED_MAX", 2)
-    table = watches.Watches(lambda ino: ())
+    table = table_of(lambda ino: ())
     first, second = table.count(1), table.count(2)
     assert table.count(1) == first
     table.count(3)
@@ -355,7 +359,7 @@ def test_a_directory_that_somebody_waits_for_is_not_forgotten(
     monkeypatch.setattr(watches, "_FORGOTTEN_AFTER_S", 0.0)
 
     async def wait() -> None:
-        table = watches.Watches(lambda ino: ())
+        table = table_of(lambda ino: ())
         count = table.count(1)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(table.wait, 1, count)
