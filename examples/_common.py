@@ -1,0 +1,123 @@
+"""What the examples share: a directory on a mount, its reducer, workers as processes, and curves of what
+they measured."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from numpy.typing import NDArray
+
+from irdmafs import client
+from irdmafs.train import TrainConfig, Worker, begin, end
+
+Array = NDArray[Any]
+Curves = Mapping[str, Sequence[tuple[float, float]]]
+# A worker that waits for one that has failed gives up after so long.
+TIMEOUT_S = 120.0
+
+directory_argument = click.argument(
+    "directory", required=False, type=click.Path(path_type=Path, file_okay=False)
+)
+out_option = click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False),
+    help="Where curves are saved, as CSV, and as PNG if matplotlib is installed.",
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def place(directory: Path | None) -> Iterator[Path]:
+    """Yield a directory to train in: the one that is given, or a mount that ends with the block."""
+    if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+        yield directory
+        return
+    made = tempfile.mkdtemp(prefix="irdmafs-example-")
+    try:
+        _irdmafs("mount", made)
+        try:
+            yield Path(made)
+        finally:
+            # Lazily: a block that failed may still have arrays that show files of the mount.
+            _irdmafs("umount", "--lazy", "--discard", made)
+    finally:
+        os.rmdir(made)
+
+
+def _irdmafs(*arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "irdmafs", *arguments], capture_output=True, text=True
+    )
+    if done.returncode:
+        raise click.ClickException(done.stderr.strip() or f"irdmafs {arguments[0]} failed")
+
+
+@contextlib.contextmanager
+def training(directory: Path, model: Mapping[str, Array], config: TrainConfig) -> Iterator[Path]:
+    """Put a model in a directory and train it there, with a reducer beside, as long as the block runs.
+    Afterwards the directory has the newest version, as a file."""
+    directory.mkdir(exist_ok=True)
+    with client.open(directory) as store:
+        store.publish_state_dict(dict(model), "model.safetensors")
+    begin(directory, config)
+    reducer = subprocess.Popen([sys.executable, "-m", "irdmafs", "train", "reduce", str(directory)])
+    try:
+        yield directory
+    finally:
+        reducer.terminate()
+        reducer.wait()
+    end(directory)
+
+
+def run(
+    work: Callable[..., Any], directory: Path, workers: int, *arguments: Sequence[Any]
+) -> list[Any]:
+    """Run `work(worker, number, ...)` in as many processes, each with a worker of the directory; return
+    the results by number. `arguments`: sequences with an element for each of them."""
+    # Workers share the cores: none of them needs threads for its small matrices.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as processes:
+        calls = [
+            processes.submit(_work, work, directory, number, *(one[number] for one in arguments))
+            for number in range(workers)
+        ]
+        return [call.result() for call in calls]
+
+
+def _work(work: Callable[..., Any], directory: Path, number: int, *arguments: Any) -> Any:
+    with Worker(directory, f"worker{number}") as worker:
+        return work(worker, number, *arguments)
+
+
+def save_curves(out: Path | None, name: str, x: str, y: str, curves: Curves) -> None:
+    """Save curves as NAME.csv, and as NAME.png where matplotlib is installed; nothing without `out`."""
+    if out is None:
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / f"{name}.csv").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(("curve", x, y))
+        rows.writerows((label, *point) for label, points in curves.items() for point in points)
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for label, points in curves.items():
+        axes.plot(*np.transpose(points), label=label)
+    axes.set(title=name, xlabel=x, ylabel=y)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(out / f"{name}.png", dpi=120)

@@ -1,0 +1,59 @@
+"""The examples that need numpy and scikit-learn alone reach what they claim, run small."""
+
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+needs_sklearn = pytest.mark.skipif(
+    find_spec("sklearn") is None,
+    reason="scikit-learn is not installed: WITH_EXAMPLES=1 scripts/test",
+)
+
+
+def run(name: str, directory: Path, *arguments: str) -> str:
+    """Run an example in a directory, and return what it prints."""
+    command = [sys.executable, str(EXAMPLES / name), str(directory), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@needs_sklearn
+def test_support_vectors_are_those_of_libsvm_however_early_samples_are_eliminated(
+    tmp_path: Path,
+) -> None:
+    arguments = ("--workers=2", "--data=cells", "--candidates=64")
+    printed = run("svm.py", tmp_path, *arguments, "--eliminate=none", "--eliminate=earliest")
+    found = re.search(r"(\d+) support vectors of libsvm", printed)
+    assert found is not None
+    results = re.findall(
+        r"eliminate (\w+): .* (\S+) kernel values, (\d+) samples eliminated, "
+        r".* (\d+) support vectors, decision values differ by (\S+)",
+        printed,
+    )
+    assert [strategy for strategy, *_ in results] == ["none", "earliest"]
+    for *_, vectors, difference in results:
+        assert abs(int(vectors) - int(found[1])) <= 1
+        assert float(difference) < 0.005
+    (_, all_values, none, *_), (_, fewer_values, some, *_) = results
+    assert int(none) == 0 < int(some)
+    assert int(fewer_values.replace(",", "")) < int(all_values.replace(",", ""))
+
+
+@needs_sklearn
+def test_clients_that_differ_learn_all_digits_together(tmp_path: Path) -> None:
+    arguments = ("--workers=3", "--steps=8", f"--out={tmp_path / 'out'}")
+    printed = run("fedavg.py", tmp_path / "run", *arguments)
+    rounds = re.findall(r"^ +(\d+) +(\S+) +\S+$", printed, re.MULTILINE)
+    assert [int(number) for number, _ in rounds] == list(range(1, 9))
+    accuracies = [float(accuracy) for _, accuracy in rounds]
+    # No client has enough of all digits for this.
+    assert accuracies[-1] > 0.85 > accuracies[0]
+    rows = (tmp_path / "out" / "fedavg.csv").read_text().splitlines()
+    assert rows[0] == "curve,round,accuracy"
+    assert len(rows) == 1 + 2 * 8
