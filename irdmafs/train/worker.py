@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
@@ -18,8 +17,9 @@ from ..client._safetensors import encode
 from .config import is_worker_name
 from .directory import Changes, Lock, TrainDirectory, gather, is_locked, remove
 from .errors import Refused, TrainError
+from .open_push import OpenPush, write_shard
 from .plan import Plan, may_pull, pending
-from .pushes import Identity, check_identity, read_push, shard_contents, values_of
+from .pushes import Identity, check_identity, read_push, values_of
 
 __all__ = ["Worker"]
 
@@ -108,9 +108,7 @@ class Worker:
         count, once. Raises Refused (an OSError), which says why.
         """
         values = values_of(self.layout, gradients)
-        identity = Identity(self.name, self.step + 1, float(weight), self.version, float(lr))
-        if not self._lock.is_held:
-            raise Refused(errno.ENOLCK, f"worker {self.name!r} was taken for dead: begin again")
+        identity = self._next_push(weight, lr)
         more = {} if scales is None else {"scales": _json(scales)}
         if len(self._shards) == 1:
             self._push_file(identity, values, more)
@@ -119,6 +117,28 @@ class Worker:
             self._push_shards(identity, values, more)
         self.step = identity.step
         return self.step
+
+    def begin_push(self) -> OpenPush:
+        """Begin the next push before all of its gradients are there: they are put into it one by one, and
+        each shard is written when it is complete. Finish or abort it before the next push begins."""
+        hidden = self.train.push / f".{self.name}@{self.step + 1}"
+
+        def publish(values: Mapping[str, Value], weight: float, lr: float) -> int:
+            identity = self._next_push(weight, lr)
+            if len(self._shards) == 1:
+                self._push_file(identity, values, {})
+            else:
+                check_identity(self.train, self.config, identity)
+                os.rename(hidden, self.train.push / identity.name)
+            self.step = identity.step
+            return self.step
+
+        return OpenPush(self.layout, hidden, publish)
+
+    def _next_push(self, weight: float, lr: float) -> Identity:
+        if not self._lock.is_held:
+            raise Refused(errno.ENOLCK, f"worker {self.name!r} was taken for dead: begin again")
+        return Identity(self.name, self.step + 1, float(weight), self.version, float(lr))
 
     def _push_file(
         self, identity: Identity, values: Mapping[str, Value], more: Mapping[str, str]
@@ -133,13 +153,9 @@ class Worker:
         self, identity: Identity, values: Mapping[str, Value], more: Mapping[str, str]
     ) -> None:
         hidden = self.train.push / f".{identity.name}"
-        versioned = _files.is_irdmafs(os.stat(self.train.push).st_dev)
-        with contextlib.suppress(FileExistsError):
-            hidden.mkdir()
         try:
             for shard in self._shards:
-                contents = shard_contents(shard, values, more)
-                _files.replace_file(os.fspath(hidden / shard.name), contents, versioned=versioned)
+                write_shard(hidden, shard, values, more)
             os.rename(hidden, self.train.push / identity.name)
         except BaseException:
             remove(hidden)

@@ -1,0 +1,114 @@
+"""A push that is made while its gradients are still being computed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from ..client import _files
+from ..client._dtypes import Value
+from .directory import remove
+from .errors import Refused
+from .layout import ModelLayout, Shard
+from .pushes import shard_contents, values_of
+
+__all__ = ["OpenPush", "write_shard"]
+
+
+class OpenPush:
+    """A push that takes gradients one by one. A thread writes the file of a shard as soon as all gradients
+    of that shard are there. Nobody sees the push before `finish`. Methods may be called by any thread.
+
+    Arrays are not copied: they must not change before `finish` returns, unless they are put again.
+    """
+
+    def __init__(
+        self,
+        layout: ModelLayout,
+        hidden: Path,
+        publish: Callable[[Mapping[str, Value], float, float], int],
+    ) -> None:
+        """`hidden`: the directory of the shards' files until the push is published; it is made when the
+        first is written. `publish`: called by `finish` with all values, the weight and the learning rate,
+        when all files are in `hidden`."""
+        self._layout = layout
+        self._hidden = hidden
+        self._publish = publish
+        self._shards = layout.shards()
+        self._holders: dict[str, list[Shard]] = {}
+        for shard in self._shards:
+            for part in shard.slices:
+                self._holders.setdefault(part.parameter.name, []).append(shard)
+        self._values: dict[str, Value] = {}
+        self._lock = threading.Lock()
+        # By shard: its file, which is being written or was.
+        self._written: dict[str, Future[None]] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="irdmafs-push")
+
+    def put(self, name: str, gradient: object) -> None:
+        """Add a gradient, or replace the one of that name. Raises Refused where it does not fit the
+        parameter."""
+        value = values_of(self._layout, {name: gradient})[name]
+        with self._lock:
+            again = name in self._values
+            self._values[name] = value
+            for shard in self._holders.get(name, ()):
+                if again and shard.name in self._written:
+                    # finish() writes it anew: gradients that accumulate are put many times.
+                    self._written.pop(shard.name).cancel()
+                elif len(self._shards) > 1 and self._is_complete(shard):
+                    self._write(shard)
+
+    def finish(self, weight: float = 1.0, *, lr: float = 0.0) -> int:
+        """Publish the push, as Worker.push() does, and return its step. Parameters that were not put are
+        left out. Raises Refused and OSError, after which nothing of the push is there."""
+        try:
+            if len(self._shards) > 1:
+                with self._lock:
+                    for shard in self._shards:
+                        if shard.name not in self._written:
+                            self._write(shard)
+                for future in self._written.values():
+                    future.result()
+            if not self._values:
+                raise Refused(errno.EINVAL, "it has no tensor")
+            step = self._publish(self._values, weight, lr)
+        except BaseException:
+            self.abort()
+            raise
+        self._thread.shutdown()
+        return step
+
+    def abort(self) -> None:
+        """Drop the push."""
+        self._thread.shutdown(cancel_futures=True)
+        remove(self._hidden)
+
+    def _is_complete(self, shard: Shard) -> bool:
+        return all(part.parameter.name in self._values for part in shard.slices)
+
+    def _write(self, shard: Shard) -> None:
+        values = {
+            part.parameter.name: self._values[part.parameter.name]
+            for part in shard.slices
+            if part.parameter.name in self._values
+        }
+        self._written[shard.name] = self._thread.submit(
+            write_shard, self._hidden, shard, values, {}
+        )
+
+
+def write_shard(
+    hidden: Path, shard: Shard, values: Mapping[str, Value], metadata: Mapping[str, str]
+) -> None:
+    """Write the file of a shard of a push that is not published yet. Raises OSError."""
+    with contextlib.suppress(FileExistsError):
+        hidden.mkdir()
+    contents = shard_contents(shard, values, metadata)
+    versioned = _files.is_irdmafs(os.stat(hidden).st_dev)
+    _files.replace_file(os.fspath(hidden / shard.name), contents, versioned=versioned)

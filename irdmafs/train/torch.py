@@ -1,0 +1,312 @@
+"""Training from torch: optimizers whose updates are made in a training directory.
+
+>>> from irdmafs.train.torch import ParameterServerOptimizer
+>>> optimizer = ParameterServerOptimizer(model.named_parameters(), "/mnt/params/run1", name="worker0")
+>>> for inputs, targets in batches:
+...     optimizer.zero_grad()
+...     loss(model(inputs), targets).backward()
+...     optimizer.step(weight=len(inputs))
+
+The rule, its options and who waits for whom are those of the directory (docs/training.md).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .errors import TrainError
+from .open_push import OpenPush
+from .worker import Worker
+
+__all__ = ["DiLoCo", "ParameterServerOptimizer"]
+
+# A push with lr 0 has that of the configuration. This one is 0 as well in fp32, in which rules compute.
+_LR_MIN = sys.float_info.min
+
+
+class ParameterServerOptimizer(torch.optim.Optimizer):
+    """An optimizer whose step pushes the gradients and pulls the next version into the parameters.
+
+    It is a worker until it is closed, and a context manager. Its `param_groups[0]["lr"]`, which a learning
+    rate scheduler changes, is pushed with the gradients; that of the first worker by name counts.
+    Parameters without a gradient are left out of a push. Parameters on a device are copied through the
+    host's memory.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        directory: str | os.PathLike[str],
+        *,
+        name: str | None = None,
+        names: Sequence[str] | None = None,
+        weight: float = 1.0,
+        timeout_s: float | None = None,
+        overlap: bool = False,
+    ) -> None:
+        """`params`: `model.named_parameters()`, or parameters, whose names in the directory are `names`.
+        They get the values of the newest version. `name`: of the worker. `weight`: of a push, unless
+        step() says another. `timeout_s`: of the wait for the next version.
+
+        `overlap`: write the gradients of a shard as soon as backward() has made all of them, while it goes
+        on with others. It needs a directory with several shards to be of use. Gradients that are changed
+        after backward(), or accumulated by several, are written again by step().
+
+        Raises TrainError, also if a parameter is not one of the directory's, and OSError.
+        """
+        tensors = _named(params, names)
+        self._worker = Worker(directory, name)
+        try:
+            _check_shapes(self._worker, tensors)
+            super().__init__(list(tensors.values()), {"lr": self._worker.config.learning_rate})
+            self._tensors = tensors
+            self._weight = weight
+            self._timeout_s = timeout_s
+            self._early = _EarlyPush(self._worker, tensors) if overlap else None
+            self._worker.pull_since(0, out=tensors)
+        except BaseException:
+            self._worker.close()
+            raise
+
+    @property
+    def worker(self) -> Worker:
+        """Return the worker that this optimizer is."""
+        return self._worker
+
+    def __enter__(self) -> ParameterServerOptimizer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take part no longer."""
+        if self._early is not None:
+            self._early.close()
+        self._worker.close()
+
+    def step(self, closure: Callable[[], Any] | None = None, *, weight: float | None = None) -> Any:
+        """Push the gradients, and wait for the parameters to go on with. Return what `closure` returned.
+
+        `weight`: that of this push, such as the number of samples: the mean of all workers' gradients is
+        weighted by it. Raises Refused, TimeoutError and OSError. If no version came in time, the push
+        counts all the same; `worker.pull()` goes on waiting.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        gradients = {
+            name: tensor.grad for name, tensor in self._tensors.items() if tensor.grad is not None
+        }
+        weight = self._weight if weight is None else weight
+        lr = float(self.param_groups[0]["lr"]) or _LR_MIN
+        if self._early is not None:
+            self._early.finish(gradients, weight, lr)
+        else:
+            self._worker.push(gradients, weight=weight, lr=lr)
+        self._worker.pull(out=self._tensors, timeout_s=self._timeout_s)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set all gradients to None, or to zero; what was written of them is dropped."""
+        if self._early is not None:
+            self._early.abort()
+        super().zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add the only group that there is. Raises ValueError for another: a push has one learning rate."""
+        if self.param_groups:
+            raise ValueError("the parameters of a training directory are one group")
+        super().add_param_group(param_group)
+
+
+class _EarlyPush:
+    """Puts gradients into a push as backward() makes them."""
+
+    def __init__(self, worker: Worker, tensors: Mapping[str, Any]) -> None:
+        self._worker = worker
+        self._push: OpenPush | None = None
+        # By parameter: the gradient that was put, and how often it had been changed in place.
+        self._put: dict[str, tuple[Any, int]] = {}
+        self._hooks = [
+            tensor.register_post_accumulate_grad_hook(self._hook(name))
+            for name, tensor in tensors.items()
+            if tensor.requires_grad
+        ]
+
+    def _hook(self, name: str) -> Callable[[Any], None]:
+        def put(tensor: Any) -> None:
+            self._put_now(name, tensor.grad)
+
+        return put
+
+    def _put_now(self, name: str, gradient: Any) -> None:
+        if self._push is None:
+            self._push = self._worker.begin_push()
+        self._push.put(name, gradient)
+        self._put[name] = (gradient, gradient._version)
+
+    def finish(self, gradients: Mapping[str, Any], weight: float, lr: float) -> None:
+        """Push these gradients; those that were put already need not be written any more."""
+        if self._put.keys() - gradients.keys():
+            self.abort()
+        for name, gradient in gradients.items():
+            put, changes = self._put.get(name, (None, 0))
+            if put is not gradient or changes != gradient._version:
+                self._put_now(name, gradient)
+        push = self._push or self._worker.begin_push()
+        self._push = None
+        self._put.clear()
+        push.finish(weight, lr=lr)
+
+    def abort(self) -> None:
+        if self._push is not None:
+            self._push.abort()
+        self._push = None
+        self._put.clear()
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self.abort()
+
+
+class DiLoCo:
+    """Many steps of an optimizer of one's own, then one of the training directory (Douillard et al. 2023,
+    arXiv:2311.08105): every `every` steps the change of the parameters is pushed, and the next version
+    pulled. The directory has the rule diloco, and sync local:H.
+
+    A context manager: a worker until it is closed. A learning rate scheduler is one of the inner optimizer.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        directory: str | os.PathLike[str],
+        *,
+        every: int | None = None,
+        name: str | None = None,
+        names: Sequence[str] | None = None,
+        weight: float = 1.0,
+        timeout_s: float | None = None,
+    ) -> None:
+        """`inner`: made of `model.named_parameters()`; if it was made of parameters alone, `names` are
+        their names in the directory. They get the values of the newest version. `every`: H of local:H by
+        default. `name`: of the worker; `weight`: of its pushes.
+
+        Raises TrainError, ValueError and OSError.
+        """
+        tensors = _named_of(inner, names)
+        self.inner = inner
+        self._worker = Worker(directory, name)
+        try:
+            self.every = _every(self._worker, every)
+            _check_shapes(self._worker, tensors)
+            self._tensors = tensors
+            self._weight = weight
+            self._timeout_s = timeout_s
+            self._steps = 0
+            self._worker.pull_since(0, out=tensors)
+            self._base = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        except BaseException:
+            self._worker.close()
+            raise
+
+    @property
+    def worker(self) -> Worker:
+        """Return the worker that this optimizer is."""
+        return self._worker
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return those of the inner optimizer."""
+        groups: list[dict[str, Any]] = self.inner.param_groups
+        return groups
+
+    def __enter__(self) -> DiLoCo:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take part no longer. Steps since the last push are lost to the others."""
+        self._worker.close()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make a step of the inner optimizer, and after every `every` steps synchronize. Return what
+        `closure` returned. Raises as synchronize() does."""
+        loss = self.inner.step(closure)
+        self._steps += 1
+        if self._steps >= self.every:
+            self.synchronize()
+        return loss
+
+    def synchronize(self) -> None:
+        """Push what the steps since the last time have changed, and pull the next version. Raises Refused,
+        TimeoutError and OSError."""
+        with torch.no_grad():
+            deltas = {name: self._base[name] - tensor for name, tensor in self._tensors.items()}
+        self._worker.push(deltas, weight=self._weight)
+        self._steps = 0
+        self._worker.pull(out=self._tensors, timeout_s=self._timeout_s)
+        with torch.no_grad():
+            for name, tensor in self._tensors.items():
+                self._base[name].copy_(tensor)
+
+
+def _every(worker: Worker, every: int | None) -> int:
+    kind, number = worker.config.synchronization
+    if kind != "local":
+        if every is None:
+            raise TrainError(f"{worker.train.config_path} has no sync local:H: say every=H")
+        number = every
+    if every not in (None, number):
+        raise TrainError(f"every={every}, where {worker.train.config_path} has local:{number}")
+    if number < 1:
+        raise ValueError(f"every is 1 or more, not {number}")
+    return number
+
+
+def _named_of(inner: torch.optim.Optimizer, names: Sequence[str] | None) -> dict[str, Any]:
+    """Return the parameters of an optimizer by name."""
+    groups = inner.param_groups
+    if names is None:
+        if not all("param_names" in group for group in groups):
+            raise ValueError(
+                "the optimizer does not know the names of its parameters: make it of "
+                "model.named_parameters(), or give names"
+            )
+        names = [name for group in groups for name in group["param_names"]]
+    return _named([tensor for group in groups for tensor in group["params"]], names)
+
+
+def _named(params: Iterable[Any], names: Sequence[str] | None) -> dict[str, Any]:
+    """Return parameters by name, from pairs of both or from two lists."""
+    found = list(params)
+    if names is None:
+        if not all(isinstance(one, tuple) for one in found):
+            raise ValueError("give model.named_parameters(), or names")
+        return dict(found)
+    return dict(zip(names, found, strict=True))
+
+
+def _check_shapes(worker: Worker, tensors: Mapping[str, Any]) -> None:
+    shapes = {one.name: one.shape for one in worker.layout.parameters}
+    for name, tensor in tensors.items():
+        if name not in shapes:
+            raise TrainError(f"{worker.train.models} has no parameter {name!r}")
+        if tuple(tensor.shape) != shapes[name]:
+            raise TrainError(
+                f"{name!r} has the shape {list(tensor.shape)}, "
+                f"and {list(shapes[name])} in {worker.train.models}"
+            )

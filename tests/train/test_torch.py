@@ -1,0 +1,404 @@
+"""Optimizers of torch in a training directory, beside one process that does the same."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from irdmafs import client
+from irdmafs.train import Reducer, TrainConfig, TrainError, begin
+from irdmafs.train.directory import TrainDirectory
+
+torch: Any = pytest.importorskip(
+    "torch", reason="torch is not installed: pip install irdmafs[torch]"
+)
+from irdmafs.train.torch import DiLoCo, ParameterServerOptimizer  # noqa: E402
+
+SESSIONS = ("kernel",)
+STEPS = 5
+BATCH = 8
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """With several threads torch may sum in another order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def make_model(dtype: Any = None, device: str = "cpu") -> Any:
+    torch.manual_seed(1)
+    layers = torch.nn.Sequential(
+        torch.nn.Linear(20, 64), torch.nn.Tanh(), torch.nn.Linear(64, 48), torch.nn.Tanh(),
+        torch.nn.Linear(48, 3),
+    )  # fmt: skip
+    return layers.to(device=device, dtype=dtype)
+
+
+def batch(step: int, worker: int, dtype: Any = None, device: str = "cpu") -> tuple[Any, Any]:
+    """A batch whose size depends on the worker."""
+    generator = torch.Generator().manual_seed(100 * step + worker)
+    count = BATCH + 4 * worker
+    inputs = torch.randn(count, 20, generator=generator)
+    targets = torch.randn(count, 3, generator=generator)
+    return inputs.to(device, dtype), targets.to(device, dtype)
+
+
+def loss_of(model: Any, inputs: Any, targets: Any) -> Any:
+    return torch.nn.functional.mse_loss(model(inputs), targets)
+
+
+def parameters(model: Any) -> dict[str, Any]:
+    return {name: tensor.detach().cpu().clone() for name, tensor in model.named_parameters()}
+
+
+def begin_training(folder: Path, model: Any, config: TrainConfig, shards: int = 1) -> Path:
+    folder.mkdir(exist_ok=True)
+    client.Store(folder).publish_state_dict(parameters(model), "model.safetensors")
+    begin(folder, config, shards=shards)
+    return folder
+
+
+@contextmanager
+def reducing(folder: Path) -> Iterator[None]:
+    ended = threading.Event()
+    with Reducer(folder, threads=1) as reducer, ThreadPoolExecutor(1) as thread:
+        running = thread.submit(reducer.run, ended.is_set)
+        try:
+            yield
+        finally:
+            ended.set()
+            running.result()
+
+
+def in_workers(count: int, work: Callable[[int], Any]) -> list[Any]:
+    with ThreadPoolExecutor(count) as threads:
+        return [one.result() for one in [threads.submit(work, i) for i in range(count)]]
+
+
+def train(
+    folder: Path,
+    make: Callable[[], Any],
+    make_batch: Callable[[int, int], tuple[Any, Any]] = batch,
+    workers: int = 2,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """Train with some workers; return the parameters that each of them ends with."""
+    models = [make() for _ in range(workers)]
+    with ExitStack() as stack:
+        stack.enter_context(reducing(folder))
+        optimizers = [
+            stack.enter_context(
+                ParameterServerOptimizer(
+                    model.named_parameters(), folder, name=f"worker{number}", timeout_s=TIMEOUT_S,
+                    **options,
+                )
+            )
+            for number, model in enumerate(models)
+        ]  # fmt: skip
+
+        def work(number: int) -> dict[str, Any]:
+            for step in range(STEPS):
+                inputs, targets = make_batch(step, number)
+                optimizers[number].zero_grad()
+                loss_of(models[number], inputs, targets).backward()
+                optimizers[number].step(weight=len(inputs))
+            return parameters(models[number])
+
+        return in_workers(workers, work)
+
+
+def train_alone(model: Any, optimizer: Any, schedule: Any = None) -> dict[str, Any]:
+    """Train in this process with the batches of two workers together."""
+    for step in range(STEPS):
+        inputs, targets = map(torch.cat, zip(batch(step, 0), batch(step, 1), strict=True))
+        optimizer.zero_grad()
+        loss_of(model, inputs, targets).backward()
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+    return parameters(model)
+
+
+def assert_close(found: dict[str, Any], expected: dict[str, Any], rtol: float = 1e-5) -> None:
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=rtol, atol=rtol / 10)
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+RULES: dict[str, tuple[dict[str, float | bool], Callable[[Any], Any]]] = {
+    "sgd": (
+        {"momentum": 0.9},
+        lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    ),
+    "adamw": (
+        {"weight_decay": 0.1},
+        lambda params: torch.optim.AdamW(params, lr=0.05, weight_decay=0.1),
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_two_workers_train_as_one_process_with_both_batches(folder: Path, rule: str) -> None:
+    options, alone = RULES[rule]
+    config = TrainConfig(rule=rule, lr=0.05, options=options, workers=2)
+    model = make_model()
+    begin_training(folder, model, config, shards=3)
+    first, second = train(folder, make_model)
+    assert_same(first, second)
+    assert_close(first, train_alone(model, alone(model.parameters())))
+
+
+def test_training_on_a_device_is_training_on_the_host(tmp_path: Path, device: str) -> None:
+    config = TrainConfig(rule="adamw", lr=0.05, workers=2)
+    begin_training(tmp_path / "run", make_model(), config, shards=2)
+    found, _ = train(
+        tmp_path / "run",
+        lambda: make_model(device=device),
+        lambda step, worker: batch(step, worker, device=device),
+        overlap=True,
+    )
+    model = make_model()
+    expected = train_alone(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+    assert_close(found, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shards", [1, 4])
+def test_overlap_gives_the_same_bits(tmp_path: Path, shards: int, dtype: str) -> None:
+    found = []
+    kind = getattr(torch, dtype)
+    for overlap in (False, True):
+        folder = tmp_path / f"overlap-{overlap}"
+        config = TrainConfig(rule="adamw", lr=0.01, workers=2)
+        begin_training(folder, make_model(kind), config, shards)
+        found += train(
+            folder, lambda: make_model(kind), lambda s, w: batch(s, w, kind), overlap=overlap
+        )
+    for one in found[1:]:
+        assert_same(one, found[0])
+    assert all(tensor.dtype == kind for tensor in found[0].values())
+    start = parameters(make_model(kind))
+    assert not any(torch.equal(found[0][name], start[name]) for name in start)
+
+
+@contextmanager
+def optimizer_of(folder: Path, model: Any, **options: Any) -> Iterator[ParameterServerOptimizer]:
+    with (
+        reducing(folder),
+        ParameterServerOptimizer(
+            model.named_parameters(), folder, name="worker", timeout_s=TIMEOUT_S, **options
+        ) as optimizer,
+    ):
+        yield optimizer
+
+
+def test_a_shard_is_written_while_backward_goes_on(tmp_path: Path) -> None:
+    model = make_model()
+    folder = begin_training(tmp_path / "run", model, TrainConfig(workers=1), shards=4)
+    with optimizer_of(folder, model, overlap=True) as optimizer:
+        hidden = TrainDirectory(folder).push / ".worker@1"
+        written = threading.Event()
+        files: list[str] = []
+
+        def wait_for_files(_: Any) -> None:
+            # The first layer's gradients are the last that backward makes.
+            for _ in range(1000):
+                if hidden.exists() and any(not name.startswith(".") for name in os.listdir(hidden)):
+                    break
+                written.wait(0.01)
+            files.extend(os.listdir(hidden))
+
+        model[0].weight.register_hook(wait_for_files)
+        loss_of(model, *batch(0, 0)).backward()
+        assert 0 < len(files) < 4
+        assert not TrainDirectory(folder).push.joinpath("worker@1").exists()
+        optimizer.step()
+        assert optimizer.worker.version == 1
+        assert not hidden.exists()
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.parametrize("change", ["accumulate", "clip", "replace", "drop", "skip"])
+def test_gradients_that_change_after_backward_are_pushed_as_they_are_at_the_step(
+    tmp_path: Path, change: str, shards: int
+) -> None:
+    found = []
+    for overlap in (False, True):
+        model = make_model()
+        folder = begin_training(
+            tmp_path / f"overlap-{overlap}", model, TrainConfig(lr=0.5, workers=1), shards
+        )
+        with optimizer_of(folder, model, overlap=overlap) as optimizer:
+            loss_of(model, *batch(0, 0)).backward()
+            if change == "accumulate":
+                loss_of(model, *batch(1, 0)).backward()
+            elif change == "clip":
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            elif change == "replace":
+                model[2].weight.grad = torch.ones_like(model[2].weight)
+            elif change == "drop":
+                model[2].weight.grad = None
+            else:
+                optimizer.zero_grad()
+                loss_of(model, *batch(2, 0)).backward()
+            optimizer.step()
+            found.append(parameters(model))
+    assert_same(found[1], found[0])
+
+
+def test_learning_rate_scheduler_rules_the_directory(tmp_path: Path) -> None:
+    def warm_up(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 3))
+
+    model, alone = make_model(), make_model()
+    folder = begin_training(tmp_path / "run", model, TrainConfig(lr=0.1, workers=1))
+    with optimizer_of(folder, model) as optimizer:
+        schedule = warm_up(optimizer)
+        assert optimizer.param_groups[0]["lr"] == 0
+        for step in range(STEPS):
+            inputs, targets = map(torch.cat, zip(batch(step, 0), batch(step, 1), strict=True))
+            optimizer.zero_grad()
+            loss_of(model, inputs, targets).backward()
+            optimizer.step()
+            schedule.step()
+    expected = torch.optim.SGD(alone.parameters(), lr=0.1)
+    assert_close(parameters(model), train_alone(alone, expected, warm_up(expected)))
+
+
+def test_parameters_without_gradient_stay_and_the_newest_version_is_there_at_once(
+    tmp_path: Path,
+) -> None:
+    model, other = make_model(), make_model()
+    folder = begin_training(tmp_path / "run", model, TrainConfig(lr=0.1, workers=1))
+    model[0].requires_grad_(False)
+    before = parameters(model)
+    with optimizer_of(folder, model, overlap=True) as optimizer:
+        loss = optimizer.step(lambda: _backward(model))
+        assert loss > 0
+    after = parameters(model)
+    assert torch.equal(after["0.weight"], before["0.weight"])
+    assert not torch.equal(after["4.weight"], before["4.weight"])
+    with torch.no_grad():
+        for tensor in other.parameters():
+            tensor.zero_()
+    names, tensors = zip(*other.named_parameters(), strict=True)
+    with ParameterServerOptimizer(tensors, folder, name="later", names=names):
+        assert_same(parameters(other), after)
+
+
+def _backward(model: Any) -> Any:
+    loss = loss_of(model, *batch(0, 0))
+    loss.backward()
+    return loss.item()
+
+
+def test_parameters_that_the_directory_does_not_have_are_refused(tmp_path: Path) -> None:
+    model = make_model()
+    folder = begin_training(tmp_path / "run", model, TrainConfig())
+    with pytest.raises(TrainError, match=r"has no parameter 'other\.weight'"):
+        ParameterServerOptimizer(
+            torch.nn.ModuleDict({"other": torch.nn.Linear(2, 2)}).named_parameters(), folder
+        )
+    with pytest.raises(TrainError, match=r"'0\.weight' has the shape \[2, 2\], and \[64, 20\] in"):
+        ParameterServerOptimizer([torch.zeros(2, 2)], folder, names=["0.weight"])
+    with pytest.raises(ValueError, match="named_parameters"):
+        ParameterServerOptimizer(model.parameters(), folder)
+    assert os.listdir(TrainDirectory(folder).workers) == []
+
+
+# -- DiLoCo ---------------------------------------------------------------------------------------
+
+
+def test_diloco_that_synchronizes_every_step_is_the_inner_optimizer(folder: Path) -> None:
+    model, alone = make_model(), make_model()
+    config = TrainConfig(
+        rule="diloco", lr=1.0, options={"momentum": 0.0, "nesterov": False}, sync="local:1",
+        workers=1,
+    )  # fmt: skip
+    begin_training(folder, model, config, shards=2)
+    inner = torch.optim.AdamW(model.named_parameters(), lr=0.01)
+    expected = torch.optim.AdamW(alone.parameters(), lr=0.01)
+    with (
+        reducing(folder),
+        DiLoCo(inner, folder, every=1, name="worker", timeout_s=TIMEOUT_S) as optimizer,
+    ):
+        for step in range(STEPS):
+            for one, which in ((model, optimizer), (alone, expected)):
+                which.zero_grad()
+                loss_of(one, *batch(step, 0)).backward()
+                which.step()
+        assert optimizer.worker.version == STEPS
+    assert_close(parameters(model), parameters(alone), rtol=1e-6)
+
+
+def test_diloco_moves_to_the_mean_of_the_workers_every_h_steps(tmp_path: Path) -> None:
+    config = TrainConfig(
+        rule="diloco", lr=1.0, options={"momentum": 0.0, "nesterov": False}, sync="local:3",
+        workers=2,
+    )  # fmt: skip
+    folder = begin_training(tmp_path / "run", make_model(), config)
+    models, alone = ([make_model(), make_model()] for _ in range(2))
+    with ExitStack() as stack:
+        stack.enter_context(reducing(folder))
+        optimizers = [
+            stack.enter_context(DiLoCo(_sgd(model), folder, name=f"worker{i}", timeout_s=TIMEOUT_S))
+            for i, model in enumerate(models)
+        ]
+
+        def work(number: int) -> None:
+            for step in range(3):
+                _step(models[number], optimizers[number], step, number)
+
+        in_workers(2, work)
+        assert [one.worker.version for one in optimizers] == [1, 1]
+    for number, model in enumerate(alone):
+        optimizer = _sgd(model)
+        for step in range(3):
+            _step(model, optimizer, step, number)
+    first, second = map(parameters, alone)
+    mean = {name: (first[name] + second[name]) / 2 for name in first}
+    assert_close(parameters(models[0]), mean)
+    assert_same(parameters(models[0]), parameters(models[1]))
+
+
+def _sgd(model: Any) -> Any:
+    return torch.optim.SGD(model.named_parameters(), lr=0.1)
+
+
+def _step(model: Any, optimizer: Any, step: int, number: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model, *batch(step, number)).backward()
+    optimizer.step()
+
+
+def test_diloco_says_what_is_missing(tmp_path: Path) -> None:
+    model = make_model()
+    folder = begin_training(
+        tmp_path / "run", model, TrainConfig(rule="diloco", lr=0.7, sync="local:5")
+    )
+    with pytest.raises(TrainError, match=r"every=4, where .* has local:5"):
+        DiLoCo(_sgd(model), folder, every=4)
+    with pytest.raises(ValueError, match="give names"):
+        DiLoCo(torch.optim.SGD(model.parameters(), lr=0.1), folder)
+    with DiLoCo(_sgd(model), folder) as optimizer:
+        assert optimizer.every == 5
