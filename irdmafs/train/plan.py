@@ -42,7 +42,7 @@ class Plan(msgspec.Struct, frozen=True):
     pushes: tuple[PushInPlan, ...]
     clocks: dict[str, int]
     rule: str
-    options: dict[str, float]
+    options: dict[str, float | bool]
     lr: float
     clip_norm: float
     torch: bool

@@ -56,6 +56,7 @@ class Worker:
             if one.worker == self.name
         ]
         joined = newest.clocks.get(self.name, max(newest.clocks.values(), default=0))
+        self._joined = joined
         self.step = max([joined, *own])
         self.version = -1
         self._lock = self._join(self.step)
@@ -192,7 +193,9 @@ class Worker:
 
     def _may_go_on(self, plan: Plan) -> bool:
         members = self.train.member_clocks() if self.config.synchronization.kind == "ssp" else {}
-        return may_pull(self.config, self.name, self.step, plan.clocks, members)
+        # One that joined later than others has a step, and no clock before its first push.
+        clocks = {self.name: self._joined, **plan.clocks}
+        return may_pull(self.config, self.name, self.step, clocks, members)
 
     def _wait(self, suffices: Callable[[Plan], bool], timeout_s: float | None) -> Plan:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
