@@ -19,7 +19,8 @@ __all__ = ["Watches"]
 
 _FORGOTTEN_AFTER_S = 60.0
 _SWEEP_EVERY_S = 10.0
-_WATCHED_MAX = 4096
+# More than one user's programs may wait for.
+_WATCHED_MAX = 32768
 
 
 class _Watch:
@@ -120,7 +121,7 @@ class Watches:
         watch = self._watched.get(directory)
         if watch is None:
             if len(self._watched) >= _WATCHED_MAX:
-                self._forget_one()
+                self._forget_some()
             watch = self._watched[directory] = _Watch(self._next_count(now_ns()))
         watch.asked_at = time.monotonic()
         return watch
@@ -129,11 +130,14 @@ class Watches:
         self._highest = max(self._highest, least) + 1
         return self._highest
 
-    def _forget_one(self) -> None:
+    def _forget_some(self) -> None:
+        """Forget half of the directories that nobody waits for."""
         idle = [ino for ino, watch in self._watched.items() if not watch.waiters]
         if not idle:
             raise fail(errno.EAGAIN, "too many directories are waited for")
-        del self._watched[min(idle, key=lambda ino: self._watched[ino].asked_at)]
+        idle.sort(key=lambda ino: self._watched[ino].asked_at)
+        for ino in idle[: (len(idle) + 1) // 2]:
+            del self._watched[ino]
 
     def _sweep(self, now: float) -> None:
         self._sweep_at = now + _SWEEP_EVERY_S

@@ -87,16 +87,14 @@ class Since:
 
     async def target(self, link: Inode, ctx: Caller) -> bytes:
         """Return the target of a link, as soon as there is one. Raises OSError ETIMEDOUT; EAGAIN, EINTR as
-        Waits does; ENOENT if its directory is gone."""
+        Waits does; ESTALE if its directory is gone."""
         first = int(link.target)
         if self._freshness is not None:
             await self._freshen(self._freshness, link.parent)
         found = self._newest(link.parent, first)
         if found is not None:
             return found
-        directory = self._inodes.get(link.parent)
-        if directory is None:
-            raise fail(errno.ENOENT)
+        directory = self._namespace.inode(link.parent)
         await detach(any_signal=True)
         timeout_s = since_timeout_s(directory.xattrs.get(SINCE_TIMEOUT, b""))
         with trio.move_on_after(timeout_s):

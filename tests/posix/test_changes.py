@@ -1,6 +1,7 @@
 """A directory tells when something below it changes, to processes that wait for it."""
 
 import errno
+import math
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import trio
@@ -21,6 +23,7 @@ from mountpoint import Mount, eventually
 from processes import Process
 
 from irdmafs.backend.namespace import ROOT_INO, watches
+from irdmafs.posix import waits
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 pytestmark = pytest.mark.beyond_posix
@@ -340,7 +343,7 @@ def test_a_directory_is_forgotten_when_nobody_asks_for_it(monkeypatch: pytest.Mo
     assert table.count(ROOT_INO) > before + 1
 
 
-def test_the_table_forgets_the_directory_asked_for_longest_ago(
+def test_the_table_forgets_the_directories_asked_for_longest_ago(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(watches, "_WATCHED_MAX", 2)
@@ -370,5 +373,33 @@ def test_a_directory_that_somebody_waits_for_is_not_forgotten(
             assert table.count(1) == count
             table.changed([1])
         assert table.count(1) > count
+
+    trio.run(wait)
+
+
+def test_one_user_cannot_have_too_many_waits() -> None:
+    class Told:
+        tells_of_signals = True
+        can_forget = False
+
+    class Asked:
+        uid = 1000
+        pid = gid = umask = 0
+
+    async def wait() -> None:
+        namespace = SimpleNamespace(watches=table_of(lambda ino: ()))
+        waiting = waits.Waits(namespace, None, Told(), shared=False)  # type: ignore[arg-type]
+        count = waiting.count(1)
+        async with trio.open_nursery() as nursery:
+            for _ in range(4096):
+                nursery.start_soon(waiting.changed, 1, count, math.inf, Asked())
+            await trio.testing.wait_all_tasks_blocked()
+            with pytest.raises(BlockingIOError):
+                await waiting.changed(1, count, math.inf, Asked())
+            other = Asked()
+            other.uid = 1001
+            await waiting.changed(1, count, 0.0, other)
+            namespace.watches.changed([1])
+        await waiting.changed(1, waiting.count(1), 0.0, Asked())
 
     trio.run(wait)
