@@ -44,14 +44,11 @@ def place(directory: Path | None) -> Iterator[Path]:
         yield directory
         return
     made = tempfile.mkdtemp(prefix="irdmafs-example-")
+    _irdmafs("mount", made)
     try:
-        _irdmafs("mount", made)
-        try:
-            yield Path(made)
-        finally:
-            # Lazily: a block that failed may still have arrays that show files of the mount.
-            _irdmafs("umount", "--lazy", "--discard", made)
+        yield Path(made)
     finally:
+        _irdmafs("umount", "--discard", made)
         os.rmdir(made)
 
 
@@ -80,6 +77,13 @@ def training(directory: Path, model: Mapping[str, Array], config: TrainConfig) -
     end(directory)
 
 
+def read(directory: Path) -> dict[str, Array]:
+    """Return copies of the parameters that a directory has now."""
+    with client.open(directory) as store:
+        found = store.state_dict("model.safetensors")
+        return {name: np.array(array) for name, array in found.items()}
+
+
 def run(
     work: Callable[..., Any], directory: Path, workers: int, *arguments: Sequence[Any]
 ) -> list[Any]:
@@ -100,7 +104,9 @@ def _work(work: Callable[..., Any], directory: Path, number: int, *arguments: An
         return work(worker, number, *arguments)
 
 
-def save_curves(out: Path | None, name: str, x: str, y: str, curves: Curves) -> None:
+def save_curves(
+    out: Path | None, name: str, x: str, y: str, curves: Curves, *, logarithmic: bool = False
+) -> None:
     """Save curves as NAME.csv, and as NAME.png where matplotlib is installed; nothing without `out`."""
     if out is None:
         return
@@ -118,6 +124,8 @@ def save_curves(out: Path | None, name: str, x: str, y: str, curves: Curves) -> 
     for label, points in curves.items():
         axes.plot(*np.transpose(points), label=label)
     axes.set(title=name, xlabel=x, ylabel=y)
+    if logarithmic:
+        axes.loglog()
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(out / f"{name}.png", dpi=120)

@@ -1,5 +1,6 @@
-"""The examples that need numpy and scikit-learn alone reach what they claim, run small."""
+"""The examples that need no torch reach what they claim, run small."""
 
+import os
 import re
 import subprocess
 import sys
@@ -57,3 +58,47 @@ def test_clients_that_differ_learn_all_digits_together(tmp_path: Path) -> None:
     rows = (tmp_path / "out" / "fedavg.csv").read_text().splitlines()
     assert rows[0] == "curve,round,accuracy"
     assert len(rows) == 1 + 2 * 8
+
+
+@needs_sklearn
+def test_soup_is_better_than_its_models_are_on_average(tmp_path: Path) -> None:
+    printed = run("soup.py", tmp_path, "--workers=3", "--steps=8")
+    models = [
+        float(one) for one in re.findall(r"^model \d+, lr \S+ +(\S+)$", printed, re.MULTILINE)
+    ]
+    assert len(models) == 3
+    for name, least in (("soup", sum(models) / 3), ("moving average of model 0", min(models))):
+        found = re.search(rf"^{name} +(\S+)$", printed, re.MULTILINE)
+        assert found is not None
+        assert float(found[1]) >= least
+
+
+@pytest.mark.skipif(
+    find_spec("django") is None, reason="Django is not installed: WITH_EXAMPLES=1 scripts/test"
+)
+@pytest.mark.parametrize("sync", ["ssp:2", "async"])
+def test_languages_are_told_apart_without_waiting_for_each_other(tmp_path: Path, sync: str) -> None:
+    printed = run("text.py", tmp_path, "--workers=2", "--steps=40", f"--sync={sync}")
+    found = re.search(rf"^{sync} .* accuracy (\S+)$", printed, re.MULTILINE)
+    assert found is not None
+    # A guess is right once in 20 times.
+    assert float(found[1]) > 0.6
+
+
+def test_scaling_is_printed_up_to_10000_workers(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "scaling.py"), "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    assert "10,000" in done.stdout.splitlines()[0]
+    assert "10000.0" in (tmp_path / "scaling.csv").read_text()
+
+
+@needs_sklearn
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not os.path.exists("/dev/fuse"), reason="mounting needs root and /dev/fuse"
+)
+def test_example_without_a_directory_has_a_mount_as_long_as_it_runs() -> None:
+    command = [sys.executable, str(EXAMPLES / "fedavg.py"), "--workers=2", "--steps=2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^ +2 +0\.\d+", done.stdout, re.MULTILINE)
