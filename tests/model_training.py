@@ -29,11 +29,13 @@ class Rules(NamedTuple):
     only_pending_pushes_count: bool = True
     tidies_only_what_counted: bool = True
     commits_when_all_shards_are_there: bool = True
+    attempts_have_directories_of_their_own: bool = True
 
 
 class Bounds(NamedTuple):
     """`workers` push `steps` each; `coordinators` and, for each of `shards`, `reducers` make
-    versions. `again`: a worker that does not know that its push was acknowledged may push it again."""
+    versions. `again`: a worker that does not know that its push was acknowledged may push it again.
+    `removals`: pushes that somebody removes who should not."""
 
     workers: int = 2
     steps: int = 1
@@ -42,33 +44,39 @@ class Bounds(NamedTuple):
     reducers: int = 1
     sync: str = "async"
     again: bool = False
+    removals: int = 0
 
 
 class Made(NamedTuple):
-    """A plan, and by which plan each shard was made: None, not yet. `pushes` is None where the directory is
-    there and the plan is not."""
+    """A plan, and by which plan each shard was made: None, not yet. `skipped`: pushes that were gone when
+    this attempt was planned, and count for nothing."""
 
-    pushes: tuple[Key, ...] | None
+    pushes: tuple[Key, ...]
     clocks: tuple[tuple[str, int], ...]
     shards: tuple[tuple[Key, ...] | None, ...]
+    skipped: tuple[Key, ...] = ()
 
 
 class Process(NamedTuple):
-    """A coordinator or a reducer: how far it is, the newest version that it knows, and what it read."""
+    """A coordinator or a reducer: how far it is, the newest version that it knows, and what it read.
+    `attempt`: whose plan that is."""
 
     phase: str = "idle"
     newest: int = 0
     read: tuple[Key, ...] = ()
+    attempt: int = 0
 
 
 class State(NamedTuple):
-    """`acknowledged`: pushes whose rename returned; `present`: files in push/. `versions` and `next`: the
-    directories, by number."""
+    """`acknowledged`: pushes whose rename returned; `present`: files in push/; `removed`: those that were
+    removed while they had to count. `versions` and `next`: the directories, by number, and in next by
+    number and attempt."""
 
     acknowledged: frozenset[Key]
     present: frozenset[Key]
+    removed: frozenset[Key]
     versions: tuple[tuple[int, Made], ...]
-    next: tuple[tuple[int, Made], ...]
+    next: tuple[tuple[tuple[int, int], Made], ...]
     coordinators: tuple[Process, ...]
     reducers: tuple[Process, ...]
 
@@ -85,7 +93,7 @@ class Model:
         bounds = self._bounds
         first = Made((), (), ((),) * bounds.shards)
         return State(
-            frozenset(), frozenset(), ((0, first),), (),
+            frozenset(), frozenset(), frozenset(), ((0, first),), (),
             (Process(),) * bounds.coordinators, (Process(),) * (bounds.reducers * bounds.shards),
         )  # fmt: skip
 
@@ -103,6 +111,12 @@ class Model:
         if self._bounds.again:
             for key in sorted(state.acknowledged - state.present):
                 yield f"{key} is pushed again", state._replace(present=state.present | {key})
+        if len(state.removed) < self._bounds.removals:
+            for key in sorted(state.present):
+                yield (
+                    f"{key} is removed by its user",
+                    state._replace(present=state.present - {key}, removed=state.removed | {key}),
+                )
         for number, process in enumerate(state.coordinators):
             for label, after, now in self._coordinate(state, process):
                 processes = _with(after.coordinators, number, now)
@@ -116,23 +130,25 @@ class Model:
     # -- a coordinator -----------------------------------------------------------------------------
 
     def _coordinate(self, state: State, me: Process) -> Iterator[tuple[str, State, Process]]:
-        versions, nexts = dict(state.versions), dict(state.next)
+        versions = dict(state.versions)
         if me.phase == "idle":
             newest = max(versions)
             yield f"sees version {newest}", state, Process("tidies", newest)
         elif me.phase == "tidies":
-            gone = set(versions[me.newest].pushes or ())
+            gone = {*versions[me.newest].pushes, *versions[me.newest].skipped}
             if not self._rules.tidies_only_what_counted:
                 gone = set(state.present)
             after = state._replace(
                 present=state.present - gone,
-                next=tuple(item for item in state.next if item[0] > me.newest),
+                next=tuple(item for item in state.next if item[0][0] > me.newest),
             )
             yield "tidies", after, me._replace(phase="looks")
         elif me.phase == "looks":
-            found = nexts.get(me.newest + 1)
-            if found is not None and found.pushes is not None:
-                yield "reads the plan", state, me._replace(phase="commits", read=found.pushes)
+            made = _making(state, me.newest + 1)
+            if made is not None:
+                attempt, plan = made
+                read = me._replace(phase="commits", read=plan.pushes, attempt=attempt)
+                yield "reads the plan", state, read
             else:
                 listed = tuple(sorted(state.present))
                 yield "lists pushes", state, me._replace(phase="plans", read=listed)
@@ -140,6 +156,8 @@ class Model:
             yield from self._plan(state, me)
         elif me.phase == "commits":
             yield from self._commit(state, me)
+        elif me.phase == "tries again":
+            yield from self._try_again(state, me)
 
     def _plan(self, state: State, me: Process) -> Iterator[tuple[str, State, Process]]:
         clocks = dict(dict(state.versions)[me.newest].clocks)
@@ -150,27 +168,36 @@ class Model:
         if plan is None:
             yield "finds too few", state, Process()
             return
+        keys = tuple((push.worker, push.step) for push in plan.pushes)
+        made = Made(keys, tuple(sorted(plan.clocks.items())), (None,) * self._bounds.shards)
+        yield from self._write(state, (plan.version, 0), made)
+
+    def _write(
+        self, state: State, target: tuple[int, int], made: Made
+    ) -> Iterator[tuple[str, State, Process]]:
         nexts = dict(state.next)
-        there = nexts.get(plan.version)
-        if there is not None and there.pushes is not None and self._rules.plan_is_made_once:
+        there = nexts.get(target)
+        if there is not None and self._rules.plan_is_made_once:
             yield "finds a plan", state, Process()
             return
-        keys = tuple((push.worker, push.step) for push in plan.pushes)
-        shards = there.shards if there is not None else (None,) * self._bounds.shards
-        nexts[plan.version] = Made(keys, tuple(sorted(plan.clocks.items())), shards)
+        nexts[target] = made if there is None else made._replace(shards=there.shards)
         yield "plans", state._replace(next=tuple(sorted(nexts.items()))), Process()
 
     def _commit(self, state: State, me: Process) -> Iterator[tuple[str, State, Process]]:
         versions, nexts = dict(state.versions), dict(state.next)
         number = me.newest + 1
-        made = nexts.get(number)
-        complete = made is not None and made.pushes is not None and None not in made.shards
-        if made is None or not (complete or not self._rules.commits_when_all_shards_are_there):
-            yield "finds shards missing", state, Process()
+        made = nexts.get((number, me.attempt))
+        complete = made is not None and None not in made.shards
+        if made is None:
+            yield "finds the directory gone", state, Process()
+        elif not (complete or not self._rules.commits_when_all_shards_are_there):
+            gone = bool(set(made.pushes) - state.present)
+            after = me._replace(phase="tries again", read=tuple(sorted(state.present)))
+            yield "finds shards missing", state, after if gone else Process()
         elif number in versions and self._rules.commit_never_replaces:
             yield "finds the version there", state, Process()
         else:
-            del nexts[number]
+            del nexts[number, me.attempt]
             versions[number] = made
             yield (
                 "commits",
@@ -180,24 +207,44 @@ class Model:
                 Process(),
             )
 
+    def _try_again(self, state: State, me: Process) -> Iterator[tuple[str, State, Process]]:
+        """Plan without the pushes that were gone."""
+        target = (me.newest + 1, me.attempt)
+        made = dict(state.next).get(target)
+        if made is None or max(number for number, _ in state.versions) > me.newest:
+            yield "finds the directory gone", state, Process()
+            return
+        kept = tuple(key for key in made.pushes if key in me.read)
+        skipped = (*made.skipped, *(key for key in made.pushes if key not in me.read))
+        again = Made(kept, made.clocks, (None,) * self._bounds.shards, skipped)
+        if self._rules.attempts_have_directories_of_their_own:
+            yield from self._write(state, (target[0], target[1] + 1), again)
+            return
+        nexts = dict(state.next)
+        nexts[target] = again._replace(shards=made.shards)
+        yield "plans again", state._replace(next=tuple(sorted(nexts.items()))), Process()
+
     # -- a reducer ---------------------------------------------------------------------------------
 
     def _reduce(
         self, state: State, me: Process, shard: int
     ) -> Iterator[tuple[str, State, Process]]:
-        nexts = dict(state.next)
         if me.phase == "idle":
             newest = max(number for number, _ in state.versions)
-            found = nexts.get(newest + 1)
-            if found is not None and found.pushes is not None and found.shards[shard] is None:
-                yield "reads the plan", state, Process("writes", newest, found.pushes)
+            found = _making(state, newest + 1)
+            if found is not None:
+                attempt, made = found
+                if made.shards[shard] is None and state.present.issuperset(made.pushes):
+                    read = Process("writes", newest, made.pushes, attempt)
+                    yield "reads the plan and its pushes", state, read
         elif me.phase == "writes":
-            target = nexts.get(me.newest + 1)
+            nexts = dict(state.next)
+            target = nexts.get((me.newest + 1, me.attempt))
             if target is None:
                 yield "finds its directory gone", state, Process()
                 return
             shards = _with(target.shards, shard, me.read)
-            nexts[me.newest + 1] = target._replace(shards=shards)
+            nexts[me.newest + 1, me.attempt] = target._replace(shards=shards)
             yield "writes its shard", state._replace(next=tuple(sorted(nexts.items()))), Process()
 
     # -- promises ----------------------------------------------------------------------------------
@@ -207,16 +254,19 @@ class Model:
         for number, made in state.versions:
             if any(shard != made.pushes for shard in made.shards):
                 raise Broken(f"version {number} is made from more than one plan")
-            counted += made.pushes or ()
+            counted += made.pushes
+            if not state.removed.issuperset(made.skipped):
+                raise Broken(f"version {number} lacks a push that nobody removed")
         if len(counted) != len(set(counted)):
             raise Broken("a push counts twice")
         clocks = dict(state.versions[-1][1].clocks)
-        lost = state.acknowledged - set(counted) - state.present
+        expected = state.acknowledged - state.removed
+        lost = expected - set(counted) - state.present
         if lost:
             raise Broken(f"{sorted(lost)} will never count")
         waiting = pending((Push(*key, "") for key in state.present), clocks)
         kept = {(push.worker, push.step) for push in waiting}
-        if state.acknowledged - set(counted) - kept:
+        if expected - set(counted) - kept:
             raise Broken("a push that is there is not pending, and does not count")
 
     def reduced(self, state: State) -> State:
@@ -237,6 +287,12 @@ class Model:
                 group[turn] for turn in range(self._bounds.reducers) for group in chosen
             )
             yield state._replace(coordinators=coordinators, reducers=reducers)
+
+
+def _making(state: State, number: int) -> tuple[int, Made] | None:
+    """Return the last attempt to make a version."""
+    attempts = [(key[1], made) for key, made in state.next if key[0] == number]
+    return attempts[-1] if attempts else None
 
 
 def _with(items: tuple[T, ...], index: int, item: T) -> tuple[T, ...]:

@@ -11,7 +11,7 @@ import os
 import shutil
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,27 @@ class TrainDirectory:
                 if self.newest() == number:
                     raise TrainError(f"{self.version(number)} has no {PLAN}") from None
 
+    def making(self, version: int) -> tuple[Path, Plan] | None:
+        """Return the directory in next/ where a version is being made, and its plan: of its attempts the
+        last. None if there is no plan yet."""
+        for attempt in reversed(self._attempts(version)):
+            path = self.attempt(version, attempt)
+            with contextlib.suppress(FileNotFoundError):
+                return path, read_plan(path / PLAN)
+        return None
+
+    def attempt(self, version: int, attempt: int) -> Path:
+        """Return the directory of an attempt to make a version: the first is 0."""
+        return self.next / (f"{version}.{attempt}" if attempt else str(version))
+
+    def _attempts(self, version: int) -> list[int]:
+        found = []
+        for name in os.listdir(self.next):
+            number, _, attempt = name.partition(".")
+            if number == str(version):
+                found.append(int(attempt or 0))
+        return sorted(found)
+
     def member_clocks(self) -> dict[str, int]:
         """Return the workers that take part, and the clock at which each joined."""
         try:
@@ -154,14 +175,27 @@ def remove(path: Path) -> None:
         pass
 
 
+def lead_to_newest(train: TrainDirectory) -> None:
+    """Make since/0 a link to the newest version, where that is not done by irdmafs itself."""
+    if _files.is_irdmafs(os.stat(train.since).st_dev):
+        return
+    link = train.since / f".{os.uname().nodename}.{os.getpid()}"
+    link.unlink(missing_ok=True)
+    link.symlink_to(f"../versions/{train.newest()}")
+    os.replace(link, train.since / "0")
+
+
 class ShardFile:
     """A .safetensors file in memory: its header, and its bytes, mapped."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises FileNotFoundError and FormatError."""
+    def __init__(
+        self, path: Path, header_of: Callable[[str, int, int], Header] | None = None
+    ) -> None:
+        """Raises FileNotFoundError and FormatError, and what `header_of` raises, which reads the header of
+        a file of another kind."""
         name = os.fspath(path)
         with _files.open_to_read(name) as (fd, status):
-            self.header = read_header(name, fd, status.st_size)
+            self.header = (header_of or read_header)(name, fd, status.st_size)
             self._data = _files.Mapping(name, fd, status.st_size).bytes
 
     def bits(self, dtype: np.dtype[Any], offset: int, count: int) -> Array:
@@ -187,6 +221,7 @@ def gather(layout: ModelLayout, params: Path) -> dict[str, Value]:
         dtype, extension = dtype_of_code(parameter.dtype)
         parts = found.get(parameter.name, [np.empty(0, dtype)])
         array = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        array.flags.writeable = False
         result[parameter.name] = Value(array.reshape(parameter.shape), extension)
     return result
 

@@ -79,6 +79,10 @@ class ModelLayout(msgspec.Struct, frozen=True):
         """Return the names of the model's files."""
         return tuple(dict.fromkeys(parameter.file for parameter in self.parameters))
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {parameter.name: parameter.shape for parameter in self.parameters}
+
     def shards(self) -> tuple[Shard, ...]:
         return cut(self.parameters, self.shard_names)
 

@@ -9,7 +9,7 @@ import msgspec
 
 from .config import TrainConfig
 
-__all__ = ["Plan", "Push", "PushInPlan", "is_wanted", "may_pull", "next_plan", "pending"]
+__all__ = ["Plan", "Push", "PushInPlan", "is_wanted", "may_pull", "next_plan", "pending", "without"]
 
 
 class Push(NamedTuple):
@@ -111,7 +111,7 @@ def next_plan(
     for push in taken:
         weight = push.weight
         if config.staleness == "inverse" and push.base >= 0:
-            weight /= 1 + version - push.base
+            weight /= 1 + max(0, version - push.base)
         counted.append(
             PushInPlan(push.worker, push.step, push.path, 0.0 if push.path in skipped else weight)
         )
@@ -122,6 +122,15 @@ def next_plan(
         version + 1, tuple(counted), after, config.rule, dict(config.options), lr,
         config.clip_norm, config.torch, now_ns,
     )  # fmt: skip
+
+
+def without(plan: Plan, gone: Collection[str]) -> Plan:
+    """Return the plan of another attempt: pushes at paths that are gone have weight 0."""
+    pushes = tuple(
+        msgspec.structs.replace(push, weight=0.0) if push.path in gone else push
+        for push in plan.pushes
+    )
+    return msgspec.structs.replace(plan, pushes=pushes)
 
 
 def may_pull(

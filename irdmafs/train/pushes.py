@@ -17,16 +17,25 @@ from ..client._dtypes import Layout, Value, code_of, size_bytes, value_of
 from ..client._safetensors import Header, encode
 from .arithmetic import count_nonfinite
 from .config import TrainConfig, is_worker_name
-from .directory import TrainDirectory, read_header
+from .directory import TrainDirectory, is_published, read_header
 from .errors import Refused
 from .layout import FLOAT_CODES, ModelLayout, Shard
-from .plan import Push
 
-__all__ = ["Identity", "check", "identity_of_directory", "read_push", "shard_contents"]
+__all__ = [
+    "REFUSALS",
+    "Identity",
+    "check",
+    "identity_of_directory",
+    "inspect",
+    "settled_name",
+    "shard_contents",
+]
 
 _SAFETENSORS, _NPY = ".safetensors", ".npy"
 # WORKER@STEP, and what else is said of a push that is a directory: ;weight=2.0;base=16;lr=0.001
 _NAME = re.compile(r"([^@;]+)@(\d{1,18})((?:;[a-z]+=[0-9eE+.-]+)*)")
+# The codes of what a check refuses.
+REFUSALS = (errno.EINVAL, errno.EPERM, errno.ESTALE)
 # Bytes that are looked at at once for NaN and infinity.
 _BLOCK_BYTES = 16 << 20
 
@@ -86,48 +95,50 @@ def _identity(worker: str, said: Mapping[str, str]) -> Identity:
         raise Refused(errno.EINVAL, f"{identity.worker!r} cannot be the name of a worker")
     if identity.step < 0:
         raise Refused(errno.EINVAL, f"step {identity.step} is not a step")
-    if not (np.isfinite(identity.weight) and identity.weight >= 0 and np.isfinite(identity.lr)):
-        raise Refused(
-            errno.EINVAL, f"weight {identity.weight} or lr {identity.lr} is not a number >= 0"
-        )
+    _check_numbers(identity)
     return identity
 
 
+def _check_numbers(identity: Identity) -> None:
+    if not (0 <= identity.weight < np.inf and 0 <= identity.lr < np.inf):
+        raise Refused(
+            errno.EINVAL, f"weight {identity.weight} or lr {identity.lr} is not a number >= 0"
+        )
+
+
 class _File(NamedTuple):
-    """A push in one file: its tensors, what it says of itself, and the scale of each tensor."""
+    """A push in one file: its tensors, and what it says of itself."""
 
     tensors: dict[str, Layout]
     identity: Identity
-    scales: dict[str, float]
 
 
 def _read(name: str, fd: int) -> _File:
     """Read the header of a push. Raises Refused."""
-    size = os.fstat(fd).st_size
-    # Of a push NAME.safetensors without metadata, NAME is the worker; WORKER@STEP.NAME.npy says it all.
     try:
-        if name.endswith(_NPY):
-            found = _npy.layout(name, lambda count: _files.read_at(fd, count, 0), size)
-            who, _, parameter = name.removesuffix(_NPY).rpartition(":")
-            worker, _, step = (who or parameter).partition("@")
-            if found.order != "C":
-                raise Refused(errno.EINVAL, "its array is in Fortran order")
-            return _File({parameter: found}, _identity(worker, {"step": step or "0"}), {})
-        header = read_header(name, fd, size)
+        header = header_of(name, fd, os.fstat(fd).st_size)
     except FormatError as error:
         raise Refused(errno.EINVAL, str(error)) from None
-    worker, _, step = name.removesuffix(_SAFETENSORS).partition("@")
-    said = {"step": step or "0", **header.metadata}
-    return _File(header.tensors, _identity(worker, said), scales_of(header))
+    stem, suffix = os.path.splitext(name)
+    who = stem.rpartition(":")[0] or stem if suffix == _NPY else stem
+    worker, _, step = who.partition("@")
+    identity = _identity(worker, {"step": step or "0", **header.metadata})
+    if identity.step == 0 and step:
+        identity = identity._replace(step=_identity(worker, {"step": step}).step)
+    return _File(header.tensors, identity)
 
 
-def tensors_in(name: str, fd: int) -> dict[str, Layout]:
-    """Return the tensors of a file of a push. Raises Refused."""
-    return (
-        _read(name, fd).tensors
-        if name.endswith((_NPY, _SAFETENSORS))
-        else read_header(name, fd, os.fstat(fd).st_size).tensors
-    )
+def header_of(path: str, fd: int, size: int) -> Header:
+    """Read the header of a file of a push: an array WORKER@STEP:PARAMETER.npy is one parameter. Raises
+    FormatError and Refused."""
+    name = os.path.basename(path)
+    if not name.endswith(_NPY):
+        return read_header(path, fd, size)
+    found = _npy.layout(path, lambda count: _files.read_at(fd, count, 0), size)
+    if found.order != "C":
+        raise Refused(errno.EINVAL, "its array is in Fortran order")
+    parameter = name.removesuffix(_NPY).rpartition(":")[2]
+    return Header({parameter: found}, {}, size_bytes(found.dtype, found.shape) > 0)
 
 
 def scales_of(header: Header) -> dict[str, float]:
@@ -141,25 +152,44 @@ def scales_of(header: Header) -> dict[str, float]:
         ) from None
 
 
-def read_push(path: Path, clocks: Mapping[str, int]) -> Push | None:
-    """Return the push that a name in push/ is; None for what is none, or not yet."""
-    name = path.name
+def inspect(train: TrainDirectory, layout: ModelLayout, name: str) -> Identity | None:
+    """Return what a name in push/ says of itself; None for what is no push, or not yet. Raises Refused for
+    what does not fit the parameters."""
     if name.startswith("."):
         return None
+    path = train.push / name
     try:
         if path.is_dir():
             identity = identity_of_directory(name)
-        else:
-            with _files.open_to_read(os.fspath(path)) as (fd, status):
-                if status.st_size == 0 or _files.read_version(fd) == 0:
-                    return None
-                identity = _read(name, fd).identity
-    except (FileNotFoundError, Refused):
+            return identity if identity is None or _is_whole(layout, path) else None
+        with _files.open_to_read(os.fspath(path)) as (fd, status):
+            if status.st_size == 0 or _files.read_version(fd) == 0:
+                return None
+            pushed = _read(name, fd)
+        _check_tensors(pushed.tensors, layout.shapes, whole=True)
+    except FileNotFoundError:
         return None
-    if identity is None:
-        return None
-    step = identity.step or clocks.get(identity.worker, 0) + 1
-    return Push(identity.worker, step, name, identity.weight, identity.base, identity.lr)
+    return pushed.identity
+
+
+def _is_whole(layout: ModelLayout, path: Path) -> bool:
+    """Return whether a directory has the files of all shards. Raises Refused for one that does not fit."""
+    for shard in layout.shards():
+        if not is_published(path / shard.name):
+            return False
+        with _files.open_to_read(os.fspath(path / shard.name)) as (fd, _):
+            _check_header(shard, fd)
+    return True
+
+
+def settled_name(name: str, step: int) -> str:
+    """Return the name of a push whose step was the worker's next, and is this one now."""
+    stem, suffix = os.path.splitext(name)
+    if suffix == _NPY:
+        who, _, parameter = stem.rpartition(":")
+        # PARAMETER.npy: the worker has the name of the parameter.
+        return f"{(who or parameter).partition('@')[0]}@{step}:{parameter}{suffix}"
+    return f"{stem.partition('@')[0]}@{step}{suffix}"
 
 
 # -- whether it may count -------------------------------------------------------------------------
@@ -172,33 +202,38 @@ def check(directory: Path, fd: int, name: str) -> None:
     config, layout = train.config(), train.layout()
     *folders, last = name.split("/")
     if folders:
-        _check_shard(config, layout, folders, last, fd)
-        return
-    pushed = _read(last, fd)
-    shapes = {one.name: one.shape for one in layout.parameters}
-    _check_tensors(pushed.tensors, shapes, whole=True)
-    check_identity(train, config, pushed.identity)
+        identity, tensors = _read_shard(layout, folders, last, fd)
+    else:
+        pushed = _read(last, fd)
+        identity, tensors = pushed.identity, pushed.tensors
+        _check_tensors(tensors, layout.shapes, whole=True)
+    check_identity(train, config, identity)
     if config.nonfinite == "refuse":
-        _refuse_nonfinite(fd, pushed.tensors)
+        _refuse_nonfinite(fd, tensors)
 
 
-def _check_shard(
-    config: TrainConfig, layout: ModelLayout, folders: list[str], last: str, fd: int
-) -> None:
+def _read_shard(
+    layout: ModelLayout, folders: list[str], last: str, fd: int
+) -> tuple[Identity, dict[str, Layout]]:
     shard = next((one for one in layout.shards() if one.name == last), None)
     if len(folders) > 1 or shard is None:
         raise Refused(errno.EINVAL, f"there is no shard {last!r}")
-    if identity_of_directory(folders[0].removeprefix(".")) is None:
+    identity = identity_of_directory(folders[0].removeprefix("."))
+    if identity is None:
         raise Refused(errno.EINVAL, f"{folders[0]!r} is not WORKER@STEP")
+    return identity, _check_header(shard, fd)
+
+
+def _check_header(shard: Shard, fd: int) -> dict[str, Layout]:
+    """Return the tensors of a shard's file of a push. Raises Refused."""
     try:
-        header = read_header(last, fd, os.fstat(fd).st_size)
+        header = read_header(shard.name, fd, os.fstat(fd).st_size)
     except FormatError as error:
         raise Refused(errno.EINVAL, str(error)) from None
     scales_of(header)
     shapes = {part.parameter.name: part.shape for part in shard.slices}
     _check_tensors(header.tensors, shapes, whole=False)
-    if config.nonfinite == "refuse":
-        _refuse_nonfinite(fd, header.tensors)
+    return header.tensors
 
 
 def _check_tensors(
@@ -220,9 +255,13 @@ def _check_tensors(
 
 def check_identity(train: TrainDirectory, config: TrainConfig, identity: Identity) -> None:
     """Raises Refused for a worker, a step or a base that cannot count."""
+    _check_numbers(identity)
     newest = train.newest_plan()
     clocks = newest.clocks
-    _check_worker(config, identity.worker, clocks)
+    check_worker(config, identity.worker)
+    limit = config.workers
+    if isinstance(limit, int) and identity.worker not in clocks and len(clocks) >= limit:
+        raise Refused(errno.EPERM, f"{identity.worker!r} is a worker too many")
     clock = clocks.get(identity.worker, 0)
     if 0 < identity.step <= clock:
         raise Refused(
@@ -232,15 +271,12 @@ def check_identity(train: TrainDirectory, config: TrainConfig, identity: Identit
         raise Refused(errno.EINVAL, f"step {identity.step} is too far ahead of {clock}")
     if identity.base > newest.version:
         raise Refused(errno.EINVAL, f"there is no version {identity.base} yet")
-    if identity.base >= 0 and not train.version(identity.base).is_dir():
-        raise Refused(errno.ESTALE, f"version {identity.base} is gone")
 
 
-def _check_worker(config: TrainConfig, worker: str, clocks: Mapping[str, int]) -> None:
+def check_worker(config: TrainConfig, worker: str) -> None:
+    """Raises Refused for one who is not in the list of workers."""
     if isinstance(config.workers, tuple) and worker not in config.workers:
         raise Refused(errno.EPERM, f"{worker!r} is not one of the workers")
-    if isinstance(config.workers, int) and worker not in clocks and len(clocks) >= config.workers:
-        raise Refused(errno.EPERM, f"{worker!r} is a worker too many")
 
 
 def _refuse_nonfinite(fd: int, tensors: Mapping[str, Layout]) -> None:
@@ -283,10 +319,9 @@ def shard_contents(
 def values_of(layout: ModelLayout, gradients: Mapping[str, object]) -> dict[str, Value]:
     """Return the values that are to be pushed. Raises Refused where they do not fit the parameters."""
     values = {name: value_of(one) for name, one in gradients.items()}
-    shapes = {one.name: one.shape for one in layout.parameters}
     found = {
         name: Layout(value.array.dtype, value.extension, value.array.shape)
         for name, value in values.items()
     }
-    _check_tensors(found, shapes, whole=True)
+    _check_tensors(found, layout.shapes, whole=True)
     return values

@@ -29,16 +29,18 @@ from .directory import (
     gather,
     is_locked,
     is_published,
-    read_plan,
+    lead_to_newest,
     remove,
     replace,
     write_once,
 )
+from .errors import Refused, TrainError
 from .layout import ModelLayout, Shard
 from .places import is_here
-from .plan import Plan, Push, is_wanted, next_plan, pending
+from .plan import Plan, Push, is_wanted, next_plan, pending, without
+from .pushes import Identity
 from .reduction import Reduction
-from .status import Progress, write_status
+from .status import Progress, Refusal, write_status
 
 __all__ = ["Reducer", "assemble"]
 
@@ -49,6 +51,8 @@ LOOK_S = 1.0
 # A part whose place is another host is left to a reducer there for so long.
 _LEAVE_S = 3.0
 _PARTS = ("params", "state")
+# Without irdmafs below a file is seen as it grows: a file that has just been written may not be whole.
+_SETTLED_NS = 2_000_000_000
 
 
 class Reducer:
@@ -62,7 +66,7 @@ class Reducer:
         self._blocks = Blocks(threads or len(os.sched_getaffinity(0)))
         self._locks: dict[str, Lock] = {}
         self._coordinator: _Coordinator | None = None
-        self._reduction: dict[str, tuple[int, Reduction]] = {}
+        self._reduction: dict[str, tuple[Path, Reduction]] = {}
         self._looked_s = 0.0
         self._begun_s = time.monotonic()
 
@@ -79,29 +83,42 @@ class Reducer:
         self._blocks.close()
 
     def run(self, stopped: Callable[[], bool]) -> None:
-        """Make versions until `stopped`. Raises TrainError and OSError."""
-        changes = Changes(self.train.path)
+        """Make versions until `stopped`. An error is logged and what failed is done again, as long as there
+        is a training. Raises TrainError."""
+        said = ""
         while not stopped():
-            changes.mark()
-            if not self.step():
-                with contextlib.suppress(InterruptedError):
+            try:
+                changes = Changes(self.train.path)
+                if self.step():
+                    said = ""
+                else:
                     changes.wait(LOOK_S)
+            except InterruptedError:
+                continue
+            except (OSError, ValueError, msgspec.MsgspecError, TrainError) as error:
+                if isinstance(error, TrainError) and not self.train.config_path.exists():
+                    raise
+                # The filesystem is full, for example, or its daemon is being started again.
+                if said != str(error):
+                    said = str(error)
+                    log.warning("%s: %s: it is tried again", self.train.models, error)
+                time.sleep(LOOK_S)
 
     def step(self) -> bool:
-        """Do what can be done now; return whether that was anything."""
+        """Do what can be done now; return whether that was anything. Raises TrainError and OSError, and
+        ValueError and msgspec.MsgspecError for what cannot be read."""
         self._take_parts()
         config = self.train.config()
         newest = self.train.newest_plan()
         did = False
         if self._coordinator is not None:
             did = self._coordinator.step(config, newest)
-        try:
-            plan = read_plan(self.train.next / str(newest.version + 1) / PLAN)
-        except FileNotFoundError:
+        made = self.train.making(newest.version + 1)
+        if made is None:
             return did
         for name in self._shards:
             if name in self._locks:
-                did = self._reduce(self._shards[name], plan) or did
+                did = self._reduce(self._shards[name], *made) or did
         return did
 
     # -- parts -------------------------------------------------------------------------------------
@@ -138,13 +155,12 @@ class Reducer:
 
     # -- shards ------------------------------------------------------------------------------------
 
-    def _reduce(self, shard: Shard, plan: Plan) -> bool:
+    def _reduce(self, shard: Shard, target: Path, plan: Plan) -> bool:
         """Make a shard of the next version, as far as can be now."""
-        target = self.train.next / str(plan.version)
         if all(is_published(target / part / shard.name) for part in _PARTS):
             return False
         try:
-            reduction = self._reduction_of(shard, plan)
+            reduction = self._reduction_of(shard, target, plan)
             square_norm = None
             if plan.clip_norm:
                 own = target / "norm" / shard.name
@@ -157,20 +173,21 @@ class Reducer:
                 except (FileNotFoundError, ValueError):
                     return False
             reduction.write(target, square_norm)
-        except (FileNotFoundError, FormatError) as error:
-            # Made by somebody else meanwhile, and tidied.
+        except (FileNotFoundError, FormatError, Refused) as error:
+            # Made by somebody else meanwhile, and tidied. Or a push is gone or broken: the coordinator will
+            # make another plan.
             self._reduction.pop(shard.name, None)
             log.info("%s: version %d is left: %s", self.train.models, plan.version, error)
             return False
         self._reduction.pop(shard.name, None)
         return True
 
-    def _reduction_of(self, shard: Shard, plan: Plan) -> Reduction:
-        version, reduction = self._reduction.get(shard.name, (0, None))
-        if reduction is None or version != plan.version:
+    def _reduction_of(self, shard: Shard, target: Path, plan: Plan) -> Reduction:
+        made_in, reduction = self._reduction.get(shard.name, (None, None))
+        if reduction is None or made_in != target:
             before = self.train.version(plan.version - 1)
             reduction = Reduction(shard, plan, before, self.train.push, self._blocks)
-            self._reduction[shard.name] = (plan.version, reduction)
+            self._reduction[shard.name] = (target, reduction)
         return reduction
 
 
@@ -184,27 +201,29 @@ class _Coordinator:
         self._train = train
         self._layout = layout
         self._progress = Progress()
-        self._pushes: dict[str, Push] = {}
+        # By name in push/. None: refused, with what stat said of it.
+        self._pushes: dict[str, Identity] = {}
+        self._bad: dict[str, tuple[int, int, int]] = {}
+        self._is_checked = _files.is_irdmafs(os.stat(train.path).st_dev)
         self._members: dict[str, int] = {}
         self._looked_s = 0.0
+        self._lacking_s = time.monotonic()
         self._tidied = -1
 
     def step(self, config: TrainConfig, newest: Plan) -> bool:
         if self._tidied != newest.version:
             self._tidy(config, newest)
             self._tidied = newest.version
-        target = self._train.next / str(newest.version + 1)
-        try:
-            plan = read_plan(target / PLAN)
-        except FileNotFoundError:
-            return self._plan(config, newest, target)
-        return self._commit(config, plan, target)
+        made = self._train.making(newest.version + 1)
+        if made is None:
+            return self._plan(config, newest)
+        return self._commit(config, *made) or self._try_again(*made)
 
     # -- plan --------------------------------------------------------------------------------------
 
-    def _plan(self, config: TrainConfig, newest: Plan, target: Path) -> bool:
+    def _plan(self, config: TrainConfig, newest: Plan) -> bool:
         self._look_at_members()
-        found = self._find_pushes(newest)
+        found = self._find_pushes(config, newest)
         waiting = pending(found, newest.clocks)
         enough, awaited = is_wanted(config, waiting, self._members)
         self._progress.see(config, newest, waiting, awaited, self._members, self._train)
@@ -216,21 +235,104 @@ class _Coordinator:
             config, newest.version, newest.clocks, found, self._members, skipped, time.time_ns()
         )
         assert plan is not None
-        for part in ("", "norm", *_PARTS):
-            os.makedirs(target / part, exist_ok=True)
-        write_once(target / PLAN, msgspec.json.encode(plan))
+        self._write_plan(self._train.attempt(plan.version, 0), plan)
         self._progress.planned()
         return True
 
-    def _find_pushes(self, newest: Plan) -> list[Push]:
+    def _write_plan(self, target: Path, plan: Plan) -> None:
+        for part in ("", "norm", *_PARTS):
+            os.makedirs(target / part, exist_ok=True)
+        write_once(target / PLAN, msgspec.json.encode(plan))
+        self._lacking_s = time.monotonic()
+
+    def _try_again(self, target: Path, plan: Plan) -> bool:
+        """Plan the version once more, in another directory, if a push of the plan is gone or broken, which
+        would be waited for in vain: it counts with weight 0. Shards that were made with it stay where
+        they are, and count for nothing unless all of them were made."""
+        now_s = time.monotonic()
+        if now_s < self._lacking_s + LOOK_S:
+            return False
+        self._lacking_s = now_s
+        gone = {push.path for push in plan.pushes if push.weight and not self._is_usable(push.path)}
+        if not gone or self._train.newest() >= plan.version:
+            return False
+        log.warning("%s: gone while it was counted: %s", self._train.models, ", ".join(gone))
+        attempt = int(target.name.partition(".")[2] or 0) + 1
+        self._write_plan(self._train.attempt(plan.version, attempt), without(plan, gone))
+        return True
+
+    def _is_usable(self, name: str) -> bool:
+        try:
+            return pushes.inspect(self._train, self._layout, name) is not None
+        except Refused as error:
+            self._refuse(name, error)
+            return False
+
+    def _find_pushes(self, config: TrainConfig, newest: Plan) -> list[Push]:
         """Return what is in push/. A push that was read once is not read again."""
         names = set(os.listdir(self._train.push))
-        self._pushes = {name: push for name, push in self._pushes.items() if name in names}
-        for name in names - self._pushes.keys():
-            push = pushes.read_push(self._train.push / name, newest.clocks)
-            if push is not None:
-                self._pushes[name] = push
-        return list(self._pushes.values())
+        for known in (self._pushes, self._bad):
+            for name in known.keys() - names:
+                del known[name]
+        steps = dict(newest.clocks)
+        for name in sorted(names - self._pushes.keys()):
+            identity = self._look_at(config, name)
+            if identity is not None:
+                self._pushes[name] = identity
+        for name, identity in list(self._pushes.items()):
+            if 0 < identity.step <= newest.clocks.get(identity.worker, 0):
+                # A repetition of one that has counted.
+                del self._pushes[name]
+                remove(self._train.push / name)
+        for identity in self._pushes.values():
+            steps[identity.worker] = max(steps.get(identity.worker, 0), identity.step)
+        for name, identity in [item for item in self._pushes.items() if item[1].step == 0]:
+            steps[identity.worker] += 1
+            self._settle(name, identity, steps[identity.worker])
+        return [
+            Push(one.worker, one.step, name, one.weight, one.base, one.lr)
+            for name, one in self._pushes.items()
+        ]
+
+    def _settle(self, name: str, identity: Identity, step: int) -> None:
+        """Give a push that has the worker's next step a name that says which that is. Its old name is free:
+        a file that comes there is another push."""
+        settled = pushes.settled_name(name, step)
+        os.rename(self._train.push / name, self._train.push / settled)
+        del self._pushes[name]
+        self._pushes[settled] = identity._replace(step=step)
+
+    def _look_at(self, config: TrainConfig, name: str) -> Identity | None:
+        path = self._train.push / name
+        try:
+            status = path.stat()
+            seen = (status.st_ino, status.st_mtime_ns, status.st_size)
+            if name.startswith(".") or self._bad.get(name) == seen:
+                return None
+            identity = pushes.inspect(self._train, self._layout, name)
+            if identity is not None:
+                # A file that was renamed into push/ has not been checked.
+                pushes.check_worker(config, identity.worker)
+            if identity is not None and not self._is_checked and path.is_file():
+                with _files.open_to_read(os.fspath(path)) as (fd, _):
+                    pushes.check(self._train.models, fd, name)
+            return identity
+        except FileNotFoundError:
+            return None
+        except Refused as error:
+            if error.errno == errno.ESTALE:
+                # As above: its step is past.
+                remove(path)
+            elif self._is_checked or time.time_ns() > status.st_mtime_ns + _SETTLED_NS:
+                self._bad[name] = seen
+                self._refuse(name, error)
+            return None
+
+    def _refuse(self, name: str, error: Refused) -> None:
+        log.warning("%s: %s is refused: %s", self._train.models, name, error)
+        refusal = Refusal(name, str(error), time.time())
+        replace(self._train.refused / str(time.time_ns()), msgspec.json.encode(refusal))
+        self._progress.changed()
 
     def _nonfinite(self, waiting: list[Push]) -> list[str]:
         """Return the pushes that have NaN or infinity."""
@@ -239,11 +341,9 @@ class _Coordinator:
             path = self._train.push / push.path
             files = [path / name for name in self._layout.shard_names] if path.is_dir() else [path]
             for file in files:
-                with _files.open_to_read(os.fspath(file)) as (fd, _):
-                    if any(
-                        pushes.nonfinite_in(fd, one)
-                        for one in pushes.tensors_in(file.name, fd).values()
-                    ):
+                with _files.open_to_read(os.fspath(file)) as (fd, status):
+                    header = pushes.header_of(os.fspath(file), fd, status.st_size)
+                    if any(pushes.nonfinite_in(fd, one) for one in header.tensors.values()):
                         log.warning(
                             "%s: %s has NaN or infinity: skipped", self._train.models, push.path
                         )
@@ -273,7 +373,7 @@ class _Coordinator:
 
     # -- commit ------------------------------------------------------------------------------------
 
-    def _commit(self, config: TrainConfig, plan: Plan, target: Path) -> bool:
+    def _commit(self, config: TrainConfig, target: Path, plan: Plan) -> bool:
         names = self._layout.shard_names
         if not all(is_published(target / part / name) for part in _PARTS for name in names):
             return False
@@ -292,17 +392,20 @@ class _Coordinator:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                 raise
         self._progress.committed(plan)
+        lead_to_newest(self._train)
         return True
 
     def _tidy(self, config: TrainConfig, newest: Plan) -> None:
         """Remove the pushes that count, versions that nobody wants any more, and what was left behind."""
+        lead_to_newest(self._train)
         for push in newest.pushes:
             remove(self._train.push / push.path)
         for number in self._train.version_numbers():
             if number <= newest.version - config.keep:
                 remove(self._train.version(number))
         for name in os.listdir(self._train.next):
-            if name.isdecimal() and int(name) <= newest.version:
+            made = name.partition(".")[0]
+            if made.isdecimal() and int(made) <= newest.version:
                 remove(self._train.next / name)
         refused = sorted(os.listdir(self._train.refused))
         for name in refused[:-32]:

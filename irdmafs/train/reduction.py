@@ -18,7 +18,7 @@ from .arithmetic import F32, Blocks, accumulate, from_float32, square_sum, to_fl
 from .directory import ShardFile, new_file
 from .layout import FLOAT_CODES, Run, Shard, runs_of
 from .plan import Plan
-from .pushes import scales_of
+from .pushes import header_of, scales_of
 from .rules import Rule, make_rule
 
 __all__ = ["Reduction", "first_state"]
@@ -61,7 +61,7 @@ class Reduction:
             if not counted.weight:
                 continue
             parts = path.is_dir()
-            file = ShardFile(path / self._shard.name if parts else path)
+            file = ShardFile(path / self._shard.name if parts else path, header_of)
             for run in runs_of(self._shard, file.header, scales_of(file.header), cut=parts):
                 yield _Term(file, run, counted.weight)
 
@@ -86,7 +86,12 @@ class Reduction:
     def _fill(
         self, state: Mapping[str, Array], params: Mapping[str, Array], scale: np.float32
     ) -> None:
-        old = {key: self._before.tensor(key) for key in state}
+        # A rule that was changed may keep what the one before did not.
+        kept = self._before.header.tensors
+        old = {
+            key: self._before.tensor(key) if key in kept else np.zeros(self._shard.size, np.float32)
+            for key in state
+        }
         outputs = _outputs(self._shard, params)
 
         def step(span: _Span, part: slice) -> None:

@@ -11,7 +11,7 @@ import msgspec
 from ..client import FormatError, _files
 from ..client._dtypes import Value, code_of
 from .config import TrainConfig
-from .directory import PLAN, ShardFile, TrainDirectory, remove
+from .directory import PLAN, ShardFile, TrainDirectory, lead_to_newest, remove
 from .errors import TrainError
 from .layout import FLOAT_CODES, ModelLayout, Parameter, canonical
 from .places import shard_names
@@ -57,6 +57,7 @@ def begin(
         )
         train.layout_path.write_bytes(msgspec.json.encode(layout))
         _first_version(train, layout, config, {name: value for name, (_, value) in values.items()})
+        lead_to_newest(train)
         train.status.write_text("version   0\n")
         # Written last: it says that the other files are complete.
         train.config_path.write_text(config.toml())

@@ -76,6 +76,10 @@ class Progress:
         spent_s, self._phase_s = now_s - self._phase_s, now_s
         return spent_s
 
+    def changed(self) -> None:
+        """Show what has changed beside the figures."""
+        self._written = ()
+
     def is_due(self) -> bool:
         """Return whether there is something to show that is not shown yet, and it is time to."""
         shown = (

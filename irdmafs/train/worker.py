@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +20,8 @@ from .config import is_worker_name
 from .directory import Changes, Lock, TrainDirectory, gather, is_locked, remove
 from .errors import Refused, TrainError
 from .open_push import OpenPush, write_shard
-from .plan import Plan, may_pull, pending
-from .pushes import Identity, check_identity, read_push, values_of
+from .plan import Plan, may_pull
+from .pushes import REFUSALS, Identity, check, check_identity, inspect, values_of
 
 __all__ = ["Worker"]
 
@@ -48,18 +50,26 @@ class Worker:
         if isinstance(workers, tuple) and self.name not in workers:
             raise TrainError(f"{self.name!r} is not one of the workers of {self.train.config_path}")
         self._shards = self.layout.shards()
-        newest = self.train.newest_plan()
-        found = [read_push(path, newest.clocks) for path in self.train.push.iterdir()]
-        own = [
-            one.step
-            for one in pending(filter(None, found), newest.clocks)
-            if one.worker == self.name
-        ]
-        joined = newest.clocks.get(self.name, max(newest.clocks.values(), default=0))
-        self._joined = joined
-        self.step = max([joined, *own])
+        # First the pushes: one that counts meanwhile is in the clocks.
+        own = self._steps_there()
+        clocks = self.train.newest_plan().clocks
+        self._pushed = max([clocks.get(self.name, 0), *own])
+        # Who is new begins where the others are.
+        self.step = self._pushed if self.name in clocks else max([*clocks.values(), *own, 0])
         self.version = -1
+        self._last_push: Path | None = None
+        self._looked_s = 0.0
         self._lock = self._join(self.step)
+
+    def _steps_there(self) -> list[int]:
+        """Return the steps of this worker's pushes that are there."""
+        steps = []
+        for name in os.listdir(self.train.push):
+            if name.partition("@")[0] == self.name:
+                with contextlib.suppress(Refused):
+                    found = inspect(self.train, self.layout, name)
+                    steps.append(found.step if found is not None else 0)
+        return steps
 
     def _join(self, clock: int) -> Lock:
         """Take part: a file in workers/, locked before others can see it."""
@@ -112,12 +122,9 @@ class Worker:
         identity = self._next_push(weight, lr)
         more = {} if scales is None else {"scales": _json(scales)}
         if len(self._shards) == 1:
-            self._push_file(identity, values, more)
-        else:
-            check_identity(self.train, self.config, identity)
-            self._push_shards(identity, values, more)
-        self.step = identity.step
-        return self.step
+            return self._push_file(identity, values, more)
+        check_identity(self.train, self.config, identity)
+        return self._push_shards(identity, values, more)
 
     def begin_push(self) -> OpenPush:
         """Begin the next push before all of its gradients are there: they are put into it one by one, and
@@ -127,12 +134,9 @@ class Worker:
         def publish(values: Mapping[str, Value], weight: float, lr: float) -> int:
             identity = self._next_push(weight, lr)
             if len(self._shards) == 1:
-                self._push_file(identity, values, {})
-            else:
-                check_identity(self.train, self.config, identity)
-                os.rename(hidden, self.train.push / identity.name)
-            self.step = identity.step
-            return self.step
+                return self._push_file(identity, values, {})
+            check_identity(self.train, self.config, identity)
+            return self._push_directory(identity, hidden)
 
         return OpenPush(self.layout, hidden, publish)
 
@@ -143,24 +147,66 @@ class Worker:
 
     def _push_file(
         self, identity: Identity, values: Mapping[str, Value], more: Mapping[str, str]
-    ) -> None:
-        path = self.train.push / f"{identity.worker}@{identity.step}.safetensors"
-        contents = encode(values, {**identity.metadata, **more})
-        _files.replace_file(
-            os.fspath(path), contents, versioned=_files.is_irdmafs(os.stat(path.parent).st_dev)
-        )
+    ) -> int:
+        name = f"{self.name}@{identity.step}.safetensors"
+        self._publish(name, list(encode(values, {**identity.metadata, **more})))
+        return self._pushed_as(name, identity)
+
+    def _push_directory(self, identity: Identity, hidden: Path) -> int:
+        """Publish the files of all shards. Where irdmafs is not below they are checked here."""
+        if not _files.is_irdmafs(os.stat(self.train.push).st_dev):
+            for shard in self._shards:
+                with _files.open_to_read(os.fspath(hidden / shard.name)) as (fd, _):
+                    check(self.train.models, fd, f"{identity.name}/{shard.name}")
+        os.rename(hidden, self.train.push / identity.name)
+        return self._pushed_as(identity.name, identity)
+
+    def _pushed_as(self, name: str, identity: Identity) -> int:
+        self._last_push = self.train.push / name
+        self.step = self._pushed = identity.step
+        return self.step
 
     def _push_shards(
         self, identity: Identity, values: Mapping[str, Value], more: Mapping[str, str]
-    ) -> None:
+    ) -> int:
         hidden = self.train.push / f".{identity.name}"
         try:
             for shard in self._shards:
                 write_shard(hidden, shard, values, more)
-            os.rename(hidden, self.train.push / identity.name)
+            return self._push_directory(identity, hidden)
         except BaseException:
             remove(hidden)
             raise
+
+    def _publish(self, name: str, contents: Sequence[memoryview]) -> None:
+        """Write a file below push/, which is checked before it is published. Raises Refused and OSError."""
+        path = self.train.push / name
+        if _files.is_irdmafs(os.stat(self.train.push).st_dev):
+            try:
+                _files.replace_file(os.fspath(path), contents, versioned=True)
+            except OSError as error:
+                if error.errno in REFUSALS:
+                    self._explain(name, contents)
+                raise
+            return
+        hidden = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            with hidden.open("wb+") as file:
+                _files.write_all(file.fileno(), contents)
+                check(self.train.models, file.fileno(), name)
+            os.replace(hidden, path)
+        except BaseException:
+            remove(hidden)
+            raise
+
+    def _explain(self, name: str, contents: Sequence[memoryview]) -> None:
+        """Check once more what the mount has refused: a close cannot give a reason. Raises Refused."""
+        fd = os.memfd_create("push", os.MFD_CLOEXEC)
+        try:
+            _files.write_all(fd, contents)
+            check(self.train.models, fd, name)
+        finally:
+            os.close(fd)
 
     # -- pull --------------------------------------------------------------------------------------
 
@@ -193,9 +239,8 @@ class Worker:
 
     def _may_go_on(self, plan: Plan) -> bool:
         members = self.train.member_clocks() if self.config.synchronization.kind == "ssp" else {}
-        # One that joined later than others has a step, and no clock before its first push.
-        clocks = {self.name: self._joined, **plan.clocks}
-        return may_pull(self.config, self.name, self.step, clocks, members)
+        step = self.step if members else self._pushed
+        return may_pull(self.config, self.name, step, plan.clocks, members)
 
     def _wait(self, suffices: Callable[[Plan], bool], timeout_s: float | None) -> Plan:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -205,6 +250,7 @@ class Worker:
             newest = self.train.newest_plan()
             if suffices(newest):
                 return newest
+            self._look_after_push()
             left_s = _LOOK_S if deadline_s is None else deadline_s - time.monotonic()
             if left_s <= 0:
                 raise TimeoutError(
@@ -212,7 +258,24 @@ class Worker:
                     f"version {newest.version} is the newest after {timeout_s} s; "
                     f"{self.train.status} says who is waited for",
                 )
-            changes.wait(min(left_s, _LOOK_S))
+            with contextlib.suppress(InterruptedError):
+                changes.wait(min(left_s, _LOOK_S))
+
+    def _look_after_push(self) -> None:
+        """Raise TrainError if the last push was removed before it counted: nobody would go on."""
+        now_s = time.monotonic()
+        if self._last_push is None or now_s < self._looked_s + _LOOK_S:
+            return
+        self._looked_s = now_s
+        if self._last_push.exists():
+            return
+        clock = self.train.newest_plan().clocks.get(self.name, 0)
+        if clock < self._pushed:
+            missing, self._last_push = self._pushed, None
+            self.step = self._pushed = max([clock, *self._steps_there()])
+            raise TrainError(
+                f"push {missing} of {self.name!r} was removed before it counted: push it again"
+            )
 
     def _show(self, plan: Plan, out: Mapping[str, Any] | None) -> dict[str, Any]:
         while True:

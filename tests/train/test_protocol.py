@@ -12,6 +12,8 @@ KEPT = {
     "bsp": Bounds(sync="bsp", steps=2),
     "quorum": Bounds(sync="quorum:1", steps=2),
     "pushes that are repeated": Bounds(workers=1, steps=2, again=True, reducers=2),
+    "a push that is removed": Bounds(removals=1),
+    "a push that is removed between two shards": Bounds(workers=1, removals=1, shards=2),
 }
 NEEDED = {
     "plan_is_made_once": Bounds(),
@@ -19,6 +21,7 @@ NEEDED = {
     "only_pending_pushes_count": Bounds(workers=1, again=True),
     "tidies_only_what_counted": Bounds(),
     "commits_when_all_shards_are_there": Bounds(),
+    "attempts_have_directories_of_their_own": Bounds(workers=1, removals=1, shards=2),
 }
 
 
