@@ -220,3 +220,26 @@ def pytest_runtest_makereport(
         for cluster in clusters:
             report.sections.append(("logs of a cluster", cluster.logs()))
     return report
+
+
+@pytest.fixture(scope="session")
+def training_mount() -> Iterator[Mount]:
+    with make_mount("kernel") as mounted:
+        yield mounted
+
+
+@pytest.fixture(params=("plain directory", "mount"))
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A directory for training runs."""
+    if request.param == "plain directory":
+        return tmp_path
+    mount: Mount = request.getfixturevalue("training_mount")
+    path = mount.path / tmp_path.name
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def run(place: Path) -> Path:
+    """The directory of a training run, which is not there yet."""
+    return place / "run"

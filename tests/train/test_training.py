@@ -1,0 +1,374 @@
+"""A directory trains its models: who waits for whom, and the parameters that come of it."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from training_runs import (
+    BF16,
+    SHAPES,
+    gradients,
+    model,
+    newest,
+    ones,
+    parameters,
+    reduce,
+    reduce_until,
+    run_bsp,
+    same_bits,
+    start,
+    zeros,
+)
+
+from irdmafs.train import Reducer, TrainError, Worker, begin, end
+from irdmafs.train.config import TrainConfig
+from irdmafs.train.directory import TrainDirectory, is_locked
+
+JOINS = """
+import sys
+from irdmafs.train import Worker
+worker = Worker(sys.argv[1], sys.argv[2])
+print("joined", flush=True)
+sys.stdin.read()
+"""
+
+
+def everywhere(folder: Path, value: float) -> bool:
+    return all(np.all(array == value) for array in parameters(folder).values())
+
+
+# -- the same bits ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [{"rule": "adamw"}, {"rule": "sgd", "clip_norm": 1.0}], ids=str)
+def test_run_that_is_repeated_gives_the_same_bits(place: Path, config: dict[str, Any]) -> None:
+    assert same_bits(run_bsp(place / "one", **config), run_bsp(place / "other", **config))
+
+
+@pytest.mark.parametrize(
+    "dtype", [np.float32, BF16, np.float16], ids=lambda dtype: np.dtype(dtype).name
+)
+def test_number_of_shards_changes_no_bit(place: Path, dtype: type) -> None:
+    one = run_bsp(place / "one", rule="adamw", dtype=dtype)
+    three = run_bsp(place / "three", rule="adamw", dtype=dtype, shards=3)
+    assert same_bits(one, three)
+    assert one["embedding"].dtype == dtype
+
+
+def test_bf16_parameters_are_trained_with_master_weights_in_fp32(run: Path) -> None:
+    """An update that is too small for bf16 is not lost."""
+    start(run, {"p": np.ones(100, BF16)})
+    with Worker(run, "w") as worker, Reducer(run) as reducer:
+        for _ in range(16):
+            worker.push({"p": np.full(100, 2.0**-11, np.float32)})
+            reduce(reducer)
+    assert np.all(parameters(run)["p"].astype(np.float32) == 1 + 2.0**-7)
+
+
+def test_clipping_is_that_of_the_whole_gradient(run: Path) -> None:
+    before = model()
+    start(run, before, rule="sgd", lr=1.0, clip_norm=0.5, shards=3)
+    with Worker(run, "w") as worker, Reducer(run) as reducer:
+        worker.push(gradients(0, 1))
+        reduce(reducer)
+    norm = np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in gradients(0, 1).values()))
+    for name, gradient in gradients(0, 1).items():
+        expected = before[name] - gradient * np.float32(0.5 / (norm + 1e-6))
+        np.testing.assert_allclose(parameters(run)[name], expected, rtol=1e-6, atol=1e-7)
+
+
+# -- who waits for whom ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_bsp_waits_for_every_worker(run: Path, shards: int) -> None:
+    start(run, shards=shards)
+    with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
+        reduce(reducer)
+        a.push(ones(1))
+        reduce(reducer)
+        assert newest(run) == 0
+        with pytest.raises(TimeoutError, match="who is waited for"):
+            a.pull(timeout_s=0.05)
+        b.push(ones(2))
+        reduce(reducer)
+        assert newest(run) == 1
+        assert everywhere(run, 3)
+        assert a.pull()["norm"].tolist() == [3, 3, 3]
+        assert a.version == 1
+
+
+def test_local_pushes_count_as_in_bsp(run: Path) -> None:
+    start(run, rule="mean", sync="local:10")
+    with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
+        a.push(ones(1), weight=1)
+        b.push(ones(4), weight=2)
+        reduce(reducer)
+        assert everywhere(run, 3)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_quorum_goes_on_without_the_last_whose_push_counts_later(run: Path, shards: int) -> None:
+    start(run, sync="quorum:2", shards=shards)
+    with Reducer(run) as reducer:
+        a, b, c = (Worker(run, name) for name in "abc")
+        reduce(reducer)
+        a.push(ones(1))
+        reduce(reducer)
+        assert newest(run) == 0
+        b.push(ones(2))
+        reduce(reducer)
+        assert (newest(run), everywhere(run, 3)) == (1, True)
+        c.push(ones(4))
+        a.push(ones(8))
+        reduce(reducer)
+        assert (newest(run), everywhere(run, 15)) == (2, True)
+        for worker in (a, b, c):
+            worker.pull(timeout_s=1)
+            worker.close()
+
+
+def test_async_never_waits(run: Path) -> None:
+    start(run, sync="async")
+    with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
+        for step in range(1, 4):
+            a.push(ones())
+            reduce(reducer)
+            assert newest(run) == step
+            assert b.pull(timeout_s=1)["norm"].tolist() == [step] * 3
+
+
+def test_async_push_from_a_version_that_is_gone_counts_less(run: Path) -> None:
+    start(run, sync="async", staleness="inverse", keep=2)
+    with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
+        b.pull()
+        for _ in range(7):
+            a.push(ones(0))
+            reduce(reducer)
+        assert TrainDirectory(run).version_numbers() == [6, 7]
+        b.push(ones(8))
+        reduce(reducer)
+        assert everywhere(run, 1)
+
+
+def test_ssp_bounds_how_far_ahead_a_worker_is(run: Path) -> None:
+    start(run, sync="ssp:2")
+    with Reducer(run) as reducer, Worker(run, "fast") as fast, Worker(run, "slow") as slow:
+        for _ in range(2):
+            fast.push(ones())
+            reduce(reducer)
+            fast.pull(timeout_s=5)
+        fast.push(ones())
+        reduce(reducer)
+        with pytest.raises(TimeoutError):
+            fast.pull(timeout_s=0.05)
+        slow.push(ones())
+        reduce(reducer)
+        assert fast.pull(timeout_s=5)["norm"].tolist() == [4] * 3
+
+
+# -- workers that come and go ----------------------------------------------------------------------
+
+
+def test_worker_that_joins_later_pulls_at_once_and_is_waited_for(run: Path) -> None:
+    start(run)
+    with Reducer(run) as reducer, Worker(run, "a") as a:
+        for _ in range(3):
+            a.push(ones())
+            reduce(reducer)
+        with Worker(run, "b") as b:
+            assert b.step == 3
+            assert b.pull(timeout_s=5)["norm"].tolist() == [3] * 3
+            a.push(ones())
+            reduce(reducer)
+            assert newest(run) == 3
+            assert b.push(ones()) == 4
+            reduce(reducer)
+            assert newest(run) == 4
+        a.push(ones())
+        reduce(reducer)
+        assert newest(run) == 5
+
+
+def test_killed_worker_is_no_longer_waited_for_and_what_it_pushed_counts(run: Path) -> None:
+    start(run)
+    command = [sys.executable, "-c", JOINS, str(run), "b"]
+    with (
+        Reducer(run) as reducer,
+        Worker(run, "a") as a,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other,
+    ):
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"joined\n"
+        a.push(ones())
+        reduce(reducer)
+        assert newest(run) == 0
+        with pytest.raises(TrainError, match="taking part"):
+            Worker(run, "b")
+        other.send_signal(signal.SIGKILL)
+        other.wait()
+        reduce_until(reducer, lambda: newest(run) == 1, "the dead worker is not waited for")
+        with Worker(run, "b") as again:
+            assert again.step == 1
+
+
+def test_worker_that_begins_again_goes_on_after_its_last_push(run: Path) -> None:
+    start(run)
+    with Reducer(run) as reducer:
+        with Worker(run, "a") as worker:
+            worker.push(ones())
+            worker.push(ones())
+        with Worker(run, "a") as worker:
+            assert worker.step == 2
+            reduce(reducer)
+            assert worker.push(ones()) == 3
+        reduce(reducer)
+    assert everywhere(run, 3)
+
+
+# -- pushes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_parameters_that_are_not_pushed_stay(run: Path, shards: int) -> None:
+    start(run, rule="mean", shards=shards)
+    with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
+        a.push({"norm": np.array([1, 2, 3], np.float32)})
+        b.push({"norm": np.array([3, 2, 1], np.float32), "scale": np.float32(7)})
+        reduce(reducer)
+    found = parameters(run)
+    assert found["norm"].tolist() == [2, 2, 2]
+    assert found["scale"] == 7
+    assert not found["embedding"].any()
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_fp8_pushes_are_multiplied_by_their_scales(run: Path, shards: int) -> None:
+    start(run, shards=shards)
+    pushed = {"embedding": np.full(SHAPES["embedding"], 1.5, ml_dtypes.float8_e4m3fn)}
+    with Reducer(run) as reducer, Worker(run, "a") as worker:
+        worker.push(pushed, scales={"embedding": 0.25})
+        reduce(reducer)
+    assert np.all(parameters(run)["embedding"] == 0.375)
+
+
+def test_pull_copies_into_arrays_of_the_caller(run: Path) -> None:
+    start(run, model(), shards=3)
+    with Worker(run, "a") as worker:
+        shown, out = worker.pull(), zeros()
+        assert worker.pull(out)["norm"] is out["norm"]
+        assert same_bits(shown, out)
+        assert not shown["embedding"].flags.writeable
+        with pytest.raises(KeyError):
+            worker.pull({"unknown": np.zeros(3)})
+        with pytest.raises(ValueError, match="for a parameter of"):
+            worker.pull({"norm": np.zeros(4, np.float32)})
+
+
+def test_pull_since_waits_for_that_version(run: Path) -> None:
+    start(run, sync="async")
+    with Reducer(run) as reducer, Worker(run, "a") as worker:
+        worker.push(ones())
+        reduce(reducer)
+        assert worker.pull_since(1)["norm"].tolist() == [1] * 3
+        with pytest.raises(TimeoutError):
+            worker.pull_since(2, timeout_s=0.05)
+
+
+def test_arrays_that_were_pulled_stay_when_their_version_is_removed(run: Path) -> None:
+    start(run, model(), keep=2)
+    with Reducer(run) as reducer, Worker(run, "a") as worker:
+        pulled = worker.pull()
+        for step in range(1, 5):
+            worker.push(gradients(0, step))
+            reduce(reducer)
+        assert TrainDirectory(run).version_numbers() == [3, 4]
+        assert same_bits(pulled, model())
+
+
+# -- without a Worker ------------------------------------------------------------------------------
+
+
+def test_files_of_other_programs_are_pushes(run: Path, tmp_path: Path) -> None:
+    """Also under the same name again, as soon as the one before has been seen."""
+    start(run, rule="mean")
+    push = TrainDirectory(run).push
+    for value in (1, 2):
+        save_file(ones(value), tmp_path / "alice.safetensors")
+        with Reducer(run) as reducer:
+            for _ in range(2):
+                shutil.copyfile(tmp_path / "alice.safetensors", push / "alice.safetensors")
+                reduce(reducer)
+    assert newest(run) == 4
+    assert TrainDirectory(run).newest_plan().clocks == {"alice": 4}
+    assert everywhere(run, 2)
+    np.save(push / "bob:norm.npy", np.full(3, 4, np.float32))
+    with Reducer(run) as reducer:
+        reduce(reducer)
+    assert parameters(run)["norm"].tolist() == [4] * 3
+    assert not os.listdir(push)
+
+
+def test_two_files_of_one_worker_count_one_after_the_other(run: Path, tmp_path: Path) -> None:
+    start(run)
+    push = TrainDirectory(run).push
+    for name, value in (("one", 1), ("other", 2)):
+        save_file(ones(value), tmp_path / "push", metadata={"worker": "w"})
+        shutil.copyfile(tmp_path / "push", push / f"{name}.safetensors")
+    with Reducer(run) as reducer:
+        reduce(reducer)
+    assert TrainDirectory(run).newest_plan().clocks == {"w": 2}
+    assert everywhere(run, 3)
+
+
+def test_status_says_who_is_waited_for(run: Path) -> None:
+    start(run)
+    with Reducer(run) as reducer, Worker(run, "here") as here, Worker(run, "there"):
+        here.push(ones())
+        reduce_until(
+            reducer,
+            lambda: "waits for there\n" in (run / ".train" / "status").read_text(),
+            "the status tells of the worker",
+        )
+
+
+# -- the beginning and the end ---------------------------------------------------------------------
+
+
+def test_training_begins_and_ends_with_the_files_of_the_model(run: Path) -> None:
+    run.mkdir()
+    save_file({"a": np.ones(5, np.float32)}, run / "one.safetensors")
+    save_file({"b": np.ones((2, 3), BF16)}, run / "other.safetensors")
+    begin(run, TrainConfig(rule="sum"), shards=2)
+    with pytest.raises(TrainError, match="trained in already"):
+        begin(run, TrainConfig())
+    with Reducer(run) as reducer, Worker(run, "w") as worker:
+        worker.push({"a": np.ones(5, np.float32), "b": np.ones((2, 3), np.float32)})
+        reduce(reducer)
+    assert load_file(run / "one.safetensors")["a"].tolist() == [2] * 5
+    assert end(run) == 1
+    assert sorted(os.listdir(run)) == ["one.safetensors", "other.safetensors"]
+    assert not (run / "one.safetensors").is_symlink()
+    assert load_file(run / "one.safetensors")["a"].tolist() == [2] * 5
+    assert load_file(run / "other.safetensors")["b"].astype(np.float32).tolist() == [[2] * 3] * 2
+
+
+def test_part_of_a_reducer_that_ended_is_taken_over(run: Path) -> None:
+    start(run, shards=2)
+    with Worker(run, "w") as worker:
+        worker.push(ones())
+        with Reducer(run) as first, Reducer(run) as second:
+            first.step()
+            reduce(second)
+            assert newest(run) == 0
+            first.close()
+            reduce_until(second, lambda: newest(run) == 1, "the other reducer has all parts")
+        assert not is_locked(run / ".train" / "reducers" / "coordinator")
