@@ -1,0 +1,92 @@
+"""A push that cannot count is refused, and one that is gone holds nobody up."""
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from training_runs import newest, ones, parameters, reduce, reduce_until, start
+
+from irdmafs.train import Reducer, Refused, TrainError, Worker
+from irdmafs.train.directory import TrainDirectory
+from irdmafs.train.pushes import check
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_push_with_nan_or_infinity_is_refused(run: Path, shards: int, value: float) -> None:
+    start(run, shards=shards)
+    with Worker(run, "w") as worker:
+        with pytest.raises(OSError, match=r"NaN or infinite|Invalid argument"):
+            worker.push(ones(value))
+        assert not [name for name in os.listdir(TrainDirectory(run).push) if name[0] != "."]
+        assert worker.push(ones()) == 1
+
+
+@pytest.mark.parametrize(
+    "gradients", [{"norm": np.zeros(4, np.float32)}, {"unknown": np.zeros(3)}, {}], ids=str
+)
+def test_push_that_does_not_fit_the_model_is_refused(run: Path, gradients: dict[str, Any]) -> None:
+    start(run)
+    with Worker(run, "w") as worker, pytest.raises(Refused):
+        worker.push(gradients)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("weight", [np.nan, -1.0])
+def test_push_with_a_weight_that_is_none_is_refused(run: Path, shards: int, weight: float) -> None:
+    start(run, shards=shards)
+    with Worker(run, "w") as worker, pytest.raises(Refused, match="weight"):
+        worker.push(ones(), weight=weight)
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"\xff" * 100])
+def test_garbage_is_refused_with_a_reason(tmp_path: Path, content: bytes) -> None:
+    start(tmp_path / "run")
+    path = tmp_path / "push"
+    path.write_bytes(content)
+    with path.open("rb") as file, pytest.raises(Refused) as caught:
+        check(tmp_path / "run", file.fileno(), "w.safetensors")
+    assert caught.value.errno == errno.EINVAL
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_push_that_is_removed_while_it_is_planned_holds_nobody_up(run: Path, shards: int) -> None:
+    start(run, shards=shards)
+    push = TrainDirectory(run).push
+    with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
+        a.push(ones())
+        b.push(ones(2))
+        train = TrainDirectory(run)
+        # The coordinator's part alone: it plans, and shards are not made before the next step.
+        reducer._take_parts()
+        assert reducer._coordinator is not None
+        assert reducer._coordinator.step(train.config(), train.newest_plan())
+        gone = next(path for path in push.iterdir() if path.name.startswith("b@"))
+        gone.rename(run / "taken away")
+        reduce_until(reducer, lambda: newest(run) == 1, "the version is made without the push")
+        assert a.pull(timeout_s=5)["norm"].tolist() == [1] * 3
+        b.pull(timeout_s=5)
+        assert b.push(ones()) == 2
+
+
+def test_worker_misses_its_push_that_was_removed_before_it_was_planned(run: Path) -> None:
+    start(run)
+    with Worker(run, "a") as a, Worker(run, "b"), Reducer(run) as reducer:
+        a.push(ones())
+        reduce(reducer)
+        (TrainDirectory(run).push / "a@1.safetensors").unlink()
+        with pytest.raises(TrainError, match="push it again"):
+            a.pull(timeout_s=10)
+        assert a.push(ones()) == 1
+
+
+def test_push_with_nan_is_skipped_where_that_is_wanted(run: Path) -> None:
+    start(run, nonfinite="skip", shards=3)
+    with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
+        a.push(ones(np.nan))
+        b.push(ones())
+        reduce(reducer)
+        assert parameters(run)["norm"].tolist() == [1] * 3
