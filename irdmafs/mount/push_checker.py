@@ -68,6 +68,10 @@ class _Process:
         self._channel.close()
         self._process.kill()
 
+    def wait(self) -> None:
+        """Return when the process has ended."""
+        self._process.wait()
+
     async def ended(self) -> str:
         """Return how the process ended, which has closed its socket."""
         code = await trio.to_thread.run_sync(self._process.wait, abandon_on_cancel=True)
@@ -105,12 +109,12 @@ class PushChecker:
                     process.end()
                     log.warning("the process that checks pushes ended: %s", how)
                 except trio.TooSlowError:
-                    self.close()
+                    self._abandon()
                     raise Refused(
                         errno.ETIMEDOUT, f"the check took longer than {_PATIENCE_S:g} s"
                     ) from None
                 except BaseException:
-                    self.close()
+                    self._abandon()
                     raise
                 else:
                     if code:
@@ -128,8 +132,15 @@ class PushChecker:
                 ) from None
         return self._process
 
-    def close(self) -> None:
-        """End the process. Another push starts another one."""
+    def _abandon(self) -> None:
+        """End the process without waiting: it may wait for this mount. Another push starts another one."""
         if self._process is not None:
             self._process.end()
             self._process = None
+
+    def close(self) -> None:
+        """End the process, and wait until it has: it keeps files of the store open. The mount has ended."""
+        process = self._process
+        self._abandon()
+        if process is not None:
+            process.wait()
