@@ -11,9 +11,10 @@ import os
 import shutil
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -23,8 +24,10 @@ from ..client._dtypes import Array, Value, dtype_of_code
 from ..client._safetensors import Header, header_size, parse_header
 from .config import TrainConfig
 from .errors import TrainError
-from .layout import ModelLayout
+from .layout import ModelLayout, Shard
 from .plan import Plan
+
+T = TypeVar("T")
 
 # The plan of a version lies in its directory from the beginning.
 PLAN = "version.json"
@@ -32,6 +35,8 @@ _CHANGES = "user.irdmafs.changes"
 _DISCARD = "user.irdmafs.discard"
 # Without irdmafs below there is nothing to wait for: look again.
 _POLL_S = 0.005
+# Shards that are written or opened at once.
+_AT_ONCE = 16
 _F_OFD_GETLK, _F_OFD_SETLK = 36, 37
 _FLOCK = struct.Struct("hhqqi4x")
 
@@ -208,12 +213,22 @@ class ShardFile:
         return _files.view(name, self._data, found.dtype, found.shape, found.offset)
 
 
+def in_parallel(do: Callable[[Shard], T], shards: Sequence[Shard]) -> list[T]:
+    """Do the same with each shard, several at once: they lie on different store nodes, and all workers
+    begin at the same time, so in turns all would use the same links."""
+    if len(shards) == 1:
+        return [do(shards[0])]
+    with ThreadPoolExecutor(min(len(shards), _AT_ONCE), "shard") as pool:
+        return list(pool.map(do, shards))
+
+
 def gather(layout: ModelLayout, params: Path) -> dict[str, Value]:
     """Return all parameters of a version from its shards, `params`/K: shown where they lie, copied where a
     shard ends within one. Raises FileNotFoundError and FormatError."""
     found: dict[str, list[Array]] = {}
-    for shard in layout.shards():
-        file = ShardFile(params / shard.name)
+    shards = layout.shards()
+    files = in_parallel(lambda shard: ShardFile(params / shard.name), shards)
+    for shard, file in zip(shards, files, strict=True):
         for part in shard.slices:
             found.setdefault(part.parameter.name, []).append(file.tensor(part.parameter.name))
     result = {}

@@ -17,7 +17,7 @@ from ..client import _files
 from ..client._dtypes import Array, Value
 from ..client._safetensors import encode
 from .config import is_worker_name
-from .directory import Changes, Lock, TrainDirectory, gather, is_locked, remove
+from .directory import Changes, Lock, TrainDirectory, gather, in_parallel, is_locked, remove
 from .errors import Refused, TrainError
 from .open_push import OpenPush, write_shard
 from .plan import Plan, may_pull
@@ -171,8 +171,7 @@ class Worker:
     ) -> int:
         hidden = self.train.push / f".{identity.name}"
         try:
-            for shard in self._shards:
-                write_shard(hidden, shard, values, more)
+            in_parallel(lambda shard: write_shard(hidden, shard, values, more), self._shards)
             return self._push_directory(identity, hidden)
         except BaseException:
             remove(hidden)
