@@ -178,18 +178,17 @@ class Publisher:
             await self._publish_locked(content, stays=True, changed=changed)
 
     async def publish_named(self, content: Content) -> None:
-        """Publish the content being written to a file whose name is about to lead to another inode."""
+        """Publish the content being written to a file whose name is about to lead to another inode.
+
+        A push is left to its close: nobody reads it before, and the kernel keeps directories locked until
+        we return, so a check that looked up a name in one would never end.
+        """
         if (
             not content.discarded
             and self._table.stamp(content)[0]
             and self._changes.is_written(content)
+            and not self._pushes.directory_of(self._inodes[content.ino])
         ):
-            if self._pushes.directory_of(self._inodes[content.ino]):
-                # The kernel keeps directories locked until we return: a check that looks up a name in one
-                # would wait for us.
-                where = self._store.namespace.describe(content.ino)
-                log.info("%s: a push cannot be renamed or linked before it is closed", where)
-                raise fail(errno.EBUSY)
             if self._store.waits:
                 await detach()
             await self._publish_locked(content, stays=True, naming=True)

@@ -124,18 +124,25 @@ def test_refused_push_fails_fsync_and_the_close_after_it(pushes: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [os.rename, os.link])
-def test_push_gets_no_other_name_before_it_is_closed(
-    pushes: Path, change: Callable[[Path, Path], None]
+@pytest.mark.parametrize("good", [True, False])
+def test_push_that_gets_another_name_is_checked_when_it_is_closed(
+    pushes: Path, change: Callable[[Path, Path], None], good: bool
 ) -> None:
+    """safetensors writes a file under another name, renames it, and closes it then."""
     before, after = pushes / ".w@1", pushes / "w@1"
-    fd = os.open(before, os.O_WRONLY | os.O_CREAT)
-    os.write(fd, b"fine")
-    with pytest.raises(OSError) as caught:
-        change(before, after)
-    assert caught.value.errno == errno.EBUSY
-    os.close(fd)
+    fd = os.open(before, os.O_RDWR | os.O_CREAT)
+    os.write(fd, b"fine" if good else b"bad one")
     change(before, after)
-    assert after.read_bytes() == b"fine"
+    assert os.getxattr(after, "user.irdmafs.version") == b"0"
+    if good:
+        os.close(fd)
+        assert after.read_bytes() == b"fine"
+        assert os.getxattr(after, "user.irdmafs.version") == b"1"
+    else:
+        with pytest.raises(OSError) as caught:
+            os.close(fd)
+        assert caught.value.errno == errno.EINVAL
+        assert os.listdir(pushes) == []
 
 
 def test_push_written_by_two_is_refused_to_both(pushes: Path, process: TakeProcess) -> None:
