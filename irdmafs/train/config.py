@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from .errors import TrainError
-from .rules import RULES, options_of
+from .rules import RULES, make_rule
 
 __all__ = ["Sync", "TrainConfig", "parse_sync"]
 
@@ -70,15 +70,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         parse_sync(self.sync)
-        if self.rule not in RULES:
-            raise TrainError(f"rule is one of {', '.join(sorted(RULES))}, not {self.rule!r}")
-        known = options_of(self.rule)
-        for name, value in self.options.items():
-            if name not in known:
-                some = ", ".join(sorted(known)) or "none"
-                raise TrainError(f"the rule {self.rule} has no option {name!r}; it has {some}")
-            if not isinstance(value, (int, float)):
-                raise TrainError(f"the option {name} of {self.rule} is a number, not {value!r}")
+        try:
+            make_rule(self.rule, self.options, torch=False)
+        except ValueError as error:
+            raise TrainError(str(error)) from None
         for name, kind in _KINDS.items():
             value = getattr(self, name)
             if name == "lr" and value is None:

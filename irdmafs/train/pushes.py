@@ -15,6 +15,7 @@ import numpy as np
 from ..client import FormatError, _files, _npy
 from ..client._dtypes import Layout, Value, code_of, size_bytes, value_of
 from ..client._safetensors import Header, encode
+from . import refusals
 from .arithmetic import count_nonfinite
 from .config import TrainConfig, is_worker_name
 from .directory import TrainDirectory, is_published, read_header
@@ -125,6 +126,7 @@ def _read(name: str, fd: int) -> _File:
     identity = _identity(worker, {"step": step or "0", **header.metadata})
     if identity.step == 0 and step:
         identity = identity._replace(step=_identity(worker, {"step": step}).step)
+    scales_of(header)
     return _File(header.tensors, identity)
 
 
@@ -196,9 +198,19 @@ def settled_name(name: str, step: int) -> str:
 
 
 def check(directory: Path, fd: int, name: str) -> None:
-    """Check a file that is about to be published below push/ of a training directory: `name` is its path
-    from there. Raises Refused, after which nothing of it is seen, and TrainError."""
+    """Check a file that is about to be published below push/ of a training directory, and keep the reason
+    if it is refused. `name` is its path from push/. Raises Refused, after which nothing of it is seen, and
+    TrainError."""
     train = TrainDirectory(directory)
+    try:
+        check_content(train, fd, name)
+    except Refused as refused:
+        refusals.note(train, name, refused)
+        raise
+
+
+def check_content(train: TrainDirectory, fd: int, name: str) -> None:
+    """As check(), without a trace."""
     config, layout = train.config(), train.layout()
     *folders, last = name.split("/")
     if folders:
@@ -271,6 +283,10 @@ def check_identity(train: TrainDirectory, config: TrainConfig, identity: Identit
         raise Refused(errno.EINVAL, f"step {identity.step} is too far ahead of {clock}")
     if identity.base > newest.version:
         raise Refused(errno.EINVAL, f"there is no version {identity.base} yet")
+    # Where nobody waits for the others, a base may be older than all versions that are kept.
+    lockstep = config.synchronization.kind in ("bsp", "local")
+    if lockstep and identity.base >= 0 and not train.version(identity.base).is_dir():
+        raise Refused(errno.ESTALE, f"version {identity.base} is gone")
 
 
 def check_worker(config: TrainConfig, worker: str) -> None:

@@ -18,7 +18,7 @@ import msgspec
 
 from ..client import FormatError, _files
 from ..client._safetensors import encode
-from . import pushes
+from . import pushes, refusals
 from .arithmetic import Blocks
 from .config import TrainConfig
 from .directory import (
@@ -40,7 +40,7 @@ from .places import is_here
 from .plan import Plan, Push, is_wanted, next_plan, pending, without
 from .pushes import Identity
 from .reduction import Reduction
-from .status import Progress, Refusal, write_status
+from .status import Progress, write_status
 
 __all__ = ["Reducer", "assemble"]
 
@@ -315,7 +315,7 @@ class _Coordinator:
                 pushes.check_worker(config, identity.worker)
             if identity is not None and not self._is_checked and path.is_file():
                 with _files.open_to_read(os.fspath(path)) as (fd, _):
-                    pushes.check(self._train.models, fd, name)
+                    pushes.check_content(self._train, fd, name)
             return identity
         except FileNotFoundError:
             return None
@@ -330,9 +330,7 @@ class _Coordinator:
 
     def _refuse(self, name: str, error: Refused) -> None:
         log.warning("%s: %s is refused: %s", self._train.models, name, error)
-        refusal = Refusal(name, str(error), time.time())
-        replace(self._train.refused / str(time.time_ns()), msgspec.json.encode(refusal))
-        self._progress.changed()
+        refusals.note(self._train, name, error)
 
     def _nonfinite(self, waiting: list[Push]) -> list[str]:
         """Return the pushes that have NaN or infinity."""
@@ -407,9 +405,6 @@ class _Coordinator:
             made = name.partition(".")[0]
             if made.isdecimal() and int(made) <= newest.version:
                 remove(self._train.next / name)
-        refused = sorted(os.listdir(self._train.refused))
-        for name in refused[:-32]:
-            remove(self._train.refused / name)
 
 
 def assemble(layout: ModelLayout, version: Path) -> None:

@@ -18,7 +18,7 @@ from .places import shard_names
 from .plan import Plan
 from .reducer import assemble
 from .reduction import first_state
-from .rules import make_rule
+from .rules import Rule, make_rule
 
 __all__ = ["begin", "end"]
 
@@ -37,8 +37,14 @@ def begin(
     OSError, after which the directory is as it was.
     """
     train = TrainDirectory(directory)
+    if not train.models.is_dir():
+        raise TrainError(f"{train.models} is not a directory")
     if train.config_path.exists():
         raise TrainError(f"{train.models} is trained in already: see {train.status}")
+    try:
+        rule = make_rule(config.rule, config.options, torch=config.torch)
+    except ValueError as error:
+        raise TrainError(str(error)) from None
     remove(train.path)
     files = sorted(train.models.glob("*.safetensors"))
     if not files:
@@ -56,7 +62,9 @@ def begin(
             tuple(shard_names(train.path, shards)),
         )
         train.layout_path.write_bytes(msgspec.json.encode(layout))
-        _first_version(train, layout, config, {name: value for name, (_, value) in values.items()})
+        _first_version(
+            train, rule, layout, config, {name: value for name, (_, value) in values.items()}
+        )
         lead_to_newest(train)
         train.status.write_text("version   0\n")
         # Written last: it says that the other files are complete.
@@ -98,9 +106,12 @@ def _read_models(files: list[Path]) -> dict[str, tuple[Parameter, Value]]:
 
 
 def _first_version(
-    train: TrainDirectory, layout: ModelLayout, config: TrainConfig, values: dict[str, Value]
+    train: TrainDirectory,
+    rule: Rule,
+    layout: ModelLayout,
+    config: TrainConfig,
+    values: dict[str, Value],
 ) -> None:
-    rule = make_rule(config.rule, config.options, torch=config.torch)
     target = train.next / "0"
     for part in ("params", "state"):
         (target / part).mkdir(parents=True)

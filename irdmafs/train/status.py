@@ -6,24 +6,16 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
+from . import refusals
 from .config import TrainConfig
 from .directory import TrainDirectory, replace
 from .plan import Plan, Push
+from .refusals import Refusal
 
-__all__ = ["Progress", "Refusal", "write_status"]
+__all__ = ["Progress", "write_status"]
 
 # A change is shown after so long at the latest.
 _PERIOD_S = 0.5
-
-
-class Refusal(msgspec.Struct, frozen=True):
-    """A push that was refused, as a file in refused/ keeps it."""
-
-    path: str
-    reason: str
-    made_s: float
 
 
 @dataclass
@@ -76,17 +68,14 @@ class Progress:
         spent_s, self._phase_s = now_s - self._phase_s, now_s
         return spent_s
 
-    def changed(self) -> None:
-        """Show what has changed beside the figures."""
-        self._written = ()
-
-    def is_due(self) -> bool:
+    def is_due(self, refused: Sequence[Refusal]) -> bool:
         """Return whether there is something to show that is not shown yet, and it is time to."""
         shown = (
             self.version,
             tuple(self.awaited),
             tuple(self.waiting.items()),
             tuple(self.members),
+            tuple(refused),
         )
         now_s = time.monotonic()
         if shown == self._written or now_s < self._written_s + _PERIOD_S:
@@ -123,16 +112,6 @@ class Progress:
 
 def write_status(train: TrainDirectory, progress: Progress) -> None:
     """Write the file status anew, if there is something to show. Raises OSError."""
-    if progress.is_due():
-        replace(train.status, progress.text(read_refusals(train)).encode())
-
-
-def read_refusals(train: TrainDirectory) -> list[Refusal]:
-    """Return the newest refusals, oldest first."""
-    found = []
-    for path in train.refused.iterdir():
-        try:
-            found.append(msgspec.json.decode(path.read_bytes(), type=Refusal))
-        except (FileNotFoundError, msgspec.MsgspecError):
-            continue
-    return sorted(found, key=lambda one: one.made_s)[-8:]
+    refused = refusals.read(train)
+    if progress.is_due(refused):
+        replace(train.status, progress.text(refused).encode())

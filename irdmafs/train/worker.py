@@ -21,7 +21,7 @@ from .directory import Changes, Lock, TrainDirectory, gather, in_parallel, is_lo
 from .errors import Refused, TrainError
 from .open_push import OpenPush, write_shard
 from .plan import Plan, may_pull
-from .pushes import REFUSALS, Identity, check, check_identity, inspect, values_of
+from .pushes import REFUSALS, Identity, check, check_content, check_identity, inspect, values_of
 
 __all__ = ["Worker"]
 
@@ -203,7 +203,7 @@ class Worker:
         fd = os.memfd_create("push", os.MFD_CLOEXEC)
         try:
             _files.write_all(fd, contents)
-            check(self.train.models, fd, name)
+            check_content(self.train, fd, name)
         finally:
             os.close(fd)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from training_runs import newest, ones, parameters, reduce, reduce_until, start
 
 from irdmafs.train import Reducer, Refused, TrainError, Worker
@@ -90,3 +91,42 @@ def test_push_with_nan_is_skipped_where_that_is_wanted(run: Path) -> None:
         b.push(ones())
         reduce(reducer)
         assert parameters(run)["norm"].tolist() == [1] * 3
+
+
+def test_reason_of_a_refusal_is_in_the_status(run: Path) -> None:
+    start(run)
+    with Reducer(run) as reducer, Worker(run, "w") as worker:
+        with pytest.raises(Refused):
+            worker.push(ones(np.nan))
+        status = TrainDirectory(run).status
+        reduce_until(reducer, lambda: "NaN or infinite" in status.read_text(), "it is shown")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "code", "reason"),
+    [
+        ({"worker": "stranger", "step": "1"}, errno.EPERM, "not one of the workers"),
+        ({"worker": "../w", "step": "1"}, errno.EINVAL, "cannot be the name"),
+        ({"worker": "w", "step": "1"}, errno.ESTALE, "is past"),
+        ({"worker": "w", "step": "1000"}, errno.EINVAL, "too far ahead"),
+        ({"worker": "w", "step": "-1"}, errno.EINVAL, "not a step"),
+        ({"worker": "w", "step": "x"}, errno.EINVAL, "not understood"),
+        ({"worker": "w", "step": "9", "base": "99"}, errno.EINVAL, "no version 99"),
+        ({"worker": "w", "step": "9", "base": "0"}, errno.ESTALE, "version 0 is gone"),
+        ({"worker": "w", "step": "9", "scales": "[]"}, errno.EINVAL, "scales"),
+    ],
+    ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else "",
+)
+def test_push_that_says_what_cannot_be_is_refused(
+    tmp_path: Path, metadata: dict[str, str], code: int, reason: str
+) -> None:
+    run = start(tmp_path / "run", workers=("w",), keep=2)
+    with Reducer(run) as reducer, Worker(run, "w") as worker:
+        for _ in range(4):
+            worker.push(ones())
+            reduce(reducer)
+    path = tmp_path / "push"
+    save_file(ones(), path, metadata)
+    with path.open("rb") as file, pytest.raises(Refused, match=reason) as caught:
+        check(run, file.fileno(), "push.safetensors")
+    assert caught.value.errno == code

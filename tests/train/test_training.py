@@ -284,7 +284,7 @@ def test_pull_since_waits_for_that_version(run: Path) -> None:
 
 
 def test_arrays_that_were_pulled_stay_when_their_version_is_removed(run: Path) -> None:
-    start(run, model(), keep=2)
+    start(run, model(), keep=2, sync="async")
     with Reducer(run) as reducer, Worker(run, "a") as worker:
         pulled = worker.pull()
         for step in range(1, 5):
