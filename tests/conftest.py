@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import rdma
+from cluster import Cluster, ClusterMount, Plan
 from cluster_mount import CLUSTER, OneNodeMount
 from etcd_server import end_shared_etcd
 from guest_tests import GuestTests, starts_guests
@@ -146,6 +147,21 @@ def new_mount(session: str, request: pytest.FixtureRequest) -> Iterator[Callable
     yield make
     for made in mounts:
         made.close()
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[list[ClusterMount]]:
+    """Two mounts of one cluster."""
+    with Cluster(Plan(nodes=1, replicas=1, mounts=2)) as cluster:
+        yield cluster.mounts
+
+
+@pytest.fixture
+def pair(hosts: list[ClusterMount], request: pytest.FixtureRequest) -> list[Path]:
+    """A directory that no other test uses, as two hosts see it."""
+    name = re.sub(r"\W+", "_", request.node.name)
+    (hosts[0].path / name).mkdir()
+    return [host.path / name for host in hosts]
 
 
 _idle_processes: list[Process] = []

@@ -14,9 +14,15 @@ import stat
 import subprocess
 import sys
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 STEP_TIMEOUT_S = 60.0
+
+
+def is_waiting(pid: int) -> bool:
+    """Return whether a process sleeps in a call that waits for an answer of a mount."""
+    return Path(f"/proc/{pid}/wchan").read_text() == "request_wait_answer"
 
 
 class Process:

@@ -3,24 +3,22 @@
 import errno
 import math
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import trio
 import trio.testing
-from cluster import Cluster, ClusterMount, Plan
 from cluster_mount import CLUSTER
 from conftest import SESSIONS as _SESSIONS
 from mountpoint import Mount, eventually
-from processes import Process
+from processes import Process, is_waiting
 
 from irdmafs.backend.namespace import ROOT_INO, watches
 from irdmafs.posix import waits
@@ -35,11 +33,6 @@ TakeProcess = Callable[[], Process]
 
 def count_of(directory: Path) -> int:
     return int(os.getxattr(directory, CHANGES))
-
-
-def is_waiting(pid: int) -> bool:
-    """Whether a process sleeps in a call that waits for an answer of the mount."""
-    return Path(f"/proc/{pid}/wchan").read_text() == "request_wait_answer"
 
 
 def start_waiting(process: Process, directory: Path) -> int:
@@ -143,6 +136,7 @@ def test_who_is_woken_sees_the_change(folder: Path, process: TakeProcess) -> Non
         "seen",
         directory=str(folder),
     )
+    eventually(lambda: is_waiting(waiter.pid), "it waits", 30)
     for number in range(50):
         (folder / f"{number}").mkdir()
     seen = waiter.result()
@@ -282,20 +276,6 @@ def test_requests_are_the_same_while_somebody_waits(
 
 
 # -- between hosts -----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[list[ClusterMount]]:
-    with Cluster(Plan(nodes=1, replicas=1, mounts=2)) as cluster:
-        yield cluster.mounts
-
-
-@pytest.fixture
-def pair(hosts: list[ClusterMount], request: pytest.FixtureRequest) -> list[Path]:
-    """A directory as two hosts see it."""
-    name = re.sub(r"\W+", "_", request.node.name)
-    (hosts[0].path / name).mkdir()
-    return [host.path / name for host in hosts]
 
 
 @pytest.mark.parametrize("change", CHANGE.values(), ids=CHANGE.keys())

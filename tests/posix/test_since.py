@@ -2,20 +2,18 @@
 
 import errno
 import os
-import re
 import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, ClusterMount, Plan
 from cluster_mount import CLUSTER
 from conftest import SESSIONS as _SESSIONS
 from mountpoint import Mount, eventually
-from processes import Process
+from processes import Process, is_waiting
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 pytestmark = pytest.mark.beyond_posix
@@ -45,11 +43,6 @@ def make_version(top: Path, number: int, content: bytes | None = None) -> None:
 @pytest.fixture
 def since(folder: Path) -> Path:
     return make_since(folder)
-
-
-def is_waiting(pid: int) -> bool:
-    """Whether a process sleeps in a call that waits for an answer of the mount."""
-    return Path(f"/proc/{pid}/wchan").read_text() == "request_wait_answer"
 
 
 def start_reading(process: Process, path: Path) -> None:
@@ -293,19 +286,11 @@ def test_a_wait_ends_with_its_daemon(
 # -- between hosts -----------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[list[ClusterMount]]:
-    with Cluster(Plan(nodes=1, replicas=1, mounts=2)) as cluster:
-        yield cluster.mounts
-
-
 @pytest.fixture
-def pair(hosts: list[ClusterMount], request: pytest.FixtureRequest) -> list[Path]:
+def pair(pair: list[Path]) -> list[Path]:
     """A directory with versions as two hosts see it."""
-    name = re.sub(r"\W+", "_", request.node.name)
-    (hosts[0].path / name).mkdir()
-    make_since(hosts[0].path / name)
-    return [host.path / name for host in hosts]
+    make_since(pair[0])
+    return pair
 
 
 def test_a_version_of_another_host_ends_a_wait(pair: list[Path], process: TakeProcess) -> None:
