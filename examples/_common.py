@@ -1,5 +1,5 @@
-"""What the examples share: a directory on a mount, its reducer, workers as processes, and curves of what
-they measured."""
+"""The parts that examples share: a directory on a mount, its reducer, workers as processes, and curves
+of their measurements."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Problem(NamedTuple):
 
 @dataclass
 class Counts:
-    """What training took; `evaluations` are values of the kernel between a worker's samples and others."""
+    """The cost of training; `evaluations`: values of the kernel between a worker's samples and others."""
 
     rounds: int = 0
     evaluations: int = 0

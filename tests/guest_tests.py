@@ -12,13 +12,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-# Of several workers (spread.py) this one starts the guests, and runs the tests that ask for their results.
+# The worker (spread.py) that starts the guests, and runs the tests that ask for their results.
 WORKER = "gw0"
 GUEST = Path(__file__).resolve().parents[1] / "scripts/rdma_guest"
 
 
 def starts_guests() -> bool:
-    """Whether this process starts guests: the only one that runs tests, or one worker of several."""
+    """Return whether this process starts guests: the only one that runs tests, or one worker of several."""
     return os.environ.get("PYTEST_XDIST_WORKER", WORKER) == WORKER
 
 

@@ -157,6 +157,11 @@ def is_irdmafs(device: int) -> bool:
     return False
 
 
+def lies_on_irdmafs(path: str | os.PathLike[str]) -> bool:
+    """Return whether a file or directory lies on a mount of irdmafs. Raises OSError."""
+    return is_irdmafs(os.stat(path).st_dev)
+
+
 def replace_file(path: str, contents: Iterable[memoryview], *, versioned: bool) -> None:
     """Replace the contents of ``path``, whole or not at all; the file is created if it does not exist.
 

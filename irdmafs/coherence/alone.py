@@ -44,7 +44,7 @@ class Alone(Coherence):
     made = entry
 
     def missing_s(self, parent: Inode) -> float | None:
-        # Who waits for a name looks it up before the kernel has noted the change that we answered.
+        # A process that waits for a name looks it up before the kernel has noted the answered change.
         watches = self._namespace.watches
         return 0.0 if watches.in_use and watches.covers(parent.ino) else _FOREVER_S
 

@@ -22,7 +22,7 @@ class KernelCache(ABC):
     @property
     @abstractmethod
     def tells_of_signals(self) -> bool:
-        """Whether it ends requests whose callers got a signal (see interrupts)."""
+        """Return whether it ends requests whose callers got a signal (see interrupts)."""
 
     @abstractmethod
     def start_soon(self, telling: Callable[..., Awaitable[None]], *args: Any) -> bool:

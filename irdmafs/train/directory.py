@@ -149,9 +149,14 @@ def is_published(path: Path) -> bool:
         return False
 
 
+def _aside(path: Path) -> Path:
+    """Return a name beside another that only this process uses, and nobody looks at."""
+    return path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
+
+
 def write_once(path: Path, data: bytes) -> bool:
     """Give a name to new contents; return False if it is taken. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
+    temporary = _aside(path)
     temporary.write_bytes(data)
     try:
         os.link(temporary, path)
@@ -164,7 +169,7 @@ def write_once(path: Path, data: bytes) -> bool:
 
 def replace(path: Path, data: bytes) -> None:
     """Replace a small file, whole. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
+    temporary = _aside(path)
     temporary.write_bytes(data)
     os.replace(temporary, path)
 
@@ -182,9 +187,9 @@ def remove(path: Path) -> None:
 
 def lead_to_newest(train: TrainDirectory) -> None:
     """Make since/0 a link to the newest version, where that is not done by irdmafs itself."""
-    if _files.is_irdmafs(os.stat(train.since).st_dev):
+    if _files.lies_on_irdmafs(train.since):
         return
-    link = train.since / f".{os.uname().nodename}.{os.getpid()}"
+    link = _aside(train.since / "0")
     link.unlink(missing_ok=True)
     link.symlink_to(f"../versions/{train.newest()}")
     os.replace(link, train.since / "0")
@@ -270,7 +275,7 @@ def new_file(path: Path, size: int) -> Iterator[Array]:
     On irdmafs the file is written in place: it has no version until it is closed. Elsewhere it gets its
     name when it is whole.
     """
-    versioned = _files.is_irdmafs(os.stat(path.parent).st_dev)
+    versioned = _files.lies_on_irdmafs(path.parent)
     written = path if versioned else path.with_name(f".{path.name}.{os.getpid()}")
     fd = os.open(written, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
@@ -346,24 +351,21 @@ def is_locked(path: Path) -> bool:
 
 
 class Changes:
-    """Waits for a change of anything below a directory. No change is missed that is made after `mark`."""
+    """Waits for a change of anything below a directory. No change is missed that is made after this object:
+    make it before looking."""
 
     def __init__(self, path: Path) -> None:
+        """Raises OSError."""
         self._path = os.fspath(path)
         self._counter: str | None = None
-        self.mark()
-
-    def mark(self) -> None:
-        """Take what is there now for known: call it before looking."""
         try:
             self._counter = os.getxattr(self._path, _CHANGES).decode()
         except OSError as error:
             if error.errno not in (errno.ENODATA, errno.EOPNOTSUPP):
                 raise
-            self._counter = None
 
     def wait(self, timeout_s: float) -> None:
-        """Return when something has changed since `mark`, or after a while. Raises InterruptedError and
+        """Return when something has changed since, or after a while. Raises InterruptedError and
         OSError."""
         if self._counter is None:
             time.sleep(min(_POLL_S, timeout_s))

@@ -110,5 +110,5 @@ def write_shard(
     with contextlib.suppress(FileExistsError):
         hidden.mkdir()
     contents = shard_contents(shard, values, metadata)
-    versioned = _files.is_irdmafs(os.stat(hidden).st_dev)
+    versioned = _files.lies_on_irdmafs(hidden)
     _files.replace_file(os.fspath(hidden / shard.name), contents, versioned=versioned)

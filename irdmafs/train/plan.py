@@ -9,7 +9,17 @@ import msgspec
 
 from .config import TrainConfig
 
-__all__ = ["Plan", "Push", "PushInPlan", "is_wanted", "may_pull", "next_plan", "pending", "without"]
+__all__ = [
+    "Plan",
+    "Push",
+    "PushInPlan",
+    "first_plan",
+    "is_wanted",
+    "may_pull",
+    "next_plan",
+    "pending",
+    "without",
+]
 
 
 class Push(NamedTuple):
@@ -34,9 +44,8 @@ class PushInPlan(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """The contents of plan.json and of version.json: all that a version is made from, but the pushes'
-    contents and the version before. `clocks`: the last step of each worker that counted, in this version or
-    before. `mean`: weights are divided by their sum, for each element that of the pushes which have it."""
+    """The contents of version.json: all that a version is made from, but the pushes' contents and the
+    version before. `clocks`: the last step of each worker that counted, in this version or before."""
 
     version: int
     pushes: tuple[PushInPlan, ...]
@@ -47,6 +56,14 @@ class Plan(msgspec.Struct, frozen=True):
     clip_norm: float
     torch: bool
     made_ns: int = 0
+
+
+def first_plan(config: TrainConfig, now_ns: int) -> Plan:
+    """Return the plan of version 0, which no push is in."""
+    return Plan(
+        0, (), {}, config.rule, dict(config.options), config.learning_rate, config.clip_norm,
+        config.torch, now_ns,
+    )  # fmt: skip
 
 
 def pending(pushes: Iterable[Push], clocks: Mapping[str, int]) -> list[Push]:
@@ -118,10 +135,9 @@ def next_plan(
     after = dict(clocks)
     for push in taken:
         after[push.worker] = max(after.get(push.worker, 0), push.step)
-    return Plan(
-        version + 1, tuple(counted), after, config.rule, dict(config.options), lr,
-        config.clip_norm, config.torch, now_ns,
-    )  # fmt: skip
+    return msgspec.structs.replace(
+        first_plan(config, now_ns), version=version + 1, pushes=tuple(counted), clocks=after, lr=lr
+    )
 
 
 def without(plan: Plan, gone: Collection[str]) -> Plan:

@@ -42,7 +42,7 @@ _BLOCK_BYTES = 16 << 20
 
 
 class Identity(NamedTuple):
-    """What a push says of itself; `step` 0: the worker's next."""
+    """The metadata of a push; `step` 0: the worker's next."""
 
     worker: str
     step: int

@@ -201,10 +201,10 @@ class _Coordinator:
         self._train = train
         self._layout = layout
         self._progress = Progress()
-        # By name in push/. None: refused, with what stat said of it.
+        # By name in push/; of refused ones the inode, time and size of the file that was refused.
         self._pushes: dict[str, Identity] = {}
         self._bad: dict[str, tuple[int, int, int]] = {}
-        self._is_checked = _files.is_irdmafs(os.stat(train.path).st_dev)
+        self._is_checked = _files.lies_on_irdmafs(train.path)
         self._members: dict[str, int] = {}
         self._looked_s = 0.0
         self._lacking_s = time.monotonic()
@@ -226,7 +226,7 @@ class _Coordinator:
         found = self._find_pushes(config, newest)
         waiting = pending(found, newest.clocks)
         enough, awaited = is_wanted(config, waiting, self._members)
-        self._progress.see(config, newest, waiting, awaited, self._members, self._train)
+        self._progress.see(config, newest, waiting, awaited, self._members)
         if not enough:
             write_status(self._train, self._progress)
             return False
@@ -421,5 +421,5 @@ def assemble(layout: ModelLayout, version: Path) -> None:
         _files.replace_file(
             os.fspath(version / file),
             encode({name: values[name] for name in parameters}, {"format": "pt"}),
-            versioned=_files.is_irdmafs(os.stat(version).st_dev),
+            versioned=_files.lies_on_irdmafs(version),
         )

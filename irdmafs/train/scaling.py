@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 __all__ = ["Cluster", "StepTime", "Work", "step_time"]
 
-# What follows one after the other in a step: a push, its plan, the shards, the commit.
+# Publications that follow one another in a step: a push, its plan, the shards, the commit.
 _PUBLISHED = 4
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one worker does in a step. `push_bytes` and `pull_bytes` are those of all parameters;
+    """The work of one worker in a step. `push_bytes` and `pull_bytes` are those of all parameters;
     `state_bytes` those of master weights and moments, which no worker reads. `every`: the steps that a
     push is made of (local:H). `overlap`: the part of the computation, 0 to 1, behind which pushes are
     hidden."""
@@ -102,7 +102,7 @@ def step_time(work: Work, cluster: Cluster) -> StepTime:
     most bytes decides. Workers are equally fast.
     """
     more = cluster.replicas - 1
-    # What a node has of the pushes of all workers.
+    # The bytes of all workers' pushes that one node keeps.
     share = cluster.workers * work.push_bytes / cluster.nodes
     own, kept = _exchanged(cluster, work.push_bytes)
     # Replication: a node hands on what it is primary of, and is handed as much by others.

@@ -15,7 +15,7 @@ from .directory import PLAN, ShardFile, TrainDirectory, lead_to_newest, remove
 from .errors import TrainError
 from .layout import FLOAT_CODES, ModelLayout, Parameter, canonical
 from .places import shard_names
-from .plan import Plan
+from .plan import first_plan
 from .reducer import assemble
 from .reduction import first_state
 from .rules import Rule, make_rule
@@ -81,7 +81,7 @@ def begin(
 
 def _set(path: Path, name: str, value: bytes) -> None:
     """Set an attribute of irdmafs; another filesystem has none of them."""
-    if _files.is_irdmafs(os.stat(path).st_dev):
+    if _files.lies_on_irdmafs(path):
         os.setxattr(path, name, value)
 
 
@@ -117,17 +117,7 @@ def _first_version(
         (target / part).mkdir(parents=True)
     for shard in layout.shards():
         first_state(target, shard, values, rule)
-    plan = Plan(
-        0,
-        (),
-        {},
-        config.rule,
-        dict(config.options),
-        config.learning_rate,
-        config.clip_norm,
-        config.torch,
-        time.time_ns(),
-    )
+    plan = first_plan(config, time.time_ns())
     (target / PLAN).write_bytes(msgspec.json.encode(plan))
     assemble(layout, target)
     os.rename(target, train.version(0))

@@ -45,7 +45,6 @@ class Progress:
         waiting: Collection[Push],
         awaited: Sequence[str],
         members: Collection[str],
-        train: TrainDirectory,
     ) -> None:
         """Take in what the coordinator has found."""
         self.version, self.rule, self.sync = newest.version, config.rule, config.sync

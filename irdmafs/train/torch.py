@@ -301,7 +301,7 @@ def _named(params: Iterable[Any], names: Sequence[str] | None) -> dict[str, Any]
 
 
 def _check_shapes(worker: Worker, tensors: Mapping[str, Any]) -> None:
-    shapes = {one.name: one.shape for one in worker.layout.parameters}
+    shapes = worker.layout.shapes
     for name, tensor in tensors.items():
         if name not in shapes:
             raise TrainError(f"{worker.train.models} has no parameter {name!r}")

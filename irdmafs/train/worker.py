@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from ..client import _files
@@ -54,7 +55,7 @@ class Worker:
         own = self._steps_there()
         clocks = self.train.newest_plan().clocks
         self._pushed = max([clocks.get(self.name, 0), *own])
-        # Who is new begins where the others are.
+        # A new worker begins where the others are.
         self.step = self._pushed if self.name in clocks else max([*clocks.values(), *own, 0])
         self.version = -1
         self._last_push: Path | None = None
@@ -120,7 +121,10 @@ class Worker:
         """
         values = values_of(self.layout, gradients)
         identity = self._next_push(weight, lr)
-        more = {} if scales is None else {"scales": _json(scales)}
+        more = {}
+        if scales is not None:
+            factors = {name: float(factor) for name, factor in scales.items()}
+            more["scales"] = msgspec.json.encode(factors).decode()
         if len(self._shards) == 1:
             return self._push_file(identity, values, more)
         check_identity(self.train, self.config, identity)
@@ -154,7 +158,7 @@ class Worker:
 
     def _push_directory(self, identity: Identity, hidden: Path) -> int:
         """Publish the files of all shards. Where irdmafs is not below they are checked here."""
-        if not _files.is_irdmafs(os.stat(self.train.push).st_dev):
+        if not _files.lies_on_irdmafs(self.train.push):
             for shard in self._shards:
                 with _files.open_to_read(os.fspath(hidden / shard.name)) as (fd, _):
                     check(self.train.models, fd, f"{identity.name}/{shard.name}")
@@ -180,7 +184,7 @@ class Worker:
     def _publish(self, name: str, contents: Sequence[memoryview]) -> None:
         """Write a file below push/, which is checked before it is published. Raises Refused and OSError."""
         path = self.train.push / name
-        if _files.is_irdmafs(os.stat(self.train.push).st_dev):
+        if _files.lies_on_irdmafs(self.train.push):
             try:
                 _files.replace_file(os.fspath(path), contents, versioned=True)
             except OSError as error:
@@ -243,9 +247,8 @@ class Worker:
 
     def _wait(self, suffices: Callable[[Plan], bool], timeout_s: float | None) -> Plan:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-        changes = Changes(self.train.path)
         while True:
-            changes.mark()
+            changes = Changes(self.train.path)
             newest = self.train.newest_plan()
             if suffices(newest):
                 return newest
@@ -314,9 +317,3 @@ def _copy(value: Value, target: Any) -> None:
     if target.shape != shown.shape:
         raise ValueError(f"an array of {target.shape} for a parameter of {shown.shape}")
     target[...] = shown
-
-
-def _json(scales: Mapping[str, float]) -> str:
-    import json
-
-    return json.dumps({name: float(scale) for name, scale in scales.items()})

@@ -34,7 +34,7 @@ Arrays = list[np.ndarray[Any, np.dtype[np.float32]]]
 
 
 class Contenders:
-    """What is measured, on arrays of `elements`; each returns the bytes that it moves, at the least."""
+    """The measured functions, on arrays of `elements`; each returns the least bytes that it moves."""
 
     def __init__(self, elements: int, blocks: Blocks, torch: Any) -> None:
         rng = np.random.default_rng(1)

@@ -30,7 +30,7 @@ SGD: tuple[Mapping[str, Option], ...] = (
     {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1},
     {"momentum": 0.9, "nesterov": True},
 )
-# What is compared with torch.optim: the rule, its options, the optimizer there.
+# Comparisons with torch.optim: the rule, its options, the optimizer there.
 OPTIMIZERS: list[tuple[str, Mapping[str, Option], str]] = [
     *(("sgd", options, "SGD") for options in SGD),
     ("diloco", {}, "SGD"),

@@ -38,7 +38,7 @@ _BACK_OFF_S = 10.0
 _FOLLOWED_MAX = 256
 # For how long the kernel may believe an answer.
 _BELIEVED_S = 1.0
-# That time starts only when the kernel takes the answer in, which may be delayed by this much.
+# The kernel counts that time from when it takes the answer in, which may be delayed by this much.
 _GRACE_S = 0.5
 
 
