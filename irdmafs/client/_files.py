@@ -106,7 +106,8 @@ def open_to_read(path: str) -> Iterator[tuple[int, os.stat_result]]:
     """Return the descriptor and status of a regular file; raise FileNotFoundError for anything else."""
     with naming(path):
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            # Opening a FIFO would wait for its writer.
+            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except NotADirectoryError as error:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from error
         try:

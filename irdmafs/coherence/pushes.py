@@ -1,12 +1,12 @@
 """Pushes: files that are checked before they are published, because their directory, or the one above, has
 the attribute user.irdmafs.train=push (docs/training.md)."""
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ..backend.namespace import Inode, Namespace
 from ..backend.namespace.attributes import PUSH, TRAIN
 
-__all__ = ["Checker", "Pushes", "Refused"]
+__all__ = ["Checker", "Owner", "Pushes", "Refused"]
 
 # Levels below the directory with the attribute: a push is a file, or a directory of files.
 _DEPTH = 2
@@ -16,10 +16,17 @@ class Refused(OSError):
     """A push is not in order, or could not be checked; `strerror` says why."""
 
 
+class Owner(NamedTuple):
+    """A directory's user and group."""
+
+    uid: int
+    gid: int
+
+
 class Checker(Protocol):
-    async def check(self, directory: bytes, name: bytes, fd: int) -> None:
-        """Check a push. `directory` is the path of that with the attribute, from the root of the mount;
-        `name` is that of the push, from there. Raises Refused."""
+    async def check(self, directory: bytes, name: bytes, fd: int, owner: Owner) -> None:
+        """Check a push with the rights of `owner`. `directory` is the path of that with the attribute, from
+        the root of the mount; `name` is that of the push, from there. Raises Refused."""
 
 
 class Pushes:
@@ -50,7 +57,8 @@ class Pushes:
         """Check the content `fd` of a push. Raises Refused; OSError ESTALE if it was moved away."""
         path = self._namespace.path_of(directory)
         name = self._name_below(ino, path + b"/")
-        await self._checker.check(path, name, fd)
+        found = self._namespace.inode(directory)
+        await self._checker.check(path, name, fd, Owner(found.uid, found.gid))
 
     def _name_below(self, ino: int, prefix: bytes) -> bytes:
         paths = (

@@ -1,5 +1,6 @@
-"""Asks a separate process (train/checker.py) about pushes. It is started with the first one, and the daemon
-loads none of its modules."""
+"""Asks separate processes (train/checker.py) about pushes: one for each owner of directories for pushes,
+which is started with the first of them. So one user's check cannot hold up another's. The daemon loads none
+of their modules."""
 
 import errno
 import logging
@@ -11,7 +12,7 @@ import sys
 
 import trio
 
-from ..coherence.pushes import Refused
+from ..coherence.pushes import Owner, Refused
 from .push_messages import ANSWER, REASON_MAX_BYTES, REQUEST_MAX_BYTES
 
 __all__ = ["CHECKS", "PushChecker"]
@@ -20,8 +21,12 @@ log = logging.getLogger(__name__)
 
 # The module whose function `check` says if a push is in order.
 CHECKS = "irdmafs.train.pushes"
-# A check reads the push once. One that takes longer than this is taken to be blocked by the files it reads.
-_PATIENCE_S = 600.0
+# A check reads the push once. One that takes longer is taken to be blocked by what its run's files are.
+_PATIENCE_S = 30.0
+_PATIENCE_MAX_S = 600.0
+_SLOWEST_BYTES_PER_S = 64 << 20
+# Processes that are kept for owners whose pushes come later.
+_KEPT = 8
 _STARTS_MAX = 2
 
 
@@ -32,13 +37,13 @@ class _Ended(Exception):
 class _Process:
     """The process and the socket to it."""
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, owner: Owner) -> None:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs:
                 command = [sys.executable, "-P", "-m", "irdmafs.train.checker"]
                 self._process = subprocess.Popen(
-                    [*command, str(theirs.fileno()), module],
+                    [*command, *map(str, (theirs.fileno(), module, owner.uid, owner.gid))],
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
                     cwd="/",
@@ -78,30 +83,28 @@ class _Process:
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-class PushChecker:
-    """Checks pushes one at a time, with `check` of a module (see train/checker.py, Check)."""
+class _Queue:
+    """Checks the pushes of one owner, one at a time."""
 
-    def __init__(self, mountpoint: str, module: str = CHECKS) -> None:
-        self._mountpoint = os.fsencode(mountpoint)
+    def __init__(self, module: str, owner: Owner) -> None:
         self._module = module
+        self._owner = owner
         self._turn = trio.Lock()
         self._process: _Process | None = None
 
-    async def check(self, directory: bytes, name: bytes, fd: int) -> None:
-        """Return if a push is in order. Raises Refused.
+    @property
+    def is_idle(self) -> bool:
+        return not self._turn.locked()
 
-        `directory` is a path from the root of the mount, `name` one from that directory. A cancelled check
-        ends the process: its answer would be taken for that of the next push.
-        """
-        request = b"\0".join((self._mountpoint, directory.lstrip(b"/"), name))
-        if len(request) > REQUEST_MAX_BYTES:
-            raise Refused(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+    async def check(self, request: bytes, fd: int) -> None:
+        """As PushChecker.check()."""
+        patience_s = _patience_s(os.fstat(fd).st_size)
         async with self._turn:
             how = ""
             for _ in range(_STARTS_MAX):
                 process = self._started()
                 try:
-                    with trio.fail_after(_PATIENCE_S):
+                    with trio.fail_after(patience_s):
                         code, reason = await process.ask(request, fd)
                 except _Ended:
                     self._process = None
@@ -109,12 +112,12 @@ class PushChecker:
                     process.end()
                     log.warning("the process that checks pushes ended: %s", how)
                 except trio.TooSlowError:
-                    self._abandon()
+                    self.abandon()
                     raise Refused(
-                        errno.ETIMEDOUT, f"the check took longer than {_PATIENCE_S:g} s"
+                        errno.ETIMEDOUT, f"the check took longer than {patience_s:.0f} s"
                     ) from None
                 except BaseException:
-                    self._abandon()
+                    self.abandon()
                     raise
                 else:
                     if code:
@@ -125,22 +128,60 @@ class PushChecker:
     def _started(self) -> _Process:
         if self._process is None:
             try:
-                self._process = _Process(self._module)
+                self._process = _Process(self._module, self._owner)
             except OSError as error:
                 raise Refused(
                     errno.EIO, f"the checker of pushes cannot be started: {error}"
                 ) from None
         return self._process
 
-    def _abandon(self) -> None:
-        """End the process without waiting: it may wait for this mount. Another push starts another one."""
-        if self._process is not None:
-            self._process.end()
-            self._process = None
+    def abandon(self) -> _Process | None:
+        """End the process without waiting, and return it: it may wait for this mount. Another push starts
+        another one."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.end()
+        return process
+
+
+class PushChecker:
+    """Checks pushes with `check` of a module (see train/checker.py, Check)."""
+
+    def __init__(self, mountpoint: str, module: str = CHECKS) -> None:
+        self._mountpoint = os.fsencode(mountpoint)
+        self._module = module
+        # The one that was used last is the last.
+        self._queues: dict[Owner, _Queue] = {}
+
+    async def check(self, directory: bytes, name: bytes, fd: int, owner: Owner) -> None:
+        """Return if a push is in order. Raises Refused.
+
+        `directory` is a path from the root of the mount, `name` one from that directory, and `owner` owns
+        it. A cancelled check ends the process: its answer would be taken for that of the next push.
+        """
+        request = b"\0".join((self._mountpoint, directory.lstrip(b"/"), name))
+        if len(request) > REQUEST_MAX_BYTES:
+            raise Refused(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+        queue = self._queues.pop(owner, None) or _Queue(self._module, owner)
+        self._queues[owner] = queue
+        self._end_idle()
+        await queue.check(request, fd)
+
+    def _end_idle(self) -> None:
+        """End the processes of owners who have had no push for the longest time, if there are many."""
+        for owner, queue in list(self._queues.items())[: max(0, len(self._queues) - _KEPT)]:
+            if queue.is_idle:
+                queue.abandon()
+                del self._queues[owner]
 
     def close(self) -> None:
-        """End the process, and wait until it has: it keeps files of the store open. The mount has ended."""
-        process = self._process
-        self._abandon()
-        if process is not None:
-            process.wait()
+        """End the processes, and wait until they have: they keep files of the store open. The mount has
+        ended."""
+        for process in [queue.abandon() for queue in self._queues.values()]:
+            if process is not None:
+                process.wait()
+
+
+def _patience_s(size: int) -> float:
+    """Return how long the check of a push of so many bytes may take."""
+    return min(_PATIENCE_MAX_S, _PATIENCE_S + size / _SLOWEST_BYTES_PER_S)

@@ -2,14 +2,20 @@
 
 It is a separate process, because a check reads the run's own files on that mount, which the daemon has to
 serve meanwhile, and because it computes. Anything that a check raises refuses the push.
+
+A check has the rights of the owner of push/: a link of that user leads it nowhere where he could not go
+himself. They are those of fsuid(2), as a mount without allow_other admits processes by their other ids.
 """
 
+import contextlib
+import ctypes
 import errno
 import logging
 import os
+import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -25,9 +31,14 @@ log = logging.getLogger(__name__)
 # with the reason, or TrainError.
 Check = Callable[[Path, int, str], None]
 
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
 
-def serve(channel: socket.socket, check: Check) -> None:
-    """Answer requests until the mount ends."""
+
+def serve(channel: socket.socket, check: Check, uid: int, gid: int) -> None:
+    """Answer requests until the mount ends. `uid` and `gid`: of the owner of push/."""
+    if os.geteuid() == 0 and uid:
+        os.setgroups([])
     while True:
         request, descriptors, _, _ = socket.recv_fds(channel, REQUEST_MAX_BYTES, 1)
         if not request:
@@ -35,7 +46,11 @@ def serve(channel: socket.socket, check: Check) -> None:
         mountpoint, directory, name = map(os.fsdecode, request.split(b"\0"))
         (fd,) = descriptors
         try:
-            code, reason = _verdict(check, Path(mountpoint, directory).parent.parent, fd, name)
+            with _at(mountpoint), _rights_of(uid, gid):
+                code, reason = _verdict(check, Path(directory).parent.parent, fd, name)
+        except OSError as error:
+            # The mount has ended, or nobody can enter it.
+            code, reason = error.errno or errno.EIO, str(error)
         finally:
             os.close(fd)
         text = reason.encode(errors="backslashreplace")[:REASON_MAX_BYTES]
@@ -43,6 +58,32 @@ def serve(channel: socket.socket, check: Check) -> None:
             channel.send(ANSWER.pack(code) + text)
         except BrokenPipeError:
             return
+
+
+@contextlib.contextmanager
+def _at(mountpoint: str) -> Iterator[None]:
+    """Go to the root of the mount: its owner may have to pass directories of others on the way there."""
+    os.chdir(mountpoint)
+    try:
+        yield
+    finally:
+        os.chdir("/")
+
+
+@contextlib.contextmanager
+def _rights_of(uid: int, gid: int) -> Iterator[None]:
+    """Act as a user does on files, if this process may, and end with the mount's daemon, whatever a check is
+    waiting for."""
+    own_uid, own_gid = os.geteuid(), os.getegid()
+    _libc.setfsgid(gid)
+    _libc.setfsuid(uid)
+    # A change of fsuid ends the wish to be signalled.
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    try:
+        yield
+    finally:
+        _libc.setfsuid(own_uid)
+        _libc.setfsgid(own_gid)
 
 
 def _verdict(check: Check, directory: Path, fd: int, name: str) -> tuple[int, str]:
@@ -60,12 +101,13 @@ def _verdict(check: Check, directory: Path, fd: int, name: str) -> tuple[int, st
     return 0, ""
 
 
-def main(fd: int, module: str) -> None:
-    """Check with the function `check` of a module what comes over a socket. Return when the mount ends."""
+def main(fd: int, module: str, uid: int, gid: int) -> None:
+    """Check with the function `check` of a module what comes over a socket, with the rights of a user.
+    Return when the mount ends."""
     check: Check = import_module(module).check
     with socket.socket(fileno=fd) as channel:
-        serve(channel, check)
+        serve(channel, check, uid, gid)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

@@ -113,10 +113,10 @@ class TrainConfig:
         return "\n".join(lines) + "\n"
 
     @classmethod
-    def load(cls, path: Path) -> TrainConfig:
-        """Read config.toml. Raises TrainError, which names the file, and OSError."""
+    def read(cls, path: Path, text: bytes) -> TrainConfig:
+        """Read the text of config.toml. Raises TrainError, which names the file."""
         try:
-            values = tomllib.loads(path.read_text())
+            values = tomllib.loads(text.decode())
             known = {one.name for one in fields(cls)}
             if unknown := values.keys() - known:
                 raise TrainError(f"unknown keys: {', '.join(sorted(unknown))}")
@@ -127,7 +127,7 @@ class TrainConfig:
             if isinstance(values.get("clip_norm"), int):
                 values["clip_norm"] = float(values["clip_norm"])
             return cls(**values)
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError, TrainError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError, TrainError) as error:
             raise TrainError(f"{path}: {error}") from None
 
 

@@ -9,6 +9,7 @@ import fcntl
 import mmap
 import os
 import shutil
+import stat
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,9 +20,9 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from ..client import _files
+from ..client import FormatError, _files
 from ..client._dtypes import Array, Value, dtype_of_code
-from ..client._safetensors import Header, header_size, parse_header
+from ..client._safetensors import HEADER_MAX_BYTES, Header, header_size, parse_header
 from .config import TrainConfig
 from .errors import TrainError
 from .layout import ModelLayout, Shard
@@ -37,6 +38,8 @@ _DISCARD = "user.irdmafs.discard"
 _POLL_S = 0.005
 # Shards that are written or opened at once.
 _AT_ONCE = 16
+# The largest config.toml, layout.json or plan: 10,000 workers and 100,000 parameters fit.
+_SMALL_MAX_BYTES = 64 << 20
 _F_OFD_GETLK, _F_OFD_SETLK = 36, 37
 _FLOCK = struct.Struct("hhqqi4x")
 
@@ -62,7 +65,7 @@ class TrainDirectory:
     def config(self) -> TrainConfig:
         """Read config.toml. Raises TrainError."""
         try:
-            return TrainConfig.load(self.config_path)
+            return TrainConfig.read(self.config_path, read_small(self.config_path))
         except FileNotFoundError:
             raise TrainError(
                 f"{self.models} is not trained in: irdmafs train init {self.models} begins"
@@ -71,7 +74,7 @@ class TrainDirectory:
     def layout(self) -> ModelLayout:
         """Read layout.json. Raises TrainError."""
         try:
-            return msgspec.json.decode(self.layout_path.read_bytes(), type=ModelLayout)
+            return msgspec.json.decode(read_small(self.layout_path), type=ModelLayout)
         except FileNotFoundError:
             raise TrainError(
                 f"{self.models} is not trained in: irdmafs train init {self.models} begins"
@@ -124,21 +127,39 @@ class TrainDirectory:
         found = []
         for name in os.listdir(self.next):
             number, _, attempt = name.partition(".")
-            if number == str(version):
+            if number == str(version) and (not attempt or attempt.isdecimal()):
                 found.append(int(attempt or 0))
         return sorted(found)
 
     def member_clocks(self) -> dict[str, int]:
         """Return the workers that take part, and the clock at which each joined."""
         try:
-            return msgspec.json.decode(self.members.read_bytes(), type=dict[str, int])
+            return msgspec.json.decode(read_small(self.members), type=dict[str, int])
         except (FileNotFoundError, msgspec.MsgspecError):
             return {}
 
 
+def read_small(path: Path) -> bytes:
+    """Read a file of a run other than those of tensors. Whoever may write in the run can put anything in its
+    place: a FIFO would be waited for. Raises FileNotFoundError, other OSErrors, and TrainError."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise TrainError(f"{path} is not a regular file")
+        if status.st_size > _SMALL_MAX_BYTES:
+            raise TrainError(f"{path} has {status.st_size} bytes, more than {_SMALL_MAX_BYTES}")
+        return _files.read_at(fd, status.st_size, 0)
+    finally:
+        os.close(fd)
+
+
 def read_plan(path: Path) -> Plan:
-    """Read a plan. Raises FileNotFoundError and msgspec.MsgspecError."""
-    return msgspec.json.decode(path.read_bytes(), type=Plan)
+    """Read a plan. Raises FileNotFoundError and TrainError."""
+    try:
+        return msgspec.json.decode(read_small(path), type=Plan)
+    except msgspec.MsgspecError as error:
+        raise TrainError(f"{path}: {error}") from None
 
 
 def is_published(path: Path) -> bool:
@@ -246,9 +267,11 @@ def gather(layout: ModelLayout, params: Path) -> dict[str, Value]:
     return result
 
 
-def read_header(path: str, fd: int, size: int) -> Header:
-    """Read the header of an open .safetensors file. Raises FormatError."""
+def read_header(path: str, fd: int, size: int, most: int = HEADER_MAX_BYTES) -> Header:
+    """Read the header of an open .safetensors file, of `most` bytes at most. Raises FormatError."""
     length = header_size(path, _files.read_at(fd, 8, 0), size)
+    if length > most:
+        raise FormatError(path, f"the header has {length} bytes, more than {most}")
     return parse_header(path, _files.read_at(fd, length, 8), size)
 
 
@@ -338,11 +361,13 @@ class Lock:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether somebody has a file locked. A file that is not there is not."""
+    """Return whether somebody has a file locked. One that is not there is not, nor is a link."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP):
+            return False
+        raise
     try:
         answer = fcntl.fcntl(fd, _F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, 0, 0, 0, 0))
         return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)

@@ -83,6 +83,12 @@ class ModelLayout(msgspec.Struct, frozen=True):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {parameter.name: parameter.shape for parameter in self.parameters}
 
+    @property
+    def header_max_bytes(self) -> int:
+        """Return the size that the header of a push may have: there is room for a scale of each
+        parameter."""
+        return (1 << 20) + sum(1024 + 16 * len(parameter.name) for parameter in self.parameters)
+
     def shards(self) -> tuple[Shard, ...]:
         return cut(self.parameters, self.shard_names)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -14,12 +15,12 @@ import numpy as np
 
 from ..client import FormatError, _files, _npy
 from ..client._dtypes import Layout, Value, code_of, size_bytes, value_of
-from ..client._safetensors import Header, encode
+from ..client._safetensors import HEADER_MAX_BYTES, Header, encode
 from . import refusals
 from .arithmetic import count_nonfinite
 from .config import TrainConfig, is_worker_name
 from .directory import TrainDirectory, is_published, read_header
-from .errors import Refused
+from .errors import Refused, TrainError
 from .layout import FLOAT_CODES, ModelLayout, Shard
 
 __all__ = [
@@ -37,6 +38,7 @@ _SAFETENSORS, _NPY = ".safetensors", ".npy"
 _NAME = re.compile(r"([^@;]+)@(\d{1,18})((?:;[a-z]+=[0-9eE+.-]+)*)")
 # The codes of what a check refuses.
 REFUSALS = (errno.EINVAL, errno.EPERM, errno.ESTALE)
+_F32_MAX = float(np.finfo(np.float32).max)
 # Bytes that are looked at at once for NaN and infinity.
 _BLOCK_BYTES = 16 << 20
 
@@ -101,9 +103,9 @@ def _identity(worker: str, said: Mapping[str, str]) -> Identity:
 
 
 def _check_numbers(identity: Identity) -> None:
-    if not (0 <= identity.weight < np.inf and 0 <= identity.lr < np.inf):
+    if not (0 <= identity.weight <= _F32_MAX and 0 <= identity.lr <= _F32_MAX):
         raise Refused(
-            errno.EINVAL, f"weight {identity.weight} or lr {identity.lr} is not a number >= 0"
+            errno.EINVAL, f"weight {identity.weight} or lr {identity.lr} is not an fp32 number >= 0"
         )
 
 
@@ -114,10 +116,10 @@ class _File(NamedTuple):
     identity: Identity
 
 
-def _read(name: str, fd: int) -> _File:
+def _read(layout: ModelLayout, name: str, fd: int) -> _File:
     """Read the header of a push. Raises Refused."""
     try:
-        header = header_of(name, fd, os.fstat(fd).st_size)
+        header = header_of(name, fd, os.fstat(fd).st_size, layout.header_max_bytes)
     except FormatError as error:
         raise Refused(errno.EINVAL, str(error)) from None
     stem, suffix = os.path.splitext(name)
@@ -130,12 +132,12 @@ def _read(name: str, fd: int) -> _File:
     return _File(header.tensors, identity)
 
 
-def header_of(path: str, fd: int, size: int) -> Header:
-    """Read the header of a file of a push: an array WORKER@STEP:PARAMETER.npy is one parameter. Raises
-    FormatError and Refused."""
+def header_of(path: str, fd: int, size: int, most: int = HEADER_MAX_BYTES) -> Header:
+    """Read the header of a file of a push, of `most` bytes at most: an array WORKER@STEP:PARAMETER.npy is
+    one parameter. Raises FormatError and Refused."""
     name = os.path.basename(path)
     if not name.endswith(_NPY):
-        return read_header(path, fd, size)
+        return read_header(path, fd, size, most)
     found = _npy.layout(path, lambda count: _files.read_at(fd, count, 0), size)
     if found.order != "C":
         raise Refused(errno.EINVAL, "its array is in Fortran order")
@@ -147,11 +149,14 @@ def scales_of(header: Header) -> dict[str, float]:
     """Return what the tensors of a push are multiplied by: its metadata `scales` is a JSON object. Raises
     Refused."""
     try:
-        return msgspec.json.decode(header.metadata.get("scales", "{}"), type=dict[str, float])
+        scales = msgspec.json.decode(header.metadata.get("scales", "{}"), type=dict[str, float])
     except msgspec.MsgspecError as error:
         raise Refused(
             errno.EINVAL, f"its scales are not a JSON object of numbers: {error}"
         ) from None
+    if not all(abs(scale) <= _F32_MAX for scale in scales.values()):
+        raise Refused(errno.EINVAL, "its scales are not all fp32 numbers")
+    return scales
 
 
 def inspect(train: TrainDirectory, layout: ModelLayout, name: str) -> Identity | None:
@@ -161,26 +166,38 @@ def inspect(train: TrainDirectory, layout: ModelLayout, name: str) -> Identity |
         return None
     path = train.push / name
     try:
+        _check_kind(path)
         if path.is_dir():
             identity = identity_of_directory(name)
             return identity if identity is None or _is_whole(layout, path) else None
         with _files.open_to_read(os.fspath(path)) as (fd, status):
             if status.st_size == 0 or _files.read_version(fd) == 0:
                 return None
-            pushed = _read(name, fd)
+            pushed = _read(layout, name, fd)
         _check_tensors(pushed.tensors, layout.shapes, whole=True)
     except FileNotFoundError:
         return None
+    except PermissionError as error:
+        raise Refused(errno.EACCES, f"the reducer may not read {error.filename}") from None
     return pushed.identity
+
+
+def _check_kind(path: Path) -> None:
+    """Raises Refused for what is neither a file nor a directory: a link could lead to a file that only the
+    reducer may read. Raises OSError."""
+    mode = path.lstat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise Refused(errno.EINVAL, f"{path.name} is a link or a special file")
 
 
 def _is_whole(layout: ModelLayout, path: Path) -> bool:
     """Return whether a directory has the files of all shards. Raises Refused for one that does not fit."""
     for shard in layout.shards():
+        _check_kind(path / shard.name)
         if not is_published(path / shard.name):
             return False
         with _files.open_to_read(os.fspath(path / shard.name)) as (fd, _):
-            _check_header(shard, fd)
+            _check_header(layout, shard, fd)
     return True
 
 
@@ -204,7 +221,7 @@ def check(directory: Path, fd: int, name: str) -> None:
     train = TrainDirectory(directory)
     try:
         check_content(train, fd, name)
-    except Refused as refused:
+    except (Refused, TrainError) as refused:
         refusals.note(train, name, refused)
         raise
 
@@ -216,7 +233,7 @@ def check_content(train: TrainDirectory, fd: int, name: str) -> None:
     if folders:
         identity, tensors = _read_shard(layout, folders, last, fd)
     else:
-        pushed = _read(last, fd)
+        pushed = _read(layout, last, fd)
         identity, tensors = pushed.identity, pushed.tensors
         _check_tensors(tensors, layout.shapes, whole=True)
     check_identity(train, config, identity)
@@ -233,13 +250,13 @@ def _read_shard(
     identity = identity_of_directory(folders[0].removeprefix("."))
     if identity is None:
         raise Refused(errno.EINVAL, f"{folders[0]!r} is not WORKER@STEP")
-    return identity, _check_header(shard, fd)
+    return identity, _check_header(layout, shard, fd)
 
 
-def _check_header(shard: Shard, fd: int) -> dict[str, Layout]:
+def _check_header(layout: ModelLayout, shard: Shard, fd: int) -> dict[str, Layout]:
     """Return the tensors of a shard's file of a push. Raises Refused."""
     try:
-        header = read_header(shard.name, fd, os.fstat(fd).st_size)
+        header = read_header(shard.name, fd, os.fstat(fd).st_size, layout.header_max_bytes)
     except FormatError as error:
         raise Refused(errno.EINVAL, str(error)) from None
     scales_of(header)
@@ -297,11 +314,21 @@ def check_worker(config: TrainConfig, worker: str) -> None:
 
 def _refuse_nonfinite(fd: int, tensors: Mapping[str, Layout]) -> None:
     for name, found in tensors.items():
-        if bad := nonfinite_in(fd, found):
+        if bad := _nonfinite_in(fd, found):
             raise Refused(errno.EINVAL, f"{name!r} has {bad} elements that are NaN or infinite")
 
 
-def nonfinite_in(fd: int, found: Layout) -> int:
+def has_nonfinite(file: Path) -> bool:
+    """Return whether a file of a push has NaN or infinity, or cannot be read any more. Raises OSError."""
+    with _files.open_to_read(os.fspath(file)) as (fd, status):
+        try:
+            header = header_of(os.fspath(file), fd, status.st_size)
+        except (FormatError, Refused):
+            return True
+        return any(_nonfinite_in(fd, one) for one in header.tensors.values())
+
+
+def _nonfinite_in(fd: int, found: Layout) -> int:
     """Count NaN and infinity in a tensor of an open file."""
     code = code_of(found.dtype, found.extension)
     assert code is not None

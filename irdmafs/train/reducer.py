@@ -30,6 +30,7 @@ from .directory import (
     is_locked,
     is_published,
     lead_to_newest,
+    read_small,
     remove,
     replace,
     write_once,
@@ -305,8 +306,8 @@ class _Coordinator:
     def _look_at(self, config: TrainConfig, name: str) -> Identity | None:
         path = self._train.push / name
         try:
-            status = path.stat()
-            seen = (status.st_ino, status.st_mtime_ns, status.st_size)
+            status = path.lstat()
+            seen = (status.st_ino, status.st_ctime_ns, status.st_size)
             if name.startswith(".") or self._bad.get(name) == seen:
                 return None
             identity = pushes.inspect(self._train, self._layout, name)
@@ -338,15 +339,9 @@ class _Coordinator:
         for push in waiting:
             path = self._train.push / push.path
             files = [path / name for name in self._layout.shard_names] if path.is_dir() else [path]
-            for file in files:
-                with _files.open_to_read(os.fspath(file)) as (fd, status):
-                    header = pushes.header_of(os.fspath(file), fd, status.st_size)
-                    if any(pushes.nonfinite_in(fd, one) for one in header.tensors.values()):
-                        log.warning(
-                            "%s: %s has NaN or infinity: skipped", self._train.models, push.path
-                        )
-                        found.append(push.path)
-                        break
+            if any(map(pushes.has_nonfinite, files)):
+                log.warning("%s: %s has NaN or infinity: skipped", self._train.models, push.path)
+                found.append(push.path)
         return found
 
     def _look_at_members(self) -> None:
@@ -360,8 +355,8 @@ class _Coordinator:
         for name in names:
             path = self._train.workers / name
             if is_locked(path):
-                with contextlib.suppress(FileNotFoundError, ValueError):
-                    members[name] = int(path.read_text() or 0)
+                with contextlib.suppress(FileNotFoundError, ValueError, TrainError):
+                    members[name] = int(read_small(path) or 0)
             else:
                 log.info("%s: worker %s has ended", self._train.models, name)
                 remove(path)

@@ -8,13 +8,14 @@ import time
 
 import msgspec
 
-from .directory import TrainDirectory, remove, replace
-from .errors import Refused
+from .directory import TrainDirectory, read_small
+from .errors import Refused, TrainError
 
 __all__ = ["Refusal", "note", "read"]
 
 _KEPT = 32
 _SHOWN = 8
+_TEXT_MAX = 500
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -25,22 +26,44 @@ class Refusal(msgspec.Struct, frozen=True):
     made_s: float
 
 
-def note(train: TrainDirectory, path: str, refused: Refused) -> None:
-    """Keep the reason of a refusal. A filesystem that is full or read-only does not keep it."""
-    refusal = Refusal(path, str(refused), time.time())
+def note(train: TrainDirectory, path: str, refused: Refused | TrainError) -> None:
+    """Keep the reason of a refusal. A filesystem that is full or read-only does not keep it.
+
+    Only files of refused/ itself are touched: somebody may have put a link there.
+    """
+    refusal = Refusal(_line(path), _line(str(refused)), time.time())
     with contextlib.suppress(OSError):
-        name = f"{time.time_ns()}.{os.uname().nodename}.{os.getpid()}"
-        replace(train.refused / name, msgspec.json.encode(refusal))
-        for old in sorted(os.listdir(train.refused))[:-_KEPT]:
-            remove(train.refused / old)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        folder = os.open(train.refused, flags)
+        try:
+            _keep(folder, msgspec.json.encode(refusal))
+        finally:
+            os.close(folder)
+
+
+def _line(text: str) -> str:
+    """Return a text that others chose as one short line."""
+    return repr(text[:_TEXT_MAX])[1:-1]
+
+
+def _keep(folder: int, data: bytes) -> None:
+    """Add a file, and remove the oldest ones. Raises OSError."""
+    name = f"{time.time_ns()}.{os.uname().nodename}.{os.getpid()}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    fd = os.open(name, flags, 0o644, dir_fd=folder)
+    try:
+        os.write(fd, data)
+    finally:
+        os.close(fd)
+    for old in sorted(os.listdir(folder))[:-_KEPT]:
+        with contextlib.suppress(OSError):
+            os.unlink(old, dir_fd=folder)
 
 
 def read(train: TrainDirectory) -> list[Refusal]:
     """Return the newest refusals, oldest first. Raises OSError."""
     found = []
-    for path in train.refused.iterdir():
-        try:
-            found.append(msgspec.json.decode(path.read_bytes(), type=Refusal))
-        except (FileNotFoundError, msgspec.MsgspecError):
-            continue
-    return sorted(found, key=lambda one: one.made_s)[-_SHOWN:]
+    for name in sorted(os.listdir(train.refused))[-_SHOWN:]:
+        with contextlib.suppress(FileNotFoundError, TrainError, msgspec.MsgspecError):
+            found.append(msgspec.json.decode(read_small(train.refused / name), type=Refusal))
+    return found
