@@ -311,17 +311,20 @@ def _square_sum(block: F32) -> float:
 
 
 def count_nonfinite(bits: Array, dtype: str) -> int:
-    """Return how many elements are infinite or NaN. Raises ValueError for what to_float32() does not
-    convert."""
+    """Return how many elements are NaN, or infinite in fp32. Raises ValueError for what to_float32() does
+    not convert."""
     _check(bits, dtype)
-    return sum(_nonfinite(bits[part], dtype) for part in ranges(len(bits), PART))
+    with np.errstate(all="ignore"):
+        return sum(_nonfinite(bits[part], dtype) for part in ranges(len(bits), PART))
 
 
 def _nonfinite(bits: Array, dtype: str) -> int:
     """Count in at most PART elements."""
     flags = scratch.flags[: len(bits)]
     if dtype not in _NONFINITE_BITS:
-        return len(bits) - int(np.count_nonzero(np.isfinite(bits, out=flags)))
+        floats = scratch.floats[0, : len(bits)]
+        np.copyto(floats, bits, casting="same_kind")
+        return len(bits) - int(np.count_nonzero(np.isfinite(floats, out=flags)))
     unsigned = np.dtype(f"u{bits.itemsize}")
     mask = unsigned.type(_NONFINITE_BITS[dtype])
     masked = scratch.doubles.view(unsigned)[: len(bits)]

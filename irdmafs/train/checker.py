@@ -72,8 +72,8 @@ def _at(mountpoint: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _rights_of(uid: int, gid: int) -> Iterator[None]:
-    """Act as a user does on files, if this process may, and end with the mount's daemon, whatever a check is
-    waiting for."""
+    """Have the rights of a user on files, if this process may, and end with the mount's daemon, whatever a
+    check waits for."""
     own_uid, own_gid = os.geteuid(), os.getegid()
     _libc.setfsgid(gid)
     _libc.setfsuid(uid)

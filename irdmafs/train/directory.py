@@ -140,8 +140,8 @@ class TrainDirectory:
 
 
 def read_small(path: Path) -> bytes:
-    """Read a file of a run other than those of tensors. Whoever may write in the run can put anything in its
-    place: a FIFO would be waited for. Raises FileNotFoundError, other OSErrors, and TrainError."""
+    """Read a file of a run other than those of tensors. Whoever may write in the run can put a FIFO in its
+    place, which would be waited for. Raises FileNotFoundError, other OSErrors, and TrainError."""
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         status = os.fstat(fd)

@@ -265,6 +265,16 @@ def _check_header(layout: ModelLayout, shard: Shard, fd: int) -> dict[str, Layou
     return header.tensors
 
 
+def check_again(shard: Shard, header: Header, *, cut: bool) -> None:
+    """Check what a file of a push has of a shard: it may have been changed since it was checked. Raises
+    Refused."""
+    shapes = {
+        part.parameter.name: part.shape if cut else part.parameter.shape for part in shard.slices
+    }
+    here = {name: found for name, found in header.tensors.items() if name in shapes}
+    _check_tensors(here, shapes, whole=False)
+
+
 def _check_tensors(
     tensors: Mapping[str, Layout], shapes: Mapping[str, tuple[int, ...]], *, whole: bool
 ) -> None:

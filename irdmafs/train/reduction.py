@@ -18,7 +18,7 @@ from .arithmetic import F32, Blocks, accumulate, from_float32, square_sum, to_fl
 from .directory import ShardFile, new_file
 from .layout import FLOAT_CODES, Run, Shard, runs_of
 from .plan import Plan
-from .pushes import header_of, scales_of
+from .pushes import check_again, header_of, scales_of
 from .rules import Rule, make_rule
 
 __all__ = ["Reduction", "first_state"]
@@ -46,7 +46,8 @@ class Reduction:
     """The work of one shard for one plan. `before` is the directory of the version before."""
 
     def __init__(self, shard: Shard, plan: Plan, before: Path, push: Path, blocks: Blocks) -> None:
-        """Raises FileNotFoundError for a push that is gone: the plan is not the newest any more."""
+        """Raises FileNotFoundError for a push that is gone: the plan is not the newest any more. Raises
+        FormatError and Refused for one that was changed."""
         self._shard = shard
         self._plan = plan
         self._blocks = blocks
@@ -62,6 +63,7 @@ class Reduction:
                 continue
             parts = path.is_dir()
             file = ShardFile(path / self._shard.name if parts else path, header_of)
+            check_again(self._shard, file.header, cut=parts)
             for run in runs_of(self._shard, file.header, scales_of(file.header), cut=parts):
                 yield _Term(file, run, counted.weight)
 

@@ -64,6 +64,6 @@ def read(train: TrainDirectory) -> list[Refusal]:
     """Return the newest refusals, oldest first. Raises OSError."""
     found = []
     for name in sorted(os.listdir(train.refused))[-_SHOWN:]:
-        with contextlib.suppress(FileNotFoundError, TrainError, msgspec.MsgspecError):
+        with contextlib.suppress(OSError, TrainError, msgspec.MsgspecError):
             found.append(msgspec.json.decode(read_small(train.refused / name), type=Refusal))
     return found

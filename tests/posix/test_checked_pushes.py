@@ -229,6 +229,43 @@ def test_others_are_served_during_a_slow_check(
     assert file.exists()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a directory to another user")
+def test_slow_check_holds_up_no_push_of_another_user(
+    folder: Path, pushes: Path, fifo: Path, process: TakeProcess
+) -> None:
+    other = folder / "other" / ".train" / "push"
+    other.mkdir(parents=True)
+    os.setxattr(other, ATTRIBUTE, b"push")
+    os.chown(other, 65534, 65534)
+    writer, file = process(), pushes / "w@1"
+    writer.start("open(file, 'wb').write(content)", file=str(file), content=b"ask %b" % bytes(fifo))
+    with open(fifo, "w") as verdict:
+        assert refused(other / "w@1", b"fine") is None
+        assert refused(other / "w@2", b"bad one") == errno.EINVAL
+        assert not writer.finished()
+        verdict.write("fine")
+    writer.result()
+
+
+def test_checker_ends_with_its_daemon_in_the_middle_of_a_check(
+    session: str, fifo: Path, process: TakeProcess
+) -> None:
+    with make_mount(session, command=COMMAND) as mount:
+        pushes = mount.path / ".train" / "push"
+        pushes.mkdir(parents=True)
+        os.setxattr(pushes, ATTRIBUTE, b"push")
+        writer, file = process(), pushes / "w@1"
+        content = b"ask %b" % bytes(fifo)
+        writer.start("open(file, 'wb').write(content)", file=str(file), content=content)
+        with open(fifo, "w"):
+            pid = int(re.findall(r"process (\d+) checks pushes", mount.log.read_text())[-1])
+            checker = os.pidfd_open(pid)
+            mount.kill9()
+            assert select.select([checker], [], [], 60)[0]
+            os.close(checker)
+        writer.result()
+
+
 def test_push_removed_while_it_is_checked_stays_removed(
     pushes: Path, fifo: Path, process: TakeProcess
 ) -> None:

@@ -1,0 +1,290 @@
+"""Those who may write in a run put anything there: pushes that attack their reader, links, special files.
+A check ends with a reason, reducers go on, and nothing outside of the run is touched."""
+
+import errno
+import json
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from training_runs import model, newest, ones, reduce, reduce_until, start
+
+from irdmafs.train import Reducer, Refused, TrainError, Worker
+from irdmafs.train.directory import TrainDirectory, replace
+from irdmafs.train.pushes import check
+
+NOBODY = 65534
+
+
+def entry(first: int, end: int, shape: list[int], dtype: str = "F32") -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [first, end]}
+
+
+def safetensors(header: object, data: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def verdict(run: Path, file: Path, name: str = "w.safetensors") -> OSError | TrainError | None:
+    """Return why a push is refused."""
+    with file.open("rb") as content:
+        try:
+            check(run, content.fileno(), name)
+        except (Refused, TrainError) as error:
+            return error
+    return None
+
+
+MALFORMED: dict[str, Callable[[], bytes]] = {
+    "header of 100 MB": lambda: safetensors(b"{" + b" " * 99_999_998 + b"}"),
+    "longer header than file": lambda: struct.pack("<Q", 1 << 62) + b"{}",
+    "many tensors": lambda: safetensors({str(n): entry(0, 0, [0]) for n in range(100_000)}),
+    "deep": lambda: safetensors(b'{"norm":' + b"[" * 500_000 + b"]" * 500_000 + b"}"),
+    "deep scales": lambda: safetensors({"__metadata__": {"scales": '{"a":' + "[" * 100_000}}),
+    "infinite scale": lambda: safetensors(
+        {"__metadata__": {"scales": '{"norm": 1e39}'}, "norm": entry(0, 12, [3])}, bytes(12)
+    ),
+    "metadata of 10 MB": lambda: safetensors({"__metadata__": {"step": "9" * 10_000_000}}),
+    "metadata that is no text": lambda: safetensors({"__metadata__": {"step": 1}}),
+    "step of many digits": lambda: safetensors({"__metadata__": {"step": "9" * 5000}}),
+    "overlap": lambda: safetensors(
+        {"norm": entry(0, 12, [3]), "scale": entry(8, 12, [])}, bytes(12)
+    ),
+    "out of range": lambda: safetensors({"norm": entry(1 << 40, (1 << 40) + 12, [3])}, bytes(12)),
+    "backwards": lambda: safetensors({"norm": entry(12, 0, [3])}, bytes(12)),
+    "negative shape": lambda: safetensors({"norm": entry(0, 12, [-3])}, bytes(12)),
+    "huge shape": lambda: safetensors({"norm": entry(0, 12, [1 << 62, 1 << 62])}, bytes(12)),
+    "many dimensions": lambda: safetensors({"norm": entry(0, 12, [3] + [1] * 1000)}, bytes(12)),
+    "unknown type": lambda: safetensors({"norm": entry(0, 12, [3], "F4")}, bytes(12)),
+    "integers": lambda: safetensors({"norm": entry(0, 12, [3], "I32")}, bytes(12)),
+    "name with NUL": lambda: safetensors({"no\0rm": entry(0, 12, [3])}, bytes(12)),
+    "name of 1 MB": lambda: safetensors({"n" * 1_000_000: entry(0, 12, [3])}, bytes(12)),
+    "name with newlines": lambda: safetensors({"a\nversion 9": entry(0, 12, [3])}, bytes(12)),
+    "no UTF-8": lambda: safetensors(b'{"\xff\xfe":{}}'),
+    "hole": lambda: safetensors({"norm": entry(4, 16, [3])}, bytes(16)),
+    "tail": lambda: safetensors({"norm": entry(0, 12, [3])}, bytes(1000)),
+}
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_malformed_push_is_refused_in_a_line(tmp_path: Path, kind: str) -> None:
+    run = start(tmp_path / "run")
+    (tmp_path / "push").write_bytes(MALFORMED[kind]())
+    error = verdict(run, tmp_path / "push")
+    assert isinstance(error, Refused)
+    assert error.errno == errno.EINVAL
+    with Reducer(run) as reducer:
+        reduce_until(reducer, lambda: "refused:" in TrainDirectory(run).status.read_text(), "shown")
+    line = TrainDirectory(run).status.read_text().splitlines()[-1]
+    assert "w.safetensors: " in line
+    assert len(line) < 600
+
+
+@pytest.mark.parametrize("name", ["w:norm.npy", "w.safetensors"])
+def test_sparse_file_of_a_terabyte_is_refused(tmp_path: Path, name: str) -> None:
+    run = start(tmp_path / "run")
+    np.save(tmp_path / "push.npy", np.zeros(1 << 10, np.float32))
+    os.truncate(tmp_path / "push.npy", 1 << 40)
+    assert isinstance(verdict(run, tmp_path / "push.npy", name), Refused)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [np.array([{}, 1, None]), np.zeros(3, "V4"), np.zeros(3, [("a", "<f4")]), np.array(["a"] * 3)],
+    ids=["pickled", "bytes", "records", "text"],
+)
+def test_array_of_what_is_no_number_is_refused(tmp_path: Path, array: np.ndarray) -> None:
+    run = start(tmp_path / "run")
+    np.save(tmp_path / "push.npy", array, allow_pickle=True)
+    assert isinstance(verdict(run, tmp_path / "push.npy", "w:norm.npy"), Refused)
+
+
+def test_number_that_is_infinite_in_fp32_is_refused(tmp_path: Path) -> None:
+    run = start(tmp_path / "run")
+    save_file({"norm": np.array([1, 1e300, 1], np.float64)}, tmp_path / "push")
+    assert "infinite" in str(verdict(run, tmp_path / "push"))
+    save_file(ones(), tmp_path / "push", metadata={"weight": "1e39"})
+    assert "weight" in str(verdict(run, tmp_path / "push"))
+
+
+# -- what is in the place of a run's files ---------------------------------------------------------
+
+
+def fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def huge(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+def garbage(path: Path) -> None:
+    path.write_bytes(b"\xff" * 100)
+
+
+def deep(path: Path) -> None:
+    path.write_bytes(b"lr = " + b"[" * 200_000)
+
+
+def empty(path: Path) -> None:
+    path.touch()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("put", [fifo, loop, device, Path.mkdir, huge, garbage, deep, empty])
+@pytest.mark.parametrize("file", ["config.toml", "layout.json", "versions/0/version.json"])
+def test_check_ends_with_a_reason_whatever_is_in_the_place_of_a_file(
+    run: Path, tmp_path: Path, file: str, put: Callable[[Path], None]
+) -> None:
+    start(run)
+    save_file(ones(), tmp_path / "push")
+    path = run / ".train" / file
+    path.rename(run / "was there")
+    put(path)
+    if file == "config.toml" and put is empty:
+        assert verdict(run, tmp_path / "push") is None, "all keys have defaults"
+        return
+    with (tmp_path / "push").open("rb") as content, pytest.raises((OSError, TrainError)):
+        check(run, content.fileno(), "w.safetensors")
+    other = start(run.parent / "other")
+    with Worker(other, "w") as worker, Reducer(other) as reducer:
+        worker.push(ones())
+        reduce(reducer)
+        assert newest(other) == 1
+    (path.rmdir if path.is_dir() else path.unlink)()
+    (run / "was there").rename(path)
+    assert verdict(run, tmp_path / "push") is None
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("put", [fifo, loop, device, huge, garbage])
+@pytest.mark.parametrize("beside", ["push", "push/b@1", "workers", "refused", "next", "versions"])
+def test_reducer_goes_on_whatever_is_put_beside_its_files(
+    run: Path, beside: str, put: Callable[[Path], None]
+) -> None:
+    start(run, sync="async")
+    with Reducer(run) as reducer, Worker(run, "a") as worker:
+        folder = run / ".train" / beside
+        folder.mkdir(exist_ok=True)
+        name = {"push": "x.safetensors", "push/b@1": TrainDirectory(run).layout().shard_names[0]}
+        try:
+            put(folder / name.get(beside, "1.x"))
+        except OSError:
+            assert beside.startswith("push"), "the mount refuses it"
+        for version in (1, 2):
+            worker.push(ones())
+            reduce(reducer)
+            assert newest(run) == version
+
+
+def test_link_to_a_file_of_somebody_else_is_no_push(run: Path, tmp_path: Path) -> None:
+    start(run)
+    save_file(ones(), tmp_path / "secret.safetensors")
+    push = TrainDirectory(run).push
+    (push / "w.safetensors").symlink_to(tmp_path / "secret.safetensors")
+    with Reducer(run) as reducer:
+        reduce_until(
+            reducer, lambda: "is a link" in TrainDirectory(run).status.read_text(), "it is refused"
+        )
+        assert newest(run) == 0
+    assert (push / "w.safetensors").is_symlink()
+
+
+def test_reasons_are_kept_in_no_directory_that_a_link_leads_to(run: Path, tmp_path: Path) -> None:
+    start(run)
+    victim = tmp_path / "victim"
+    (victim / "folder").mkdir(parents=True)
+    for number in range(50):
+        (victim / f"{number}").touch()
+    before = sorted(os.listdir(victim))
+    refused = TrainDirectory(run).refused
+    refused.rmdir()
+    refused.symlink_to(victim)
+    with Worker(run, "w") as worker, pytest.raises(Refused, match="NaN"):
+        worker.push(ones(np.nan))
+    assert sorted(os.listdir(victim)) == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
+@pytest.mark.parametrize("place", ["mount"], indirect=True)
+def test_check_has_the_rights_of_the_owner_of_push(run: Path) -> None:
+    """Also if root pushes: whoever owns the directory chose what lies in it."""
+    start(run)
+    train = TrainDirectory(run)
+    os.chown(train.push, NOBODY, NOBODY)
+    with Worker(run, "w") as worker:
+        with pytest.raises(OSError, match=r"NaN|Invalid"):
+            worker.push(ones(np.nan))
+        os.chmod(train.config_path, 0o600)
+        with pytest.raises(PermissionError):
+            worker.push(ones())
+        os.chmod(train.config_path, 0o644)
+        # The worker looks for the reason itself, as root; the check could keep none.
+        assert not os.listdir(train.refused)
+        os.chown(train.refused, NOBODY, NOBODY)
+        with pytest.raises(OSError, match=r"NaN|Invalid"):
+            worker.push(ones(np.nan))
+        (note,) = train.refused.iterdir()
+        assert note.stat().st_uid == NOBODY
+        worker.push(ones())
+
+
+# -- what changes during a run ---------------------------------------------------------------------
+
+
+def test_configuration_that_became_invalid_refuses_pushes_until_it_is_mended(run: Path) -> None:
+    start(run)
+    train = TrainDirectory(run)
+    good = train.config_path.read_bytes()
+    with Reducer(run) as reducer, Worker(run, "w") as worker:
+        replace(train.config_path, good.replace(b"bsp", b"bps"))
+        with pytest.raises((OSError, TrainError)):
+            worker.push(ones())
+        with pytest.raises(TrainError, match="sync is bsp"):
+            reducer.step()
+        replace(train.config_path, good)
+        worker.push(ones())
+        reduce(reducer)
+        status = train.status
+        reduce_until(reducer, lambda: "sync is bsp" in status.read_text(), "the reason is shown")
+    assert newest(run) == 1
+
+
+def test_push_that_was_changed_after_its_check_holds_nobody_up(run: Path) -> None:
+    start(run)
+    with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
+        a.push(ones())
+        b.push(ones())
+        push = TrainDirectory(run).push / "a@1.safetensors"
+        content = push.read_bytes().replace(b'"F32"', b'"I32"')
+        aside = run / "aside"
+        aside.write_bytes(content)
+        reducer._take_parts()
+        assert reducer._coordinator is not None
+        train = TrainDirectory(run)
+        assert reducer._coordinator.step(train.config(), train.newest_plan())
+        os.rename(aside, push)
+        reduce_until(reducer, lambda: newest(run) == 1, "the version is made without the push")
+        folder = TrainDirectory(run).refused
+        assert "has the type" in "".join((folder / name).read_text() for name in os.listdir(folder))
+
+
+def test_layout_of_another_model_refuses_pushes(run: Path) -> None:
+    start(run, model())
+    other = start(run.parent / "other", {"p": np.zeros(7, np.float32)})
+    os.replace(other / ".train" / "layout.json", run / ".train" / "layout.json")
+    with Worker(run, "w") as worker, pytest.raises(Refused, match="no parameter"):
+        worker.push(ones())
