@@ -85,20 +85,12 @@ def learn(worker: Worker, number: int, own: Texts, steps: int) -> list[tuple[flo
     losses = []
     begun_s = time.monotonic()
     for _ in range(steps):
-        newest = pull(worker)
+        newest = worker.pull(timeout_s=_common.TIMEOUT_S)
         batch = rng.integers(0, len(labels), BATCH)
         loss, gradients = gradients_of(newest, rows[batch], labels[batch])
         losses.append((time.monotonic() - begun_s, loss))
         worker.push(gradients)
     return losses
-
-
-def pull(worker: Worker) -> dict[str, Array]:
-    """Pull, in async a version that the last push of this worker, or of another one, has made: a worker
-    that is faster than the reducer would go on with the same parameters."""
-    if worker.config.synchronization.kind == "async":
-        return worker.pull_since(worker.version + 1, timeout_s=_common.TIMEOUT_S)
-    return worker.pull(timeout_s=_common.TIMEOUT_S)
 
 
 def gradients_of(

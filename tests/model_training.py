@@ -13,10 +13,11 @@ from collections.abc import Iterable, Iterator
 from itertools import permutations, product
 from typing import NamedTuple, TypeVar
 
+import msgspec
 from explorer import Broken
 
 from irdmafs.train.config import TrainConfig
-from irdmafs.train.plan import Push, next_plan, pending
+from irdmafs.train.plan import Push, first_plan, next_plan, pending
 
 # A push: its worker and its step.
 Key = tuple[str, int]
@@ -164,7 +165,10 @@ class Model:
         if not self._rules.only_pending_pushes_count:
             clocks = {}
         pushes = [Push(worker, step, f"{worker}@{step}") for worker, step in me.read]
-        plan = next_plan(self._config, me.newest, clocks, pushes, ())
+        newest = msgspec.structs.replace(
+            first_plan(self._config, 0), version=me.newest, clocks=clocks
+        )
+        plan = next_plan(self._config, newest, pushes, ())
         if plan is None:
             yield "finds too few", state, Process()
             return

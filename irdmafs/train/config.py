@@ -49,10 +49,10 @@ class TrainConfig:
 
     `lr`: None is the rule's default. `workers`: "auto", a number, or names. `nonfinite`: a push with NaN or
     infinity is refused, skipped (it counts, with weight 0), or counted (it takes part). `staleness`:
-    "inverse" weights a push by 1 / (1 + versions since its base). `keep`: versions that stay.
-    `whole_every`: of every so many versions a file with all parameters is made (0: of none). `ahead`: steps
-    that a worker may push before the first of them counts. `torch`: torch's kernels do the arithmetic, on
-    every host.
+    "inverse" has a push count 1 / (1 + versions since its base) of what it would. `keep`: versions that
+    stay. `whole_every`: of every so many versions a file with all parameters is made (0: of none).
+    `ahead`: steps that a worker may push before the first of them counts. `torch`: torch's kernels do the
+    arithmetic, on every host.
     """
 
     rule: str = "sgd"
@@ -87,6 +87,10 @@ class TrainConfig:
         for name, least in (("keep", 2), ("whole_every", 0), ("ahead", 1), ("clip_norm", 0)):
             if getattr(self, name) < least:
                 raise TrainError(f"{name} is at least {least}")
+        rule = RULES[self.rule]
+        apart = self.synchronization.kind in ("ssp", "async")
+        if self.staleness == "inverse" and apart and rule.combine == "mean" and not rule.default_lr:
+            raise TrainError(f"the rule {self.rule} has no learning rate that staleness lowers")
         if not _workers_make_sense(self.workers):
             raise TrainError(f"workers is auto, a number, or a list of names, not {self.workers!r}")
 

@@ -31,7 +31,7 @@ class OpenPush:
         self,
         layout: ModelLayout,
         hidden: Path,
-        publish: Callable[[Mapping[str, Value], float, float], int],
+        publish: Callable[[Mapping[str, Value], float, float | None], int],
     ) -> None:
         """`hidden`: the directory of the shards' files until the push is published; it is made when the
         first is written. `publish`: called by `finish` with all values, the weight and the learning rate,
@@ -64,7 +64,7 @@ class OpenPush:
                 elif len(self._shards) > 1 and self._is_complete(shard):
                     self._write(shard)
 
-    def finish(self, weight: float = 1.0, *, lr: float = 0.0) -> int:
+    def finish(self, weight: float = 1.0, *, lr: float | None = None) -> int:
         """Publish the push, as Worker.push() does, and return its step. Parameters that were not put are
         left out. Raises Refused and OSError, after which nothing of the push is there."""
         try:

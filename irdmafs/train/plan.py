@@ -8,11 +8,13 @@ from typing import NamedTuple
 import msgspec
 
 from .config import TrainConfig
+from .rules import RULES
 
 __all__ = [
     "Plan",
     "Push",
     "PushInPlan",
+    "Update",
     "first_plan",
     "is_wanted",
     "may_pull",
@@ -24,28 +26,41 @@ __all__ = [
 
 class Push(NamedTuple):
     """A push that is there, whole. `path`: its name in push/. `base`: the version that it was made from; -1
-    if that was not said. `lr`: 0 if it was not said."""
+    if that was not said. `lr`: None if it was not said."""
 
     worker: str
     step: int
     path: str
     weight: float = 1.0
     base: int = -1
-    lr: float = 0.0
+    lr: float | None = None
 
 
 class PushInPlan(msgspec.Struct, frozen=True):
-    """A push that counts in a version. `weight` is what it is multiplied by, 0 if it is skipped."""
+    """A push that counts in a version. `weight` is what it is multiplied by, 0 if it is skipped. `lr` is
+    that of its update, where it is one of its own."""
 
     worker: str
     step: int
     path: str
     weight: float
+    lr: float = 0.0
+
+
+class Update(NamedTuple):
+    """An update of the parameters: the rule is applied once, to the sum or mean of these pushes. `number`
+    is 1 for the first of a run."""
+
+    number: int
+    lr: float
+    pushes: tuple[PushInPlan, ...]
 
 
 class Plan(msgspec.Struct, frozen=True):
     """The contents of version.json: all that a version is made from, but the pushes' contents and the
-    version before. `clocks`: the last step of each worker that counted, in this version or before."""
+    version before. `clocks`: the last step of each worker that counted, in this version or before. `apart`:
+    each push is an update of its own, in the order of `pushes`; else they are one together. `updates`: how
+    many have made this version and those before."""
 
     version: int
     pushes: tuple[PushInPlan, ...]
@@ -55,14 +70,23 @@ class Plan(msgspec.Struct, frozen=True):
     lr: float
     clip_norm: float
     torch: bool
+    apart: bool = False
+    updates: int = 0
     made_ns: int = 0
+
+    def each_update(self) -> list[Update]:
+        """Return the updates that make this version, in their order."""
+        if not self.apart:
+            return [Update(self.updates, self.lr, self.pushes)]
+        first = self.updates - len(self.pushes) + 1
+        return [Update(first + n, push.lr, (push,)) for n, push in enumerate(self.pushes)]
 
 
 def first_plan(config: TrainConfig, now_ns: int) -> Plan:
     """Return the plan of version 0, which no push is in."""
     return Plan(
         0, (), {}, config.rule, dict(config.options), config.learning_rate, config.clip_norm,
-        config.torch, now_ns,
+        config.torch, made_ns=now_ns,
     )  # fmt: skip
 
 
@@ -104,40 +128,45 @@ def is_wanted(
 
 def next_plan(
     config: TrainConfig,
-    version: int,
-    clocks: Mapping[str, int],
+    newest: Plan,
     pushes: Iterable[Push],
     members: Collection[str],
     skipped: Collection[str] = (),
     now_ns: int = 0,
 ) -> Plan | None:
-    """Return the plan of version `version` + 1; None: not yet. `skipped`: paths of pushes that count with
-    weight 0."""
-    waiting = pending(pushes, clocks)
+    """Return the plan of the version after `newest`; None: not yet. `skipped`: paths of pushes that count
+    with weight 0."""
+    waiting = pending(pushes, newest.clocks)
     if not is_wanted(config, waiting, members)[0]:
         return None
     taken = waiting
-    if config.synchronization.kind in ("bsp", "local", "quorum"):
+    apart = config.synchronization.kind in ("ssp", "async")
+    if not apart:
         # One step of each worker; the further ones are for the versions after.
         first: dict[str, Push] = {}
         for push in waiting:
             first.setdefault(push.worker, push)
         taken = list(first.values())
-    lr = next((push.lr for push in taken if push.lr), config.learning_rate)
+    lr = next((push.lr for push in taken if push.lr is not None), config.learning_rate)
+    # A mean is divided by its weights: one push alone is made to count less by its learning rate.
+    scales_lr = apart and RULES[config.rule].combine == "mean"
     counted = []
     for push in taken:
-        weight = push.weight
+        weight = 0.0 if push.path in skipped else push.weight
+        own_lr = lr if push.lr is None else push.lr
         if config.staleness == "inverse" and push.base >= 0:
-            weight /= 1 + max(0, version - push.base)
+            age = 1 + max(0, newest.version - push.base)
+            weight, own_lr = (weight, own_lr / age) if scales_lr else (weight / age, own_lr)
         counted.append(
-            PushInPlan(push.worker, push.step, push.path, 0.0 if push.path in skipped else weight)
+            PushInPlan(push.worker, push.step, push.path, weight, own_lr if apart else lr)
         )
-    after = dict(clocks)
+    clocks = dict(newest.clocks)
     for push in taken:
-        after[push.worker] = max(after.get(push.worker, 0), push.step)
+        clocks[push.worker] = max(clocks.get(push.worker, 0), push.step)
     return msgspec.structs.replace(
-        first_plan(config, now_ns), version=version + 1, pushes=tuple(counted), clocks=after, lr=lr
-    )
+        first_plan(config, now_ns), version=newest.version + 1, pushes=tuple(counted), clocks=clocks,
+        lr=lr, apart=apart, updates=newest.updates + (len(counted) if apart else 1),
+    )  # fmt: skip
 
 
 def without(plan: Plan, gone: Collection[str]) -> Plan:
@@ -152,20 +181,16 @@ def without(plan: Plan, gone: Collection[str]) -> Plan:
 def may_pull(
     config: TrainConfig,
     worker: str,
+    pushed: int,
     step: int,
     clocks: Mapping[str, int],
     members: Mapping[str, int],
 ) -> bool:
-    """Return whether a worker that has pushed `step` may go on with the version that has these clocks.
-    `members`: the clock that each of them joined at."""
+    """Return whether a worker may go on with the version that has these clocks. `pushed`: its last push, 0
+    before the first; `step`: that, or the clock at which it joined. `members`: the clock that each of them
+    joined at."""
+    if clocks.get(worker, 0) < pushed:
+        return False
     kind, number = config.synchronization
-    if kind == "async" or step == 0:
-        return True
-    if kind == "ssp":
-        others = [
-            max(clocks.get(member, 0), joined)
-            for member, joined in members.items()
-            if member != worker
-        ]
-        return min(others, default=step) >= step - number
-    return clocks.get(worker, 0) >= step
+    others = [max(clocks.get(name, 0), at) for name, at in members.items() if name != worker]
+    return kind != "ssp" or min(others, default=step) >= step - number

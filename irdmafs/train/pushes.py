@@ -44,13 +44,13 @@ _BLOCK_BYTES = 16 << 20
 
 
 class Identity(NamedTuple):
-    """The metadata of a push; `step` 0: the worker's next."""
+    """The metadata of a push; `step` 0: the worker's next, `lr` None: not said."""
 
     worker: str
     step: int
     weight: float = 1.0
     base: int = -1
-    lr: float = 0.0
+    lr: float | None = None
 
     @property
     def name(self) -> str:
@@ -58,7 +58,7 @@ class Identity(NamedTuple):
         more = f";weight={self.weight!r}"
         if self.base >= 0:
             more += f";base={self.base}"
-        if self.lr:
+        if self.lr is not None:
             more += f";lr={self.lr!r}"
         return f"{self.worker}@{self.step}{more}"
 
@@ -68,7 +68,7 @@ class Identity(NamedTuple):
         said = {"worker": self.worker, "step": str(self.step), "weight": repr(self.weight)}
         if self.base >= 0:
             said["base"] = str(self.base)
-        if self.lr:
+        if self.lr is not None:
             said["lr"] = repr(self.lr)
         return said
 
@@ -90,7 +90,7 @@ def _identity(worker: str, said: Mapping[str, str]) -> Identity:
             int(said.get("step", "0")),
             float(said.get("weight", "1")),
             int(said.get("base", "-1")),
-            float(said.get("lr", "0")),
+            float(said["lr"]) if "lr" in said else None,
         )
     except ValueError as error:
         raise Refused(errno.EINVAL, f"its metadata is not understood: {error}") from None
@@ -103,7 +103,7 @@ def _identity(worker: str, said: Mapping[str, str]) -> Identity:
 
 
 def _check_numbers(identity: Identity) -> None:
-    if not (0 <= identity.weight <= _F32_MAX and 0 <= identity.lr <= _F32_MAX):
+    if not (0 <= identity.weight <= _F32_MAX and 0 <= (identity.lr or 0) <= _F32_MAX):
         raise Refused(
             errno.EINVAL, f"weight {identity.weight} or lr {identity.lr} is not an fp32 number >= 0"
         )

@@ -162,18 +162,20 @@ class Reducer:
             return False
         try:
             reduction = self._reduction_of(shard, target, plan)
-            square_norm = None
+            square_norms: list[float] = []
             if plan.clip_norm:
                 own = target / "norm" / shard.name
                 if not is_published(own):
-                    replace(own, float(reduction.square_norm()).hex().encode())
+                    replace(own, " ".join(map(float.hex, reduction.square_norms())).encode())
                 try:
-                    square_norm = sum(
-                        float.fromhex((target / "norm" / name).read_text()) for name in self._shards
-                    )
+                    norms = [
+                        [*map(float.fromhex, (target / "norm" / name).read_text().split())]
+                        for name in self._shards
+                    ]
                 except (FileNotFoundError, ValueError):
                     return False
-            reduction.write(target, square_norm)
+                square_norms = [sum(parts) for parts in zip(*norms, strict=True)]
+            reduction.write(target, square_norms)
         except (FileNotFoundError, FormatError, Refused) as error:
             # Made by somebody else meanwhile, and tidied. Or a push is gone or broken: the coordinator will
             # make another plan.
@@ -232,9 +234,7 @@ class _Coordinator:
             write_status(self._train, self._progress)
             return False
         skipped = self._nonfinite(waiting) if config.nonfinite == "skip" else ()
-        plan = next_plan(
-            config, newest.version, newest.clocks, found, self._members, skipped, time.time_ns()
-        )
+        plan = next_plan(config, newest, found, self._members, skipped, time.time_ns())
         assert plan is not None
         self._write_plan(self._train.attempt(plan.version, 0), plan)
         self._progress.planned()

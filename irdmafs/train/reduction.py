@@ -1,4 +1,4 @@
-"""The sum of a plan's pushes in one shard, and the version that it makes: a function of files to files."""
+"""The updates of a plan in one shard, and the version that they make: a function of files to files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..client._safetensors import Head, head_of
 from .arithmetic import F32, Blocks, accumulate, from_float32, square_sum, to_float32
 from .directory import ShardFile, new_file
 from .layout import FLOAT_CODES, Run, Shard, runs_of
-from .plan import Plan
+from .plan import Plan, PushInPlan
 from .pushes import check_again, header_of, scales_of
 from .rules import Rule, make_rule
 
@@ -35,11 +35,11 @@ class _Term(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """Elements [start, stop) of a shard that the same parts of pushes have."""
+    """Elements [start, stop) of a shard that the same parts of pushes have; `terms`: of each update."""
 
     start: int
     stop: int
-    terms: tuple[_Term, ...]
+    terms: tuple[tuple[_Term, ...], ...]
 
 
 class Reduction:
@@ -53,11 +53,14 @@ class Reduction:
         self._blocks = blocks
         self.rule: Rule = make_rule(plan.rule, plan.options, torch=plan.torch)
         self._before = ShardFile(before / "state" / shard.name)
-        self._spans = _spans(shard.size, list(self._terms(push)), mean=self.rule.combine == "mean")
+        self._updates = plan.each_update()
+        terms = [list(self._terms(push, update.pushes)) for update in self._updates]
+        self._spans = _spans(shard.size, terms, mean=self.rule.combine == "mean")
+        # Of the only update: of many, all together may need more memory than there is.
         self._combined: F32 | None = None
 
-    def _terms(self, push: Path) -> Iterable[_Term]:
-        for counted in self._plan.pushes:
+    def _terms(self, push: Path, pushes: Iterable[PushInPlan]) -> Iterable[_Term]:
+        for counted in pushes:
             path = push / counted.path
             if not counted.weight:
                 continue
@@ -67,26 +70,35 @@ class Reduction:
             for run in runs_of(self._shard, file.header, scales_of(file.header), cut=parts):
                 yield _Term(file, run, counted.weight)
 
-    def square_norm(self) -> float:
-        """Return the sum of the squares of the combined pushes, which does not depend on threads."""
-        combined = np.zeros(self._shard.size, np.float32)
-        for span in self._spans:
-            self._blocks.each(span.stop - span.start, partial(_combine_into, combined, span))
-        self._combined = combined
-        return square_sum(combined, self._blocks)
+    def square_norms(self) -> list[float]:
+        """Return the sum of the squares of each update's combined pushes, which does not depend on
+        threads."""
+        norms = []
+        for number in range(len(self._updates)):
+            combined = np.zeros(self._shard.size, np.float32)
+            for span in self._spans:
+                fill = partial(_combine_into, combined, span, number)
+                self._blocks.each(span.stop - span.start, fill)
+            norms.append(square_sum(combined, self._blocks))
+        if len(norms) == 1:
+            self._combined = combined
+        return norms
 
-    def write(self, target: Path, square_norm: float | None) -> None:
-        """Write params/K and state/K of the next version. `square_norm`: of all shards together, where
-        the plan clips. Raises OSError."""
-        scale = 1.0
-        if square_norm is not None:
+    def write(self, target: Path, square_norms: Sequence[float]) -> None:
+        """Write params/K and state/K of the next version. `square_norms`: of all shards together, one for
+        each update, if the plan clips. Raises OSError."""
+        scales = [1.0] * len(self._updates)
+        if square_norms:
             # As torch.nn.utils.clip_grad_norm_ does.
-            scale = min(1.0, self._plan.clip_norm / (math.sqrt(square_norm) + 1e-6))
+            scales = [
+                min(1.0, self._plan.clip_norm / (math.sqrt(square) + 1e-6))
+                for square in square_norms
+            ]
         with _ShardFiles(target, self._shard, self.rule) as files:
-            self._fill(*files.arrays(), np.float32(scale))
+            self._fill(*files.arrays(), scales)
 
     def _fill(
-        self, state: Mapping[str, Array], params: Mapping[str, Array], scale: np.float32
+        self, state: Mapping[str, Array], params: Mapping[str, Array], scales: Sequence[float]
     ) -> None:
         # A rule that was changed may keep what the one before did not.
         kept = self._before.header.tensors
@@ -101,42 +113,44 @@ class Reduction:
             block = {key: array[first:last] for key, array in state.items()}
             for key, array in block.items():
                 array[:] = old[key][first:last]
-            if span.terms:
-                gradient = self._gradient(span, first, last)
+            master = block.pop(MASTER)
+            for update, terms, scale in zip(self._updates, span.terms, scales, strict=True):
+                if not terms:
+                    continue
+                gradient = self._gradient(terms, first, last)
                 if scale != 1:
-                    gradient = gradient * scale
-                master = block.pop(MASTER)
-                self.rule.apply(self._plan.version, self._plan.lr, gradient, master, block)
+                    gradient = gradient * np.float32(scale)
+                self.rule.apply(update.number, update.lr, gradient, master, block)
             _store(state[MASTER], first, last, outputs)
 
         for span in self._spans:
             self._blocks.each(span.stop - span.start, partial(step, span))
 
-    def _gradient(self, span: _Span, first: int, last: int) -> F32:
+    def _gradient(self, terms: Sequence[_Term], first: int, last: int) -> F32:
         if self._combined is not None:
             return self._combined[first:last]
-        return _combine(span, first, np.empty(last - first, np.float32))
+        return _combine(terms, first, np.empty(last - first, np.float32))
 
 
-def _spans(size: int, terms: Sequence[_Term], *, mean: bool) -> list[_Span]:
+def _spans(size: int, updates: Sequence[Sequence[_Term]], *, mean: bool) -> list[_Span]:
     """Cut a shard where the parts of pushes begin and end, with their final weights."""
-    edges = sorted({0, size, *(edge for t in terms for edge in (t.run.at, t.run.at + t.run.size))})
-    spans = []
-    for start, stop in itertools.pairwise(edges):
-        here = [t for t in terms if t.run.at <= start and stop <= t.run.at + t.run.size]
-        total = math.fsum(t.weight for t in here) if mean else 1.0
-        spans.append(
-            _Span(
-                start,
-                stop,
-                tuple(t._replace(weight=t.weight / total * t.run.scale) for t in here if total),
-            )
-        )
-    return spans
+    runs = [term.run for terms in updates for term in terms]
+    edges = sorted({0, size, *(edge for run in runs for edge in (run.at, run.at + run.size))})
+    return [
+        _Span(start, stop, tuple(_weighted(terms, start, stop, mean=mean) for terms in updates))
+        for start, stop in itertools.pairwise(edges)
+    ]
 
 
-def _combine(span: _Span, first: int, out: F32) -> F32:
-    """Sum up the elements of a shard from `first` on, of one span, in the order of the plan."""
+def _weighted(terms: Sequence[_Term], start: int, stop: int, *, mean: bool) -> tuple[_Term, ...]:
+    """Return the terms that have these elements, with their final weights."""
+    here = [t for t in terms if t.run.at <= start and stop <= t.run.at + t.run.size]
+    total = math.fsum(t.weight for t in here) if mean else 1.0
+    return tuple(t._replace(weight=t.weight / total * t.run.scale) for t in here if total)
+
+
+def _combine(terms: Sequence[_Term], first: int, out: F32) -> F32:
+    """Sum up the elements of a shard from `first` on, which all terms have, in the order of the plan."""
     accumulate(
         out,
         [
@@ -149,15 +163,15 @@ def _combine(span: _Span, first: int, out: F32) -> F32:
                 term.run.dtype,
                 term.weight,
             )
-            for term in span.terms
+            for term in terms
         ],
     )
     return out
 
 
-def _combine_into(combined: F32, span: _Span, block: slice) -> None:
+def _combine_into(combined: F32, span: _Span, update: int, block: slice) -> None:
     first, last = span.start + block.start, span.start + block.stop
-    _combine(span, first, combined[first:last])
+    _combine(span.terms[update], first, combined[first:last])
 
 
 class _Output(NamedTuple):

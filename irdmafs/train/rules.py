@@ -46,19 +46,19 @@ class Rule(ABC):
         """The names of the fp32 arrays that the rule keeps beside the master weights, zeros at first."""
         return ()
 
-    def apply(self, version: int, lr: float, combined: F32, master: F32, state: State) -> None:
+    def apply(self, update: int, lr: float, combined: F32, master: F32, state: State) -> None:
         """Change ``master`` and ``state`` in place by the ``combined`` pushes, which are only read.
 
-        All arrays are of the same length: those of a whole shard, or of any block of it. ``version`` is
-        1 for the first update.
+        All arrays are of the same length: those of a whole shard, or of any block of it. ``update``
+        is the number of this one, 1 for the first.
         """
         with np.errstate(all="ignore"):
             for part in ranges(len(master), PART):
                 kept = {name: state[name][part] for name in self.state}
-                self._update(version, lr, combined[part], master[part], kept)
+                self._update(update, lr, combined[part], master[part], kept)
 
     @abstractmethod
-    def _update(self, version: int, lr: float, grad: F32, param: F32, state: State) -> None:
+    def _update(self, update: int, lr: float, grad: F32, param: F32, state: State) -> None:
         """Do what apply() does, with numpy, to at most PART elements."""
 
 
@@ -91,7 +91,7 @@ class Sum(Rule):
 
     combine = "sum"
 
-    def _update(self, version: int, lr: float, grad: F32, param: F32, state: State) -> None:
+    def _update(self, update: int, lr: float, grad: F32, param: F32, state: State) -> None:
         np.add(param, grad, out=param)
 
 
@@ -99,7 +99,7 @@ class Sum(Rule):
 class Mean(Rule):
     """p = g: the mean of pushes that are parameters. Federated averaging (McMahan et al. 2017)."""
 
-    def _update(self, version: int, lr: float, grad: F32, param: F32, state: State) -> None:
+    def _update(self, update: int, lr: float, grad: F32, param: F32, state: State) -> None:
         np.copyto(param, grad)
 
 
@@ -110,7 +110,7 @@ class Axpy(Rule):
     combine = "sum"
     default_lr = 1.0
 
-    def _update(self, version: int, lr: float, grad: F32, param: F32, state: State) -> None:
+    def _update(self, update: int, lr: float, grad: F32, param: F32, state: State) -> None:
         _add_scaled(param, lr, grad)
 
 
@@ -134,7 +134,7 @@ class Sgd(Rule):
     def state(self) -> tuple[str, ...]:
         return ("momentum",) if self.momentum else ()
 
-    def _update(self, version: int, lr: float, grad: F32, param: F32, state: State) -> None:
+    def _update(self, update: int, lr: float, grad: F32, param: F32, state: State) -> None:
         if self.weight_decay:
             decayed = scratch.floats[1, : len(grad)]
             np.multiply(param, np.float32(self.weight_decay), out=decayed)
@@ -143,7 +143,7 @@ class Sgd(Rule):
             _add_scaled(param, -lr, grad)
             return
         momentum = state["momentum"]
-        if version == 1:
+        if update == 1:
             np.copyto(momentum, grad)
         else:
             np.multiply(momentum, np.float32(self.momentum), out=momentum)
@@ -193,7 +193,7 @@ class Adam(Rule):
         np.multiply(param, np.float32(self.weight_decay), out=decayed)
         return np.add(grad, decayed, out=decayed)
 
-    def _update(self, version: int, lr: float, grad: F32, param: F32, state: State) -> None:
+    def _update(self, update: int, lr: float, grad: F32, param: F32, state: State) -> None:
         average, squares = state["exp_avg"], state["exp_avg_sq"]
         grad = self._decay(lr, grad, param)
         _move_towards(average, grad, 1 - self.beta1)
@@ -202,8 +202,8 @@ class Adam(Rule):
         np.multiply(square, np.float32(1 - self.beta2), out=square)
         np.add(squares, square, out=squares)
         # Both bias corrections are factors of scalars, the form at the end of the paper's section 2.
-        root_correction = math.sqrt(1 - self.beta2**version)
-        step = lr * root_correction / (1 - self.beta1**version)
+        root_correction = math.sqrt(1 - self.beta2**update)
+        step = lr * root_correction / (1 - self.beta1**update)
         divisor = np.sqrt(squares, out=_temporary(grad))
         np.add(divisor, np.float32(self.eps * root_correction), out=divisor)
         change = scratch.floats[1, : len(grad)]
@@ -239,7 +239,7 @@ class Easgd(Rule):
     def __post_init__(self) -> None:
         _check_range("beta", self.beta)
 
-    def _update(self, version: int, lr: float, grad: F32, param: F32, state: State) -> None:
+    def _update(self, update: int, lr: float, grad: F32, param: F32, state: State) -> None:
         _move_towards(param, grad, self.beta)
 
 
@@ -252,7 +252,7 @@ class Ema(Rule):
     def __post_init__(self) -> None:
         _check_range("decay", self.decay, 1)
 
-    def _update(self, version: int, lr: float, grad: F32, param: F32, state: State) -> None:
+    def _update(self, update: int, lr: float, grad: F32, param: F32, state: State) -> None:
         _move_towards(param, grad, 1 - self.decay)
 
 
@@ -283,7 +283,7 @@ def _torch() -> Any:
 class _Fused(Rule):
     """A rule whose update is one of torch's fused kernels; its options are those of the other base."""
 
-    def apply(self, version: int, lr: float, combined: F32, master: F32, state: State) -> None:
+    def apply(self, update: int, lr: float, combined: F32, master: F32, state: State) -> None:
         torch = _torch()
         arrays = (combined, master, *(state[name] for name in self.state))
         size = len(master)
@@ -296,12 +296,12 @@ class _Fused(Rule):
             torch.set_num_threads(1)
         try:
             if whole:
-                self._call(version, lr, *(torch.from_numpy(one[:whole]) for one in arrays))
+                self._call(update, lr, *(torch.from_numpy(one[:whole]) for one in arrays))
             if whole < size:
                 rest = np.zeros((len(arrays), _VECTOR), np.float32)
                 for row, one in zip(rest, arrays, strict=True):
                     row[: size - whole] = one[whole:]
-                self._call(version, lr, *map(torch.from_numpy, rest))
+                self._call(update, lr, *map(torch.from_numpy, rest))
                 for row, one in zip(rest[1:], arrays[1:], strict=True):
                     one[whole:] = row[: size - whole]
         finally:
@@ -309,16 +309,16 @@ class _Fused(Rule):
                 torch.set_num_threads(threads)
 
     @abstractmethod
-    def _call(self, version: int, lr: float, grad: Any, param: Any, *state: Any) -> None:
+    def _call(self, update: int, lr: float, grad: Any, param: Any, *state: Any) -> None:
         """Call the kernel on tensors of the arrays."""
 
 
 class _FusedSgd(_Fused, Sgd):
-    def _call(self, version: int, lr: float, grad: Any, param: Any, *state: Any) -> None:
+    def _call(self, update: int, lr: float, grad: Any, param: Any, *state: Any) -> None:
         _torch()._fused_sgd_(
             [param], [grad], list(state), lr=lr, momentum=self.momentum, dampening=self.dampening,
             nesterov=self.nesterov, weight_decay=self.weight_decay, maximize=False,
-            is_first_step=version == 1,
+            is_first_step=update == 1,
         )  # fmt: skip
 
 
@@ -329,11 +329,11 @@ class _FusedDiLoCo(_FusedSgd, DiLoCo):
 class _FusedAdam(_Fused, Adam):
     _kernel: ClassVar[str] = "_fused_adam_"
 
-    def _call(self, version: int, lr: float, grad: Any, param: Any, *state: Any) -> None:
+    def _call(self, update: int, lr: float, grad: Any, param: Any, *state: Any) -> None:
         torch = _torch()
         average, squares = state
         getattr(torch, self._kernel)(
-            [param], [grad], [average], [squares], [], [torch.tensor(float(version))],
+            [param], [grad], [average], [squares], [], [torch.tensor(float(update))],
             lr=lr, beta1=self.beta1, beta2=self.beta2, eps=self.eps, weight_decay=self.weight_decay,
             amsgrad=False, maximize=False,
         )  # fmt: skip

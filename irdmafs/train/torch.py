@@ -13,7 +13,6 @@ The rule, its options and who waits for whom are those of the directory (docs/tr
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,9 +23,6 @@ from .open_push import OpenPush
 from .worker import Worker
 
 __all__ = ["DiLoCo", "ParameterServerOptimizer"]
-
-# A push with lr 0 has that of the configuration. This one is 0 as well in fp32, in which rules compute.
-_LR_MIN = sys.float_info.min
 
 
 class ParameterServerOptimizer(torch.optim.Optimizer):
@@ -105,7 +101,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             name: tensor.grad for name, tensor in self._tensors.items() if tensor.grad is not None
         }
         weight = self._weight if weight is None else weight
-        lr = float(self.param_groups[0]["lr"]) or _LR_MIN
+        lr = float(self.param_groups[0]["lr"])
         if self._early is not None:
             self._early.finish(gradients, weight, lr)
         else:

@@ -109,7 +109,7 @@ class Worker:
         gradients: Mapping[str, object],
         *,
         weight: float = 1.0,
-        lr: float = 0.0,
+        lr: float | None = None,
         scales: Mapping[str, float] | None = None,
     ) -> int:
         """Push gradients (or whatever the rule takes) by parameter; return the step. Some may be left out.
@@ -135,7 +135,7 @@ class Worker:
         each shard is written when it is complete. Finish or abort it before the next push begins."""
         hidden = self.train.push / f".{self.name}@{self.step + 1}"
 
-        def publish(values: Mapping[str, Value], weight: float, lr: float) -> int:
+        def publish(values: Mapping[str, Value], weight: float, lr: float | None) -> int:
             identity = self._next_push(weight, lr)
             if len(self._shards) == 1:
                 return self._push_file(identity, values, {})
@@ -144,10 +144,11 @@ class Worker:
 
         return OpenPush(self.layout, hidden, publish)
 
-    def _next_push(self, weight: float, lr: float) -> Identity:
+    def _next_push(self, weight: float, lr: float | None) -> Identity:
         if not self._lock.is_held:
             raise Refused(errno.ENOLCK, f"worker {self.name!r} was taken for dead: begin again")
-        return Identity(self.name, self.step + 1, float(weight), self.version, float(lr))
+        lr = None if lr is None else float(lr)
+        return Identity(self.name, self.step + 1, float(weight), self.version, lr)
 
     def _push_file(
         self, identity: Identity, values: Mapping[str, Value], more: Mapping[str, str]
@@ -242,8 +243,7 @@ class Worker:
 
     def _may_go_on(self, plan: Plan) -> bool:
         members = self.train.member_clocks() if self.config.synchronization.kind == "ssp" else {}
-        step = self.step if members else self._pushed
-        return may_pull(self.config, self.name, step, plan.clocks, members)
+        return may_pull(self.config, self.name, self._pushed, self.step, plan.clocks, members)
 
     def _wait(self, suffices: Callable[[Plan], bool], timeout_s: float | None) -> Plan:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s

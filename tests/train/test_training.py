@@ -146,6 +146,70 @@ def test_async_never_waits(run: Path) -> None:
             assert b.pull(timeout_s=1)["norm"].tolist() == [step] * 3
 
 
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"rule": "sgd", "options": {"momentum": 0.9}, "clip_norm": 1.0},
+        {"rule": "adamw"},
+        {"rule": "ema", "options": {"decay": 0.5}},
+    ],
+    ids=lambda config: str(config["rule"]),
+)
+def test_async_pushes_that_come_together_count_one_by_one(
+    place: Path, config: dict[str, Any], shards: int
+) -> None:
+    """Parameters do not depend on how many pushes the reducer finds when it looks."""
+    results = []
+    for together in (False, True):
+        run = start(place / f"{together}", model(), sync="async", shards=shards, **config)
+        with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
+            for worker, number in ((a, 0), (b, 1)):
+                for step in range(2):
+                    worker.push(gradients(number, step))
+                    if not together:
+                        reduce(reducer)
+            reduce(reducer)
+        assert newest(run) == (1 if together else 4)
+        results.append(parameters(run))
+    assert same_bits(*results)
+
+
+@pytest.mark.parametrize("sync", ["async", "ssp:3"])
+def test_worker_goes_on_with_parameters_that_have_its_own_push(run: Path, sync: str) -> None:
+    start(run, sync=sync)
+    with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
+        a.push(ones())
+        with pytest.raises(TimeoutError):
+            a.pull(timeout_s=0.05)
+        assert b.pull(timeout_s=5)["norm"].tolist() == [0] * 3
+        reduce(reducer)
+        assert a.pull(timeout_s=5)["norm"].tolist() == [1] * 3
+
+
+def test_staleness_lowers_the_learning_rate_of_a_push(run: Path) -> None:
+    start(run, rule="sgd", lr=1.0, sync="async", staleness="inverse")
+    with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
+        b.pull()
+        for _ in range(3):
+            a.push(ones(0))
+            reduce(reducer)
+        b.push(ones(-8))
+        reduce(reducer)
+        assert everywhere(run, 2)
+
+
+def test_learning_rate_0_changes_no_parameter(run: Path) -> None:
+    start(run, rule="sgd", lr=1.0)
+    with Reducer(run) as reducer, Worker(run, "a") as worker:
+        worker.push(ones(), lr=0)
+        reduce(reducer)
+        assert everywhere(run, 0)
+        worker.push(ones())
+        reduce(reducer)
+        assert everywhere(run, -1)
+
+
 def test_async_push_from_a_version_that_is_gone_counts_less(run: Path) -> None:
     start(run, sync="async", staleness="inverse", keep=2)
     with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
