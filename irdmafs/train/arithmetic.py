@@ -22,8 +22,10 @@ from numpy.typing import NDArray
 from irdmafs.client._dtypes import Array, dtype_of_code
 
 F32: TypeAlias = NDArray[np.float32]
-# The elements of a push, their safetensors code, and the weight of the push in the sum.
-Push: TypeAlias = tuple[Array, str, float]
+# What the elements of a push are multiplied by in the sum: one number, or one for each.
+Weight: TypeAlias = float | F32
+# The elements of a push, their safetensors code, and their weight.
+Push: TypeAlias = tuple[Array, str, Weight]
 
 T = TypeVar("T")
 
@@ -260,8 +262,8 @@ def accumulate(out: F32, pushes: Sequence[Push]) -> None:
     """Set ``out`` to the weighted sum of ``pushes``, in their order.
 
     Every element is converted to fp32, and every product and every sum is rounded to fp32; a weight of
-    1.0 changes nothing. All pushes are as long as ``out``. Raises ValueError for no pushes, and for what
-    to_float32() does not convert.
+    1.0 changes nothing. All pushes, and weights for each element, are as long as ``out``. Raises
+    ValueError for no pushes, and for what to_float32() does not convert.
     """
     if not pushes:
         raise ValueError("a sum of no pushes")
@@ -274,19 +276,27 @@ def accumulate(out: F32, pushes: Sequence[Push]) -> None:
         for part in ranges(len(out), PART):
             target = out[part]
             addend = scratch.floats[0, : len(target)]
-            total = _weighted(first[part], first_dtype, first_weight, target)
+            total = _weighted(first[part], first_dtype, _of(first_weight, part), target)
             for bits, dtype, weight in others:
-                total = np.add(total, _weighted(bits[part], dtype, weight, addend), out=target)
+                weighted = _weighted(bits[part], dtype, _of(weight, part), addend)
+                total = np.add(total, weighted, out=target)
             if total is not target:
                 np.copyto(target, total)
 
 
-def _weighted(bits: Array, dtype: str, weight: float, out: F32) -> F32:
+def _of(weight: Weight, part: slice) -> F32 | np.float32 | None:
+    """Return the weight of a part; None: 1."""
+    if isinstance(weight, np.ndarray):
+        return weight[part]
+    return None if weight == 1 else np.float32(weight)
+
+
+def _weighted(bits: Array, dtype: str, weight: F32 | np.float32 | None, out: F32) -> F32:
     """Return a product of at most PART elements: ``out``, or ``bits`` itself if it is that already."""
     if dtype == "F32":
-        return bits if weight == 1 else np.multiply(bits, np.float32(weight), out=out)
+        return bits if weight is None else np.multiply(bits, weight, out=out)
     _convert(bits, dtype, out)
-    return out if weight == 1 else np.multiply(out, np.float32(weight), out=out)
+    return out if weight is None else np.multiply(out, weight, out=out)
 
 
 def square_sum(values: F32, blocks: Blocks = ALONE) -> float:

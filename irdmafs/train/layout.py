@@ -10,6 +10,7 @@ import msgspec
 
 from ..client._dtypes import code_of
 from ..client._safetensors import Header
+from .scales import SUFFIX
 
 __all__ = [
     "FLOAT_CODES",
@@ -43,12 +44,14 @@ class Parameter(msgspec.Struct, frozen=True):
 
 
 class Slice(NamedTuple):
-    """The elements [start, stop) of a parameter, which are [at, at + stop - start) of the shard."""
+    """The elements [start, stop) of a parameter, which are [at, at + stop - start) of the shard. `scales`:
+    the name of the tensor that has its scales in a push, "" if that is a parameter."""
 
     parameter: Parameter
     start: int
     stop: int
     at: int
+    scales: str = ""
 
     @property
     def is_whole(self) -> bool:
@@ -84,6 +87,12 @@ class ModelLayout(msgspec.Struct, frozen=True):
         return {parameter.name: parameter.shape for parameter in self.parameters}
 
     @property
+    def scaled(self) -> dict[str, Parameter]:
+        """Return the parameters by the names of the tensors that have their scales in a push."""
+        names = _scales_names(self.parameters)
+        return {names[one.name]: one for one in self.parameters if one.name in names}
+
+    @property
     def header_max_bytes(self) -> int:
         """Return the size that the header of a push may have: there is room for a scale of each
         parameter."""
@@ -98,10 +107,18 @@ def canonical(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
     return tuple(sorted(parameters, key=lambda one: (-FLOAT_CODES[one.dtype], one.name)))
 
 
+def _scales_names(parameters: Iterable[Parameter]) -> dict[str, str]:
+    """Return the names of the tensors with the scales of parameters in a push, by parameter. A parameter
+    whose scales would have the name of a parameter has none."""
+    names = {parameter.name for parameter in parameters}
+    return {name: name + SUFFIX for name in names if name + SUFFIX not in names}
+
+
 def cut(parameters: Sequence[Parameter], names: Sequence[str]) -> tuple[Shard, ...]:
     """Return the shards: consecutive elements, as many in each as the alignment allows."""
     total = sum(parameter.size for parameter in parameters)
     shards = []
+    scales = _scales_names(parameters)
     index, start = 0, 0  # the first element that no shard has yet
     before = 0
     for number, name in enumerate(names, 1):
@@ -111,15 +128,16 @@ def cut(parameters: Sequence[Parameter], names: Sequence[str]) -> tuple[Shard, .
         while index < len(parameters):
             parameter = parameters[index]
             left = parameter.size - start
+            scaled = scales.get(parameter.name, "")
             wanted = end - before - at
             if number < len(names) and wanted < left:
                 wanted = wanted // ALIGN * ALIGN
                 if wanted > 0:
-                    slices.append(Slice(parameter, start, start + wanted, at))
+                    slices.append(Slice(parameter, start, start + wanted, at, scaled))
                     start += wanted
                     at += wanted
                 break
-            slices.append(Slice(parameter, start, parameter.size, at))
+            slices.append(Slice(parameter, start, parameter.size, at, scaled))
             at += left
             index, start = index + 1, 0
         shards.append(Shard(name, tuple(slices), at))
@@ -129,13 +147,15 @@ def cut(parameters: Sequence[Parameter], names: Sequence[str]) -> tuple[Shard, .
 
 class Run(NamedTuple):
     """Elements [at, at + size) of a shard, which lie one after the other at `offset` of a file, in bytes.
-    They are multiplied by `scale` when they are read."""
+    They are multiplied by `scale` when they are read. `scaled`: the slice that they are, if the file has
+    scales for blocks of it."""
 
     at: int
     size: int
     dtype: str
     offset: int
     scale: float = 1.0
+    scaled: Slice | None = None
 
 
 def runs_of(shard: Shard, header: Header, scales: Mapping[str, float], *, cut: bool) -> list[Run]:
@@ -150,7 +170,8 @@ def runs_of(shard: Shard, header: Header, scales: Mapping[str, float], *, cut: b
         code = code_of(found.dtype, found.extension)
         assert code in FLOAT_CODES, "the push was checked"
         offset = found.offset + (0 if cut else part.start * FLOAT_CODES[code])
-        run = Run(part.at, count, code, offset, scales.get(part.parameter.name, 1.0))
+        scaled = part if part.scales in header.tensors else None
+        run = Run(part.at, count, code, offset, scales.get(part.parameter.name, 1.0), scaled)
         if runs and _follows(runs[-1], run):
             runs[-1] = runs[-1]._replace(size=runs[-1].size + count)
         else:
@@ -160,7 +181,7 @@ def runs_of(shard: Shard, header: Header, scales: Mapping[str, float], *, cut: b
 
 def _follows(one: Run, other: Run) -> bool:
     return (
-        (one.dtype, one.scale) == (other.dtype, other.scale)
+        (one.dtype, one.scale, one.scaled, other.scaled) == (other.dtype, other.scale, None, None)
         and one.at + one.size == other.at
         and one.offset + one.size * FLOAT_CODES[one.dtype] == other.offset
     )

@@ -44,6 +44,7 @@ class OpenPush:
         for shard in self._shards:
             for part in shard.slices:
                 self._holders.setdefault(part.parameter.name, []).append(shard)
+                self._holders.setdefault(part.scales, []).append(shard)
         self._values: dict[str, Value] = {}
         self._lock = threading.Lock()
         # By shard: its file, which is being written or was.
@@ -55,10 +56,9 @@ class OpenPush:
         parameter."""
         value = values_of(self._layout, {name: gradient})[name]
         with self._lock:
-            again = name in self._values
             self._values[name] = value
             for shard in self._holders.get(name, ()):
-                if again and shard.name in self._written:
+                if shard.name in self._written:
                     # finish() writes it anew: gradients that accumulate are put many times.
                     self._written.pop(shard.name).cancel()
                 elif len(self._shards) > 1 and self._is_complete(shard):
@@ -94,9 +94,10 @@ class OpenPush:
 
     def _write(self, shard: Shard) -> None:
         values = {
-            part.parameter.name: self._values[part.parameter.name]
+            name: self._values[name]
             for part in shard.slices
-            if part.parameter.name in self._values
+            for name in (part.parameter.name, part.scales)
+            if name in self._values
         }
         self._written[shard.name] = self._thread.submit(
             write_shard, self._hidden, shard, values, {}

@@ -21,7 +21,8 @@ from .arithmetic import count_nonfinite
 from .config import TrainConfig, is_worker_name
 from .directory import TrainDirectory, is_published, read_header
 from .errors import Refused, TrainError
-from .layout import FLOAT_CODES, ModelLayout, Shard
+from .layout import FLOAT_CODES, ModelLayout, Parameter, Shard
+from .scales import blocks_of
 
 __all__ = [
     "REFUSALS",
@@ -174,7 +175,7 @@ def inspect(train: TrainDirectory, layout: ModelLayout, name: str) -> Identity |
             if status.st_size == 0 or _files.read_version(fd) == 0:
                 return None
             pushed = _read(layout, name, fd)
-        _check_tensors(pushed.tensors, layout.shapes, whole=True)
+        _check_whole(layout, pushed.tensors)
     except FileNotFoundError:
         return None
     except PermissionError as error:
@@ -235,7 +236,7 @@ def check_content(train: TrainDirectory, fd: int, name: str) -> None:
     else:
         pushed = _read(layout, last, fd)
         identity, tensors = pushed.identity, pushed.tensors
-        _check_tensors(tensors, layout.shapes, whole=True)
+        _check_whole(layout, tensors)
     check_identity(train, config, identity)
     if config.nonfinite == "refuse":
         _refuse_nonfinite(fd, tensors)
@@ -261,7 +262,7 @@ def _check_header(layout: ModelLayout, shard: Shard, fd: int) -> dict[str, Layou
         raise Refused(errno.EINVAL, str(error)) from None
     scales_of(header)
     shapes = {part.parameter.name: part.shape for part in shard.slices}
-    _check_tensors(header.tensors, shapes, whole=False)
+    _check_tensors(header.tensors, shapes, _scaled(shard))
     return header.tensors
 
 
@@ -271,19 +272,37 @@ def check_again(shard: Shard, header: Header, *, cut: bool) -> None:
     shapes = {
         part.parameter.name: part.shape if cut else part.parameter.shape for part in shard.slices
     }
-    here = {name: found for name, found in header.tensors.items() if name in shapes}
-    _check_tensors(here, shapes, whole=False)
+    scaled = _scaled(shard)
+    wanted = shapes.keys() | scaled.keys()
+    here = {name: found for name, found in header.tensors.items() if name in wanted}
+    _check_tensors(here, shapes, scaled)
+
+
+def _scaled(shard: Shard) -> dict[str, Parameter]:
+    """Return the parameters of a shard by the names of the tensors that have their scales."""
+    return {part.scales: part.parameter for part in shard.slices if part.scales}
+
+
+def _check_whole(layout: ModelLayout, tensors: Mapping[str, Layout]) -> None:
+    if not tensors:
+        raise Refused(errno.EINVAL, "it has no tensor")
+    _check_tensors(tensors, layout.shapes, layout.scaled)
 
 
 def _check_tensors(
-    tensors: Mapping[str, Layout], shapes: Mapping[str, tuple[int, ...]], *, whole: bool
+    tensors: Mapping[str, Layout],
+    shapes: Mapping[str, tuple[int, ...]],
+    scaled: Mapping[str, Parameter],
 ) -> None:
-    if not tensors and whole:
-        raise Refused(errno.EINVAL, "it has no tensor")
     for name, found in tensors.items():
-        if name not in shapes:
+        if name in scaled:
+            try:
+                blocks_of(scaled[name].shape, found.shape)
+            except ValueError as error:
+                raise Refused(errno.EINVAL, f"{name!r}: {error}") from None
+        elif name not in shapes:
             raise Refused(errno.EINVAL, f"there is no parameter {name!r}")
-        if found.shape != shapes[name]:
+        elif found.shape != shapes[name]:
             raise Refused(
                 errno.EINVAL,
                 f"{name!r} has the shape {list(found.shape)}, not {list(shapes[name])}",
@@ -356,7 +375,8 @@ def _nonfinite_in(fd: int, found: Layout) -> int:
 def shard_contents(
     shard: Shard, values: Mapping[str, Value], metadata: Mapping[str, str]
 ) -> list[memoryview]:
-    """Return the contents of a shard's file, from values of whole parameters, some of which may lack."""
+    """Return the contents of a shard's file, from values of whole parameters, some of which may lack. All
+    scales of a parameter are in every file that has some of it."""
     slices = {}
     for part in shard.slices:
         value = values.get(part.parameter.name)
@@ -366,6 +386,8 @@ def shard_contents(
         if not part.is_whole:
             array = array.reshape(-1)[part.start : part.stop]
         slices[part.parameter.name] = Value(array, value.extension)
+        if part.scales in values:
+            slices[part.scales] = values[part.scales]
     return list(encode(slices, metadata))
 
 
@@ -376,5 +398,5 @@ def values_of(layout: ModelLayout, gradients: Mapping[str, object]) -> dict[str,
         name: Layout(value.array.dtype, value.extension, value.array.shape)
         for name, value in values.items()
     }
-    _check_tensors(found, layout.shapes, whole=True)
+    _check_whole(layout, found)
     return values

@@ -12,14 +12,15 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from ..client._dtypes import Array, Value, dtype_of_code
+from ..client._dtypes import Array, Value, code_of, dtype_of_code
 from ..client._safetensors import Head, head_of
-from .arithmetic import F32, Blocks, accumulate, from_float32, square_sum, to_float32
+from .arithmetic import F32, Blocks, Weight, accumulate, from_float32, square_sum, to_float32
 from .directory import ShardFile, new_file
 from .layout import FLOAT_CODES, Run, Shard, runs_of
 from .plan import Plan, PushInPlan
 from .pushes import check_again, header_of, scales_of
 from .rules import Rule, make_rule
+from .scales import BlockScales
 
 __all__ = ["Reduction", "first_state"]
 
@@ -32,6 +33,14 @@ class _Term(NamedTuple):
     file: ShardFile
     run: Run
     weight: float
+    scales: BlockScales | None
+
+    def weights(self, first: int, last: int) -> Weight:
+        """Return what elements [first, last) of the shard are multiplied by."""
+        if self.scales is None or self.run.scaled is None:
+            return self.weight
+        before = self.run.scaled.start - self.run.at
+        return self.scales.factors(before + first, before + last, self.weight)
 
 
 class _Span(NamedTuple):
@@ -68,7 +77,7 @@ class Reduction:
             file = ShardFile(path / self._shard.name if parts else path, header_of)
             check_again(self._shard, file.header, cut=parts)
             for run in runs_of(self._shard, file.header, scales_of(file.header), cut=parts):
-                yield _Term(file, run, counted.weight)
+                yield _Term(file, run, counted.weight, _scales(file, run))
 
     def square_norms(self) -> list[float]:
         """Return the sum of the squares of each update's combined pushes, which does not depend on
@@ -132,6 +141,17 @@ class Reduction:
         return _combine(terms, first, np.empty(last - first, np.float32))
 
 
+def _scales(file: ShardFile, run: Run) -> BlockScales | None:
+    if run.scaled is None:
+        return None
+    found = file.header.tensors[run.scaled.scales]
+    code = code_of(found.dtype, found.extension)
+    assert code is not None
+    scales = np.empty(math.prod(found.shape), np.float32)
+    to_float32(file.tensor(run.scaled.scales).reshape(-1), code, scales)
+    return BlockScales(run.scaled.parameter.shape, scales.reshape(found.shape))
+
+
 def _spans(size: int, updates: Sequence[Sequence[_Term]], *, mean: bool) -> list[_Span]:
     """Cut a shard where the parts of pushes begin and end, with their final weights."""
     runs = [term.run for terms in updates for term in terms]
@@ -161,7 +181,7 @@ def _combine(terms: Sequence[_Term], first: int, out: F32) -> F32:
                     len(out),
                 ),
                 term.run.dtype,
-                term.weight,
+                term.weights(first, first + len(out)),
             )
             for term in terms
         ],
