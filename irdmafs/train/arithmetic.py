@@ -26,6 +26,7 @@ F32: TypeAlias = NDArray[np.float32]
 Weight: TypeAlias = float | F32
 # The elements of a push, their safetensors code, and their weight.
 Push: TypeAlias = tuple[Array, str, Weight]
+F32_MAX = float(np.finfo(np.float32).max)
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from .errors import TrainError
-from .rules import RULES, make_rule
+from .rules import RULES, is_fp32, make_rule
 
 __all__ = ["Sync", "TrainConfig", "parse_sync"]
 
@@ -69,17 +69,15 @@ class TrainConfig:
     torch: bool = False
 
     def __post_init__(self) -> None:
+        for name, kind in _KINDS.items():
+            value = getattr(self, name)
+            if not (_is(value, kind) or (name == "lr" and value is None)):
+                raise TrainError(f"{name} is {_KIND_NAMES[kind]}, not {value!r}")
         parse_sync(self.sync)
         try:
             make_rule(self.rule, self.options, torch=False)
         except ValueError as error:
             raise TrainError(str(error)) from None
-        for name, kind in _KINDS.items():
-            value = getattr(self, name)
-            if name == "lr" and value is None:
-                continue
-            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-                raise TrainError(f"{name} is not {value!r}")
         if self.nonfinite not in ("refuse", "skip", "count"):
             raise TrainError(f"nonfinite is refuse, skip or count, not {self.nonfinite!r}")
         if self.staleness not in ("none", "inverse"):
@@ -121,24 +119,33 @@ class TrainConfig:
         """Read the text of config.toml. Raises TrainError, which names the file."""
         try:
             values = tomllib.loads(text.decode())
-            known = {one.name for one in fields(cls)}
-            if unknown := values.keys() - known:
-                raise TrainError(f"unknown keys: {', '.join(sorted(unknown))}")
+            known = [one.name for one in fields(cls)]
+            if unknown := sorted(values.keys() - set(known)):
+                raise TrainError(f"unknown keys: {', '.join(unknown)}; keys are {', '.join(known)}")
             if isinstance(values.get("workers"), list):
                 values["workers"] = tuple(values["workers"])
-            if isinstance(values.get("lr"), int):
-                values["lr"] = float(values["lr"])
-            if isinstance(values.get("clip_norm"), int):
-                values["clip_norm"] = float(values["clip_norm"])
             return cls(**values)
-        except (ValueError, TypeError, RecursionError, TrainError) as error:
+        except (ValueError, RecursionError, TrainError) as error:
             raise TrainError(f"{path}: {error}") from None
 
 
 _KINDS: dict[str, type] = {
-    "rule": str, "lr": float, "clip_norm": float, "keep": int, "whole_every": int, "ahead": int,
-    "torch": bool,
+    "rule": str, "lr": float, "options": Mapping, "sync": str, "clip_norm": float, "keep": int,
+    "whole_every": int, "ahead": int, "torch": bool,
 }  # fmt: skip
+_KIND_NAMES = {
+    str: "text",
+    float: "a number of fp32",
+    int: "a whole number",
+    bool: "true or false",
+    Mapping: "a table",
+}
+
+
+def _is(value: object, kind: type) -> bool:
+    if kind is float:
+        return is_fp32(value)
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
 def _workers_make_sense(workers: object) -> bool:

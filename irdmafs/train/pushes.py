@@ -17,7 +17,7 @@ from ..client import FormatError, _files, _npy
 from ..client._dtypes import Layout, Value, code_of, size_bytes, value_of
 from ..client._safetensors import HEADER_MAX_BYTES, Header, encode
 from . import refusals
-from .arithmetic import count_nonfinite
+from .arithmetic import F32_MAX, count_nonfinite
 from .config import TrainConfig, is_worker_name
 from .directory import TrainDirectory, is_published, read_header
 from .errors import Refused, TrainError
@@ -36,10 +36,9 @@ __all__ = [
 
 _SAFETENSORS, _NPY = ".safetensors", ".npy"
 # WORKER@STEP, and what else is said of a push that is a directory: ;weight=2.0;base=16;lr=0.001
-_NAME = re.compile(r"([^@;]+)@(\d{1,18})((?:;[a-z]+=[0-9eE+.-]+)*)")
+_NAME = re.compile(r"([^@;]+)@(\d{1,18})((?:;(?:weight|base|lr)=[0-9eE+.-]+)*)")
 # The codes of what a check refuses.
 REFUSALS = (errno.EINVAL, errno.EPERM, errno.ESTALE)
-_F32_MAX = float(np.finfo(np.float32).max)
 # Bytes that are looked at at once for NaN and infinity.
 _BLOCK_BYTES = 16 << 20
 
@@ -104,7 +103,7 @@ def _identity(worker: str, said: Mapping[str, str]) -> Identity:
 
 
 def _check_numbers(identity: Identity) -> None:
-    if not (0 <= identity.weight <= _F32_MAX and 0 <= (identity.lr or 0) <= _F32_MAX):
+    if not (0 <= identity.weight <= F32_MAX and 0 <= (identity.lr or 0) <= F32_MAX):
         raise Refused(
             errno.EINVAL, f"weight {identity.weight} or lr {identity.lr} is not an fp32 number >= 0"
         )
@@ -155,7 +154,7 @@ def scales_of(header: Header) -> dict[str, float]:
         raise Refused(
             errno.EINVAL, f"its scales are not a JSON object of numbers: {error}"
         ) from None
-    if not all(abs(scale) <= _F32_MAX for scale in scales.values()):
+    if not all(abs(scale) <= F32_MAX for scale in scales.values()):
         raise Refused(errno.EINVAL, "its scales are not all fp32 numbers")
     return scales
 

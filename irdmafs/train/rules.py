@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from .arithmetic import F32, PART, ranges, scratch
+from .arithmetic import F32, F32_MAX, PART, ranges, scratch
 
 State = Mapping[str, F32]
 Option = float | bool
@@ -366,6 +366,11 @@ def options_of(name: str) -> dict[str, Option]:
     return {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
 
 
+def is_fp32(value: object) -> bool:
+    """Return whether a value is a number that is finite in fp32."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= F32_MAX
+
+
 def make_rule(name: str, options: Mapping[str, Option], *, torch: bool) -> Rule:
     """Make a rule of RULES; options that are not given have their defaults.
 
@@ -379,8 +384,8 @@ def make_rule(name: str, options: Mapping[str, Option], *, torch: bool) -> Rule:
             has = f"it has {', '.join(known)}" if known else "it has none"
             raise ValueError(f"the rule {name} has no option {option!r}; {has}")
         is_switch = isinstance(known[option], bool)
-        if isinstance(value, bool) != is_switch or not isinstance(value, (int, float)):
-            kind = "true or false" if is_switch else "a number"
+        if not (isinstance(value, bool) if is_switch else is_fp32(value)):
+            kind = "true or false" if is_switch else "a number of fp32"
             raise ValueError(f"the option {option} of the rule {name} is {kind}, not {value!r}")
     if torch and found in _FUSED:
         _torch()

@@ -287,12 +287,20 @@ def test_a_rule_says_what_it_is_given() -> None:
         ("sgd", {"beta1": 0.9}, "no option 'beta1'; it has momentum, dampening"),
         ("sum", {"beta1": 0.9}, "no option 'beta1'; it has none"),
         ("sgd", {"nesterov": 1}, "the option nesterov of the rule sgd is true or false, not 1"),
-        ("sgd", {"momentum": True}, "the option momentum of the rule sgd is a number, not True"),
-        ("sgd", {"momentum": "0.9"}, "is a number, not '0.9'"),
+        (
+            "sgd",
+            {"momentum": True},
+            "the option momentum of the rule sgd is a number of fp32, not True",
+        ),
+        ("sgd", {"momentum": "0.9"}, "is a number of fp32, not '0.9'"),
         ("sgd", {"nesterov": True}, "nesterov needs a momentum"),
         ("sgd", {"weight_decay": -1}, "weight_decay is 0 or more, not -1"),
         ("adamw", {"beta2": 1.0}, "beta2 is 0 or more, below 1, not 1"),
-        ("ema", {"decay": math.nan}, "decay is 0 or more, below 1, not nan"),
+        (
+            "ema",
+            {"decay": math.nan},
+            "the option decay of the rule ema is a number of fp32, not nan",
+        ),
     ],
 )
 def test_what_makes_no_rule_is_refused(name: str, options: Any, message: str) -> None:

@@ -1,0 +1,139 @@
+"""A configuration is read as it was written, and an error names the key and what it may be; names of pushes
+say what they were made of."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from irdmafs.train.config import TrainConfig, _toml
+from irdmafs.train.errors import TrainError
+from irdmafs.train.pushes import Identity, identity_of_directory
+from irdmafs.train.rules import RULES, options_of
+
+PATH = Path("config.toml")
+names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", fullmatch=True)
+numbers = st.floats(0, 3e38) | st.integers(0, 1 << 60)
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> TrainConfig:
+    rule = draw(st.sampled_from(list(RULES)))
+    options = {
+        name: draw(st.booleans() if isinstance(default, bool) else st.floats(0, 0.999))
+        for name, default in options_of(rule).items()
+        if draw(st.booleans())
+    }
+    sync = draw(
+        st.sampled_from(["bsp", "async"])
+        | st.builds("{}:{}".format, st.sampled_from(["quorum", "local"]), st.integers(1, 999999))
+        | st.builds("ssp:{}".format, st.integers(0, 999999))
+    )
+    workers = draw(
+        st.just("auto") | st.integers(1, 10000) | st.lists(names, min_size=1, max_size=5).map(tuple)
+    )
+    try:
+        return TrainConfig(
+            rule=rule,
+            lr=draw(st.none() | numbers),
+            options=options,
+            sync=sync,
+            workers=workers,
+            clip_norm=draw(numbers),
+            nonfinite=draw(st.sampled_from(["refuse", "skip", "count"])),
+            staleness=draw(st.sampled_from(["none", "inverse"])),
+            keep=draw(st.integers(2, 1 << 40)),
+            whole_every=draw(st.integers(0, 1 << 40)),
+            ahead=draw(st.integers(1, 1 << 40)),
+            torch=draw(st.booleans()),
+        )
+    except TrainError as error:
+        # Options that do not go together.
+        assume(not any(words in str(error) for words in ("nesterov needs", "no learning rate")))
+        raise
+
+
+@given(configurations())
+def test_configuration_is_read_as_it_was_written(config: TrainConfig) -> None:
+    assert TrainConfig.read(PATH, config.toml().encode()) == config
+
+
+VALUES: list[Any] = [
+    "", "bsp", "quorum:0", "quorum", "ssp:-1", "local:0", "x" * 100, 0, 1, -1, 10**400, 0.5, -0.5,
+    float("nan"), float("inf"), True, False, (), ("a",), ("a", 1), ("a/b",), ((),),
+]  # fmt: skip
+KEYS = [
+    "rule", "lr", "options", "sync", "workers", "clip_norm", "nonfinite", "staleness", "keep",
+    "whole_every", "ahead", "torch",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_bad_value_is_an_error_that_names_the_key(key: str, value: Any) -> None:
+    try:
+        config = TrainConfig(**{key: value})
+    except TrainError as error:
+        assert key in str(error)
+        text = f"{key} = {_toml(value)}\n"
+        with pytest.raises(TrainError, match=key) as caught:
+            TrainConfig.read(PATH, text.encode())
+        assert str(caught.value).startswith("config.toml: ")
+    else:
+        assert TrainConfig.read(PATH, config.toml().encode()) == config
+
+
+@pytest.mark.parametrize("option", ["momentum", "dampening", "weight_decay", "nesterov", "other"])
+@pytest.mark.parametrize("value", [-1e39, float("nan"), float("inf"), "text", (1,), True], ids=repr)
+def test_bad_option_is_an_error_that_names_it(option: str, value: Any) -> None:
+    with pytest.raises(TrainError, match=option):
+        TrainConfig(rule="sgd", options={option: value})
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b"learning_rate = 1\n", "unknown keys: learning_rate; keys are rule, lr"),
+        (b"\xff", "utf-8"),
+        (b"rule = ", "Invalid value"),
+        (b"rule = 'sgd'\nrule = 'sgd'\n", "Cannot overwrite"),
+        (b"lr = 1979-05-27\n", "lr is a number"),
+        (b"options = 3\n", "options is a table"),
+        (b"[options.momentum]\n", "momentum"),
+        (b"a = " + b"[" * 100_000, "config.toml"),
+        (b"keep = " + b"9" * 10_000, "config.toml"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_file_that_is_no_configuration_is_an_error_with_its_name(text: bytes, reason: str) -> None:
+    with pytest.raises(TrainError, match=reason) as caught:
+        TrainConfig.read(PATH, text)
+    assert str(caught.value).startswith("config.toml: ")
+
+
+@given(
+    st.builds(
+        Identity,
+        names,
+        st.integers(1, 10**18 - 1),
+        st.floats(0, 3e38),
+        st.integers(-1, 10**18),
+        st.none() | st.floats(0, 3e38),
+    )
+)
+def test_name_of_a_push_says_what_it_was_made_of(identity: Identity) -> None:
+    assert identity_of_directory(identity.name) == identity
+    assert len(identity.name) <= 255
+
+
+@given(st.text(max_size=40) | st.from_regex(r"[a-z]+@[0-9]+(;[a-z]+=[0-9]+){0,3}", fullmatch=True))
+def test_name_that_is_no_push_is_none_or_refused_and_others_say_what_they_say(name: str) -> None:
+    try:
+        found = identity_of_directory(name)
+    except OSError:
+        return
+    if found is not None:
+        assert name.startswith(f"{found.worker}@")
+        assert identity_of_directory(found.name) == found
