@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -89,19 +90,25 @@ def run(
 ) -> list[Any]:
     """Run `work(worker, number, ...)` in as many processes, each with a worker of the directory; return
     the results by number. `arguments`: sequences with an element for each of them."""
-    # Workers share the cores: none of them needs threads for its small matrices.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as processes:
-        calls = [
-            processes.submit(_work, work, directory, number, *(one[number] for one in arguments))
-            for number in range(workers)
-        ]
-        return [call.result() for call in calls]
+    return in_processes(partial(_work, work, directory), workers, *arguments)
 
 
 def _work(work: Callable[..., Any], directory: Path, number: int, *arguments: Any) -> Any:
     with Worker(directory, f"worker{number}") as worker:
         return work(worker, number, *arguments)
+
+
+def in_processes(work: Callable[..., Any], count: int, *arguments: Sequence[Any]) -> list[Any]:
+    """Run `work(number, ...)` in as many processes; as run(), for work that makes its own worker."""
+    # They share the cores: none of them needs threads for its small matrices.
+    for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+        os.environ.setdefault(variable, "1")
+    with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as processes:
+        calls = [
+            processes.submit(work, number, *(one[number] for one in arguments))
+            for number in range(count)
+        ]
+        return [call.result() for call in calls]
 
 
 def save_curves(

@@ -2,29 +2,13 @@
 
 import os
 import re
-import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-needs_sklearn = pytest.mark.skipif(
-    find_spec("sklearn") is None,
-    reason="scikit-learn is not installed: WITH_EXAMPLES=1 scripts/test",
-)
+from example_programs import needs, run
 
 
-def run(name: str, directory: Path, *arguments: str) -> str:
-    """Run an example in a directory, and return what it prints."""
-    command = [sys.executable, str(EXAMPLES / name), str(directory), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@needs_sklearn
+@needs("sklearn")
 def test_support_vectors_are_those_of_libsvm_however_early_samples_are_eliminated(
     tmp_path: Path,
 ) -> None:
@@ -46,7 +30,7 @@ def test_support_vectors_are_those_of_libsvm_however_early_samples_are_eliminate
     assert int(fewer_values.replace(",", "")) < int(all_values.replace(",", ""))
 
 
-@needs_sklearn
+@needs("sklearn")
 def test_clients_that_differ_learn_all_digits_together(tmp_path: Path) -> None:
     arguments = ("--workers=3", "--steps=8", f"--out={tmp_path / 'out'}")
     printed = run("fedavg.py", tmp_path / "run", *arguments)
@@ -60,7 +44,7 @@ def test_clients_that_differ_learn_all_digits_together(tmp_path: Path) -> None:
     assert len(rows) == 1 + 2 * 8
 
 
-@needs_sklearn
+@needs("sklearn")
 def test_soup_is_better_than_its_models_are_on_average(tmp_path: Path) -> None:
     printed = run("soup.py", tmp_path, "--workers=3", "--steps=8")
     models = [
@@ -73,9 +57,7 @@ def test_soup_is_better_than_its_models_are_on_average(tmp_path: Path) -> None:
         assert float(found[1]) >= least
 
 
-@pytest.mark.skipif(
-    find_spec("django") is None, reason="Django is not installed: WITH_EXAMPLES=1 scripts/test"
-)
+@needs("django")
 @pytest.mark.parametrize("sync", ["ssp:2", "async"])
 def test_languages_are_told_apart_without_waiting_for_each_other(tmp_path: Path, sync: str) -> None:
     printed = run("text.py", tmp_path, "--workers=2", "--steps=40", f"--sync={sync}")
@@ -86,19 +68,15 @@ def test_languages_are_told_apart_without_waiting_for_each_other(tmp_path: Path,
 
 
 def test_scaling_is_printed_up_to_10000_workers(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "scaling.py"), "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr
-    assert "10,000" in done.stdout.splitlines()[0]
+    printed = run("scaling.py", "--out", tmp_path)
+    assert "10,000" in printed.splitlines()[0]
     assert "10000.0" in (tmp_path / "scaling.csv").read_text()
 
 
-@needs_sklearn
+@needs("sklearn")
 @pytest.mark.skipif(
     os.geteuid() != 0 or not os.path.exists("/dev/fuse"), reason="mounting needs root and /dev/fuse"
 )
 def test_example_without_a_directory_has_a_mount_as_long_as_it_runs() -> None:
-    command = [sys.executable, str(EXAMPLES / "fedavg.py"), "--workers=2", "--steps=2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^ +2 +0\.\d+", done.stdout, re.MULTILINE)
+    printed = run("fedavg.py", "--workers=2", "--steps=2")
+    assert re.search(r"^ +2 +0\.\d+", printed, re.MULTILINE)
