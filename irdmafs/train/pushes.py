@@ -236,7 +236,9 @@ def check_content(train: TrainDirectory, fd: int, name: str) -> None:
         pushed = _read(layout, last, fd)
         identity, tensors = pushed.identity, pushed.tensors
         _check_whole(layout, tensors)
-    check_identity(train, config, identity)
+    # The name that a directory will have is checked once, and not with each of its files.
+    if not (folders and name.startswith(".")):
+        check_identity(train, config, identity)
     if config.nonfinite == "refuse":
         _refuse_nonfinite(fd, tensors)
 
@@ -312,10 +314,9 @@ def _check_tensors(
 
 def check_identity(train: TrainDirectory, config: TrainConfig, identity: Identity) -> None:
     """Raises Refused for a worker, a step or a base that cannot count."""
-    _check_numbers(identity)
     newest = train.newest_plan()
     clocks = newest.clocks
-    check_worker(config, identity.worker)
+    check_worker_and_step(config, clocks, identity)
     limit = config.workers
     if isinstance(limit, int) and identity.worker not in clocks and len(clocks) >= limit:
         raise Refused(errno.EPERM, f"{identity.worker!r} is a worker too many")
@@ -324,8 +325,6 @@ def check_identity(train: TrainDirectory, config: TrainConfig, identity: Identit
         raise Refused(
             errno.ESTALE, f"step {identity.step} is past: {identity.worker} is at {clock}"
         )
-    if identity.step > max([clock, *clocks.values()]) + config.ahead:
-        raise Refused(errno.EINVAL, f"step {identity.step} is too far ahead of {clock}")
     if identity.base > newest.version:
         raise Refused(errno.EINVAL, f"there is no version {identity.base} yet")
     # Where nobody waits for the others, a base may be older than all versions that are kept.
@@ -334,10 +333,19 @@ def check_identity(train: TrainDirectory, config: TrainConfig, identity: Identit
         raise Refused(errno.ESTALE, f"version {identity.base} is gone")
 
 
-def check_worker(config: TrainConfig, worker: str) -> None:
-    """Raises Refused for one who is not in the list of workers."""
-    if isinstance(config.workers, tuple) and worker not in config.workers:
-        raise Refused(errno.EPERM, f"{worker!r} is not one of the workers")
+def check_worker_and_step(
+    config: TrainConfig, clocks: Mapping[str, int], identity: Identity
+) -> None:
+    """Raises Refused for one who is not in the list of workers, and for steps that are too far ahead. What
+    was not refused once is not refused with higher clocks."""
+    _check_numbers(identity)
+    if isinstance(config.workers, tuple) and identity.worker not in config.workers:
+        raise Refused(errno.EPERM, f"{identity.worker!r} is not one of the workers")
+    newest = max(clocks.values(), default=0)
+    if identity.step > newest + config.ahead:
+        raise Refused(
+            errno.EINVAL, f"step {identity.step} is too far ahead: the others are at {newest}"
+        )
 
 
 def _refuse_nonfinite(fd: int, tensors: Mapping[str, Layout]) -> None:

@@ -277,7 +277,7 @@ class _Coordinator:
                 del known[name]
         steps = dict(newest.clocks)
         for name in sorted(names - self._pushes.keys()):
-            identity = self._look_at(config, name)
+            identity = self._look_at(config, newest, name)
             if identity is not None:
                 self._pushes[name] = identity
         for name, identity in list(self._pushes.items()):
@@ -303,7 +303,7 @@ class _Coordinator:
         del self._pushes[name]
         self._pushes[settled] = identity._replace(step=step)
 
-    def _look_at(self, config: TrainConfig, name: str) -> Identity | None:
+    def _look_at(self, config: TrainConfig, newest: Plan, name: str) -> Identity | None:
         path = self._train.push / name
         try:
             status = path.lstat()
@@ -312,8 +312,8 @@ class _Coordinator:
                 return None
             identity = pushes.inspect(self._train, self._layout, name)
             if identity is not None:
-                # A file that was renamed into push/ has not been checked.
-                pushes.check_worker(config, identity.worker)
+                # What was renamed into push/ has not been checked under this name.
+                pushes.check_worker_and_step(config, newest.clocks, identity)
             if identity is not None and not self._is_checked and path.is_file():
                 with _files.open_to_read(os.fspath(path)) as (fd, _):
                     pushes.check_content(self._train, fd, name)

@@ -12,9 +12,10 @@ The rule, its options and who waits for whom are those of the directory (docs/tr
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -25,10 +26,53 @@ from .worker import Worker
 __all__ = ["DiLoCo", "ParameterServerOptimizer"]
 
 
-class ParameterServerOptimizer(torch.optim.Optimizer):
+class _Member:
+    """A worker whose newest version is in the parameters of a model. A context manager: it takes part until
+    it is closed."""
+
+    def _join(
+        self,
+        tensors: Mapping[str, Any],
+        directory: str | os.PathLike[str],
+        name: str | None,
+        weight: float,
+        timeout_s: float | None,
+    ) -> contextlib.ExitStack:
+        """Take part as a worker, and get its values. What returns takes it back at the end of its block,
+        unless its pop_all() was called. Raises TrainError and OSError."""
+        self._tensors = tensors
+        self._weight = weight
+        self._timeout_s = timeout_s
+        self._worker = Worker(directory, name)
+        with contextlib.ExitStack() as joined:
+            joined.callback(self._worker.close)
+            _check_shapes(self._worker, tensors)
+            self._worker.pull_since(0, out=tensors)
+            return joined.pop_all()
+
+    @property
+    def worker(self) -> Worker:
+        """Return the worker that this optimizer is."""
+        return self._worker
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take part no longer. Steps since the last push are lost to the others."""
+        self._worker.close()
+
+    def _pull(self) -> None:
+        self._worker.pull(out=self._tensors, timeout_s=self._timeout_s)
+
+
+class ParameterServerOptimizer(_Member, torch.optim.Optimizer):
     """An optimizer whose step pushes the gradients and pulls the next version into the parameters.
 
-    It is a worker until it is closed, and a context manager. Its `param_groups[0]["lr"]`, which a learning
+    It is a worker until it is closed. Its `param_groups[0]["lr"]`, which a learning
     rate scheduler changes, is pushed with the gradients; that of the first worker by name counts.
     Parameters without a gradient are left out of a push. Parameters on a device are copied through the
     host's memory.
@@ -56,35 +100,16 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
         Raises TrainError, also if a parameter is not one of the directory's, and OSError.
         """
         tensors = _named(params, names)
-        self._worker = Worker(directory, name)
-        try:
-            _check_shapes(self._worker, tensors)
+        with self._join(tensors, directory, name, weight, timeout_s) as joined:
             super().__init__(list(tensors.values()), {"lr": self._worker.config.learning_rate})
-            self._tensors = tensors
-            self._weight = weight
-            self._timeout_s = timeout_s
             self._early = _EarlyPush(self._worker, tensors) if overlap else None
-            self._worker.pull_since(0, out=tensors)
-        except BaseException:
-            self._worker.close()
-            raise
-
-    @property
-    def worker(self) -> Worker:
-        """Return the worker that this optimizer is."""
-        return self._worker
-
-    def __enter__(self) -> ParameterServerOptimizer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+            joined.pop_all()
 
     def close(self) -> None:
         """Take part no longer."""
         if self._early is not None:
             self._early.close()
-        self._worker.close()
+        super().close()
 
     def step(self, closure: Callable[[], Any] | None = None, *, weight: float | None = None) -> Any:
         """Push the gradients, and wait for the parameters to go on with. Return what `closure` returned.
@@ -106,7 +131,7 @@ class ParameterServerOptimizer(torch.optim.Optimizer):
             self._early.finish(gradients, weight, lr)
         else:
             self._worker.push(gradients, weight=weight, lr=lr)
-        self._worker.pull(out=self._tensors, timeout_s=self._timeout_s)
+        self._pull()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -173,12 +198,12 @@ class _EarlyPush:
         self.abort()
 
 
-class DiLoCo:
+class DiLoCo(_Member):
     """Many steps of an optimizer of one's own, then one of the training directory (Douillard et al. 2023,
     arXiv:2311.08105): every `every` steps the change of the parameters is pushed, and the next version
     pulled. The directory has the rule diloco, and sync local:H.
 
-    A context manager: a worker until it is closed. A learning rate scheduler is one of the inner optimizer.
+    A worker until it is closed. A learning rate scheduler is one of the inner optimizer.
     """
 
     def __init__(
@@ -200,40 +225,17 @@ class DiLoCo:
         """
         tensors = _named_of(inner, names)
         self.inner = inner
-        self._worker = Worker(directory, name)
-        try:
+        with self._join(tensors, directory, name, weight, timeout_s) as joined:
             self.every = _every(self._worker, every)
-            _check_shapes(self._worker, tensors)
-            self._tensors = tensors
-            self._weight = weight
-            self._timeout_s = timeout_s
             self._steps = 0
-            self._worker.pull_since(0, out=tensors)
             self._base = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        except BaseException:
-            self._worker.close()
-            raise
-
-    @property
-    def worker(self) -> Worker:
-        """Return the worker that this optimizer is."""
-        return self._worker
+            joined.pop_all()
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Return those of the inner optimizer."""
         groups: list[dict[str, Any]] = self.inner.param_groups
         return groups
-
-    def __enter__(self) -> DiLoCo:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Take part no longer. Steps since the last push are lost to the others."""
-        self._worker.close()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)
@@ -254,7 +256,7 @@ class DiLoCo:
             deltas = {name: self._base[name] - tensor for name, tensor in self._tensors.items()}
         self._worker.push(deltas, weight=self._weight)
         self._steps = 0
-        self._worker.pull(out=self._tensors, timeout_s=self._timeout_s)
+        self._pull()
         with torch.no_grad():
             for name, tensor in self._tensors.items():
                 self._base[name].copy_(tensor)

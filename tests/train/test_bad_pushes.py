@@ -84,6 +84,32 @@ def test_worker_misses_its_push_that_was_removed_before_it_was_planned(run: Path
         assert a.push(ones()) == 1
 
 
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("stranger@1", "not one of the workers"), ("w@1000", "too far ahead")],
+)
+def test_push_that_got_its_name_by_renaming_is_refused_as_well(
+    run: Path, shards: int, name: str, reason: str
+) -> None:
+    start(run, workers=("w",), shards=shards)
+    train = TrainDirectory(run)
+    with Reducer(run) as reducer, Worker(run, "w") as worker:
+        worker.push(ones())
+        (push,) = (path for path in train.push.iterdir() if not path.name.startswith("."))
+        if shards == 1:
+            # What the metadata says counts.
+            save_file(
+                ones(), run / "file", dict(zip(("worker", "step"), name.split("@"), strict=True))
+            )
+            push.unlink()
+            os.rename(run / "file", train.push / f"{name}.safetensors")
+        else:
+            os.rename(push, train.push / name)
+        reduce_until(reducer, lambda: reason in train.status.read_text(), "the reason is shown")
+        assert newest(run) == 0
+
+
 def test_push_with_nan_is_skipped_where_that_is_wanted(run: Path) -> None:
     start(run, nonfinite="skip", shards=3)
     with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
