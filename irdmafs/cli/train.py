@@ -149,14 +149,22 @@ def reduce(directory: str, threads: int | None, verbose: bool) -> None:
 
 @train.command("status")
 @_directory
-def status_command(directory: str) -> None:
-    """Print how far the training in DIR is, and who is waited for."""
-    from ..train.directory import TrainDirectory
+@click.pass_context
+def status_command(ctx: click.Context, directory: str) -> None:
+    """Print how far the training in DIR is, and who is waited for.
+
+    The exit code is 1 if no reducer is at work.
+    """
+    from ..train.directory import TrainDirectory, is_locked
+    from ..train.status import how_to_reduce
 
     with _one_line_errors(directory):
         found = TrainDirectory(directory)
         found.config()
         click.echo(found.status.read_text(), nl=False)
+        if not is_locked(found.reducers / "coordinator"):
+            click.echo(f"irdmafs: no reducer is at work: {how_to_reduce(found)}", err=True)
+            ctx.exit(1)
 
 
 @train.command()

@@ -47,9 +47,10 @@ _FLOCK = struct.Struct("hhqqi4x")
 class TrainDirectory:
     """The paths of a training directory, and what they hold."""
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: str | os.PathLike[str], name: str = ".train") -> None:
+        """`name`: of the directory of a training that has not begun yet."""
         self.models = Path(directory)
-        self.path = self.models / ".train"
+        self.path = self.models / name
         self.config_path = self.path / "config.toml"
         self.layout_path = self.path / "layout.json"
         self.push = self.path / "push"

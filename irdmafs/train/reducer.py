@@ -97,8 +97,8 @@ class Reducer:
             except InterruptedError:
                 continue
             except (OSError, ValueError, msgspec.MsgspecError, TrainError) as error:
-                if isinstance(error, TrainError) and not self.train.config_path.exists():
-                    raise
+                if not os.path.lexists(self.train.path):
+                    raise TrainError(f"{self.train.models} is not trained in any more") from error
                 # The filesystem is full, for example, or its daemon is being started again.
                 if said != str(error):
                     said = str(error)

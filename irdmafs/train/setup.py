@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ from .plan import first_plan
 from .reducer import assemble
 from .reduction import first_state
 from .rules import Rule, make_rule
+from .status import how_to_reduce
 
 __all__ = ["begin", "end"]
 
@@ -39,43 +41,66 @@ def begin(
     train = TrainDirectory(directory)
     if not train.models.is_dir():
         raise TrainError(f"{train.models} is not a directory")
-    if train.config_path.exists():
-        raise TrainError(f"{train.models} is trained in already: see {train.status}")
+    if train.path.exists():
+        raise _begun(train)
     try:
         rule = make_rule(config.rule, config.options, torch=config.torch)
     except ValueError as error:
         raise TrainError(str(error)) from None
-    remove(train.path)
     files = sorted(train.models.glob("*.safetensors"))
     if not files:
         raise TrainError(f"{train.models} has no .safetensors file: put the model there first")
     values = _read_models(files)
-    train.path.mkdir()
+    made = TrainDirectory(directory, f".train.{os.uname().nodename}.{os.getpid()}")
     try:
-        _set(train.path, _PLACEMENT, b"together")
-        for name in _FOLDERS:
-            (train.path / name).mkdir()
-        _set(train.push, _TRAIN, b"push")
-        _set(train.since, _TRAIN, b"since")
-        layout = ModelLayout(
-            canonical(parameter for parameter, _ in values.values()),
-            tuple(shard_names(train.path, shards)),
-        )
-        train.layout_path.write_bytes(msgspec.json.encode(layout))
-        _first_version(
-            train, rule, layout, config, {name: value for name, (_, value) in values.items()}
-        )
-        lead_to_newest(train)
-        train.status.write_text("version   0\n")
-        # Written last: it says that the other files are complete.
-        train.config_path.write_text(config.toml())
-    except BaseException:
-        remove(train.path)
+        layout = _make(made, rule, config, values, shards)
+        # Whole from the moment when it has its name, which fails if another has it.
+        os.rename(made.path, train.path)
+    except BaseException as error:
+        remove(made.path)
+        if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise _begun(train) from None
         raise
-    for file in files:
-        link = file.with_name(f".{file.name}.{os.getpid()}")
-        link.symlink_to(f".train/since/0/{file.name}")
-        os.replace(link, file)
+    try:
+        for file in files:
+            link = file.with_name(f".{file.name}.{os.getpid()}")
+            link.symlink_to(f".train/since/0/{file.name}")
+            os.replace(link, file)
+    except BaseException:
+        end(directory)
+        raise
+    return layout
+
+
+def _begun(train: TrainDirectory) -> TrainError:
+    return TrainError(f"{train.models} is trained in already: see {train.status}")
+
+
+def _make(
+    train: TrainDirectory,
+    rule: Rule,
+    config: TrainConfig,
+    values: dict[str, tuple[Parameter, Value]],
+    shards: int | None,
+) -> ModelLayout:
+    """Make the files of a training and its first version. Raises OSError."""
+    train.path.mkdir()
+    _set(train.path, _PLACEMENT, b"together")
+    for name in _FOLDERS:
+        (train.path / name).mkdir()
+    _set(train.push, _TRAIN, b"push")
+    _set(train.since, _TRAIN, b"since")
+    layout = ModelLayout(
+        canonical(parameter for parameter, _ in values.values()),
+        tuple(shard_names(train.path, shards)),
+    )
+    train.layout_path.write_bytes(msgspec.json.encode(layout))
+    _first_version(
+        train, rule, layout, config, {name: value for name, (_, value) in values.items()}
+    )
+    lead_to_newest(train)
+    train.status.write_text(f"version   0\nwaits for a reducer: {how_to_reduce(train)}\n")
+    train.config_path.write_text(config.toml())
     return layout
 
 
@@ -132,7 +157,11 @@ def end(directory: str | os.PathLike[str]) -> int:
     for file in layout.files:
         path = train.models / file
         kept = path.with_name(f".{file}.{os.getpid()}")
+        # A beginning that was interrupted may have left it.
+        kept.unlink(missing_ok=True)
         os.link(train.version(newest) / file, kept)
         os.replace(kept, path)
-    remove(train.path)
+    ended = train.path.with_name(f".train.{os.uname().nodename}.{os.getpid()}")
+    os.rename(train.path, ended)
+    remove(ended)
     return newest

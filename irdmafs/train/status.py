@@ -12,7 +12,7 @@ from .directory import TrainDirectory, replace
 from .plan import Plan, Push
 from .refusals import Refusal
 
-__all__ = ["Progress", "write_status"]
+__all__ = ["Progress", "how_to_reduce", "write_status"]
 
 # A change is shown after so long at the latest.
 _PERIOD_S = 0.5
@@ -107,6 +107,11 @@ class Progress:
                 when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.made_s))
                 lines.append(f"{when}  {one.path}: {one.reason}")
         return "\n".join(lines) + "\n"
+
+
+def how_to_reduce(train: TrainDirectory) -> str:
+    """Return the command that starts a reducer."""
+    return f"irdmafs train reduce {train.models}"
 
 
 def write_status(train: TrainDirectory, progress: Progress) -> None:

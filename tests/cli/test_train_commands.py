@@ -1,0 +1,229 @@
+"""`irdmafs train`: what it says to mistakes, and what a script learns from exit codes."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mountpoint import IRDMAFS, eventually, irdmafs, run_checked
+from safetensors.numpy import load_file, save_file
+from training_runs import newest, ones
+
+from irdmafs.train import TrainConfig, TrainError, Worker, begin, setup
+from irdmafs.train.directory import TrainDirectory, is_locked
+
+NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+
+
+@pytest.fixture
+def models(run: Path) -> Path:
+    """A directory with a model that is not trained yet."""
+    run.mkdir()
+    save_file(ones(0), run / "model.safetensors")
+    return run
+
+
+def refused(*arguments: str | Path, code: int = 1, launcher: tuple[str, ...] = ()) -> str:
+    """Return the only line of a command that fails."""
+    done = irdmafs("train", *arguments, launcher=launcher)
+    assert done.returncode == code, done
+    assert not done.stdout
+    if code == 2:
+        return done.stderr
+    [line] = done.stderr.splitlines()
+    assert line.startswith("irdmafs: ")
+    return line
+
+
+@contextlib.contextmanager
+def reducing(directory: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [*IRDMAFS, "train", "reduce", str(directory)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd="/") as reducer:
+        try:
+            lock = TrainDirectory(directory).reducers / "coordinator"
+            eventually(lambda: is_locked(lock), "a reducer is at work", 30)
+            yield reducer
+        finally:
+            reducer.kill()
+
+
+# -- init ------------------------------------------------------------------------------------------
+
+
+def test_second_init_is_refused_and_changes_nothing(models: Path) -> None:
+    assert irdmafs("train", "init", models, "--rule", "sum").returncode == 0
+    before = sorted(os.listdir(models))
+    assert "trained in already" in refused("init", models, "--rule", "adam")
+    assert sorted(os.listdir(models)) == before
+    assert TrainDirectory(models).config().rule == "sum"
+
+
+def test_of_two_inits_at_once_one_begins(models: Path) -> None:
+    def init(rule: str) -> int:
+        return irdmafs("train", "init", models, "--rule", rule).returncode
+
+    with ThreadPoolExecutor(2) as pool:
+        codes = list(pool.map(init, ["sum", "mean"]))
+    assert sorted(codes) == [0, 1]
+    assert TrainDirectory(models).config().rule == ["sum", "mean"][codes.index(0)]
+    assert sorted(os.listdir(models)) == [".train", "model.safetensors"]
+    with Worker(models, "w") as worker, reducing(models):
+        worker.push(ones())
+        worker.pull(timeout_s=60)
+
+
+def test_init_without_models_is_refused(run: Path) -> None:
+    assert "is not a directory" in refused("init", run)
+    run.mkdir()
+    assert "put the model there first" in refused("init", run)
+    (run / "model.safetensors").write_bytes(b"garbage")
+    assert "not a .safetensors file" in refused("init", run)
+    save_file({"a": np.ones(3, np.int32)}, run / "model.safetensors")
+    assert "cannot be trained" in refused("init", run)
+    save_file({"a": np.ones((0, 3), np.float32)}, run / "model.safetensors")
+    assert "no parameters" in refused("init", run)
+    assert os.listdir(run) == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "reason"),
+    [
+        (["--rule", "adagrad"], 1, "no rule 'adagrad'; there are sum, mean"),
+        (["--sync", "bps"], 1, "sync is bsp, async"),
+        (["--sync", "quorum:0"], 1, "sync is bsp, async"),
+        (["--workers", "0"], 1, "workers is auto, a number"),
+        (["--workers", "a,b/c"], 1, "workers is auto, a number"),
+        (["--set", "momentum"], 1, "--set takes OPTION=NUMBER"),
+        (["--set", "moment=1"], 1, "no option 'moment'; it has momentum"),
+        (["--set", "momentum=nan"], 1, "is a number of fp32"),
+        (["--lr", "inf"], 1, "lr is a number of fp32"),
+        (["--keep", "1"], 1, "keep is at least 2"),
+        (["--nonfinite", "drop"], 2, "'refuse', 'skip', 'count'"),
+        (["--shards", "0"], 2, "range"),
+        (["--lr", "x"], 2, "not a valid float"),
+    ],
+    ids=lambda value: "=".join(value) if isinstance(value, list) else "",
+)
+def test_init_with_words_that_are_none_is_refused(
+    models: Path, arguments: list[str], code: int, reason: str
+) -> None:
+    assert reason in refused("init", models, *arguments, code=code)
+    assert os.listdir(models) == ["model.safetensors"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+@pytest.mark.parametrize("place", ["plain directory"], indirect=True)
+def test_init_without_the_permission_to_write_is_refused(models: Path) -> None:
+    for path in (models, *models.parents):
+        if path.stat().st_uid == 0 and not path.stat().st_mode & 0o1:
+            path.chmod(0o755)
+    assert "Permission denied" in refused("init", models, launcher=NOBODY)
+    assert os.listdir(models) == ["model.safetensors"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small tmpfs")
+def test_init_on_a_full_filesystem_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    run_checked("mount", "-t", "tmpfs", "-o", "size=3m", "none", tmp_path)
+    try:
+        save_file({"a": np.ones(500_000, np.float32)}, tmp_path / "model.safetensors")
+        assert "No space left" in refused("init", tmp_path, "--rule", "adam")
+        assert os.listdir(tmp_path) == ["model.safetensors"]
+        assert np.all(load_file(tmp_path / "model.safetensors")["a"] == 1)
+    finally:
+        run_checked("umount", tmp_path)
+
+
+@pytest.mark.parametrize("step", ["assemble", "lead_to_newest", "os.rename", "os.replace"])
+def test_interrupted_init_leaves_the_model_as_it_was(
+    models: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    save_file({f"2{name}": array for name, array in ones(1).items()}, models / "other.safetensors")
+    before = {name: load_file(models / name) for name in os.listdir(models)}
+
+    def interrupted(*_: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"irdmafs.train.setup.{step}", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        begin(models, TrainConfig())
+    left = [name for name in os.listdir(models) if not name.startswith(".")]
+    assert sorted(left) == ["model.safetensors", "other.safetensors"]
+    assert not TrainDirectory(models).path.exists()
+    for name, arrays in before.items():
+        assert not (models / name).is_symlink()
+        found = load_file(models / name)
+        assert all(np.array_equal(found[key], array) for key, array in arrays.items())
+    begin(models, TrainConfig())
+
+
+# -- reduce and status -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["reduce", "status", "end"])
+def test_directory_that_is_no_run_is_an_error_that_says_how_to_begin(
+    models: Path, command: str
+) -> None:
+    assert f"irdmafs train init {models} begins" in refused(command, models)
+
+
+def test_status_says_that_nobody_reduces_and_what_to_do(models: Path) -> None:
+    begin(models, TrainConfig())
+    done = irdmafs("train", "status", models)
+    assert done.returncode == 1
+    assert done.stdout.startswith("version   0\n")
+    assert done.stderr == f"irdmafs: no reducer is at work: irdmafs train reduce {models}\n"
+    assert f"irdmafs train reduce {models}" in TrainDirectory(models).status.read_text()
+    with reducing(models):
+        done = irdmafs("train", "status", models)
+        assert (done.returncode, done.stderr) == (0, "")
+    assert irdmafs("train", "status", models).returncode == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_reducer_that_is_told_to_end_does_so_in_order(models: Path, number: int) -> None:
+    begin(models, TrainConfig())
+    with reducing(models) as reducer:
+        reducer.send_signal(number)
+        assert reducer.wait(60) == 0
+        assert reducer.stderr is not None
+        assert not reducer.stderr.read()
+
+
+def test_second_reducer_takes_over_from_one_that_is_killed(models: Path) -> None:
+    begin(models, TrainConfig())
+    with reducing(models) as first, reducing(models), Worker(models, "w") as worker:
+        worker.push(ones())
+        worker.pull(timeout_s=60)
+        first.kill()
+        first.wait()
+        worker.push(ones())
+        worker.pull(timeout_s=60)
+        assert newest(models) == 2
+
+
+def test_run_that_is_at_work_is_not_ended_and_its_reducer_ends_with_it(models: Path) -> None:
+    begin(models, TrainConfig())
+    with reducing(models) as reducer:
+        assert "is still at work" in refused("end", models)
+        with Worker(models, "w"):
+            assert "is still at work" in refused("end", models)
+        setup.end(models)
+        assert reducer.wait(60) == 1
+        assert reducer.stderr is not None
+        assert "is not trained in any more" in reducer.stderr.read()
+    assert os.listdir(models) == ["model.safetensors"]
+
+
+def test_worker_of_a_directory_that_is_no_run_says_how_to_begin(models: Path) -> None:
+    with pytest.raises(TrainError, match="irdmafs train init"):
+        Worker(models)
+    script = f"from irdmafs.train import Worker; Worker({str(models)!r})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd="/")
+    assert done.returncode == 1
