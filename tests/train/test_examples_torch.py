@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 from example_programs import needs, run
 
 pytestmark = needs("torch")
@@ -22,3 +23,16 @@ def test_images_are_recognized_with_and_without_waiting_for_each_other(tmp_path:
             rows = (out / f"images-{y}-{x}.csv").read_text().splitlines()
             assert rows[0] == f"curve,{x},{y}"
             assert len(rows) == 1 + 2 * 12
+
+
+def test_language_is_learnt_with_fewer_bytes_by_diloco(tmp_path: Path) -> None:
+    arguments = ("--steps=40", "--every=20", "--rounds=2", f"--out={tmp_path / 'out'}")
+    printed = run("language.py", tmp_path / "run", *arguments)
+    found = re.findall(r"^(\S+) .* (\S+) MB, loss (\S+)$", printed, re.MULTILINE)
+    (_, bytes_each_step, loss), (name, bytes_seldom, loss_seldom) = found
+    assert name == "DiLoCo"
+    assert float(bytes_each_step) == pytest.approx(20 * float(bytes_seldom), rel=0.01)
+    # A guess has 4.6.
+    assert float(loss) < 3.2
+    assert float(loss_seldom) < 3.2
+    assert (tmp_path / "out" / "language-bytes.csv").read_text().startswith("curve,bytes,loss\n")
