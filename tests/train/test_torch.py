@@ -123,12 +123,16 @@ def train(
         return in_workers(workers, work)
 
 
-def train_alone(model: Any, optimizer: Any, schedule: Any = None) -> dict[str, Any]:
+def train_alone(
+    model: Any, optimizer: Any, schedule: Any = None, clip_norm: float = 0.0
+) -> dict[str, Any]:
     """Train in this process with the batches of two workers together."""
     for step in range(STEPS):
         inputs, targets = map(torch.cat, zip(batch(step, 0), batch(step, 1), strict=True))
         optimizer.zero_grad()
         loss_of(model, inputs, targets).backward()
+        if clip_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()
         if schedule is not None:
             schedule.step()
@@ -157,15 +161,19 @@ RULES: dict[str, tuple[dict[str, float | bool], Callable[[Any], Any]]] = {
 }
 
 
+# The norm of the gradients is above 0.05 in all steps.
+@pytest.mark.parametrize("clip_norm", [0.0, 0.05], ids=["whole", "clipped"])
 @pytest.mark.parametrize("rule", RULES)
-def test_two_workers_train_as_one_process_with_both_batches(folder: Path, rule: str) -> None:
+def test_two_workers_train_as_one_process_with_both_batches(
+    folder: Path, rule: str, clip_norm: float
+) -> None:
     options, alone = RULES[rule]
-    config = TrainConfig(rule=rule, lr=0.05, options=options, workers=2)
+    config = TrainConfig(rule=rule, lr=0.05, options=options, workers=2, clip_norm=clip_norm)
     model = make_model()
     begin_training(folder, model, config, shards=3)
     first, second = train(folder, make_model)
     assert_same(first, second)
-    assert_close(first, train_alone(model, alone(model.parameters())))
+    assert_close(first, train_alone(model, alone(model.parameters()), clip_norm=clip_norm))
 
 
 def test_training_on_a_device_is_training_on_the_host(tmp_path: Path, device: str) -> None:
