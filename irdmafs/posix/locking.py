@@ -81,7 +81,7 @@ class Locking(LockHolder):
         self, fh: int, ino: int, owner: int, lock: Lock, *, flock: bool, wait: bool
     ) -> None:
         """fcntl(F_SETLK, F_SETLKW) and flock(2), also LOCK_UN. Raises OSError EAGAIN, EDEADLK, ENOLCK;
-        EIO: the lock to be given back was lost."""
+        EIO: a lock of the file was lost."""
         table = self.flocks if flock else self.posix
         if flock:
             # The kernel may reuse the number of a file description before its release is known here.
@@ -90,6 +90,7 @@ class Locking(LockHolder):
             await self._unlock(table, ino, owner, lock)
             self.tell_lost(lock.pid, ino)
             return
+        self.tell_lost(lock.pid, ino)
         self._refuse()
         if not flock:
             self._lockers.setdefault(fh, set()).add(owner)
@@ -247,7 +248,7 @@ class Locking(LockHolder):
                 pids = {pid for _, pid in owners}
                 log.error(
                     "%s: the locks of process %s are lost with the session: what it writes is not "
-                    "published until it has closed or unlocked the file",
+                    "published until it has closed, unlocked or locked the file",
                     self._describe(ino), ", ".join(map(str, sorted(pids))),
                 )  # fmt: skip
                 for pid in pids:
@@ -256,7 +257,7 @@ class Locking(LockHolder):
             del self._lost[pid]
 
     def tell_lost(self, pid: int, ino: int) -> None:
-        """Raise OSError EIO, once, when a process unlocks or closes a file whose lock it lost."""
+        """Raise OSError EIO, once, when a process locks, unlocks or closes a file whose lock it lost."""
         if not self._lost:
             return
         inodes = self._lost.get(_process_of(pid))
@@ -272,7 +273,7 @@ class Locking(LockHolder):
         if self._lost and _process_of(pid) in self._lost:
             raise OSError(
                 errno.EIO,
-                "the process lost a lock when the mount was cut off; close or unlock that file first",
+                "the process lost a lock when the mount was cut off; close, unlock or lock that file first",
             )
 
     @contextmanager

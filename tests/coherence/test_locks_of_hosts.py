@@ -383,6 +383,24 @@ def test_locks_of_a_host_that_dies_or_is_cut_off_go_with_its_session(failing: Cl
         assert waiter.result(30) == "mine"
 
 
+def test_process_that_asks_again_for_a_lost_lock_is_told_first(failing: Cluster) -> None:
+    one, other = failing.mounts
+    with Process() as holder, Process() as waiter:
+        _locked(one, holder)
+        waiter.do(PREPARE)
+        waiter.do("fd = os.open(d + '/lock', os.O_RDWR)", d=str(other.path))
+        waiter.start("fcntl.flock(fd, fcntl.LOCK_EX); 'mine'")
+        failing.isolate(one)
+        assert waiter.result(30) == "mine"
+        waiter.do("fcntl.flock(fd, fcntl.LOCK_UN)")
+        failing.heal_all()
+        write = "file = open(d + '/new', 'w'); file.write('new'); failure(file.close)"
+        assert holder.do(write, d=str(one.path)) == errno.EIO
+        assert holder.do("failure(lambda: fcntl.flock(fd, fcntl.LOCK_EX))") == errno.EIO
+        holder.do("fcntl.flock(fd, fcntl.LOCK_EX)")
+        assert holder.do(write) == 0
+
+
 def test_locks_can_be_kept_on_one_host_or_refused(cluster: Cluster, two: tuple[Path, Path]) -> None:
     (two[0] / "file").touch()
     local = cluster.add_mount("-o", "locks=local")
