@@ -1,5 +1,5 @@
-"""Pushes: files that are checked before they are published, because their directory, or the one above, has
-the attribute user.irdmafs.train=push (docs/training.md)."""
+"""Pushes: files that are checked before they are published, because a directory above has the
+attribute user.irdmafs.train=push (docs/training.md)."""
 
 from typing import NamedTuple, Protocol
 
@@ -8,8 +8,9 @@ from ..backend.namespace.attributes import PUSH, TRAIN
 
 __all__ = ["Checker", "Owner", "Pushes", "Refused"]
 
-# Levels below the directory with the attribute: a push is a file, or a directory of files.
-_DEPTH = 2
+# Levels below the directory with the attribute: a push is a file, or a directory of files, which a worker
+# writes in a directory of its own.
+_DEPTH = 3
 
 
 class Refused(OSError):

@@ -8,6 +8,7 @@ import errno
 import fcntl
 import mmap
 import os
+import secrets
 import shutil
 import stat
 import struct
@@ -207,6 +208,29 @@ def remove(path: Path) -> None:
         pass
 
 
+def discard(path: Path) -> None:
+    """Remove a push that is not published. Somebody, or a request that was not answered, may be about to
+    publish it: it is renamed first, so either it is published whole or it never will be. Raises OSError."""
+    gone = path.with_name(f".{secrets.token_hex(8)}")
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(path, gone)
+        remove(gone)
+
+
+def remove_staging(path: Path) -> None:
+    """Remove the directory in which a worker makes its pushes. The worker may be at work there, and can
+    publish nothing from it afterwards. Raises OSError."""
+    while path.exists():
+        with contextlib.suppress(FileNotFoundError):
+            for name in os.listdir(path):
+                discard(path / name)
+        try:
+            path.rmdir()
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
+                raise
+
+
 def lead_to_newest(train: TrainDirectory) -> None:
     """Make since/0 a link to the newest version, where that is not done by irdmafs itself."""
     if _files.lies_on_irdmafs(train.since):
@@ -350,6 +374,8 @@ class Lock:
     @property
     def is_held(self) -> bool:
         """Return whether the lock still holds: a host that was cut off for too long loses its locks."""
+        if self._fd < 0:
+            return False
         try:
             fcntl.fcntl(self._fd, _F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, 0, 0, 0, 0))
             return os.fstat(self._fd).st_nlink > 0
@@ -357,8 +383,9 @@ class Lock:
             return False
 
     def close(self) -> None:
+        fd, self._fd = self._fd, -1
         with contextlib.suppress(OSError):
-            os.close(self._fd)
+            os.close(fd)
 
 
 def is_locked(path: Path) -> bool:

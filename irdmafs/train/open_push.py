@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..client import _files
 from ..client._dtypes import Value
-from .directory import remove
+from .directory import discard
 from .errors import Refused
 from .layout import ModelLayout, Shard
 from .pushes import shard_contents, values_of
@@ -87,7 +87,8 @@ class OpenPush:
     def abort(self) -> None:
         """Drop the push."""
         self._thread.shutdown(cancel_futures=True)
-        remove(self._hidden)
+        with contextlib.suppress(OSError):
+            discard(self._hidden)
 
     def _is_complete(self, shard: Shard) -> bool:
         return all(part.parameter.name in self._values for part in shard.slices)

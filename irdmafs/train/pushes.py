@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from ..client._safetensors import HEADER_MAX_BYTES, Header, encode
 from . import refusals
 from .arithmetic import F32_MAX, count_nonfinite
 from .config import TrainConfig, is_worker_name
-from .directory import TrainDirectory, is_published, read_header
+from .directory import TrainDirectory, is_locked, is_published, read_header
 from .errors import Refused, TrainError
 from .layout import FLOAT_CODES, ModelLayout, Parameter, Shard
 from .scales import blocks_of
@@ -247,11 +247,12 @@ def _read_shard(
     layout: ModelLayout, folders: list[str], last: str, fd: int
 ) -> tuple[Identity, dict[str, Layout]]:
     shard = next((one for one in layout.shards() if one.name == last), None)
-    if len(folders) > 1 or shard is None:
+    if shard is None:
         raise Refused(errno.EINVAL, f"there is no shard {last!r}")
-    identity = identity_of_directory(folders[0].removeprefix("."))
+    # It may be written in another directory, under a hidden name, before it is renamed.
+    identity = identity_of_directory(folders[-1].removeprefix("."))
     if identity is None:
-        raise Refused(errno.EINVAL, f"{folders[0]!r} is not WORKER@STEP")
+        raise Refused(errno.EINVAL, f"{folders[-1]!r} is not WORKER@STEP")
     return identity, _check_header(layout, shard, fd)
 
 
@@ -317,9 +318,8 @@ def check_identity(train: TrainDirectory, config: TrainConfig, identity: Identit
     newest = train.newest_plan()
     clocks = newest.clocks
     check_worker_and_step(config, clocks, identity)
-    limit = config.workers
-    if isinstance(limit, int) and identity.worker not in clocks and len(clocks) >= limit:
-        raise Refused(errno.EPERM, f"{identity.worker!r} is a worker too many")
+    if isinstance(config.workers, int) and identity.worker not in clocks:
+        _check_number(train, config.workers, identity.worker, clocks)
     clock = clocks.get(identity.worker, 0)
     if 0 < identity.step <= clock:
         raise Refused(
@@ -346,6 +346,16 @@ def check_worker_and_step(
         raise Refused(
             errno.EINVAL, f"step {identity.step} is too far ahead: the others are at {newest}"
         )
+
+
+def _check_number(train: TrainDirectory, limit: int, worker: str, clocks: Collection[str]) -> None:
+    """Raises Refused for a new worker if there are as many as there may be. One that takes part may have
+    the place of one that ended; nobody knows of the others if they have."""
+    others = list(clocks)
+    if is_locked(train.workers / worker):
+        others = [name for name in clocks if is_locked(train.workers / name)]
+    if len(others) >= limit:
+        raise Refused(errno.EPERM, f"{worker!r} is a worker too many: {limit} take part")
 
 
 def _refuse_nonfinite(fd: int, tensors: Mapping[str, Layout]) -> None:

@@ -32,6 +32,7 @@ from .directory import (
     lead_to_newest,
     read_small,
     remove,
+    remove_staging,
     replace,
     write_once,
 )
@@ -52,6 +53,8 @@ LOOK_S = 1.0
 # A part whose place is another host is left to a reducer there for so long.
 _LEAVE_S = 3.0
 _PARTS = ("params", "state")
+# A file that is written aside has its name sooner than that, unless its process was killed.
+_LEFT_S = 60.0
 # Without irdmafs below a file is seen as it grows: a file that has just been written may not be whole.
 _SETTLED_NS = 2_000_000_000
 
@@ -144,8 +147,8 @@ class Reducer:
             if lock is not None:
                 log.info("%s: this reducer has %s now", self.train.models, name)
                 self._locks[name] = lock
-                if name == _COORDINATOR:
-                    self._coordinator = _Coordinator(self.train, self.layout)
+        if self._coordinator is None and _COORDINATOR in self._locks:
+            self._coordinator = _Coordinator(self.train, self.layout)
 
     def _may_take(self, name: str, now_s: float) -> bool:
         """Return whether a part is better here than elsewhere, or nobody there has taken it."""
@@ -214,6 +217,8 @@ class _Coordinator:
         self._tidied = -1
 
     def step(self, config: TrainConfig, newest: Plan) -> bool:
+        if self._tidied < 0:
+            self._sweep()
         if self._tidied != newest.version:
             self._tidy(config, newest)
             self._tidied = newest.version
@@ -351,6 +356,8 @@ class _Coordinator:
         if names == self._members.keys() and now_s < self._looked_s + LOOK_S:
             return
         self._looked_s = now_s
+        # Listed before: a worker makes its directory there when it takes part.
+        staged = [name for name in os.listdir(self._train.push) if name.startswith(".")]
         members = {}
         for name in names:
             path = self._train.workers / name
@@ -360,6 +367,10 @@ class _Coordinator:
             else:
                 log.info("%s: worker %s has ended", self._train.models, name)
                 remove(path)
+        for name in staged:
+            worker, at, _ = name[1:].partition("@")
+            if at and worker not in members and (self._train.push / name).is_dir():
+                remove_staging(self._train.push / name)
         if members != self._members or not self._train.members.exists():
             replace(self._train.members, msgspec.json.encode(members))
             self._members = members
@@ -400,6 +411,21 @@ class _Coordinator:
             made = name.partition(".")[0]
             if made.isdecimal() and int(made) <= newest.version:
                 remove(self._train.next / name)
+
+    def _sweep(self) -> None:
+        """Remove the small files that processes were writing when they were killed."""
+        for folder in (self._train.path, self._train.since, self._train.workers):
+            for name in os.listdir(folder):
+                path = folder / name
+                if name.startswith(".") and _is_old(path) and not is_locked(path):
+                    remove(path)
+
+
+def _is_old(path: Path) -> bool:
+    try:
+        return time.time() > path.lstat().st_mtime + _LEFT_S
+    except FileNotFoundError:
+        return False
 
 
 def assemble(layout: ModelLayout, version: Path) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import re
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,17 @@ from ..client import _files
 from ..client._dtypes import Array, Value
 from ..client._safetensors import encode
 from .config import is_worker_name
-from .directory import Changes, Lock, TrainDirectory, gather, in_parallel, is_locked, remove
+from .directory import (
+    Changes,
+    Lock,
+    TrainDirectory,
+    discard,
+    gather,
+    in_parallel,
+    is_locked,
+    remove,
+    remove_staging,
+)
 from .errors import Refused, TrainError
 from .open_push import OpenPush, write_shard
 from .plan import Plan, may_pull
@@ -51,16 +62,47 @@ class Worker:
         if isinstance(workers, tuple) and self.name not in workers:
             raise TrainError(f"{self.name!r} is not one of the workers of {self.train.config_path}")
         self._shards = self.layout.shards()
-        # First the pushes: one that counts meanwhile is in the clocks.
-        own = self._steps_there()
-        clocks = self.train.newest_plan().clocks
-        self._pushed = max([clocks.get(self.name, 0), *own])
-        # A new worker begins where the others are.
-        self.step = self._pushed if self.name in clocks else max([*clocks.values(), *own, 0])
         self.version = -1
         self._last_push: Path | None = None
         self._looked_s = 0.0
-        self._lock = self._join(self.step)
+        self._take_part()
+
+    def _take_part(self) -> None:
+        """Lock the name, remove what workers of this name had begun, and see how far they came. Raises
+        TrainError and OSError."""
+        self._lock = self._join(self._progress()[1])
+        try:
+            self._staging = self._stage()
+            self._pushed, self.step = self._progress()
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def _progress(self) -> tuple[int, int]:
+        """Return the last step that was pushed, and the step to go on after."""
+        # First the pushes: one that counts meanwhile is in the clocks.
+        own = self._steps_there()
+        clocks = self.train.newest_plan().clocks
+        pushed = max([clocks.get(self.name, 0), *own])
+        # A new worker begins where the others are.
+        return pushed, pushed if self.name in clocks else max([*clocks.values(), *own, 0])
+
+    def _stage(self) -> Path:
+        """Make the directory in which pushes are written before they are seen. Remove those of workers that
+        had the name before: one that was only stopped can then publish nothing any more."""
+        prefix = f".{self.name}@"
+        for name in os.listdir(self.train.push):
+            if name.startswith(prefix):
+                remove_staging(self.train.push / name)
+        staging = self.train.push / (prefix + secrets.token_hex(8))
+        staging.mkdir()
+        if not self._lock.is_held:
+            staging.rmdir()
+            raise self._taken()
+        return staging
+
+    def _taken(self) -> TrainError:
+        return TrainError(f"a worker {self.name!r} is taking part in {self.train.models} already")
 
     def _steps_there(self) -> list[int]:
         """Return the steps of this worker's pushes that are there."""
@@ -76,9 +118,7 @@ class Worker:
         """Take part: a file in workers/, locked before others can see it."""
         path = self.train.workers / self.name
         if is_locked(path):
-            raise TrainError(
-                f"a worker {self.name!r} is taking part in {self.train.models} already"
-            )
+            raise self._taken()
         hidden = path.with_name(f".{self.name}.{os.getpid()}")
         lock = Lock.take(hidden, b"%d" % clock)
         assert lock is not None, "nobody else has this name"
@@ -99,6 +139,7 @@ class Worker:
     def close(self) -> None:
         """Take part no longer: nobody waits for this worker any more. What it pushed counts."""
         if self._lock.is_held:
+            remove_staging(self._staging)
             remove(self.train.workers / self.name)
         self._lock.close()
 
@@ -133,7 +174,7 @@ class Worker:
     def begin_push(self) -> OpenPush:
         """Begin the next push before all of its gradients are there: they are put into it one by one, and
         each shard is written when it is complete. Finish or abort it before the next push begins."""
-        hidden = self.train.push / f".{self.name}@{self.step + 1}"
+        hidden = self._staging / f"{self.name}@{self.step + 1}"
 
         def publish(values: Mapping[str, Value], weight: float, lr: float | None) -> int:
             identity = self._next_push(weight, lr)
@@ -146,9 +187,22 @@ class Worker:
 
     def _next_push(self, weight: float, lr: float | None) -> Identity:
         if not self._lock.is_held:
-            raise Refused(errno.ENOLCK, f"worker {self.name!r} was taken for dead: begin again")
+            self._take_part_again()
         lr = None if lr is None else float(lr)
         return Identity(self.name, self.step + 1, float(weight), self.version, lr)
+
+    def _take_part_again(self) -> None:
+        """Go on after this host was cut off for too long. Raises Refused if another worker has the name, or
+        has pushed under it."""
+        pushed = self._pushed
+        self._lock.close()
+        try:
+            self._take_part()
+        except TrainError as error:
+            raise Refused(errno.ENOLCK, str(error)) from None
+        if self._pushed != pushed:
+            self._lock.close()
+            raise Refused(errno.ENOLCK, f"another worker has pushed as {self.name!r}: begin again")
 
     def _push_file(
         self, identity: Identity, values: Mapping[str, Value], more: Mapping[str, str]
@@ -174,12 +228,13 @@ class Worker:
     def _push_shards(
         self, identity: Identity, values: Mapping[str, Value], more: Mapping[str, str]
     ) -> int:
-        hidden = self.train.push / f".{identity.name}"
+        hidden = self._staging / identity.name
         try:
             in_parallel(lambda shard: write_shard(hidden, shard, values, more), self._shards)
             return self._push_directory(identity, hidden)
         except BaseException:
-            remove(hidden)
+            with contextlib.suppress(OSError):
+                discard(hidden)
             raise
 
     def _publish(self, name: str, contents: Sequence[memoryview]) -> None:
@@ -193,14 +248,15 @@ class Worker:
                     self._explain(name, contents)
                 raise
             return
-        hidden = path.with_name(f".{path.name}.{os.getpid()}")
+        hidden = self._staging / name
         try:
             with hidden.open("wb+") as file:
                 _files.write_all(file.fileno(), contents)
                 check(self.train.models, file.fileno(), name)
             os.replace(hidden, path)
         except BaseException:
-            remove(hidden)
+            with contextlib.suppress(OSError):
+                discard(hidden)
             raise
 
     def _explain(self, name: str, contents: Sequence[memoryview]) -> None:

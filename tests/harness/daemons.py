@@ -79,12 +79,22 @@ class Daemon:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
-    def kill9(self) -> None:
-        """Kill it and wait until it is gone: its sockets and files are closed then."""
+    def kill9(self, *, wait: bool = True) -> None:
+        """Kill it and wait until it is gone: its sockets and files are closed then. A process cannot go
+        while it closes files of a mount that does not answer."""
         if self._popen is None:
             return
         self._signal(signal.SIGKILL)
-        self._popen.wait(END_TIMEOUT_S)
+        if wait:
+            self._popen.wait(END_TIMEOUT_S)
+
+    def wait(self, timeout_s: float) -> int:
+        """Return its exit status when it has ended by itself. Raises CommandFailed if it does not."""
+        assert self._popen is not None, f"{self.name} was never started"
+        try:
+            return self._popen.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise CommandFailed(f"{error}\n{self.log_tail()}") from None
 
     def pause(self) -> None:
         """SIGSTOP: it neither runs nor dies, and its connections stay up."""

@@ -97,7 +97,7 @@ def test_refused_push_fails_its_close_and_leaves_no_name(
 
 
 def test_what_is_not_a_push_is_not_checked(folder: Path, pushes: Path) -> None:
-    deep = pushes / "a" / "b"
+    deep = pushes / "a" / "b" / "c"
     deep.mkdir(parents=True)
     for file in (folder / "file", deep / "file"):
         assert refused(file, b"bad") is None

@@ -5,8 +5,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import ml_dtypes
 import numpy as np
@@ -423,6 +425,32 @@ def test_training_begins_and_ends_with_the_files_of_the_model(run: Path) -> None
     assert not (run / "one.safetensors").is_symlink()
     assert load_file(run / "one.safetensors")["a"].tolist() == [2] * 5
     assert load_file(run / "other.safetensors")["b"].astype(np.float32).tolist() == [[2] * 3] * 2
+
+
+def test_reducer_whose_filesystem_fails_while_it_takes_its_part_goes_on(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(run)
+    with Worker(run, "w") as worker, Reducer(run) as reducer:
+        worker.push(ones())
+        with monkeypatch.context() as patch:
+            patch.setattr("irdmafs.train.reducer._Coordinator", Mock(side_effect=OSError))
+            with pytest.raises(OSError):
+                reducer.step()
+        reduce_until(reducer, lambda: newest(run) == 1, "the version is made")
+
+
+def test_files_that_were_being_written_when_a_process_was_killed_are_removed(run: Path) -> None:
+    start(run)
+    for folder, name in (("", ".status.host.1"), ("workers", ".a.1"), ("since", ".0.host.1")):
+        for left, seconds in ((name, 100), (name + "2", 0)):
+            path = run / ".train" / folder / left
+            path.touch()
+            os.utime(path, (time.time() - seconds,) * 2)
+    with Reducer(run) as reducer:
+        reduce(reducer)
+    names = [path.name for path in (run / ".train").rglob(".*.*")]
+    assert sorted(names) == [".0.host.12", ".a.12", ".status.host.12"]
 
 
 def test_part_of_a_reducer_that_ended_is_taken_over(run: Path) -> None:

@@ -1,0 +1,71 @@
+"""A run goes on when the host of its reducer dies, or is cut off for longer than its lease."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cluster import Cluster, Daemon, Plan
+from harness.parts import ClusterMount, irdmafs_command
+from mountpoint import eventually
+from training_runs import newest, ones, reduce_until, start
+
+from irdmafs.train import Reducer, Worker
+from irdmafs.train.directory import TrainDirectory, is_locked
+
+Record = Callable[[str, object], None]
+LEASE_S = 2
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with Cluster(Plan(nodes=1, mounts=2, replicas=1, lease_ttl_s=LEASE_S)) as made:
+        yield made
+
+
+def reducer_on(cluster: Cluster, mount: ClusterMount) -> Daemon:
+    """Start a reducer that has all parts when this returns."""
+    run = mount.path / "run"
+    log = cluster.directory / "reducer.log"
+    process = Daemon("reducer", mount.host, irdmafs_command("train", "reduce", run, "-v"), log)
+    process.start()
+    parts = ["coordinator", *TrainDirectory(run).layout().shard_names]
+    eventually(
+        lambda: all(f"has {part} now" in process.log_tail() for part in parts), "it has parts", 30
+    )
+    return process
+
+
+def is_free(run: Path) -> bool:
+    return not is_locked(TrainDirectory(run).reducers / "coordinator")
+
+
+def test_reducer_whose_host_dies_is_replaced(cluster: Cluster, record_property: Record) -> None:
+    here, dies = cluster.mounts
+    run = start(here.path / "run", shards=2)
+    process = reducer_on(cluster, dies)
+    with Worker(run, "w") as worker, Reducer(run) as other:
+        worker.push(ones(1))
+        worker.pull(timeout_s=30)
+        other.step()
+        worker.push(ones(1))
+        began_s = time.monotonic()
+        dies.kill9()
+        process.kill9()
+        reduce_until(other, lambda: newest(run) >= 2, "another reducer has its parts")
+        record_property("replaced_s", time.monotonic() - began_s)
+        assert worker.pull(timeout_s=30)["norm"].tolist() == [2] * 3
+
+
+def test_reducer_that_was_cut_off_for_longer_than_its_lease_goes_on(cluster: Cluster) -> None:
+    here, cut_off = cluster.mounts
+    run = start(here.path / "run", shards=2)
+    process = reducer_on(cluster, cut_off)
+    with Worker(run, "w") as worker:
+        for step in range(1, 3):
+            worker.push(ones(1))
+            assert worker.pull(timeout_s=30)["norm"].tolist() == [step] * 3
+            cut_off.pause()
+            eventually(lambda: is_free(run), "its lease ends", 30)
+            cut_off.resume()
+    process.kill9()

@@ -1,0 +1,159 @@
+"""A worker that was taken for dead pushes nothing once another has its name, and leaves nothing behind."""
+
+import os
+from pathlib import Path
+
+import pytest
+from training_runs import newest, ones, parameters, reduce, reduce_until, start
+
+from irdmafs.train import Reducer, Refused, Worker, directory
+from irdmafs.train.directory import Lock, TrainDirectory, remove
+
+
+def everywhere(folder: Path, value: float) -> bool:
+    return all(bool((array == value).all()) for array in parameters(folder).values())
+
+
+def lose_lock(worker: Worker) -> None:
+    """Do what the end of the session of its mount does."""
+    worker._lock.close()
+
+
+def staged(folder: Path) -> list[str]:
+    return [name for name in os.listdir(TrainDirectory(folder).push) if name.startswith(".")]
+
+
+def test_worker_that_was_replaced_while_it_pushed_publishes_nothing(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(run, shards=3, sync="async")
+    stopped = Worker(run, "a")
+    push = stopped.begin_push()
+    for name, array in ones(1).items():
+        push.put(name, array)
+    lose_lock(stopped)
+    with Reducer(run) as reducer, Worker(run, "a") as worker:
+        worker.push(ones(2), weight=3)
+        # It looked at its lock just before.
+        with monkeypatch.context() as patch:
+            patch.setattr(Lock, "is_held", True)
+            with pytest.raises(OSError):
+                push.finish()
+            with pytest.raises(FileNotFoundError):
+                stopped.push(ones(4))
+        reduce(reducer)
+        assert everywhere(run, 6)
+        assert worker.push(ones(1)) == 2
+        reduce(reducer)
+    assert everywhere(run, 7)
+
+
+def test_push_that_is_removed_is_not_published_half(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stopped worker goes on while the other removes its push."""
+    start(run, shards=3)
+    stopped = Worker(run, "a")
+    push = stopped.begin_push()
+    for name, array in ones(1).items():
+        push.put(name, array)
+    push._thread.shutdown()
+    lose_lock(stopped)
+    went_on = []
+
+    def remove_slowly(path: Path) -> None:
+        with pytest.raises(FileNotFoundError):
+            os.rename(stopped._staging / "a@1", TrainDirectory(run).push / "a@1")
+        went_on.append(path)
+        remove(path)
+
+    monkeypatch.setattr(directory, "remove", remove_slowly)
+    with Worker(run, "a") as worker:
+        assert worker.step == 0
+    assert len(went_on) == 1
+
+
+def test_two_workers_of_one_name_do_not_mix_their_shards(run: Path) -> None:
+    start(run, shards=3)
+    stopped = Worker(run, "a")
+    push = stopped.begin_push()
+    push.put("norm", ones(8)["norm"])
+    lose_lock(stopped)
+    with Reducer(run) as reducer, Worker(run, "a") as worker:
+        other = worker.begin_push()
+        for name, array in ones(2).items():
+            other.put(name, array)
+        push.put("embedding", ones(8)["embedding"])
+        other.finish()
+        push.abort()
+        reduce(reducer)
+        assert everywhere(run, 2)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_worker_that_was_cut_off_goes_on_if_nobody_has_its_place(run: Path, shards: int) -> None:
+    start(run, shards=shards)
+    with Worker(run, "a") as worker, Reducer(run) as reducer:
+        worker.push(ones(1))
+        reduce(reducer)
+        lose_lock(worker)
+        reduce_until(
+            reducer, lambda: not os.listdir(run / ".train" / "workers"), "it is taken for dead"
+        )
+        assert worker.push(ones(1)) == 2
+        reduce(reducer)
+    assert everywhere(run, 2)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_worker_whose_place_was_taken_is_told(run: Path, shards: int) -> None:
+    start(run, shards=shards)
+    stopped = Worker(run, "a")
+    lose_lock(stopped)
+    with Worker(run, "a"), pytest.raises(Refused, match="is taking part in"):
+        stopped.push(ones(1))
+    with Worker(run, "a") as worker:
+        worker.push(ones(1))
+    with pytest.raises(Refused, match="another worker has pushed as 'a'"):
+        stopped.push(ones(1))
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_what_a_killed_worker_had_begun_to_push_is_removed(run: Path, again: bool) -> None:
+    start(run, shards=3)
+    killed = Worker(run, "a")
+    push = killed.begin_push()
+    for name, array in ones(1).items():
+        push.put(name, array)
+    push._thread.shutdown()
+    lose_lock(killed)
+    assert len(staged(run)) == 1
+    with Reducer(run) as reducer, Worker(run, "b") as other:
+        if again:
+            with Worker(run, "a"):
+                assert len(staged(run)) == 2
+        else:
+            reduce_until(reducer, lambda: len(staged(run)) == 1, "the dead worker's are removed")
+        other.push(ones(1))
+        reduce_until(reducer, lambda: newest(run) == 1, "the other's push counts")
+    assert staged(run) == []
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_place_of_a_worker_that_ended_is_free_for_one_of_another_name(
+    run: Path, shards: int
+) -> None:
+    start(run, workers=2, shards=shards)
+    with Reducer(run) as reducer, Worker(run, "a") as a:
+        with Worker(run, "b") as b, Worker(run, "c") as c:
+            a.push(ones(1))
+            b.push(ones(1))
+            reduce(reducer)
+            with pytest.raises(Refused, match="'c' is a worker too many: 2 take part"):
+                c.push(ones(1))
+        with Worker(run, "c") as c:
+            a.push(ones(1))
+            c.push(ones(1))
+            reduce(reducer)
+        assert newest(run) == 2
+    assert everywhere(run, 4)
