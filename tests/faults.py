@@ -38,9 +38,16 @@ class Faults:
 
     `at_once` 1: the cluster recovers from each before the next, so that stalls are those of one."""
 
-    def __init__(self, cluster: Cluster, seed: int, at_once: int = AT_ONCE) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        seed: int,
+        at_once: int = AT_ONCE,
+        gap_s: tuple[float, float] = GAP_S,
+    ) -> None:
         self._cluster = cluster
         self._at_once = at_once
+        self._gap_s = gap_s
         self._random = random.Random(seed)
         self._ttl_s = cluster.plan.lease_ttl_s
         self._numbers = itertools.count()
@@ -68,12 +75,18 @@ class Faults:
         while len(order) < count:
             order += self._random.sample(sorted(self._kinds), len(self._kinds))
         for kind in order[:count]:
-            while len(self._ending) >= self._at_once:
-                self._end_next()
-            if self._at_once == 1:
-                self._cluster.wait_healthy()
-            self._kinds[kind]()
-            self._pass_time(self._random.uniform(*GAP_S))
+            self._do(kind)
+        self._end_all()
+
+    def _do(self, kind: str) -> None:
+        while len(self._ending) >= self._at_once:
+            self._end_next()
+        if self._at_once == 1:
+            self._cluster.wait_healthy()
+        self._kinds[kind]()
+        self._pass_time(self._random.uniform(*self._gap_s))
+
+    def _end_all(self) -> None:
         while self._ending:
             self._end_next()
 
@@ -130,8 +143,7 @@ class Faults:
 
     def _lose_store(self) -> None:
         """A node comes back empty. What it kept must be elsewhere, so nothing else may be wrong."""
-        while self._ending:
-            self._end_next()
+        self._end_all()
         self._cluster.wait_healthy()
         node = self._choose(self._cluster.nodes)
         assert isinstance(node, StoreNode)
