@@ -1,0 +1,159 @@
+"""A worker on one host and a reducer on another; the worker is a shell, or any program that opens files."""
+
+import errno
+import os
+import shlex
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from mountpoint import eventually
+from processes import is_waiting
+from safetensors.numpy import load_file, save_file
+from training_runs import ones, start
+
+from irdmafs.train import Reducer, TrainConfig, TrainError, Worker, begin
+from irdmafs.train.directory import TrainDirectory
+
+PATIENCE_S = 60
+
+
+class Hosts(NamedTuple):
+    """A run, as the host of the worker and that of the reducer see it, and a directory of neither."""
+
+    here: Path
+    there: Path
+    local: Path
+
+
+@pytest.fixture
+def hosts_of_run(
+    pair: list[Path], tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Hosts]:
+    here, there = (path / "run" for path in pair)
+    start(there, **getattr(request, "param", {}))
+    ended = threading.Event()
+    with Reducer(there, threads=1) as reducer, ThreadPoolExecutor(1) as thread:
+        running = thread.submit(reducer.run, ended.is_set)
+        try:
+            yield Hosts(here, there, tmp_path)
+        finally:
+            ended.set()
+            running.result()
+
+
+def shell(command: str, run: Path) -> subprocess.CompletedProcess[str]:
+    """Run a line of bash in .train of a run."""
+    return subprocess.run(
+        ["bash", "-c", command], cwd=run / ".train", capture_output=True, text=True,
+        timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+
+
+def closed(path: Path, content: bytes) -> int:
+    """Write a file as a C program does; return the error code of its close, 0 if there is none."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    os.write(fd, content)
+    try:
+        os.close(fd)
+    except OSError as error:
+        assert error.errno is not None
+        return error.errno
+    return 0
+
+
+def push_with(hosts: Hosts, value: float = 1.0, **metadata: str) -> bytes:
+    save_file(ones(value), hosts.local / "push.safetensors", metadata)
+    return (hosts.local / "push.safetensors").read_bytes()
+
+
+def test_shell_pushes_by_copying_and_pulls_by_reading(hosts_of_run: Hosts) -> None:
+    run, grads = hosts_of_run.here, shlex.quote(str(hosts_of_run.local / "push.safetensors"))
+    for step in (1, 2):
+        push_with(hosts_of_run)
+        done = shell(
+            f"cp {grads} push/w0.safetensors && timeout {PATIENCE_S / 2} "
+            f"cat since/{step}/model.safetensors > {grads}.pulled && cat status",
+            run,
+        )
+        assert done.returncode == 0, done
+        assert load_file(f"{grads}.pulled")["norm"].tolist() == [step] * 3
+    eventually(lambda: "version   2\n" in shell("cat status", run).stdout, "the status", 30)
+    assert load_file(run / "model.safetensors")["norm"].tolist() == [2] * 3
+
+
+def test_shell_learns_from_the_exit_code_that_a_push_is_refused(hosts_of_run: Hosts) -> None:
+    run = hosts_of_run.here
+    push_with(hosts_of_run, np.nan)
+    done = shell(f"cp {hosts_of_run.local / 'push.safetensors'} push/w0.safetensors", run)
+    assert done.returncode != 0
+    assert "Invalid argument" in done.stderr
+    assert shell("ls push", run).stdout == ""
+    eventually(lambda: "NaN" in shell("cat status", hosts_of_run.there).stdout, "the reason", 30)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_program_that_waits_for_a_version_ends_at_a_signal(
+    hosts_of_run: Hosts, number: signal.Signals
+) -> None:
+    path = hosts_of_run.here / ".train" / "since" / "99" / "model.safetensors"
+    with subprocess.Popen(["cat", path], preexec_fn=default_signals) as waiting:
+        try:
+            eventually(lambda: is_waiting(waiting.pid), "it waits", 30)
+            waiting.send_signal(number)
+            assert waiting.wait(PATIENCE_S) == -number
+        finally:
+            waiting.kill()
+
+
+def default_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def test_program_without_a_library_trains(hosts_of_run: Hosts) -> None:
+    train = TrainDirectory(hosts_of_run.here)
+    assert closed(train.push / "c@1.safetensors", push_with(hosts_of_run)) == 0
+    fd = os.open(train.since / "1" / "model.safetensors", os.O_RDONLY)
+    try:
+        (hosts_of_run.local / "pulled").write_bytes(os.read(fd, 1 << 20))
+    finally:
+        os.close(fd)
+    assert load_file(hosts_of_run.local / "pulled")["norm"].tolist() == [1] * 3
+
+
+@pytest.mark.parametrize("hosts_of_run", [{"workers": 2, "ahead": 8}], indirect=True)
+def test_close_says_which_worker_or_step_cannot_count(hosts_of_run: Hosts) -> None:
+    """The clock of each is known to the host of the worker as soon as the version is there."""
+    train = TrainDirectory(hosts_of_run.here)
+    for name in ("a", "b"):
+        assert closed(train.push / f"{name}.safetensors", push_with(hosts_of_run)) == 0
+    (train.since / "1" / "model.safetensors").read_bytes()
+    for name, metadata, code in (
+        ("c", {}, errno.EPERM),
+        ("a", {"step": "1"}, errno.ESTALE),
+        ("a", {"step": "1000000000"}, errno.EINVAL),
+        ("a", {"step": "2", "base": "7"}, errno.EINVAL),
+    ):
+        push = push_with(hosts_of_run, **metadata)
+        assert closed(train.push / f"{name}.safetensors", push) == code
+    with Worker(hosts_of_run.here, "c") as stranger, pytest.raises(OSError, match="too many"):
+        stranger.push(ones())
+    assert closed(train.push / "a@2.safetensors", push_with(hosts_of_run)) == 0
+    there = hosts_of_run.there / ".train" / "status"
+    for reason in ("too many", "is past", "too far ahead", "no version 7"):
+        eventually(lambda reason=reason: reason in there.read_text(), reason, 30)  # type: ignore[misc]
+
+
+def test_directory_is_one_run_on_both_hosts(hosts_of_run: Hosts) -> None:
+    for directory in (hosts_of_run.here, hosts_of_run.there):
+        with pytest.raises(TrainError, match="trained in already"):
+            begin(directory, TrainConfig())
+    with Worker(hosts_of_run.here, "w"), pytest.raises(TrainError, match="taking part"):
+        Worker(hosts_of_run.there, "w")
