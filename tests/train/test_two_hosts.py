@@ -68,7 +68,7 @@ def closed(path: Path, content: bytes) -> int:
     return 0
 
 
-def push_with(hosts: Hosts, value: float = 1.0, **metadata: str) -> bytes:
+def push_with(hosts: Hosts, value: float = 1.0, metadata: dict[str, str] | None = None) -> bytes:
     save_file(ones(value), hosts.local / "push.safetensors", metadata)
     return (hosts.local / "push.safetensors").read_bytes()
 
@@ -135,13 +135,14 @@ def test_close_says_which_worker_or_step_cannot_count(hosts_of_run: Hosts) -> No
     for name in ("a", "b"):
         assert closed(train.push / f"{name}.safetensors", push_with(hosts_of_run)) == 0
     (train.since / "1" / "model.safetensors").read_bytes()
-    for name, metadata, code in (
+    refusals: list[tuple[str, dict[str, str], int]] = [
         ("c", {}, errno.EPERM),
         ("a", {"step": "1"}, errno.ESTALE),
         ("a", {"step": "1000000000"}, errno.EINVAL),
         ("a", {"step": "2", "base": "7"}, errno.EINVAL),
-    ):
-        push = push_with(hosts_of_run, **metadata)
+    ]
+    for name, metadata, code in refusals:
+        push = push_with(hosts_of_run, metadata=metadata)
         assert closed(train.push / f"{name}.safetensors", push) == code
     with Worker(hosts_of_run.here, "c") as stranger, pytest.raises(OSError, match="too many"):
         stranger.push(ones())

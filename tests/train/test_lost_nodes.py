@@ -1,0 +1,72 @@
+"""What a version is made of has as many replicas as its directory says."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cluster import Cluster, Plan
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+from training_runs import gradients, model, newest, reduce_until, same_bits, start
+
+from irdmafs.train import Reducer, Worker
+from irdmafs.train.directory import TrainDirectory
+
+
+def replicas_of(file: Path) -> set[int]:
+    """Return how many nodes keep each stripe of a file, in sync."""
+    stripes = json.loads(os.getxattr(file, "user.irdmafs.nodes"))
+    assert stripes
+    return {sum(node["in_sync"] for node in stripe["nodes"]) for stripe in stripes}
+
+
+def step(reducer: Reducer, worker: Worker, number: int) -> None:
+    worker.push(gradients(0, number))
+    run = worker.train.models
+    reduce_until(reducer, lambda: newest(run) == number, f"version {number} is made")
+    worker.pull(timeout_s=60)
+
+
+def arrays_of(run: Path) -> dict[str, NDArray[np.generic]]:
+    """Return parameters, master weights and moments of the newest version, as a host reads them."""
+    version = TrainDirectory(run).version(newest(run))
+    return {
+        f"{file.relative_to(version)} {name}": array
+        for part in ("params", "state")
+        for file in sorted((version / part).iterdir())
+        for name, array in load_file(file).items()
+    }
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_version_outlives_nodes_that_lose_their_disks(replicas: int, tmp_path: Path) -> None:
+    plan = Plan(nodes=3, mounts=2, replicas=2, node_config={"rereplicate_after": 600})
+    undisturbed = start(tmp_path / "run", model(), rule="adamw", shards=3)
+    with Reducer(undisturbed) as reducer, Worker(undisturbed, "w") as worker:
+        for number in (1, 2, 3):
+            step(reducer, worker, number)
+    with Cluster(plan) as cluster:
+        here, there = (mount.path / "top" for mount in cluster.mounts)
+        here.mkdir()
+        os.setxattr(here, "user.irdmafs.replicas", b"%d" % replicas)
+        run = start(here / "run", model(), rule="adamw", shards=3)
+        with Reducer(run) as reducer, Worker(run, "w") as worker:
+            for number in (1, 2):
+                step(reducer, worker, number)
+            version = TrainDirectory(run).version(2)
+            files = [path for path in version.rglob("*") if path.is_file()]
+            assert len(files) == 8
+            assert set().union(*map(replicas_of, files)) == {replicas}
+            expected = arrays_of(run)
+            for node in cluster.nodes[: replicas - 1]:
+                node.kill9()
+                node.wipe()
+            assert same_bits(arrays_of(there / "run"), expected)
+            step(reducer, worker, 3)
+        assert same_bits(
+            load_file(there / "run" / "model.safetensors"),
+            load_file(undisturbed / "model.safetensors"),
+        )
