@@ -19,6 +19,7 @@ DIVIDED = frozenset(
         "tests/cluster/test_membership.py",
         "tests/cluster/test_replication_protocol.py",
         "tests/faults/test_random_faults.py",
+        "tests/train/test_random_kills.py",
     }
 )
 # The tests that wait for guests. They come last, and to the worker that started the guests.

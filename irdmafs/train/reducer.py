@@ -352,28 +352,37 @@ class _Coordinator:
     def _look_at_members(self) -> None:
         """See who takes part, and who has ended."""
         now_s = time.monotonic()
-        names = {name for name in os.listdir(self._train.workers) if not name.startswith(".")}
-        if names == self._members.keys() and now_s < self._looked_s + LOOK_S:
+        if self._names() == self._members.keys() and now_s < self._looked_s + LOOK_S:
             return
         self._looked_s = now_s
-        # Listed before: a worker makes its directory there when it takes part.
+        # Listed before the workers: each makes its directory there when it has locked its name.
         staged = [name for name in os.listdir(self._train.push) if name.startswith(".")]
-        members = {}
-        for name in names:
-            path = self._train.workers / name
-            if is_locked(path):
-                with contextlib.suppress(FileNotFoundError, ValueError, TrainError):
-                    members[name] = int(read_small(path) or 0)
-            else:
-                log.info("%s: worker %s has ended", self._train.models, name)
-                remove(path)
+        present = {name for name in self._names() if self._takes_part(name)}
         for name in staged:
             worker, at, _ = name[1:].partition("@")
-            if at and worker not in members and (self._train.push / name).is_dir():
-                remove_staging(self._train.push / name)
+            if at and worker not in present and (self._train.push / name).is_dir():
+                # Another user's may have to stay.
+                with contextlib.suppress(PermissionError):
+                    remove_staging(self._train.push / name)
+        members = {}
+        for name in present:
+            with contextlib.suppress(FileNotFoundError, ValueError, TrainError):
+                members[name] = int(read_small(self._train.workers / name) or 0)
         if members != self._members or not self._train.members.exists():
             replace(self._train.members, msgspec.json.encode(members))
             self._members = members
+
+    def _names(self) -> set[str]:
+        return {name for name in os.listdir(self._train.workers) if not name.startswith(".")}
+
+    def _takes_part(self, name: str) -> bool:
+        """Return whether a worker has not ended. Removes the file of one that has."""
+        path = self._train.workers / name
+        if is_locked(path):
+            return True
+        log.info("%s: worker %s has ended", self._train.models, name)
+        remove(path)
+        return False
 
     # -- commit ------------------------------------------------------------------------------------
 
