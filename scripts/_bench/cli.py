@@ -12,6 +12,7 @@ from .peers import peers
 from .posix import posix
 from .soak import soak
 from .train import train
+from .train_scaling import train_scaling
 from .training import training
 from .transport import transport
 from .verbs.command import verbs
@@ -25,7 +26,7 @@ def main() -> None:
 
 
 for _command in (
-    posix, memory, cluster, peers, transport, verify, verbs, train, training, train_arithmetic, soak,
-    worker,
+    posix, memory, cluster, peers, transport, verify, verbs, train, training, train_arithmetic,
+    train_scaling, soak, worker,
 ):  # fmt: skip
     main.add_command(_command)

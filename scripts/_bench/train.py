@@ -33,7 +33,7 @@ PORT = 29511
 LEASE_S = 10
 
 
-def _model(elements: int) -> dict[str, np.ndarray[tuple[int], np.dtype[np.float32]]]:
+def model_of(elements: int) -> dict[str, np.ndarray[tuple[int], np.dtype[np.float32]]]:
     """Return a model as tensors of 16 MiB."""
     rng = np.random.default_rng(1)
     return {
@@ -42,14 +42,16 @@ def _model(elements: int) -> dict[str, np.ndarray[tuple[int], np.dtype[np.float3
     }
 
 
-def work_by_files(directory: str, name: str) -> None:
-    """A worker: for each line it pushes gradients and pulls the next version, and tells the seconds."""
+def work_by_files(directory: str, name: str, compute_s: float = 0.0) -> None:
+    """A worker: for each line it computes, which is a sleep, pushes gradients and pulls the next version,
+    and tells the seconds."""
     with TrainWorker(directory, name) as worker:
         out = {key: np.array(value) for key, value in worker.pull().items()}
         gradients = {key: np.full_like(value, 0.001) for key, value in out.items()}
         tell(None)
         for _ in sys.stdin:
             start = time.perf_counter()
+            time.sleep(compute_s)
             worker.push(gradients)
             worker.pull(out, timeout_s=120)
             tell([time.perf_counter() - start])
@@ -140,7 +142,7 @@ def train(
             places = [mount.path / "run" for mount in cluster.mounts]
             places[0].mkdir()
             with client.open(places[0]) as store:
-                store.publish_state_dict(_model(elements))
+                store.publish_state_dict(model_of(elements))
             begin(places[0], TrainConfig(rule="sum", workers=HOSTS, whole_every=0))
             hosts = [mount.host for mount in cluster.mounts]
             reduced_at = cluster.mounts
@@ -151,7 +153,7 @@ def train(
                 cluster.network.shape(host, mbit * 1e6)
             with contextlib.ExitStack() as stack:
                 for mount in reduced_at:
-                    stack.enter_context(_reducer(mount.path / "run"))
+                    stack.enter_context(reducing(mount.path / "run"))
                 workers = [
                     stack.enter_context(
                         Worker(
@@ -184,7 +186,7 @@ def _measure_gloo(rates: Rates, hosts: Sequence[Host], elements: int, rounds: in
 
 
 @contextlib.contextmanager
-def _reducer(directory: Path) -> Iterator[None]:
+def reducing(directory: Path) -> Iterator[None]:
     options = ("--threads", "1")
     command = [sys.executable, "-m", "irdmafs", "train", "reduce", os.fspath(directory), *options]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:

@@ -80,3 +80,21 @@ def test_scaling_is_printed_up_to_10000_workers(tmp_path: Path) -> None:
 def test_example_without_a_directory_has_a_mount_as_long_as_it_runs() -> None:
     printed = run("fedavg.py", "--workers=2", "--steps=2")
     assert re.search(r"^ +2 +0\.\d+", printed, re.MULTILINE)
+
+
+@needs("sklearn")
+def test_two_workers_reach_the_accuracy_after_as_many_steps_as_one(tmp_path: Path) -> None:
+    arguments = ("--sample-ms=0.5", "--workers=1", "--workers=2", f"--out={tmp_path / 'out'}")
+    printed = run("speedup.py", tmp_path / "run", *arguments)
+    (one, two) = re.findall(r"^(\d) workers, bsp .* (\d+) pushes", printed, re.MULTILINE)
+    assert (one[0], two[0]) == ("1", "2")
+    assert int(two[1]) == 2 * int(one[1])
+    rows = (tmp_path / "out" / "speedup-workers.csv").read_text().splitlines()
+    assert [row.split(",")[1] for row in rows[1:]] == ["1.0", "2.0"] * 2
+
+
+@needs("sklearn")
+def test_accuracy_is_reached_in_spite_of_a_slow_worker(tmp_path: Path) -> None:
+    printed = run("speedup.py", tmp_path, "--sample-ms=0.5", "--slow=5")
+    found = re.findall(r"^4 workers, (\S+) .* (\d+) pushes", printed, re.MULTILINE)
+    assert [sync for sync, _ in found] == ["bsp", "ssp:4", "quorum:3", "async"]
