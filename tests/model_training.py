@@ -19,9 +19,19 @@ from explorer import Broken
 from irdmafs.train.config import TrainConfig
 from irdmafs.train.plan import Push, first_plan, next_plan, pending
 
-# A push: its worker and its step.
-Key = tuple[str, int]
 T = TypeVar("T")
+
+
+class Key(NamedTuple):
+    """A push: its worker and its step, and which process of that name made it."""
+
+    worker: str
+    step: int
+    by: int = 0
+
+    @property
+    def path(self) -> str:
+        return f"{self.worker}@{self.step};by={self.by}"
 
 
 class Rules(NamedTuple):
@@ -31,12 +41,16 @@ class Rules(NamedTuple):
     tidies_only_what_counted: bool = True
     commits_when_all_shards_are_there: bool = True
     attempts_have_directories_of_their_own: bool = True
+    joining_removes_what_is_staged: bool = True
+    joining_lists_pushes_after_removing: bool = True
+    joining_reads_clocks_after_listing: bool = True
 
 
 class Bounds(NamedTuple):
     """`workers` push `steps` each; `coordinators` and, for each of `shards`, `reducers` make
     versions. `again`: a worker that does not know that its push was acknowledged may push it again.
-    `removals`: pushes that somebody removes who should not."""
+    `removals`: pushes that somebody removes who should not. `replaced`: the first worker may be stopped
+    for a while, and another process takes its place."""
 
     workers: int = 2
     steps: int = 1
@@ -46,6 +60,7 @@ class Bounds(NamedTuple):
     sync: str = "async"
     again: bool = False
     removals: int = 0
+    replaced: bool = False
 
 
 class Made(NamedTuple):
@@ -68,6 +83,15 @@ class Process(NamedTuple):
     attempt: int = 0
 
 
+class Worker(NamedTuple):
+    """A process with the name of the worker that is replaced. `step`: the last one that it knows to be
+    pushed; `joined`: how many of the operations of joining it has done."""
+
+    phase: str = "idle"
+    step: int = 0
+    joined: int = 0
+
+
 class State(NamedTuple):
     """`acknowledged`: pushes whose rename returned; `present`: files in push/; `removed`: those that were
     removed while they had to count. `versions` and `next`: the directories, by number, and in next by
@@ -80,6 +104,7 @@ class State(NamedTuple):
     next: tuple[tuple[tuple[int, int], Made], ...]
     coordinators: tuple[Process, ...]
     reducers: tuple[Process, ...]
+    replaced: tuple[Worker, ...] = ()
 
 
 class Model:
@@ -89,6 +114,13 @@ class Model:
         self._bounds = bounds
         self._rules = rules or Rules()
         self._config = TrainConfig(sync=bounds.sync, workers=bounds.workers)
+        self._joining = ["removes", "lists", "reads clocks"]
+        if not self._rules.joining_removes_what_is_staged:
+            self._joining.remove("removes")
+        elif not self._rules.joining_lists_pushes_after_removing:
+            self._joining = ["lists", "removes", "reads clocks"]
+        elif not self._rules.joining_reads_clocks_after_listing:
+            self._joining = ["removes", "reads clocks", "lists"]
 
     def initial(self) -> State:
         bounds = self._bounds
@@ -96,13 +128,18 @@ class Model:
         return State(
             frozenset(), frozenset(), frozenset(), ((0, first),), (),
             (Process(),) * bounds.coordinators, (Process(),) * (bounds.reducers * bounds.shards),
+            (Worker(joined=len(self._joining)), Worker("joins")) if bounds.replaced else (),
         )  # fmt: skip
 
     def steps(self, state: State) -> Iterator[tuple[str, State]]:
-        for number in range(self._bounds.workers):
-            done = sum(worker == f"w{number}" for worker, _ in state.acknowledged)
+        for number, worker in enumerate(state.replaced):
+            for label, after, then in self._work(state, worker, number):
+                workers = _with(after.replaced, number, then)
+                yield f"process {number} of worker 0 {label}", after._replace(replaced=workers)
+        for number in range(self._bounds.replaced, self._bounds.workers):
+            done = sum(key.worker == f"w{number}" for key in state.acknowledged)
             if done < self._bounds.steps:
-                key = (f"w{number}", done + 1)
+                key = Key(f"w{number}", done + 1)
                 yield (
                     f"worker {number} pushes {done + 1}",
                     state._replace(
@@ -127,6 +164,33 @@ class Model:
             for label, after, now in self._reduce(state, process, shard):
                 processes = _with(after.reducers, number, now)
                 yield f"reducer {number} {label}", after._replace(reducers=processes)
+
+    # -- a worker that is replaced -----------------------------------------------------------------
+
+    def _work(self, state: State, me: Worker, number: int) -> Iterator[tuple[str, State, Worker]]:
+        if me.phase == "ended":
+            return
+        if me.joined < len(self._joining):
+            label = self._joining[me.joined]
+            after, step = state, me.step
+            if label == "removes":
+                # The other is stopped, or will find its directory gone.
+                after = state._replace(replaced=_with(state.replaced, 0, Worker("ended")))
+            elif label == "lists":
+                step = max([step, *(key.step for key in state.present if key.worker == "w0")])
+            else:
+                step = max(step, dict(state.versions[-1][1].clocks).get("w0", 0))
+            joined = me.joined + 1
+            phase = "idle" if joined == len(self._joining) else me.phase
+            yield label, after, Worker(phase, step, joined)
+        elif me.phase == "idle" and me.step < self._bounds.steps:
+            yield "writes a push", state, me._replace(phase="publishes")
+        elif me.phase == "publishes":
+            key = Key("w0", me.step + 1, number)
+            after = state._replace(
+                acknowledged=state.acknowledged | {key}, present=state.present | {key}
+            )
+            yield f"publishes {key.step}", after, me._replace(phase="idle", step=key.step)
 
     # -- a coordinator -----------------------------------------------------------------------------
 
@@ -164,7 +228,8 @@ class Model:
         clocks = dict(dict(state.versions)[me.newest].clocks)
         if not self._rules.only_pending_pushes_count:
             clocks = {}
-        pushes = [Push(worker, step, f"{worker}@{step}") for worker, step in me.read]
+        read = {key.path: key for key in me.read}
+        pushes = [Push(key.worker, key.step, path) for path, key in read.items()]
         newest = msgspec.structs.replace(
             first_plan(self._config, 0), version=me.newest, clocks=clocks
         )
@@ -172,7 +237,7 @@ class Model:
         if plan is None:
             yield "finds too few", state, Process()
             return
-        keys = tuple((push.worker, push.step) for push in plan.pushes)
+        keys = tuple(read[push.path] for push in plan.pushes)
         made = Made(keys, tuple(sorted(plan.clocks.items())), (None,) * self._bounds.shards)
         yield from self._write(state, (plan.version, 0), made)
 
@@ -268,9 +333,9 @@ class Model:
         lost = expected - set(counted) - state.present
         if lost:
             raise Broken(f"{sorted(lost)} will never count")
-        waiting = pending((Push(*key, "") for key in state.present), clocks)
-        kept = {(push.worker, push.step) for push in waiting}
-        if expected - set(counted) - kept:
+        there = [Push(key.worker, key.step, key.path) for key in state.present]
+        kept = {push.path for push in pending(there, clocks)}
+        if {key.path for key in expected - set(counted)} - kept:
             raise Broken("a push that is there is not pending, and does not count")
 
     def reduced(self, state: State) -> State:

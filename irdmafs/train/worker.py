@@ -158,7 +158,8 @@ class Worker:
         They are numpy arrays or torch tensors with the parameters' shapes, of any float type, and are
         written from where they lie. `weight`: a number of samples or tokens, for example; `lr`: instead of
         the configured one; `scales`: factors of parameters, for fp8. When this returns the push will
-        count, once. Raises Refused (an OSError), which says why.
+        count, once. Raises Refused (an OSError), which says why. After another OSError it counts once or
+        not at all: a worker that begins again under the name goes on after it if it does.
         """
         values = values_of(self.layout, gradients)
         identity = self._next_push(weight, lr)

@@ -14,6 +14,8 @@ KEPT = {
     "pushes that are repeated": Bounds(workers=1, steps=2, again=True, reducers=2),
     "a push that is removed": Bounds(removals=1),
     "a push that is removed between two shards": Bounds(workers=1, removals=1, shards=2),
+    "a worker that is replaced": Bounds(workers=1, steps=3, coordinators=1, replaced=True),
+    "a worker that is replaced beside another": Bounds(steps=2, coordinators=1, replaced=True),
 }
 NEEDED = {
     "plan_is_made_once": Bounds(),
@@ -22,6 +24,9 @@ NEEDED = {
     "tidies_only_what_counted": Bounds(),
     "commits_when_all_shards_are_there": Bounds(),
     "attempts_have_directories_of_their_own": Bounds(workers=1, removals=1, shards=2),
+    "joining_removes_what_is_staged": Bounds(workers=1, steps=2, coordinators=1, replaced=True),
+    "joining_lists_pushes_after_removing": Bounds(workers=1, coordinators=1, replaced=True),
+    "joining_reads_clocks_after_listing": Bounds(workers=1, coordinators=1, replaced=True),
 }
 
 
