@@ -162,17 +162,19 @@ class PushChecker:
         request = b"\0".join((self._mountpoint, directory.lstrip(b"/"), name))
         if len(request) > REQUEST_MAX_BYTES:
             raise Refused(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+        if owner not in self._queues and len(self._queues) >= _KEPT:
+            await self._end_idle()
         queue = self._queues.pop(owner, None) or _Queue(self._module, owner)
         self._queues[owner] = queue
-        self._end_idle()
         await queue.check(request, fd)
 
-    def _end_idle(self) -> None:
-        """End the processes of owners who have had no push for the longest time, if there are many."""
-        for owner, queue in list(self._queues.items())[: max(0, len(self._queues) - _KEPT)]:
-            if queue.is_idle:
-                queue.abandon()
-                del self._queues[owner]
+    async def _end_idle(self) -> None:
+        """End the process of the owner who has had no push for the longest time."""
+        found = next((owner for owner, queue in self._queues.items() if queue.is_idle), None)
+        if found is not None:
+            process = self._queues.pop(found).abandon()
+            if process is not None:
+                await process.ended()
 
     def close(self) -> None:
         """End the processes, and wait until they have: they keep files of the store open. The mount has

@@ -217,7 +217,8 @@ class Worker:
         if not _files.lies_on_irdmafs(self.train.push):
             for shard in self._shards:
                 with _files.open_to_read(os.fspath(hidden / shard.name)) as (fd, _):
-                    check(self.train.models, fd, f"{hidden.name}/{shard.name}")
+                    name = f"{self._staging.name}/{hidden.name}/{shard.name}"
+                    check(self.train.models, fd, name)
         os.rename(hidden, self.train.push / identity.name)
         return self._pushed_as(identity.name, identity)
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import save_file
 from training_runs import model, newest, ones, reduce, reduce_until, start
 
@@ -288,3 +290,76 @@ def test_layout_of_another_model_refuses_pushes(run: Path) -> None:
     os.replace(other / ".train" / "layout.json", run / ".train" / "layout.json")
     with Worker(run, "w") as worker, pytest.raises(Refused, match="no parameter"):
         worker.push(ones())
+
+
+# -- any bytes -------------------------------------------------------------------------------------
+
+
+def damaged(content: bytes, changes: list[tuple[int, bytes]], length: int | None) -> bytes:
+    """Return bytes that were overwritten in places, and cut or filled up to a length."""
+    damaged = bytearray(content)
+    for at, new in changes:
+        at %= len(damaged)
+        damaged[at : at + len(new)] = new
+    return bytes(damaged if length is None else damaged[:length].ljust(min(length, 5000), b"\0"))
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, bytes]]:
+    """A run, and pushes for it by name."""
+    top = tmp_path_factory.mktemp("good")
+    run = start(top / "run", shards=2)
+    save_file(ones(), top / "push", {"worker": "w", "step": "1", "scales": '{"norm": 0.5}'})
+    np.save(top / "push.npy", np.ones(3, np.float32))
+    pushes = {"w.safetensors": (top / "push").read_bytes()}
+    pushes["w:norm.npy"] = (top / "push.npy").read_bytes()
+    layout = TrainDirectory(run).layout()
+    with Worker(run, "w") as worker:
+        worker.push(ones())
+    for shard in layout.shards():
+        (file,) = (run / ".train" / "push").glob(f"w@1*/{shard.name}")
+        pushes[f"w@1/{shard.name}"] = file.read_bytes()
+    return run, pushes
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
+@given(
+    st.integers(0, 3),
+    st.lists(
+        st.tuples(
+            st.integers(0, 1000),
+            st.binary(min_size=1, max_size=8)
+            | st.sampled_from(
+                [
+                    b'"',
+                    b"{",
+                    b"[",
+                    b"-1",
+                    b"1e9",
+                    b"999999999999999999999",
+                    b"\\ud800",
+                    b"null",
+                    b"NaN",
+                ]
+            ),
+        ),
+        max_size=4,
+    ),
+    st.none() | st.integers(0, 5000),
+)
+def test_check_of_any_bytes_ends_with_a_verdict(
+    good: tuple[Path, dict[str, bytes]],
+    which: int,
+    changes: list[tuple[int, bytes]],
+    length: int | None,
+) -> None:
+    run, pushes = good
+    name = sorted(pushes)[which]
+    fd = os.memfd_create("push")
+    try:
+        os.write(fd, damaged(pushes[name], changes, length))
+        check(run, fd, name)
+    except Refused as refused:
+        assert refused.errno in (errno.EINVAL, errno.EPERM, errno.ESTALE)
+    finally:
+        os.close(fd)
