@@ -453,6 +453,22 @@ def test_files_that_were_being_written_when_a_process_was_killed_are_removed(run
     assert sorted(names) == [".0.host.12", ".a.12", ".status.host.12"]
 
 
+def test_version_has_nothing_that_a_killed_reducer_was_writing(run: Path) -> None:
+    start(run, shards=2, rule="sgd", clip_norm=1.0)
+    making = run / ".train" / "next" / "1"
+    with Worker(run, "w") as worker, Reducer(run) as reducer:
+        worker.push(ones())
+        reducer._take_parts()
+        assert reducer._coordinator is not None
+        reducer._coordinator.step(reducer.train.config(), reducer.train.newest_plan())
+        for part in ("", "norm", "params", "state"):
+            (making / part / ".0.host.123").write_bytes(b"half")
+        reduce(reducer)
+    assert newest(run) == 1
+    left = [path for path in (run / ".train").rglob("*") if "123" in path.name]
+    assert left == []
+
+
 def test_part_of_a_reducer_that_ended_is_taken_over(run: Path) -> None:
     start(run, shards=2)
     with Worker(run, "w") as worker:
