@@ -4,6 +4,7 @@ A check ends with a reason, reducers go on, and nothing outside of the run is to
 import errno
 import json
 import os
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
-from training_runs import model, newest, ones, reduce, reduce_until, start
+from training_runs import model, newest, ones, parameters, reduce, reduce_until, start
 
 from irdmafs.train import Reducer, Refused, TrainError, Worker
 from irdmafs.train.directory import TrainDirectory, replace
@@ -265,23 +266,39 @@ def test_configuration_that_became_invalid_refuses_pushes_until_it_is_mended(run
     assert newest(run) == 1
 
 
-def test_push_that_was_changed_after_its_check_holds_nobody_up(run: Path) -> None:
-    start(run)
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("when", ["before it is planned", "afterwards"])
+def test_push_that_was_changed_after_its_check_holds_nobody_up(
+    run: Path, shards: int, when: str
+) -> None:
+    start(run, shards=shards)
     with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
         a.push(ones())
         b.push(ones())
-        push = TrainDirectory(run).push / "a@1.safetensors"
-        content = push.read_bytes().replace(b'"F32"', b'"I32"')
-        aside = run / "aside"
-        aside.write_bytes(content)
-        reducer._take_parts()
-        assert reducer._coordinator is not None
         train = TrainDirectory(run)
-        assert reducer._coordinator.step(train.config(), train.newest_plan())
+        (push,) = train.push.glob("a@1*")
+        aside = run / "aside"
+        if shards > 1:
+            shutil.copytree(push, aside)
+        else:
+            shutil.copyfile(push, aside)
+        for file in (aside, *aside.glob("*")):
+            if file.is_file():
+                content = file.read_bytes().replace(b'"F32"', b'"I32"')
+                file.unlink()
+                file.write_bytes(content)
+        if when == "afterwards":
+            reducer._take_parts()
+            assert reducer._coordinator is not None
+            assert reducer._coordinator.step(train.config(), train.newest_plan())
+        os.rename(push, run / "was there")
         os.rename(aside, push)
+        if when == "before it is planned":
+            a.close()
         reduce_until(reducer, lambda: newest(run) == 1, "the version is made without the push")
-        folder = TrainDirectory(run).refused
-        assert "has the type" in "".join((folder / name).read_text() for name in os.listdir(folder))
+        assert parameters(run)["norm"].tolist() == [1] * 3
+        status = train.status
+        reduce_until(reducer, lambda: "has the type" in status.read_text(), "the reason is shown")
 
 
 def test_layout_of_another_model_refuses_pushes(run: Path) -> None:

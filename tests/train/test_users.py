@@ -1,0 +1,110 @@
+"""Several users train in one directory: one owns it and reduces, others take part, and may do no more."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import make_mount
+from mountpoint import Mount, eventually, run_checked
+from processes import Process
+from training_runs import parameters
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users")
+
+OWNER, WORKER, STRANGER = 1000, 2000, 3000
+TAKES_PART = """
+from pathlib import Path
+from training_runs import *
+from irdmafs.train.directory import TrainDirectory
+run = Path(run)
+train = TrainDirectory(run)
+"""
+
+
+@pytest.fixture(scope="module")
+def shared_mount() -> Iterator[Mount]:
+    with make_mount("kernel", "-o", "allow_other") as mount:
+        mount.path.chmod(0o1777)
+        yield mount
+
+
+@pytest.fixture
+def user(shared_mount: Mount) -> Iterator[Callable[[int], Process]]:
+    """Gives a process of a user."""
+    made: list[Process] = []
+
+    def make(uid: int) -> Process:
+        launcher = ("setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups")
+        made.append(Process(launcher))
+        return made[-1]
+
+    yield make
+    for process in made:
+        process.close()
+
+
+@pytest.fixture(params=[1, 3])
+def run(shared_mount: Mount, user: Callable[[int], Process], request: Any) -> Path:
+    """A run of OWNER, in which others may take part."""
+    run = shared_mount.path / f"run{request.param}-{request.function.__name__}"
+    owner = user(OWNER)
+    owner.do(TAKES_PART, run=str(run))
+    owner.do("start(run, shards=shards)", shards=request.param)
+    for name in ("push", "workers"):
+        owner.do("os.chmod(train.path / name, 0o1777)", name=name)
+    # What others put there can be removed by the owner.
+    run_checked("setfacl", "-d", "-m", f"u:{OWNER}:rwx,g::rx,o::rx", run / ".train" / "push")
+    return run
+
+
+def test_push_of_another_user_counts_and_is_removed(
+    run: Path, user: Callable[[int], Process]
+) -> None:
+    owner, worker = user(OWNER), user(WORKER)
+    for process in (owner, worker):
+        process.do(TAKES_PART, run=str(run))
+    owner.do("reducer = Reducer(run, threads=1)")
+    worker.do("worker = Worker(run, 'w')")
+    for step in (1, 2):
+        assert worker.do("worker.push(ones())") == step
+        owner.do("reduce_until(reducer, lambda: newest(run) == step, 'it is made')", step=step)
+        worker.do("worker.pull(timeout_s=30)")
+    with pytest.raises(OSError, match=r"NaN|Invalid argument"):
+        worker.do("worker.push(ones(float('nan')))")
+    owner.do("reduce_until(reducer, lambda: 'NaN' in train.status.read_text(), 'it is shown')")
+    worker.do("worker.close()")
+    owner.do("reduce(reducer)")
+    eventually(lambda: not os.listdir(run / ".train" / "push"), "pushes that counted are removed")
+    assert parameters(run)["norm"].tolist() == [2] * 3
+
+
+def test_member_can_change_nothing_but_its_own_pushes(
+    run: Path, user: Callable[[int], Process]
+) -> None:
+    worker, stranger = user(WORKER), user(STRANGER)
+    for process in (worker, stranger):
+        process.do(TAKES_PART, run=str(run))
+    worker.do("worker = Worker(run, 'w')")
+    worker.do("worker.push(ones())")
+    before = sorted(str(path) for path in (run / ".train").rglob("*"))
+    (push,) = (run / ".train" / "push").glob("w@1*")
+    file = next(path for path in (push, *push.glob("*")) if path.is_file())
+    for attempt in (
+        "os.rename(push, train.push / 'mine')",
+        "(train.workers / 'w').unlink()",
+        "(train.workers / 'w').write_bytes(b'')",
+        "os.truncate(train.config_path, 0)",
+        "os.rename(train.push, train.path / 'other')",
+        "os.symlink('/etc', train.path / 'refused2')",
+        "(train.refused / 'file').touch()",
+        "(train.versions / '9').mkdir()",
+        "(train.next / '1').mkdir()",
+        "(train.reducers / 'coordinator').touch()",
+        "os.setxattr(train.push, 'user.irdmafs.train', b'since')",
+        "os.truncate(file, 0)",
+    ):
+        with pytest.raises(PermissionError):
+            stranger.do(attempt, push=str(push), file=str(file))
+    assert sorted(str(path) for path in (run / ".train").rglob("*")) == before
