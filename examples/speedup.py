@@ -11,10 +11,10 @@ no time for communication.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,8 +32,8 @@ Samples = tuple[Array, Array]
 
 
 class Point(NamedTuple):
-    """What the first worker has found: seconds since all began, its accuracy, and the pushes that count in
-    its parameters."""
+    """What the first worker has found: seconds since all began, its accuracy, and the pushes that count
+    then."""
 
     seconds: float
     accuracy: float
@@ -53,7 +53,7 @@ class Run:
 
     def train(self, directory: Path, step_s: list[float]) -> list[Point]:
         """Train with workers whose computation takes so long; return what the first one has found."""
-        with ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
             members = [
                 stack.enter_context(Worker(directory, f"worker{number}"))
                 for number in range(len(step_s))
@@ -71,8 +71,10 @@ class Run:
     def _work(
         self, worker: Worker, number: int, workers: int, step_s: float, begun_s: float
     ) -> None:
-        # A worker that leaves is not waited for by those who have not seen yet that they can leave.
-        with worker:
+        # A worker that leaves is not waited for by those who have not seen yet that they can leave. One
+        # that fails ends all.
+        with worker, contextlib.ExitStack() as ending:
+            ending.callback(self._reached.set)
             parameters = worker.pull()
             while not self._reached.wait(step_s):
                 images, labels = self._part(worker.step, number, workers)
@@ -90,7 +92,7 @@ class Run:
     def _measure(self, worker: Worker, parameters: _network.Parameters, begun_s: float) -> None:
         seconds = time.monotonic() - begun_s
         accuracy = _network.accuracy(parameters, *self._test)
-        counted = sum(worker.train.plan_of(worker.version).clocks.values())
+        counted = sum(worker.train.newest_plan().clocks.values())
         self.points.append(Point(seconds, accuracy, counted))
         if accuracy >= self._accuracy:
             self._reached.set()
