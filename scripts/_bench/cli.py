@@ -12,6 +12,7 @@ from .peers import peers
 from .posix import posix
 from .soak import soak
 from .train import train
+from .train_overlap import train_overlap
 from .train_scaling import train_scaling
 from .training import training
 from .transport import transport
@@ -27,6 +28,6 @@ def main() -> None:
 
 for _command in (
     posix, memory, cluster, peers, transport, verify, verbs, train, training, train_arithmetic,
-    train_scaling, soak, worker,
+    train_overlap, train_scaling, soak, worker,
 ):  # fmt: skip
     main.add_command(_command)
