@@ -50,7 +50,7 @@ def _layer(torch: Any) -> Any:
     return Layer
 
 
-def work(directory: str, name: str, options: dict[str, bool]) -> None:
+def work(directory: str, name: str, options: dict[str, Any]) -> None:
     """A worker: for each line, with the seconds of a backward pass and a number of steps, it makes them and
     tells the seconds that one took."""
     import torch
@@ -96,7 +96,9 @@ def _workers(places: Sequence[Path], options: dict[str, bool]) -> Iterator[Seque
 def _seconds(workers: Sequence[Worker], compute_s: float, steps: int) -> float:
     """Return how long a step takes."""
     with ThreadPoolExecutor(len(workers)) as pool:
-        return max(one for [one] in pool.map(lambda each: each.do("", compute_s, steps), workers))
+        return max(
+            float(one) for [one] in pool.map(lambda each: each.do("", compute_s, steps), workers)
+        )
 
 
 @click.command(context_settings=SETTINGS)
