@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 from irdmafs.client._dtypes import Array, dtype_of_code
 
 F32: TypeAlias = NDArray[np.float32]
-# What the elements of a push are multiplied by in the sum: one number, or one for each.
-Weight: TypeAlias = float | F32
+# What the elements of a push are multiplied by in the sum: one number, or a function that returns one for
+# each element of a part.
+Weight: TypeAlias = float | Callable[[slice], F32]
 # The elements of a push, their safetensors code, and their weight.
 Push: TypeAlias = tuple[Array, str, Weight]
 F32_MAX = float(np.finfo(np.float32).max)
@@ -263,8 +264,8 @@ def accumulate(out: F32, pushes: Sequence[Push]) -> None:
     """Set ``out`` to the weighted sum of ``pushes``, in their order.
 
     Every element is converted to fp32, and every product and every sum is rounded to fp32; a weight of
-    1.0 changes nothing. All pushes, and weights for each element, are as long as ``out``. Raises
-    ValueError for no pushes, and for what to_float32() does not convert.
+    1.0 changes nothing. All pushes are as long as ``out``. Raises ValueError for no pushes, and for what
+    to_float32() does not convert.
     """
     if not pushes:
         raise ValueError("a sum of no pushes")
@@ -287,8 +288,8 @@ def accumulate(out: F32, pushes: Sequence[Push]) -> None:
 
 def _of(weight: Weight, part: slice) -> F32 | np.float32 | None:
     """Return the weight of a part; None: 1."""
-    if isinstance(weight, np.ndarray):
-        return weight[part]
+    if callable(weight):
+        return weight(part)
     return None if weight == 1 else np.float32(weight)
 
 

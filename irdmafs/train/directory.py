@@ -15,6 +15,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,7 +41,7 @@ _POLL_S = 0.005
 # Shards that are written or opened at once.
 _AT_ONCE = 16
 # The largest config.toml, layout.json or plan: 10,000 workers and 100,000 parameters fit.
-_SMALL_MAX_BYTES = 64 << 20
+_SMALL_MAX_BYTES = 16 << 20
 _F_OFD_GETLK, _F_OFD_SETLK = 36, 37
 _FLOCK = struct.Struct("hhqqi4x")
 
@@ -76,7 +77,7 @@ class TrainDirectory:
     def layout(self) -> ModelLayout:
         """Read layout.json. Raises TrainError."""
         try:
-            return msgspec.json.decode(read_small(self.layout_path), type=ModelLayout)
+            return _layout(read_small(self.layout_path))
         except FileNotFoundError:
             raise TrainError(
                 f"{self.models} is not trained in: irdmafs train init {self.models} begins"
@@ -139,6 +140,12 @@ class TrainDirectory:
             return msgspec.json.decode(read_small(self.members), type=dict[str, int])
         except (FileNotFoundError, msgspec.MsgspecError):
             return {}
+
+
+# Each file of a push is checked against the layout.
+@lru_cache(maxsize=2)
+def _layout(text: bytes) -> ModelLayout:
+    return msgspec.json.decode(text, type=ModelLayout)
 
 
 def read_small(path: Path) -> bytes:

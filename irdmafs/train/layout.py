@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import msgspec
@@ -71,35 +72,40 @@ class Shard(NamedTuple):
     size: int
 
 
-class ModelLayout(msgspec.Struct, frozen=True):
-    """The contents of layout.json: the parameters in canonical order, and the names of the shards."""
+class ModelLayout(msgspec.Struct, frozen=True, dict=True):
+    """The contents of layout.json: the parameters in canonical order, and the names of the shards. What
+    follows from them is computed once."""
 
     parameters: tuple[Parameter, ...]
     shard_names: tuple[str, ...]
 
-    @property
+    @cached_property
     def files(self) -> tuple[str, ...]:
         """Return the names of the model's files."""
         return tuple(dict.fromkeys(parameter.file for parameter in self.parameters))
 
-    @property
+    @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {parameter.name: parameter.shape for parameter in self.parameters}
 
-    @property
+    @cached_property
     def scaled(self) -> dict[str, Parameter]:
         """Return the parameters by the names of the tensors that have their scales in a push."""
         names = _scales_names(self.parameters)
         return {names[one.name]: one for one in self.parameters if one.name in names}
 
-    @property
+    @cached_property
     def header_max_bytes(self) -> int:
         """Return the size that the header of a push may have: there is room for a scale of each
         parameter."""
         return (1 << 20) + sum(1024 + 16 * len(parameter.name) for parameter in self.parameters)
 
-    def shards(self) -> tuple[Shard, ...]:
+    @cached_property
+    def _shards(self) -> tuple[Shard, ...]:
         return cut(self.parameters, self.shard_names)
+
+    def shards(self) -> tuple[Shard, ...]:
+        return self._shards
 
 
 def canonical(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:

@@ -35,12 +35,13 @@ class _Term(NamedTuple):
     weight: float
     scales: BlockScales | None
 
-    def weights(self, first: int, last: int) -> Weight:
-        """Return what elements [first, last) of the shard are multiplied by."""
-        if self.scales is None or self.run.scaled is None:
+    def weight_from(self, first: int) -> Weight:
+        """Return what the elements of the shard are multiplied by, from `first` on."""
+        scales, scaled = self.scales, self.run.scaled
+        if scales is None or scaled is None:
             return self.weight
-        before = self.run.scaled.start - self.run.at
-        return self.scales.factors(before + first, before + last, self.weight)
+        start = scaled.start + first - self.run.at
+        return lambda part: scales.factors(start + part.start, start + part.stop, self.weight)
 
 
 class _Span(NamedTuple):
@@ -181,7 +182,7 @@ def _combine(terms: Sequence[_Term], first: int, out: F32) -> F32:
                     len(out),
                 ),
                 term.run.dtype,
-                term.weights(first, first + len(out)),
+                term.weight_from(first),
             )
             for term in terms
         ],

@@ -178,6 +178,7 @@ def expected_sum(pushes: list[Push]) -> arithmetic.F32:
     """The definition: one element after the other in fp32, without blocks."""
     total: arithmetic.F32 | None = None
     for bits, code, weight in pushes:
+        assert not callable(weight)
         values = bits.view(PEERS[code]).astype(np.float32)
         product = values if weight == 1 else values * np.float32(weight)
         total = product if total is None else total + product
