@@ -42,6 +42,8 @@ _POLL_S = 0.005
 _AT_ONCE = 16
 # The largest config.toml, layout.json or plan: 10,000 workers and 100,000 parameters fit.
 _SMALL_MAX_BYTES = 16 << 20
+_libc = ctypes.CDLL(None, use_errno=True)
+_AT_FDCWD, _RENAME_NOREPLACE = -100, 1
 _F_OFD_GETLK, _F_OFD_SETLK = 36, 37
 _FLOCK = struct.Struct("hhqqi4x")
 
@@ -195,6 +197,14 @@ def write_once(path: Path, data: bytes) -> bool:
     finally:
         temporary.unlink()
     return True
+
+
+def rename_new(path: Path, new: Path) -> None:
+    """Give a file another name. Raises FileExistsError if something has it, and OSError."""
+    names = os.fsencode(path), os.fsencode(new)
+    if _libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_NOREPLACE):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), os.fspath(path))
 
 
 def replace(path: Path, data: bytes) -> None:

@@ -122,14 +122,24 @@ def _read(layout: ModelLayout, name: str, fd: int) -> _File:
         header = header_of(name, fd, os.fstat(fd).st_size, layout.header_max_bytes)
     except FormatError as error:
         raise Refused(errno.EINVAL, str(error)) from None
+    scales_of(header)
+    return _File(header.tensors, _identity_of_file(name, header.metadata))
+
+
+def _identity_of_file(name: str, metadata: Mapping[str, str]) -> Identity:
+    """Return what the name of a file in push/, and its metadata, say. Raises Refused."""
+    if not name.isprintable():
+        raise Refused(errno.EINVAL, "its name is not printable text")
     stem, suffix = os.path.splitext(name)
     who = stem.rpartition(":")[0] or stem if suffix == _NPY else stem
-    worker, _, step = who.partition("@")
-    identity = _identity(worker, {"step": step or "0", **header.metadata})
-    if identity.step == 0 and step:
-        identity = identity._replace(step=_identity(worker, {"step": step}).step)
-    scales_of(header)
-    return _File(header.tensors, identity)
+    worker, at, step = who.partition("@")
+    if not at:
+        return _identity(worker, metadata)
+    identity = _identity(worker, {"worker": worker, "step": step, **metadata})
+    if (identity.worker, str(identity.step)) != (worker, step):
+        # Another push may be about to get this name.
+        raise Refused(errno.EINVAL, f"it is {identity.worker}@{identity.step} by its metadata")
+    return identity
 
 
 def header_of(path: str, fd: int, size: int, most: int = HEADER_MAX_BYTES) -> Header:
@@ -201,14 +211,10 @@ def _is_whole(layout: ModelLayout, path: Path) -> bool:
     return True
 
 
-def settled_name(name: str, step: int) -> str:
+def settled_name(name: str, worker: str, step: int) -> str:
     """Return the name of a push whose step was the worker's next, and is this one now."""
-    stem, suffix = os.path.splitext(name)
-    if suffix == _NPY:
-        who, _, parameter = stem.rpartition(":")
-        # PARAMETER.npy: the worker has the name of the parameter.
-        return f"{(who or parameter).partition('@')[0]}@{step}:{parameter}{suffix}"
-    return f"{stem.partition('@')[0]}@{step}{suffix}"
+    parameter = f":{name.rpartition(':')[2]}" if name.endswith(_NPY) else _SAFETENSORS
+    return f"{worker}@{step}{parameter}"
 
 
 # -- whether it may count -------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from .directory import (
     read_small,
     remove,
     remove_staging,
+    rename_new,
     replace,
     write_once,
 )
@@ -303,9 +304,13 @@ class _Coordinator:
     def _settle(self, name: str, identity: Identity, step: int) -> None:
         """Give a push that has the worker's next step a name that says which that is. Its old name is free:
         a file that comes there is another push."""
-        settled = pushes.settled_name(name, step)
-        os.rename(self._train.push / name, self._train.push / settled)
+        settled = pushes.settled_name(name, identity.worker, step)
         del self._pushes[name]
+        try:
+            rename_new(self._train.push / name, self._train.push / settled)
+        except FileExistsError:
+            # Its worker has just pushed that step: this is the one after.
+            return
         self._pushes[settled] = identity._replace(step=step)
 
     def _look_at(self, config: TrainConfig, newest: Plan, name: str) -> Identity | None:

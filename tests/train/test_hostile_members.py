@@ -18,7 +18,7 @@ from training_runs import model, newest, ones, parameters, reduce, reduce_until,
 
 from irdmafs.train import Reducer, Refused, TrainError, Worker
 from irdmafs.train.directory import TrainDirectory, replace
-from irdmafs.train.pushes import check
+from irdmafs.train.pushes import check, inspect
 
 NOBODY = 65534
 
@@ -243,6 +243,62 @@ def test_check_has_the_rights_of_the_owner_of_push(run: Path) -> None:
         (note,) = train.refused.iterdir()
         assert note.stat().st_uid == NOBODY
         worker.push(ones())
+
+
+NAMES = [
+    "x" * 243 + ".safetensors", "w.safetensors", "w@1.safetensors", "w@7.safetensors", "w@x.safetensors",
+    "@1.safetensors", ".safetensors", "-.safetensors", "w@99999999999999999999.safetensors",
+    "w@1@2.safetensors", "w;weight=2.safetensors", "w\n.safetensors", "w@\u0661.safetensors",
+    "\udcff.safetensors", "\udcff", "w@01.safetensors", "w:norm.npy", "w@1:norm.npy", ":norm.npy",
+    "norm.npy", "w:w:norm.npy", "w", "w@1", "w." + "y" * 250,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("metadata", [{}, {"worker": "w"}, {"worker": "w", "step": "1"}], ids=str)
+def test_push_of_any_name_counts_once_or_is_refused_and_holds_nobody_up(
+    run: Path, tmp_path: Path, metadata: dict[str, str]
+) -> None:
+    start(run, sync="async")
+    push = TrainDirectory(run).push
+    with Reducer(run) as reducer, Worker(run, "a") as worker:
+        for name in NAMES:
+            if name.endswith(".npy"):
+                np.save(tmp_path / "push.npy", np.ones(3, np.float32))
+            else:
+                save_file(ones(), tmp_path / "push.npy", metadata)
+            try:
+                shutil.copyfile(tmp_path / "push.npy", push / name)
+            except OSError as error:
+                # Refused by the mount, or a name that no filesystem takes.
+                assert error.errno in (errno.EINVAL, errno.ESTALE, errno.ENAMETOOLONG)
+            step = worker.push(ones())
+            reduce(reducer)
+            assert TrainDirectory(run).newest_plan().clocks["a"] == step
+    updates = TrainDirectory(run).newest_plan().updates
+    assert updates > len(NAMES)
+    assert parameters(run)["norm"].tolist() == [updates] * 3
+
+
+def test_push_never_takes_the_name_of_another(run: Path, tmp_path: Path) -> None:
+    """A file that is its worker's next step, and one that the worker pushes as that step."""
+    start(run)
+    train = TrainDirectory(run)
+    with Reducer(run) as reducer:
+        save_file(ones(2), tmp_path / "next")
+        shutil.copyfile(tmp_path / "next", train.push / "a.safetensors")
+        reducer._take_parts()
+        coordinator = reducer._coordinator
+        assert coordinator is not None
+        identity = inspect(train, train.layout(), "a.safetensors")
+        assert identity is not None
+        coordinator._pushes["a.safetensors"] = identity
+        save_file(ones(1), tmp_path / "first", {"worker": "a", "step": "1"})
+        shutil.copyfile(tmp_path / "first", train.push / "a@1.safetensors")
+        coordinator._settle("a.safetensors", identity, 1)
+        assert sorted(os.listdir(train.push)) == ["a.safetensors", "a@1.safetensors"]
+    with Reducer(run) as reducer:
+        reduce_until(reducer, lambda: newest(run) == 2, "both count")
+        assert parameters(run)["norm"].tolist() == [3] * 3
 
 
 # -- what changes during a run ---------------------------------------------------------------------
