@@ -38,7 +38,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def serve(channel: socket.socket, check: Check, uid: int, gid: int) -> None:
     """Answer requests until the mount ends. `uid` and `gid`: of the owner of push/."""
     if os.geteuid() == 0 and uid:
-        os.setgroups([])
+        # A user namespace may forbid it.
+        with contextlib.suppress(PermissionError):
+            os.setgroups([])
     while True:
         request, descriptors, _, _ = socket.recv_fds(channel, REQUEST_MAX_BYTES, 1)
         if not request:

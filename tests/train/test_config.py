@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 
 from irdmafs.train.config import TrainConfig, _toml
 from irdmafs.train.errors import TrainError
-from irdmafs.train.pushes import Identity, identity_of_directory
+from irdmafs.train.pushes import (
+    Identity,
+    _identity_of_file,
+    identity_of_directory,
+    settled_name,
+)
 from irdmafs.train.rules import RULES, options_of
 
 PATH = Path("config.toml")
@@ -126,6 +131,12 @@ def test_file_that_is_no_configuration_is_an_error_with_its_name(text: bytes, re
 def test_name_of_a_push_says_what_it_was_made_of(identity: Identity) -> None:
     assert identity_of_directory(identity.name) == identity
     assert len(identity.name) <= 255
+
+
+@given(names, st.integers(1, 10**18 - 1), st.sampled_from(["w.safetensors", "a", "b:c.d.npy"]))
+def test_name_of_a_settled_push_says_its_worker_and_step(worker: str, step: int, name: str) -> None:
+    found = _identity_of_file(settled_name(name, worker, step), {})
+    assert (found.worker, found.step) == (worker, step)
 
 
 @given(st.text(max_size=40) | st.from_regex(r"[a-z]+@[0-9]+(;[a-z]+=[0-9]+){0,3}", fullmatch=True))
