@@ -16,7 +16,7 @@ from typing import NamedTuple
 __all__ = ["Cluster", "StepTime", "Work", "step_time"]
 
 # Publications that follow one another in a step: a push, its plan, the shards, the commit.
-_PUBLISHED = 4
+PUBLISHED = 4
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def step_time(work: Work, cluster: Cluster) -> StepTime:
         cluster.workers * cluster.plan_s,
         reduce_s,
         pull_s,
-        _PUBLISHED * cluster.latency_s,
+        PUBLISHED * cluster.latency_s,
     )
     return StepTime(work.compute_s, *(seconds / work.every for seconds in phases))
 

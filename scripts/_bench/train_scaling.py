@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
+import numpy as np
 from harness.cluster import MIB, Cluster, Plan
 from rich.text import Text
 
 from irdmafs import client
 from irdmafs.train import TrainConfig, begin
+from irdmafs.train.scaling import PUBLISHED, Work, step_time
 from irdmafs.train.scaling import Cluster as Hosts
-from irdmafs.train.scaling import Work, step_time
 
 from .command import SETTINGS, measuring, say, wide_console
 from .tables import table
@@ -84,11 +86,11 @@ def _steps(places: Sequence[Path], size: int, compute_s: float, rounds: int) -> 
 def predict(
     found: Sequence[Measured], size: int, compute_s: float, mbit: float
 ) -> dict[int, float]:
-    """Return seconds of a step by number of workers. Calibrated by steps of the small model with the fewest
-    and the most workers, and by one of the whole model of the fewest."""
-    few, most = found[0], found[-1]
-    plan_s = max(0.0, (most.small_s - few.small_s) / (most.workers - few.workers))
-    latency_s = max(0.0, few.small_s - compute_s - few.workers * plan_s) / 4
+    """Return seconds of a step of the whole model, by number of workers. The machine is described by
+    steps of the small model, and of the whole one with the fewest workers."""
+    overheads = [one.small_s - compute_s for one in found]
+    plan_s, latencies_s = np.polyfit([one.workers for one in found], overheads, 1)
+    plan_s, latency_s = max(0.0, float(plan_s)), max(0.0, float(latencies_s)) / PUBLISHED
     link = mbit * 1e6 / 8 * GOODPUT
     whole = Work(compute_s, size, size)
 
@@ -98,7 +100,9 @@ def predict(
             plan_s=plan_s,
         )  # fmt: skip
 
-    rest_s = few.whole_s - step_time(whole, hosts(few.workers, float("inf"))).total_s
+    few = found[0]
+    moving = step_time(whole, hosts(few.workers, math.inf))
+    rest_s = few.whole_s - few.small_s - moving.push_s - moving.pull_s
     reduce_bytes_s = size / max(rest_s, 1e-9)
     say(
         f"latency {latency_s * 1e3:.1f} ms, planning {plan_s * 1e3:.1f} ms a push, "
@@ -122,8 +126,8 @@ def train_scaling(
 ) -> None:
     """Compare the model of a step's time (irdmafs.train.scaling) with measured steps in lockstep.
 
-    Workers are on the hosts of as many store nodes. What the model needs to know of the machine is taken
-    from the first and the last number of workers; the others are predicted.
+    Workers are on the hosts of as many store nodes. Latency and planning are taken from steps of a model of
+    4 KiB, and reduction from the fewest workers; what the bytes cost on the links is predicted.
     """
     size = size_mib * MIB
     found = []
