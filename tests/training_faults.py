@@ -12,6 +12,7 @@ import training_worker
 from cluster import Cluster, ClusterMount, CommandFailed, Daemon
 from faults import Faults
 from harness.daemons import wait_until
+from harness.network import run
 from harness.parts import irdmafs_command
 from training_worker import Records
 
@@ -49,11 +50,11 @@ class Processes:
             self.start(name, cluster.mounts[number % len(cluster.mounts)])
 
     def start(self, name: str, mount: ClusterMount) -> None:
-        run = mount.path / RUN
+        folder = mount.path / RUN
         if name in self.reducers:
-            command = irdmafs_command("train", "reduce", run, "--threads", "1", "-v")
+            command = irdmafs_command("train", "reduce", folder, "--threads", "1", "-v")
         else:
-            worker = (training_worker.__file__, self._kind, str(run), name, str(self._records))
+            worker = (training_worker.__file__, self._kind, str(folder), name, str(self._records))
             command = [sys.executable, *worker]
         process = Daemon(name, mount.host, command, self.cluster.directory / f"{name}.log")
         if name in self.running:
@@ -100,7 +101,27 @@ class Processes:
     ) -> None:
         if error is not None:
             print(self.logs())
+            print(self._seen())
         self.close()
+
+    def _seen(self) -> str:
+        """Return what each mount shows of the run's pushes and of what is being made, and what it cannot
+        read of them."""
+        look = (
+            "cd {}/.train; ls -lR push next versions; cat push/*/* push/*.* next/*/*/* > /dev/null"
+        )
+        return "\n".join(
+            f"== {mount.name}\n"
+            + run(
+                "timeout",
+                "20",
+                "sh",
+                "-c",
+                f"exec 2>&1; {look.format(mount.path / RUN)}",
+                check=False,
+            )
+            for mount in self.cluster.mounts
+        )
 
     def close(self) -> None:
         self.cluster.heal_all()
