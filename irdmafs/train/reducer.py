@@ -243,7 +243,7 @@ class _Coordinator:
         plan = next_plan(config, newest, found, self._members, skipped, time.time_ns())
         assert plan is not None
         self._write_plan(self._train.attempt(plan.version, 0), plan)
-        self._progress.planned()
+        self._progress.planned(self._train, plan)
         return True
 
     def _write_plan(self, target: Path, plan: Plan) -> None:

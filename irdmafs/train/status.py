@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from . import refusals
 from .config import TrainConfig
@@ -20,17 +21,20 @@ _PERIOD_S = 0.5
 
 @dataclass
 class Progress:
-    """Figures of the coordinator. Seconds are of the newest version: waiting for pushes, reducing them,
-    committing."""
+    """Figures of the coordinator. Seconds and bytes of pushes are of the newest version: waiting for
+    pushes, reducing them, committing. `staleness`: versions between the base of a worker's last push and
+    the one that was the newest when it came."""
 
     version: int = 0
     rule: str = ""
     sync: str = ""
     clocks: Mapping[str, int] = field(default_factory=dict)
     waiting: Mapping[str, int] = field(default_factory=dict)
+    staleness: dict[str, int] = field(default_factory=dict)
     awaited: Sequence[str] = ()
     members: Collection[str] = ()
     pushes: int = 0
+    pushed_bytes: int = 0
     wait_s: float = 0.0
     reduce_s: float = 0.0
     commit_s: float = 0.0
@@ -49,10 +53,14 @@ class Progress:
         """Take in what the coordinator has found."""
         self.version, self.rule, self.sync = newest.version, config.rule, config.sync
         self.clocks, self.awaited, self.members = newest.clocks, awaited, sorted(members)
+        for push in waiting:
+            if push.base >= 0 and self.waiting.get(push.worker) != push.step:
+                self.staleness[push.worker] = newest.version - push.base
         self.waiting = {push.worker: push.step for push in waiting}
 
-    def planned(self) -> None:
+    def planned(self, train: TrainDirectory, plan: Plan) -> None:
         self.wait_s = self._next()
+        self.pushed_bytes = sum(_size(train.push / push.path) for push in plan.pushes)
 
     def reduced(self) -> None:
         self.reduce_s = self._next()
@@ -89,18 +97,22 @@ class Progress:
         lines = [
             f"version   {self.version}",
             f"rule      {self.rule}, {self.sync}",
-            f"pushes    {self.pushes} since this coordinator began",
+            f"pushes    {self.pushes} since this coordinator began; "
+            f"{self.pushed_bytes:,} bytes in this version",
             f"seconds   {self.wait_s:.3f} waiting, {self.reduce_s:.3f} reducing, "
             f"{self.commit_s:.3f} committing",
             f"waits for {', '.join(self.awaited) or 'nobody' if self.waiting else 'pushes'}",
             "",
-            "worker                         clock  behind  pushed  takes part",
+            "worker                         clock  behind  pushed  stale  takes part",
         ]
         for name in workers:
             clock = self.clocks.get(name, 0)
             pushed = self.waiting.get(name, "-")
+            stale = self.staleness.get(name, "-")
             part = "yes" if name in self.members else "no"
-            lines.append(f"{name:30} {clock:5}  {ahead - clock:6}  {pushed!s:>6}  {part}")
+            lines.append(
+                f"{name:30} {clock:5}  {ahead - clock:6}  {pushed!s:>6}  {stale!s:>5}  {part}"
+            )
         if refused:
             lines += ["", "refused:"]
             for one in refused:
@@ -112,6 +124,16 @@ class Progress:
 def how_to_reduce(train: TrainDirectory) -> str:
     """Return the command that starts a reducer."""
     return f"irdmafs train reduce {train.models}"
+
+
+def _size(push: Path) -> int:
+    """Return the bytes of a push, which may be gone: 0."""
+    try:
+        if push.is_dir():
+            return sum(file.stat().st_size for file in push.iterdir())
+        return push.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def write_status(train: TrainDirectory, progress: Progress) -> None:

@@ -1,6 +1,7 @@
 """A directory trains its models: who waits for whom, and the parameters that come of it."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -404,6 +405,30 @@ def test_status_says_who_is_waited_for(run: Path) -> None:
             lambda: "waits for there\n" in (run / ".train" / "status").read_text(),
             "the status tells of the worker",
         )
+
+
+def test_status_tells_bytes_and_staleness_of_pushes(run: Path) -> None:
+    start(run, {"p": np.zeros(1000, np.float32)}, sync="async")
+    pushed = {"p": np.ones(1000, np.float32)}
+    with Reducer(run) as reducer, Worker(run, "ahead") as ahead, Worker(run, "behind") as behind:
+        behind.pull()
+        for _ in range(3):
+            ahead.push(pushed)
+            reduce(reducer)
+            ahead.pull()
+        behind.push(pushed)
+        reduce(reducer)
+        reduce_until(
+            reducer,
+            lambda: "version   4\n" in (run / ".train" / "status").read_text(),
+            "the status tells of the last version",
+        )
+    status = (run / ".train" / "status").read_text()
+    size = re.search(r"(\d,\d{3}) bytes in this version", status)
+    assert size is not None
+    assert 4000 < int(size[1].replace(",", "")) < 4400
+    assert re.search(r"^ahead +3 +0 +- +0 ", status, re.MULTILINE)
+    assert re.search(r"^behind +1 +2 +- +3 ", status, re.MULTILINE)
 
 
 # -- the beginning and the end ---------------------------------------------------------------------
