@@ -78,19 +78,30 @@ def features(texts: list[str]) -> Array:
     return unit
 
 
-def learn(worker: Worker, number: int, own: Texts, steps: int) -> list[tuple[float, float]]:
-    """Push the gradients of so many batches; return the loss of each, and the seconds when it was known."""
+class Point(NamedTuple):
+    """The loss of a batch: seconds since the first, and bytes that its worker has moved until then."""
+
+    seconds: float
+    bytes: float
+    loss: float
+
+
+def learn(worker: Worker, number: int, own: Texts, steps: int) -> list[Point]:
+    """Push the gradients of so many batches; return what was measured at each."""
     rows, labels = features(own.texts), own.labels
     rng = np.random.default_rng(number)
-    losses = []
+    points = []
+    moved = 0
     begun_s = time.monotonic()
     for _ in range(steps):
         newest = worker.pull(timeout_s=_common.TIMEOUT_S)
         batch = rng.integers(0, len(labels), BATCH)
         loss, gradients = gradients_of(newest, rows[batch], labels[batch])
-        losses.append((time.monotonic() - begun_s, loss))
+        moved += sum(array.nbytes for array in newest.values())
+        points.append(Point(time.monotonic() - begun_s, moved, loss))
         worker.push(gradients)
-    return losses
+        moved += sum(array.nbytes for array in gradients.values())
+    return points
 
 
 def gradients_of(
@@ -137,7 +148,7 @@ def main(
         "weight": np.zeros((FEATURES, len(LANGUAGES)), np.float32),
         "bias": np.zeros(len(LANGUAGES), np.float32),
     }
-    curves = {}
+    measured: dict[str, list[Point]] = {}
     with _common.place(directory) as place:
         for sync in syncs:
             # Versions stay long enough for a slow worker to push what it made of one.
@@ -145,14 +156,19 @@ def main(
                 rule="axpy", lr=-lr / workers, sync=sync, workers=workers, keep=16 * workers
             )
             with _common.training(place / sync.replace(":", "-"), first, config) as trained:
-                losses = _common.run(learn, trained, workers, parts, [steps] * workers)
+                results = _common.run(learn, trained, workers, parts, [steps] * workers)
             newest = _common.read(trained)
             guessed = (tested @ newest["weight"] + newest["bias"]).argmax(1)
             accuracy = float((guessed == test.labels).mean())
-            spent_s = max(points[-1][0] for points in losses)
+            measured[sync] = sorted(point for points in results for point in points)
+            spent_s = measured[sync][-1].seconds
             click.echo(f"{sync:6} {spent_s:6.1f} s, accuracy {accuracy:.4f}")
-            curves[sync] = sorted(point for points in losses for point in points)
-    _common.save_curves(out, "text", "seconds", "loss of a batch", curves)
+    for x in ("seconds", "bytes"):
+        curves = {
+            sync: sorted((getattr(point, x), point.loss) for point in points)
+            for sync, points in measured.items()
+        }
+        _common.save_curves(out, f"text-{x}", x, "loss of a batch", curves)
 
 
 if __name__ == "__main__":

@@ -60,11 +60,16 @@ def test_soup_is_better_than_its_models_are_on_average(tmp_path: Path) -> None:
 @needs("django")
 @pytest.mark.parametrize("sync", ["ssp:2", "async"])
 def test_languages_are_told_apart_without_waiting_for_each_other(tmp_path: Path, sync: str) -> None:
-    printed = run("text.py", tmp_path, "--workers=2", "--steps=40", f"--sync={sync}")
+    arguments = ("--workers=2", "--steps=40", f"--sync={sync}", f"--out={tmp_path / 'out'}")
+    printed = run("text.py", tmp_path / "run", *arguments)
     found = re.search(rf"^{sync} .* accuracy (\S+)$", printed, re.MULTILINE)
     assert found is not None
     # A guess is right once in 20 times.
     assert float(found[1]) > 0.6
+    for x in ("seconds", "bytes"):
+        rows = (tmp_path / "out" / f"text-{x}.csv").read_text().splitlines()
+        assert rows[0] == f"curve,{x},loss of a batch"
+        assert len(rows) == 1 + 2 * 40
 
 
 def test_scaling_is_printed_up_to_10000_workers(tmp_path: Path) -> None:
