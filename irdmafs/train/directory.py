@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import mmap
 import os
 import secrets
@@ -13,9 +14,8 @@ import shutil
 import stat
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +34,10 @@ T = TypeVar("T")
 
 # The plan of a version lies in its directory from the beginning.
 PLAN = "version.json"
+# What a version has of each shard.
+PARTS = ("params", "state")
+# Workers that ended and parts whose reducer ended send no event: look after them this often.
+LOOK_S = 1.0
 _CHANGES = "user.irdmafs.changes"
 _DISCARD = "user.irdmafs.discard"
 # Without irdmafs below there is nothing to wait for: look again.
@@ -42,6 +46,8 @@ _POLL_S = 0.005
 _AT_ONCE = 16
 # The largest config.toml, layout.json or plan: 10,000 workers and 100,000 parameters fit.
 _SMALL_MAX_BYTES = 16 << 20
+# Small files that are not read again as long as they are the same.
+_READ_KEPT = 8
 _libc = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1
 _F_OFD_GETLK, _F_OFD_SETLK = 36, 37
@@ -58,19 +64,30 @@ class TrainDirectory:
         self.config_path = self.path / "config.toml"
         self.layout_path = self.path / "layout.json"
         self.push = self.path / "push"
+        self.staging = self.path / "staging"
         self.since = self.path / "since"
         self.versions = self.path / "versions"
         self.next = self.path / "next"
+        self.aside = self.path / "aside"
         self.workers = self.path / "workers"
         self.reducers = self.path / "reducers"
         self.refused = self.path / "refused"
         self.status = self.path / "status"
         self.members = self.path / "members.json"
+        self._read: dict[Path, tuple[tuple[int, int, int], Any]] = {}
+
+    @functools.cached_property
+    def is_on_irdmafs(self) -> bool:
+        """Return whether the directory lies on a mount of irdmafs. Raises OSError."""
+        return _files.lies_on_irdmafs(self.path)
 
     def config(self) -> TrainConfig:
         """Read config.toml. Raises TrainError."""
         try:
-            return TrainConfig.read(self.config_path, read_small(self.config_path))
+            return self._once(
+                self.config_path,
+                lambda: TrainConfig.read(self.config_path, read_small(self.config_path)),
+            )
         except FileNotFoundError:
             raise TrainError(
                 f"{self.models} is not trained in: irdmafs train init {self.models} begins"
@@ -79,7 +96,10 @@ class TrainDirectory:
     def layout(self) -> ModelLayout:
         """Read layout.json. Raises TrainError."""
         try:
-            return _layout(read_small(self.layout_path))
+            return self._once(
+                self.layout_path,
+                lambda: msgspec.json.decode(read_small(self.layout_path), type=ModelLayout),
+            )
         except FileNotFoundError:
             raise TrainError(
                 f"{self.models} is not trained in: irdmafs train init {self.models} begins"
@@ -103,7 +123,24 @@ class TrainDirectory:
 
     def plan_of(self, number: int) -> Plan:
         """Read the plan that a version was made by. Raises FileNotFoundError."""
-        return read_plan(self.version(number) / PLAN)
+        return self._plan(self.version(number) / PLAN)
+
+    def _plan(self, path: Path) -> Plan:
+        return self._once(path, lambda: read_plan(path))
+
+    def _once(self, path: Path, read: Callable[[], T]) -> T:
+        """Return what a small file holds, which is read again if it has changed. Raises FileNotFoundError,
+        and what `read` raises."""
+        status = path.stat()
+        seen = (status.st_ino, status.st_ctime_ns, status.st_size)
+        known = self._read.pop(path, None)
+        if known is None or known[0] != seen:
+            known = (seen, read())
+        self._read[path] = known
+        while len(self._read) > _READ_KEPT:
+            del self._read[next(iter(self._read))]
+        value: T = known[1]
+        return value
 
     def newest_plan(self) -> Plan:
         """Read the plan of the newest version, which may have gone since its directory was listed."""
@@ -115,26 +152,18 @@ class TrainDirectory:
                 if self.newest() == number:
                     raise TrainError(f"{self.version(number)} has no {PLAN}") from None
 
-    def making(self, version: int) -> tuple[Path, Plan] | None:
+    def making(self, version: int, names: Iterable[str]) -> tuple[Path, Plan] | None:
         """Return the directory in next/ where a version is being made, and its plan: of its attempts the
-        last. None if there is no plan yet."""
-        for attempt in reversed(self._attempts(version)):
+        last. None if there is no plan yet. `names`: of the directories in next/."""
+        for attempt in reversed(_attempts(version, names)):
             path = self.attempt(version, attempt)
             with contextlib.suppress(FileNotFoundError):
-                return path, read_plan(path / PLAN)
+                return path, self._plan(path / PLAN)
         return None
 
     def attempt(self, version: int, attempt: int) -> Path:
         """Return the directory of an attempt to make a version: the first is 0."""
         return self.next / (f"{version}.{attempt}" if attempt else str(version))
-
-    def _attempts(self, version: int) -> list[int]:
-        found = []
-        for name in os.listdir(self.next):
-            number, _, attempt = name.partition(".")
-            if number == str(version) and (not attempt or attempt.isdecimal()):
-                found.append(int(attempt or 0))
-        return sorted(found)
 
     def member_clocks(self) -> dict[str, int]:
         """Return the workers that take part, and the clock at which each joined."""
@@ -144,10 +173,13 @@ class TrainDirectory:
             return {}
 
 
-# Each file of a push is checked against the layout.
-@lru_cache(maxsize=2)
-def _layout(text: bytes) -> ModelLayout:
-    return msgspec.json.decode(text, type=ModelLayout)
+def _attempts(version: int, names: Iterable[str]) -> list[int]:
+    found = []
+    for name in names:
+        number, _, attempt = name.partition(".")
+        if number == str(version) and (not attempt or attempt.isdecimal()):
+            found.append(int(attempt or 0))
+    return sorted(found)
 
 
 def read_small(path: Path) -> bytes:
@@ -173,30 +205,23 @@ def read_plan(path: Path) -> Plan:
         raise TrainError(f"{path}: {error}") from None
 
 
-def is_published(path: Path) -> bool:
+def is_published(path: Path, status: os.stat_result | None = None) -> bool:
     """Return whether a file is there, whole: on the host that writes it a new file is seen as it grows."""
     try:
-        return os.stat(path).st_size > 0 and _files.read_version(os.fspath(path)) != 0
+        size = (status or os.stat(path)).st_size
+        return size > 0 and _files.read_version(os.fspath(path)) != 0
     except FileNotFoundError:
         return False
+
+
+def is_made(target: Path, shard: str) -> bool:
+    """Return whether a shard of a version that is being made is there."""
+    return all(is_published(target / part / shard) for part in PARTS)
 
 
 def _aside(path: Path) -> Path:
     """Return a name beside another that only this process uses, and nobody looks at."""
     return path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}")
-
-
-def write_once(path: Path, data: bytes) -> bool:
-    """Give a name to new contents; return False if it is taken. Raises OSError."""
-    temporary = _aside(path)
-    temporary.write_bytes(data)
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        return False
-    finally:
-        temporary.unlink()
-    return True
 
 
 def rename_new(path: Path, new: Path) -> None:
@@ -225,32 +250,26 @@ def remove(path: Path) -> None:
         pass
 
 
-def discard(path: Path) -> None:
-    """Remove a push that is not published. Somebody, or a request that was not answered, may be about to
-    publish it: it is renamed first, so either it is published whole or it never will be. Raises OSError."""
-    gone = path.with_name(f".{secrets.token_hex(8)}")
+def put_aside(train: TrainDirectory, path: Path) -> None:
+    """Take a file or directory away, at once and whole, to be removed later; it may be gone. Raises
+    OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(path, train.aside / secrets.token_hex(8))
+
+
+def discard(train: TrainDirectory, path: Path) -> None:
+    """Remove what is below staging/: a push, or a directory of a worker. Somebody, or a request that was
+    not answered, may be about to publish it: it is renamed first, so either it is published whole or it
+    never will be. Raises OSError."""
+    gone = train.staging / f"@{secrets.token_hex(8)}"
     with contextlib.suppress(FileNotFoundError):
         os.rename(path, gone)
         remove(gone)
 
 
-def remove_staging(path: Path) -> None:
-    """Remove the directory in which a worker makes its pushes. The worker may be at work there, and can
-    publish nothing from it afterwards. Raises OSError."""
-    while path.exists():
-        with contextlib.suppress(FileNotFoundError):
-            for name in os.listdir(path):
-                discard(path / name)
-        try:
-            path.rmdir()
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
-                raise
-
-
 def lead_to_newest(train: TrainDirectory) -> None:
     """Make since/0 a link to the newest version, where that is not done by irdmafs itself."""
-    if _files.lies_on_irdmafs(train.since):
+    if train.is_on_irdmafs:
         return
     link = _aside(train.since / "0")
     link.unlink(missing_ok=True)
@@ -332,15 +351,14 @@ class _Shown:
 
 
 @contextlib.contextmanager
-def new_file(path: Path, size: int) -> Iterator[Array]:
+def new_file(path: Path, size: int, *, versioned: bool) -> Iterator[Array]:
     """Give the memory of a file that is to have `size` bytes, and publish it, whole, at the end of the
     block, unless that raises. No array of it may be used any more then. A file that was begun and not
     published is begun anew.
 
-    On irdmafs the file is written in place: it has no version until it is closed. Elsewhere it gets its
-    name when it is whole.
+    On irdmafs (`versioned`) the file is written in place: it has no version until it is closed. Elsewhere
+    it gets its name when it is whole.
     """
-    versioned = _files.lies_on_irdmafs(path.parent)
     written = path if versioned else path.with_name(f".{path.name}.{os.getpid()}")
     fd = os.open(written, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:

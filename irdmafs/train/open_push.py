@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from ..client import _files
 from ..client._dtypes import Value
-from .directory import discard
 from .errors import Refused
 from .layout import ModelLayout, Shard
-from .pushes import shard_contents, values_of
+from .pushes import values_of
+from .staging import Staging
 
-__all__ = ["OpenPush", "write_shard"]
+__all__ = ["OpenPush"]
 
 
 class OpenPush:
@@ -30,13 +27,15 @@ class OpenPush:
     def __init__(
         self,
         layout: ModelLayout,
+        staging: Staging,
         hidden: Path,
         publish: Callable[[Mapping[str, Value], float, float | None], int],
     ) -> None:
-        """`hidden`: the directory of the shards' files until the push is published; it is made when the
-        first is written. `publish`: called by `finish` with all values, the weight and the learning rate,
-        when all files are in `hidden`."""
+        """`hidden`: the directory in `staging` for the shards' files until the push is published.
+        `publish`: called by `finish` with all values, the weight and the learning rate, when all files are
+        in `hidden`."""
         self._layout = layout
+        self._staging = staging
         self._hidden = hidden
         self._publish = publish
         self._shards = layout.shards()
@@ -87,8 +86,7 @@ class OpenPush:
     def abort(self) -> None:
         """Drop the push."""
         self._thread.shutdown(cancel_futures=True)
-        with contextlib.suppress(OSError):
-            discard(self._hidden)
+        self._staging.drop(self._hidden)
 
     def _is_complete(self, shard: Shard) -> bool:
         return all(part.parameter.name in self._values for part in shard.slices)
@@ -101,16 +99,5 @@ class OpenPush:
             if name in self._values
         }
         self._written[shard.name] = self._thread.submit(
-            write_shard, self._hidden, shard, values, {}
+            self._staging.write, self._hidden, shard, values, {}
         )
-
-
-def write_shard(
-    hidden: Path, shard: Shard, values: Mapping[str, Value], metadata: Mapping[str, str]
-) -> None:
-    """Write the file of a shard of a push that is not published yet. Raises OSError."""
-    with contextlib.suppress(FileExistsError):
-        hidden.mkdir()
-    contents = shard_contents(shard, values, metadata)
-    versioned = _files.lies_on_irdmafs(hidden)
-    _files.replace_file(os.fspath(hidden / shard.name), contents, versioned=versioned)

@@ -131,11 +131,9 @@ def next_plan(
     newest: Plan,
     pushes: Iterable[Push],
     members: Collection[str],
-    skipped: Collection[str] = (),
     now_ns: int = 0,
 ) -> Plan | None:
-    """Return the plan of the version after `newest`; None: not yet. `skipped`: paths of pushes that count
-    with weight 0."""
+    """Return the plan of the version after `newest`; None: not yet."""
     waiting = pending(pushes, newest.clocks)
     if not is_wanted(config, waiting, members)[0]:
         return None
@@ -152,7 +150,7 @@ def next_plan(
     scales_lr = apart and RULES[config.rule].combine == "mean"
     counted = []
     for push in taken:
-        weight = 0.0 if push.path in skipped else push.weight
+        weight = push.weight
         own_lr = lr if push.lr is None else push.lr
         if config.staleness == "inverse" and push.base >= 0:
             age = 1 + max(0, newest.version - push.base)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import re
 import stat
@@ -34,6 +35,8 @@ __all__ = [
     "shard_contents",
 ]
 
+# What was read of so many directories is kept by the process that checks pushes.
+_DIRECTORIES_MAX = 64
 _SAFETENSORS, _NPY = ".safetensors", ".npy"
 # WORKER@STEP, and what else is said of a push that is a directory: ;weight=2.0;base=16;lr=0.001
 _NAME = re.compile(r"([^@;]+)@(\d{1,18})((?:;(?:weight|base|lr)=[0-9eE+.-]+)*)")
@@ -176,10 +179,10 @@ def inspect(train: TrainDirectory, layout: ModelLayout, name: str) -> Identity |
         return None
     path = train.push / name
     try:
-        _check_kind(path)
-        if path.is_dir():
+        if stat.S_ISDIR(_check_kind(path).st_mode):
             identity = identity_of_directory(name)
-            return identity if identity is None or _is_whole(layout, path) else None
+            is_whole = _is_whole if train.is_on_irdmafs else _is_whole_and_fits
+            return identity if identity is None or is_whole(layout, path) else None
         with _files.open_to_read(os.fspath(path)) as (fd, status):
             if status.st_size == 0 or _files.read_version(fd) == 0:
                 return None
@@ -192,20 +195,26 @@ def inspect(train: TrainDirectory, layout: ModelLayout, name: str) -> Identity |
     return pushed.identity
 
 
-def _check_kind(path: Path) -> None:
-    """Raises Refused for what is neither a file nor a directory: a link could lead to a file that only the
-    reducer may read. Raises OSError."""
-    mode = path.lstat().st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+def _check_kind(path: Path) -> os.stat_result:
+    """Return the status of a file or directory. Raises Refused for anything else: a link could lead to a
+    file that only the reducer may read. Raises OSError."""
+    status = path.lstat()
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
         raise Refused(errno.EINVAL, f"{path.name} is a link or a special file")
+    return status
 
 
 def _is_whole(layout: ModelLayout, path: Path) -> bool:
+    """Return whether a directory has the files of all shards. They were checked when they were published,
+    and are not opened: on another host than theirs all of them would be fetched. Raises Refused."""
+    return all(is_published(path / name, _check_kind(path / name)) for name in layout.shard_names)
+
+
+def _is_whole_and_fits(layout: ModelLayout, path: Path) -> bool:
     """Return whether a directory has the files of all shards. Raises Refused for one that does not fit."""
+    if not _is_whole(layout, path):
+        return False
     for shard in layout.shards():
-        _check_kind(path / shard.name)
-        if not is_published(path / shard.name):
-            return False
         with _files.open_to_read(os.fspath(path / shard.name)) as (fd, _):
             _check_header(layout, shard, fd)
     return True
@@ -224,12 +233,17 @@ def check(directory: Path, fd: int, name: str) -> None:
     """Check a file that is about to be published below push/ of a training directory, and keep the reason
     if it is refused. `name` is its path from push/. Raises Refused, after which nothing of it is seen, and
     TrainError."""
-    train = TrainDirectory(directory)
+    train = _directory(directory)
     try:
         check_content(train, fd, name)
     except (Refused, TrainError) as refused:
         refusals.note(train, name, refused)
         raise
+
+
+@functools.lru_cache(_DIRECTORIES_MAX)
+def _directory(path: Path) -> TrainDirectory:
+    return TrainDirectory(path)
 
 
 def check_content(train: TrainDirectory, fd: int, name: str) -> None:

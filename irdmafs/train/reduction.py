@@ -12,13 +12,15 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from ..client import FormatError
 from ..client._dtypes import Array, Value, code_of, dtype_of_code
 from ..client._safetensors import Head, head_of
 from .arithmetic import F32, Blocks, Weight, accumulate, from_float32, square_sum, to_float32
-from .directory import ShardFile, new_file
+from .directory import ShardFile, TrainDirectory, new_file
+from .errors import BadPush, Refused
 from .layout import FLOAT_CODES, Run, Shard, runs_of
 from .plan import Plan, PushInPlan
-from .pushes import check_again, header_of, scales_of
+from .pushes import check_again, has_nonfinite, header_of, scales_of
 from .rules import Rule, make_rule
 from .scales import BlockScales
 
@@ -53,32 +55,45 @@ class _Span(NamedTuple):
 
 
 class Reduction:
-    """The work of one shard for one plan. `before` is the directory of the version before."""
+    """The work of one shard for one plan."""
 
-    def __init__(self, shard: Shard, plan: Plan, before: Path, push: Path, blocks: Blocks) -> None:
-        """Raises FileNotFoundError for a push that is gone: the plan is not the newest any more. Raises
-        FormatError and Refused for one that was changed."""
+    def __init__(self, train: TrainDirectory, shard: Shard, plan: Plan, blocks: Blocks) -> None:
+        """Raises FileNotFoundError for a push that is gone, and BadPush for one that was changed."""
+        self._train = train
         self._shard = shard
         self._plan = plan
         self._blocks = blocks
         self.rule: Rule = make_rule(plan.rule, plan.options, torch=plan.torch)
-        self._before = ShardFile(before / "state" / shard.name)
+        self._before = ShardFile(train.version(plan.version - 1) / "state" / shard.name)
         self._updates = plan.each_update()
-        terms = [list(self._terms(push, update.pushes)) for update in self._updates]
+        self._files: dict[str, Path] = {}
+        terms = [list(self._terms(update.pushes)) for update in self._updates]
         self._spans = _spans(shard.size, terms, mean=self.rule.combine == "mean")
         # Of the only update: of many, all together may need more memory than there is.
         self._combined: F32 | None = None
 
-    def _terms(self, push: Path, pushes: Iterable[PushInPlan]) -> Iterable[_Term]:
+    def _terms(self, pushes: Iterable[PushInPlan]) -> Iterable[_Term]:
         for counted in pushes:
-            path = push / counted.path
             if not counted.weight:
                 continue
+            path = self._train.push / counted.path
             parts = path.is_dir()
-            file = ShardFile(path / self._shard.name if parts else path, header_of)
-            check_again(self._shard, file.header, cut=parts)
+            if parts:
+                path /= self._shard.name
+            self._files[counted.path] = path
+            try:
+                file = ShardFile(path, header_of)
+                check_again(self._shard, file.header, cut=parts)
+            except (FormatError, Refused) as error:
+                raise BadPush(counted.path, str(error)) from None
             for run in runs_of(self._shard, file.header, scales_of(file.header), cut=parts):
                 yield _Term(file, run, counted.weight, _scales(file, run))
+
+    def check_finite(self) -> None:
+        """Raises BadPush for one that has NaN or infinity."""
+        for name, path in self._files.items():
+            if has_nonfinite(path):
+                raise BadPush(name, "it has NaN or infinity: skipped")
 
     def square_norms(self) -> list[float]:
         """Return the sum of the squares of each update's combined pushes, which does not depend on
@@ -104,7 +119,8 @@ class Reduction:
                 min(1.0, self._plan.clip_norm / (math.sqrt(square) + 1e-6))
                 for square in square_norms
             ]
-        with _ShardFiles(target, self._shard, self.rule) as files:
+        versioned = self._train.is_on_irdmafs
+        with _ShardFiles(target, self._shard, self.rule, versioned=versioned) as files:
             self._fill(*files.arrays(), scales)
 
     def _fill(
@@ -223,7 +239,8 @@ class _ShardFiles(contextlib.AbstractContextManager["_ShardFiles"]):
     """params/K and state/K of a version that is being made, in memory. They are published at the end of the
     block, unless that raises."""
 
-    def __init__(self, target: Path, shard: Shard, rule: Rule) -> None:
+    def __init__(self, target: Path, shard: Shard, rule: Rule, *, versioned: bool) -> None:
+        self._versioned = versioned
         size, name = shard.size, shard.name
         self._state_forms = dict.fromkeys((MASTER, *rule.state), ("F32", (size,)))
         self._params_forms = {
@@ -239,7 +256,7 @@ class _ShardFiles(contextlib.AbstractContextManager["_ShardFiles"]):
         return self
 
     def _begin(self, head: Head, path: Path) -> Array:
-        memory = self._files.enter_context(new_file(path, head.size))
+        memory = self._files.enter_context(new_file(path, head.size, versioned=self._versioned))
         memory[: len(head.text)] = np.frombuffer(head.text, np.uint8)
         return memory
 
@@ -263,9 +280,11 @@ def _show(
     }
 
 
-def first_state(target: Path, shard: Shard, values: Mapping[str, Value], rule: Rule) -> None:
+def first_state(
+    target: Path, shard: Shard, values: Mapping[str, Value], rule: Rule, *, versioned: bool
+) -> None:
     """Write params/K and state/K of version 0 from the model's parameters. Raises OSError."""
-    with _ShardFiles(target, shard, rule) as files:
+    with _ShardFiles(target, shard, rule, versioned=versioned) as files:
         _copy(shard, values, *files.arrays())
 
 

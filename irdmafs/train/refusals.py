@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from pathlib import Path
 
 import msgspec
 
-from .directory import TrainDirectory, read_small
-from .errors import Refused, TrainError
+from .directory import TrainDirectory, read_small, replace
+from .errors import BadPush, Refused, TrainError
 
-__all__ = ["Refusal", "note", "read"]
+__all__ = ["Refusal", "complain", "complaints", "note", "read"]
 
+_COMPLAINT = "bad."
 _KEPT = 32
 _SHOWN = 8
 _TEXT_MAX = 500
@@ -66,4 +68,20 @@ def read(train: TrainDirectory) -> list[Refusal]:
     for name in sorted(os.listdir(train.refused))[-_SHOWN:]:
         with contextlib.suppress(OSError, TrainError, msgspec.MsgspecError):
             found.append(msgspec.json.decode(read_small(train.refused / name), type=Refusal))
+    return found
+
+
+def complain(target: Path, shard: str, bad: BadPush) -> None:
+    """Tell the coordinator of a push of a plan that a reducer cannot sum. `target`: the directory of the
+    version that is being made. Raises OSError."""
+    replace(target / f"{_COMPLAINT}{shard}", msgspec.json.encode({bad.path: bad.reason}))
+
+
+def complaints(target: Path) -> dict[str, str]:
+    """Return the reasons of the complaints about a plan, by the names of the pushes. Raises OSError."""
+    found: dict[str, str] = {}
+    for name in os.listdir(target):
+        if name.startswith(_COMPLAINT):
+            with contextlib.suppress(TrainError, msgspec.MsgspecError):
+                found |= msgspec.json.decode(read_small(target / name), type=dict[str, str])
     return found

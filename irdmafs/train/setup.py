@@ -12,12 +12,12 @@ import msgspec
 from ..client import FormatError, _files
 from ..client._dtypes import Value, code_of
 from .config import TrainConfig
+from .coordinator import assemble
 from .directory import PLAN, ShardFile, TrainDirectory, lead_to_newest, remove
 from .errors import TrainError
 from .layout import FLOAT_CODES, ModelLayout, Parameter, canonical
 from .places import shard_names
 from .plan import first_plan
-from .reducer import assemble
 from .reduction import first_state
 from .rules import Rule, make_rule
 from .status import how_to_reduce
@@ -26,7 +26,9 @@ __all__ = ["begin", "end"]
 
 _PLACEMENT = "user.irdmafs.placement"
 _TRAIN = "user.irdmafs.train"
-_FOLDERS = ("push", "since", "versions", "next", "workers", "reducers", "refused")
+_FOLDERS = (
+    "push", "staging", "since", "versions", "next", "aside", "workers", "reducers", "refused",
+)  # fmt: skip
 
 
 def begin(
@@ -89,6 +91,7 @@ def _make(
     for name in _FOLDERS:
         (train.path / name).mkdir()
     _set(train.push, _TRAIN, b"push")
+    _set(train.staging, _TRAIN, b"push")
     _set(train.since, _TRAIN, b"since")
     layout = ModelLayout(
         canonical(parameter for parameter, _ in values.values()),
@@ -141,7 +144,7 @@ def _first_version(
     for part in ("params", "state"):
         (target / part).mkdir(parents=True)
     for shard in layout.shards():
-        first_state(target, shard, values, rule)
+        first_state(target, shard, values, rule, versioned=train.is_on_irdmafs)
     plan = first_plan(config, time.time_ns())
     (target / PLAN).write_bytes(msgspec.json.encode(plan))
     assemble(layout, target)

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import re
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,17 +22,16 @@ from .directory import (
     Changes,
     Lock,
     TrainDirectory,
-    discard,
     gather,
     in_parallel,
     is_locked,
     remove,
-    remove_staging,
 )
 from .errors import Refused, TrainError
-from .open_push import OpenPush, write_shard
+from .open_push import OpenPush
 from .plan import Plan, may_pull
-from .pushes import REFUSALS, Identity, check, check_content, check_identity, inspect, values_of
+from .pushes import REFUSALS, Identity, check, check_identity, inspect, values_of
+from .staging import Staging, explain
 
 __all__ = ["Worker"]
 
@@ -72,7 +70,10 @@ class Worker:
         TrainError and OSError."""
         self._lock = self._join(self._progress()[1])
         try:
-            self._staging = self._stage()
+            self._staging = Staging(self.train, self.name)
+            if not self._lock.is_held:
+                self._staging.remove()
+                raise self._taken()
             self._pushed, self.step = self._progress()
         except BaseException:
             self._lock.close()
@@ -86,20 +87,6 @@ class Worker:
         pushed = max([clocks.get(self.name, 0), *own])
         # A new worker begins where the others are.
         return pushed, pushed if self.name in clocks else max([*clocks.values(), *own, 0])
-
-    def _stage(self) -> Path:
-        """Make the directory in which pushes are written before they are seen. Remove those of workers that
-        had the name before: one that was only stopped can then publish nothing any more."""
-        prefix = f".{self.name}@"
-        for name in os.listdir(self.train.push):
-            if name.startswith(prefix):
-                remove_staging(self.train.push / name)
-        staging = self.train.push / (prefix + secrets.token_hex(8))
-        staging.mkdir()
-        if not self._lock.is_held:
-            staging.rmdir()
-            raise self._taken()
-        return staging
 
     def _taken(self) -> TrainError:
         return TrainError(f"a worker {self.name!r} is taking part in {self.train.models} already")
@@ -139,7 +126,7 @@ class Worker:
     def close(self) -> None:
         """Take part no longer: nobody waits for this worker any more. What it pushed counts."""
         if self._lock.is_held:
-            remove_staging(self._staging)
+            self._staging.remove()
             remove(self.train.workers / self.name)
         self._lock.close()
 
@@ -175,7 +162,7 @@ class Worker:
     def begin_push(self) -> OpenPush:
         """Begin the next push before all of its gradients are there: they are put into it one by one, and
         each shard is written when it is complete. Finish or abort it before the next push begins."""
-        hidden = self._staging / f"{self.name}@{self.step + 1}"
+        hidden = self._staging.begin(f"{self.name}@{self.step + 1}")
 
         def publish(values: Mapping[str, Value], weight: float, lr: float | None) -> int:
             identity = self._next_push(weight, lr)
@@ -184,7 +171,7 @@ class Worker:
             check_identity(self.train, self.config, identity)
             return self._push_directory(identity, hidden)
 
-        return OpenPush(self.layout, hidden, publish)
+        return OpenPush(self.layout, self._staging, hidden, publish)
 
     def _next_push(self, weight: float, lr: float | None) -> Identity:
         if not self._lock.is_held:
@@ -214,10 +201,10 @@ class Worker:
 
     def _push_directory(self, identity: Identity, hidden: Path) -> int:
         """Publish the files of all shards. Where irdmafs is not below they are checked here."""
-        if not _files.lies_on_irdmafs(self.train.push):
+        if not self.train.is_on_irdmafs:
             for shard in self._shards:
                 with _files.open_to_read(os.fspath(hidden / shard.name)) as (fd, _):
-                    name = f"{self._staging.name}/{hidden.name}/{shard.name}"
+                    name = f"{self._staging.path.name}/{hidden.name}/{shard.name}"
                     check(self.train.models, fd, name)
         os.rename(hidden, self.train.push / identity.name)
         return self._pushed_as(identity.name, identity)
@@ -230,45 +217,35 @@ class Worker:
     def _push_shards(
         self, identity: Identity, values: Mapping[str, Value], more: Mapping[str, str]
     ) -> int:
-        hidden = self._staging / identity.name
+        staging = self._staging
+        hidden = staging.begin(identity.name)
         try:
-            in_parallel(lambda shard: write_shard(hidden, shard, values, more), self._shards)
+            in_parallel(lambda shard: staging.write(hidden, shard, values, more), self._shards)
             return self._push_directory(identity, hidden)
         except BaseException:
-            with contextlib.suppress(OSError):
-                discard(hidden)
+            staging.drop(hidden)
             raise
 
     def _publish(self, name: str, contents: Sequence[memoryview]) -> None:
         """Write a file below push/, which is checked before it is published. Raises Refused and OSError."""
         path = self.train.push / name
-        if _files.lies_on_irdmafs(self.train.push):
+        if self.train.is_on_irdmafs:
             try:
                 _files.replace_file(os.fspath(path), contents, versioned=True)
             except OSError as error:
                 if error.errno in REFUSALS:
-                    self._explain(name, contents)
+                    explain(self.train, name, contents)
                 raise
             return
-        hidden = self._staging / name
+        hidden = self._staging.path / name
         try:
             with hidden.open("wb+") as file:
                 _files.write_all(file.fileno(), contents)
                 check(self.train.models, file.fileno(), name)
             os.replace(hidden, path)
         except BaseException:
-            with contextlib.suppress(OSError):
-                discard(hidden)
+            self._staging.drop(hidden)
             raise
-
-    def _explain(self, name: str, contents: Sequence[memoryview]) -> None:
-        """Check once more what the mount has refused: a close cannot give a reason. Raises Refused."""
-        fd = os.memfd_create("push", os.MFD_CLOEXEC)
-        try:
-            _files.write_all(fd, contents)
-            check_content(self.train, fd, name)
-        finally:
-            os.close(fd)
 
     # -- pull --------------------------------------------------------------------------------------
 
@@ -306,7 +283,7 @@ class Worker:
     def _wait(self, suffices: Callable[[Plan], bool], timeout_s: float | None) -> Plan:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            changes = Changes(self.train.path)
+            changes = Changes(self.train.versions)
             newest = self.train.newest_plan()
             if suffices(newest):
                 return newest

@@ -64,7 +64,7 @@ def test_push_that_is_removed_while_it_is_planned_holds_nobody_up(run: Path, sha
         # The coordinator's part alone: it plans, and shards are not made before the next step.
         reducer._take_parts()
         assert reducer._coordinator is not None
-        assert reducer._coordinator.step(train.config(), train.newest_plan())
+        assert reducer._coordinator.step(train.config(), train.newest_plan(), None)
         gone = next(path for path in push.iterdir() if path.name.startswith("b@"))
         gone.rename(run / "taken away")
         reduce_until(reducer, lambda: newest(run) == 1, "the version is made without the push")

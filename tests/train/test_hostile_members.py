@@ -346,7 +346,7 @@ def test_push_that_was_changed_after_its_check_holds_nobody_up(
         if when == "afterwards":
             reducer._take_parts()
             assert reducer._coordinator is not None
-            assert reducer._coordinator.step(train.config(), train.newest_plan())
+            assert reducer._coordinator.step(train.config(), train.newest_plan(), None)
         os.rename(push, run / "was there")
         os.rename(aside, push)
         if when == "before it is planned":

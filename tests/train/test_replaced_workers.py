@@ -20,7 +20,7 @@ def lose_lock(worker: Worker) -> None:
 
 
 def staged(folder: Path) -> list[str]:
-    return [name for name in os.listdir(TrainDirectory(folder).push) if name.startswith(".")]
+    return os.listdir(TrainDirectory(folder).staging)
 
 
 def test_worker_that_was_replaced_while_it_pushed_publishes_nothing(
@@ -63,14 +63,14 @@ def test_push_that_is_removed_is_not_published_half(
 
     def remove_slowly(path: Path) -> None:
         with pytest.raises(FileNotFoundError):
-            os.rename(stopped._staging / "a@1", TrainDirectory(run).push / "a@1")
+            os.rename(stopped._staging.path / "a@1", TrainDirectory(run).push / "a@1")
         went_on.append(path)
         remove(path)
 
     monkeypatch.setattr(directory, "remove", remove_slowly)
     with Worker(run, "a") as worker:
         assert worker.step == 0
-    assert len(went_on) == 1
+        assert len(went_on) == 1
 
 
 def test_two_workers_of_one_name_do_not_mix_their_shards(run: Path) -> None:

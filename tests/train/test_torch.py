@@ -260,7 +260,7 @@ def test_a_shard_is_written_while_backward_goes_on(tmp_path: Path) -> None:
     model = make_model()
     folder = begin_training(tmp_path / "run", model, TrainConfig(workers=1), shards=4)
     with optimizer_of(folder, model, overlap=True) as optimizer:
-        [staging] = TrainDirectory(folder).push.glob(".worker@*")
+        [staging] = TrainDirectory(folder).staging.glob("worker@*")
         hidden = staging / "worker@1"
         written = threading.Event()
         files: list[str] = []

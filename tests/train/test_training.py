@@ -459,7 +459,7 @@ def test_reducer_whose_filesystem_fails_while_it_takes_its_part_goes_on(
     with Worker(run, "w") as worker, Reducer(run) as reducer:
         worker.push(ones())
         with monkeypatch.context() as patch:
-            patch.setattr("irdmafs.train.reducer._Coordinator", Mock(side_effect=OSError))
+            patch.setattr("irdmafs.train.reducer.Coordinator", Mock(side_effect=OSError))
             with pytest.raises(OSError):
                 reducer.step()
         reduce_until(reducer, lambda: newest(run) == 1, "the version is made")
@@ -485,12 +485,12 @@ def test_version_has_nothing_that_a_killed_reducer_was_writing(run: Path) -> Non
         worker.push(ones())
         reducer._take_parts()
         assert reducer._coordinator is not None
-        reducer._coordinator.step(reducer.train.config(), reducer.train.newest_plan())
+        reducer._coordinator.step(reducer.train.config(), reducer.train.newest_plan(), None)
         for part in ("", "norm", "params", "state"):
             (making / part / ".0.host.123").write_bytes(b"half")
         reduce(reducer)
     assert newest(run) == 1
-    left = [path for path in (run / ".train").rglob("*") if "123" in path.name]
+    left = [path for path in (run / ".train" / "versions").rglob("*") if "123" in path.name]
     assert left == []
 
 

@@ -52,10 +52,11 @@ def run(shared_mount: Mount, user: Callable[[int], Process], request: Any) -> Pa
     owner = user(OWNER)
     owner.do(TAKES_PART, run=str(run))
     owner.do("start(run, shards=shards)", shards=request.param)
-    for name in ("push", "workers"):
+    for name in ("push", "staging", "workers"):
         owner.do("os.chmod(train.path / name, 0o1777)", name=name)
     # What others put there can be removed by the owner.
-    run_checked("setfacl", "-d", "-m", f"u:{OWNER}:rwx,g::rx,o::rx", run / ".train" / "push")
+    places = [run / ".train" / name for name in ("push", "staging")]
+    run_checked("setfacl", "-d", "-m", f"u:{OWNER}:rwx,g::rx,o::rx", *places)
     return run
 
 

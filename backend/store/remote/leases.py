@@ -31,9 +31,12 @@ log = logging.getLogger(__name__)
 # A directory about which etcd had to be asked so many times within this time is followed.
 _QUESTIONS = 8
 _WITHIN_S = 2.0
-# It is given up after so long without an open, or if others change it more often than this per open.
+# It is given up after so long without an open, or if there are not this many opens for each change by
+# others. An open that asks etcd is one request to read; a change with followers is a transaction more for
+# each of them, which everybody is told of, and its author waits for it. A few changes never count.
 _IDLE_S = 10.0
-_CHANGES_PER_OPEN = 2
+_OPENS_PER_CHANGE = 4
+_CHANGES_FREE = 8
 _BACK_OFF_S = 10.0
 _FOLLOWED_MAX = 256
 # For how long the kernel may believe an answer.
@@ -51,6 +54,10 @@ class _Interest:
         self.opens = 0
         self.changes = 0
         self.since = self.last_open = now
+
+    @property
+    def is_worth_following(self) -> bool:
+        return self.opens >= _OPENS_PER_CHANGE * (self.changes - _CHANGES_FREE)
 
 
 class Leases:
@@ -226,7 +233,11 @@ class Leases:
             interest = self._interest[directory] = _Interest(now)
         interest.opens += 1
         interest.last_open = now
-        if interest.opens >= _QUESTIONS and now >= self._not_before.get(directory, 0.0):
+        if (
+            interest.opens >= _QUESTIONS
+            and interest.is_worth_following
+            and now >= self._not_before.get(directory, 0.0)
+        ):
             self._asking.add(directory)
             self._nursery.start_soon(self._follow_quietly, directory)
 
@@ -247,7 +258,7 @@ class Leases:
         place, affects everything below it."""
         known = new or old
         assert known is not None
-        if self._held:
+        if self._held or self._interest:
             self._touched.update(self._tree.parents_of(known.ino))
             if new is None and known.is_dir:
                 self._touched.add(known.ino)
@@ -258,7 +269,7 @@ class Leases:
 
     def name_changed(self, directory: int) -> None:
         """Note that a change of a name in the directory is being applied."""
-        if self._held:
+        if self._held or self._interest:
             self._touched.add(directory)
 
     def transaction(self, revision: int, ours: bool, known: bool) -> None:
@@ -269,8 +280,8 @@ class Leases:
             self._moved_at = revision
         owed = self._moved or (not ours and (self._directory_changed or not known))
         if not ours:
-            for directory in {held for at in self._touched for held in self._held_above(at)}:
-                owed = True
+            for directory in set().union(*map(self._path, self._touched)):
+                owed = owed or self._held.get(directory) == self._session.lease
                 interest = self._interest.get(directory)
                 if interest is not None:
                     interest.changes += 1
@@ -381,9 +392,7 @@ class Leases:
                     await self._attempt(self.unfollow(directory))
                 continue
             idle = interest is None or now - interest.last_open > _IDLE_S
-            busy = (
-                interest is not None and interest.changes > _CHANGES_PER_OPEN * interest.opens + 8
-            )
+            busy = interest is not None and not interest.is_worth_following
             if idle or busy:
                 self._interest.pop(directory, None)
                 if busy:

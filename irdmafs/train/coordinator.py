@@ -1,0 +1,345 @@
+"""The coordinator's part of a reducer: it plans versions, commits them, and tidies. docs/training.md has
+the protocol."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import secrets
+import time
+from pathlib import Path
+
+import msgspec
+
+from ..client import _files
+from ..client._safetensors import encode
+from . import pushes, refusals
+from .config import TrainConfig
+from .directory import (
+    LOOK_S,
+    PARTS,
+    PLAN,
+    TrainDirectory,
+    discard,
+    gather,
+    is_locked,
+    is_made,
+    lead_to_newest,
+    put_aside,
+    read_small,
+    remove,
+    rename_new,
+    replace,
+)
+from .errors import Refused, TrainError
+from .layout import ModelLayout
+from .plan import Plan, Push, is_wanted, next_plan, pending, without
+from .pushes import Identity
+from .staging import give_back, without_worker
+from .status import Progress, write_status
+
+__all__ = ["Coordinator", "assemble"]
+
+log = logging.getLogger(__name__)
+
+# For so long at a time what is old is removed, which nobody waits for.
+_TIDY_S = 0.05
+# A file that is written aside has its name sooner than that, unless its process was killed.
+_LEFT_S = 60.0
+# Without irdmafs below a file is seen as it grows: a file that has just been written may not be whole.
+_SETTLED_NS = 2_000_000_000
+
+
+class Coordinator:
+    """Plans, commits and tidies."""
+
+    def __init__(self, train: TrainDirectory, layout: ModelLayout) -> None:
+        self._train = train
+        self._layout = layout
+        self._progress = Progress()
+        # By name in push/; of refused ones the inode, time and size of the file that was refused.
+        self._pushes: dict[str, Identity] = {}
+        self._bad: dict[str, tuple[int, int, int]] = {}
+        self._members: dict[str, int] = {}
+        self._looked_s = 0.0
+        self._lacking_s = time.monotonic()
+        self._tidied = -1
+        # In aside/: the directories of the next plan, and what is to be removed; None: not known.
+        self._empty: Path | None = None
+        self._litter: list[str] | None = None
+        self.waits_for_pushes = False
+
+    def step(self, config: TrainConfig, newest: Plan, made: tuple[Path, Plan] | None) -> bool:
+        """Do what can be done now; return whether that was anything. `made`: the version that is
+        being made, and its plan."""
+        if self._tidied < 0:
+            self._sweep()
+        if self._tidied != newest.version:
+            self._tidy(config, newest)
+            self._tidied = newest.version
+        if made is None:
+            did = self._plan(config, newest)
+            self.waits_for_pushes = not did
+            return did
+        self.waits_for_pushes = False
+        return self._commit(config, *made) or self._try_again(*made)
+
+    # -- plan --------------------------------------------------------------------------------------
+
+    def _plan(self, config: TrainConfig, newest: Plan) -> bool:
+        self._look_at_members()
+        found = self._find_pushes(config, newest)
+        waiting = pending(found, newest.clocks)
+        enough, awaited = is_wanted(config, waiting, self._members)
+        self._progress.see(config, newest, waiting, awaited, self._members)
+        if not enough:
+            write_status(self._train, self._progress)
+            return False
+        plan = next_plan(config, newest, found, self._members, time.time_ns())
+        assert plan is not None
+        self._write_plan(self._train.attempt(plan.version, 0), plan)
+        self._progress.planned(self._train, plan)
+        return True
+
+    def _write_plan(self, target: Path, plan: Plan) -> None:
+        made, self._empty = self._empty or self._make_empty(), None
+        (made / PLAN).write_bytes(msgspec.json.encode(plan))
+        try:
+            os.rename(made, target)
+        except OSError as error:
+            # Another coordinator has planned, while this one's host was stopped.
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            remove(made)
+        self._lacking_s = time.monotonic()
+
+    def _make_empty(self) -> Path:
+        """Make the directories of a version, which get their name with a plan."""
+        path = self._train.aside / secrets.token_hex(8)
+        for part in ("", "norm", *PARTS):
+            (path / part).mkdir()
+        return path
+
+    def _try_again(self, target: Path, plan: Plan) -> bool:
+        """Plan the version once more, in another directory, if a push of the plan is gone or broken, which
+        would be waited for in vain: it counts with weight 0. Shards that were made with it stay where
+        they are, and count for nothing unless all of them were made."""
+        now_s = time.monotonic()
+        complaints = refusals.complaints(target)
+        if not complaints and now_s < self._lacking_s + LOOK_S:
+            return False
+        self._lacking_s = now_s
+        counted = {push.path for push in plan.pushes if push.weight}
+        for path in counted & complaints.keys():
+            self._refuse(path, Refused(errno.EINVAL, complaints[path]))
+        gone = {path for path in counted if path in complaints or not self._is_usable(path)}
+        if not gone or self._train.newest() >= plan.version:
+            return False
+        log.warning("%s: gone while it was counted: %s", self._train.models, ", ".join(gone))
+        attempt = int(target.name.partition(".")[2] or 0) + 1
+        self._write_plan(self._train.attempt(plan.version, attempt), without(plan, gone))
+        return True
+
+    def _is_usable(self, name: str) -> bool:
+        try:
+            return pushes.inspect(self._train, self._layout, name) is not None
+        except Refused as error:
+            self._refuse(name, error)
+            return False
+
+    def _find_pushes(self, config: TrainConfig, newest: Plan) -> list[Push]:
+        """Return what is in push/. A push that was read once is not read again."""
+        names = set(os.listdir(self._train.push))
+        for known in (self._pushes, self._bad):
+            for name in known.keys() - names:
+                del known[name]
+        steps = dict(newest.clocks)
+        for name in sorted(names - self._pushes.keys()):
+            identity = self._look_at(config, newest, name)
+            if identity is not None:
+                self._pushes[name] = identity
+        for name, identity in list(self._pushes.items()):
+            if 0 < identity.step <= newest.clocks.get(identity.worker, 0):
+                # A repetition of one that has counted.
+                del self._pushes[name]
+                remove(self._train.push / name)
+        for identity in self._pushes.values():
+            steps[identity.worker] = max(steps.get(identity.worker, 0), identity.step)
+        for name, identity in [item for item in self._pushes.items() if item[1].step == 0]:
+            steps[identity.worker] += 1
+            self._settle(name, identity, steps[identity.worker])
+        return [
+            Push(one.worker, one.step, name, one.weight, one.base, one.lr)
+            for name, one in self._pushes.items()
+        ]
+
+    def _settle(self, name: str, identity: Identity, step: int) -> None:
+        """Give a push that has the worker's next step a name that says which that is. Its old name is free:
+        a file that comes there is another push."""
+        settled = pushes.settled_name(name, identity.worker, step)
+        del self._pushes[name]
+        try:
+            rename_new(self._train.push / name, self._train.push / settled)
+        except FileExistsError:
+            # Its worker has just pushed that step: this is the one after.
+            return
+        self._pushes[settled] = identity._replace(step=step)
+
+    def _look_at(self, config: TrainConfig, newest: Plan, name: str) -> Identity | None:
+        path = self._train.push / name
+        try:
+            status = path.lstat()
+            seen = (status.st_ino, status.st_ctime_ns, status.st_size)
+            if name.startswith(".") or self._bad.get(name) == seen:
+                return None
+            identity = pushes.inspect(self._train, self._layout, name)
+            if identity is not None:
+                # What was renamed into push/ has not been checked under this name.
+                pushes.check_worker_and_step(config, newest.clocks, identity)
+            if identity is not None and not self._train.is_on_irdmafs and path.is_file():
+                with _files.open_to_read(os.fspath(path)) as (fd, _):
+                    pushes.check_content(self._train, fd, name)
+            return identity
+        except FileNotFoundError:
+            return None
+        except Refused as error:
+            if error.errno == errno.ESTALE:
+                # As above: its step is past.
+                remove(path)
+            elif self._train.is_on_irdmafs or time.time_ns() > status.st_mtime_ns + _SETTLED_NS:
+                self._bad[name] = seen
+                self._refuse(name, error)
+            return None
+
+    def _refuse(self, name: str, error: Refused) -> None:
+        log.warning("%s: %s is refused: %s", self._train.models, name, error)
+        refusals.note(self._train, name, error)
+
+    def _look_at_members(self) -> None:
+        """See who takes part, and who has ended."""
+        now_s = time.monotonic()
+        if self._names() == self._members.keys() and now_s < self._looked_s + LOOK_S:
+            return
+        self._looked_s = now_s
+        # Listed before the workers: each makes its directory there when it has locked its name.
+        staged = os.listdir(self._train.staging)
+        present = {name for name in self._names() if self._takes_part(name)}
+        for name in without_worker(staged, present):
+            # Another user's may have to stay.
+            with contextlib.suppress(PermissionError):
+                discard(self._train, self._train.staging / name)
+        members = {}
+        for name in present:
+            with contextlib.suppress(FileNotFoundError, ValueError, TrainError):
+                members[name] = int(read_small(self._train.workers / name) or 0)
+        if members != self._members or not self._train.members.exists():
+            replace(self._train.members, msgspec.json.encode(members))
+            self._members = members
+
+    def _names(self) -> set[str]:
+        return {name for name in os.listdir(self._train.workers) if not name.startswith(".")}
+
+    def _takes_part(self, name: str) -> bool:
+        """Return whether a worker has not ended. Removes the file of one that has."""
+        path = self._train.workers / name
+        if is_locked(path):
+            return True
+        log.info("%s: worker %s has ended", self._train.models, name)
+        remove(path)
+        return False
+
+    # -- commit ------------------------------------------------------------------------------------
+
+    def _commit(self, config: TrainConfig, target: Path, plan: Plan) -> bool:
+        if not all(is_made(target, name) for name in self._layout.shard_names):
+            return False
+        self._progress.reduced()
+        if config.whole_every and plan.version % config.whole_every == 0:
+            assemble(self._layout, target)
+        try:
+            os.rename(target, self._train.version(plan.version))
+        except OSError as error:
+            # Another coordinator made it, while this one's host was stopped.
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                raise
+        self._progress.committed(plan)
+        lead_to_newest(self._train)
+        return True
+
+    def _tidy(self, config: TrainConfig, newest: Plan) -> None:
+        """Give the pushes that count back to their workers, and put aside versions that nobody wants any
+        more, and what was left behind."""
+        train = self._train
+        lead_to_newest(train)
+        staged = os.listdir(train.staging)
+        for push in newest.pushes:
+            path = train.push / push.path
+            if not path.is_dir():
+                remove(path)
+            elif not give_back(train, path, push.worker, staged):
+                put_aside(train, path)
+        for number in train.version_numbers():
+            if number <= newest.version - config.keep:
+                put_aside(train, train.version(number))
+        for name in os.listdir(train.next):
+            made = name.partition(".")[0]
+            if made.isdecimal() and int(made) <= newest.version:
+                put_aside(train, train.next / name)
+        version = train.version(newest.version)
+        lasting = {PLAN, *PARTS, *self._layout.files}
+        for name in os.listdir(version):
+            if name not in lasting:
+                put_aside(train, version / name)
+        for path in [*version.glob("params/.*"), *version.glob("state/.*")]:
+            remove(path)
+        self._litter = None
+
+    def tidy_up(self) -> bool:
+        """Do for a little while what nobody waits for: make directories for the next plan, and remove what
+        was put aside. Return whether there was something to do. Raises OSError."""
+        aside = self._train.aside
+        did = False
+        if self._empty is None:
+            self._empty, did = self._make_empty(), True
+        if self._litter is None:
+            self._litter = [name for name in os.listdir(aside) if name != self._empty.name]
+        until_s = time.monotonic() + _TIDY_S
+        while self._litter and time.monotonic() < until_s:
+            remove(aside / self._litter.pop())
+            did = True
+        return did
+
+    def _sweep(self) -> None:
+        """Remove the small files that processes were writing when they were killed."""
+        for folder in (self._train.path, self._train.since, self._train.workers):
+            for name in os.listdir(folder):
+                path = folder / name
+                if name.startswith(".") and _is_old(path) and not is_locked(path):
+                    remove(path)
+
+
+def _is_old(path: Path) -> bool:
+    try:
+        return time.time() > path.lstat().st_mtime + _LEFT_S
+    except FileNotFoundError:
+        return False
+
+
+def assemble(layout: ModelLayout, version: Path) -> None:
+    """Make the model's files of a version from its shards. Raises OSError."""
+    files = layout.files
+    names = layout.shard_names
+    if len(files) == len(names) == 1:
+        with contextlib.suppress(FileExistsError):
+            os.link(version / "params" / names[0], version / files[0])
+        return
+    values = gather(layout, version / "params")
+    for file in files:
+        parameters = [one.name for one in layout.parameters if one.file == file]
+        _files.replace_file(
+            os.fspath(version / file),
+            encode({name: values[name] for name in parameters}, {"format": "pt"}),
+            versioned=_files.lies_on_irdmafs(version),
+        )

@@ -1,0 +1,62 @@
+"""What a training costs a cluster beside the bytes of its parameters."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from cluster import Cluster, ClusterMount, Plan
+from mountpoint import eventually
+from training_runs import model, newest, ones, reduce, reduce_until, start
+
+from irdmafs.train import Reducer, Worker
+from irdmafs.train.directory import TrainDirectory
+
+
+def figures(mount: ClusterMount) -> dict[str, Any]:
+    found: dict[str, Any] = mount.status()["cluster"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Cluster]:
+    with Cluster(Plan(nodes=1, mounts=2, replicas=1)) as cluster:
+        yield cluster
+
+
+def test_planning_fetches_no_push(hosts: Cluster) -> None:
+    worker_at, planned_at = hosts.mounts
+    run = start(worker_at.path / "planned", model(), shards=3)
+    there = planned_at.path / "planned"
+    with Worker(run, "w") as worker, Reducer(there) as reducer:
+        reducer._take_parts()
+        coordinator, train = reducer._coordinator, reducer.train
+        assert coordinator is not None
+        # It reads the files of the run itself.
+        assert not coordinator.step(train.config(), train.newest_plan(), None)
+        worker.push(ones())
+        before = figures(planned_at)["fetched_files"]
+        eventually(
+            lambda: coordinator.step(train.config(), train.newest_plan(), None), "a plan is made"
+        )
+        assert figures(planned_at)["fetched_files"] == before
+
+
+def test_push_after_the_first_makes_no_files(hosts: Cluster) -> None:
+    """They lie in the files of the last one that has counted."""
+    run = start(hosts.mounts[0].path / "again", model(), shards=3)
+
+    def numbers() -> set[int]:
+        (push,) = train.push.iterdir()
+        return {file.stat().st_ino for file in push.iterdir()}
+
+    train = TrainDirectory(run)
+    with Worker(run, "w") as worker, Reducer(run) as reducer:
+        worker.push(ones())
+        first = numbers()
+        # A reducer on another host than the node's leaves it time to have one of its own.
+        reduce_until(reducer, lambda: newest(run) == 1, "the push counts")
+        reduce(reducer)
+        worker.push(ones())
+        assert numbers() == first
+        reduce_until(reducer, lambda: newest(run) == 2, "the next push counts")
+    assert not list(train.staging.iterdir())
