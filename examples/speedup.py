@@ -100,7 +100,7 @@ class Run:
 
 def pushes_in(steps: float, sync: str, workers: int, slow: float) -> float:
     """Return how many pushes count in the time that a worker needs for `steps` steps, if the last one needs
-    `slow` times as long and communication needs none."""
+    `slow` times as long and communication needs none. A quorum is one of all but one."""
     kind, number = parse_sync(sync)
     slowest, others = steps / slow, workers - 1
     if kind == "async":
