@@ -89,7 +89,10 @@ def predict(
     """Return seconds of a step of the whole model, by number of workers. The machine is described by
     steps of the small model, and of the whole one with the fewest workers."""
     overheads = [one.small_s - compute_s for one in found]
-    plan_s, latencies_s = np.polyfit([one.workers for one in found], overheads, 1)
+    # What counts is the error beside a whole step.
+    plan_s, latencies_s = np.polyfit(
+        [one.workers for one in found], overheads, 1, w=[1 / one.whole_s for one in found]
+    )
     plan_s, latency_s = max(0.0, float(plan_s)), max(0.0, float(latencies_s)) / PUBLISHED
     link = mbit * 1e6 / 8 * GOODPUT
     whole = Work(compute_s, size, size)
@@ -114,9 +117,11 @@ def predict(
 
 
 @click.command(context_settings=SETTINGS)
-@click.option("--size", "size_mib", default=8, show_default=True, help="MiB of the model, in fp32.")
-@click.option("--compute", "compute_s", default=0.5, show_default=True, help="Seconds of a step.")
-@click.option("--mbit", default=100.0, show_default=True, help="Mbit/s of each link.")
+@click.option(
+    "--size", "size_mib", default=16, show_default=True, help="MiB of the model, in fp32."
+)
+@click.option("--compute", "compute_s", default=1.0, show_default=True, help="Seconds of a step.")
+@click.option("--mbit", default=50.0, show_default=True, help="Mbit/s of each link.")
 @click.option("--rounds", default=5, show_default=True)
 @click.option(
     "--workers", "counts", type=int, multiple=True, default=(1, 2, 4, 8), show_default=True
@@ -127,7 +132,8 @@ def train_scaling(
     """Compare the model of a step's time (irdmafs.train.scaling) with measured steps in lockstep.
 
     Workers are on the hosts of as many store nodes. Latency and planning are taken from steps of a model of
-    4 KiB, and reduction from the fewest workers; what the bytes cost on the links is predicted.
+    4 KiB, and reduction from the fewest workers; what the bytes cost on the links is predicted. All hosts
+    share this machine's cores, so that links have to be slow for the model to hold.
     """
     size = size_mib * MIB
     found = []
