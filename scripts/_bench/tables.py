@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -50,12 +50,16 @@ def spread(values: Sequence[float], number: Callable[[float], str] = four_digits
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is measured. `bar`: the least ratio of ours to the base, where more is better."""
+    """What is measured. `bar`: the least ratio of ours to the base, where more is better.
+
+    `others`: the least ratios of ours to other columns.
+    """
 
     key: str
     title: str
     unit: str
     bar: float | None = None
+    others: Mapping[str, float] = field(default_factory=dict)
 
 
 class Rates:
@@ -97,13 +101,20 @@ class Rates:
         return median(ratios) if ratios else None
 
     def missed(self) -> list[Row]:
-        """The rows in which the bar was not reached, or nothing was measured."""
-        found = []
-        for row in self.rows:
-            ratio = self.ratio(self.ours, row.key)
-            if row.bar is not None and (ratio is None or ratio < row.bar):
-                found.append(row)
-        return found
+        """The rows in which a bar was not reached, or nothing was measured."""
+        return [
+            row
+            for row in self.rows
+            if any(ratio is None or ratio < bar for _, bar, ratio in self._bars(row))
+        ]
+
+    def _bars(self, row: Row) -> list[tuple[str, float, float | None]]:
+        """The columns that ours has a bar to, the bar and the ratio."""
+        bars = [] if row.bar is None else [(self.base or "", row.bar)]
+        return [
+            (column, bar, self.ratio(self.ours, row.key, column))
+            for column, bar in (*bars, *row.others.items())
+        ]
 
     def show(self, console: Console) -> None:
         columns = self._columns or list(
@@ -112,7 +123,7 @@ class Rates:
         caption = "median (lowest to highest of all rounds)"
         if self.base:
             caption += f"; x: median ratio to {self.base}"
-        has_bars = any(row.bar is not None for row in self.rows)
+        has_bars = any(self._bars(row) for row in self.rows)
         heads = ["measure", "unit", *columns, *(["bar"] if has_bars else [])]
         shown = table("", *heads, caption=caption, caption_justify="left")
         for row in self.rows:
@@ -122,12 +133,16 @@ class Rates:
         console.print(shown)
 
     def _verdict(self, row: Row) -> str:
-        if row.bar is None:
-            return ""
-        verdict = "[bold red]missed[/]" if row in self.missed() else "reached"
-        if not self.values(self.ours, row.key) or not self.values(self.base or "", row.key):
-            verdict = "not measured"
-        return f"x{row.bar:g} {verdict}"
+        verdicts = []
+        for column, bar, ratio in self._bars(row):
+            if ratio is None:
+                verdict = "not measured"
+            else:
+                verdict = "reached" if ratio >= bar else "[bold red]missed[/]"
+                if column != self.base:
+                    verdict += f" (x{ratio:.2f} of {column})"
+            verdicts.append(f"x{bar:g} {verdict}")
+        return ", ".join(verdicts)
 
     def _cell(self, column: str, row: str) -> str:
         values = self.values(column, row)

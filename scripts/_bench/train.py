@@ -1,4 +1,4 @@
-"""A synchronous training step through files, beside gloo's all-reduce on the same links."""
+"""A synchronous training step through files, beside other ways to sum gradients over the same links."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from .command import SETTINGS, asserting, finish, json_file, measuring, say
 from .tables import Rates, Row
 from .workers import Worker, tell
 
-OURS, BASE = "irdmafs", "gloo"
+OURS, BASE, SERVER = "irdmafs", "gloo", "gRPC"
 HOSTS = 4
 TENSOR = 4 << 20
 PORT = 29511
@@ -74,7 +74,7 @@ def work_by_gloo(address: str, rank: int, world: int, elements: int) -> None:
     distributed.destroy_process_group()
 
 
-def _sent(hosts: Sequence[Host]) -> list[int]:
+def _sent(hosts: Collection[Host]) -> list[int]:
     """Return the bytes that each host has sent."""
     lines = [run(*host.launcher, "grep", "eth0:", "/proc/net/dev") for host in hosts]
     return [int(line.partition(":")[2].split()[8]) for line in lines]
@@ -84,7 +84,7 @@ def _measure(
     rates: Rates,
     column: str,
     workers: Sequence[Worker],
-    hosts: Sequence[Host],
+    hosts: Collection[Host],
     size: int,
     rounds: int,
 ) -> None:
@@ -118,8 +118,9 @@ def train(
 ) -> None:
     """Measure synchronous steps of four workers: push gradients, sum them, pull parameters.
 
-    Beside it, torch's all-reduce by gloo, of the same gradients between the same hosts (needs torch). The
-    rule is a sum, so that both do the same arithmetic.
+    Beside it, the same gradients between the same hosts: torch's all-reduce by gloo (needs torch), and one
+    parameter server over gRPC on the first store node's host, which sends the sum when it has all gradients
+    (needs grpcio). The rule is a sum, so that all do the same arithmetic.
     """
     rows = (
         Row(
@@ -127,6 +128,7 @@ def train(
             f"gradients of {size_mib} MiB reduced and back",
             "MB/s",
             bar=1.2 if apart else 0.95,
+            others={SERVER: 3.0},
         ),
         Row("bytes", "sent by the busiest worker's or node's host, per byte of the model", ""),
     )
@@ -166,9 +168,19 @@ def train(
                 ]
                 _measure(rates, OURS, workers, hosts, size, rounds)
                 say((places[0] / ".train" / "status").read_text())
-            if importlib.util.find_spec("torch") is not None:
-                _measure_gloo(rates, [mount.host for mount in cluster.mounts], elements, rounds)
-    finish(rates, 100, json_file, assert_)
+            working_at = [mount.host for mount in cluster.mounts]
+            if _has("torch", BASE):
+                _measure_gloo(rates, working_at, elements, rounds)
+            if _has("grpc", SERVER):
+                _measure_server(rates, cluster.nodes[0].host, working_at, elements, rounds)
+    finish(rates, 160, json_file, assert_)
+
+
+def _has(module: str, column: str) -> bool:
+    found = importlib.util.find_spec(module) is not None
+    if not found:
+        say(f"{column} is left out: there is no Python module {module}")
+    return found
 
 
 def _measure_gloo(rates: Rates, hosts: Sequence[Host], elements: int, rounds: int) -> None:
@@ -176,13 +188,33 @@ def _measure_gloo(rates: Rates, hosts: Sequence[Host], elements: int, rounds: in
         {"address": hosts[0].address, "rank": rank, "world": HOSTS, "elements": elements}
         for rank in range(HOSTS)
     ]
+    with _started(BASE, "_bench.train:work_by_gloo", plans, hosts) as workers:
+        _measure(rates, BASE, workers, hosts, elements * 4, rounds)
+
+
+def _measure_server(
+    rates: Rates, at: Host, hosts: Sequence[Host], elements: int, rounds: int
+) -> None:
+    plan = {"address": at.address, "elements": elements}
+    serving = plan | {"world": HOSTS}
+    with Worker("gRPC server", "_bench.train_server:serve", serving, at.launcher) as server:
+        plans = [plan | {"port": server.ready}] * HOSTS
+        with _started(SERVER, "_bench.train_server:work", plans, hosts) as workers:
+            _measure(rates, SERVER, workers, {*hosts, at}, elements * 4, rounds)
+
+
+@contextlib.contextmanager
+def _started(
+    name: str, function: str, plans: Sequence[Mapping[str, object]], hosts: Sequence[Host]
+) -> Iterator[Sequence[Worker]]:
+    """Workers on these hosts that are started at once, as each may wait for the others."""
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(HOSTS) as pool:
         workers = [
-            Worker(BASE, "_bench.train:work_by_gloo", plan, host.launcher)
+            Worker(name, function, plan, host.launcher)
             for plan, host in zip(plans, hosts, strict=True)
         ]
         list(pool.map(stack.enter_context, workers))
-        _measure(rates, BASE, workers, hosts, elements * 4, rounds)
+        yield workers
 
 
 @contextlib.contextmanager
