@@ -146,12 +146,12 @@ def train(
             with client.open(places[0]) as store:
                 store.publish_state_dict(model_of(elements))
             begin(places[0], TrainConfig(rule="sum", workers=HOSTS, whole_every=0))
-            hosts = [mount.host for mount in cluster.mounts]
+            working_at = [mount.host for mount in cluster.mounts]
             reduced_at = cluster.mounts
             if apart:
                 reduced_at = [cluster.add_mount(beside=node) for node in cluster.nodes]
-                hosts += [node.host for node in cluster.nodes]
-            for host in {host.name: host for host in hosts}.values():
+            hosts = {*working_at, *(node.host for node in cluster.nodes)}
+            for host in hosts:
                 cluster.network.shape(host, mbit * 1e6)
             with contextlib.ExitStack() as stack:
                 for mount in reduced_at:
@@ -168,7 +168,6 @@ def train(
                 ]
                 _measure(rates, OURS, workers, hosts, size, rounds)
                 say((places[0] / ".train" / "status").read_text())
-            working_at = [mount.host for mount in cluster.mounts]
             if _has("torch", BASE):
                 _measure_gloo(rates, working_at, elements, rounds)
             if _has("grpc", SERVER):
