@@ -163,6 +163,19 @@ def lies_on_irdmafs(path: str | os.PathLike[str]) -> bool:
     return is_irdmafs(os.stat(path).st_dev)
 
 
+def write_version(path: str, contents: Iterable[memoryview]) -> int:
+    """Write a new version of a file of irdmafs, which closing the returned descriptor publishes. Raises
+    OSError, with the path."""
+    with naming(path):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        try:
+            write_all(fd, contents)
+        except BaseException:
+            _discard(fd)
+            raise
+    return fd
+
+
 def replace_file(path: str, contents: Iterable[memoryview], *, versioned: bool) -> None:
     """Replace the contents of ``path``, whole or not at all; the file is created if it does not exist.
 
@@ -171,13 +184,8 @@ def replace_file(path: str, contents: Iterable[memoryview], *, versioned: bool) 
     readers that have the old content open or mapped keep it. Raises OSError, with the path.
     """
     if versioned:
+        fd = write_version(path, contents)
         with naming(path):
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-            try:
-                write_all(fd, contents)
-            except BaseException:
-                _discard(fd)
-                raise
             os.close(fd)
         return
     temporary = os.path.join(os.path.dirname(path), f".{secrets.token_hex(8)}.tmp")

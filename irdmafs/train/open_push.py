@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from ..client._dtypes import Value
@@ -46,8 +46,9 @@ class OpenPush:
                 self._holders.setdefault(part.scales, []).append(shard)
         self._values: dict[str, Value] = {}
         self._lock = threading.Lock()
-        # By shard: its file, which is being written or was.
-        self._written: dict[str, Future[None]] = {}
+        # By shard: its file, which is being written or was, and then published.
+        self._written: dict[str, Future[Future[None]]] = {}
+        self._in_vain: list[Future[Future[None]]] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="irdmafs-push")
 
     def put(self, name: str, gradient: object) -> None:
@@ -59,7 +60,9 @@ class OpenPush:
             for shard in self._holders.get(name, ()):
                 if shard.name in self._written:
                     # finish() writes it anew: gradients that accumulate are put many times.
-                    self._written.pop(shard.name).cancel()
+                    writing = self._written.pop(shard.name)
+                    if not writing.cancel():
+                        self._in_vain.append(writing)
                 elif len(self._shards) > 1 and self._is_complete(shard):
                     self._write(shard)
 
@@ -68,12 +71,15 @@ class OpenPush:
         left out. Raises Refused and OSError, after which nothing of the push is there."""
         try:
             if len(self._shards) > 1:
+                # Of two versions of a file the one that is published last stays.
+                for writing in self._in_vain:
+                    writing.result().result()
                 with self._lock:
                     for shard in self._shards:
                         if shard.name not in self._written:
                             self._write(shard)
-                for future in self._written.values():
-                    future.result()
+                for writing in self._written.values():
+                    writing.result().result()
             if not self._values:
                 raise Refused(errno.EINVAL, "it has no tensor")
             step = self._publish(self._values, weight, lr)
@@ -86,6 +92,9 @@ class OpenPush:
     def abort(self) -> None:
         """Drop the push."""
         self._thread.shutdown(cancel_futures=True)
+        for writing in (*self._in_vain, *self._written.values()):
+            if not writing.cancelled() and writing.exception() is None:
+                wait([writing.result()])
         self._staging.drop(self._hidden)
 
     def _is_complete(self, shard: Shard) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -246,28 +247,29 @@ class _ShardFiles(contextlib.AbstractContextManager["_ShardFiles"]):
         self._params_forms = {
             part.parameter.name: (part.parameter.dtype, part.shape) for part in shard.slices
         }
-        self._files = contextlib.ExitStack()
         self._state = (head_of(self._state_forms, None), target / "state" / name)
         self._params = (head_of(self._params_forms, None), target / "params" / name)
 
     def __enter__(self) -> Self:
-        self._state_memory = self._begin(*self._state)
-        self._params_memory = self._begin(*self._params)
+        forms = (self._state, self._params)
+        self._files = [new_file(path, head.size, versioned=self._versioned) for head, path in forms]
+        with contextlib.ExitStack() as stack:
+            self._memories = [stack.enter_context(file) for file in self._files]
+            for (head, _), memory in zip(forms, self._memories, strict=True):
+                memory[: len(head.text)] = np.frombuffer(head.text, np.uint8)
+            stack.pop_all()
         return self
 
-    def _begin(self, head: Head, path: Path) -> Array:
-        memory = self._files.enter_context(new_file(path, head.size, versioned=self._versioned))
-        memory[: len(head.text)] = np.frombuffer(head.text, np.uint8)
-        return memory
-
     def __exit__(self, *error: Any) -> None:
-        self._files.__exit__(*error)
+        # Each is sent to its node and told to the cluster: at the same time.
+        with ThreadPoolExecutor(len(self._files)) as pool:
+            list(pool.map(lambda file: file.__exit__(*error), self._files))
 
     def arrays(self) -> tuple[dict[str, Array], dict[str, Array]]:
         """Return the tensors of state/K and of params/K, which are to be filled before the block ends."""
         return (
-            _show(self._state[0], self._state_forms, self._state_memory),
-            _show(self._params[0], self._params_forms, self._params_memory),
+            _show(self._state[0], self._state_forms, self._memories[0]),
+            _show(self._params[0], self._params_forms, self._memories[1]),
         )
 
 

@@ -7,6 +7,7 @@ import errno
 import os
 import secrets
 from collections.abc import Container, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from ..client import _files
@@ -18,6 +19,8 @@ from .pushes import REFUSALS, check_content, shard_contents
 __all__ = ["Staging", "explain", "give_back", "without_worker"]
 
 _SPARE = "spare"
+# Shards that are published at once.
+_AT_ONCE = 16
 # There is one already, the worker has ended, or it is another user's.
 _NOT_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EACCES, errno.EPERM)
 
@@ -34,6 +37,7 @@ class Staging:
                 discard(train, train.staging / name)
         self.path = train.staging / f"{worker}@{secrets.token_hex(8)}"
         self.path.mkdir()
+        self._publishing = ThreadPoolExecutor(_AT_ONCE, "publish")
 
     def begin(self, name: str) -> Path:
         """Return a directory for the files of a push. Those of one that has counted are in it, if there is
@@ -47,12 +51,23 @@ class Staging:
 
     def write(
         self, directory: Path, shard: Shard, values: Mapping[str, Value], more: Mapping[str, str]
-    ) -> None:
-        """Write the file of a shard; `more`: its metadata. Raises Refused and OSError."""
+    ) -> Future[None]:
+        """Write the file of a shard; `more`: its metadata. It is published when the future is done, which
+        raises Refused and OSError. So one file is on its way to its node while the next is written.
+        Raises OSError."""
         contents = shard_contents(shard, values, more)
         path = directory / shard.name
+        if not self._train.is_on_irdmafs:
+            return self._publishing.submit(
+                _files.replace_file, os.fspath(path), contents, versioned=False
+            )
+        fd = _files.write_version(os.fspath(path), contents)
+        return self._publishing.submit(self._publish, path, fd, contents)
+
+    def _publish(self, path: Path, fd: int, contents: Iterable[memoryview]) -> None:
         try:
-            _files.replace_file(os.fspath(path), contents, versioned=self._train.is_on_irdmafs)
+            with _files.naming(os.fspath(path)):
+                os.close(fd)
         except OSError as error:
             if error.errno in REFUSALS:
                 explain(self._train, os.fspath(path.relative_to(self._train.staging)), contents)
@@ -65,6 +80,7 @@ class Staging:
 
     def remove(self) -> None:
         """Raises OSError."""
+        self._publishing.shutdown()
         discard(self._train, self.path)
 
 

@@ -7,7 +7,10 @@ import errno
 import os
 import re
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +18,13 @@ import msgspec
 import numpy as np
 
 from ..client import _files
-from ..client._dtypes import Array, Value
+from ..client._dtypes import Array, Value, dtype_of_code
 from ..client._safetensors import encode
 from .config import is_worker_name
 from .directory import (
     Changes,
     Lock,
+    ShardFile,
     TrainDirectory,
     gather,
     in_parallel,
@@ -28,7 +32,9 @@ from .directory import (
     remove,
 )
 from .errors import Refused, TrainError
+from .layout import Shard, Slice
 from .open_push import OpenPush
+from .places import is_here
 from .plan import Plan, may_pull
 from .pushes import REFUSALS, Identity, check, check_identity, inspect, values_of
 from .staging import Staging, explain
@@ -63,7 +69,18 @@ class Worker:
         self.version = -1
         self._last_push: Path | None = None
         self._looked_s = 0.0
+        self._in_turns = self._turns()
         self._take_part()
+
+    def _turns(self) -> Sequence[Shard]:
+        """Return the shards in the order in which they are pushed: no two workers begin with the same node,
+        and what stays on this host comes last, as it needs no link."""
+        shards = self._shards
+        params = self.train.version(self.train.newest()) / "params"
+        here = [is_here(params / shard.name) is True for shard in shards]
+        first = here.index(True) + 1 if True in here else zlib.crc32(self.name.encode())
+        order = [(first + turn) % len(shards) for turn in range(len(shards))]
+        return [shards[number] for number in sorted(order, key=here.__getitem__)]
 
     def _take_part(self) -> None:
         """Lock the name, remove what workers of this name had begun, and see how far they came. Raises
@@ -220,7 +237,15 @@ class Worker:
         staging = self._staging
         hidden = staging.begin(identity.name)
         try:
-            in_parallel(lambda shard: staging.write(hidden, shard, values, more), self._shards)
+            published = []
+            try:
+                for shard in self._in_turns:
+                    written = staging.write(hidden, shard, values, more)
+                    published.append(written)
+            finally:
+                wait(published)
+            for future in published:
+                future.result()
             return self._push_directory(identity, hidden)
         except BaseException:
             staging.drop(hidden)
@@ -315,9 +340,20 @@ class Worker:
             )
 
     def _show(self, plan: Plan, out: Mapping[str, Any] | None) -> dict[str, Any]:
+        shapes = self.layout.shapes
+        for name, target in (out or {}).items():
+            if tuple(target.shape) != shapes[name]:
+                raise ValueError(
+                    f"an array of {tuple(target.shape)} for the parameter {name!r} of {shapes[name]}"
+                )
+        values: dict[str, Value] = {}
         while True:
+            params = self.train.version(plan.version) / "params"
             try:
-                values = gather(self.layout, self.train.version(plan.version) / "params")
+                if out is None:
+                    values = gather(self.layout, params)
+                else:
+                    in_parallel(partial(_copy_shard, params, out), self._shards)
                 break
             except FileNotFoundError:
                 # Older than `keep` versions meanwhile.
@@ -328,27 +364,50 @@ class Worker:
         self.version = plan.version
         if out is None:
             return {name: value.shown for name, value in values.items()}
-        for name, target in out.items():
-            if name not in values:
-                raise KeyError(name)
-            _copy(values[name], target)
         return dict(out)
 
 
-def _copy(value: Value, target: Any) -> None:
-    """Copy a parameter into an array, or a tensor on any device, of the same shape."""
+def _copy_shard(params: Path, out: Mapping[str, Any], shard: Shard) -> None:
+    """Copy the parameters of a shard, as soon as they are here, into arrays or tensors."""
+    file = ShardFile(params / shard.name)
+    for part in shard.slices:
+        name = part.parameter.name
+        if name in out:
+            extension = dtype_of_code(part.parameter.dtype)[1]
+            _copy(Value(file.tensor(name), extension), out[name], part)
+
+
+def _copy(value: Value, target: Any, part: Slice) -> None:
+    """Copy a slice of a parameter into an array, or a tensor on any device, of the parameter's shape."""
+    shown: Array = value.shown
     if type(target).__module__.partition(".")[0] == "torch":
         import torch
 
-        array = np.ascontiguousarray(value.array)
-        array = array if array.flags.writeable else array.copy()
-        source = torch.from_numpy(array)
+        dtype = getattr(torch, value.extension or value.array.dtype.name)
+        if target.device.type != "cpu" or target.dtype != dtype:
+            source = torch.from_numpy(value.array.copy()).view(dtype)
+            _copy_tensor(source, target, part)
+            return
+        target = target.detach()
+        shown = value.array
         if value.extension is not None:
-            source = source.view(getattr(torch, value.extension))
-        with torch.no_grad():
-            target.copy_(source)
-        return
-    shown: Array = value.shown
-    if target.shape != shown.shape:
-        raise ValueError(f"an array of {target.shape} for a parameter of {shown.shape}")
-    target[...] = shown
+            target = target.view(getattr(torch, value.array.dtype.name))
+        target = target.numpy()
+    if part.is_whole:
+        target[...] = shown
+    elif target.flags.c_contiguous:
+        target.reshape(-1)[part.start : part.stop] = shown
+    else:
+        target.flat[part.start : part.stop] = shown
+
+
+def _copy_tensor(source: Any, target: Any, part: Slice) -> None:
+    """Copy into a tensor on another device, or of another type."""
+    whole = target.detach()
+    if part.is_whole:
+        whole.copy_(source)
+    elif whole.is_contiguous():
+        whole.view(-1)[part.start : part.stop].copy_(source)
+    else:
+        at = np.unravel_index(range(part.start, part.stop), part.parameter.shape)
+        whole[at] = source.to(whole)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from irdmafs import client
-from irdmafs.train import Reducer, TrainConfig, TrainError, begin
+from irdmafs.train import Reducer, TrainConfig, TrainError, Worker, begin
 from irdmafs.train.directory import TrainDirectory
 
 torch: Any = pytest.importorskip(
@@ -447,3 +447,23 @@ def test_diloco_says_what_is_missing(tmp_path: Path) -> None:
         DiLoCo(torch.optim.SGD(model.parameters(), lr=0.1), folder)
     with DiLoCo(_sgd(model), folder) as optimizer:
         assert optimizer.every == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_pull_copies_what_shards_cut_into_tensors(
+    tmp_path: Path, dtype: torch.dtype, transposed: bool
+) -> None:
+    """Of the parameters' type, with their bits, and of another one."""
+    values = {"w": torch.randn(40, 30).bfloat16(), "b": torch.randn(7).bfloat16()}
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with client.open(folder) as store:
+        store.publish_state_dict(values)
+    begin(folder, TrainConfig(rule="sum"), shards=3)
+    out = {"w": torch.zeros(40, 30, dtype=dtype), "b": torch.zeros(7, dtype=dtype)}
+    if transposed:
+        out["w"] = torch.zeros(30, 40, dtype=dtype).t()
+    with Worker(folder, "w") as worker:
+        worker.pull(out)
+    assert all(torch.equal(out[name], value.to(dtype)) for name, value in values.items())

@@ -336,8 +336,16 @@ def test_pull_copies_into_arrays_of_the_caller(run: Path) -> None:
         assert not shown["embedding"].flags.writeable
         with pytest.raises(KeyError):
             worker.pull({"unknown": np.zeros(3)})
-        with pytest.raises(ValueError, match="for a parameter of"):
+        with pytest.raises(ValueError, match="for the parameter"):
             worker.pull({"norm": np.zeros(4, np.float32)})
+
+
+def test_pull_copies_what_shards_cut_into_arrays_of_any_order(run: Path) -> None:
+    start(run, model(), shards=3)
+    out = {name: np.zeros(shape, np.float32, order="F") for name, shape in SHAPES.items()}
+    with Worker(run, "a") as worker:
+        worker.pull(out)
+        assert all(np.array_equal(out[name], array) for name, array in worker.pull().items())
 
 
 def test_pull_since_waits_for_that_version(run: Path) -> None:
