@@ -137,3 +137,44 @@ def test_who_has_an_old_version_open_keeps_it_and_its_memory_goes_with_the_last_
     )  # nobody waits for a release
     mount.terminate()
     assert not list(held.iterdir())
+
+
+def test_what_a_node_took_over_before_it_died_can_be_opened(process: TakeProcess) -> None:
+    with Cluster(Plan(nodes=2, mounts=1, replicas=2, beside={0: 0})) as made:
+        (mount,), (node, other) = made.mounts, made.nodes
+        file, writer = mount.path / "file", process()
+        file.write_bytes(b"before")  # by now it is known who is to keep the file
+        other.pause()
+        writer.start("with open(file, 'wb') as f: f.write(b'after')", file=str(file))
+        eventually(lambda: b"after" in extents_of(node.store).values(), "it is taken over")
+        node.kill9()
+        eventually(lambda: not made.live_nodes(), "both nodes are taken for dead")
+        other.resume()
+        writer.result()
+        assert file.read_bytes() == b"after"
+
+
+@pytest.fixture
+def striped(beside: Cluster) -> Path:
+    """A file of several stripes, which no node takes over."""
+    folder = beside.mounts[0].path / "striped"
+    folder.mkdir()
+    os.setxattr(folder, "user.irdmafs.stripe_size", str(MIB).encode())
+    (folder / "before").write_bytes(b"before")  # by now it is known who is to keep the next
+    (folder / "file").write_bytes(pattern(1, 3 * MIB))
+    return folder / "file"
+
+
+def test_a_file_of_several_stripes_stays_whole_when_it_is_written_in_place(striped: Path) -> None:
+    with open(striped, "r+b") as file:
+        file.write(b"edited")
+    assert striped.read_bytes() == b"edited" + pattern(1, 3 * MIB)[6:]
+
+
+def test_a_file_is_fetched_whose_working_copy_the_node_has_removed(
+    beside: Cluster, striped: Path
+) -> None:
+    """As it does some time after the mount was cut off."""
+    (left,) = (beside.nodes[0].store / "incoming").iterdir()
+    left.unlink()
+    assert striped.read_bytes() == pattern(1, 3 * MIB)

@@ -114,11 +114,11 @@ class Contents(ExtentStore):
         finally:
             self._publishing.discard(extent)
 
-    def published(self, extent: ContentId, size: int, store: str) -> None:
-        """Note that the working copy is a version now. `store` is the directory of the node on this
-        host."""
+    def published(self, extent: ContentId, size: int, *, stripes: int) -> None:
+        """Note that the working copy, of so many stripes, is a version now."""
         place = self._places.get(extent)
-        if isinstance(place, Incoming) and self.borrow(extent, store):
+        # A node that has adopted the file may have ended since.
+        if isinstance(place, Incoming) and stripes == 1 and self.borrow(extent, place.store):
             place.free()  # of an earlier attempt that failed
         self.keep(extent, size)
 
@@ -136,8 +136,10 @@ class Contents(ExtentStore):
         return renamed
 
     def is_lent(self, extent: ContentId) -> bool:
-        """Return whether the content's file belongs to a store node here, and must not be written."""
-        return isinstance(self._places.get(extent), Borrowed)
+        """Return whether the published content's file is in the directory of a store node here, and must
+        not be written."""
+        place = self._places.get(extent)
+        return isinstance(place, Borrowed) or (place is not None and extent in self._kept)
 
     def take_out(self, extent: ContentId) -> ContentId:
         """Make a working copy of a published content that is kept here, without copying a byte: the content
@@ -231,18 +233,16 @@ class Contents(ExtentStore):
 
     def has(self, extent: ContentId) -> bool:
         """Return whether the published content can be opened here, and count that as a use of it."""
+        place = self._places.get(extent)
+        if place is not None and extent not in self._held and not os.path.exists(place.path):
+            # The node has freed it, or removed what was left in incoming/ by a session that has ended.
+            del self._places[extent]
+            self.kept_bytes -= self._kept.pop(extent, 0)
+            return False
         if extent in self._kept:
             self._kept.move_to_end(extent)
             return True
-        if extent in self._publishing:
-            return True
-        place = self._places.get(extent)
-        if place is None:
-            return False
-        if extent in self._held or os.path.exists(place.path):
-            return True
-        del self._places[extent]  # the node has freed it
-        return False
+        return place is not None or extent in self._publishing
 
     def keep(self, extent: ContentId, size: int) -> None:
         """Note that a published content is here; `size` bytes of it are ours unless a store node has it."""

@@ -206,7 +206,8 @@ class Publisher:
         self.figures.published_bytes += status.st_size
         self._space.published(allocated_bytes(status.st_size, status.st_blocks))
         if transfer is not None:
-            self._contents.published(content, status.st_blocks * 512, self._cluster.store_here)
+            stripes = version.layout.stripes(status.st_size)
+            self._contents.published(content, status.st_blocks * 512, stripes=stripes)
             self._pins.named(content)
             current = self._namespace.inodes.get(version.ino)
             if current is None or current.extent != content:
