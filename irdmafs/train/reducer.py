@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 
 # A part whose place is another host is left to a reducer there for so long.
 _LEAVE_S = 3.0
+# A reducer that fails for so long, as on a host whose disk is broken or that reaches no store node, leaves
+# its parts to others.
+_FAILS_S = 5.0
 
 
 class Reducer:
@@ -61,21 +64,21 @@ class Reducer:
         self.close()
 
     def close(self) -> None:
-        for lock in self._locks.values():
-            lock.close()
-        self._locks.clear()
+        self._leave_parts()
         self._blocks.close()
 
     def run(self, stopped: Callable[[], bool]) -> None:
         """Make versions until `stopped`. An error is logged and what failed is done again, as long as there
-        is a training. Raises TrainError."""
-        said = ""
+        is a training; after some seconds of errors others may take the parts. Raises TrainError."""
+        said, worked_s = "", time.monotonic()
         while not stopped():
             try:
                 # Before looking, so that no change is missed.
                 planned = Changes(self.train.next)
                 pushed = Changes(self.train.push) if self._coordinator is not None else planned
-                if self.step():
+                did = self.step()
+                worked_s = time.monotonic()
+                if did:
                     said = ""
                 elif self._coordinator is None:
                     planned.wait(LOOK_S)
@@ -90,6 +93,10 @@ class Reducer:
                 if said != str(error):
                     said = str(error)
                     log.warning("%s: %s: it is tried again", self.train.models, error)
+                if self._locks and time.monotonic() > worked_s + _FAILS_S:
+                    log.warning("%s: this reducer leaves its parts to others", self.train.models)
+                    self._leave_parts()
+                    self._looked_s = time.monotonic() + _LEAVE_S
                 time.sleep(LOOK_S)
 
     def step(self) -> bool:
@@ -139,6 +146,13 @@ class Reducer:
         if self._coordinator is None and _COORDINATOR in self._locks:
             self._coordinator = Coordinator(self.train, self.layout)
         return took
+
+    def _leave_parts(self) -> None:
+        for lock in self._locks.values():
+            lock.close()
+        self._locks.clear()
+        self._reduction.clear()
+        self._coordinator = None
 
     def _may_take(self, name: str, now_s: float) -> bool:
         """Return whether a part is better here than elsewhere, or nobody there has taken it."""

@@ -69,3 +69,22 @@ def test_reducer_that_was_cut_off_for_longer_than_its_lease_goes_on(cluster: Clu
             eventually(lambda: is_free(run), "its lease ends", 30)
             cut_off.resume()
     process.kill9()
+
+
+def test_reducer_whose_host_reaches_no_store_node_leaves_its_parts_to_another(
+    cluster: Cluster,
+) -> None:
+    here = cluster.mounts[0]
+    (node,) = cluster.nodes
+    fails = cluster.add_mount("--timeout", "1")
+    run = start(here.path / "run", shards=2)
+    process = reducer_on(cluster, fails)
+    with Worker(run, "w") as worker, Reducer(run) as other:
+        worker.push(ones(1))
+        worker.pull(timeout_s=30)
+        cluster.cut(fails, node)
+        worker.push(ones(1))
+        reduce_until(other, lambda: newest(run) >= 2, "another reducer has its parts")
+        assert process.alive
+        cluster.heal(fails, node)
+    process.kill9()
