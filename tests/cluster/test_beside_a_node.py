@@ -178,3 +178,20 @@ def test_a_file_is_fetched_whose_working_copy_the_node_has_removed(
     (left,) = (beside.nodes[0].store / "incoming").iterdir()
     left.unlink()
     assert striped.read_bytes() == pattern(1, 3 * MIB)
+
+
+def test_a_file_can_be_opened_whose_copy_the_node_replaced_while_it_was_being_opened(
+    beside: Cluster,
+) -> None:
+    (mount,), (node,) = beside.mounts, beside.nodes
+    file = mount.path / "file"
+    file.write_bytes(b"before")  # by now it is known who is to keep the file
+    file.write_bytes(b"mended")
+    (extent,) = (name for name, content in extents_of(node.store).items() if content == b"mended")
+    # The node is told of an open by a name of the file, which is that of the damaged copy then.
+    told = node.store / "lent" / extent
+    told.unlink(missing_ok=True)
+    told.write_bytes(b"damaged")
+    held = node.store / "held"
+    eventually(lambda: not any(list(owner.iterdir()) for owner in held.iterdir()), "it is closed")
+    assert file.read_bytes() == b"mended"

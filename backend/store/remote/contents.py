@@ -236,13 +236,17 @@ class Contents(ExtentStore):
         place = self._places.get(extent)
         if place is not None and extent not in self._held and not os.path.exists(place.path):
             # The node has freed it, or removed what was left in incoming/ by a session that has ended.
-            del self._places[extent]
-            self.kept_bytes -= self._kept.pop(extent, 0)
+            self._lose(extent)
             return False
         if extent in self._kept:
             self._kept.move_to_end(extent)
             return True
         return place is not None or extent in self._publishing
+
+    def _lose(self, extent: ContentId) -> None:
+        """Note that a content is no longer in the store directory where it was."""
+        del self._places[extent]
+        self.kept_bytes -= self._kept.pop(extent, 0)
 
     def keep(self, extent: ContentId, size: int) -> None:
         """Note that a published content is here; `size` bytes of it are ours unless a store node has it."""
@@ -252,10 +256,17 @@ class Contents(ExtentStore):
 
     def hold(self, extent: ContentId) -> None:
         """Keep a pinned content's file, which a store node has or is about to adopt, by a second name.
-        Raises FileNotFoundError if the node has freed it already."""
+        Raises FileNotFoundError if the node has freed it already: it is not here any more."""
         place = self._places.get(extent)
         if place is None or extent in self._held:
             return
+        try:
+            self._hold(extent, place)
+        except FileNotFoundError:
+            self._lose(extent)
+            raise
+
+    def _hold(self, extent: ContentId, place: Place) -> None:
         holds = self._holds.get(place.store)
         if holds is None:
             holds = self._holds[place.store] = Holds(place.store)
