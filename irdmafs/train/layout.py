@@ -71,6 +71,11 @@ class Shard(NamedTuple):
     slices: tuple[Slice, ...]
     size: int
 
+    @property
+    def is_fp32(self) -> bool:
+        """Return whether all parameters are fp32, and so are the master weights themselves."""
+        return all(part.parameter.dtype == "F32" for part in self.slices)
+
 
 class ModelLayout(msgspec.Struct, frozen=True, dict=True):
     """The contents of layout.json: the parameters in canonical order, and the names of the shards. What

@@ -65,7 +65,9 @@ class Reduction:
         self._plan = plan
         self._blocks = blocks
         self.rule: Rule = make_rule(plan.rule, plan.options, torch=plan.torch)
-        self._before = ShardFile(train.version(plan.version - 1) / "state" / shard.name)
+        before = train.version(plan.version - 1)
+        self._before = ShardFile(before / "state" / shard.name)
+        self._master = self._before.tensor(MASTER) if not shard.is_fp32 else _flat(before, shard)
         self._updates = plan.each_update()
         self._files: dict[str, Path] = {}
         terms = [list(self._terms(update.pushes)) for update in self._updates]
@@ -133,7 +135,8 @@ class Reduction:
             key: self._before.tensor(key) if key in kept else np.zeros(self._shard.size, np.float32)
             for key in state
         }
-        outputs = _outputs(self._shard, params)
+        old[MASTER] = self._master
+        outputs = [] if self._shard.is_fp32 else _outputs(self._shard, params)
 
         def step(span: _Span, part: slice) -> None:
             first, last = span.start + part.start, span.start + part.stop
@@ -242,8 +245,10 @@ class _ShardFiles(contextlib.AbstractContextManager["_ShardFiles"]):
 
     def __init__(self, target: Path, shard: Shard, rule: Rule, *, versioned: bool) -> None:
         self._versioned = versioned
+        self._is_fp32 = shard.is_fp32
         size, name = shard.size, shard.name
-        self._state_forms = dict.fromkeys((MASTER, *rule.state), ("F32", (size,)))
+        kept = rule.state if shard.is_fp32 else (MASTER, *rule.state)
+        self._state_forms = dict.fromkeys(kept, ("F32", (size,)))
         self._params_forms = {
             part.parameter.name: (part.parameter.dtype, part.shape) for part in shard.slices
         }
@@ -266,11 +271,13 @@ class _ShardFiles(contextlib.AbstractContextManager["_ShardFiles"]):
             list(pool.map(lambda file: file.__exit__(*error), self._files))
 
     def arrays(self) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Return the tensors of state/K and of params/K, which are to be filled before the block ends."""
-        return (
-            _show(self._state[0], self._state_forms, self._memories[0]),
-            _show(self._params[0], self._params_forms, self._memories[1]),
-        )
+        """Return the tensors of state/K, with the master weights, and of params/K. They are to be filled
+        before the block ends."""
+        state = _show(self._state[0], self._state_forms, self._memories[0])
+        head, memory = self._params[0], self._memories[1]
+        if self._is_fp32:
+            state[MASTER] = memory[len(head.text) :].view(np.float32)
+        return state, _show(head, self._params_forms, memory)
 
 
 def _show(
@@ -280,6 +287,13 @@ def _show(
         name: np.ndarray(shape, dtype_of_code(code)[0], memory, head.offsets[name])
         for name, (code, shape) in forms.items()
     }
+
+
+def _flat(version: Path, shard: Shard) -> Array:
+    """Return the parameters of a shard that are all fp32: they lie one after the other."""
+    file = ShardFile(version / "params" / shard.name)
+    first = min((found.offset for found in file.header.tensors.values()), default=0)
+    return file.bits(np.dtype(np.float32), first, shard.size)
 
 
 def first_state(
@@ -300,4 +314,5 @@ def _copy(
     for part in shard.slices:
         flat = values[part.parameter.name].array.reshape(-1)[part.start : part.stop]
         params[part.parameter.name].reshape(-1)[:] = flat
-        to_float32(flat, part.parameter.dtype, master[part.at : part.at + len(flat)])
+        if not shard.is_fp32:
+            to_float32(flat, part.parameter.dtype, master[part.at : part.at + len(flat)])
