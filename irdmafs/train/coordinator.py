@@ -66,7 +66,7 @@ class Coordinator:
         self._looked_s = 0.0
         self._lacking_s = time.monotonic()
         self._tidied = -1
-        # In aside/: the directories of the next plan, and what is to be removed; None: not known.
+        # In empty/: the directories of the next plan. In aside/: what is to be removed; None: not known.
         self._empty: Path | None = None
         self._litter: list[str] | None = None
         self.waits_for_pushes = False
@@ -117,7 +117,7 @@ class Coordinator:
 
     def _make_empty(self) -> Path:
         """Make the directories of a version, which get their name with a plan."""
-        path = self._train.aside / secrets.token_hex(8)
+        path = self._train.empty / secrets.token_hex(8)
         for part in ("", "norm", *PARTS):
             (path / part).mkdir()
         return path
@@ -304,7 +304,7 @@ class Coordinator:
         if self._empty is None:
             self._empty, did = self._make_empty(), True
         if self._litter is None:
-            self._litter = [name for name in os.listdir(aside) if name != self._empty.name]
+            self._litter = os.listdir(aside)
         until_s = time.monotonic() + _TIDY_S
         while self._litter and time.monotonic() < until_s:
             remove(aside / self._litter.pop())
@@ -312,7 +312,9 @@ class Coordinator:
         return did
 
     def _sweep(self) -> None:
-        """Remove the small files that processes were writing when they were killed."""
+        """Remove what processes were making when they were killed."""
+        for name in os.listdir(self._train.empty):
+            put_aside(self._train, self._train.empty / name)
         for folder in (self._train.path, self._train.since, self._train.workers):
             for name in os.listdir(folder):
                 path = folder / name

@@ -68,6 +68,7 @@ class TrainDirectory:
         self.since = self.path / "since"
         self.versions = self.path / "versions"
         self.next = self.path / "next"
+        self.empty = self.path / "empty"
         self.aside = self.path / "aside"
         self.workers = self.path / "workers"
         self.reducers = self.path / "reducers"

@@ -52,7 +52,8 @@ class Reducer:
         self._reduction: dict[str, tuple[Path, Reduction]] = {}
         self._looked_s = 0.0
         self._begun_s = time.monotonic()
-        # The names in next/ when nothing was left to do for this reducer; only the coordinator has more.
+        # The names in next/ when nothing was left to do for this reducer, for a while. Only the coordinator
+        # has more to do.
         self._done: list[str] | None = None
         # The last: where a version is being made, the shard and the push.
         self._complaint: tuple[Path, str, str] | None = None
@@ -127,7 +128,7 @@ class Reducer:
         if self._looked_s and now_s < self._looked_s + LOOK_S:
             return False
         took = False
-        self._looked_s = now_s
+        self._looked_s, self._done = now_s, None
         for name in [name for name, lock in self._locks.items() if not lock.is_held]:
             log.warning("%s: the lock of %s was lost", self.train.models, name)
             self._locks.pop(name).close()
@@ -142,7 +143,7 @@ class Reducer:
             if lock is not None:
                 log.info("%s: this reducer has %s now", self.train.models, name)
                 self._locks[name] = lock
-                self._done, took = None, True
+                took = True
         if self._coordinator is None and _COORDINATOR in self._locks:
             self._coordinator = Coordinator(self.train, self.layout)
         return took

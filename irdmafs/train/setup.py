@@ -27,7 +27,8 @@ __all__ = ["begin", "end"]
 _PLACEMENT = "user.irdmafs.placement"
 _TRAIN = "user.irdmafs.train"
 _FOLDERS = (
-    "push", "staging", "since", "versions", "next", "aside", "workers", "reducers", "refused",
+    "push", "staging", "since", "versions", "next", "empty", "aside", "workers", "reducers",
+    "refused",
 )  # fmt: skip
 
 

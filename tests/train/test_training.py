@@ -33,7 +33,8 @@ from training_runs import (
 
 from irdmafs.train import Reducer, TrainError, Worker, begin, end
 from irdmafs.train.config import TrainConfig
-from irdmafs.train.directory import TrainDirectory, is_locked
+from irdmafs.train.coordinator import Coordinator
+from irdmafs.train.directory import Lock, TrainDirectory, is_locked, is_made
 
 JOINS = """
 import sys
@@ -511,6 +512,46 @@ def test_version_has_nothing_that_a_killed_reducer_was_writing(run: Path) -> Non
     assert newest(run) == 1
     left = [path for path in (run / ".train" / "versions").rglob("*") if "123" in path.name]
     assert left == []
+
+
+def test_directories_that_another_coordinator_took_are_made_again(run: Path) -> None:
+    """One that goes on after its host was stopped sweeps once more."""
+    start(run, shards=2)
+    with Worker(run, "w") as worker, Reducer(run) as reducer:
+        reduce(reducer)
+        assert reducer._coordinator is not None
+        reducer._coordinator.tidy_up()
+        Coordinator(reducer.train, reducer.layout)._sweep()
+        worker.push(ones())
+        with pytest.raises(FileNotFoundError):
+            reduce(reducer)
+        reduce(reducer)
+    assert newest(run) == 1
+
+
+def test_version_that_is_planned_anew_under_its_name_is_made(run: Path) -> None:
+    start(run, shards=2)
+    lock = Lock.take(run / ".train" / "reducers" / "coordinator")
+    assert lock is not None
+    with Worker(run, "w") as worker, Reducer(run) as reducer:
+        train = reducer.train
+        coordinator = Coordinator(train, reducer.layout)
+
+        def coordinate() -> None:
+            newest = train.newest_plan()
+            made = train.making(newest.version + 1, os.listdir(train.next))
+            coordinator.step(train.config(), newest, made)
+
+        worker.push(ones())
+        coordinate()
+        reduce(reducer)
+        shutil.rmtree(train.next / "1")
+        coordinate()
+        target = train.next / "1"
+        reduce_until(reducer, lambda: all(is_made(target, name) for name in "01"), "it is made")
+        coordinate()
+    lock.close()
+    assert newest(run) == 1
 
 
 def test_part_of_a_reducer_that_ended_is_taken_over(run: Path) -> None:
