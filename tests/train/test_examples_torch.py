@@ -10,6 +10,7 @@ pytestmark = needs("torch")
 
 
 @needs("sklearn")
+@pytest.mark.slow
 def test_images_are_recognized_with_and_without_waiting_for_each_other(tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ("--workers=2", "--steps=60", "--sync=bsp", "--sync=async", f"--out={out}")
@@ -25,6 +26,7 @@ def test_images_are_recognized_with_and_without_waiting_for_each_other(tmp_path:
             assert len(rows) == 1 + 2 * 12
 
 
+@pytest.mark.slow
 def test_language_is_learnt_with_fewer_bytes_by_diloco(tmp_path: Path) -> None:
     arguments = ("--steps=40", "--every=20", "--rounds=2", f"--out={tmp_path / 'out'}")
     printed = run("language.py", tmp_path / "run", *arguments)

@@ -102,6 +102,7 @@ def _check_lockstep(train: TrainDirectory, records: Records, alone: Path) -> Non
     assert all(found[name].tobytes() == wanted[name].tobytes() for name in wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S)
 def test_parameters_and_state_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
     config = TrainConfig(rule="adamw", lr=0.01, workers=WORKERS, clip_norm=float(SEED % 2))
@@ -134,6 +135,7 @@ def _check_counts(train: TrainDirectory, records: Records) -> None:
     assert steps.issuperset(acks.values())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S)
 def test_acknowledged_pushes_count_once_and_others_at_most_once() -> None:
     config = TrainConfig(rule="sum", sync="async", workers=WORKERS, keep=1_000_000)
