@@ -179,11 +179,14 @@ class Worker:
     def begin_push(self) -> OpenPush:
         """Begin the next push before all of its gradients are there: they are put into it one by one, and
         each shard is written when it is complete. Finish or abort it before the next push begins."""
-        hidden = self._staging.begin(f"{self.name}@{self.step + 1}")
+        name = f"{self.name}@{self.step + 1}"
+        # A push of one shard is a file of push/ itself.
+        cut = len(self._shards) > 1
+        hidden = self._staging.begin(name) if cut else self._staging.path / name
 
         def publish(values: Mapping[str, Value], weight: float, lr: float | None) -> int:
             identity = self._next_push(weight, lr)
-            if len(self._shards) == 1:
+            if not cut:
                 return self._push_file(identity, values, {})
             check_identity(self.train, self.config, identity)
             return self._push_directory(identity, hidden)

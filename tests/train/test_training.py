@@ -360,6 +360,16 @@ def test_pull_copies_what_shards_cut_into_arrays_of_any_order(run: Path) -> None
         assert all(np.array_equal(out[name], array) for name, array in worker.pull().items())
 
 
+def test_open_push_of_one_shard_leaves_nothing_where_it_was_written(run: Path) -> None:
+    start(run)
+    with Worker(run, "w") as worker:
+        push = worker.begin_push()
+        push.put("norm", ones()["norm"])
+        push.finish()
+        (staging,) = worker.train.staging.iterdir()
+        assert list(staging.iterdir()) == []
+
+
 def test_pull_since_waits_for_that_version(run: Path) -> None:
     start(run, sync="async")
     with Reducer(run) as reducer, Worker(run, "a") as worker:
