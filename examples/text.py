@@ -123,8 +123,7 @@ def gradients_of(
 @click.option("--workers", default=3, show_default=True)
 @click.option("--steps", default=150, show_default=True, help="Of each worker.")
 @click.option("--lr", default=8.0, show_default=True, help="Of a step of all workers.")
-@click.option("--sync", "syncs", multiple=True, default=("bsp", "ssp:2", "async"), show_default=True,
-              help="One or more.")  # fmt: skip
+@_common.syncs_option
 @_common.out_option
 def main(
     directory: Path | None,

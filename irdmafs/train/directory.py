@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 # The plan of a version lies in its directory from the beginning.
 PLAN = "version.json"
-# What a version has of each shard.
+# The directories of a version that have a file for each shard.
 PARTS = ("params", "state")
 # Workers that ended and parts whose reducer ended send no event: look after them this often.
 LOOK_S = 1.0
@@ -84,29 +84,26 @@ class TrainDirectory:
 
     def config(self) -> TrainConfig:
         """Read config.toml. Raises TrainError."""
+        path = self.config_path
         try:
-            return self._once(
-                self.config_path,
-                lambda: TrainConfig.read(self.config_path, read_small(self.config_path)),
-            )
+            return self._once(path, lambda: TrainConfig.read(path, read_small(path)))
         except FileNotFoundError:
-            raise TrainError(
-                f"{self.models} is not trained in: irdmafs train init {self.models} begins"
-            ) from None
+            raise self._not_begun() from None
+
+    def _not_begun(self) -> TrainError:
+        return TrainError(
+            f"{self.models} is not trained in: irdmafs train init {self.models} begins"
+        )
 
     def layout(self) -> ModelLayout:
         """Read layout.json. Raises TrainError."""
+        path = self.layout_path
         try:
-            return self._once(
-                self.layout_path,
-                lambda: msgspec.json.decode(read_small(self.layout_path), type=ModelLayout),
-            )
+            return self._once(path, lambda: msgspec.json.decode(read_small(path), type=ModelLayout))
         except FileNotFoundError:
-            raise TrainError(
-                f"{self.models} is not trained in: irdmafs train init {self.models} begins"
-            ) from None
+            raise self._not_begun() from None
         except msgspec.MsgspecError as error:
-            raise TrainError(f"{self.layout_path}: {error}") from None
+            raise TrainError(f"{path}: {error}") from None
 
     def version_numbers(self) -> list[int]:
         """Return the numbers of the versions that are there, in order."""

@@ -32,7 +32,7 @@ HOSTS = 4
 TENSOR = 4 << 20
 PORT = 29511
 LEASE_S = 10
-# Of the model, that a step makes: pushes on their way and at the nodes, parameters, and what is pulled.
+# A step makes so many copies of the model: pushes on their way and at the nodes, parameters, pulled files.
 _COPIES = 12
 
 
@@ -161,16 +161,7 @@ def train(
             with contextlib.ExitStack() as stack:
                 for mount in reduced_at:
                     stack.enter_context(reducing(mount.path / "run"))
-                workers = [
-                    stack.enter_context(
-                        Worker(
-                            OURS,
-                            "_bench.train:work_by_files",
-                            {"directory": str(place), "name": f"w{n}"},
-                        )
-                    )
-                    for n, place in enumerate(places)
-                ]
+                workers = stack.enter_context(working(places, "_bench.train:work_by_files"))
                 _measure(rates, OURS, workers, hosts, size, rounds)
                 say((places[0] / ".train" / "status").read_text())
             if _has("torch", BASE):
@@ -178,6 +169,18 @@ def train(
             if _has("grpc", SERVER):
                 _measure_server(rates, cluster.nodes[0].host, working_at, elements, rounds)
     finish(rates, 180, json_file, assert_)
+
+
+@contextlib.contextmanager
+def working(places: Sequence[Path], function: str, **plan: object) -> Iterator[Sequence[Worker]]:
+    """Run a worker of a training at each of these places."""
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                Worker(f"w{n}", function, {"directory": str(place), "name": f"w{n}", **plan})
+            )
+            for n, place in enumerate(places)
+        ]
 
 
 def _has(module: str, column: str) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from irdmafs.train import TrainConfig, begin
 
 from .command import SETTINGS, measuring, say, wide_console
 from .tables import table
-from .train import LEASE_S, reducing
+from .train import LEASE_S, reducing, working
 from .workers import Worker, tell
 
 WORKERS = 2
@@ -78,21 +78,6 @@ def work(directory: str, name: str, options: dict[str, Any]) -> None:
             tell([(time.perf_counter() - start) / steps])
 
 
-@contextlib.contextmanager
-def _workers(places: Sequence[Path], options: dict[str, bool]) -> Iterator[Sequence[Worker]]:
-    with contextlib.ExitStack() as stack:
-        yield [
-            stack.enter_context(
-                Worker(
-                    f"w{number}",
-                    "_bench.train_overlap:work",
-                    {"directory": str(place), "name": f"w{number}", "options": options},
-                )
-            )
-            for number, place in enumerate(places)
-        ]
-
-
 def _seconds(workers: Sequence[Worker], compute_s: float, steps: int) -> float:
     """Return how long a step takes."""
     with ThreadPoolExecutor(len(workers)) as pool:
@@ -140,7 +125,7 @@ def train_overlap(size_mib: int, mbit: float, shards: int, steps: int) -> None:
                 stack.enter_context(reducing(place))
             moving_s = 0.0
             for way, options in WAYS.items():
-                with _workers(places, options) as workers:
+                with working(places, "_bench.train_overlap:work", options=options) as workers:
                     _seconds(workers, 0.0, 2)
                     moving_s = moving_s or _seconds(workers, 0.0, steps)
                     step_s = _seconds(workers, moving_s, steps)

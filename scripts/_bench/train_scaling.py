@@ -22,11 +22,10 @@ from irdmafs.train.scaling import Cluster as Hosts
 
 from .command import SETTINGS, measuring, say, wide_console
 from .tables import table
-from .train import LEASE_S, model_of, reducing
-from .workers import Worker
+from .train import LEASE_S, model_of, reducing, working
 
 SMALL_BYTES = 4096
-# Of an Ethernet frame with 1448 bytes in a TCP segment.
+# The share of data in an Ethernet frame with 1448 bytes in a TCP segment.
 GOODPUT = 1448 / 1514
 
 
@@ -65,16 +64,9 @@ def _steps(places: Sequence[Path], size: int, compute_s: float, rounds: int) -> 
     with contextlib.ExitStack() as stack:
         for place in places:
             stack.enter_context(reducing(place))
-        workers = [
-            stack.enter_context(
-                Worker(
-                    f"w{number}",
-                    "_bench.train:work_by_files",
-                    {"directory": str(place), "name": f"w{number}", "compute_s": compute_s},
-                )
-            )
-            for number, place in enumerate(places)
-        ]
+        workers = stack.enter_context(
+            working(places, "_bench.train:work_by_files", compute_s=compute_s)
+        )
         pool = stack.enter_context(ThreadPoolExecutor(len(workers)))
         for turn in range(rounds + 1):
             seconds = max(step for [step] in pool.map(lambda one: one.do("step"), workers))
@@ -89,7 +81,7 @@ def predict(
     """Return seconds of a step of the whole model, by number of workers. The machine is described by
     steps of the small model, and of the whole one with the fewest workers."""
     overheads = [one.small_s - compute_s for one in found]
-    # What counts is the error beside a whole step.
+    # Errors are weighed beside a whole step.
     plan_s, latencies_s = np.polyfit(
         [one.workers for one in found], overheads, 1, w=[1 / one.whole_s for one in found]
     )

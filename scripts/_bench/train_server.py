@@ -5,18 +5,17 @@ Arrays are fp32 and travel as their bytes, in messages of 4 MiB, the most that g
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
 import numpy as np
 from numpy.typing import NDArray
 
+from .rpc import serve_rpc
 from .workers import tell
 
 _METHOD = "/bench/step"
@@ -62,14 +61,7 @@ class _Server(grpc.GenericRpcHandler):
 
 def serve(address: str, world: int, elements: int) -> None:
     """Serve until standard input ends; tells the port."""
-    server = grpc.server(ThreadPoolExecutor(world))
-    server.add_generic_rpc_handlers((_Server(world, elements),))
-    port = server.add_insecure_port(f"{address}:0")
-    server.start()
-    tell(port)
-    while os.read(0, 1):
-        pass
-    server.stop(None).wait()
+    serve_rpc(address, _Server(world, elements), threads=world)
 
 
 def work(address: str, port: int, elements: int) -> None:

@@ -19,6 +19,18 @@ def lose_lock(worker: Worker) -> None:
     worker._lock.close()
 
 
+def stopped_in_a_push(folder: Path) -> Worker:
+    """Return a worker that has written all of a push, and has not published it."""
+    start(folder, shards=3)
+    worker = Worker(folder, "a")
+    push = worker.begin_push()
+    for name, array in ones(1).items():
+        push.put(name, array)
+    push._thread.shutdown()
+    lose_lock(worker)
+    return worker
+
+
 def staged(folder: Path) -> list[str]:
     return os.listdir(TrainDirectory(folder).staging)
 
@@ -52,13 +64,7 @@ def test_push_that_is_removed_is_not_published_half(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The stopped worker goes on while the other removes its push."""
-    start(run, shards=3)
-    stopped = Worker(run, "a")
-    push = stopped.begin_push()
-    for name, array in ones(1).items():
-        push.put(name, array)
-    push._thread.shutdown()
-    lose_lock(stopped)
+    stopped = stopped_in_a_push(run)
     went_on = []
 
     def remove_slowly(path: Path) -> None:
@@ -120,13 +126,7 @@ def test_worker_whose_place_was_taken_is_told(run: Path, shards: int) -> None:
 
 @pytest.mark.parametrize("again", [True, False])
 def test_what_a_killed_worker_had_begun_to_push_is_removed(run: Path, again: bool) -> None:
-    start(run, shards=3)
-    killed = Worker(run, "a")
-    push = killed.begin_push()
-    for name, array in ones(1).items():
-        push.put(name, array)
-    push._thread.shutdown()
-    lose_lock(killed)
+    stopped_in_a_push(run)
     assert len(staged(run)) == 1
     with Reducer(run) as reducer, Worker(run, "b") as other:
         if again:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from ..workers import serve_jobs, tell
+from ..rpc import serve_rpc
+from ..workers import serve_jobs
 from .jobs import Kept
 
 _OPTIONS = (
@@ -78,14 +78,7 @@ class _Server(grpc.GenericRpcHandler):
 
 def serve(address: str, place: str, chunk: int) -> None:
     """Serve until standard input ends; tells the port."""
-    server = grpc.server(ThreadPoolExecutor(_THREADS), options=_OPTIONS)
-    server.add_generic_rpc_handlers((_Server(Path(place), chunk),))
-    port = server.add_insecure_port(f"{address}:0")
-    server.start()
-    tell(port)
-    while os.read(0, 1):
-        pass
-    server.stop(None).wait()
+    serve_rpc(address, _Server(Path(place), chunk), threads=_THREADS, options=_OPTIONS)
 
 
 async def work(address: str, port: int, place: str, chunk: int) -> None:
