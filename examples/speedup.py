@@ -32,7 +32,7 @@ Samples = tuple[Array, Array]
 
 
 class Point(NamedTuple):
-    """What the first worker has found: seconds since all began, its accuracy, and the pushes that count
+    """A measurement of the first worker: seconds since all began, its accuracy, and the pushes that count
     then."""
 
     seconds: float

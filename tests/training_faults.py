@@ -42,7 +42,7 @@ class Processes:
         self.workers = [f"w{number}" for number in range(workers)]
         self.reducers = [f"r{number}" for number in range(reducers)]
         self.running: dict[str, Daemon] = {}
-        # Those that were killed, and those whose place was taken while their mount was cut off.
+        # Workers that were killed, and those whose place was taken while their mount was cut off.
         self._past: list[Daemon] = []
         # How often a process ended by itself, and with which status.
         self.ends: Counter[str] = Counter()

@@ -61,7 +61,7 @@ def digest(parameters: Arrays) -> str:
 
 
 class Records:
-    """What the processes of a run write down outside it. Each record is appended at once."""
+    """Records that the processes of a run keep outside it. Each is appended at once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

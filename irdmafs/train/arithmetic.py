@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from irdmafs.client._dtypes import Array, dtype_of_code
 
 F32: TypeAlias = NDArray[np.float32]
-# What the elements of a push are multiplied by in the sum: one number, or a function that returns one for
+# The factor of the elements of a push in the sum: one number, or a function that returns one for
 # each element of a part.
 Weight: TypeAlias = float | Callable[[slice], F32]
 # The elements of a push, their safetensors code, and their weight.

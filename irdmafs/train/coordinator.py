@@ -196,7 +196,7 @@ class Coordinator:
                 return None
             identity = pushes.inspect(self._train, self._layout, name)
             if identity is not None:
-                # What was renamed into push/ has not been checked under this name.
+                # The mount has not checked it under this name if it was renamed into push/.
                 pushes.check_worker_and_step(config, newest.clocks, identity)
             if identity is not None and not self._train.is_on_irdmafs and path.is_file():
                 with _files.open_to_read(os.fspath(path)) as (fd, _):

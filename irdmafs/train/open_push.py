@@ -71,7 +71,7 @@ class OpenPush:
         left out. Raises Refused and OSError, after which nothing of the push is there."""
         try:
             if len(self._shards) > 1:
-                # Of two versions of a file the one that is published last stays.
+                # The version of a file that is published last stays.
                 for writing in self._in_vain:
                     writing.result().result()
                 with self._lock:

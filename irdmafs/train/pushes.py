@@ -35,7 +35,7 @@ __all__ = [
     "shard_contents",
 ]
 
-# What was read of so many directories is kept by the process that checks pushes.
+# The process that checks pushes keeps small files of so many runs in memory.
 _DIRECTORIES_MAX = 64
 _SAFETENSORS, _NPY = ".safetensors", ".npy"
 # WORKER@STEP, and what else is said of a push that is a directory: ;weight=2.0;base=16;lr=0.001

@@ -72,7 +72,7 @@ class Reduction:
         self._files: dict[str, Path] = {}
         terms = [list(self._terms(update.pushes)) for update in self._updates]
         self._spans = _spans(shard.size, terms, mean=self.rule.combine == "mean")
-        # Of the only update: of many, all together may need more memory than there is.
+        # The sum of the only update. Those of many updates may need more memory than there is.
         self._combined: F32 | None = None
 
     def _terms(self, pushes: Iterable[PushInPlan]) -> Iterable[_Term]:

@@ -50,7 +50,7 @@ def spread(values: Sequence[float], number: Callable[[float], str] = four_digits
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is measured. `bar`: the least ratio of ours to the base, where more is better.
+    """A measured quantity. `bar`: the least ratio of ours to the base, where more is better.
 
     `others`: the least ratios of ours to other columns.
     """

@@ -98,7 +98,7 @@ def test_push_that_got_its_name_by_renaming_is_refused_as_well(
         worker.push(ones())
         (push,) = (path for path in train.push.iterdir() if not path.name.startswith("."))
         if shards == 1:
-            # What the metadata says counts.
+            # The metadata counts, not the name.
             save_file(
                 ones(), run / "file", dict(zip(("worker", "step"), name.split("@"), strict=True))
             )

@@ -1,4 +1,4 @@
-"""What a training costs a cluster beside the bytes of its parameters."""
+"""Trainings cost a cluster little beside the bytes of their parameters."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Those who may write in a run put anything there: pushes that attack their reader, links, special files.
+"""Members of a run put anything there: pushes that attack their reader, links, special files.
 A check ends with a reason, reducers go on, and nothing outside of the run is touched."""
 
 import errno

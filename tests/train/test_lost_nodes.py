@@ -1,4 +1,4 @@
-"""What a version is made of has as many replicas as its directory says."""
+"""The files of a version have as many replicas as its directory says."""
 
 import json
 import os

@@ -102,7 +102,7 @@ def test_sum_with_scales_is_that_of_numpy(
 
 @pytest.mark.parametrize("shards", [1, 5])
 def test_pushes_with_scales_by_block_are_summed(run: Path, tmp_path: Path, shards: int) -> None:
-    """Of a Worker, in one file of another program, and of some parameters only."""
+    """Pushes come from a Worker, in one file of another program, and with some parameters only."""
     start(run, {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}, shards=shards)
     one, other = push_of(gradients(1)), push_of(gradients(2))
     del other["bias"], other["bias" + SUFFIX]

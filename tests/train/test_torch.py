@@ -454,7 +454,7 @@ def test_diloco_says_what_is_missing(tmp_path: Path) -> None:
 def test_pull_copies_what_shards_cut_into_tensors(
     tmp_path: Path, dtype: torch.dtype, transposed: bool
 ) -> None:
-    """Of the parameters' type, with their bits, and of another one."""
+    """Tensors of the parameters' type get their bits; those of another type are converted."""
     values = {"w": torch.randn(40, 30).bfloat16(), "b": torch.randn(7).bfloat16()}
     folder = tmp_path / "run"
     folder.mkdir()

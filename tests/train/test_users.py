@@ -54,7 +54,7 @@ def run(shared_mount: Mount, user: Callable[[int], Process], request: Any) -> Pa
     owner.do("start(run, shards=shards)", shards=request.param)
     for name in ("push", "staging", "workers"):
         owner.do("os.chmod(train.path / name, 0o1777)", name=name)
-    # What others put there can be removed by the owner.
+    # The owner can remove files of others there.
     places = [run / ".train" / name for name in ("push", "staging")]
     run_checked("setfacl", "-d", "-m", f"u:{OWNER}:rwx,g::rx,o::rx", *places)
     return run
