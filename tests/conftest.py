@@ -35,6 +35,8 @@ ROOMS = (
     "cluster", "coherence", "security", "faults", "verbs",
 )  # fmt: skip
 PLAIN_DIRECTORY = os.environ.get("IRDMAFS_TEST_DIR")
+# How often members of a training run look, in tests.
+LOOK_S = 0.05
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -256,6 +258,10 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(place: Path) -> Path:
-    """The directory of a training run, which is not there yet."""
+def run(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of a training run, which is not there yet. Members of it in this process look often for
+    changes that nobody tells them of: a lock that is free, a file that is not written any more."""
+    for period in ("reducer.LOOK_S", "coordinator.LOOK_S", "worker._LOOK_S", "status._PERIOD_S"):
+        monkeypatch.setattr(f"irdmafs.train.{period}", LOOK_S)
+    monkeypatch.setattr("irdmafs.train.coordinator._SETTLED_NS", int(LOOK_S * 1e9))
     return place / "run"
