@@ -288,7 +288,7 @@ def test_reader_keeps_its_version_whatever_another_host_does(
         assert version_of(reader.read()) == 1
         mapped.close()
     if change == "unlink":
-        assert not (other / "file").exists()
+        eventually(lambda: not (other / "file").exists(), "the other host hears that it is gone")
     else:
         assert read_version(other / "file") == 2
 

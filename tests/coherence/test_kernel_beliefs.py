@@ -561,7 +561,7 @@ def test_killing_a_daemon_ends_the_calls_of_a_directory_that_two_hosts_change(
         ]
         for changer in changers:
             assert changer.stdout is not None
-            assert changer.stdout.readline() == b"going on\n"
+            assert changer.stdout.readline() == b"going on\n", os.strerror(changer.wait(30))
         killed.kill9()
         try:
             assert changers[1].wait(30) in (errno.ENOTCONN, errno.ECONNABORTED)
