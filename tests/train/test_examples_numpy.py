@@ -32,8 +32,11 @@ def test_support_vectors_are_those_of_libsvm_however_early_samples_are_eliminate
 
 @needs("sklearn")
 def test_clients_that_differ_learn_all_digits_together(tmp_path: Path) -> None:
+    # Without a directory it has a mount as long as it runs.
+    can_mount = os.geteuid() == 0 and os.path.exists("/dev/fuse")
+    place = () if can_mount else (tmp_path / "run",)
     arguments = ("--workers=3", "--steps=8", f"--out={tmp_path / 'out'}")
-    printed = run("fedavg.py", tmp_path / "run", *arguments)
+    printed = run("fedavg.py", *place, *arguments)
     rounds = re.findall(r"^ +(\d+) +(\S+) +\S+$", printed, re.MULTILINE)
     assert [int(number) for number, _ in rounds] == list(range(1, 9))
     accuracies = [float(accuracy) for _, accuracy in rounds]
@@ -79,17 +82,8 @@ def test_scaling_is_printed_up_to_10000_workers(tmp_path: Path) -> None:
 
 
 @needs("sklearn")
-@pytest.mark.skipif(
-    os.geteuid() != 0 or not os.path.exists("/dev/fuse"), reason="mounting needs root and /dev/fuse"
-)
-def test_example_without_a_directory_has_a_mount_as_long_as_it_runs() -> None:
-    printed = run("fedavg.py", "--workers=2", "--steps=2")
-    assert re.search(r"^ +2 +0\.\d+", printed, re.MULTILINE)
-
-
-@needs("sklearn")
 def test_two_workers_reach_the_accuracy_after_as_many_steps_as_one(tmp_path: Path) -> None:
-    arguments = ("--sample-ms=0.5", "--workers=1", "--workers=2", f"--out={tmp_path / 'out'}")
+    arguments = ("--sample-ms=0.1", "--workers=1", "--workers=2", f"--out={tmp_path / 'out'}")
     printed = run("speedup.py", tmp_path / "run", *arguments)
     (one, two) = re.findall(r"^(\d) workers, bsp .* (\d+) pushes", printed, re.MULTILINE)
     assert (one[0], two[0]) == ("1", "2")
