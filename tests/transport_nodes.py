@@ -134,6 +134,9 @@ class ExtentDirectory:
     def hold(self, extent: Extent) -> OpenFile:
         return OpenFile(self.path(extent), self.open(extent))
 
+    async def hold_own(self, extent: Extent) -> OpenFile:
+        return self.hold(extent)
+
     def abort(self, content: int) -> None:
         self.aborted.append(content)
 

@@ -3,9 +3,10 @@
 An extent comes into being by a rename into STORE/extents, so every file there is whole. Its file may be
 reused for another extent later (spares.py tells when).
 
-A mount makes the name in STORE/lent before it opens an extent, and this process looks for that name after
-it has renamed a freed extent. So either the mount does not find the extent any more, or this process finds
-the name.
+A mount makes the name in STORE/lent before a program opens an extent that may keep references to its pages,
+and this process looks for that name after it has renamed a freed extent. So either the mount does not find
+the extent any more, or this process finds the name. For every program it makes a name in STORE/held, until
+the file is closed; whether somebody still has it mapped, the kernel tells (file_lease.py).
 """
 
 import errno
@@ -14,16 +15,17 @@ import os
 import stat
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import NamedTuple, Self
 
 from ..store.sparse import allocated_bytes
-from ..store.storedir import StoreInUse
+from ..store.storedir import OWN_FILE, StoreInUse
 from ..transport import Extent
 from .directory import StoreDirectory
 from .figures import FileFigures
 from .held import drop_orphans
 from .identity import Identity
-from .incoming import OWN_FILE, IncomingFiles
+from .incoming import IncomingFiles
 from .quarantine import (
     KEPT_IN_MEMORY_S,
     KEPT_ON_DISK_S,
@@ -211,13 +213,15 @@ class Files:
         for file in list(self._spares.of_length(length)):
             if self.power_safe and file.freed > self._settled:
                 continue  # a power loss could give it its old name back
-            self._spares.remove(file)
             try:
                 incoming = self.incoming.open_again(file)
             except OSError as error:
-                log.info("a file is not used again: %s", error)
-                self.incoming.condemn(file.name)
+                if error.errno != errno.EBUSY:
+                    log.info("a file is not used again: %s", error)
+                    self._spares.remove(file)
+                    self.incoming.condemn(file.name)
                 continue
+            self._spares.remove(file)
             self._reused += 1
             return incoming
         return None
@@ -267,8 +271,22 @@ class Files:
         self._named.discard(extent)
 
     def replace(self, incoming: Incoming, extent: Extent) -> None:
-        """Do as `seal`, in place of an extent that is here and has turned out to be damaged."""
+        """Do as `seal`, in place of an extent that is here: one that has turned out to be damaged, or in
+        another file. The memory of that goes with the next `reap`."""
+        old = self.incoming.new_name()
+        with suppress(FileNotFoundError):
+            os.link(
+                extent_name(extent),
+                old,
+                src_dir_fd=self._place.extents,
+                dst_dir_fd=self._place.incoming,
+            )
+            self.incoming.condemn(old)
         self._put_in_place(incoming, extent)
+
+    def is_foreign(self, extent: Extent) -> bool:
+        """Return whether an extent lies in a file that an application made, without holes."""
+        return extent in self._foreign and extent not in self._holes
 
     def mark_named(self, extent: Extent) -> None:
         """Remember, across restarts, that an inode named this extent: if none does any more, it is

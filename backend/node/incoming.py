@@ -9,12 +9,10 @@ import os
 import stat
 
 from ..store.file_lease import is_only_opener
+from ..store.storedir import OWN_FILE
 from .spares import Incoming, Mappings, StoredFile
 
-__all__ = ["OWN_FILE", "IncomingFiles", "working_copy"]
-
-# The mode bit of files that the node made itself.
-OWN_FILE = stat.S_ISVTX
+__all__ = ["IncomingFiles", "working_copy"]
 
 
 class IncomingFiles:
@@ -82,18 +80,19 @@ class IncomingFiles:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._path)
 
     def open_again(self, file: StoredFile) -> Incoming:
-        """Open a spare file for another extent. For the event loop. Raises OSError: EBUSY if another
-        process has it open."""
-        os.chmod(file.name, 0o600 | OWN_FILE, dir_fd=self._fd)
+        """Open a spare file for another extent. For the event loop. Raises OSError: EBUSY if somebody has
+        it open or mapped, EPERM if it can never be used again."""
         status = os.stat(file.name, dir_fd=self._fd)
+        if file.is_lent or status.st_size != file.length:
+            raise OSError(errno.EPERM, "its pages may be somebody else's", file.name)
         mapped = self._mappings.descriptors((status.st_dev, status.st_ino))
-        is_ours = not file.is_lent and (status.st_nlink, status.st_size) == (1, file.length)
-        # A file that is mapped through several descriptors is refused: each would have to be asked for a
-        # lease.
-        if not is_ours or (len(mapped) == 1 and not is_only_opener(mapped[0])):
+        # A mount gives a file that is open there a second name. A file that is mapped through several
+        # descriptors is refused: each would have to be asked for a lease.
+        if status.st_nlink > 1 or (mapped and not _is_ours_alone(mapped)):
             raise OSError(errno.EBUSY, "somebody else has it", file.name)
+        os.chmod(file.name, 0o600 | OWN_FILE, dir_fd=self._fd)
         fd = os.open(file.name, os.O_RDWR | os.O_CLOEXEC, dir_fd=self._fd)
-        if not mapped and not is_only_opener(fd):
+        if not mapped and not _is_ours_alone([fd]):
             os.close(fd)
             raise OSError(errno.EBUSY, "somebody else has it", file.name)
         self._reserved[file.name] = file.length
@@ -159,6 +158,12 @@ class IncomingFiles:
                 return done
             self.remove(name)
             done += 1
+
+
+def _is_ours_alone(descriptors: list[int]) -> bool:
+    """Return whether no other process has the file open or mapped. A mapping outlives its descriptor, so a
+    kernel that does not tell is not trusted."""
+    return len(descriptors) == 1 and is_only_opener(descriptors[0], if_unknown=False)
 
 
 def working_copy(name: str) -> int | None:

@@ -39,7 +39,7 @@ class Room:
         """Make a file of `length` bytes, of which so many are allocated. In a full store, extents kept just
         in case are removed first, after `learn`. Raises OSError ENOSPC."""
         try:
-            return await self._create(length, allocated)
+            return await self.create_in_free(length, allocated)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
@@ -47,9 +47,10 @@ class Room:
         self._catalog.make_room(allocated)
         await trio.to_thread.run_sync(self._files.reap)
         self._files.let_go()
-        return await self._create(length, allocated)
+        return await self.create_in_free(length, allocated)
 
-    async def _create(self, length: int, allocated: int) -> Incoming:
+    async def create_in_free(self, length: int, allocated: int) -> Incoming:
+        """Do as `create`, but remove nothing for it. Raises OSError ENOSPC."""
         if allocated == length and (spare := self._files.reuse(length)) is not None:
             return spare
         if allocated < length or length <= _AT_ONCE_BYTES:

@@ -24,6 +24,7 @@ from ..transport.rights import Peer
 from ..transport.session_keys import session_digest
 from .catalog import Catalog
 from .files import Files, Held, Incoming
+from .own_copies import OwnCopies
 from .room import Room
 from .scrub import Scrub
 
@@ -65,6 +66,7 @@ class NodeService:
         self._files = files
         self._catalog = catalog
         self._room = room
+        self._own_copies = OwnCopies(files, room)
         self._replica = replica
         self._members = members
         self._groups = groups
@@ -204,6 +206,11 @@ class NodeService:
         """Open an extent as `open` does, for a user that keeps no reference to its pages. For the event
         loop."""
         return self._undamaged(extent, self._files.hold, lambda held: held.fd, Held.close)
+
+    async def hold_own(self, extent: Extent) -> Held:
+        """Open an extent as `hold` does, in a file that can stay registered, if there is room for one."""
+        await self._own_copies.make(extent)
+        return self.hold(extent)
 
     def _undamaged(
         self,

@@ -110,6 +110,11 @@ class Store(Protocol):
         """Take one `pin` back."""
         ...
 
+    def lend(self, extent: ContentId) -> None:
+        """Note that a program may keep references to pages of a pinned content after it has closed it: its
+        file must never hold other bytes."""
+        ...
+
     def retire(self, extent: ContentId) -> None:
         """Free a content that no version names any more, as soon as nothing pins it."""
         ...

@@ -169,6 +169,9 @@ class EmbeddedStore(Pinned):
     def end_in_place(self, inode: Inode, extent: ContentId) -> bool:
         return False
 
+    def lend(self, extent: ContentId) -> None:
+        pass
+
     def is_lent(self, extent: ContentId) -> bool:
         return False
 

@@ -130,6 +130,14 @@ def copy_contents(source_fd: int, target_fd: int, length: int | None = None) -> 
     os.ftruncate(target_fd, size if length is None else max(size, length))
 
 
+def copy_all(source_fd: int, target_fd: int) -> None:
+    """Copy a file over another of the same length, inside the kernel: also zeros that were never written.
+    Raises OSError (EIO)."""
+    start, size = 0, os.fstat(source_fd).st_size
+    while start < size:
+        start += _copy_some(source_fd, target_fd, start, size - start)
+
+
 def _copy_some(source_fd: int, target_fd: int, offset: int, count: int) -> int:
     count = min(count, _COPY_CHUNK_BYTES)
     try:

@@ -8,9 +8,9 @@ import signal
 _LEASE_UNSUPPORTED = (errno.EINVAL, errno.EACCES, errno.EPERM, errno.EOPNOTSUPP)
 
 
-def is_only_opener(fd: int) -> bool:
-    """Return whether only this descriptor and its duplicates have the file open or mapped. Returns True if
-    the kernel does not tell: callers use this as a second check only.
+def is_only_opener(fd: int, *, if_unknown: bool = True) -> bool:
+    """Return whether only this descriptor and its duplicates have the file open or mapped; `if_unknown` if
+    the kernel does not tell: True is for callers that use this as a second check only.
 
     The kernel grants a write lease in exactly that case; the lease is given back at once.
     """
@@ -20,6 +20,6 @@ def is_only_opener(fd: int) -> bool:
     try:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     except OSError as error:
-        return error.errno in _LEASE_UNSUPPORTED
+        return if_unknown and error.errno in _LEASE_UNSUPPORTED
     fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     return True

@@ -1,10 +1,14 @@
-"""The lock of a directory that a daemon keeps data in, and whether it lies in memory."""
+"""A directory that a daemon keeps data in: its lock, whether it lies in memory, and marks of its files."""
 
 import errno
 import fcntl
 import os
+import stat
 
-__all__ = ["StoreInUse", "in_memory", "lock_directory"]
+__all__ = ["OWN_FILE", "StoreInUse", "in_memory", "lock_directory"]
+
+# The mode bit of files that a store node made itself, and may use again.
+OWN_FILE = stat.S_ISVTX
 
 
 class StoreInUse(OSError):

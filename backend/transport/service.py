@@ -91,6 +91,11 @@ class Service(Protocol[I]):
         """Open an extent for a caller that keeps no reference to its pages. Raises OSError: ENOENT."""
         ...
 
+    async def hold_own(self, extent: Extent) -> Held:
+        """Open an extent as `hold` does, in a file of the store's own if that can be: an extent in the file
+        of an application is copied. Raises OSError: ENOENT."""
+        ...
+
     def abort(self, content: int) -> None:
         """Note that this content will not be published."""
         ...

@@ -149,6 +149,8 @@ class Beliefs:
         for old, new in self._changed_inodes:
             known = new or old
             assert known is not None
+            if new is None or not new.nlink:
+                self._let_go(known.ino)
             published = new is not None and old is not None and new.version != old.version
             if published:
                 self._kernel.version_published(known.ino)
@@ -168,6 +170,12 @@ class Beliefs:
         self._changed_names.clear()
         self._changed_inodes.clear()
         self._forget(names=names, inodes=inodes)
+
+    def _let_go(self, ino: int) -> None:
+        """Have the kernel let go of the files of an inode without a name, which it may know for long."""
+        for node in self._nodes.of(ino):
+            if node.backing_id and not node.is_bound:
+                self._kernel.drop_backing(node)
 
     def _take_name(self, key: Name) -> float:
         """Return until when the kernel believes a name, 0.0 if it does not. It is about to forget it."""

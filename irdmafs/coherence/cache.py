@@ -24,6 +24,7 @@ from .nodes import Handle, Node
 from .publishing import Publisher
 from .pushes import Pushes, Refused
 from .redirects import Redirects
+from .references import References
 from .routes import Routes
 from .sharing import Sharing
 from .unused import Unused
@@ -60,6 +61,7 @@ class Cache:
         self._unused = unused = Unused(store, kernel, table, changes)
         self.nodes = nodes = unused.nodes
         self._redirects = Redirects()
+        self._references = references = References()
         self._routes = routes = Routes(store, kernel, table, self._redirects, sharing, unused)
         self._publisher = publisher = Publisher(
             store, kernel, table, changes, nodes, processes, pushes
@@ -76,6 +78,8 @@ class Cache:
 
         self.node_of, self.names_are_stable = routes.node_of, routes.names_are_stable
         self.promise, self.is_promised = routes.promise, routes.is_promised
+
+        self.announce = references.announce
 
         self.discard, self.is_at_hand = sharing.discard, sharing.is_at_hand
         self.is_written_in_place = sharing.is_written_in_place
@@ -169,7 +173,7 @@ class Cache:
     def _open(self, node: Node, content: Content, flags: int, pid: int) -> Handle:
         if not node.opens:
             self._bind(node, content, writing=flags & os.O_ACCMODE != os.O_RDONLY)
-        self._table.hold(content)
+        self._table.hold(content, lends=self._references.may_stay(pid, content.ino))
         handle = self.nodes.open(node, content, flags, pid)
         if handle.writing and not (flags & os.O_TRUNC or content.writers == 1):
             content.whole = False

@@ -178,11 +178,19 @@ class ContentTable:
 
     # -- what keeps an extent --------------------------------------------------------------------
 
-    def hold(self, content: Content) -> None:
+    def hold(self, content: Content, *, lends: bool = False) -> None:
+        """Keep a content. `lends`: a program gets it that may keep references to its pages. Raises OSError
+        ESTALE if a store node has freed its extent already."""
         if not content.holds:
             self._store.pin(content.extent)
             content.pinned = content.extent
         content.holds += 1
+        if lends:
+            try:
+                self._store.lend(content.extent)
+            except BaseException:
+                self.let_go(content)
+                raise
 
     def let_go(self, content: Content) -> bool:
         """Undo one `hold`. Return whether it was the last one."""
@@ -214,6 +222,7 @@ class ContentTable:
         ESTALE, and changes nothing, if a store node has freed that extent already."""
         if content.holds:
             self._store.pin(extent)
+            self._store.lend(extent)
             self._store.unpin(content.pinned)
             content.pinned = extent
         before, was_own = content.extent, content.own

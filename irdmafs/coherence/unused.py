@@ -69,7 +69,8 @@ class Unused(NodeEvents):
     def idle(self, node: Node) -> None:
         """Note that nothing has the node open any more."""
         content, inode = node.content, self._inodes[node.ino]
-        if node.backing_id and (content is None or node.backing_extent != inode.extent):
+        gone = content is None or node.backing_extent != inode.extent or not inode.nlink
+        if node.backing_id and gone:
             self._kernel.drop_backing(node)
         if content is not None and self._table.current.get(node.ino) is not content:
             node.content = None

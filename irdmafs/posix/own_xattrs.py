@@ -26,6 +26,8 @@ PREFIX: Final = b"user.irdmafs."
 CHANGES: Final = PREFIX + b"changes"
 DISCARD: Final = PREFIX + b"discard"
 PREFETCH: Final = PREFIX + b"prefetch"
+# Reading it announces an open for reading that keeps no reference to pages (coherence/references.py).
+KEEPS_NO_PAGES: Final = PREFIX + b"keeps_no_pages"
 # Reading it begins a prefetch: that takes no right to write, and goes on a read-only mount.
 PREFETCH_NOW: Final = PREFIX + b"prefetch_now"
 # Followed by the numbers of two descriptors of the caller: ".5.6".

@@ -279,12 +279,18 @@ class ShardFile:
     """A .safetensors file in memory: its header, and its bytes, mapped."""
 
     def __init__(
-        self, path: Path, header_of: Callable[[str, int, int], Header] | None = None
+        self,
+        path: Path,
+        header_of: Callable[[str, int, int], Header] | None = None,
+        *,
+        shown: bool = False,
     ) -> None:
-        """Raises FileNotFoundError and FormatError, and what `header_of` raises, which reads the header of
-        a file of another kind."""
+        """`shown`: its arrays are given to programs, which may send them from where they lie. Raises
+        FileNotFoundError and FormatError, and what `header_of` raises, which reads the header of a file of
+        another kind."""
         name = os.fspath(path)
-        with _files.open_to_read(name) as (fd, status):
+        open_file = _files.open_to_read if shown else _files.open_privately
+        with open_file(name) as (fd, status):
             self.header = (header_of or read_header)(name, fd, status.st_size)
             self._data = _files.Mapping(name, fd, status.st_size).bytes
 
@@ -312,7 +318,7 @@ def gather(layout: ModelLayout, params: Path) -> dict[str, Value]:
     shard ends within one. Raises FileNotFoundError and FormatError."""
     found: dict[str, list[Array]] = {}
     shards = layout.shards()
-    files = in_parallel(lambda shard: ShardFile(params / shard.name), shards)
+    files = in_parallel(lambda shard: ShardFile(params / shard.name, shown=True), shards)
     for shard, file in zip(shards, files, strict=True):
         for part in shard.slices:
             found.setdefault(part.parameter.name, []).append(file.tensor(part.parameter.name))

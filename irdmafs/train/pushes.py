@@ -386,7 +386,7 @@ def _refuse_nonfinite(fd: int, tensors: Mapping[str, Layout]) -> None:
 
 def has_nonfinite(file: Path) -> bool:
     """Return whether a file of a push has NaN or infinity, or cannot be read any more. Raises OSError."""
-    with _files.open_to_read(os.fspath(file)) as (fd, status):
+    with _files.open_privately(os.fspath(file)) as (fd, status):
         try:
             header = header_of(os.fspath(file), fd, status.st_size)
         except (FormatError, Refused):

@@ -12,6 +12,8 @@ from mountpoint import eventually
 from patterns import pattern
 from processes import Process
 
+from irdmafs.client._files import open_privately, open_to_read
+
 MIB = 1 << 20
 TakeProcess = Callable[[], Process]
 
@@ -180,13 +182,15 @@ def test_a_file_is_fetched_whose_working_copy_the_node_has_removed(
     assert striped.read_bytes() == pattern(1, 3 * MIB)
 
 
+@pytest.mark.parametrize("written", ["here", "elsewhere"])
 def test_a_file_can_be_opened_whose_copy_the_node_replaced_while_it_was_being_opened(
-    beside: Cluster,
+    beside: Cluster, written: str
 ) -> None:
     (mount,), (node,) = beside.mounts, beside.nodes
+    writer = mount if written == "here" else beside.add_mount()
     file = mount.path / "file"
-    file.write_bytes(b"before")  # by now it is known who is to keep the file
-    file.write_bytes(b"mended")
+    (writer.path / "file").write_bytes(b"before")  # by now it is known who is to keep the file
+    (writer.path / "file").write_bytes(b"mended")
     (extent,) = (name for name, content in extents_of(node.store).items() if content == b"mended")
     # The node is told of an open by a name of the file, which is that of the damaged copy then.
     told = node.store / "lent" / extent
@@ -195,3 +199,20 @@ def test_a_file_can_be_opened_whose_copy_the_node_replaced_while_it_was_being_op
     held = node.store / "held"
     eventually(lambda: not any(list(owner.iterdir()) for owner in held.iterdir()), "it is closed")
     assert file.read_bytes() == b"mended"
+
+
+def test_node_is_told_of_a_file_whose_pages_a_program_may_keep(beside: Cluster) -> None:
+    (mount,), (node,) = beside.mounts, beside.nodes
+    elsewhere = beside.add_mount()
+    (elsewhere.path / "pages").write_bytes(bytes(256 << 10))
+    lent = set(os.listdir(node.store / "lent"))
+    name = f"{mount.path}/pages"
+
+    def told() -> bool:
+        return set(os.listdir(node.store / "lent")) > lent
+
+    with open_privately(name) as (fd, _):
+        assert os.read(fd, 1) == b"\0" and not told()
+        # What was said is for one open.
+        with open_to_read(name):
+            assert told()

@@ -1,6 +1,7 @@
 """Files of superseded extents that become files of new ones, and those that never do."""
 
 import errno
+import fcntl
 import mmap
 import os
 import shutil
@@ -8,15 +9,19 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
+import trio
 
 from irdmafs.backend.cluster.records import NO_CONTENT, ContentId
 from irdmafs.backend.node import directory as directory_module
 from irdmafs.backend.node import files as files_module
 from irdmafs.backend.node import spares
 from irdmafs.backend.node.files import Files
+from irdmafs.backend.node.own_copies import OwnCopies
+from irdmafs.backend.node.room import Room
 from irdmafs.backend.node.spares import SPARE_BYTES_MIN, FileKey, Incoming, Unmapped
 from irdmafs.backend.store.remote.contents import Contents
 from irdmafs.backend.transport import Extent
@@ -158,6 +163,17 @@ def test_a_working_copy_that_was_taken_over_is_never_used_again(files: Files, me
     assert not is_used_again(files, CONTENT)
 
 
+@contextmanager
+def borrowing(memory: Path) -> Iterator[Contents]:
+    with closing(Contents(f"{memory}/cache", lambda: NO_CONTENT, lambda content: None)) as contents:
+        yield contents
+
+
+class NothingToRemove:
+    def make_room(self, wanted_bytes: int = 0) -> None:
+        raise AssertionError("nothing is removed for a copy")
+
+
 def test_what_a_mount_on_this_host_has_opened_is_never_used_again(
     files: Files, memory: Path
 ) -> None:
@@ -177,16 +193,102 @@ def test_what_a_mount_on_this_host_has_opened_is_never_used_again(
     contents.close()
 
 
-def test_what_came_again_under_the_name_of_something_borrowed_is_not_borrowed_unseen(
+def test_what_came_again_under_the_name_of_something_borrowed_is_not_lent_unseen(
     files: Files, memory: Path
 ) -> None:
-    contents = Contents(f"{memory}/cache", lambda: NO_CONTENT, lambda content: None)
-    keep(files, 1, byte=b"a")
-    keep(files, 2, byte=b"b")
-    # As if the first had been lent while the second took its name.
-    os.link(memory / "store/extents/1.0", memory / "store/lent/2.0")
-    assert not contents.borrow(ContentId(2), f"{memory}/store")
-    contents.close()
+    with borrowing(memory) as contents:
+        keep(files, 1, byte=b"a")
+        keep(files, 2, byte=b"b")
+        # As if the first had been lent while the second took its name.
+        os.link(memory / "store/extents/1.0", memory / "store/lent/2.0")
+        assert contents.borrow(ContentId(2), f"{memory}/store")
+        contents.hold(ContentId(2))
+        with pytest.raises(FileNotFoundError):
+            contents.lend(ContentId(2))
+
+
+def test_file_of_a_reader_that_keeps_no_pages_is_used_again_when_it_is_closed_and_unmapped(
+    files: Files, memory: Path
+) -> None:
+    with borrowing(memory) as contents:
+        first = keep(files, 1, byte=b"a")
+        assert contents.borrow(ContentId(1), f"{memory}/store")
+        contents.hold(ContentId(1))
+        fd = contents.open(ContentId(1))
+        files.free(Extent(1, 0))
+        assert keep(files, 2, byte=b"b") != first, "it is held"
+        mapped = mmap.mmap(fd, LENGTH, prot=mmap.PROT_READ)
+        contents.let_go(ContentId(1))
+        os.close(fd)
+        assert keep(files, 3, byte=b"c") != first, "it is mapped"
+        assert mapped[:1] == b"a"
+        mapped.close()
+        assert keep(files, 4, byte=b"d") == first
+
+
+def test_file_whose_pages_a_program_may_keep_is_never_used_again(
+    files: Files, memory: Path
+) -> None:
+    with borrowing(memory) as contents:
+        keep(files, 1)
+        assert contents.borrow(ContentId(1), f"{memory}/store")
+        contents.hold(ContentId(1))
+        contents.lend(ContentId(1))
+        contents.let_go(ContentId(1))
+        assert not is_used_again(files, 1)
+
+
+def test_file_that_was_freed_is_lent_to_nobody(files: Files, memory: Path) -> None:
+    with borrowing(memory) as contents:
+        keep(files, 1)
+        assert contents.borrow(ContentId(1), f"{memory}/store")
+        contents.hold(ContentId(1))
+        files.free(Extent(1, 0))
+        with pytest.raises(FileNotFoundError):
+            contents.lend(ContentId(1))
+
+
+def test_file_is_not_used_again_where_the_kernel_does_not_tell_who_has_it_mapped(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_leases(fd: int, command: int, argument: int = 0) -> int:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    keep(files, 1)
+    monkeypatch.setattr(fcntl, "fcntl", no_leases)
+    assert not is_used_again(files, 1)
+
+
+def test_extent_of_an_application_is_copied_once_into_a_file_that_is_used_again(
+    files: Files, memory: Path
+) -> None:
+    spare = keep(files, 1)
+    files.free(Extent(1, 0))
+    extent = Extent(CONTENT, 0)
+    adopted = memory / f"store/incoming/{CONTENT:x}"
+    adopted.write_bytes(b"x" * LENGTH)
+    with closing(files.incoming.take_over(f"{CONTENT:x}", CONTENT)) as incoming:
+        files.seal(incoming, extent)
+    files.mark_named(extent)
+    path = memory / f"store/extents/{CONTENT:x}.0"
+    reader = os.open(path, os.O_RDONLY)
+    copies = OwnCopies(files, Room(files, NothingToRemove()))
+
+    async def ask() -> None:
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(copies.make, extent)
+
+    trio.run(ask)
+    assert path.stat().st_ino == spare != os.fstat(reader).st_ino
+    assert path.read_bytes() == os.read(reader, LENGTH) == b"x" * LENGTH
+    assert files.was_named(extent)
+    assert files.figures().reused_files == 1
+    held = files.hold(extent)
+    assert held.is_own
+    held.close()
+    os.close(reader)
+    assert is_used_again(files, CONTENT)
 
 
 def test_a_content_that_is_fetched_never_takes_the_place_of_a_file_that_is_here(

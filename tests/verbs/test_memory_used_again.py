@@ -136,6 +136,9 @@ class FilesService:
     def hold(self, extent: Extent) -> Held:
         return self.files.hold(extent)
 
+    async def hold_own(self, extent: Extent) -> Held:
+        return self.hold(extent)
+
     def abort(self, content: int) -> None:
         pass
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 from ...cluster.records import ContentId
 from ..extents import OPEN_FLAGS, ExtentStore
+from ..storedir import OWN_FILE
 from .figures import CacheFigures
 from .holds import Holds
 from .places import Borrowed, Incoming, Place
@@ -41,6 +42,7 @@ class Contents(ExtentStore):
         self._places: dict[ContentId, Place] = {}
         self._holds: dict[str, Holds] = {}  # by store directory
         self._held: dict[ContentId, str] = {}
+        self._lent: set[ContentId] = set()  # of those that are held
         self._kept: OrderedDict[ContentId, int] = OrderedDict()
         # Working copies that are being published: other hosts may know them as versions before we do.
         self._publishing: set[ContentId] = set()
@@ -56,6 +58,7 @@ class Contents(ExtentStore):
         for holds in self._holds.values():
             holds.close()
         self._held.clear()
+        self._lent.clear()
         self._empty()
         super().close()
 
@@ -225,7 +228,7 @@ class Contents(ExtentStore):
         if it is not there."""
         place = Borrowed(store, extent)
         try:
-            os.close(place.open(os.O_RDONLY))
+            os.close(os.open(place.path, os.O_RDONLY | os.O_CLOEXEC))
         except OSError:
             return False
         self._places[extent] = place
@@ -236,14 +239,14 @@ class Contents(ExtentStore):
         place = self._places.get(extent)
         if place is not None and extent not in self._held and not os.path.exists(place.path):
             # The node has freed it, or removed what was left in incoming/ by a session that has ended.
-            self._lose(extent)
+            self.lose(extent)
             return False
         if extent in self._kept:
             self._kept.move_to_end(extent)
             return True
         return place is not None or extent in self._publishing
 
-    def _lose(self, extent: ContentId) -> None:
+    def lose(self, extent: ContentId) -> None:
         """Note that a content is no longer in the store directory where it was."""
         del self._places[extent]
         self.kept_bytes -= self._kept.pop(extent, 0)
@@ -263,21 +266,31 @@ class Contents(ExtentStore):
         try:
             self._hold(extent, place)
         except FileNotFoundError:
-            self._lose(extent)
+            self.lose(extent)
             raise
 
     def _hold(self, extent: ContentId, place: Place) -> None:
         holds = self._holds.get(place.store)
         if holds is None:
             holds = self._holds[place.store] = Holds(place.store)
-        told = place.tell()
-        held = self._held[extent] = holds.add(place.path, f"{extent:x}")
-        # The two names may be of different files, if the content was freed and came again meanwhile.
-        if not os.path.samestat(os.stat(told), os.stat(held)):
-            self.let_go(extent)
+        self._held[extent] = holds.add(place.path, f"{extent:x}")
+
+    def lend(self, extent: ContentId) -> None:
+        """Note that a program may keep references to pages of a pinned content, in a pipe or a socket: the
+        store node that has its file never uses it for another content. Raises FileNotFoundError if the
+        node has freed it already."""
+        place, held = self._places.get(extent), self._held.get(extent)
+        if not isinstance(place, Borrowed) or held is None or extent in self._lent:
+            return
+        status = os.stat(held)
+        # Others are never used again. The two names may be of different files, if the content was freed and
+        # came again meanwhile.
+        if status.st_mode & OWN_FILE and not os.path.samestat(os.stat(place.tell()), status):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), place.path)
+        self._lent.add(extent)
 
     def let_go(self, extent: ContentId) -> None:
+        self._lent.discard(extent)
         held = self._held.pop(extent, None)
         if held is not None:
             try:

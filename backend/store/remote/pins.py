@@ -50,6 +50,17 @@ class ContentPins(Pinned):
             raise fail(errno.ESTALE) from None
         super().pin(extent)
 
+    def lend(self, extent: ContentId) -> None:
+        """Note that a program may keep references to pages of a pinned content. Raises OSError ESTALE if a
+        store node here has freed it, or has it in another file now; it is fetched when it is opened
+        again."""
+        try:
+            self._contents.lend(extent)
+        except FileNotFoundError:
+            if self.counts.get(extent) == 1:
+                self._contents.lose(extent)
+            raise fail(errno.ESTALE) from None
+
     def unpin(self, extent: ContentId) -> None:
         super().unpin(extent)
         if extent and extent not in self.counts:

@@ -1,9 +1,9 @@
 """The places of contents that lie not in the mount's own directory but in that of a store node on this
 host.
 
-The node reuses the files of superseded contents, but not those that a mount has opened: pages given to
-applications may stay in their pipes and sockets. So before a content is opened, it gets a name in the
-node's directory lent/ (node/files.py).
+The node reuses the files of superseded contents, but not those whose pages programs may keep in their pipes
+and sockets. So before such a program opens a content, that gets a name in the node's directory lent/
+(node/files.py).
 """
 
 import errno
@@ -26,10 +26,6 @@ class Incoming:
     @property
     def path(self) -> str:
         return f"{self.store}/incoming/{self.name}"
-
-    def tell(self) -> str:
-        """Return a name of the file: the node need not be told that it is opened."""
-        return self.path
 
     def open(self, flags: int) -> int:
         return os.open(self.path, flags | os.O_CLOEXEC)

@@ -191,6 +191,7 @@ class RemoteStore:
         nursery.start_soon(layouts.prepare)
 
         self.pin, self.unpin, self.retire = pins.pin, pins.unpin, pins.retire
+        self.lend = pins.lend
         self.is_here, self.is_lent = pins.is_here, contents.is_lent
         self.layout, self.check_attribute = layouts.of_name, layouts.check_attribute
         self.nodes_of = layouts.nodes_of

@@ -179,7 +179,7 @@ class Responder:
         """Return a handle, an address and an rkey for reading. Raises OSError: ENOENT, EINVAL,
         NOT_BY_VERBS, NO_QUEUE_PAIR."""
         end = self._end(number)
-        held = self._service.hold(extent)
+        held = await self._service.hold_own(extent)
         try:
             size = self._service.size(extent) or 0
             if start + length > size:

@@ -1,0 +1,35 @@
+"""Which programs may keep references to the pages of a file that they have closed.
+
+Reads and maps pass through to the file itself. With splice(2), sendfile(2), vmsplice(2) or MSG_ZEROCOPY
+its pages get into pipes and sockets, where they may stay after the file was closed; nobody can find that
+out. So the file of a store node on this host that was opened here is never used for another version. A
+program that uses none of these calls says so before it opens a file, and the node may use the file again
+once it is closed and unmapped, as the kernel tells.
+"""
+
+import time
+
+__all__ = ["References"]
+
+# The limit of announced opens, and how long one is waited for.
+_ANNOUNCED_MAX = 256
+_WAIT_S = 2.0
+
+
+class References:
+    """Opens that were announced to keep no references, each by a thread for a file."""
+
+    def __init__(self) -> None:
+        self._announced: dict[tuple[int, int], float] = {}  # the oldest first
+
+    def announce(self, thread: int, ino: int) -> None:
+        """Note that the thread's next open of this file keeps none."""
+        self._announced.pop((thread, ino), None)
+        while len(self._announced) >= _ANNOUNCED_MAX:
+            del self._announced[next(iter(self._announced))]
+        self._announced[thread, ino] = time.monotonic() + _WAIT_S
+
+    def may_stay(self, thread: int, ino: int) -> bool:
+        """Return whether an open that is made now may keep references; this ends what was announced."""
+        until = self._announced.pop((thread, ino), 0.0) if self._announced else 0.0
+        return time.monotonic() > until
