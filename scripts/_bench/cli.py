@@ -14,6 +14,7 @@ from .soak import soak
 from .train import train
 from .train_overlap import train_overlap
 from .train_scaling import train_scaling
+from .train_verbs import train_verbs
 from .training import training
 from .transport import transport
 from .verbs.command import verbs
@@ -28,6 +29,6 @@ def main() -> None:
 
 for _command in (
     posix, memory, cluster, peers, transport, verify, verbs, train, training, train_arithmetic,
-    train_overlap, train_scaling, soak, worker,
+    train_overlap, train_scaling, train_verbs, soak, worker,
 ):  # fmt: skip
     main.add_command(_command)

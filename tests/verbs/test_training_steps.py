@@ -1,0 +1,93 @@
+"""Training steps by RDMA: what they register once the first versions were made."""
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster import Cluster, ClusterMount, Plan
+from rdma import need_address
+from training_runs import Arrays, start
+
+from irdmafs.train import Reducer, Worker
+
+pytestmark = pytest.mark.verbs
+
+# Each of the two shards is large enough to move by RDMA, and of one length in every step.
+MODEL = {"layer": np.zeros(256 << 10, np.float32)}
+STEADY_STEPS = 6
+# How many files take turns depends on how soon those of former versions are free again.
+STEPS_MAX = 30
+
+
+@contextmanager
+def reducing(places: Sequence[Path]) -> Iterator[None]:
+    stopped = threading.Event()
+    with ExitStack() as stack:
+        reducers = [stack.enter_context(Reducer(place, threads=1)) for place in places]
+        threads = [
+            threading.Thread(target=each.run, args=(stopped.is_set,), daemon=True)
+            for each in reducers
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            stopped.set()
+            for thread in threads:
+                thread.join()
+
+
+def registrations(cluster: Cluster) -> list[int]:
+    nodes = cluster.status()["nodes"]
+    return [each["rdma_registrations"] for each in (*nodes, *map(figures, cluster.mounts))]
+
+
+def figures(mount: ClusterMount) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = mount.status()["cluster"]
+    return found
+
+
+def step(workers: Sequence[Worker], value: float, out: Arrays) -> None:
+    gradients = {name: np.full_like(array, value) for name, array in MODEL.items()}
+    for worker in workers:
+        worker.push(gradients)
+    for worker in workers:
+        worker.pull(out, timeout_s=60)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("apart", [False, True], ids=["beside the nodes", "apart"])
+def test_steps_register_nothing_once_the_files_take_turns(apart: bool) -> None:
+    plan = Plan(
+        nodes=2, mounts=0, namespaces=False, replicas=1, lease_ttl_s=20,
+        node_config={"listen": need_address()},
+    )  # fmt: skip
+    with Cluster(plan) as cluster, ExitStack() as stack:
+        reduced_at = [cluster.add_mount("--rdma", "require", beside=node) for node in cluster.nodes]
+        working_at = reduced_at
+        if apart:
+            working_at = [cluster.add_mount("--rdma", "require") for _ in range(2)]
+        start(working_at[0].path / "run", MODEL, shards=2, workers=2)
+        stack.enter_context(reducing([mount.path / "run" for mount in reduced_at]))
+        workers = [
+            stack.enter_context(Worker(mount.path / "run", f"w{number}"))
+            for number, mount in enumerate(working_at)
+        ]
+        out = {name: np.empty_like(array) for name, array in MODEL.items()}
+        steady, expected = 0, 0.0
+        for number in range(STEPS_MAX):
+            before = registrations(cluster)
+            step(workers, number, out)
+            expected += 2 * number
+            assert (out["layer"] == expected).all()
+            steady = steady + 1 if registrations(cluster) == before else 0
+            if steady == STEADY_STEPS:
+                break
+        assert steady == STEADY_STEPS
+        found = [figures(mount) for mount in working_at]
+        assert all(each["rdma_bytes"] and not each["rdma_fallbacks"] for each in found)
