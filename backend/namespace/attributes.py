@@ -4,6 +4,8 @@
     user.irdmafs.stripe_size   "64M"; 0: not striped
     user.irdmafs.placement     see policy.parse_policy
     user.irdmafs.isolation     on or off; for existing files, too: mounts look it up at each open
+    user.irdmafs.follow        off: hosts do not follow what is below (backend.store.remote.leases) because
+                               it is read often; for what exists, too
     user.irdmafs.quota_bytes, user.irdmafs.quota_inodes     see quotas
     user.irdmafs.train         push: what is written there is checked before it is published;
                                since: numbers lead to versions that are to come (irdmafs.posix.since)
@@ -28,6 +30,7 @@ PLACEMENT = b"user.irdmafs.placement"
 NAMES = (REPLICAS, STRIPE_SIZE, PLACEMENT)
 # "on": an overwrite of a file there becomes visible when the file is closed (irdmafs.coherence.isolation).
 ISOLATION = b"user.irdmafs.isolation"
+FOLLOW = b"user.irdmafs.follow"
 TRAIN = b"user.irdmafs.train"
 PUSH = b"push"
 SINCE = b"since"
@@ -47,8 +50,8 @@ def check(name: bytes, value: bytes) -> None:
         parse_policy(_text(value))
     elif name in QUOTA_NAMES:
         parse_limit(name, value)
-    elif name == ISOLATION and value not in (b"on", b"off"):
-        raise ValueError(f"user.irdmafs.isolation is on or off, not {_text(value)!r}")
+    elif name in (ISOLATION, FOLLOW) and value not in (b"on", b"off"):
+        raise ValueError(f"{_text(name)} is on or off, not {_text(value)!r}")
     elif name == TRAIN and value not in (PUSH, SINCE):
         raise ValueError(f"user.irdmafs.train is push or since, not {_text(value)!r}")
     elif name == SINCE_TIMEOUT:

@@ -25,6 +25,7 @@ from .status import how_to_reduce
 __all__ = ["begin", "end"]
 
 _PLACEMENT = "user.irdmafs.placement"
+_FOLLOW = "user.irdmafs.follow"
 _TRAIN = "user.irdmafs.train"
 _FOLDERS = (
     "push", "staging", "since", "versions", "next", "empty", "aside", "workers", "reducers",
@@ -89,6 +90,8 @@ def _make(
     """Make the files of a training and its first version. Raises OSError."""
     train.path.mkdir()
     _set(train.path, _PLACEMENT, b"together")
+    # Each step changes it more often than it is read.
+    _set(train.path, _FOLLOW, b"off")
     for name in _FOLDERS:
         (train.path / name).mkdir()
     _set(train.push, _TRAIN, b"push")

@@ -79,6 +79,22 @@ def test_a_directory_that_is_read_again_and_again_is_followed_by_itself(mount: M
     eventually(is_free, "opens that ask nobody")
 
 
+def test_a_directory_that_is_not_to_be_followed_is_not(mount: Mount) -> None:
+    top = mount.path / "restless"
+    file = top / "below" / "file"
+    file.parent.mkdir(parents=True)
+    os.setxattr(top, "user.irdmafs.follow", b"off")
+    file.write_bytes(b"hot")
+    for _ in range(100):
+        read(file)
+    before = counted(mount)
+    for _ in range(20):
+        read(file)
+    assert spent(mount, before)["barriers"] >= 20
+    with pytest.raises(OSError, match="Invalid argument"):
+        os.setxattr(top, "user.irdmafs.follow", b"sometimes")
+
+
 def test_publishing_over_a_small_file_costs_two_round_trips_and_the_asking_of_its_open(
     mount: Mount,
 ) -> None:

@@ -6,7 +6,8 @@ directory returns to its caller only when every follower has seen the change and
 the follower's session is over, which etcd decides. So while a follower's session is valid by its own clock,
 its replica is fresh there, and so is what its kernel may believe for a while. A follower that is stuck or
 malicious delays others only for a limited time (promise.py). A directory given with --follow is followed
-for good; one that is asked about repeatedly is followed as long as that goes on.
+for good; one that is asked about repeatedly is followed as long as that goes on, unless an attribute
+forbids it.
 
 Moving a directory takes everything below it out of one lease, maybe into none. The next change below it
 must not return before every follower knows of the move.
@@ -15,6 +16,7 @@ must not return before every follower knows of the move.
 import logging
 import time
 from collections.abc import Awaitable, Iterator
+from typing import NamedTuple
 
 import trio
 
@@ -24,6 +26,7 @@ from ...cluster.replica import Replica
 from ...kv import Delete, Put
 from ...kv.etcd import EtcdEngine
 from ...namespace import ROOT_INO, Inode, Tree
+from ...namespace.attributes import FOLLOW
 from .promise import Followers, Sureness
 
 log = logging.getLogger(__name__)
@@ -37,7 +40,10 @@ _WITHIN_S = 2.0
 _IDLE_S = 10.0
 _OPENS_PER_CHANGE = 4
 _CHANGES_FREE = 8
-_BACK_OFF_S = 10.0
+# A directory that was given up for its changes is not followed for so long, and for twice as long each time
+# that this happens again soon.
+_REST_S = 10.0
+_REST_MAX_S = 600.0
 _FOLLOWED_MAX = 256
 # For how long the kernel may believe an answer.
 _BELIEVED_S = 1.0
@@ -58,6 +64,17 @@ class _Interest:
     @property
     def is_worth_following(self) -> bool:
         return self.opens >= _OPENS_PER_CHANGE * (self.changes - _CHANGES_FREE)
+
+
+class _Rest(NamedTuple):
+    """A directory is not to be followed until then, after so many seconds."""
+
+    until: float
+    length_s: float
+
+    def again(self, now: float) -> "_Rest":
+        length_s = min(2 * self.length_s, _REST_MAX_S)
+        return _Rest(now + length_s, length_s)
 
 
 class Leases:
@@ -89,7 +106,7 @@ class Leases:
         self._for_good: set[int] = set()
         self._interest: dict[int, _Interest] = {}
         self._asking: set[int] = set()
-        self._not_before: dict[int, float] = {}
+        self._rests: dict[int, _Rest] = {}
         self._touched: set[int] = set()  # directories, by the transaction being applied
         self._directory_changed = self._moved = False  # likewise
         # The newest move of a directory, and the newest that all followers know.
@@ -236,10 +253,22 @@ class Leases:
         if (
             interest.opens >= _QUESTIONS
             and interest.is_worth_following
-            and now >= self._not_before.get(directory, 0.0)
+            and (directory not in self._rests or now >= self._rests[directory].until)
+            and self._may_follow(directory)
         ):
             self._asking.add(directory)
             self._nursery.start_soon(self._follow_quietly, directory)
+
+    def _may_follow(self, directory: int) -> bool:
+        """Return whether a directory may be followed unless somebody has asked for that: the nearest
+        directory that has the attribute decides."""
+        inodes = self._tree.inodes
+        while (inode := inodes.get(directory)) is not None:
+            value = inode.xattrs.get(FOLLOW)
+            if value is not None or directory == ROOT_INO:
+                return value != b"off"
+            directory = inode.parent
+        return True
 
     async def _follow_quietly(self, directory: int) -> None:
         try:
@@ -396,14 +425,15 @@ class Leases:
             if idle or busy:
                 self._interest.pop(directory, None)
                 if busy:
-                    self._not_before[directory] = now + _BACK_OFF_S
+                    before = self._rests.get(directory, _Rest(now, _REST_S / 2))
+                    self._rests[directory] = before.again(now)
                 self._ending[directory] = now + _BELIEVED_S + _GRACE_S
                 self._ways.clear()
             elif interest is not None:
                 interest.opens = interest.changes = 0
-        for directory, since in list(self._not_before.items()):
-            if since < now:
-                del self._not_before[directory]
+        for directory, rest in list(self._rests.items()):
+            if now > rest.until + rest.length_s:
+                del self._rests[directory]
         for directory, interest in list(self._interest.items()):
             if directory not in self._held and now - interest.last_open > _IDLE_S:
                 del self._interest[directory]
