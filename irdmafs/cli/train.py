@@ -155,7 +155,8 @@ def status_command(ctx: click.Context, directory: str) -> None:
 
     The exit code is 1 if no reducer is at work.
     """
-    from ..train.directory import TrainDirectory, is_locked
+    from ..train.directory import TrainDirectory
+    from ..train.locks import is_locked
     from ..train.status import how_to_reduce
 
     with _one_line_errors(directory):
@@ -172,7 +173,8 @@ def status_command(ctx: click.Context, directory: str) -> None:
 def end(directory: str) -> None:
     """Stop training in DIR: its models become files again, of the newest version."""
     from ..train import end as end_training
-    from ..train.directory import TrainDirectory, is_locked
+    from ..train.directory import TrainDirectory
+    from ..train.locks import is_locked
 
     with _one_line_errors(directory):
         found = TrainDirectory(directory)

@@ -19,14 +19,16 @@ from . import pushes, refusals
 from .config import TrainConfig
 from .directory import (
     LOOK_S,
-    PARTS,
+    NOT_TAKEN,
     PLAN,
+    SPARE,
+    ShardFile,
     TrainDirectory,
     discard,
     gather,
-    is_locked,
-    is_made,
     lead_to_newest,
+    owner_of,
+    params_of,
     put_aside,
     read_small,
     remove,
@@ -35,6 +37,7 @@ from .directory import (
 )
 from .errors import Refused, TrainError
 from .layout import ModelLayout
+from .locks import is_locked
 from .plan import Plan, Push, is_wanted, next_plan, pending, without
 from .pushes import Identity
 from .staging import give_back, without_worker
@@ -69,7 +72,6 @@ class Coordinator:
         # In empty/: the directories of the next plan. In aside/: what is to be removed; None: not known.
         self._empty: Path | None = None
         self._litter: list[str] | None = None
-        self.waits_for_pushes = False
 
     def step(self, config: TrainConfig, newest: Plan, made: tuple[Path, Plan] | None) -> bool:
         """Do what can be done now; return whether that was anything. `made`: the version that is
@@ -80,10 +82,7 @@ class Coordinator:
             self._tidy(config, newest)
             self._tidied = newest.version
         if made is None:
-            did = self._plan(config, newest)
-            self.waits_for_pushes = not did
-            return did
-        self.waits_for_pushes = False
+            return self._plan(config, newest)
         return self._commit(config, *made) or self._try_again(*made)
 
     # -- plan --------------------------------------------------------------------------------------
@@ -100,7 +99,7 @@ class Coordinator:
         plan = next_plan(config, newest, found, self._members, time.time_ns())
         assert plan is not None
         self._write_plan(self._train.attempt(plan.version, 0), plan)
-        self._progress.planned(self._train, plan)
+        self._progress.planned(sum(self._pushes[push.path].size for push in plan.pushes))
         return True
 
     def _write_plan(self, target: Path, plan: Plan) -> None:
@@ -118,8 +117,8 @@ class Coordinator:
     def _make_empty(self) -> Path:
         """Make the directories of a version, which get their name with a plan."""
         path = self._train.empty / secrets.token_hex(8)
-        for part in ("", "norm", *PARTS):
-            (path / part).mkdir()
+        for name in ("", "norm"):
+            (path / name).mkdir()
         return path
 
     def _try_again(self, target: Path, plan: Plan) -> bool:
@@ -170,10 +169,7 @@ class Coordinator:
         for name, identity in [item for item in self._pushes.items() if item[1].step == 0]:
             steps[identity.worker] += 1
             self._settle(name, identity, steps[identity.worker])
-        return [
-            Push(one.worker, one.step, name, one.weight, one.base, one.lr)
-            for name, one in self._pushes.items()
-        ]
+        return [one.push(name) for name, one in self._pushes.items()]
 
     def _settle(self, name: str, identity: Identity, step: int) -> None:
         """Give a push that has the worker's next step a name that says which that is. Its old name is free:
@@ -253,11 +249,11 @@ class Coordinator:
     # -- commit ------------------------------------------------------------------------------------
 
     def _commit(self, config: TrainConfig, target: Path, plan: Plan) -> bool:
-        if not all(is_made(target, name) for name in self._layout.shard_names):
+        if not self._layout.parts.keys() <= set(os.listdir(target)):
             return False
         self._progress.reduced()
         if config.whole_every and plan.version % config.whole_every == 0:
-            assemble(self._layout, target)
+            assemble(self._layout, plan.version, target)
         try:
             os.rename(target, self._train.version(plan.version))
         except OSError as error:
@@ -282,19 +278,30 @@ class Coordinator:
                 put_aside(train, path)
         for number in train.version_numbers():
             if number <= newest.version - config.keep:
-                put_aside(train, train.version(number))
+                self._put_aside_version(train.version(number))
         for name in os.listdir(train.next):
             made = name.partition(".")[0]
             if made.isdecimal() and int(made) <= newest.version:
                 put_aside(train, train.next / name)
         version = train.version(newest.version)
-        lasting = {PLAN, *PARTS, *self._layout.files}
+        lasting = {PLAN, *self._layout.parts, *self._layout.files}
         for name in os.listdir(version):
             if name not in lasting:
                 put_aside(train, version / name)
-        for path in [*version.glob("params/.*"), *version.glob("state/.*")]:
-            remove(path)
         self._litter = None
+
+    def _put_aside_version(self, version: Path) -> None:
+        """Put a version aside, whole, and give its parts to those who make them: they write the next ones
+        into the same files."""
+        gone = put_aside(self._train, version)
+        if gone is None:
+            return
+        for name in os.listdir(self._train.ahead):
+            try:
+                os.rename(gone / owner_of(name), self._train.ahead / name / SPARE)
+            except OSError as error:
+                if error.errno not in NOT_TAKEN:
+                    raise
 
     def tidy_up(self) -> bool:
         """Do for a little while what nobody waits for: make directories for the next plan, and remove what
@@ -315,6 +322,9 @@ class Coordinator:
         """Remove what processes were making when they were killed."""
         for name in os.listdir(self._train.empty):
             put_aside(self._train, self._train.empty / name)
+        for name in os.listdir(self._train.ahead):
+            if not is_locked(self._train.reducers / owner_of(name)):
+                put_aside(self._train, self._train.ahead / name)
         for folder in (self._train.path, self._train.since, self._train.workers):
             for name in os.listdir(folder):
                 path = folder / name
@@ -329,15 +339,15 @@ def _is_old(path: Path) -> bool:
         return False
 
 
-def assemble(layout: ModelLayout, version: Path) -> None:
-    """Make the model's files of a version from its shards. Raises OSError."""
+def assemble(layout: ModelLayout, number: int, version: Path) -> None:
+    """Make the model's files of a version, which lies there, from its shards. Raises OSError."""
     files = layout.files
-    names = layout.shard_names
-    if len(files) == len(names) == 1:
+    shards = layout.shards()
+    if len(files) == len(shards) == 1:
         with contextlib.suppress(FileExistsError):
-            os.link(version / "params" / names[0], version / files[0])
+            os.link(params_of(version, shards[0]), version / files[0])
         return
-    values = gather(layout, version / "params")
+    values = gather(layout, lambda shard: ShardFile(params_of(version, shard), version=number))
     for file in files:
         parameters = [one.name for one in layout.parameters if one.file == file]
         _files.replace_file(

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import functools
 import mmap
 import os
+import re
 import secrets
 import shutil
 import stat
-import struct
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,16 +31,26 @@ from .plan import Plan
 
 T = TypeVar("T")
 
+# The directories of .train.
+FOLDERS = (
+    "push", "staging", "since", "versions", "next", "ahead", "empty", "aside", "workers",
+    "reducers", "refused",
+)  # fmt: skip
+_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+
 # The plan of a version lies in its directory from the beginning.
 PLAN = "version.json"
-# The directories of a version that have a file for each shard.
-PARTS = ("params", "state")
+# In the metadata of a file with parameters or state: the number of the version that it is of.
+VERSION = "version"
+# The directories of a part of a version, which have a file for each shard.
+PARAMS, STATE = "params", "state"
+# In a directory of staging/ or ahead/: what it lent for a version, and may be written anew.
+SPARE = "spare"
+# What is given back to a process cannot be: it has such a thing already, it ended, or it is another user's.
+NOT_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EACCES, errno.EPERM)
 # Workers that ended and parts whose reducer ended send no event: look after them this often.
 LOOK_S = 1.0
-_CHANGES = "user.irdmafs.changes"
 _DISCARD = "user.irdmafs.discard"
-# Without irdmafs below there is nothing to wait for: look again.
-_POLL_S = 0.005
 # Shards that are written or opened at once.
 _AT_ONCE = 16
 # The largest config.toml, layout.json or plan: 10,000 workers and 100,000 parameters fit.
@@ -50,32 +59,93 @@ _SMALL_MAX_BYTES = 16 << 20
 _READ_KEPT = 8
 _libc = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1
-_F_OFD_GETLK, _F_OFD_SETLK = 36, 37
-_FLOCK = struct.Struct("hhqqi4x")
+
+
+class _OpenFolders:
+    """The directory .train and those in it, kept open: paths that begin there."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fds: dict[str, int] = {}
+
+    def path(self, name: str) -> Path:
+        """Return a path for a directory; its own if it cannot be opened."""
+        try:
+            self._fds[name] = os.open(self._path / name, _FOLDER)
+        except OSError:
+            return self._path / name
+        return Path(f"/proc/self/fd/{self._fds[name]}")
+
+    def shown(self, text: str) -> str:
+        names = {str(fd): name for name, fd in self._fds.items()}
+
+        def known(found: re.Match[str]) -> str:
+            name = names.get(found[1])
+            return found[0] if name is None else os.fspath(self._path / name)
+
+        return re.sub(r"/proc/self/fd/(\d+)", known, text)
+
+    def __del__(self) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
 
 
 class TrainDirectory:
     """The paths of a training directory, and what they hold."""
 
-    def __init__(self, directory: str | os.PathLike[str], name: str = ".train") -> None:
-        """`name`: of the directory of a training that has not begun yet."""
+    def __init__(
+        self, directory: str | os.PathLike[str], name: str = ".train", *, keeps_open: bool = False
+    ) -> None:
+        """`name`: of the directory of a training that has not begun yet. `keeps_open`: a mount in a cluster
+        is asked for each name of a path, each time; the directories are opened once instead. They are the
+        same when the training is moved."""
         self.models = Path(directory)
         self.path = self.models / name
-        self.config_path = self.path / "config.toml"
-        self.layout_path = self.path / "layout.json"
-        self.push = self.path / "push"
-        self.staging = self.path / "staging"
-        self.since = self.path / "since"
-        self.versions = self.path / "versions"
-        self.next = self.path / "next"
-        self.empty = self.path / "empty"
-        self.aside = self.path / "aside"
-        self.workers = self.path / "workers"
-        self.reducers = self.path / "reducers"
-        self.refused = self.path / "refused"
-        self.status = self.path / "status"
-        self.members = self.path / "members.json"
+        self._open = _OpenFolders(self.path) if keeps_open else None
+        self.push = self._folder("push")
+        self.staging = self._folder("staging")
+        self.since = self._folder("since")
+        self.versions = self._folder("versions")
+        self.next = self._folder("next")
+        self.ahead = self._folder("ahead")
+        self.empty = self._folder("empty")
+        self.aside = self._folder("aside")
+        self.workers = self._folder("workers")
+        self.reducers = self._folder("reducers")
+        self.refused = self._folder("refused")
+        self._files = self._folder(".")
+        self.config_path = self._files / "config.toml"
+        self.layout_path = self._files / "layout.json"
+        self.status = self._files / "status"
+        self.members = self._files / "members.json"
         self._read: dict[Path, tuple[tuple[int, int, int], Any]] = {}
+
+    def _folder(self, name: str) -> Path:
+        return self.path / name if self._open is None else self._open.path(name)
+
+    @contextlib.contextmanager
+    def naming(self) -> Iterator[None]:
+        """Have errors name files by their paths in the directory."""
+        try:
+            yield
+        except OSError as error:
+            error.filename = self.shown(error.filename)
+            raise
+        except TrainError as error:
+            raise TrainError(self.shown(str(error))) from error.__cause__
+
+    def shown(self, text: Any) -> Any:
+        """Return a text in which files have their paths in the directory."""
+        return text if self._open is None or not isinstance(text, str) else self._open.shown(text)
+
+    @property
+    def is_there(self) -> bool:
+        """Return whether this is still the training of the directory."""
+        try:
+            there = self.path.stat()
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(there, self._files.stat())
 
     @functools.cached_property
     def is_on_irdmafs(self) -> bool:
@@ -86,7 +156,7 @@ class TrainDirectory:
         """Read config.toml. Raises TrainError."""
         path = self.config_path
         try:
-            return self._once(path, lambda: TrainConfig.read(path, read_small(path)))
+            return self._once(path, partial(TrainConfig.read, self.path / path.name))
         except FileNotFoundError:
             raise self._not_begun() from None
 
@@ -99,11 +169,12 @@ class TrainDirectory:
         """Read layout.json. Raises TrainError."""
         path = self.layout_path
         try:
-            return self._once(path, lambda: msgspec.json.decode(read_small(path), type=ModelLayout))
+            layout: ModelLayout = self._once(path, partial(msgspec.json.decode, type=ModelLayout))
         except FileNotFoundError:
             raise self._not_begun() from None
         except msgspec.MsgspecError as error:
             raise TrainError(f"{path}: {error}") from None
+        return layout
 
     def version_numbers(self) -> list[int]:
         """Return the numbers of the versions that are there, in order."""
@@ -124,16 +195,20 @@ class TrainDirectory:
         return self._plan(self.version(number) / PLAN)
 
     def _plan(self, path: Path) -> Plan:
-        return self._once(path, lambda: read_plan(path))
+        try:
+            plan: Plan = self._once(path, partial(msgspec.json.decode, type=Plan))
+        except msgspec.MsgspecError as error:
+            raise TrainError(f"{path}: {error}") from None
+        return plan
 
-    def _once(self, path: Path, read: Callable[[], T]) -> T:
+    def _once(self, path: Path, read: Callable[[bytes], T]) -> T:
         """Return what a small file holds, which is read again if it has changed. Raises FileNotFoundError,
-        and what `read` raises."""
+        other OSErrors, TrainError, and what `read` raises."""
         status = path.stat()
         seen = (status.st_ino, status.st_ctime_ns, status.st_size)
         known = self._read.pop(path, None)
         if known is None or known[0] != seen:
-            known = (seen, read())
+            known = (seen, read(read_small(path)))
         self._read[path] = known
         while len(self._read) > _READ_KEPT:
             del self._read[next(iter(self._read))]
@@ -166,7 +241,7 @@ class TrainDirectory:
     def member_clocks(self) -> dict[str, int]:
         """Return the workers that take part, and the clock at which each joined."""
         try:
-            return msgspec.json.decode(read_small(self.members), type=dict[str, int])
+            return self._once(self.members, partial(msgspec.json.decode, type=dict[str, int]))
         except (FileNotFoundError, msgspec.MsgspecError):
             return {}
 
@@ -195,14 +270,6 @@ def read_small(path: Path) -> bytes:
         os.close(fd)
 
 
-def read_plan(path: Path) -> Plan:
-    """Read a plan. Raises FileNotFoundError and TrainError."""
-    try:
-        return msgspec.json.decode(read_small(path), type=Plan)
-    except msgspec.MsgspecError as error:
-        raise TrainError(f"{path}: {error}") from None
-
-
 def is_published(path: Path, status: os.stat_result | None = None) -> bool:
     """Return whether a file is there, whole: on the host that writes it a new file is seen as it grows."""
     try:
@@ -210,11 +277,6 @@ def is_published(path: Path, status: os.stat_result | None = None) -> bool:
         return size > 0 and _files.read_version(os.fspath(path)) != 0
     except FileNotFoundError:
         return False
-
-
-def is_made(target: Path, shard: str) -> bool:
-    """Return whether a shard of a version that is being made is there."""
-    return all(is_published(target / part / shard) for part in PARTS)
 
 
 def _aside(path: Path) -> Path:
@@ -248,11 +310,15 @@ def remove(path: Path) -> None:
         pass
 
 
-def put_aside(train: TrainDirectory, path: Path) -> None:
-    """Take a file or directory away, at once and whole, to be removed later; it may be gone. Raises
-    OSError."""
-    with contextlib.suppress(FileNotFoundError):
-        os.rename(path, train.aside / secrets.token_hex(8))
+def put_aside(train: TrainDirectory, path: Path) -> Path | None:
+    """Take a file or directory away, at once and whole, to be removed later, and return where it is; None
+    if it was gone. Raises OSError."""
+    gone = train.aside / secrets.token_hex(8)
+    try:
+        os.rename(path, gone)
+    except FileNotFoundError:
+        return None
+    return gone
 
 
 def discard(train: TrainDirectory, path: Path) -> None:
@@ -263,6 +329,11 @@ def discard(train: TrainDirectory, path: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.rename(path, gone)
         remove(gone)
+
+
+def owner_of(name: str) -> str:
+    """Return the worker or part that has a directory of staging/ or ahead/: NAME@TOKEN."""
+    return name.rpartition("@")[0]
 
 
 def lead_to_newest(train: TrainDirectory) -> None:
@@ -283,15 +354,20 @@ class ShardFile:
         path: Path,
         header_of: Callable[[str, int, int], Header] | None = None,
         *,
+        version: int | None = None,
         shown: bool = False,
     ) -> None:
-        """`shown`: its arrays are given to programs, which may send them from where they lie. Raises
-        FileNotFoundError and FormatError, and what `header_of` raises, which reads the header of a file of
-        another kind."""
+        """`version`: the one that the file has to be of, as files are written anew. `shown`: its arrays are
+        given to programs, which may send them from where they lie. Raises FileNotFoundError, also if it is
+        of another version, and FormatError, and what `header_of` raises, which reads the header of a file
+        of another kind."""
         name = os.fspath(path)
         open_file = _files.open_to_read if shown else _files.open_privately
         with open_file(name) as (fd, status):
+            self.inode = status.st_ino
             self.header = (header_of or read_header)(name, fd, status.st_size)
+            if version is not None and self.header.metadata.get(VERSION) != str(version):
+                raise FileNotFoundError(errno.ENOENT, f"Not of version {version}", name)
             self._data = _files.Mapping(name, fd, status.st_size).bytes
 
     def bits(self, dtype: np.dtype[Any], offset: int, count: int) -> Array:
@@ -307,19 +383,34 @@ class ShardFile:
 def in_parallel(do: Callable[[Shard], T], shards: Sequence[Shard]) -> list[T]:
     """Do the same with each shard, several at once: they lie on different store nodes, and all workers
     begin at the same time, so in turns all would use the same links."""
-    if len(shards) == 1:
-        return [do(shards[0])]
+    if len(shards) <= 1:
+        return [do(shard) for shard in shards]
     with ThreadPoolExecutor(min(len(shards), _AT_ONCE), "shard") as pool:
         return list(pool.map(do, shards))
 
 
-def gather(layout: ModelLayout, params: Path) -> dict[str, Value]:
-    """Return all parameters of a version from its shards, `params`/K: shown where they lie, copied where a
+def make_part(path: Path) -> None:
+    """Make the directories of a part. Raises OSError."""
+    for name in ("", PARAMS, STATE):
+        (path / name).mkdir()
+
+
+def params_of(version: Path, shard: Shard) -> Path:
+    """Return the file with the parameters of a shard of a version."""
+    return version / shard.part / PARAMS / shard.name
+
+
+def state_of(version: Path, shard: Shard) -> Path:
+    """Return the file with what the rule keeps of a shard of a version."""
+    return version / shard.part / STATE / shard.name
+
+
+def gather(layout: ModelLayout, open_shard: Callable[[Shard], ShardFile]) -> dict[str, Value]:
+    """Return all parameters of a version from the files of its shards: shown where they lie, copied where a
     shard ends within one. Raises FileNotFoundError and FormatError."""
     found: dict[str, list[Array]] = {}
     shards = layout.shards()
-    files = in_parallel(lambda shard: ShardFile(params / shard.name, shown=True), shards)
-    for shard, file in zip(shards, files, strict=True):
+    for shard, file in zip(shards, in_parallel(open_shard, shards), strict=True):
         for part in shard.slices:
             found.setdefault(part.parameter.name, []).append(file.tensor(part.parameter.name))
     result = {}
@@ -382,84 +473,3 @@ def new_file(path: Path, size: int, *, versioned: bool) -> Iterator[Array]:
     os.close(fd)
     if not versioned:
         written.rename(path)
-
-
-class Lock:
-    """A file that this process has locked, until it ends or `close` is called. It is a lock of the open
-    file (F_OFD_SETLK), so it does not end with other descriptors of the process."""
-
-    def __init__(self, fd: int, path: Path) -> None:
-        self._fd = fd
-        self.path = path
-
-    @classmethod
-    def take(cls, path: Path, content: bytes = b"") -> Lock | None:
-        """Lock a file, which is made if there is none; None if somebody else has it locked. `content`
-        becomes what the file holds. Raises OSError."""
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.fcntl(fd, _F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, 0, 0, 0, 0))
-            if content:
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, content, 0)
-                os.fsync(fd)
-            return cls(fd, path)
-        except OSError as error:
-            os.close(fd)
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                return None
-            raise
-
-    @property
-    def is_held(self) -> bool:
-        """Return whether the lock still holds: a host that was cut off for too long loses its locks."""
-        if self._fd < 0:
-            return False
-        try:
-            fcntl.fcntl(self._fd, _F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, 0, 0, 0, 0))
-            return os.fstat(self._fd).st_nlink > 0
-        except OSError:
-            return False
-
-    def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        with contextlib.suppress(OSError):
-            os.close(fd)
-
-
-def is_locked(path: Path) -> bool:
-    """Return whether somebody has a file locked. One that is not there is not, nor is a link."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ELOOP):
-            return False
-        raise
-    try:
-        answer = fcntl.fcntl(fd, _F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, 0, 0, 0, 0))
-        return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
-    finally:
-        os.close(fd)
-
-
-class Changes:
-    """Waits for a change of anything below a directory. No change is missed that is made after this object:
-    make it before looking."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises OSError."""
-        self._path = os.fspath(path)
-        self._counter: str | None = None
-        try:
-            self._counter = os.getxattr(self._path, _CHANGES).decode()
-        except OSError as error:
-            if error.errno not in (errno.ENODATA, errno.EOPNOTSUPP):
-                raise
-
-    def wait(self, timeout_s: float) -> None:
-        """Return when something has changed since, or after a while. Raises InterruptedError and
-        OSError."""
-        if self._counter is None:
-            time.sleep(min(_POLL_S, timeout_s))
-        else:
-            os.getxattr(self._path, f"{_CHANGES}.{self._counter}.{max(0.0, timeout_s):.3f}")

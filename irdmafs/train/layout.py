@@ -65,11 +65,13 @@ class Slice(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """A part of all parameters. `size`: its number of elements."""
+    """A piece of all parameters. `size`: its number of elements. `part`: the part of the work that it
+    belongs to."""
 
     name: str
     slices: tuple[Slice, ...]
     size: int
+    part: str
 
     @property
     def is_fp32(self) -> bool:
@@ -78,11 +80,12 @@ class Shard(NamedTuple):
 
 
 class ModelLayout(msgspec.Struct, frozen=True, dict=True):
-    """The contents of layout.json: the parameters in canonical order, and the names of the shards. What
-    follows from them is computed once."""
+    """The contents of layout.json: the parameters in canonical order, the names of the shards, and the
+    number of parts: every so many shards are of the same part. What follows from them is computed once."""
 
     parameters: tuple[Parameter, ...]
     shard_names: tuple[str, ...]
+    part_count: int
 
     @cached_property
     def files(self) -> tuple[str, ...]:
@@ -107,7 +110,15 @@ class ModelLayout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _shards(self) -> tuple[Shard, ...]:
-        return cut(self.parameters, self.shard_names)
+        return cut(self.parameters, self.shard_names, self.part_count)
+
+    @cached_property
+    def parts(self) -> dict[str, tuple[Shard, ...]]:
+        """Return the shards of each part, in their order."""
+        found: dict[str, tuple[Shard, ...]] = {}
+        for shard in self._shards:
+            found[shard.part] = (*found.get(shard.part, ()), shard)
+        return found
 
     def shards(self) -> tuple[Shard, ...]:
         return self._shards
@@ -125,7 +136,7 @@ def _scales_names(parameters: Iterable[Parameter]) -> dict[str, str]:
     return {name: name + SUFFIX for name in names if name + SUFFIX not in names}
 
 
-def cut(parameters: Sequence[Parameter], names: Sequence[str]) -> tuple[Shard, ...]:
+def cut(parameters: Sequence[Parameter], names: Sequence[str], parts: int) -> tuple[Shard, ...]:
     """Return the shards: consecutive elements, as many in each as the alignment allows."""
     total = sum(parameter.size for parameter in parameters)
     shards = []
@@ -151,7 +162,7 @@ def cut(parameters: Sequence[Parameter], names: Sequence[str]) -> tuple[Shard, .
             slices.append(Slice(parameter, start, parameter.size, at, scaled))
             at += left
             index, start = index + 1, 0
-        shards.append(Shard(name, tuple(slices), at))
+        shards.append(Shard(name, tuple(slices), at, str((number - 1) % parts)))
         before += at
     return tuple(shards)
 

@@ -29,14 +29,17 @@ class OpenPush:
         layout: ModelLayout,
         staging: Staging,
         hidden: Path,
+        more: Mapping[str, str],
         publish: Callable[[Mapping[str, Value], float, float | None], int],
     ) -> None:
-        """`hidden`: the directory in `staging` for the shards' files until the push is published.
+        """`hidden`: the directory in `staging` for the shards' files until the push is published; `more`:
+        their metadata.
         `publish`: called by `finish` with all values, the weight and the learning rate, when all files are
         in `hidden`."""
         self._layout = layout
         self._staging = staging
         self._hidden = hidden
+        self._more = more
         self._publish = publish
         self._shards = layout.shards()
         self._holders: dict[str, list[Shard]] = {}
@@ -108,5 +111,5 @@ class OpenPush:
             if name in self._values
         }
         self._written[shard.name] = self._thread.submit(
-            self._staging.write, self._hidden, shard, values, {}
+            self._staging.write, self._hidden, shard, values, self._more
         )

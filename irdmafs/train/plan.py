@@ -16,6 +16,7 @@ __all__ = [
     "PushInPlan",
     "Update",
     "first_plan",
+    "is_foreseen",
     "is_wanted",
     "may_pull",
     "next_plan",
@@ -73,6 +74,10 @@ class Plan(msgspec.Struct, frozen=True):
     apart: bool = False
     updates: int = 0
     made_ns: int = 0
+
+    def is_like(self, other: Plan) -> bool:
+        """Return whether two plans make the same version from the same pushes."""
+        return msgspec.structs.replace(self, made_ns=0) == msgspec.structs.replace(other, made_ns=0)
 
     def each_update(self) -> list[Update]:
         """Return the updates that make this version, in their order."""
@@ -165,6 +170,13 @@ def next_plan(
         first_plan(config, now_ns), version=newest.version + 1, pushes=tuple(counted), clocks=clocks,
         lr=lr, apart=apart, updates=newest.updates + (len(counted) if apart else 1),
     )  # fmt: skip
+
+
+def is_foreseen(config: TrainConfig) -> bool:
+    """Return whether a plan can be foreseen from what is in staging/: which pushes the next version has.
+    What clips, or looks for NaN, needs all shards or another plan."""
+    lockstep = config.synchronization.kind in ("bsp", "local")
+    return lockstep and not config.clip_norm and config.nonfinite != "skip"
 
 
 def without(plan: Plan, gone: Collection[str]) -> Plan:

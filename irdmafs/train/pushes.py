@@ -20,13 +20,17 @@ from ..client._safetensors import HEADER_MAX_BYTES, Header, encode
 from . import refusals
 from .arithmetic import F32_MAX, count_nonfinite
 from .config import TrainConfig, is_worker_name
-from .directory import TrainDirectory, is_locked, is_published, read_header
+from .directory import TrainDirectory, is_published, read_header
 from .errors import Refused, TrainError
+from .folders import Directory
 from .layout import FLOAT_CODES, ModelLayout, Parameter, Shard
+from .locks import is_locked
+from .plan import Push
 from .scales import blocks_of
 
 __all__ = [
     "REFUSALS",
+    "STEP",
     "Identity",
     "check",
     "identity_of_directory",
@@ -35,11 +39,14 @@ __all__ = [
     "shard_contents",
 ]
 
-# The process that checks pushes keeps small files of so many runs in memory.
-_DIRECTORIES_MAX = 64
+# The process that checks pushes keeps small files of so many runs in memory, and their directories open.
+_DIRECTORIES_MAX = 16
 _SAFETENSORS, _NPY = ".safetensors", ".npy"
 # WORKER@STEP, and what else is said of a push that is a directory: ;weight=2.0;base=16;lr=0.001
 _NAME = re.compile(r"([^@;]+)@(\d{1,18})((?:;(?:weight|base|lr)=[0-9eE+.-]+)*)")
+# In the metadata of a push: its step. A file of a push in shards that lacks it is not summed ahead of the
+# plan.
+STEP = "step"
 # The codes of what a check refuses.
 REFUSALS = (errno.EINVAL, errno.EPERM, errno.ESTALE)
 # Bytes that are looked at at once for NaN and infinity.
@@ -47,13 +54,15 @@ _BLOCK_BYTES = 16 << 20
 
 
 class Identity(NamedTuple):
-    """The metadata of a push; `step` 0: the worker's next, `lr` None: not said."""
+    """The metadata of a push; `step` 0: the worker's next, `lr` None: not said. `size`: of its files, in
+    bytes, if that is known."""
 
     worker: str
     step: int
     weight: float = 1.0
     base: int = -1
     lr: float | None = None
+    size: int = 0
 
     @property
     def name(self) -> str:
@@ -65,10 +74,13 @@ class Identity(NamedTuple):
             more += f";lr={self.lr!r}"
         return f"{self.worker}@{self.step}{more}"
 
+    def push(self, path: str) -> Push:
+        return Push(self.worker, self.step, path, self.weight, self.base, self.lr)
+
     @property
     def metadata(self) -> dict[str, str]:
         """Return the metadata of the push as a file."""
-        said = {"worker": self.worker, "step": str(self.step), "weight": repr(self.weight)}
+        said = {"worker": self.worker, STEP: str(self.step), "weight": repr(self.weight)}
         if self.base >= 0:
             said["base"] = str(self.base)
         if self.lr is not None:
@@ -82,7 +94,7 @@ def identity_of_directory(name: str) -> Identity | None:
     if found is None:
         return None
     said = dict(part.split("=", 1) for part in found[3].split(";")[1:])
-    return _identity(found[1], {"step": found[2], **said})
+    return _identity(found[1], {STEP: found[2], **said})
 
 
 def _identity(worker: str, said: Mapping[str, str]) -> Identity:
@@ -90,7 +102,7 @@ def _identity(worker: str, said: Mapping[str, str]) -> Identity:
     try:
         identity = Identity(
             said.get("worker", worker),
-            int(said.get("step", "0")),
+            int(said.get(STEP, "0")),
             float(said.get("weight", "1")),
             int(said.get("base", "-1")),
             float(said["lr"]) if "lr" in said else None,
@@ -138,7 +150,7 @@ def _identity_of_file(name: str, metadata: Mapping[str, str]) -> Identity:
     worker, at, step = who.partition("@")
     if not at:
         return _identity(worker, metadata)
-    identity = _identity(worker, {"worker": worker, "step": step, **metadata})
+    identity = _identity(worker, {"worker": worker, STEP: step, **metadata})
     if (identity.worker, str(identity.step)) != (worker, step):
         # Another push may be about to get this name.
         raise Refused(errno.EINVAL, f"it is {identity.worker}@{identity.step} by its metadata")
@@ -181,18 +193,23 @@ def inspect(train: TrainDirectory, layout: ModelLayout, name: str) -> Identity |
     try:
         if stat.S_ISDIR(_check_kind(path).st_mode):
             identity = identity_of_directory(name)
-            is_whole = _is_whole if train.is_on_irdmafs else _is_whole_and_fits
-            return identity if identity is None or is_whole(layout, path) else None
+            if identity is None:
+                return None
+            size = _size_if_whole(layout, path)
+            if size and not train.is_on_irdmafs:
+                _check_headers(layout, path)
+            return identity._replace(size=size) if size else None
         with _files.open_to_read(os.fspath(path)) as (fd, status):
             if status.st_size == 0 or _files.read_version(fd) == 0:
                 return None
             pushed = _read(layout, name, fd)
+            identity = pushed.identity._replace(size=status.st_size)
         _check_whole(layout, pushed.tensors)
     except FileNotFoundError:
         return None
     except PermissionError as error:
         raise Refused(errno.EACCES, f"the reducer may not read {error.filename}") from None
-    return pushed.identity
+    return identity
 
 
 def _check_kind(path: Path) -> os.stat_result:
@@ -204,20 +221,26 @@ def _check_kind(path: Path) -> os.stat_result:
     return status
 
 
-def _is_whole(layout: ModelLayout, path: Path) -> bool:
-    """Return whether a directory has the files of all shards. They were checked when they were published,
-    and are not opened: on another host than theirs all of them would be fetched. Raises Refused."""
-    return all(is_published(path / name, _check_kind(path / name)) for name in layout.shard_names)
+def _size_if_whole(layout: ModelLayout, path: Path) -> int:
+    """Return the bytes of a directory that has the files of all shards, else 0. They were checked
+    when they were published, and are not opened: on another host than theirs all of them would be fetched.
+    Raises Refused."""
+    directory = Directory(path)
+    size = 0
+    for name in layout.shard_names:
+        file = directory.file(name)
+        status = _check_kind(file)
+        if not is_published(file, status):
+            return 0
+        size += status.st_size
+    return size
 
 
-def _is_whole_and_fits(layout: ModelLayout, path: Path) -> bool:
-    """Return whether a directory has the files of all shards. Raises Refused for one that does not fit."""
-    if not _is_whole(layout, path):
-        return False
+def _check_headers(layout: ModelLayout, path: Path) -> None:
+    """Check the files of all shards. Raises Refused."""
     for shard in layout.shards():
         with _files.open_to_read(os.fspath(path / shard.name)) as (fd, _):
             _check_header(layout, shard, fd)
-    return True
 
 
 def settled_name(name: str, worker: str, step: int) -> str:
@@ -235,15 +258,24 @@ def check(directory: Path, fd: int, name: str) -> None:
     TrainError."""
     train = _directory(directory)
     try:
-        check_content(train, fd, name)
+        with train.naming():
+            check_content(train, fd, name)
     except (Refused, TrainError) as refused:
         refusals.note(train, name, refused)
         raise
 
 
 @functools.lru_cache(_DIRECTORIES_MAX)
+def _known_directory(path: Path) -> TrainDirectory:
+    return TrainDirectory(path, keeps_open=True)
+
+
 def _directory(path: Path) -> TrainDirectory:
-    return TrainDirectory(path)
+    known = _known_directory(path)
+    if not known.is_there:
+        _known_directory.cache_clear()
+        known = _known_directory(path)
+    return known
 
 
 def check_content(train: TrainDirectory, fd: int, name: str) -> None:

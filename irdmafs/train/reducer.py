@@ -6,26 +6,26 @@ shard, and the coordinator's part. A part whose holder ended is taken by another
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
-from ..client import FormatError
-from . import refusals
+from .ahead import Staged
 from .arithmetic import Blocks
+from .changes import GATHER_S, AnyChange, Changes
 from .config import TrainConfig
 from .coordinator import Coordinator
-from .directory import LOOK_S, Changes, Lock, TrainDirectory, is_made, is_published, replace
-from .errors import BadPush, TrainError
-from .layout import Shard
+from .directory import LOOK_S, TrainDirectory, state_of
+from .errors import TrainError
+from .locks import Lock
+from .part import Part
 from .places import is_here
-from .plan import Plan
-from .reduction import Reduction
+from .plan import Plan, is_foreseen
 
 __all__ = ["Reducer"]
 
@@ -36,6 +36,16 @@ _LEAVE_S = 3.0
 # A reducer that fails for so long, as on a host whose disk is broken or that reaches no store node, leaves
 # its parts to others.
 _FAILS_S = 5.0
+# While there is nothing to do it is looked so often whether to end.
+_STOPPED_S = 0.1
+
+
+class _Found(NamedTuple):
+    """The newest version, and the one that is being made with its plan, if there is one."""
+
+    config: TrainConfig
+    newest: Plan
+    made: tuple[Path, Plan] | None
 
 
 class Reducer:
@@ -43,20 +53,25 @@ class Reducer:
 
     def __init__(self, directory: str | os.PathLike[str], *, threads: int | None = None) -> None:
         """Raises TrainError."""
-        self.train = TrainDirectory(directory)
-        self.layout = self.train.layout()
-        self._shards = {shard.name: shard for shard in self.layout.shards()}
+        self.train = TrainDirectory(directory, keeps_open=True)
+        with self.train.naming():
+            self.layout = self.train.layout()
+        self._staged = Staged(self.train)
         self._blocks = Blocks(threads or len(os.sched_getaffinity(0)))
         self._locks: dict[str, Lock] = {}
+        self._parts: dict[str, Part] = {}
         self._coordinator: Coordinator | None = None
-        self._reduction: dict[str, tuple[Path, Reduction]] = {}
+        self._changes = AnyChange()
         self._looked_s = 0.0
         self._begun_s = time.monotonic()
-        # The names in next/ when nothing was left to do for this reducer, for a while. Only the coordinator
-        # has more to do.
-        self._done: list[str] | None = None
-        # The last: where a version is being made, the shard and the push.
-        self._complaint: tuple[Path, str, str] | None = None
+        # What was found, when next/ had this counter of changes.
+        self._found: tuple[str | None, _Found] | None = None
+        self._names: list[str] = []
+        # Where all parts of this reducer were made.
+        self._finished: Path | None = None
+        # The counters of next/ and push/ when the coordinator had nothing to do, and when that was.
+        self._coordinated: tuple[str | None, ...] = ()
+        self._coordinated_s = 0.0
 
     def __enter__(self) -> Reducer:
         return self
@@ -66,6 +81,7 @@ class Reducer:
 
     def close(self) -> None:
         self._leave_parts()
+        self._changes.close()
         self._blocks.close()
 
     def run(self, stopped: Callable[[], bool]) -> None:
@@ -75,49 +91,90 @@ class Reducer:
         while not stopped():
             try:
                 # Before looking, so that no change is missed.
-                planned = Changes(self.train.next)
-                pushed = Changes(self.train.push) if self._coordinator is not None else planned
+                begun = [Changes(path) for path in self._watched()]
                 did = self.step()
                 worked_s = time.monotonic()
                 if did:
                     said = ""
-                elif self._coordinator is None:
-                    planned.wait(LOOK_S)
-                elif not self._coordinator.tidy_up():
-                    (pushed if self._coordinator.waits_for_pushes else planned).wait(LOOK_S)
+                elif self._coordinator is None or not self._coordinator.tidy_up():
+                    self._wait(begun, stopped)
             except InterruptedError:
                 continue
             except (OSError, ValueError, msgspec.MsgspecError, TrainError) as error:
-                if not os.path.lexists(self.train.path):
+                if not self.train.is_there:
                     raise TrainError(f"{self.train.models} is not trained in any more") from error
                 # The filesystem is full, for example, or its daemon is being started again.
                 if said != str(error):
                     said = str(error)
-                    log.warning("%s: %s: it is tried again", self.train.models, error)
+                    shown = self.train.shown(said)
+                    log.warning("%s: %s: it is tried again", self.train.models, shown)
                 if self._locks and time.monotonic() > worked_s + _FAILS_S:
                     log.warning("%s: this reducer leaves its parts to others", self.train.models)
                     self._leave_parts()
                     self._looked_s = time.monotonic() + _LEAVE_S
                 time.sleep(LOOK_S)
 
+    def _watched(self) -> Iterator[Path]:
+        """Return the directories whose changes concern this reducer."""
+        yield self.train.next
+        if self._coordinator is not None:
+            yield self.train.push
+        if self._found is None or (self._parts and is_foreseen(self._found[1].config)):
+            yield self.train.staging
+
+    def _wait(self, begun: Sequence[Changes], stopped: Callable[[], bool]) -> None:
+        until_s = time.monotonic() + LOOK_S
+        while not stopped() and time.monotonic() < until_s:
+            if self._changes.wait(begun, _STOPPED_S):
+                time.sleep(GATHER_S)
+                return
+
     def step(self) -> bool:
         """Do what can be done now; return whether that was anything. Raises TrainError and OSError, and
         ValueError and msgspec.MsgspecError for what cannot be read."""
-        did = self._take_parts()
-        names = os.listdir(self.train.next)
-        if self._coordinator is None and names == self._done:
-            return did
-        config = self.train.config()
-        newest = self.train.newest_plan()
-        made = self.train.making(newest.version + 1, names)
-        if self._coordinator is not None and self._coordinator.step(config, newest, made):
+        took = self._take_parts()
+        found = self._look()
+        if self._coordinator is not None and self._coordinate(self._coordinator, found):
             return True
-        mine = [shard for name, shard in self._shards.items() if name in self._locks and made]
-        for shard in mine:
-            assert made is not None
-            did = self._reduce(config, shard, *made) or did
-        is_done = all(is_made(made[0], shard.name) for shard in mine if made is not None)
-        self._done = names if is_done else None
+        did = False
+        if found.made is not None:
+            target, plan = found.made
+            if self._parts and target != self._finished:
+                missing = self._parts.keys() - set(os.listdir(target))
+                for name in sorted(missing):
+                    did = self._parts[name].make(found.config, target, plan) or did
+                self._finished = None if missing else target
+        elif self._parts and is_foreseen(found.config):
+            foreseen = self._staged.plan(found.config, found.newest)
+            if foreseen is not None:
+                for part in self._parts.values():
+                    did = part.foresee(foreseen) or did
+        return did or took
+
+    def _look(self) -> _Found:
+        """Return what there is, as long as it is so."""
+        counter = Changes(self.train.next).counter
+        if self._found is None or counter is None or self._found[0] != counter:
+            names = os.listdir(self.train.next)
+            if self._found is not None and counter is not None and names == self._names:
+                found = self._found[1]
+            else:
+                config = self.train.config()
+                newest = self.train.newest_plan()
+                found = _Found(config, newest, self.train.making(newest.version + 1, names))
+            self._found, self._names = (counter, found), names
+        return self._found[1]
+
+    def _coordinate(self, coordinator: Coordinator, found: _Found) -> bool:
+        """Do the coordinator's part, unless nothing has changed that concerns it."""
+        counters = tuple(Changes(path).counter for path in (self.train.next, self.train.push))
+        now_s = time.monotonic()
+        if counters == self._coordinated and now_s < self._coordinated_s + LOOK_S:
+            return False
+        did = coordinator.step(*found)
+        # None: without irdmafs there are no counters.
+        self._coordinated = () if did or None in counters else counters
+        self._coordinated_s = now_s
         return did
 
     # -- parts -------------------------------------------------------------------------------------
@@ -128,13 +185,15 @@ class Reducer:
         if self._looked_s and now_s < self._looked_s + LOOK_S:
             return False
         took = False
-        self._looked_s, self._done = now_s, None
+        # The configuration may have changed, too.
+        self._looked_s, self._found, self._finished = now_s, None, None
         for name in [name for name, lock in self._locks.items() if not lock.is_held]:
             log.warning("%s: the lock of %s was lost", self.train.models, name)
             self._locks.pop(name).close()
+            self._parts.pop(name, None)
             if name == _COORDINATOR:
                 self._coordinator = None
-        for name in (_COORDINATOR, *self._shards):
+        for name in (_COORDINATOR, *self.layout.parts):
             if name in self._locks or not self._may_take(name, now_s):
                 continue
             lock = Lock.take(
@@ -144,6 +203,8 @@ class Reducer:
                 log.info("%s: this reducer has %s now", self.train.models, name)
                 self._locks[name] = lock
                 took = True
+        for name in self.layout.parts.keys() & (self._locks.keys() - self._parts.keys()):
+            self._parts[name] = Part(self.train, self.layout, name, self._blocks, self._staged)
         if self._coordinator is None and _COORDINATOR in self._locks:
             self._coordinator = Coordinator(self.train, self.layout)
         return took
@@ -152,69 +213,15 @@ class Reducer:
         for lock in self._locks.values():
             lock.close()
         self._locks.clear()
-        self._reduction.clear()
+        self._parts.clear()
         self._coordinator = None
 
     def _may_take(self, name: str, now_s: float) -> bool:
         """Return whether a part is better here than elsewhere, or nobody there has taken it."""
         if name == _COORDINATOR or now_s > self._begun_s + _LEAVE_S:
             return True
-        state = self.train.version(self.train.newest()) / "state" / name
-        return is_here(state) is not False
-
-    # -- shards ------------------------------------------------------------------------------------
-
-    def _reduce(self, config: TrainConfig, shard: Shard, target: Path, plan: Plan) -> bool:
-        """Make a shard of the next version, as far as can be now."""
-        if is_made(target, shard.name):
-            return False
-        try:
-            reduction = self._reduction_of(config, shard, target, plan)
-            square_norms: list[float] = []
-            if plan.clip_norm:
-                own = target / "norm" / shard.name
-                if not is_published(own):
-                    replace(own, " ".join(map(float.hex, reduction.square_norms())).encode())
-                try:
-                    norms = [
-                        [*map(float.fromhex, (target / "norm" / name).read_text().split())]
-                        for name in self._shards
-                    ]
-                except (FileNotFoundError, ValueError):
-                    return False
-                square_norms = [sum(parts) for parts in zip(*norms, strict=True)]
-            reduction.write(target, square_norms)
-        except (FileNotFoundError, FormatError) as error:
-            # Made by somebody else meanwhile, and tidied. Or a push is gone: the coordinator will make
-            # another plan.
-            self._reduction.pop(shard.name, None)
-            log.info("%s: version %d is left: %s", self.train.models, plan.version, error)
-            return False
-        except BadPush as bad:
-            self._reduction.pop(shard.name, None)
-            return self._complain(target, shard.name, bad)
-        self._reduction.pop(shard.name, None)
-        return True
-
-    def _complain(self, target: Path, shard: str, bad: BadPush) -> bool:
-        """Tell the coordinator of a bad push, once; return whether that was done now."""
-        if self._complaint == (target, shard, bad.path):
-            return False
-        self._complaint = (target, shard, bad.path)
-        with contextlib.suppress(FileNotFoundError):
-            refusals.complain(target, shard, bad)
-        return True
-
-    def _reduction_of(
-        self, config: TrainConfig, shard: Shard, target: Path, plan: Plan
-    ) -> Reduction:
-        made_in, reduction = self._reduction.get(shard.name, (None, None))
-        if reduction is None or made_in != target:
-            reduction = Reduction(self.train, shard, plan, self._blocks)
-            if config.nonfinite == "skip":
-                reduction.check_finite()
-            self._reduction[shard.name] = (target, reduction)
-        return reduction
+        version = self.train.version(self.train.newest())
+        return is_here(state_of(version, self.layout.parts[name][0])) is not False
 
 
 _COORDINATOR = "coordinator"

@@ -17,7 +17,16 @@ from ..client import FormatError
 from ..client._dtypes import Array, Value, code_of, dtype_of_code
 from ..client._safetensors import Head, head_of
 from .arithmetic import F32, Blocks, Weight, accumulate, from_float32, square_sum, to_float32
-from .directory import ShardFile, TrainDirectory, new_file
+from .directory import (
+    PARAMS,
+    STATE,
+    VERSION,
+    ShardFile,
+    TrainDirectory,
+    new_file,
+    params_of,
+    state_of,
+)
 from .errors import BadPush, Refused
 from .layout import FLOAT_CODES, Run, Shard, runs_of
 from .plan import Plan, PushInPlan
@@ -58,16 +67,29 @@ class _Span(NamedTuple):
 class Reduction:
     """The work of one shard for one plan."""
 
-    def __init__(self, train: TrainDirectory, shard: Shard, plan: Plan, blocks: Blocks) -> None:
-        """Raises FileNotFoundError for a push that is gone, and BadPush for one that was changed."""
+    def __init__(
+        self,
+        train: TrainDirectory,
+        shard: Shard,
+        plan: Plan,
+        blocks: Blocks,
+        opened: Mapping[str, ShardFile] | None = None,
+    ) -> None:
+        """`opened`: the shard's files of all pushes, by the names of the pushes, if they are not in push/
+        yet. Raises FileNotFoundError for a push that is gone, and BadPush for one that was changed."""
+        self._opened = opened
         self._train = train
         self._shard = shard
         self._plan = plan
         self._blocks = blocks
         self.rule: Rule = make_rule(plan.rule, plan.options, torch=plan.torch)
-        before = train.version(plan.version - 1)
-        self._before = ShardFile(before / "state" / shard.name)
-        self._master = self._before.tensor(MASTER) if not shard.is_fp32 else _flat(before, shard)
+        before = plan.version - 1
+        version = train.version(before)
+        self._before = ShardFile(state_of(version, shard), version=before)
+        if shard.is_fp32:
+            self._master = _flat(ShardFile(params_of(version, shard), version=before), shard)
+        else:
+            self._master = self._before.tensor(MASTER)
         self._updates = plan.each_update()
         self._files: dict[str, Path] = {}
         terms = [list(self._terms(update.pushes)) for update in self._updates]
@@ -79,18 +101,24 @@ class Reduction:
         for counted in pushes:
             if not counted.weight:
                 continue
-            path = self._train.push / counted.path
-            parts = path.is_dir()
-            if parts:
-                path /= self._shard.name
-            self._files[counted.path] = path
             try:
-                file = ShardFile(path, header_of)
-                check_again(self._shard, file.header, cut=parts)
+                file, cut = self._open(counted)
+                check_again(self._shard, file.header, cut=cut)
             except (FormatError, Refused) as error:
                 raise BadPush(counted.path, str(error)) from None
-            for run in runs_of(self._shard, file.header, scales_of(file.header), cut=parts):
+            for run in runs_of(self._shard, file.header, scales_of(file.header), cut=cut):
                 yield _Term(file, run, counted.weight, _scales(file, run))
+
+    def _open(self, counted: PushInPlan) -> tuple[ShardFile, bool]:
+        """Return the file of a push that has the shard, and whether it has slices only."""
+        if self._opened is not None:
+            return self._opened[counted.path], True
+        path = self._train.push / counted.path
+        cut = path.is_dir()
+        if cut:
+            path /= self._shard.name
+        self._files[counted.path] = path
+        return ShardFile(path, header_of), cut
 
     def check_finite(self) -> None:
         """Raises BadPush for one that has NaN or infinity."""
@@ -112,9 +140,9 @@ class Reduction:
             self._combined = combined
         return norms
 
-    def write(self, target: Path, square_norms: Sequence[float]) -> None:
-        """Write params/K and state/K of the next version. `square_norms`: of all shards together, one for
-        each update, if the plan clips. Raises OSError."""
+    def write(self, directory: Path, square_norms: Sequence[float] = ()) -> None:
+        """Write params/K and state/K of the next version in the directory of their part. `square_norms`: of
+        all shards together, one for each update, if the plan clips. Raises OSError."""
         scales = [1.0] * len(self._updates)
         if square_norms:
             # As torch.nn.utils.clip_grad_norm_ does.
@@ -123,7 +151,10 @@ class Reduction:
                 for square in square_norms
             ]
         versioned = self._train.is_on_irdmafs
-        with _ShardFiles(target, self._shard, self.rule, versioned=versioned) as files:
+        files = _ShardFiles(
+            directory, self._shard, self.rule, self._plan.version, versioned=versioned
+        )
+        with files:
             self._fill(*files.arrays(), scales)
 
     def _fill(
@@ -243,7 +274,9 @@ class _ShardFiles(contextlib.AbstractContextManager["_ShardFiles"]):
     """params/K and state/K of a version that is being made, in memory. They are published at the end of the
     block, unless that raises."""
 
-    def __init__(self, target: Path, shard: Shard, rule: Rule, *, versioned: bool) -> None:
+    def __init__(
+        self, directory: Path, shard: Shard, rule: Rule, version: int, *, versioned: bool
+    ) -> None:
         self._versioned = versioned
         self._is_fp32 = shard.is_fp32
         size, name = shard.size, shard.name
@@ -252,8 +285,9 @@ class _ShardFiles(contextlib.AbstractContextManager["_ShardFiles"]):
         self._params_forms = {
             part.parameter.name: (part.parameter.dtype, part.shape) for part in shard.slices
         }
-        self._state = (head_of(self._state_forms, None), target / "state" / name)
-        self._params = (head_of(self._params_forms, None), target / "params" / name)
+        said = {VERSION: str(version)}
+        self._state = (head_of(self._state_forms, said), directory / STATE / name)
+        self._params = (head_of(self._params_forms, said), directory / PARAMS / name)
 
     def __enter__(self) -> Self:
         forms = (self._state, self._params)
@@ -289,18 +323,17 @@ def _show(
     }
 
 
-def _flat(version: Path, shard: Shard) -> Array:
+def _flat(file: ShardFile, shard: Shard) -> Array:
     """Return the parameters of a shard that are all fp32: they lie one after the other."""
-    file = ShardFile(version / "params" / shard.name)
     first = min((found.offset for found in file.header.tensors.values()), default=0)
     return file.bits(np.dtype(np.float32), first, shard.size)
 
 
 def first_state(
-    target: Path, shard: Shard, values: Mapping[str, Value], rule: Rule, *, versioned: bool
+    directory: Path, shard: Shard, values: Mapping[str, Value], rule: Rule, *, versioned: bool
 ) -> None:
     """Write params/K and state/K of version 0 from the model's parameters. Raises OSError."""
-    with _ShardFiles(target, shard, rule, versioned=versioned) as files:
+    with _ShardFiles(directory, shard, rule, 0, versioned=versioned) as files:
         _copy(shard, values, *files.arrays())
 
 

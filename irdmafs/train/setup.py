@@ -13,7 +13,7 @@ from ..client import FormatError, _files
 from ..client._dtypes import Value, code_of
 from .config import TrainConfig
 from .coordinator import assemble
-from .directory import PLAN, ShardFile, TrainDirectory, lead_to_newest, remove
+from .directory import FOLDERS, PLAN, ShardFile, TrainDirectory, lead_to_newest, make_part, remove
 from .errors import TrainError
 from .layout import FLOAT_CODES, ModelLayout, Parameter, canonical
 from .places import shard_names
@@ -27,10 +27,6 @@ __all__ = ["begin", "end"]
 _PLACEMENT = "user.irdmafs.placement"
 _FOLLOW = "user.irdmafs.follow"
 _TRAIN = "user.irdmafs.train"
-_FOLDERS = (
-    "push", "staging", "since", "versions", "next", "empty", "aside", "workers", "reducers",
-    "refused",
-)  # fmt: skip
 
 
 def begin(
@@ -92,15 +88,15 @@ def _make(
     _set(train.path, _PLACEMENT, b"together")
     # Each step changes it more often than it is read.
     _set(train.path, _FOLLOW, b"off")
-    for name in _FOLDERS:
+    for name in FOLDERS:
         (train.path / name).mkdir()
     _set(train.push, _TRAIN, b"push")
     _set(train.staging, _TRAIN, b"push")
     _set(train.since, _TRAIN, b"since")
-    layout = ModelLayout(
-        canonical(parameter for parameter, _ in values.values()),
-        tuple(shard_names(train.path, shards)),
-    )
+    parameters = canonical(parameter for parameter, _ in values.values())
+    size = sum(parameter.size * FLOAT_CODES[parameter.dtype] for parameter in parameters)
+    names, parts = shard_names(train.path, shards, size)
+    layout = ModelLayout(parameters, tuple(names), parts)
     train.layout_path.write_bytes(msgspec.json.encode(layout))
     _first_version(
         train, rule, layout, config, {name: value for name, (_, value) in values.items()}
@@ -145,13 +141,15 @@ def _first_version(
     values: dict[str, Value],
 ) -> None:
     target = train.next / "0"
-    for part in ("params", "state"):
-        (target / part).mkdir(parents=True)
+    target.mkdir()
+    for part in layout.parts:
+        make_part(target / part)
     for shard in layout.shards():
-        first_state(target, shard, values, rule, versioned=train.is_on_irdmafs)
+        directory = target / shard.part
+        first_state(directory, shard, values, rule, versioned=train.is_on_irdmafs)
     plan = first_plan(config, time.time_ns())
     (target / PLAN).write_bytes(msgspec.json.encode(plan))
-    assemble(layout, target)
+    assemble(layout, 0, target)
     os.rename(target, train.version(0))
 
 
@@ -160,7 +158,7 @@ def end(directory: str | os.PathLike[str]) -> int:
     number. Reducers and workers must have ended. Raises TrainError and OSError."""
     train = TrainDirectory(directory)
     layout, newest = train.layout(), train.newest_plan().version
-    assemble(layout, train.version(newest))
+    assemble(layout, newest, train.version(newest))
     for file in layout.files:
         path = train.models / file
         kept = path.with_name(f".{file}.{os.getpid()}")

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import secrets
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from ..client import _files
 from ..client._dtypes import Value
-from .directory import TrainDirectory, discard
+from .directory import NOT_TAKEN, SPARE, TrainDirectory, discard, owner_of
+from .folders import Directory
 from .layout import Shard
 from .pushes import REFUSALS, check_content, shard_contents
 
 __all__ = ["Staging", "explain", "give_back", "without_worker"]
 
-_SPARE = "spare"
-# Shards that are published at once.
-_AT_ONCE = 16
-# There is one already, the worker has ended, or it is another user's.
-_NOT_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EACCES, errno.EPERM)
+# Shards that are published at once: enough that the link is never idle, and few enough that one after the
+# other is there.
+_AT_ONCE = 2
 
 
 class Staging:
@@ -33,10 +31,12 @@ class Staging:
         can then publish nothing any more. Raises OSError."""
         self._train = train
         for name in os.listdir(train.staging):
-            if _worker_of(name) == worker:
+            if owner_of(name) == worker:
                 discard(train, train.staging / name)
         self.path = train.staging / f"{worker}@{secrets.token_hex(8)}"
         self.path.mkdir()
+        # The push that is being written.
+        self._open: tuple[Path, Directory] | None = None
         self._publishing = ThreadPoolExecutor(_AT_ONCE, "publish")
 
     def begin(self, name: str) -> Path:
@@ -44,9 +44,10 @@ class Staging:
         one: writing all of them anew costs half of making new ones. Raises OSError."""
         path = self.path / name
         try:
-            os.rename(self.path / _SPARE, path)
+            os.rename(self.path / SPARE, path)
         except FileNotFoundError:
             path.mkdir()
+        self._open = (path, Directory(path))
         return path
 
     def write(
@@ -61,16 +62,28 @@ class Staging:
             return self._publishing.submit(
                 _files.replace_file, os.fspath(path), contents, versioned=False
             )
-        fd = _files.write_version(os.fspath(path), contents)
+        opened = self._open
+        assert opened is not None
+        assert opened[0] == directory, "only one push is written at a time"
+        with self._naming(path):
+            fd = _files.write_version(os.fspath(opened[1].file(shard.name)), contents)
         return self._publishing.submit(self._publish, path, fd, contents)
 
     def _publish(self, path: Path, fd: int, contents: Iterable[memoryview]) -> None:
         try:
-            with _files.naming(os.fspath(path)):
+            with self._naming(path):
                 os.close(fd)
         except OSError as error:
             if error.errno in REFUSALS:
                 explain(self._train, os.fspath(path.relative_to(self._train.staging)), contents)
+            raise
+
+    @contextlib.contextmanager
+    def _naming(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            error.filename = self._train.shown(os.fspath(path))
             raise
 
     def drop(self, path: Path) -> None:
@@ -94,19 +107,15 @@ def explain(train: TrainDirectory, name: str, contents: Iterable[memoryview]) ->
         os.close(fd)
 
 
-def _worker_of(name: str) -> str:
-    return name.rpartition("@")[0]
-
-
 def give_back(train: TrainDirectory, push: Path, worker: str, names: Iterable[str]) -> bool:
     """Give a push in shards that has counted to its worker, which writes its next one into the same files.
     `names`: of the directories in staging/. Return whether it was taken. Raises OSError."""
     for name in names:
-        if _worker_of(name) == worker:
+        if owner_of(name) == worker:
             try:
-                os.rename(push, train.staging / name / _SPARE)
+                os.rename(push, train.staging / name / SPARE)
             except OSError as error:
-                if error.errno not in _NOT_TAKEN:
+                if error.errno not in NOT_TAKEN:
                     raise
             else:
                 return True
@@ -115,4 +124,4 @@ def give_back(train: TrainDirectory, push: Path, worker: str, names: Iterable[st
 
 def without_worker(names: Iterable[str], workers: Container[str]) -> list[str]:
     """Return those of the directories in staging/ that belong to none of these workers."""
-    return [name for name in names if _worker_of(name) not in workers]
+    return [name for name in names if owner_of(name) not in workers]

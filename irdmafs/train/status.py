@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from . import refusals
 from .config import TrainConfig
@@ -58,9 +57,9 @@ class Progress:
                 self.staleness[push.worker] = newest.version - push.base
         self.waiting = {push.worker: push.step for push in waiting}
 
-    def planned(self, train: TrainDirectory, plan: Plan) -> None:
+    def planned(self, pushed_bytes: int) -> None:
         self.wait_s = self._next()
-        self.pushed_bytes = sum(_size(train.push / push.path) for push in plan.pushes)
+        self.pushed_bytes = pushed_bytes
 
     def reduced(self) -> None:
         self.reduce_s = self._next()
@@ -124,16 +123,6 @@ class Progress:
 def how_to_reduce(train: TrainDirectory) -> str:
     """Return the command that starts a reducer."""
     return f"irdmafs train reduce {train.models}"
-
-
-def _size(push: Path) -> int:
-    """Return the bytes of a push, which may be gone: 0."""
-    try:
-        if push.is_dir():
-            return sum(file.stat().st_size for file in push.iterdir())
-        return push.stat().st_size
-    except FileNotFoundError:
-        return 0
 
 
 def write_status(train: TrainDirectory, progress: Progress) -> None:

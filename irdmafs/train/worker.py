@@ -11,32 +11,28 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from ..client import _files
-from ..client._dtypes import Array, Value, dtype_of_code
+from ..client._dtypes import Value
 from ..client._safetensors import encode
+from .changes import Changes
 from .config import is_worker_name
-from .directory import (
-    Changes,
-    Lock,
-    ShardFile,
-    TrainDirectory,
-    gather,
-    in_parallel,
-    is_locked,
-    remove,
-)
+from .copies import copy_shard
+from .directory import ShardFile, TrainDirectory, gather, in_parallel, params_of, remove
+from .early import Early
 from .errors import Refused, TrainError
-from .layout import Shard, Slice
+from .folders import Seen, seen
+from .layout import Shard
+from .locks import Lock, is_locked
 from .open_push import OpenPush
 from .places import is_here
-from .plan import Plan, may_pull
-from .pushes import REFUSALS, Identity, check, check_identity, inspect, values_of
+from .plan import Plan, is_foreseen, may_pull
+from .pushes import REFUSALS, STEP, Identity, check, check_identity, inspect, values_of
 from .staging import Staging, explain
 
 __all__ = ["Worker"]
@@ -53,9 +49,10 @@ class Worker:
 
     def __init__(self, directory: str | os.PathLike[str], name: str | None = None) -> None:
         """Raises TrainError, also if a worker of that name is taking part, and OSError."""
-        self.train = TrainDirectory(directory)
-        self.config = self.train.config()
-        self.layout = self.train.layout()
+        self.train = TrainDirectory(directory, keeps_open=True)
+        with self.train.naming():
+            self.config = self.train.config()
+            self.layout = self.train.layout()
         host = re.sub(r"[^A-Za-z0-9_.-]", "-", os.uname().nodename)
         self.name = name or f"{host}-{os.getpid()}"
         if not is_worker_name(self.name):
@@ -67,20 +64,31 @@ class Worker:
             raise TrainError(f"{self.name!r} is not one of the workers of {self.train.config_path}")
         self._shards = self.layout.shards()
         self.version = -1
+        self._weight = 1.0
+        self._lr: float | None = None
         self._last_push: Path | None = None
         self._looked_s = 0.0
-        self._in_turns = self._turns()
-        self._take_part()
+        with self.train.naming():
+            self._in_turns = self._turns()
+        # Files of versions, which are written anew later, by their inodes.
+        self._old: dict[int, Seen] = {}
+        self._homes: dict[str, Path] = {}
+        self._early: Early | None = None
+        self._early_out: Mapping[str, Any] | None = None
+        with self.train.naming():
+            self._take_part()
 
     def _turns(self) -> Sequence[Shard]:
-        """Return the shards in the order in which they are pushed: no two workers begin with the same node,
-        and what stays on this host comes last, as it needs no link."""
-        shards = self._shards
-        params = self.train.version(self.train.newest()) / "params"
-        here = [is_here(params / shard.name) is True for shard in shards]
+        """Return the shards in the order in which they are pushed: one of each part in turn, so that some
+        can be reduced while others are on their way. No two workers begin with the same node, and what
+        stays on this host comes last, as it needs no link."""
+        version = self.train.version(self.train.newest())
+        parts = list(self.layout.parts.values())
+        here = [is_here(params_of(version, shards[0])) is True for shards in parts]
         first = here.index(True) + 1 if True in here else zlib.crc32(self.name.encode())
-        order = [(first + turn) % len(shards) for turn in range(len(shards))]
-        return [shards[number] for number in sorted(order, key=here.__getitem__)]
+        order = [(first + turn) % len(parts) for turn in range(len(parts))]
+        in_turns = [parts[number] for number in sorted(order, key=here.__getitem__)]
+        return [shard for turn in zip_longest(*in_turns) for shard in turn if shard is not None]
 
     def _take_part(self) -> None:
         """Lock the name, remove what workers of this name had begun, and see how far they came. Raises
@@ -142,6 +150,7 @@ class Worker:
 
     def close(self) -> None:
         """Take part no longer: nobody waits for this worker any more. What it pushed counts."""
+        self._end_early()
         if self._lock.is_held:
             self._staging.remove()
             remove(self.train.workers / self.name)
@@ -165,6 +174,17 @@ class Worker:
         count, once. Raises Refused (an OSError), which says why. After another OSError it counts once or
         not at all: a worker that begins again under the name goes on after it if it does.
         """
+        with self.train.naming():
+            return self._push(gradients, weight, lr, scales, None)
+
+    def _push(
+        self,
+        gradients: Mapping[str, object],
+        weight: float,
+        lr: float | None,
+        scales: Mapping[str, float] | None,
+        out: Mapping[str, Any] | None,
+    ) -> int:
         values = values_of(self.layout, gradients)
         identity = self._next_push(weight, lr)
         more = {}
@@ -174,15 +194,21 @@ class Worker:
         if len(self._shards) == 1:
             return self._push_file(identity, values, more)
         check_identity(self.train, self.config, identity)
-        return self._push_shards(identity, values, more)
+        self._begin_early(out)
+        return self._push_shards(identity, values, {STEP: str(identity.step), **more})
 
     def begin_push(self) -> OpenPush:
         """Begin the next push before all of its gradients are there: they are put into it one by one, and
         each shard is written when it is complete. Finish or abort it before the next push begins."""
-        name = f"{self.name}@{self.step + 1}"
+        # Its weight and learning rate are known when it is finished: maybe they are those of the last one.
+        expected = Identity(self.name, self.step + 1, self._weight, self.version, self._lr)
         # A push of one shard is a file of push/ itself.
         cut = len(self._shards) > 1
-        hidden = self._staging.begin(name) if cut else self._staging.path / name
+        if cut:
+            hidden = self._staging.begin(expected.name)
+            self._begin_early(None)
+        else:
+            hidden = self._staging.path / expected.name
 
         def publish(values: Mapping[str, Value], weight: float, lr: float | None) -> int:
             identity = self._next_push(weight, lr)
@@ -191,13 +217,14 @@ class Worker:
             check_identity(self.train, self.config, identity)
             return self._push_directory(identity, hidden)
 
-        return OpenPush(self.layout, self._staging, hidden, publish)
+        more = {STEP: str(expected.step)}
+        return OpenPush(self.layout, self._staging, hidden, more, publish)
 
     def _next_push(self, weight: float, lr: float | None) -> Identity:
         if not self._lock.is_held:
             self._take_part_again()
-        lr = None if lr is None else float(lr)
-        return Identity(self.name, self.step + 1, float(weight), self.version, lr)
+        self._weight, self._lr = float(weight), None if lr is None else float(lr)
+        return Identity(self.name, self.step + 1, self._weight, self.version, self._lr)
 
     def _take_part_again(self) -> None:
         """Go on after this host was cut off for too long. Raises Refused if another worker has the name, or
@@ -283,14 +310,16 @@ class Worker:
         """Return the parameters, as soon as this worker may go on (docs/training.md): read-only arrays that
         show the version's files. `out`: arrays or tensors that they are copied into, and which are
         returned. Raises TimeoutError, TrainError and OSError."""
-        return self._show(self._wait(self._may_go_on, timeout_s), out)
+        with self.train.naming():
+            return self._show(self._wait(self._may_go_on, timeout_s), out)
 
     def pull_since(
         self, version: int, out: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
     ) -> dict[str, Any]:
         """Return the parameters of the newest version, as soon as that is at least `version`; else as
         pull()."""
-        return self._show(self._wait(lambda plan: plan.version >= version, timeout_s), out)
+        with self.train.naming():
+            return self._show(self._wait(lambda plan: plan.version >= version, timeout_s), out)
 
     def push_pull(
         self,
@@ -300,9 +329,14 @@ class Worker:
         weight: float = 1.0,
         timeout_s: float | None = None,
     ) -> dict[str, Any]:
-        """Push, then pull."""
-        self.push(gradients, weight=weight)
-        return self.pull(out, timeout_s=timeout_s)
+        """Push, and pull: parameters are copied into `out` while others are still being pushed. After an
+        error `out` may have parameters of more than one version."""
+        try:
+            with self.train.naming():
+                self._push(gradients, weight, None, None, out)
+            return self.pull(out, timeout_s=timeout_s)
+        finally:
+            self._end_early()
 
     def _may_go_on(self, plan: Plan) -> bool:
         members = self.train.member_clocks() if self.config.synchronization.kind == "ssp" else {}
@@ -342,21 +376,55 @@ class Worker:
                 f"push {missing} of {self.name!r} was removed before it counted: push it again"
             )
 
-    def _show(self, plan: Plan, out: Mapping[str, Any] | None) -> dict[str, Any]:
+    # -- the parameters ----------------------------------------------------------------------------
+
+    def _begin_early(self, out: Mapping[str, Any] | None) -> None:
+        """Fetch the next version's parameters while it is made, into `out` as far as it has them."""
+        self._end_early()
+        if not (self.train.is_on_irdmafs and is_foreseen(self.config)):
+            return
+        self._check_out(out)
+
+        def copy(shard: Shard, file: ShardFile) -> None:
+            assert out is not None
+            copy_shard(lambda _: file, out, shard)
+
+        self._early_out = out
+        self._early = Early(
+            self.train,
+            self.layout,
+            self.version + 1,
+            self._homes,
+            self._old,
+            None if out is None else copy,
+        )
+
+    def _end_early(self) -> None:
+        early, self._early = self._early, None
+        if early is not None:
+            early.close()
+
+    def _check_out(self, out: Mapping[str, Any] | None) -> None:
         shapes = self.layout.shapes
         for name, target in (out or {}).items():
             if tuple(target.shape) != shapes[name]:
                 raise ValueError(
                     f"an array of {tuple(target.shape)} for the parameter {name!r} of {shapes[name]}"
                 )
+
+    def _show(self, plan: Plan, out: Mapping[str, Any] | None) -> dict[str, Any]:
+        self._check_out(out)
         values: dict[str, Value] = {}
         while True:
-            params = self.train.version(plan.version) / "params"
             try:
+                early = self._early_shards(plan)
+                copied = early if out is not None and self._early_out is out else {}
+                open_shard = partial(self._open_shard, plan.version, early, out is None)
                 if out is None:
-                    values = gather(self.layout, params)
+                    values = gather(self.layout, open_shard)
                 else:
-                    in_parallel(partial(_copy_shard, params, out), self._shards)
+                    left = [shard for shard in self._shards if shard.name not in copied]
+                    in_parallel(partial(copy_shard, open_shard, out), left)
                 break
             except FileNotFoundError:
                 # Older than `keep` versions meanwhile.
@@ -369,48 +437,22 @@ class Worker:
             return {name: value.shown for name, value in values.items()}
         return dict(out)
 
+    def _early_shards(self, plan: Plan) -> dict[str, ShardFile]:
+        """Return the shards of a version that are here already. Raises FileNotFoundError if the version is
+        gone, and OSError."""
+        early, self._early = self._early, None
+        if early is None:
+            return {}
+        found = early.take(self.train.version(plan.version))
+        return found if early.version == plan.version else {}
 
-def _copy_shard(params: Path, out: Mapping[str, Any], shard: Shard) -> None:
-    """Copy the parameters of a shard, as soon as they are here, into arrays or tensors."""
-    file = ShardFile(params / shard.name)
-    for part in shard.slices:
-        name = part.parameter.name
-        if name in out:
-            extension = dtype_of_code(part.parameter.dtype)[1]
-            _copy(Value(file.tensor(name), extension), out[name], part)
-
-
-def _copy(value: Value, target: Any, part: Slice) -> None:
-    """Copy a slice of a parameter into an array, or a tensor on any device, of the parameter's shape."""
-    shown: Array = value.shown
-    if type(target).__module__.partition(".")[0] == "torch":
-        import torch
-
-        dtype = getattr(torch, value.extension or value.array.dtype.name)
-        if target.device.type != "cpu" or target.dtype != dtype:
-            source = torch.from_numpy(value.array.copy()).view(dtype)
-            _copy_tensor(source, target, part)
-            return
-        target = target.detach()
-        shown = value.array
-        if value.extension is not None:
-            target = target.view(getattr(torch, value.array.dtype.name))
-        target = target.numpy()
-    if part.is_whole:
-        target[...] = shown
-    elif target.flags.c_contiguous:
-        target.reshape(-1)[part.start : part.stop] = shown
-    else:
-        target.flat[part.start : part.stop] = shown
-
-
-def _copy_tensor(source: Any, target: Any, part: Slice) -> None:
-    """Copy into a tensor on another device, or of another type."""
-    whole = target.detach()
-    if part.is_whole:
-        whole.copy_(source)
-    elif whole.is_contiguous():
-        whole.view(-1)[part.start : part.stop].copy_(source)
-    else:
-        at = np.unravel_index(range(part.start, part.stop), part.parameter.shape)
-        whole[at] = source.to(whole)
+    def _open_shard(
+        self, version: int, early: Mapping[str, ShardFile], shown: bool, shard: Shard
+    ) -> ShardFile:
+        if shard.name in early:
+            return early[shard.name]
+        path = params_of(self.train.version(version), shard)
+        status = seen(path.stat())
+        file = ShardFile(path, version=version, shown=shown)
+        self._old[status.ino] = status
+        return file

@@ -55,8 +55,7 @@ def work_by_files(directory: str, name: str, compute_s: float = 0.0) -> None:
         for _ in sys.stdin:
             start = time.perf_counter()
             time.sleep(compute_s)
-            worker.push(gradients)
-            worker.pull(out, timeout_s=120)
+            worker.push_pull(gradients, out, timeout_s=120)
             tell([time.perf_counter() - start])
 
 

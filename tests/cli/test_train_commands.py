@@ -16,7 +16,8 @@ from safetensors.numpy import load_file, save_file
 from training_runs import newest, ones
 
 from irdmafs.train import TrainConfig, TrainError, Worker, begin, setup
-from irdmafs.train.directory import TrainDirectory, is_locked
+from irdmafs.train.directory import TrainDirectory
+from irdmafs.train.locks import is_locked
 
 NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
 

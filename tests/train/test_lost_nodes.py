@@ -35,7 +35,7 @@ def arrays_of(run: Path) -> dict[str, NDArray[np.generic]]:
     return {
         f"{file.relative_to(version)} {name}": array
         for part in ("params", "state")
-        for file in sorted((version / part).iterdir())
+        for file in sorted(version.glob(f"*/{part}/*"))
         for name, array in load_file(file).items()
     }
 

@@ -20,7 +20,7 @@ from training_runs import reduce
 from training_worker import COUNTERS, LEDGER, SHAPES, TOTAL, Records, digest, gradients
 
 from irdmafs.train import Reducer, TrainConfig, Worker, begin
-from irdmafs.train.directory import TrainDirectory
+from irdmafs.train.directory import TrainDirectory, state_of
 
 SEED = int(os.environ.get("IRDMAFS_SEED") or random.SystemRandom().randrange(1 << 32))
 KILLS = int(os.environ.get("IRDMAFS_KILLS") or 12)
@@ -52,7 +52,7 @@ def _start(folder: Path, kind: str, config: TrainConfig) -> TrainDirectory:
 def _state(train: TrainDirectory, version: int) -> Arrays:
     """Return what the rule keeps, whole."""
     shards = [
-        load_file(train.version(version) / "state" / name) for name in train.layout().shard_names
+        load_file(state_of(train.version(version), shard)) for shard in train.layout().shards()
     ]
     return {name: np.concatenate([shard[name] for shard in shards]) for name in shards[0]}
 

@@ -7,7 +7,8 @@ import pytest
 from training_runs import newest, ones, parameters, reduce, reduce_until, start
 
 from irdmafs.train import Reducer, Refused, Worker, directory
-from irdmafs.train.directory import Lock, TrainDirectory, remove
+from irdmafs.train.directory import TrainDirectory, remove
+from irdmafs.train.locks import Lock
 
 
 def everywhere(folder: Path, value: float) -> bool:

@@ -1,0 +1,73 @@
+"""Locks on files, which tell whether a worker or a reducer has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import struct
+from pathlib import Path
+
+__all__ = ["Lock", "is_locked"]
+
+_F_OFD_GETLK, _F_OFD_SETLK = 36, 37
+_FLOCK = struct.Struct("hhqqi4x")
+
+
+class Lock:
+    """A file that this process has locked, until it ends or `close` is called. It is a lock of the open
+    file (F_OFD_SETLK), so it does not end with other descriptors of the process."""
+
+    def __init__(self, fd: int, path: Path) -> None:
+        self._fd = fd
+        self.path = path
+
+    @classmethod
+    def take(cls, path: Path, content: bytes = b"") -> Lock | None:
+        """Lock a file, which is made if there is none; None if somebody else has it locked. `content`
+        becomes what the file holds. Raises OSError."""
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.fcntl(fd, _F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, 0, 0, 0, 0))
+            if content:
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, content, 0)
+                os.fsync(fd)
+            return cls(fd, path)
+        except OSError as error:
+            os.close(fd)
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return None
+            raise
+
+    @property
+    def is_held(self) -> bool:
+        """Return whether the lock still holds: a host that was cut off for too long loses its locks."""
+        if self._fd < 0:
+            return False
+        try:
+            fcntl.fcntl(self._fd, _F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, 0, 0, 0, 0))
+            return os.fstat(self._fd).st_nlink > 0
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether somebody has a file locked. One that is not there is not, nor is a link."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP):
+            return False
+        raise
+    try:
+        answer = fcntl.fcntl(fd, _F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, 0, 0, 0, 0))
+        return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+    finally:
+        os.close(fd)

@@ -1,0 +1,209 @@
+"""A reducer's work on one part: the shards that it makes of each version, which are published together."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ..client import FormatError
+from . import refusals
+from .ahead import Foreseen, Staged
+from .arithmetic import Blocks
+from .config import TrainConfig
+from .directory import (
+    PARAMS,
+    SPARE,
+    STATE,
+    TrainDirectory,
+    is_published,
+    make_part,
+    owner_of,
+    put_aside,
+    replace,
+)
+from .errors import BadPush
+from .layout import ModelLayout, Shard
+from .plan import Plan
+from .reduction import Reduction
+
+__all__ = ["Part"]
+
+log = logging.getLogger(__name__)
+
+
+class _Made(NamedTuple):
+    """A shard that was made by a plan. `foreseen`: what it was made from, if that was ahead of the plan."""
+
+    plan: Plan
+    foreseen: Foreseen | None
+
+
+class Part:
+    """Makes the shards of a part in a directory of its own in ahead/, where only this object writes."""
+
+    def __init__(
+        self, train: TrainDirectory, layout: ModelLayout, name: str, blocks: Blocks, staged: Staged
+    ) -> None:
+        """Take the directories of others that had the part away: one that was only stopped can then publish
+        nothing any more. Raises OSError."""
+        self._train = train
+        self._layout = layout
+        self._name = name
+        self._shards = layout.parts[name]
+        self._blocks = blocks
+        self._staged = staged
+        for left in os.listdir(train.ahead):
+            if owner_of(left) == name:
+                put_aside(train, train.ahead / left)
+        self._home = train.ahead / f"{name}@{secrets.token_hex(8)}"
+        self._home.mkdir()
+        # The version whose directory is there, and its shards.
+        self._version: int | None = None
+        self._made: dict[str, _Made] = {}
+        # Of the plan that was begun last, if it waits for the norms of other parts.
+        self._begun: tuple[Path, dict[str, Reduction]] | None = None
+        # The last: where a version is being made, and the push.
+        self._complaint: tuple[Path, str] | None = None
+
+    def foresee(self, plan: Plan) -> bool:
+        """Make the next shard for which all pushes of a foreseen plan are there; return whether there was
+        one. Raises OSError."""
+        # While the first pushes are on their way.
+        directory = self._directory(plan.version)
+        for shard in self._shards:
+            if shard.name in self._made:
+                continue
+            foreseen = self._staged.files(shard, plan)
+            if foreseen is None:
+                continue
+            with contextlib.suppress(FileNotFoundError, FormatError, BadPush):
+                Reduction(self._train, shard, plan, self._blocks, foreseen.files).write(directory)
+                self._made[shard.name] = _Made(plan, foreseen)
+                self._staged.used(foreseen)
+                return True
+            return False
+        return False
+
+    def make(self, config: TrainConfig, target: Path, plan: Plan) -> bool:
+        """Make all shards of a plan, as far as they are not made, and publish them; return whether
+        something was done. Raises OSError."""
+        try:
+            if not self._finish(config, target, plan):
+                return False
+            os.rename(self._directory(plan.version), target / self._name)
+        except (FileNotFoundError, FormatError) as error:
+            # Made by somebody else meanwhile, and tidied. Or a push is gone: the coordinator will make
+            # another plan. Or another reducer has the part.
+            self._begun = None
+            log.info("%s: version %d is left: %s", self._train.models, plan.version, error)
+            return False
+        except BadPush as bad:
+            self._begun = None
+            return self._complain(target, bad)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            # Made by somebody else.
+            return False
+        self._version = self._begun = None
+        return True
+
+    def _finish(self, config: TrainConfig, target: Path, plan: Plan) -> bool:
+        """Make what is not made; return whether all is. Raises FileNotFoundError, FormatError and
+        BadPush."""
+        missing = [shard for shard in self._shards if not self._has(shard, plan)]
+        if not missing:
+            return True
+        reductions = self._reductions(config, missing, target, plan)
+        norms: list[float] = []
+        if plan.clip_norm:
+            own = target / "norm" / self._name
+            if not is_published(own):
+                lines = [reductions[shard.name].square_norms() for shard in self._shards]
+                text = "\n".join(" ".join(map(float.hex, line)) for line in lines)
+                replace(own, text.encode())
+            found = self._all_norms(target)
+            if found is None:
+                return False
+            norms = found
+        directory = self._directory(plan.version)
+        for shard in missing:
+            reductions[shard.name].write(directory, norms)
+            self._made[shard.name] = _Made(plan, None)
+        self._begun = None
+        return True
+
+    def _has(self, shard: Shard, plan: Plan) -> bool:
+        """Return whether a shard was made by this plan, of the pushes that it has."""
+        made = self._made.get(shard.name) if self._version == plan.version else None
+        if made is None:
+            return False
+        if made.foreseen is None:
+            return made.plan == plan
+        return self._staged.has(shard, made.foreseen, plan)
+
+    def _reductions(
+        self, config: TrainConfig, shards: Sequence[Shard], target: Path, plan: Plan
+    ) -> dict[str, Reduction]:
+        if self._begun is None or self._begun[0] != target:
+            found = {}
+            for shard in shards:
+                found[shard.name] = Reduction(self._train, shard, plan, self._blocks)
+                if config.nonfinite == "skip":
+                    found[shard.name].check_finite()
+            self._begun = (target, found)
+        return self._begun[1]
+
+    def _all_norms(self, target: Path) -> list[float] | None:
+        """Return the squares of the norms of each update over all shards, in their order; None: not yet."""
+        found: dict[str, list[float]] = {}
+        for name, shards in self._layout.parts.items():
+            try:
+                lines = (target / "norm" / name).read_text().split("\n")
+                found |= {
+                    shard.name: [*map(float.fromhex, line.split())]
+                    for shard, line in zip(shards, lines, strict=True)
+                }
+            except (FileNotFoundError, ValueError):
+                return None
+        in_order = [found[shard.name] for shard in self._layout.shards()]
+        return [sum(norms) for norms in zip(*in_order, strict=True)]
+
+    def _directory(self, version: int) -> Path:
+        """Return the directory for the shards of a version. It is that of one that nobody wants any more,
+        if there is one: writing files anew costs less than making new ones. Raises OSError."""
+        path = self._home / str(version)
+        if self._version != version:
+            before = SPARE if self._version is None else str(self._version)
+            self._made.clear()
+            try:
+                os.rename(self._home / before, path)
+            except FileNotFoundError:
+                make_part(path)
+            else:
+                self._drop_shared_files(path)
+            self._version = version
+        return path
+
+    def _drop_shared_files(self, path: Path) -> None:
+        """Remove files that have another name, too: model.safetensors, or whatever a user has made."""
+        for name in (PARAMS, STATE):
+            for shard in self._shards:
+                with contextlib.suppress(FileNotFoundError):
+                    if os.stat(path / name / shard.name).st_nlink > 1:
+                        os.unlink(path / name / shard.name)
+
+    def _complain(self, target: Path, bad: BadPush) -> bool:
+        """Tell the coordinator of a bad push, once; return whether that was done now."""
+        if self._complaint == (target, bad.path):
+            return False
+        self._complaint = (target, bad.path)
+        with contextlib.suppress(FileNotFoundError):
+            refusals.complain(target, self._name, bad)
+        return True
