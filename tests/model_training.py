@@ -44,13 +44,15 @@ class Rules(NamedTuple):
     joining_removes_what_is_staged: bool = True
     joining_lists_pushes_after_removing: bool = True
     joining_reads_clocks_after_listing: bool = True
+    sums_ahead_are_of_the_planned_files: bool = True
 
 
 class Bounds(NamedTuple):
     """`workers` push `steps` each; `coordinators` and, for each of `shards`, `reducers` make
     versions. `again`: a worker that does not know that its push was acknowledged may push it again.
     `removals`: pushes that somebody removes who should not. `replaced`: the first worker may be stopped
-    for a while, and another process takes its place."""
+    for a while, and another process takes its place. `ahead`: reducers sum what is staged before there is
+    a plan."""
 
     workers: int = 2
     steps: int = 1
@@ -61,6 +63,7 @@ class Bounds(NamedTuple):
     again: bool = False
     removals: int = 0
     replaced: bool = False
+    ahead: bool = False
 
 
 class Made(NamedTuple):
@@ -306,6 +309,12 @@ class Model:
                 if made.shards[shard] is None and state.present.issuperset(made.pushes):
                     read = Process("writes", newest, made.pushes, attempt)
                     yield "reads the plan and its pushes", state, read
+            elif self._bounds.ahead:
+                foreseen = self._foresee(state, newest)
+                if foreseen:
+                    yield "sums ahead", state, Process("foresaw", newest, foreseen)
+        elif me.phase == "foresaw":
+            yield from self._take_what_was_foreseen(state, me, shard)
         elif me.phase == "writes":
             nexts = dict(state.next)
             target = nexts.get((me.newest + 1, me.attempt))
@@ -315,6 +324,40 @@ class Model:
             shards = _with(target.shards, shard, me.read)
             nexts[me.newest + 1, me.attempt] = target._replace(shards=shards)
             yield "writes its shard", state._replace(next=tuple(sorted(nexts.items()))), Process()
+
+    def _foresee(self, state: State, newest: int) -> tuple[Key, ...]:
+        """Return the pushes of the next plan, if nothing changes that is there or staged."""
+        staged = [
+            Key("w0", worker.step + 1, number)
+            for number, worker in enumerate(state.replaced)
+            if worker.phase == "publishes"
+        ]
+        keys = {key.path: key for key in sorted({*state.present, *staged})}
+        pushes = [Push(key.worker, key.step, path) for path, key in keys.items()]
+        clocks = dict(dict(state.versions)[newest].clocks)
+        before = msgspec.structs.replace(first_plan(self._config, 0), version=newest, clocks=clocks)
+        plan = next_plan(self._config, before, pushes, ())
+        return tuple(keys[push.path] for push in plan.pushes) if plan is not None else ()
+
+    def _take_what_was_foreseen(
+        self, state: State, me: Process, shard: int
+    ) -> Iterator[tuple[str, State, Process]]:
+        found = _making(state, me.newest + 1)
+        if found is None:
+            if max(number for number, _ in state.versions) > me.newest:
+                yield "finds the version there", state, Process()
+            return
+        attempt, made = found
+        planned, summed = made.pushes, me.read
+        if not self._rules.sums_ahead_are_of_the_planned_files:
+            # The names are the same: another process of the worker may have made the files.
+            planned, summed = (
+                tuple(key._replace(by=0) for key in keys) for keys in (planned, summed)
+            )
+        if planned == summed and made.shards[shard] is None:
+            yield "has what the plan wants", state, me._replace(phase="writes", attempt=attempt)
+        else:
+            yield "has something else", state, Process()
 
     # -- promises ----------------------------------------------------------------------------------
 

@@ -16,6 +16,11 @@ KEPT = {
     "a push that is removed between two shards": Bounds(workers=1, removals=1, shards=2),
     "a worker that is replaced": Bounds(workers=1, steps=3, coordinators=1, replaced=True),
     "a worker that is replaced beside another": Bounds(steps=2, coordinators=1, replaced=True),
+    "sums ahead of the plan": Bounds(steps=2, coordinators=1, reducers=2, sync="bsp", ahead=True),
+    "sums ahead, of a worker that is replaced": Bounds(
+        workers=1, steps=2, coordinators=1, replaced=True, ahead=True
+    ),
+    "sums ahead, of a push that is removed": Bounds(removals=1, sync="bsp", ahead=True),
 }
 NEEDED = {
     "plan_is_made_once": Bounds(),
@@ -27,6 +32,9 @@ NEEDED = {
     "joining_removes_what_is_staged": Bounds(workers=1, steps=2, coordinators=1, replaced=True),
     "joining_lists_pushes_after_removing": Bounds(workers=1, coordinators=1, replaced=True),
     "joining_reads_clocks_after_listing": Bounds(workers=1, coordinators=1, replaced=True),
+    "sums_ahead_are_of_the_planned_files": Bounds(
+        workers=1, coordinators=1, replaced=True, ahead=True
+    ),
 }
 
 
