@@ -62,7 +62,7 @@ def train() -> None:
 @click.option("--whole-every", type=int, default=1, show_default=True, metavar="N",
               help="Make model.safetensors of every Nth version (0: of none).")  # fmt: skip
 @click.option("--shards", type=click.IntRange(1, 1024), metavar="N",
-              help="Pieces that are pushed, reduced and pulled one by one  [default: one for each store node].")  # fmt: skip
+              help="Pieces to push, reduce and pull  [default: one for each store node].")  # fmt: skip
 @click.option(
     "--torch", is_flag=True, help="Have torch do the arithmetic, on every reducer's host."
 )

@@ -36,7 +36,7 @@ FOLDERS = (
     "push", "staging", "since", "versions", "next", "ahead", "empty", "aside", "workers",
     "reducers", "refused",
 )  # fmt: skip
-_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 # The plan of a version lies in its directory from the beginning.
 PLAN = "version.json"
@@ -101,7 +101,13 @@ class TrainDirectory:
         same when the training is moved."""
         self.models = Path(directory)
         self.path = self.models / name
-        self._open = _OpenFolders(self.path) if keeps_open else None
+        self._keeps_open = keeps_open
+        self._read: dict[Path, tuple[tuple[int, int, int], Any]] = {}
+        self.reopen()
+
+    def reopen(self) -> None:
+        """Open the directories anew, as their mount may have been. Raises OSError."""
+        self._open = _OpenFolders(self.path) if self._keeps_open else None
         self.push = self._folder("push")
         self.staging = self._folder("staging")
         self.since = self._folder("since")
@@ -118,7 +124,6 @@ class TrainDirectory:
         self.layout_path = self._files / "layout.json"
         self.status = self._files / "status"
         self.members = self._files / "members.json"
-        self._read: dict[Path, tuple[tuple[int, int, int], Any]] = {}
 
     def _folder(self, name: str) -> Path:
         return self.path / name if self._open is None else self._open.path(name)
@@ -129,23 +134,23 @@ class TrainDirectory:
         try:
             yield
         except OSError as error:
-            error.filename = self.shown(error.filename)
+            if isinstance(error.filename, str):
+                error.filename = self.shown(error.filename)
             raise
         except TrainError as error:
             raise TrainError(self.shown(str(error))) from error.__cause__
 
-    def shown(self, text: Any) -> Any:
+    def shown(self, text: str) -> str:
         """Return a text in which files have their paths in the directory."""
-        return text if self._open is None or not isinstance(text, str) else self._open.shown(text)
+        return text if self._open is None else self._open.shown(text)
 
     @property
-    def is_there(self) -> bool:
-        """Return whether this is still the training of the directory."""
+    def is_current(self) -> bool:
+        """Return whether the directories that were opened are still those of the training."""
         try:
-            there = self.path.stat()
-        except FileNotFoundError:
+            return os.path.samestat(self.path.stat(), self._files.stat())
+        except OSError:
             return False
-        return os.path.samestat(there, self._files.stat())
 
     @functools.cached_property
     def is_on_irdmafs(self) -> bool:

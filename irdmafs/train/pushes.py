@@ -272,7 +272,7 @@ def _known_directory(path: Path) -> TrainDirectory:
 
 def _directory(path: Path) -> TrainDirectory:
     known = _known_directory(path)
-    if not known.is_there:
+    if not known.is_current:
         _known_directory.cache_clear()
         known = _known_directory(path)
     return known

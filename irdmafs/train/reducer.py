@@ -6,6 +6,7 @@ shard, and the coordinator's part. A part whose holder ended is taken by another
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -101,7 +102,7 @@ class Reducer:
             except InterruptedError:
                 continue
             except (OSError, ValueError, msgspec.MsgspecError, TrainError) as error:
-                if not self.train.is_there:
+                if not os.path.lexists(self.train.path):
                     raise TrainError(f"{self.train.models} is not trained in any more") from error
                 # The filesystem is full, for example, or its daemon is being started again.
                 if said != str(error):
@@ -113,6 +114,17 @@ class Reducer:
                     self._leave_parts()
                     self._looked_s = time.monotonic() + _LEAVE_S
                 time.sleep(LOOK_S)
+                if not self.train.is_current:
+                    self._begin_again()
+
+    def _begin_again(self) -> None:
+        """Go on after the mount was mounted again. Raises TrainError if there is another training."""
+        self._leave_parts()
+        self.train.reopen()
+        self._staged = Staged(self.train)
+        with contextlib.suppress(OSError), self.train.naming():
+            if self.train.layout() != self.layout:
+                raise TrainError(f"another training has begun in {self.train.models}")
 
     def _watched(self) -> Iterator[Path]:
         """Return the directories whose changes concern this reducer."""

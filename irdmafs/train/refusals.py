@@ -36,7 +36,7 @@ def note(train: TrainDirectory, path: str, refused: Refused | TrainError) -> Non
     refusal = Refusal(_line(path), _line(str(refused)), time.time())
     with contextlib.suppress(OSError):
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        folder = os.open(train.refused, flags)
+        folder = os.open(train.path / "refused", flags)
         try:
             _keep(folder, msgspec.json.encode(refusal))
         finally:

@@ -231,6 +231,8 @@ class Worker:
         has pushed under it."""
         pushed = self._pushed
         self._lock.close()
+        self.train.reopen()
+        self._homes.clear()
         try:
             self._take_part()
         except TrainError as error:
