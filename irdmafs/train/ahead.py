@@ -95,13 +95,15 @@ class Staged:
         """Look for the pushes of workers that have none yet."""
         for directory in self._directories():
             for name in self._names(directory):
-                identity = identity_of_directory(name)
-                if (
-                    identity is not None
-                    and identity.worker not in self._pushes
-                    and identity.step > newest.clocks.get(identity.worker, 0)
-                ):
-                    self._add(name, identity, directory)
+                # The coordinator tells of a name that is refused.
+                with contextlib.suppress(Refused):
+                    identity = identity_of_directory(name)
+                    if (
+                        identity is not None
+                        and identity.worker not in self._pushes
+                        and identity.step > newest.clocks.get(identity.worker, 0)
+                    ):
+                        self._add(name, identity, directory)
 
     def _add(self, name: str, identity: Identity, of: Directory) -> None:
         with contextlib.suppress(OSError):

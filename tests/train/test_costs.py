@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from cluster import Cluster, ClusterMount, Plan
 from mountpoint import eventually
-from training_runs import model, newest, ones, reduce, reduce_until, start
+from training_runs import model, newest, ones, parameters, reduce, reduce_until, same_bits, start
 
 from irdmafs.train import Reducer, Worker
 from irdmafs.train.directory import TrainDirectory
@@ -60,3 +60,30 @@ def test_push_after_the_first_makes_no_files(hosts: Cluster) -> None:
         assert numbers() == first
         reduce_until(reducer, lambda: newest(run) == 2, "the next push counts")
     assert not list(train.staging.iterdir())
+
+
+def test_parameters_that_came_ahead_of_the_version_are_not_fetched_again(hosts: Cluster) -> None:
+    worker_at, reduced_at = hosts.mounts
+    run = start(worker_at.path / "ahead", model(), shards=3)
+    with Worker(run, "w") as worker, Reducer(reduced_at.path / "ahead") as reducer:
+        worker.pull()
+        push = worker.begin_push()
+        for name, value in ones().items():
+            push.put(name, value)
+
+        def is_here() -> bool:
+            early = worker._early
+            return (
+                early is not None
+                and [one.file.done() for one in early._fetches.values()] == [True] * 3
+            )
+
+        reduce_until(reducer, is_here, "the shards are here")
+        push.finish()
+        reduce_until(reducer, lambda: newest(run) == 1, "the version is made")
+        # Its plan is read, too.
+        assert worker.train.newest_plan().version == 1
+        before = figures(worker_at)["fetched_files"]
+        pulled = worker.pull(timeout_s=30)
+        assert figures(worker_at)["fetched_files"] == before
+        assert same_bits(pulled, parameters(run))

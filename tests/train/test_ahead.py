@@ -1,0 +1,458 @@
+"""Shards that are summed ahead of the plan, and fetched ahead of the version, change no parameter."""
+
+import itertools
+import mmap
+import os
+import random
+import secrets
+import shutil
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mountpoint import Mount, eventually
+from training_runs import (
+    Arrays,
+    gradients,
+    model,
+    newest,
+    parameters,
+    reduce,
+    reduce_until,
+    same_bits,
+    start,
+    zeros,
+)
+
+from irdmafs.train import Reducer, Worker
+from irdmafs.train.ahead import Staged
+from irdmafs.train.changes import AnyChange, Changes
+from irdmafs.train.directory import TrainDirectory
+from irdmafs.train.open_push import OpenPush
+from irdmafs.train.part import Part
+from irdmafs.train.pushes import STEP, Identity, values_of
+from irdmafs.train.reduction import Reduction
+
+SHARDS = 3
+# Long enough for whatever is waited for to happen.
+LONG_S = 30.0
+
+
+@pytest.fixture
+def reductions(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each shard that a reducer has opened pushes for: whether that was ahead of the plan."""
+    made: list[bool] = []
+
+    class Spy(Reduction):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self._opened is not None)
+
+    monkeypatch.setattr("irdmafs.train.part.Reduction", Spy)
+    return made
+
+
+@pytest.fixture
+def on_mount(run: Path) -> Path:
+    """The directory of a training run on irdmafs."""
+    if not run.is_relative_to("/proc") and not TrainDirectory(run.parent, ".").is_on_irdmafs:
+        pytest.skip("only irdmafs tells of changes, and keeps versions of files")
+    return run
+
+
+def put_all(worker: Worker, values: Arrays) -> OpenPush:
+    """Begin a push, and wait until all of its files are in staging/."""
+    push = worker.begin_push()
+    for name, value in values.items():
+        push.put(name, value)
+    for writing in push._written.values():
+        writing.result().result()
+    return push
+
+
+def sum_ahead(reducer: Reducer, reductions: list[bool], count: int = SHARDS) -> None:
+    reduce_until(reducer, lambda: len(reductions) >= count, "the shards are summed ahead")
+    reduce(reducer)
+    assert reductions == [True] * count
+
+
+def finish(
+    run: Path, reducer: Reducer, *pushes: OpenPush, weights: tuple[float, ...] = ()
+) -> Arrays:
+    """Finish pushes, and return the parameters that come of them."""
+    version = newest(run) + 1
+    for push, weight in itertools.zip_longest(pushes, weights, fillvalue=1.0):
+        assert isinstance(push, OpenPush)
+        push.finish(weight)
+    reduce_until(reducer, lambda: newest(run) == version, "the version is made")
+    return parameters(run)
+
+
+def plainly(run: Path, pushed: Mapping[str, Arrays], **config: Any) -> Arrays:
+    """Return the parameters of a run that sums nothing ahead."""
+    weights = config.pop("weights", {})
+    other = start(run.with_name("plain"), model(), shards=SHARDS, **config)
+    workers = {name: Worker(other, name) for name in pushed}
+    for name, worker in workers.items():
+        worker.push(pushed[name], weight=weights.get(name, 1.0))
+    with Reducer(other) as reducer:
+        reduce_until(reducer, lambda: newest(other) == 1, "the version is made")
+    for worker in workers.values():
+        worker.close()
+    return parameters(other)
+
+
+# -- what was summed ahead -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [{"rule": "sum"}, {"rule": "adamw", "sync": "local:2"}], ids=str)
+def test_shards_that_were_summed_ahead_make_the_version(
+    run: Path, reductions: list[bool], config: dict[str, Any]
+) -> None:
+    start(run, model(), shards=SHARDS, **config)
+    with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
+        pushes = [put_all(a, gradients(0, 1)), put_all(b, gradients(1, 1))]
+        sum_ahead(reducer, reductions)
+        assert newest(run) == 0
+        found = finish(run, reducer, *pushes)
+    assert reductions == [True] * SHARDS
+    assert same_bits(found, plainly(run, {"a": gradients(0, 1), "b": gradients(1, 1)}, **config))
+
+
+def test_following_versions_are_summed_ahead_too(run: Path, reductions: list[bool]) -> None:
+    start(run, shards=SHARDS, keep=2)
+    with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
+        for step in range(1, 5):
+            pushes = [put_all(a, gradients(0, step)), put_all(b, gradients(1, step))]
+            sum_ahead(reducer, reductions, SHARDS * step)
+            finish(run, reducer, *pushes)
+    assert reductions == [True] * (SHARDS * 4)
+
+
+def test_push_that_is_written_anew_after_it_was_summed_is_summed_anew(
+    run: Path, reductions: list[bool]
+) -> None:
+    start(run, model(), shards=SHARDS)
+    with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
+        pushes = [put_all(a, gradients(0, 1)), put_all(b, gradients(1, 1))]
+        sum_ahead(reducer, reductions)
+        for name, value in gradients(0, 2).items():
+            pushes[0].put(name, value)
+        found = finish(run, reducer, *pushes)
+    assert False in reductions
+    assert same_bits(found, plainly(run, {"a": gradients(0, 2), "b": gradients(1, 1)}))
+
+
+def test_push_that_is_finished_with_another_weight_is_summed_anew(
+    run: Path, reductions: list[bool]
+) -> None:
+    start(run, model(), shards=SHARDS, rule="mean")
+    with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
+        pushes = [put_all(a, gradients(0, 1)), put_all(b, gradients(1, 1))]
+        sum_ahead(reducer, reductions)
+        found = finish(run, reducer, *pushes, weights=(3.0, 1.0))
+    assert reductions == [True] * SHARDS + [False] * SHARDS
+    pushed = {"a": gradients(0, 1), "b": gradients(1, 1)}
+    assert same_bits(found, plainly(run, pushed, rule="mean", weights={"a": 3.0}))
+
+
+def test_push_of_a_worker_that_leaves_does_not_count(run: Path, reductions: list[bool]) -> None:
+    start(run, model(), shards=SHARDS, workers="auto")
+    with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
+        with Worker(run, "c") as c:
+            pushes = [put_all(a, gradients(0, 1)), put_all(b, gradients(1, 1))]
+            left = put_all(c, gradients(2, 1))
+            sum_ahead(reducer, reductions)
+            left.abort()
+        found = finish(run, reducer, *pushes)
+    assert reductions == [True] * SHARDS + [False] * SHARDS
+    assert same_bits(found, plainly(run, {"a": gradients(0, 1), "b": gradients(1, 1)}))
+
+
+def test_another_directory_in_place_of_a_push_is_what_counts(
+    run: Path, reductions: list[bool]
+) -> None:
+    start(run, model(), shards=SHARDS)
+    other = start(run.with_name("other"), model(), shards=SHARDS)
+    with Worker(other, "a") as worker:
+        worker.push(gradients(0, 2))
+    with Reducer(run) as reducer, Worker(run, "a") as a:
+        push = put_all(a, gradients(0, 1))
+        sum_ahead(reducer, reductions)
+        push.finish()
+        (pushed,) = (run / ".train" / "push").iterdir()
+        foreign = next((run / ".train" / "staging").iterdir()) / "a@2"
+        shutil.copytree(other / ".train" / "push" / pushed.name, foreign)
+        pushed.rename(run / "taken")
+        foreign.rename(pushed)
+        reduce_until(reducer, lambda: newest(run) == 1, "the version is made")
+        found = parameters(run)
+    assert reductions == [True] * SHARDS + [False] * SHARDS
+    assert same_bits(found, plainly(run, {"a": gradients(0, 2)}))
+
+
+def test_reducer_whose_part_was_taken_publishes_nothing(run: Path, reductions: list[bool]) -> None:
+    start(run, model(), shards=SHARDS)
+    with Reducer(run) as reducer, Worker(run, "a") as a:
+        train, config = reducer.train, reducer.train.config()
+        push = put_all(a, gradients(0, 1))
+        sum_ahead(reducer, reductions)
+        push.finish()
+        coordinator, lost = reducer._coordinator, dict(reducer._parts)
+        assert coordinator is not None
+        eventually(lambda: coordinator.step(config, train.newest_plan(), None), "a plan is made")
+        made = train.making(1, os.listdir(train.next))
+        assert made is not None
+        staged = Staged(train)
+        taken = {name: Part(train, reducer.layout, name, reducer._blocks, staged) for name in lost}
+        for name, part in lost.items():
+            assert not part.make(config, *made)
+            assert not (made[0] / name).exists()
+            assert taken[name].make(config, *made)
+        reduce(reducer)
+        assert newest(run) == 1
+        found = parameters(run)
+    assert same_bits(found, plainly(run, {"a": gradients(0, 1)}))
+
+
+@pytest.mark.parametrize("link", ["of a worker", "of a push"])
+def test_links_in_staging_are_not_followed(run: Path, reductions: list[bool], link: str) -> None:
+    start(run, model(), shards=SHARDS)
+    other = start(run.with_name("other"), model(), shards=SHARDS)
+    with Worker(other, "a") as worker:
+        worker.push(gradients(0, 2))
+    (foreign,) = (other / ".train" / "push").iterdir()
+    with Reducer(run) as reducer, Worker(run, "a") as a:
+        (staging,) = (run / ".train" / "staging").iterdir()
+        if link == "of a push":
+            (staging / foreign.name).symlink_to(foreign)
+        else:
+            staging.with_name(f"a@{secrets.token_hex(8)}").symlink_to(foreign.parent)
+        reduce_until(reducer, reducer.train.members.exists, "the worker is seen")
+        staged, config = Staged(reducer.train), reducer.train.config()
+        assert staged.plan(config, reducer.train.newest_plan()) is None
+        if link == "of a push":
+            (staging / foreign.name).unlink()
+        push = put_all(a, gradients(0, 1))
+        found = finish(run, reducer, push)
+    assert same_bits(found, plainly(run, {"a": gradients(0, 1)}))
+
+
+def test_directories_with_other_names_do_not_stop_a_reducer(
+    run: Path, reductions: list[bool]
+) -> None:
+    start(run, model(), shards=SHARDS)
+    with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
+        for staging in list((run / ".train" / "staging").iterdir()):
+            for name in ("a@1;weight=inf", "b@1;lr=1e999", "c@1;weight=-", "@", "x"):
+                (staging / name).mkdir()
+        pushes = [put_all(a, gradients(0, 1)), put_all(b, gradients(1, 1))]
+        found = finish(run, reducer, *pushes)
+    assert same_bits(found, plainly(run, {"a": gradients(0, 1), "b": gradients(1, 1)}))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"clip_norm": 1.0},
+        {"nonfinite": "skip"},
+        {"sync": "async"},
+        {"sync": "ssp:1"},
+        {"sync": "quorum:2"},
+    ],
+    ids=str,
+)
+def test_nothing_is_summed_ahead_of_a_plan_that_cannot_be_foreseen(
+    run: Path, reductions: list[bool], config: dict[str, Any]
+) -> None:
+    start(run, model(), shards=SHARDS, rule="sgd", **config)
+    with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
+        pushes = [put_all(a, gradients(0, 1)), put_all(b, gradients(1, 1))]
+        reduce_until(reducer, reducer.train.members.exists, "the workers are seen")
+        reduce(reducer)
+        for home in reducer.train.ahead.iterdir():
+            assert not list(home.iterdir())
+        assert reductions == []
+        finish(run, reducer, *pushes)
+    assert True not in reductions
+
+
+# -- files that are written anew -------------------------------------------------------------------
+
+
+def make_version(run: Path, reducer: Reducer, worker: Worker) -> None:
+    version = newest(run) + 1
+    worker.push(gradients(0, version))
+    reduce_until(reducer, lambda: newest(run) == version, "the version is made")
+    reduce(reducer)
+
+
+def params(run: Path, version: int) -> list[Path]:
+    return sorted((run / ".train" / "versions" / str(version)).glob("*/params/*"))
+
+
+@pytest.mark.parametrize("keep", [2, 3])
+def test_file_of_a_version_that_has_another_name_keeps_its_content(run: Path, keep: int) -> None:
+    start(run, model(), shards=SHARDS, keep=keep)
+    with Reducer(run) as reducer, Worker(run, "w") as worker:
+        linked: dict[Path, bytes] = {}
+        for _ in range(6):
+            make_version(run, reducer, worker)
+            path = params(run, newest(run))[0]
+            name = run / f"linked-{newest(run)}"
+            name.hardlink_to(path)
+            linked[name] = path.read_bytes()
+    assert [name.read_bytes() for name in linked] == list(linked.values())
+
+
+@pytest.mark.parametrize("keep", [2, 3])
+def test_reader_keeps_the_bytes_of_a_version_whose_files_are_written_anew(
+    run: Path, keep: int
+) -> None:
+    start(run, model(), shards=SHARDS, keep=keep)
+    with Reducer(run) as reducer, Worker(run, "w") as worker:
+        make_version(run, reducer, worker)
+        files = [path.open("rb", buffering=0) for path in params(run, 1)]
+        before = [path.read_bytes() for path in params(run, 1)]
+        mapped = [mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) for file in files]
+        numbers = {os.fstat(file.fileno()).st_ino for file in files}
+        written_anew = set()
+        for _ in range(5):
+            make_version(run, reducer, worker)
+            written_anew |= numbers & {path.stat().st_ino for path in params(run, newest(run))}
+        if reducer.train.is_on_irdmafs:
+            assert written_anew == numbers
+        assert [memory[:] for memory in mapped] == before
+        assert [file.read() for file in files] == before
+        for each in (*mapped, *files):
+            each.close()
+
+
+# -- what was fetched ahead ------------------------------------------------------------------------
+
+
+def fetched(worker: Worker) -> bool:
+    """Return whether all shards of the version that is being made are here."""
+    early = worker._early
+    return early is not None and [one.file.done() for one in early._fetches.values()] == (
+        [True] * SHARDS
+    )
+
+
+def test_pull_gives_what_was_fetched_ahead(on_mount: Path, reductions: list[bool]) -> None:
+    start(on_mount, model(), shards=SHARDS)
+    with Reducer(on_mount) as reducer, Worker(on_mount, "a") as a:
+        a.pull()
+        push = put_all(a, gradients(0, 1))
+        sum_ahead(reducer, reductions)
+        eventually(lambda: fetched(a), "the shards are fetched")
+        early = a._early
+        assert early is not None
+        files = [one.file.result() for one in early._fetches.values()]
+        found = finish(on_mount, reducer, push)
+        pulled = a.pull(timeout_s=LONG_S)
+        assert same_bits(pulled, found)
+        starts = {file._data.ctypes.data for file in files}
+        assert any(0 <= pulled["norm"].ctypes.data - begin < 1 << 20 for begin in starts), (
+            "no other file was opened"
+        )
+
+
+def test_pull_gives_the_version_if_a_shard_was_made_anew_after_it_was_fetched(
+    on_mount: Path, reductions: list[bool]
+) -> None:
+    start(on_mount, model(), shards=SHARDS)
+    with Reducer(on_mount) as reducer, Worker(on_mount, "a") as a:
+        a.pull()
+        push = put_all(a, gradients(0, 1))
+        sum_ahead(reducer, reductions)
+        eventually(lambda: fetched(a), "the shards are fetched")
+        for name, value in gradients(0, 2).items():
+            push.put(name, value)
+        found = finish(on_mount, reducer, push)
+        assert same_bits(a.pull(timeout_s=LONG_S), found)
+    assert same_bits(found, plainly(on_mount, {"a": gradients(0, 2)}))
+
+
+def test_push_pull_gives_the_version_if_a_shard_was_made_anew_after_it_was_copied(
+    on_mount: Path, reductions: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(on_mount, model(), shards=SHARDS)
+    out = zeros()
+    copied: list[Arrays] = []
+    with Reducer(on_mount) as reducer, Worker(on_mount, "a") as a:
+        a.pull()
+        publish = a._push_directory
+
+        def write_anew_and_publish(identity: Identity, hidden: Path) -> int:
+            sum_ahead(reducer, reductions)
+            eventually(lambda: fetched(a), "the shards are copied")
+            copied.append({name: array.copy() for name, array in out.items()})
+            values, more = values_of(a.layout, gradients(0, 2)), {STEP: str(identity.step)}
+            a._staging.write(hidden, a.layout.shards()[0], values, more).result()
+            step = publish(identity, hidden)
+            reduce_until(reducer, lambda: newest(on_mount) == 1, "the version is made")
+            return step
+
+        monkeypatch.setattr(a, "_push_directory", write_anew_and_publish)
+        a.push_pull(gradients(0, 1), out, timeout_s=LONG_S)
+        assert same_bits(out, parameters(on_mount))
+        assert not same_bits(out, copied[0])
+        assert not same_bits(copied[0], zeros())
+
+
+def test_nothing_is_copied_after_push_pull_has_raised(
+    on_mount: Path, reductions: list[bool]
+) -> None:
+    start(on_mount, model(), shards=SHARDS)
+    out = zeros()
+    with Reducer(on_mount) as reducer, Worker(on_mount, "a") as a, Worker(on_mount, "b") as b:
+        a.pull()
+        reduce_until(reducer, reducer.train.members.exists, "the workers are seen")
+        with pytest.raises(TimeoutError):
+            a.push_pull(gradients(0, 1), out, timeout_s=0.05)
+        before = {name: array.copy() for name, array in out.items()}
+        push = put_all(b, gradients(1, 1))
+        sum_ahead(reducer, reductions)
+        found = finish(on_mount, reducer, push)
+        assert same_bits(out, before)
+        assert same_bits(a.pull(out, timeout_s=LONG_S), found)
+
+
+# -- waiting for changes ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folders(training_mount: Mount, tmp_path: Path) -> list[Path]:
+    found = [training_mount.path / f"{tmp_path.name}-{number}" for number in range(3)]
+    for folder in found:
+        folder.mkdir()
+    return found
+
+
+def test_change_of_any_directory_ends_a_wait(folders: list[Path]) -> None:
+    changes = AnyChange()
+    for number, folder in enumerate(folders):
+        begun = [Changes(each) for each in folders]
+        thread = threading.Thread(target=(folder / str(number)).mkdir)
+        thread.start()
+        assert changes.wait(begun, LONG_S)
+        thread.join()
+    changes.close()
+
+
+def test_change_before_the_wait_is_not_missed(folders: list[Path]) -> None:
+    changes, numbers = AnyChange(), random.Random(1)
+    for name in range(200):
+        begun = [Changes(folder) for folder in folders]
+        (numbers.choice(folders) / str(name)).mkdir()
+        assert changes.wait(begun, LONG_S)
+    changes.close()
+
+
+def test_wait_for_no_change_ends_after_its_time(folders: list[Path]) -> None:
+    changes = AnyChange()
+    assert not changes.wait([Changes(folder) for folder in folders], 0.01)
+    changes.close()
