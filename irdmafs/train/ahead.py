@@ -93,13 +93,14 @@ class Staged:
 
     def _find(self, newest: Plan) -> None:
         """Look for the pushes of workers that have none yet."""
-        for directory in self._directories():
+        for directory, owner in self._directories():
             for name in self._names(directory):
                 # The coordinator tells of a name that is refused.
                 with contextlib.suppress(Refused):
                     identity = identity_of_directory(name)
                     if (
                         identity is not None
+                        and owner in (identity.worker, None)
                         and identity.worker not in self._pushes
                         and identity.step > newest.clocks.get(identity.worker, 0)
                     ):
@@ -110,14 +111,15 @@ class Staged:
             found = Directory(name, of.fd)
             self._pushes[identity.worker] = _Push(identity.push(name), identity, found, of)
 
-    def _directories(self) -> Iterator[Directory]:
+    def _directories(self) -> Iterator[tuple[Directory, str | None]]:
+        """Return where pushes may be, and whose."""
         for name in os.listdir(self._train.staging):
             worker = owner_of(name)
             if worker and worker not in self._pushes:
                 with contextlib.suppress(OSError):
-                    yield Directory(self._train.staging / name)
+                    yield Directory(self._train.staging / name), worker
         # A link leads to what is kept open.
-        yield Directory(f"{self._train.push}/.")
+        yield Directory(f"{self._train.push}/."), None
 
     def _names(self, directory: Directory) -> Iterable[str]:
         with contextlib.suppress(OSError):
