@@ -326,8 +326,10 @@ def test_reader_keeps_the_bytes_of_a_version_whose_files_are_written_anew(
             assert written_anew == numbers
         assert [memory[:] for memory in mapped] == before
         assert [file.read() for file in files] == before
-        for each in (*mapped, *files):
-            each.close()
+        for memory in mapped:
+            memory.close()
+        for file in files:
+            file.close()
 
 
 # -- what was fetched ahead ------------------------------------------------------------------------
