@@ -337,10 +337,8 @@ def test_reader_keeps_the_bytes_of_a_version_whose_files_are_written_anew(
 
 def fetched(worker: Worker) -> bool:
     """Return whether all shards of the version that is being made are here."""
-    early = worker._early
-    return early is not None and [one.file.done() for one in early._fetches.values()] == (
-        [True] * SHARDS
-    )
+    fetches = list(worker._early._fetches.values()) if worker._early is not None else []
+    return len(fetches) == SHARDS and all(one.file.done() for one in fetches)
 
 
 def test_pull_gives_what_was_fetched_ahead(on_mount: Path, reductions: list[bool]) -> None:
@@ -374,6 +372,24 @@ def test_pull_gives_the_version_if_a_shard_was_made_anew_after_it_was_fetched(
         for name, value in gradients(0, 2).items():
             push.put(name, value)
         found = finish(on_mount, reducer, push)
+        assert same_bits(a.pull(timeout_s=LONG_S), found)
+    assert same_bits(found, plainly(on_mount, {"a": gradients(0, 2)}))
+
+
+def test_pull_gives_the_version_if_another_reducer_has_made_it(
+    on_mount: Path, reductions: list[bool]
+) -> None:
+    start(on_mount, model(), shards=SHARDS)
+    with Worker(on_mount, "a") as a:
+        a.pull()
+        push = put_all(a, gradients(0, 1))
+        with Reducer(on_mount) as reducer:
+            sum_ahead(reducer, reductions)
+            eventually(lambda: fetched(a), "the shards are fetched")
+        for name, value in gradients(0, 2).items():
+            push.put(name, value)
+        with Reducer(on_mount) as other:
+            found = finish(on_mount, other, push)
         assert same_bits(a.pull(timeout_s=LONG_S), found)
     assert same_bits(found, plainly(on_mount, {"a": gradients(0, 2)}))
 
