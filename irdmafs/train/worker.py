@@ -392,10 +392,11 @@ class Worker:
             copy_shard(lambda _: file, out, shard)
 
         self._early_out = out
+        before = self.version if self.version >= 0 else self.train.newest()
         self._early = Early(
             self.train,
             self.layout,
-            self.version + 1,
+            before + 1,
             self._homes,
             self._old,
             None if out is None else copy,
