@@ -25,7 +25,7 @@ from .train import LEASE_S, reducing, working
 from .workers import Worker, tell
 
 WORKERS = 2
-LAYERS = 8
+LAYERS = 16
 WAYS: dict[str, dict[str, bool]] = {
     "one after the other": {},
     "overlap": {"overlap": True},

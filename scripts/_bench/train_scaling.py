@@ -81,18 +81,19 @@ def predict(
     """Return seconds of a step of the whole model, by number of workers. The machine is described by
     steps of the small model, and of the whole one with the fewest workers."""
     overheads = [one.small_s - compute_s for one in found]
+    # Each host spends the same time on each push, and all hosts share the processors of this machine.
     # Errors are weighed beside a whole step.
-    plan_s, latencies_s = np.polyfit(
-        [one.workers for one in found], overheads, 1, w=[1 / one.whole_s for one in found]
+    spent_s, latencies_s = np.polyfit(
+        [one.workers**2 for one in found], overheads, 1, w=[1 / one.whole_s for one in found]
     )
-    plan_s, latency_s = max(0.0, float(plan_s)), max(0.0, float(latencies_s)) / PUBLISHED
+    spent_s, latency_s = max(0.0, float(spent_s)), max(0.0, float(latencies_s)) / PUBLISHED
     link = mbit * 1e6 / 8 * GOODPUT
     whole = Work(compute_s, size, size)
 
     def hosts(workers: int, reduce_bytes_s: float) -> Hosts:
         return Hosts(
             workers, workers, link, latency_s, colocated=True, reduce_bytes_s=reduce_bytes_s,
-            plan_s=plan_s,
+            plan_s=workers * spent_s,
         )  # fmt: skip
 
     few = found[0]
@@ -100,7 +101,7 @@ def predict(
     rest_s = few.whole_s - few.small_s - moving.push_s - moving.pull_s
     reduce_bytes_s = size / max(rest_s, 1e-9)
     say(
-        f"latency {latency_s * 1e3:.1f} ms, planning {plan_s * 1e3:.1f} ms a push, "
+        f"latency {latency_s * 1e3:.1f} ms, {spent_s * 1e3:.1f} ms a push on each host, "
         f"reduction {reduce_bytes_s / 1e6:.0f} MB/s"
     )
     return {
