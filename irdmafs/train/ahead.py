@@ -17,7 +17,7 @@ from ..client import FormatError
 from .config import TrainConfig
 from .directory import ShardFile, TrainDirectory, is_published, owner_of
 from .errors import Refused
-from .folders import Directory, Seen, seen
+from .folders import Directory, Past, Seen, seen
 from .layout import Shard
 from .plan import Plan, Push, next_plan
 from .pushes import STEP, Identity, check_again, header_of, identity_of_directory
@@ -59,8 +59,7 @@ class Staged:
         self._listed_s = 0.0
         # By shard: what was opened while others were not there.
         self._opened: dict[str, Foreseen] = {}
-        # Files of earlier pushes, which will be written anew, by their inodes.
-        self._old: dict[int, Seen] = {}
+        self._past = Past()
 
     def plan(self, config: TrainConfig, newest: Plan) -> Plan | None:
         """Return the next plan, if it can be foreseen. Raises OSError and TrainError."""
@@ -141,7 +140,7 @@ class Staged:
         try:
             status = directory.look(shard.name)
             before = seen(status)
-            if self._old.get(before.ino) == before or not stat.S_ISREG(status.st_mode):
+            if before in self._past or not stat.S_ISREG(status.st_mode):
                 return None
             path = directory.file(shard.name)
             if not is_published(path, status):
@@ -153,7 +152,7 @@ class Staged:
         except (OSError, FormatError, Refused):
             # Not there yet, or not as it should be: who has a plan finds out.
             return None
-        self._old[before.ino] = before
+        self._past.add(before)
         return None
 
     def has(self, shard: Shard, foreseen: Foreseen, plan: Plan) -> bool:
@@ -175,4 +174,5 @@ class Staged:
 
     def used(self, foreseen: Foreseen) -> None:
         """Note that these files will be written anew."""
-        self._old |= {one.ino: one for one in foreseen.seen.values()}
+        for one in foreseen.seen.values():
+            self._past.add(one)

@@ -14,7 +14,7 @@ from pathlib import Path
 from ..client import FormatError
 from .changes import GATHER_S, Changes
 from .directory import LOOK_S, PARAMS, ShardFile, TrainDirectory, is_published, owner_of
-from .folders import Directory, Seen, seen
+from .folders import Directory, Past, Seen, seen
 from .layout import ModelLayout, Shard
 
 __all__ = ["Early"]
@@ -40,18 +40,17 @@ class Early:
         layout: ModelLayout,
         version: int,
         homes: dict[str, Path],
-        old: dict[int, Seen],
+        past: Past,
         use: Callable[[Shard, ShardFile], None] | None,
     ) -> None:
-        """`homes`: where each part is made, as far as that is known; `old`: the files of earlier versions
-        by their inodes, which are written anew; both are added to.
-        `use`: called in a thread with each shard that is here, of which the version may get another one
-        yet; None: its arrays may be given to the program."""
+        """`homes`: where each part is made, as far as that is known; `past`: the files of earlier versions;
+        both are added to. `use`: called in a thread with each shard that is here, of which the version may
+        get another one yet; None: its arrays may be given to the program."""
         self.version = version
         self._train = train
         self._layout = layout
         self._homes = homes
-        self._old = old
+        self._past = past
         self._use = use
         self._directories: dict[str, Directory] = {}
         self._fetches: dict[str, _Fetch] = {}
@@ -75,7 +74,7 @@ class Early:
                     continue
                 if seen(directory.look(shard.name)) == fetch.status:
                     found[shard.name] = fetch.file.result()
-                    self._old[fetch.status.ino] = fetch.status
+                    self._past.add(fetch.status)
         return found
 
     def close(self) -> None:
@@ -111,7 +110,7 @@ class Early:
             return False
         before = seen(status)
         path = directory.file(shard.name)
-        if self._old.get(before.ino) == before or not is_published(path, status):
+        if before in self._past or not is_published(path, status):
             return False
         with self._lock:
             if self._ended:
@@ -125,7 +124,7 @@ class Early:
             file = ShardFile(path, version=self.version, shown=self._use is None)
         except (FileNotFoundError, FormatError):
             # Of an earlier version: it will be written anew.
-            self._old[before.ino] = before
+            self._past.add(before)
             with self._lock:
                 del self._fetches[shard.name]
             raise

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Directory", "Seen", "seen"]
+__all__ = ["Directory", "Past", "Seen", "seen"]
 
+_PAST_MAX = 1 << 16
 _DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -21,6 +23,21 @@ class Seen(NamedTuple):
 
 def seen(status: os.stat_result) -> Seen:
     return Seen(status.st_ino, status.st_ctime_ns, status.st_size)
+
+
+class Past:
+    """Files that have been used, and will be written anew: the last ones of them."""
+
+    def __init__(self) -> None:
+        self._files: OrderedDict[int, Seen] = OrderedDict()
+
+    def add(self, file: Seen) -> None:
+        self._files[file.ino] = file
+        if len(self._files) > _PAST_MAX:
+            self._files.popitem(last=False)
+
+    def __contains__(self, file: Seen) -> bool:
+        return self._files.get(file.ino) == file
 
 
 class Directory:

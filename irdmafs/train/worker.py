@@ -26,7 +26,7 @@ from .copies import copy_shard
 from .directory import ShardFile, TrainDirectory, gather, in_parallel, params_of, remove
 from .early import Early
 from .errors import Refused, TrainError
-from .folders import Seen, seen
+from .folders import Past, seen
 from .layout import Shard
 from .locks import Lock, is_locked
 from .open_push import OpenPush
@@ -70,8 +70,8 @@ class Worker:
         self._looked_s = 0.0
         with self.train.naming():
             self._in_turns = self._turns()
-        # Files of versions, which are written anew later, by their inodes.
-        self._old: dict[int, Seen] = {}
+        # Of versions.
+        self._past = Past()
         self._homes: dict[str, Path] = {}
         self._early: Early | None = None
         self._early_out: Mapping[str, Any] | None = None
@@ -398,7 +398,7 @@ class Worker:
             self.layout,
             before + 1,
             self._homes,
-            self._old,
+            self._past,
             None if out is None else copy,
         )
 
@@ -457,5 +457,5 @@ class Worker:
         path = params_of(self.train.version(version), shard)
         status = seen(path.stat())
         file = ShardFile(path, version=version, shown=shown)
-        self._old[status.ino] = status
+        self._past.add(status)
         return file
