@@ -105,6 +105,11 @@ class TrainDirectory:
         self._read: dict[Path, tuple[tuple[int, int, int], Any]] = {}
         self.reopen()
 
+    def close(self) -> None:
+        """Keep the directories open no longer. Their paths are the ordinary ones from now on."""
+        self._keeps_open = False
+        self.reopen()
+
     def reopen(self) -> None:
         """Open the directories anew, as their mount may have been. Raises OSError."""
         self._open = _OpenFolders(self.path) if self._keeps_open else None

@@ -39,8 +39,8 @@ __all__ = [
     "shard_contents",
 ]
 
-# The process that checks pushes keeps small files of so many runs in memory, and their directories open.
-_DIRECTORIES_MAX = 16
+# The process that checks pushes keeps small files of so many runs in memory.
+_DIRECTORIES_MAX = 64
 _SAFETENSORS, _NPY = ".safetensors", ".npy"
 # WORKER@STEP, and what else is said of a push that is a directory: ;weight=2.0;base=16;lr=0.001
 _NAME = re.compile(r"([^@;]+)@(\d{1,18})((?:;(?:weight|base|lr)=[0-9eE+.-]+)*)")
@@ -258,24 +258,16 @@ def check(directory: Path, fd: int, name: str) -> None:
     TrainError."""
     train = _directory(directory)
     try:
-        with train.naming():
-            check_content(train, fd, name)
+        check_content(train, fd, name)
     except (Refused, TrainError) as refused:
         refusals.note(train, name, refused)
         raise
 
 
 @functools.lru_cache(_DIRECTORIES_MAX)
-def _known_directory(path: Path) -> TrainDirectory:
-    return TrainDirectory(path, keeps_open=True)
-
-
 def _directory(path: Path) -> TrainDirectory:
-    known = _known_directory(path)
-    if not known.is_current:
-        _known_directory.cache_clear()
-        known = _known_directory(path)
-    return known
+    # Nothing is kept open: the mount could not be unmounted.
+    return TrainDirectory(path)
 
 
 def check_content(train: TrainDirectory, fd: int, name: str) -> None:

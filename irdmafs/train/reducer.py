@@ -84,6 +84,7 @@ class Reducer:
         self._leave_parts()
         self._changes.close()
         self._blocks.close()
+        self.train.close()
 
     def run(self, stopped: Callable[[], bool]) -> None:
         """Make versions until `stopped`. An error is logged and what failed is done again, as long as there

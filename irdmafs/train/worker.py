@@ -155,6 +155,7 @@ class Worker:
             self._staging.remove()
             remove(self.train.workers / self.name)
         self._lock.close()
+        self.train.close()
 
     # -- push --------------------------------------------------------------------------------------
 

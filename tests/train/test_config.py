@@ -126,6 +126,7 @@ def test_file_that_is_no_configuration_is_an_error_with_its_name(text: bytes, re
         st.floats(0, 3e38),
         st.integers(-1, 10**18),
         st.none() | st.floats(0, 3e38),
+        st.just(0),
     )
 )
 def test_name_of_a_push_says_what_it_was_made_of(identity: Identity) -> None:
