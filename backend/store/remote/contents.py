@@ -229,6 +229,8 @@ class Contents(ExtentStore):
         place = Borrowed(store, extent)
         try:
             os.close(os.open(place.path, os.O_RDONLY | os.O_CLOEXEC))
+            if place.is_another():
+                return False
         except OSError:
             return False
         self._places[extent] = place

@@ -57,6 +57,15 @@ class Borrowed:
             pass  # it was opened before
         return lent
 
+    def is_another(self) -> bool:
+        """Return whether the node was told of another file of this extent, which it has replaced since.
+        Raises OSError."""
+        try:
+            told = os.stat(f"{self.store}/lent/{self.extent:x}.0")
+        except FileNotFoundError:
+            return False
+        return not os.path.samestat(told, os.stat(self.path))
+
     def open(self, flags: int) -> int:
         """Open the file. Raises FileNotFoundError if the node has freed it."""
         lent = self.tell()
