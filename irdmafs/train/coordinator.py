@@ -210,7 +210,7 @@ class Coordinator:
             return None
 
     def _refuse(self, name: str, error: Refused) -> None:
-        log.warning("%s: %s is refused: %s", self._train.models, name, error)
+        log.warning("%s: %s is refused: %s", self._train.models, refusals.one_line(name), error)
         refusals.note(self._train, name, error)
 
     def _look_at_members(self) -> None:

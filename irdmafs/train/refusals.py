@@ -12,7 +12,7 @@ import msgspec
 from .directory import TrainDirectory, read_small, replace
 from .errors import BadPush, Refused, TrainError
 
-__all__ = ["Refusal", "complain", "complaints", "note", "read"]
+__all__ = ["Refusal", "complain", "complaints", "note", "one_line", "read"]
 
 _COMPLAINT = "bad."
 _KEPT = 32
@@ -33,7 +33,7 @@ def note(train: TrainDirectory, path: str, refused: Refused | TrainError) -> Non
 
     Only files of refused/ itself are touched: somebody may have put a link there.
     """
-    refusal = Refusal(_line(path), _line(str(refused)), time.time())
+    refusal = Refusal(one_line(path), one_line(str(refused)), time.time())
     with contextlib.suppress(OSError):
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         folder = os.open(train.path / "refused", flags)
@@ -43,7 +43,7 @@ def note(train: TrainDirectory, path: str, refused: Refused | TrainError) -> Non
             os.close(folder)
 
 
-def _line(text: str) -> str:
+def one_line(text: str) -> str:
     """Return a text that others chose as one short line."""
     return repr(text[:_TEXT_MAX])[1:-1]
 
