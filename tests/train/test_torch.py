@@ -261,7 +261,7 @@ def test_a_shard_is_written_while_backward_goes_on(tmp_path: Path) -> None:
     folder = begin_training(tmp_path / "run", model, TrainConfig(workers=1), shards=4)
     with optimizer_of(folder, model, overlap=True) as optimizer:
         [staging] = TrainDirectory(folder).staging.glob("worker@*")
-        hidden = staging / "worker@1"
+        hidden = staging / "worker@1;weight=1.0;base=0"
         written = threading.Event()
         files: list[str] = []
 
@@ -276,7 +276,7 @@ def test_a_shard_is_written_while_backward_goes_on(tmp_path: Path) -> None:
         model[0].weight.register_hook(wait_for_files)
         loss_of(model, *batch(0, 0)).backward()
         assert 0 < len(files) < 4
-        assert not TrainDirectory(folder).push.joinpath("worker@1").exists()
+        assert not os.listdir(TrainDirectory(folder).push)
         optimizer.step()
         assert optimizer.worker.version == 1
         assert not hidden.exists()
