@@ -67,7 +67,7 @@ class Tree:
         return changed
 
     def look(self) -> dict[str, object]:
-        """What a walk of the tree must find; files with the names that share them."""
+        """Return what a walk of the tree must find; files with the names that share them."""
         found: dict[str, object] = {}
         for name, there in self.names.items():
             if isinstance(there, File):

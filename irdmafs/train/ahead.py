@@ -24,7 +24,6 @@ from .pushes import STEP, Identity, check_again, header_of, identity_of_director
 
 __all__ = ["Foreseen", "Staged"]
 
-
 # Pushes whose names are not as expected are looked for so often.
 _LIST_S = 0.1
 
@@ -122,7 +121,7 @@ class Staged:
 
     def _names(self, directory: Directory) -> Iterable[str]:
         with contextlib.suppress(OSError):
-            return os.listdir(directory.file("."))
+            return os.listdir(directory.path)
         return ()
 
     def files(self, shard: Shard, plan: Plan) -> Foreseen | None:

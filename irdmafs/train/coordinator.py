@@ -19,13 +19,12 @@ from . import pushes, refusals
 from .config import TrainConfig
 from .directory import (
     LOOK_S,
-    NOT_TAKEN,
     PLAN,
-    SPARE,
     ShardFile,
     TrainDirectory,
     discard,
     gather,
+    give_back,
     lead_to_newest,
     owner_of,
     params_of,
@@ -36,11 +35,12 @@ from .directory import (
     replace,
 )
 from .errors import Refused, TrainError
+from .folders import Seen, seen
 from .layout import ModelLayout
 from .locks import is_locked
 from .plan import Plan, Push, is_wanted, next_plan, pending, without
 from .pushes import Identity
-from .staging import give_back, without_worker
+from .staging import without_worker
 from .status import Progress, write_status
 
 __all__ = ["Coordinator", "assemble"]
@@ -64,7 +64,7 @@ class Coordinator:
         self._progress = Progress()
         # By name in push/; of refused ones the inode, time and size of the file that was refused.
         self._pushes: dict[str, Identity] = {}
-        self._bad: dict[str, tuple[int, int, int]] = {}
+        self._bad: dict[str, Seen] = {}
         self._members: dict[str, int] = {}
         self._looked_s = 0.0
         self._lacking_s = time.monotonic()
@@ -187,8 +187,8 @@ class Coordinator:
         path = self._train.push / name
         try:
             status = path.lstat()
-            seen = (status.st_ino, status.st_ctime_ns, status.st_size)
-            if name.startswith(".") or self._bad.get(name) == seen:
+            now = seen(status)
+            if name.startswith(".") or self._bad.get(name) == now:
                 return None
             identity = pushes.inspect(self._train, self._layout, name)
             if identity is not None:
@@ -205,7 +205,7 @@ class Coordinator:
                 # As above: its step is past.
                 remove(path)
             elif self._train.is_on_irdmafs or time.time_ns() > status.st_mtime_ns + _SETTLED_NS:
-                self._bad[name] = seen
+                self._bad[name] = now
                 self._refuse(name, error)
             return None
 
@@ -274,7 +274,11 @@ class Coordinator:
             path = train.push / push.path
             if not path.is_dir():
                 remove(path)
-            elif not give_back(train, path, push.worker, staged):
+            elif not any(
+                give_back(path, train.staging / name)
+                for name in staged
+                if owner_of(name) == push.worker
+            ):
                 put_aside(train, path)
         for number in train.version_numbers():
             if number <= newest.version - config.keep:
@@ -297,11 +301,7 @@ class Coordinator:
         if gone is None:
             return
         for name in os.listdir(self._train.ahead):
-            try:
-                os.rename(gone / owner_of(name), self._train.ahead / name / SPARE)
-            except OSError as error:
-                if error.errno not in NOT_TAKEN:
-                    raise
+            give_back(gone / owner_of(name), self._train.ahead / name)
 
     def tidy_up(self) -> bool:
         """Do for a little while what nobody waits for: make directories for the next plan, and remove what

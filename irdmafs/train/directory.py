@@ -8,7 +8,6 @@ import errno
 import functools
 import mmap
 import os
-import re
 import secrets
 import shutil
 import stat
@@ -26,6 +25,7 @@ from ..client._dtypes import Array, Value, dtype_of_code
 from ..client._safetensors import HEADER_MAX_BYTES, Header, header_size, parse_header
 from .config import TrainConfig
 from .errors import TrainError
+from .folders import OpenFolders, Seen, seen
 from .layout import ModelLayout, Shard
 from .plan import Plan
 
@@ -36,7 +36,6 @@ FOLDERS = (
     "push", "staging", "since", "versions", "next", "ahead", "empty", "aside", "workers",
     "reducers", "refused",
 )  # fmt: skip
-_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 # The plan of a version lies in its directory from the beginning.
 PLAN = "version.json"
@@ -46,8 +45,8 @@ VERSION = "version"
 PARAMS, STATE = "params", "state"
 # In a directory of staging/ or ahead/: what it lent for a version, and may be written anew.
 SPARE = "spare"
-# What is given back to a process cannot be: it has such a thing already, it ended, or it is another user's.
-NOT_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EACCES, errno.EPERM)
+# A process takes nothing back if it has a spare already, if it ended, or from another user.
+_NOT_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EACCES, errno.EPERM)
 # Workers that ended and parts whose reducer ended send no event: look after them this often.
 LOOK_S = 1.0
 _DISCARD = "user.irdmafs.discard"
@@ -59,35 +58,6 @@ _SMALL_MAX_BYTES = 16 << 20
 _READ_KEPT = 8
 _libc = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD, _RENAME_NOREPLACE = -100, 1
-
-
-class _OpenFolders:
-    """The directory .train and those in it, kept open: paths that begin there."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._fds: dict[str, int] = {}
-
-    def path(self, name: str) -> Path:
-        """Return a path for a directory; its own if it cannot be opened."""
-        try:
-            self._fds[name] = os.open(self._path / name, _FOLDER)
-        except OSError:
-            return self._path / name
-        return Path(f"/proc/self/fd/{self._fds[name]}")
-
-    def shown(self, text: str) -> str:
-        names = {str(fd): name for name, fd in self._fds.items()}
-
-        def known(found: re.Match[str]) -> str:
-            name = names.get(found[1])
-            return found[0] if name is None else os.fspath(self._path / name)
-
-        return re.sub(r"/proc/self/fd/(\d+)", known, text)
-
-    def __del__(self) -> None:
-        for fd in self._fds.values():
-            os.close(fd)
 
 
 class TrainDirectory:
@@ -102,7 +72,7 @@ class TrainDirectory:
         self.models = Path(directory)
         self.path = self.models / name
         self._keeps_open = keeps_open
-        self._read: dict[Path, tuple[tuple[int, int, int], Any]] = {}
+        self._read: dict[Path, tuple[Seen, Any]] = {}
         self.reopen()
 
     def close(self) -> None:
@@ -112,7 +82,7 @@ class TrainDirectory:
 
     def reopen(self) -> None:
         """Open the directories anew, as their mount may have been. Raises OSError."""
-        self._open = _OpenFolders(self.path) if self._keeps_open else None
+        self._open = OpenFolders(self.path) if self._keeps_open else None
         self.push = self._folder("push")
         self.staging = self._folder("staging")
         self.since = self._folder("since")
@@ -214,11 +184,10 @@ class TrainDirectory:
     def _once(self, path: Path, read: Callable[[bytes], T]) -> T:
         """Return what a small file holds, which is read again if it has changed. Raises FileNotFoundError,
         other OSErrors, TrainError, and what `read` raises."""
-        status = path.stat()
-        seen = (status.st_ino, status.st_ctime_ns, status.st_size)
+        now = seen(path.stat())
         known = self._read.pop(path, None)
-        if known is None or known[0] != seen:
-            known = (seen, read(read_small(path)))
+        if known is None or known[0] != now:
+            known = (now, read(read_small(path)))
         self._read[path] = known
         while len(self._read) > _READ_KEPT:
             del self._read[next(iter(self._read))]
@@ -344,6 +313,30 @@ def discard(train: TrainDirectory, path: Path) -> None:
 def owner_of(name: str) -> str:
     """Return the worker or part that has a directory of staging/ or ahead/: NAME@TOKEN."""
     return name.rpartition("@")[0]
+
+
+def make_home(folder: Path, owner: str, take_away: Callable[[Path], object]) -> Path:
+    """Make a directory in staging/ or ahead/ that only this process writes in. Those of processes that were
+    the same worker, or had the same part, are taken away, so that one that was only stopped publishes
+    nothing any more. Raises OSError."""
+    for name in os.listdir(folder):
+        if owner_of(name) == owner:
+            take_away(folder / name)
+    path = folder / f"{owner}@{secrets.token_hex(8)}"
+    path.mkdir()
+    return path
+
+
+def give_back(path: Path, home: Path) -> bool:
+    """Give what was made in a directory of staging/ or ahead/ back to it, to be written anew. Return
+    whether it was taken. Raises OSError."""
+    try:
+        os.rename(path, home / SPARE)
+    except OSError as error:
+        if error.errno not in _NOT_TAKEN:
+            raise
+        return False
+    return True
 
 
 def lead_to_newest(train: TrainDirectory) -> None:

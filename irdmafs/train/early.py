@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from ..client import FormatError
 from .changes import GATHER_S, Changes
@@ -23,12 +24,11 @@ __all__ = ["Early"]
 _AT_ONCE = 16
 
 
-class _Fetch:
+class _Fetch(NamedTuple):
     """A file that is being fetched. `status`: before it was opened."""
 
-    def __init__(self, status: Seen, file: Future[ShardFile]) -> None:
-        self.status = status
-        self.file = file
+    status: Seen
+    file: Future[ShardFile]
 
 
 class Early:
@@ -123,7 +123,7 @@ class Early:
         try:
             file = ShardFile(path, version=self.version, shown=self._use is None)
         except (FileNotFoundError, FormatError):
-            # Of an earlier version: it will be written anew.
+            # The file is of an earlier version, and will be written anew.
             self._past.add(before)
             with self._lock:
                 del self._fetches[shard.name]

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import OrderedDict
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Directory", "Past", "Seen", "seen"]
+__all__ = ["Directory", "OpenFolders", "Past", "Seen", "seen"]
 
 _PAST_MAX = 1 << 16
 _DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Seen(NamedTuple):
-    """What tells a file, and each time that it was published, from all others."""
+    """Identifies one publication of one file: no other has the same values."""
 
     ino: int
     ctime_ns: int
@@ -55,9 +56,40 @@ class Directory:
         """Return whether this directory has a path. Raises OSError if nothing has it."""
         return os.path.samestat(os.fstat(self.fd), os.stat(path, follow_symlinks=False))
 
+    @property
+    def path(self) -> Path:
+        """Return a path of this directory, wherever it is."""
+        return Path(f"/proc/self/fd/{self.fd}")
+
     def file(self, name: str) -> Path:
-        return Path(f"/proc/self/fd/{self.fd}/{name}")
+        return self.path / name
 
     def look(self, name: str) -> os.stat_result:
         """Return the status of a file in it. Raises OSError."""
         return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+
+
+class OpenFolders:
+    """A directory and those in it, kept open: paths that begin there."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._opened: dict[str, Directory] = {}
+
+    def path(self, name: str) -> Path:
+        """Return a path for a directory; its own if it cannot be opened."""
+        try:
+            self._opened[name] = Directory(self._path / name)
+        except OSError:
+            return self._path / name
+        return self._opened[name].path
+
+    def shown(self, text: str) -> str:
+        """Return a text in which files have their paths in the directory."""
+        names = {str(opened.fd): name for name, opened in self._opened.items()}
+
+        def known(found: re.Match[str]) -> str:
+            name = names.get(found[1])
+            return found[0] if name is None else os.fspath(self._path / name)
+
+        return re.sub(r"/proc/self/fd/(\d+)", known, text)

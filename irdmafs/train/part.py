@@ -6,8 +6,8 @@ import contextlib
 import errno
 import logging
 import os
-import secrets
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,8 +22,8 @@ from .directory import (
     STATE,
     TrainDirectory,
     is_published,
+    make_home,
     make_part,
-    owner_of,
     put_aside,
     replace,
 )
@@ -50,23 +50,18 @@ class Part:
     def __init__(
         self, train: TrainDirectory, layout: ModelLayout, name: str, blocks: Blocks, staged: Staged
     ) -> None:
-        """Take the directories of others that had the part away: one that was only stopped can then publish
-        nothing any more. Raises OSError."""
+        """Make the directory, and put those of others that had the part aside. Raises OSError."""
         self._train = train
         self._layout = layout
         self._name = name
         self._shards = layout.parts[name]
         self._blocks = blocks
         self._staged = staged
-        for left in os.listdir(train.ahead):
-            if owner_of(left) == name:
-                put_aside(train, train.ahead / left)
-        self._home = train.ahead / f"{name}@{secrets.token_hex(8)}"
-        self._home.mkdir()
+        self._home = make_home(train.ahead, name, partial(put_aside, train))
         # The version whose directory is there, and its shards.
         self._version: int | None = None
         self._made: dict[str, _Made] = {}
-        # Of the plan that was begun last, if it waits for the norms of other parts.
+        # Reductions that wait for the norms of other parts, and where their version is being made.
         self._begun: tuple[Path, dict[str, Reduction]] | None = None
         # The last: where a version is being made, and the push.
         self._complaint: tuple[Path, str] | None = None

@@ -21,10 +21,6 @@ _NODES = "user.irdmafs.nodes"
 # Names that are tried: a node that is one of 25 is primary of none of them once in 200 times.
 _CANDIDATES_MIN = 128
 _CANDIDATES_PER_SHARD = 8
-# Shards of a node are reduced while others are still on their way. More or smaller ones cost more than that
-# saves.
-_SHARD_BYTES = 8 << 20
-_SHARDS_PER_NODE = 1
 # The attribute is not there on one host, nor on another filesystem.
 _UNKNOWN = (errno.ENODATA, errno.ENOTSUP, errno.ENOENT)
 
@@ -44,10 +40,10 @@ def choose(names: Mapping[str, str], shards: int) -> list[str]:
     return chosen[:shards]
 
 
-def shard_names(directory: Path, shards: int | None, size: int) -> tuple[list[str], int]:
+def shard_names(directory: Path, shards: int | None) -> tuple[list[str], int]:
     """Return names for shards whose files are below `directory`, which has the placement `together`, and
-    the number of parts: one for each store node, or one for each shard where there are none. `size`: of all
-    parameters, in bytes; without a number, shards are as small as is worth it. Raises OSError."""
+    the number of parts: one for each store node, or one for each shard where there are none. Without a
+    number of shards, one for each part. Raises OSError."""
     tried = max(_CANDIDATES_MIN, _CANDIDATES_PER_SHARD * (shards or 0))
     names: dict[str, str] = {}
     below = Path(tempfile.mkdtemp(prefix=".places-", dir=directory))
@@ -60,9 +56,7 @@ def shard_names(directory: Path, shards: int | None, size: int) -> tuple[list[st
     finally:
         shutil.rmtree(below)
     nodes_there = len(set(names.values()))
-    if not shards:
-        pieces = size // (nodes_there * _SHARD_BYTES)
-        shards = nodes_there * max(1, min(pieces, _SHARDS_PER_NODE))
+    shards = shards or nodes_there
     return choose(names, shards), min(shards, nodes_there)
 
 

@@ -65,7 +65,7 @@ class Reducer:
         self._changes = AnyChange()
         self._looked_s = 0.0
         self._begun_s = time.monotonic()
-        # What was found, when next/ had this counter of changes.
+        # The counter of changes of next/, and what was found then.
         self._found: tuple[str | None, _Found] | None = None
         self._names: list[str] = []
         # Where all parts of this reducer were made.

@@ -75,8 +75,9 @@ class Reduction:
         blocks: Blocks,
         opened: Mapping[str, ShardFile] | None = None,
     ) -> None:
-        """`opened`: the shard's files of all pushes, by the names of the pushes, if they are not in push/
-        yet. Raises FileNotFoundError for a push that is gone, and BadPush for one that was changed."""
+        """`opened`: the files of the shard in all pushes, by the names of the pushes, if these are not in
+        push/ yet; they were checked. Raises FileNotFoundError for a push that is gone, and BadPush for one
+        that was changed."""
         self._opened = opened
         self._train = train
         self._shard = shard
@@ -103,7 +104,6 @@ class Reduction:
                 continue
             try:
                 file, cut = self._open(counted)
-                check_again(self._shard, file.header, cut=cut)
             except (FormatError, Refused) as error:
                 raise BadPush(counted.path, str(error)) from None
             for run in runs_of(self._shard, file.header, scales_of(file.header), cut=cut):
@@ -118,7 +118,9 @@ class Reduction:
         if cut:
             path /= self._shard.name
         self._files[counted.path] = path
-        return ShardFile(path, header_of), cut
+        file = ShardFile(path, header_of)
+        check_again(self._shard, file.header, cut=cut)
+        return file, cut
 
     def check_finite(self) -> None:
         """Raises BadPush for one that has NaN or infinity."""

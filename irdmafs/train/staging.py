@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 from collections.abc import Container, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from ..client import _files
 from ..client._dtypes import Value
-from .directory import NOT_TAKEN, SPARE, TrainDirectory, discard, owner_of
+from .directory import SPARE, TrainDirectory, discard, make_home, owner_of
 from .folders import Directory
 from .layout import Shard
 from .pushes import REFUSALS, check_content, shard_contents
 
-__all__ = ["Staging", "explain", "give_back", "without_worker"]
+__all__ = ["Staging", "explain", "without_worker"]
 
 # Shards that are published at once: enough that the link is never idle, and few enough that one after the
 # other is there.
@@ -27,14 +27,9 @@ class Staging:
     """A directory of one worker in staging/. Only it writes there."""
 
     def __init__(self, train: TrainDirectory, worker: str) -> None:
-        """Make the directory. Remove those of workers that had the name before: one that was only stopped
-        can then publish nothing any more. Raises OSError."""
+        """Make the directory, and remove those of workers that had the name before. Raises OSError."""
         self._train = train
-        for name in os.listdir(train.staging):
-            if owner_of(name) == worker:
-                discard(train, train.staging / name)
-        self.path = train.staging / f"{worker}@{secrets.token_hex(8)}"
-        self.path.mkdir()
+        self.path = make_home(train.staging, worker, partial(discard, train))
         # The push that is being written.
         self._open: tuple[Path, Directory] | None = None
         self._publishing = ThreadPoolExecutor(_AT_ONCE, "publish")
@@ -105,21 +100,6 @@ def explain(train: TrainDirectory, name: str, contents: Iterable[memoryview]) ->
         check_content(train, fd, name)
     finally:
         os.close(fd)
-
-
-def give_back(train: TrainDirectory, push: Path, worker: str, names: Iterable[str]) -> bool:
-    """Give a push in shards that has counted to its worker, which writes its next one into the same files.
-    `names`: of the directories in staging/. Return whether it was taken. Raises OSError."""
-    for name in names:
-        if owner_of(name) == worker:
-            try:
-                os.rename(push, train.staging / name / SPARE)
-            except OSError as error:
-                if error.errno not in NOT_TAKEN:
-                    raise
-            else:
-                return True
-    return False
 
 
 def without_worker(names: Iterable[str], workers: Container[str]) -> list[str]:

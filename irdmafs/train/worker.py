@@ -70,7 +70,7 @@ class Worker:
         self._looked_s = 0.0
         with self.train.naming():
             self._in_turns = self._turns()
-        # Of versions.
+        # Files of versions that were pulled.
         self._past = Past()
         self._homes: dict[str, Path] = {}
         self._early: Early | None = None

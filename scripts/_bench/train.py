@@ -25,7 +25,7 @@ from irdmafs.train import Worker as TrainWorker
 from .command import SETTINGS, asserting, finish, json_file, measuring, say
 from .machine import make_real
 from .tables import Rates, Row
-from .workers import Worker, tell
+from .workers import Worker, slowest, tell
 
 OURS, BASE, SERVER = "irdmafs", "gloo", "gRPC"
 HOSTS = 4
@@ -43,6 +43,14 @@ def model_of(elements: int) -> dict[str, np.ndarray[tuple[int], np.dtype[np.floa
         f"layer{first // TENSOR:04}": rng.standard_normal(min(TENSOR, elements - first), np.float32)
         for first in range(0, elements, TENSOR)
     }
+
+
+def begin_sums(directory: Path, size: int, workers: int) -> None:
+    """Make a directory with a model of `size` bytes and begin to train it by sums of gradients."""
+    directory.mkdir()
+    with client.open(directory) as store:
+        store.publish_state_dict(model_of(size // 4))
+    begin(directory, TrainConfig(rule="sum", workers=workers, whole_every=0))
 
 
 def work_by_files(directory: str, name: str, compute_s: float = 0.0) -> None:
@@ -90,22 +98,15 @@ def _measure(
     size: int,
     rounds: int,
 ) -> None:
-    with ThreadPoolExecutor(len(workers)) as pool:
-
-        def step() -> float:
-            return max(
-                float(seconds) for [seconds] in pool.map(lambda one: one.do("step"), workers)
-            )
-
-        step()  # connections, and pages that are touched for the first time
-        for turn in range(rounds):
-            # Versions are new files; gloo and gRPC use their memory again.
-            make_real(_COPIES * size)
-            before = _sent(hosts)
-            seconds = step()
-            sent = max(now - then for now, then in zip(_sent(hosts), before, strict=True))
-            rates.add(column, "step", turn, size / seconds / 1e6)
-            rates.add(column, "bytes", turn, sent / size)
+    slowest(workers, "step")  # connections, and pages that are touched for the first time
+    for turn in range(rounds):
+        # Versions are new files; gloo and gRPC use their memory again.
+        make_real(_COPIES * size)
+        before = _sent(hosts)
+        seconds = slowest(workers, "step")
+        sent = max(now - then for now, then in zip(_sent(hosts), before, strict=True))
+        rates.add(column, "step", turn, size / seconds / 1e6)
+        rates.add(column, "bytes", turn, sent / size)
 
 
 @click.command(context_settings=SETTINGS)
@@ -146,10 +147,7 @@ def train(
         )  # fmt: skip
         with Cluster(plan) as cluster:
             places = [mount.path / "run" for mount in cluster.mounts]
-            places[0].mkdir()
-            with client.open(places[0]) as store:
-                store.publish_state_dict(model_of(elements))
-            begin(places[0], TrainConfig(rule="sum", workers=HOSTS, whole_every=0))
+            begin_sums(places[0], size, HOSTS)
             working_at = [mount.host for mount in cluster.mounts]
             reduced_at = cluster.mounts
             if apart:

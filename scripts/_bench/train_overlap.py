@@ -6,8 +6,6 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from irdmafs.train import TrainConfig, begin
 from .command import SETTINGS, measuring, say, wide_console
 from .tables import table
 from .train import LEASE_S, reducing, working
-from .workers import Worker, tell
+from .workers import slowest, tell
 
 WORKERS = 2
 LAYERS = 16
@@ -78,14 +76,6 @@ def work(directory: str, name: str, options: dict[str, Any]) -> None:
             tell([(time.perf_counter() - start) / steps])
 
 
-def _seconds(workers: Sequence[Worker], compute_s: float, steps: int) -> float:
-    """Return how long a step takes."""
-    with ThreadPoolExecutor(len(workers)) as pool:
-        return max(
-            float(one) for [one] in pool.map(lambda each: each.do("", compute_s, steps), workers)
-        )
-
-
 @click.command(context_settings=SETTINGS)
 @click.option(
     "--size", "size_mib", default=16, show_default=True, help="MiB of the model, in fp32."
@@ -126,9 +116,9 @@ def train_overlap(size_mib: int, mbit: float, shards: int, steps: int) -> None:
             moving_s = 0.0
             for way, options in WAYS.items():
                 with working(places, "_bench.train_overlap:work", options=options) as workers:
-                    _seconds(workers, 0.0, 2)
-                    moving_s = moving_s or _seconds(workers, 0.0, steps)
-                    step_s = _seconds(workers, moving_s, steps)
+                    slowest(workers, "steps", 0.0, 2)
+                    moving_s = moving_s or slowest(workers, "steps", 0.0, steps)
+                    step_s = slowest(workers, "steps", moving_s, steps)
                 say(f"{way}: {step_s:.3f} s")
                 cells = (way, f"{moving_s:.3f}", f"{step_s:.3f}", f"{step_s / moving_s:.2f}")
                 shown.add_row(*map(Text, cells))

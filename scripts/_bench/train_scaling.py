@@ -6,7 +6,6 @@ import contextlib
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,14 +14,13 @@ import numpy as np
 from harness.cluster import MIB, Cluster, Plan
 from rich.text import Text
 
-from irdmafs import client
-from irdmafs.train import TrainConfig, begin
 from irdmafs.train.scaling import PUBLISHED, Work, step_time
 from irdmafs.train.scaling import Cluster as Hosts
 
 from .command import SETTINGS, measuring, say, wide_console
 from .tables import table
-from .train import LEASE_S, model_of, reducing, working
+from .train import LEASE_S, begin_sums, reducing, working
+from .workers import slowest
 
 SMALL_BYTES = 4096
 # The share of data in an Ethernet frame with 1448 bytes in a TCP segment.
@@ -57,19 +55,15 @@ def measure(workers: int, size: int, compute_s: float, mbit: float, rounds: int)
 
 
 def _steps(places: Sequence[Path], size: int, compute_s: float, rounds: int) -> Iterator[float]:
-    places[0].mkdir()
-    with client.open(places[0]) as store:
-        store.publish_state_dict(model_of(size // 4))
-    begin(places[0], TrainConfig(rule="sum", workers=len(places), whole_every=0))
+    begin_sums(places[0], size, len(places))
     with contextlib.ExitStack() as stack:
         for place in places:
             stack.enter_context(reducing(place))
         workers = stack.enter_context(
             working(places, "_bench.train:work_by_files", compute_s=compute_s)
         )
-        pool = stack.enter_context(ThreadPoolExecutor(len(workers)))
         for turn in range(rounds + 1):
-            seconds = max(step for [step] in pool.map(lambda one: one.do("step"), workers))
+            seconds = slowest(workers, "step")
             # In the first one connections are made, and pages touched for the first time.
             if turn:
                 yield seconds

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,13 +13,10 @@ from harness.parts import ClusterMount
 from harness.roce import find_way
 from harness.training import Counts, counts
 
-from irdmafs import client
-from irdmafs.train import TrainConfig, begin
-
 from .command import SETTINGS, json_file, measuring, say, turned, wide_console
 from .tables import Rates, Row
-from .train import model_of, reducing, working
-from .workers import Worker
+from .train import begin_sums, reducing, working
+from .workers import Worker, slowest
 
 RDMA, TCP = "RDMA", "TCP"
 LEASE_S = 20
@@ -61,9 +57,7 @@ class Run:
 
     def step(self) -> float:
         """Return how long it took, in seconds."""
-        with ThreadPoolExecutor(len(self._workers)) as pool:
-            answers = pool.map(lambda one: one.do("step"), self._workers)
-            return max(float(seconds) for [seconds] in answers)
+        return slowest(self._workers, "step")
 
     def on_mounts(self) -> Counts:
         return Counts(*map(sum, zip(*map(counts, self._mounts), strict=True)))
@@ -110,10 +104,7 @@ def trained(column: str, size: int, hosts: int, apart: bool) -> Iterator[Run]:
         if apart:
             working_at = [cluster.add_mount("--rdma", way) for _ in range(hosts)]
         places = [mount.path / "run" for mount in working_at]
-        places[0].mkdir()
-        with client.open(places[0]) as store:
-            store.publish_state_dict(model_of(size // 4))
-        begin(places[0], TrainConfig(rule="sum", workers=hosts, whole_every=0))
+        begin_sums(places[0], size, hosts)
         for mount in reduced_at:
             stack.enter_context(reducing(mount.path / "run"))
         workers = stack.enter_context(working(places, "_bench.train:work_by_files"))

@@ -9,7 +9,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -93,6 +94,13 @@ class Worker:
             how = f"by {signal.Signals(-status).name}" if status < 0 else f"with {status}"
             raise WorkerFailed(f"the {self.name} worker ended {how} at {what}")
         return json.loads(answer)
+
+
+def slowest(workers: Sequence[Worker], job: str, *arguments: object) -> float:
+    """Have all workers do a job at once. Return what the slowest gave, in seconds. Raises WorkerFailed."""
+    with ThreadPoolExecutor(len(workers)) as pool:
+        answers = pool.map(lambda one: one.do(job, *arguments), workers)
+        return float(max(seconds for [seconds] in answers))
 
 
 def tell(answer: object) -> None:

@@ -213,6 +213,6 @@ def test_node_is_told_of_a_file_whose_pages_a_program_may_keep(beside: Cluster) 
 
     with open_privately(name) as (fd, _):
         assert os.read(fd, 1) == b"\0" and not told()
-        # What was said is for one open.
+        # The promise holds for one open.
         with open_to_read(name):
             assert told()

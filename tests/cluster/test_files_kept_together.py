@@ -135,7 +135,7 @@ def test_directories_do_not_have_it_and_nobody_sets_it(folder: Path) -> None:
 
 
 def test_each_node_is_primary_of_one_shard(cluster: Cluster, together: Path) -> None:
-    names, parts = shard_names(together, None, 0)
+    names, parts = shard_names(together, None)
     assert os.listdir(together) == []
     files = [made(together / "state" / name, b"content") for name in names]
     primaries = Counter(groups_of(file)[0]["nodes"][0]["node"] for file in files)

@@ -42,7 +42,7 @@ LONG_S = 30.0
 
 @pytest.fixture
 def reductions(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each shard that a reducer has opened pushes for: whether that was ahead of the plan."""
+    """Collects, for each shard that a reducer opens pushes for, whether that is ahead of the plan."""
     made: list[bool] = []
 
     class Spy(Reduction):
@@ -341,13 +341,18 @@ def fetched(worker: Worker) -> bool:
     return len(fetches) == SHARDS and all(one.file.done() for one in fetches)
 
 
+def fetch_ahead(worker: Worker, reducer: Reducer, reductions: list[bool]) -> None:
+    """Sum what was put into a push, until a worker that has begun to pull has the sums of all shards."""
+    sum_ahead(reducer, reductions)
+    eventually(lambda: fetched(worker), "the shards are fetched")
+
+
 def test_pull_gives_what_was_fetched_ahead(on_mount: Path, reductions: list[bool]) -> None:
     start(on_mount, model(), shards=SHARDS)
     with Reducer(on_mount) as reducer, Worker(on_mount, "a") as a:
         a.pull()
         push = put_all(a, gradients(0, 1))
-        sum_ahead(reducer, reductions)
-        eventually(lambda: fetched(a), "the shards are fetched")
+        fetch_ahead(a, reducer, reductions)
         early = a._early
         assert early is not None
         files = [one.file.result() for one in early._fetches.values()]
@@ -367,8 +372,7 @@ def test_pull_gives_the_version_if_a_shard_was_made_anew_after_it_was_fetched(
     with Reducer(on_mount) as reducer, Worker(on_mount, "a") as a:
         a.pull()
         push = put_all(a, gradients(0, 1))
-        sum_ahead(reducer, reductions)
-        eventually(lambda: fetched(a), "the shards are fetched")
+        fetch_ahead(a, reducer, reductions)
         for name, value in gradients(0, 2).items():
             push.put(name, value)
         found = finish(on_mount, reducer, push)
@@ -384,8 +388,7 @@ def test_pull_gives_the_version_if_another_reducer_has_made_it(
         a.pull()
         push = put_all(a, gradients(0, 1))
         with Reducer(on_mount) as reducer:
-            sum_ahead(reducer, reductions)
-            eventually(lambda: fetched(a), "the shards are fetched")
+            fetch_ahead(a, reducer, reductions)
         for name, value in gradients(0, 2).items():
             push.put(name, value)
         with Reducer(on_mount) as other:
@@ -405,8 +408,7 @@ def test_push_pull_gives_the_version_if_a_shard_was_made_anew_after_it_was_copie
         publish = a._push_directory
 
         def write_anew_and_publish(identity: Identity, hidden: Path) -> int:
-            sum_ahead(reducer, reductions)
-            eventually(lambda: fetched(a), "the shards are copied")
+            fetch_ahead(a, reducer, reductions)
             copied.append({name: array.copy() for name, array in out.items()})
             values, more = values_of(a.layout, gradients(0, 2)), {STEP: str(identity.step)}
             a._staging.write(hidden, a.layout.shards()[0], values, more).result()

@@ -48,20 +48,23 @@ class Borrowed:
     def path(self) -> str:
         return f"{self.store}/extents/{self.extent:x}.0"
 
+    @property
+    def _lent(self) -> str:
+        return f"{self.store}/lent/{self.extent:x}.0"
+
     def tell(self) -> str:
         """Tell the node that its extent is about to be opened. Return the name in lent/ that tells it."""
-        lent = f"{self.store}/lent/{self.extent:x}.0"
         try:
-            os.link(self.path, lent)
+            os.link(self.path, self._lent)
         except FileExistsError:
             pass  # it was opened before
-        return lent
+        return self._lent
 
     def is_another(self) -> bool:
         """Return whether the node was told of another file of this extent, which it has replaced since.
         Raises OSError."""
         try:
-            told = os.stat(f"{self.store}/lent/{self.extent:x}.0")
+            told = os.stat(self._lent)
         except FileNotFoundError:
             return False
         return not os.path.samestat(told, os.stat(self.path))
