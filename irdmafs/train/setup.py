@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -27,6 +28,8 @@ __all__ = ["begin", "end"]
 _PLACEMENT = "user.irdmafs.placement"
 _FOLLOW = "user.irdmafs.follow"
 _TRAIN = "user.irdmafs.train"
+# Of a reducer each removal meets one file or none: it ends as soon as it finds no version.
+_REMOVALS_MAX = 20
 
 
 def begin(
@@ -154,7 +157,8 @@ def _first_version(
 
 def end(directory: str | os.PathLike[str]) -> int:
     """Stop training in a directory: its models become files again, of the newest version; return its
-    number. Reducers and workers must have ended. Raises TrainError and OSError."""
+    number. Reducers and workers should have ended. Raises TrainError and OSError, also if the models are
+    files again and something else of the training could not be removed."""
     train = TrainDirectory(directory)
     layout, newest = train.layout(), train.newest_plan().version
     assemble(layout, newest, train.version(newest))
@@ -167,5 +171,19 @@ def end(directory: str | os.PathLike[str]) -> int:
         os.replace(kept, path)
     ended = train.path.with_name(f".train.{os.uname().nodename}.{os.getpid()}")
     os.rename(train.path, ended)
-    remove(ended)
+    _remove_ended(ended)
     return newest
+
+
+def _remove_ended(path: Path) -> None:
+    """Remove a training that has ended. A reducer that has its directories open goes on until it misses one
+    of them, and may add a file to a directory that is just being removed. Raises TrainError."""
+    for _ in range(_REMOVALS_MAX):
+        remove(path)
+        if not os.path.lexists(path):
+            return
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        reason = f"{path} is left and can be removed: {error}"
+        raise TrainError(f"training has ended in {path.parent}, but {reason}") from None

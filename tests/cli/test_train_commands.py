@@ -222,6 +222,33 @@ def test_run_that_is_at_work_is_not_ended_and_its_reducer_ends_with_it(models: P
     assert os.listdir(models) == ["model.safetensors"]
 
 
+@pytest.mark.parametrize("files", [3, 1000])
+def test_what_a_reducer_adds_while_its_run_is_removed_goes_with_it_or_is_told(
+    models: Path, monkeypatch: pytest.MonkeyPatch, files: int
+) -> None:
+    begin(models, TrainConfig())
+    late = iter(range(files))
+    rmdir = os.rmdir
+
+    def add_and_remove(path: str, **options: int) -> None:
+        if (
+            os.path.basename(path).startswith(".train.")
+            and (number := next(late, None)) is not None
+        ):
+            (Path(path) / str(number)).touch()
+        rmdir(path, **options)
+
+    monkeypatch.setattr(os, "rmdir", add_and_remove)
+    if files > 10:
+        with pytest.raises(TrainError, match=r"training has ended in .*\.train\..* is left"):
+            setup.end(models)
+    else:
+        setup.end(models)
+        assert os.listdir(models) == ["model.safetensors"]
+    assert not (models / "model.safetensors").is_symlink()
+    assert not TrainDirectory(models).path.exists()
+
+
 def test_worker_of_a_directory_that_is_no_run_says_how_to_begin(models: Path) -> None:
     with pytest.raises(TrainError, match="irdmafs train init"):
         Worker(models)
