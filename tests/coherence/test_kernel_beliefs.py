@@ -547,6 +547,19 @@ except OSError as error:
 """
 
 
+@contextlib.contextmanager
+def changing(folder: Path, name: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that makes and removes files in a directory, and exits with the error that ends it."""
+    command = [sys.executable, "-c", CHANGE, os.fspath(folder), name]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as changer:
+        try:
+            assert changer.stdout is not None
+            assert changer.stdout.readline() == b"going on\n", os.strerror(changer.wait(30))
+            yield changer
+        finally:
+            changer.kill()
+
+
 def test_killing_a_daemon_ends_the_calls_of_a_directory_that_two_hosts_change(
     cluster: Cluster, two: list[Path]
 ) -> None:
@@ -555,20 +568,9 @@ def test_killing_a_daemon_ends_the_calls_of_a_directory_that_two_hosts_change(
     killed = cluster.add_mount("--follow", "/")
     here, there = two[0], killed.path / two[0].name
     for _ in range(3):
-        changers = [
-            subprocess.Popen([sys.executable, "-c", CHANGE, folder, name], stdout=subprocess.PIPE)
-            for folder, name in ((here, "here"), (there, "there"))
-        ]
-        for changer in changers:
-            assert changer.stdout is not None
-            assert changer.stdout.readline() == b"going on\n", os.strerror(changer.wait(30))
-        killed.kill9()
-        try:
-            assert changers[1].wait(30) in (errno.ENOTCONN, errno.ECONNABORTED)
-        finally:
-            for changer in changers:
-                changer.kill()
-                changer.communicate(timeout=30)
+        with changing(here, "here"), changing(there, "there") as changer:
+            killed.kill9()
+            assert changer.wait(30) in (errno.ENOTCONN, errno.ECONNABORTED)
         killed.start()
         killed.wait_ready()
 
