@@ -78,6 +78,7 @@ class Cache:
 
         self.node_of, self.names_are_stable = routes.node_of, routes.names_are_stable
         self.promise, self.is_promised = routes.promise, routes.is_promised
+        self.withdraw = routes.withdraw
 
         self.announce = references.announce
 

@@ -5,6 +5,7 @@ five round trips otherwise. The open that follows asks etcd once, and then every
 still lead to the same inode. If one does not, the open is answered ESTALE. The kernel then looks the path
 up again and tries a second time, the last one. So the second try must not be refused, although the name
 may lead to yet another file by then: the thread is *led* to a file that had the name after its open began.
+If there is none when the open is refused, the lookups of the second try prepare what they find (`Retry`).
 
 An open without a lookup before it comes by a name that the kernel believed. That is right under a
 directory lease; otherwise the kernel has to look again.
@@ -17,10 +18,11 @@ from typing import NamedTuple
 from ..backend.namespace import Inode, Namespace
 from .kernel_cache import Name
 
-__all__ = ["LookupTrails", "TrailStep"]
+__all__ = ["LookupTrails", "Retry", "TrailStep"]
 
 _THREADS_MAX = 4096
 _NAMES_MAX = 64
+_RETRY_LOOKUPS = 2
 
 
 class TrailStep(NamedTuple):
@@ -32,6 +34,25 @@ class TrailStep(NamedTuple):
     link: bool = False
 
 
+class Retry:
+    """The second try of an open with `flags` whose name led to no file when it was refused. `lookups`: of
+    the name, since then. The kernel asks twice, for the entry that it has and for the one that replaced it.
+    After that, or after an open, the thread is doing something else."""
+
+    __slots__ = ("flags", "ino", "lookups", "name")
+
+    def __init__(self, name: Name, flags: int) -> None:
+        self.name = name
+        self.flags = flags
+        self.lookups = 0
+        # What was found and prepared.
+        self.ino = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.lookups >= _RETRY_LOOKUPS
+
+
 class LookupTrails:
     """Per thread: the names it looked up since its last open."""
 
@@ -41,6 +62,7 @@ class LookupTrails:
         # By thread: the last name of the path whose open was refused; the name that leads to an inode.
         self._refused: dict[int, bytes] = {}
         self._led: dict[int, tuple[int, Name]] = {}
+        self._retries: dict[int, Retry] = {}
 
     def note(self, pid: int, parent: int, name: bytes, inode: Inode) -> None:
         names = self._of.get(pid)
@@ -55,10 +77,16 @@ class LookupTrails:
     def take(self, pid: int) -> Sequence[TrailStep]:
         """Return, and forget, what a thread that opens a file has looked up."""
         self._led.pop(pid, None)
+        self._retries.pop(pid, None)
         return self._of.pop(pid, ())
 
     def forget(self, pid: int) -> None:
         """Forget a thread: its lookups were not for an open, or its open does not come again."""
+        self.missed(pid)
+        self._retries.pop(pid, None)
+
+    def missed(self, pid: int) -> None:
+        """Note that a thread found nothing: an open comes again if it makes files, with another lookup."""
         self._of.pop(pid, None)
         self._led.pop(pid, None)
         self._refused.pop(pid, None)
@@ -108,3 +136,16 @@ class LookupTrails:
         the entry that it has, and for the one that replaced it."""
         found = self._led.get(pid) if self._led else None
         return found[0] if found is not None and found[1] == name else 0
+
+    def expect(self, pid: int, name: Name, flags: int) -> None:
+        """Note that the thread's open was refused, and that its name leads to no file now."""
+        if len(self._retries) >= _THREADS_MAX:
+            self._retries.clear()
+        # Threads whose number cannot be seen are taken for one.
+        if pid:
+            self._retries[pid] = Retry(name, flags)
+
+    def retry(self, pid: int, name: Name | None = None) -> Retry | None:
+        """Return the second try that a thread is at, by this name if one is given."""
+        found = self._retries.get(pid) if self._retries else None
+        return found if found is not None and name in (None, found.name) else None

@@ -16,7 +16,7 @@ from ..backend.store.api import Freshness, Store
 from ..inline import detach
 from .beliefs import Beliefs
 from .cache import Cache
-from .freshness import LookupTrails, TrailStep
+from .freshness import LookupTrails, Retry, TrailStep
 from .kernel_cache import Name
 from .nodes import Node
 from .protocol import Answer, Coherence, Listing
@@ -116,6 +116,11 @@ class Shared(Coherence):
     # -- what lookups and opens come to ------------------------------------------------------------
 
     def find(self, parent: int, name: bytes, pid: int) -> Inode | None:
+        retry = self._trails.retry(pid, (parent, name))
+        if retry is not None and not self._is_over(retry, pid):
+            if not retry.ino:
+                return None  # find_fresh prepares it
+            retry.lookups += 1
         inode = self._namespace.lookup(parent, name)
         led = self._inodes.get(self._trails.led(pid, (parent, name)))
         if led is not None and self._cache.is_promised(pid, led.ino):
@@ -127,9 +132,29 @@ class Shared(Coherence):
     async def find_fresh(self, parent: Inode, name: bytes, pid: int) -> Inode | None:
         await self.freshen(parent)
         inode = self._namespace.lookup(parent.ino, name)
+        retry = self._trails.retry(pid, (parent.ino, name))
+        if retry is not None:
+            retry.lookups += 1
+            if inode is not None and inode.is_file:
+                step = TrailStep(parent.ino, name, inode.ino)
+                inode = await self._lead_on(step, retry.flags, pid, None)
+                if inode is not None:
+                    retry.ino = inode.ino
+                    return inode
         if inode is None:
-            self._trails.forget(pid)
+            self._trails.missed(pid)
+        else:
+            self._trails.note(pid, parent.ino, name, inode)
         return inode
+
+    def _is_over(self, retry: Retry, pid: int) -> bool:
+        """Return whether a thread looks up the name of an open for another call by now."""
+        if not retry.is_over:
+            return False
+        self._trails.forget(pid)
+        if retry.ino:
+            self._cache.withdraw(pid, retry.ino)
+        return True
 
     async def freshen(self, inode: Inode) -> None:
         await self._freshen(inode, content=False)
@@ -149,6 +174,7 @@ class Shared(Coherence):
     async def settle(
         self, node_id: int, flags: int, pid: int
     ) -> tuple[Node, Inode, TrailStep | None]:
+        is_second = self._trails.retry(pid) is not None
         names = self._trails.take(pid)
         node = self._nodes.by_id.get(node_id)
         name = _name_of(node, names)
@@ -173,17 +199,22 @@ class Shared(Coherence):
                     self._store.count_open(inode.extent)
             except OSError as error:
                 if error.errno == errno.ESTALE and name is not None:
-                    await self._lead_on(name, flags, pid, node)
+                    led = await self._lead_on(name, flags, pid, node)
+                    if led is None and not is_second:
+                        self._trails.expect(pid, (name.parent, name.name), flags)
                 raise
         return node, await self._refreshed(inode, content=not truncates(flags)), name
 
-    async def _lead_on(self, name: TrailStep, flags: int, pid: int, came_to: Node | None) -> None:
-        """Prepare the file that a name leads to now for a thread that is going to look it up again. By then
-        the name may lead to yet another file; the thread is led to this one all the same."""
+    async def _lead_on(
+        self, name: TrailStep, flags: int, pid: int, came_to: Node | None
+    ) -> Inode | None:
+        """Prepare the file that a name leads to now for a thread that is going to look it up again, and
+        return it; None if there is none. By then the name may lead to yet another file; the thread is led
+        to this one all the same."""
         for _ in range(_LEADS_MAX):
             found = self._trails.find(name)
             if found is None or not found.is_file:
-                return  # the second try finds out
+                return None
             try:
                 if not truncates(flags):
                     found = await self._bring(found)
@@ -195,7 +226,8 @@ class Shared(Coherence):
             else:
                 self._cache.promise(found, flags, pid, came_to)
                 self.come_again(pid, name, found.ino)
-                return
+                return found
+        return None
 
     async def settle_names(self, node_id: int, pid: int, *, by_name: bool) -> tuple[Node, Inode]:
         names = self._trails.take(pid)

@@ -1,6 +1,7 @@
-"""A file that others replace by renaming, all the time, is always there and always whole.
+"""A file that others replace by renaming, all the time, is always there and always whole. One that others
+make and remove is found, made anew or missing.
 
-That is how checkpoints are published. An open that comes to a file which has just been replaced has to
+Checkpoints are published by renaming. An open that comes to a file which has just been replaced has to
 be led to the new one, and must not fail because that is replaced, too, by then.
 """
 
@@ -103,6 +104,37 @@ def test_overwriting_what_it_just_replaced_never_fails(two: tuple[Path, Path], t
                     file.write(pattern(times + 2 + writes, SIZE))
             writes += 1
     assert writes > 10
+
+
+@contextmanager
+def remade(path: Path, times: int) -> Iterator[Callable[[], bool]]:
+    """A file is made and removed so many times; gives what says whether that still goes on."""
+
+    def remake() -> None:
+        for _ in range(times):
+            path.open("wb").close()
+            path.unlink()
+
+    with ThreadPoolExecutor(1) as programs:
+        made = programs.submit(remake)
+        yield lambda: not made.done()
+        made.result()
+
+
+@pytest.mark.parametrize("times", REPLACEMENTS)
+@pytest.mark.parametrize("mode", ["wb", "ab", "rb", "r+b"])
+def test_opening_what_others_make_and_remove_finds_it_or_makes_it_or_says_that_it_is_missing(
+    two: tuple[Path, Path], mode: str, times: int
+) -> None:
+    here, there = two
+    makes = mode in ("wb", "ab")
+    with remade(here / "file", times) as goes_on:
+        opens = 0
+        while goes_on():
+            with contextlib.nullcontext() if makes else contextlib.suppress(FileNotFoundError):
+                (there / "file").open(mode).close()
+            opens += 1
+    assert opens > 10
 
 
 def test_an_open_that_waits_for_a_content_outlives_the_file() -> None:
