@@ -71,8 +71,10 @@ def _without_collection() -> Iterator[None]:
 def explore(model: Machine[State], limit: int = 10_000_000) -> Explored:
     """Visit all states, at most `limit`. Raises Broken with the shortest trace to a bad one."""
     start = model.canonical(model.initial())
+    # Also has states as they were before they were reduced, so that each of these is reduced once.
     came_from: dict[State, State | None] = {start: None}
     frontier = deque([start])
+    states = known = 1
     steps = depth = 0
     level_end: State = start
     while frontier:
@@ -81,19 +83,27 @@ def explore(model: Machine[State], limit: int = 10_000_000) -> Explored:
             model.check(state)
             for _, after in model.steps(state):
                 steps += 1
-                after = model.canonical(model.reduced(after))
-                if after not in came_from:
-                    came_from[after] = state
-                    frontier.append(after)
+                came_from.setdefault(after, state)
+                if len(came_from) == known:
+                    continue
+                known += 1
+                least = model.canonical(model.reduced(after))
+                if least is not after and least != after:
+                    came_from.setdefault(least, state)
+                    if len(came_from) == known:
+                        continue
+                    known += 1
+                states += 1
+                frontier.append(least)
         except Broken as broken:
             broken.trace = _trace(model, came_from, state)
             raise
         if state is level_end and frontier:
             depth += 1
             level_end = frontier[-1]
-        if len(came_from) > limit:
-            return Explored(len(came_from), steps, depth, False)
-    return Explored(len(came_from), steps, depth, True)
+        if states > limit:
+            return Explored(states, steps, depth, False)
+    return Explored(states, steps, depth, True)
 
 
 def _trace(model: Machine[State], came_from: dict[State, State | None], state: State) -> list[str]:

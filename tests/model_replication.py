@@ -48,6 +48,8 @@ from irdmafs.backend.cluster import groups
 from irdmafs.backend.cluster.records import GroupConfig
 
 Step = tuple[str, State]
+# The log, and the nodes that look at it.
+Seen = tuple[tuple[Etcd, ...], tuple[Node, ...]]
 
 
 class Model:
@@ -61,6 +63,8 @@ class Model:
         self._changes: dict[tuple[int, int], list[tuple[str, int]]] = {}
         self._members: list[int] = []
         self._in_sync: list[int] = []
+        # Many states have these in common.
+        self._moved: dict[Seen, Seen] = {}
 
     # --- configurations, by number
 
@@ -604,7 +608,29 @@ class Model:
 
     def reduced(self, state: State) -> State:
         """Without what no step looks at any more."""
-        log, nodes = state.log, state.nodes
+        before = state.log, state.nodes
+        after = self._moved.get(before)
+        if after is None:
+            after = self._moved[before] = self._as_moved(*before)
+        log, nodes = after
+        promotions = state.promotions
+        if promotions:
+            promotions = frozenset(sent for sent in promotions if sent[1] == log[-1].config)
+        puts = state.puts
+        if puts:
+            puts = self._awaited(puts, log, nodes, state.writers)
+        if (
+            after == before
+            and len(puts) == len(state.puts)
+            and len(promotions) == len(state.promotions)
+        ):
+            return state
+        return State(
+            log, nodes, state.writers, puts, promotions, state.owed, state.lost, state.left
+        )
+
+    def _as_moved(self, log: tuple[Etcd, ...], nodes: tuple[Node, ...]) -> Seen:
+        """Return the log and the nodes, each node as far as it gets without doing anything."""
         head = len(log) - 1
         oldest = head
         for index, node in enumerate(nodes):
@@ -624,15 +650,7 @@ class Model:
                 Node(UP, node.view - oldest, node.sealed, node.torn) if node.mode == UP else node
                 for node in nodes
             )
-        promotions = state.promotions
-        if promotions:
-            promotions = frozenset(sent for sent in promotions if sent[1] == log[-1].config)
-        puts = state.puts
-        if puts:
-            puts = self._awaited(puts, log, nodes, state.writers)
-        return State(
-            log, nodes, state.writers, puts, promotions, state.owed, state.lost, state.left
-        )
+        return log, nodes
 
     def _is_unmoved(self, index: int, node: Node, old: Etcd, new: Etcd) -> bool:
         """Whether the node does the same whether it has seen a revision or not: it need not wait."""
