@@ -47,6 +47,10 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     config.addinivalue_line("markers", "kernel_session(reason): promised by that session only")
     config.addinivalue_line(
+        "markers",
+        "part_of(test): left out where that test of its module runs, which does all of it",
+    )
+    config.addinivalue_line(
         "markers", "guest_tests(arguments): asks for that run of tests in a guest"
     )
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -54,7 +58,21 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slow = {
+        (item.path, item.name.partition("[")[0])
+        for item in items
+        if item.get_closest_marker("slow") is not None
+    }
+
+    def is_part(item: pytest.Item) -> bool:
+        marker = item.get_closest_marker("part_of")
+        return marker is not None and (item.path, marker.args[0]) in slow
+
+    if parts := [item for item in items if is_part(item)]:
+        config.hook.pytest_deselected(items=parts)
+        items[:] = [item for item in items if not is_part(item)]
     order = {room: number for number, room in enumerate(ROOMS)}
 
     def place(item: pytest.Item) -> tuple[bool, int]:

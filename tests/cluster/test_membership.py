@@ -1081,7 +1081,15 @@ async def _random_life(server: EtcdServer, prefix: bytes, steps: int) -> None:
         assert watcher.changes > steps
 
 
-@pytest.mark.parametrize("steps", [60, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param(
+            60, marks=pytest.mark.part_of("test_nothing_breaks_the_invariants_of_replication")
+        ),
+        pytest.param(400, marks=pytest.mark.slow),
+    ],
+)
 def test_nothing_breaks_the_invariants_of_replication(
     etcd: EtcdServer, etcd_prefix: bytes, steps: int
 ) -> None:

@@ -34,10 +34,13 @@ from irdmafs.backend.cluster.groups import (
 )
 from irdmafs.backend.cluster.records import GroupConfig
 
-# Together less than a minute on one core; each is visited completely.
-BOUNDED = {
+# Visited completely, as part of the first of the large ones.
+PARTS = {
     "two writers while the group changes": Bounds(epochs=3, events=0),
     "two writers and any one event": Bounds(epochs=2, events=1),
+}
+# Together less than a minute on one core; each is visited completely.
+BOUNDED = {
     "late data, late promotions and any one event": Bounds(
         writers=1, events=1, late_puts=True, late_promotions=True
     ),
@@ -98,6 +101,12 @@ CONVENIENT = {"node_fences_older_configuration"}
 def assert_complete(explored: Explored) -> None:
     print(f"{explored.states} states, {explored.steps} steps, depth {explored.depth}")
     assert explored.complete
+
+
+@pytest.mark.part_of("test_no_order_of_many_events_breaks_an_invariant")
+@pytest.mark.parametrize("bounds", PARTS.values(), ids=PARTS.keys())
+def test_no_order_of_changes_or_with_one_event_breaks_an_invariant(bounds: Bounds) -> None:
+    assert_complete(explore(Model(bounds)))
 
 
 @pytest.mark.parametrize("bounds", BOUNDED.values(), ids=BOUNDED.keys())

@@ -14,13 +14,22 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 from cluster import MIB, Cluster, Plan
 from mountpoint import eventually
 from patterns import pattern, version_of
 
-REPLACEMENTS = [120, pytest.param(500, marks=pytest.mark.slow)]
+REPLACEMENTS = 120
+REPLACEMENTS_MANY = 500
 SIZE = 9000
 LISTINGS = 30
+
+
+def replacements(test: str) -> list[ParameterSet]:
+    return [
+        pytest.param(REPLACEMENTS, marks=pytest.mark.part_of(test)),
+        pytest.param(REPLACEMENTS_MANY, marks=pytest.mark.slow),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +69,7 @@ def replaced(folder: Path, times: int) -> Iterator[Callable[[], bool]]:
         assert not failures, failures
 
 
-@pytest.mark.parametrize("times", REPLACEMENTS)
+@pytest.mark.parametrize("times", replacements("test_reading_it_never_fails"))
 def test_reading_it_never_fails(two: tuple[Path, Path], times: int) -> None:
     here, there = two
     with replaced(here, times) as goes_on:
@@ -73,7 +82,9 @@ def test_reading_it_never_fails(two: tuple[Path, Path], times: int) -> None:
     assert version_of((there / "file").read_bytes()) == times + 1
 
 
-@pytest.mark.parametrize("times", REPLACEMENTS)
+@pytest.mark.parametrize(
+    "times", replacements("test_overwriting_it_never_fails_and_leaves_nothing_empty")
+)
 def test_overwriting_it_never_fails_and_leaves_nothing_empty(
     two: tuple[Path, Path], times: int
 ) -> None:
@@ -90,7 +101,9 @@ def test_overwriting_it_never_fails_and_leaves_nothing_empty(
     assert writes > 10
 
 
-@pytest.mark.parametrize("times", REPLACEMENTS)
+@pytest.mark.parametrize(
+    "times", replacements("test_overwriting_what_it_just_replaced_never_fails")
+)
 def test_overwriting_what_it_just_replaced_never_fails(two: tuple[Path, Path], times: int) -> None:
     """The kernel moves a name that it believes in without asking for it again."""
     here, there = two
@@ -121,7 +134,12 @@ def remade(path: Path, times: int) -> Iterator[Callable[[], bool]]:
         made.result()
 
 
-@pytest.mark.parametrize("times", REPLACEMENTS)
+@pytest.mark.parametrize(
+    "times",
+    replacements(
+        "test_opening_what_others_make_and_remove_finds_it_or_makes_it_or_says_that_it_is_missing"
+    ),
+)
 @pytest.mark.parametrize("mode", ["wb", "ab", "rb", "r+b"])
 def test_opening_what_others_make_and_remove_finds_it_or_makes_it_or_says_that_it_is_missing(
     two: tuple[Path, Path], mode: str, times: int

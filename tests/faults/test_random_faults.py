@@ -98,7 +98,15 @@ def _keep(cluster: Cluster, operations: list[Operation]) -> None:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("faults", [FAULTS, pytest.param(FAULTS_MANY, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "faults",
+    [
+        pytest.param(
+            FAULTS, marks=pytest.mark.part_of("test_history_is_allowed_while_things_fail")
+        ),
+        pytest.param(FAULTS_MANY, marks=pytest.mark.slow),
+    ],
+)
 def test_history_is_allowed_while_things_fail(record_property: Record, faults: int) -> None:
     plan = Plan(nodes=3, mounts=2, etcd_members=3, replicas=2, node_config={"rereplicate_after": 3})
     _run(plan, int(os.environ.get("IRDMAFS_FAULTS") or faults), _seed(), record_property)
