@@ -11,17 +11,19 @@ import shutil
 import socket
 import time
 from collections.abc import Iterable, Sequence
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
 
 from irdmafs.cli.cluster_admin import etcd_arguments
 
 from .daemons import Daemon, is_listened_on
-from .network import CommandFailed, Host, run
+from .network import CommandFailed, Host, connect_beside, run
 
 CLIENT_PORT = 2379
 PEER_PORT = 2380
 START_TIMEOUT_S = 30.0
+ANSWER_TIMEOUT_S = 10.0
 # A failed member is noticed in a second or so: tests wait for that often. A member alone has no failures
 # to notice, but waits as long before it elects itself.
 HEARTBEAT_MS = 100
@@ -187,24 +189,55 @@ class Etcd:
         return run(
             *self.members[next(iter(asked))].host.launcher,
             *("env", "ETCDCTL_API=3", "etcdctl", f"--endpoints={endpoints}", *shown),
-            *("--command-timeout=10s", "--dial-timeout=1s", *arguments),
+            *(f"--command-timeout={ANSWER_TIMEOUT_S:g}s", "--dial-timeout=1s", *arguments),
         )
 
     def get(self, prefix: bytes) -> dict[bytes, bytes]:
         """All keys that begin with `prefix`, without it, and their values."""
-        # etcdctl takes keys as text; those asked for here begin with printable characters.
-        answer = json.loads(self.ctl("get", "--prefix", prefix.decode(), "-w", "json"))
         decode = base64.b64decode
         return {
             decode(pair["key"])[len(prefix) :]: decode(pair.get("value", ""))
-            for pair in answer.get("kvs", ())
+            for pair in self._range(prefix).get("kvs", ())
         }
 
     def count(self, prefix: bytes) -> int:
         """How many keys begin with `prefix`."""
         # The answer's count is of all keys in the range, however few are sent.
-        answer = self.ctl("get", "--prefix", prefix.decode(), "--limit=1", "-w", "json")
-        return int(json.loads(answer).get("count", 0))
+        return int(self._range(prefix, limit=1).get("count", 0))
+
+    def _range(self, prefix: bytes, limit: int = 0) -> dict[str, Any]:
+        """Return etcd's answer about the keys that begin with `prefix`, as JSON. Raises CommandFailed."""
+        if len(self.members) == 1 and self._credentials is None and not self.user:
+            return self._ask_for_range(prefix, limit)
+        # etcdctl takes keys as text; those asked for here begin with printable characters.
+        arguments = ("get", "--prefix", prefix.decode(), f"--limit={limit}", "-w", "json")
+        answer: dict[str, Any] = json.loads(self.ctl(*arguments))
+        return answer
+
+    def _ask_for_range(self, prefix: bytes, limit: int) -> dict[str, Any]:
+        """As etcdctl does, which takes longer to start than to ask: many tests wait for keys."""
+        (one,), ((port, _),) = self.members, self._ports
+        if not self._running():
+            raise CommandFailed("no etcd member runs")
+        address = one.host.address, port
+        end = prefix[:-1] + bytes([prefix[-1] + 1])
+        keys = {"key": prefix, "range_end": end}
+        encoded = {name: base64.b64encode(key).decode() for name, key in keys.items()}
+        connection = HTTPConnection(*address, timeout=ANSWER_TIMEOUT_S)
+        try:
+            if one.host.launcher:
+                connection.sock = connect_beside(one.pid, address, ANSWER_TIMEOUT_S)
+            connection.request("POST", "/v3/kv/range", json.dumps({**encoded, "limit": limit}))
+            with connection.getresponse() as response:
+                text = response.read().decode()
+        except (OSError, HTTPException) as error:
+            raise CommandFailed(f"etcd does not answer: {error}") from None
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise CommandFailed(f"etcd says {response.status}: {text}")
+        answer: dict[str, Any] = json.loads(text)
+        return answer
 
     def _status(self, member: int) -> dict[str, Any]:
         # A value of 0 is left out of etcdctl's JSON: "leader" is missing while there is none.
