@@ -107,7 +107,10 @@ def in_processes(work: Callable[..., Any], count: int, *arguments: Sequence[Any]
     # They share the cores: none of them needs threads for its small matrices.
     for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
         os.environ.setdefault(variable, "1")
-    with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as processes:
+    # They are forked by a process that has imported the same as this one, and does nothing else.
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["__main__", *({"sklearn.datasets"} & sys.modules.keys())])
+    with ProcessPoolExecutor(count, mp_context=context) as processes:
         calls = [
             processes.submit(work, number, *(one[number] for one in arguments))
             for number in range(count)
