@@ -199,12 +199,25 @@ def test_what_came_again_under_the_name_of_something_borrowed_is_not_lent_unseen
     with borrowing(memory) as contents:
         keep(files, 1, byte=b"a")
         keep(files, 2, byte=b"b")
-        # As if the first had been lent while the second took its name.
-        os.link(memory / "store/extents/1.0", memory / "store/lent/2.0")
         assert contents.borrow(ContentId(2), f"{memory}/store")
         contents.hold(ContentId(2))
+        # As if the first had been lent while the second took its name.
+        os.link(memory / "store/extents/1.0", memory / "store/lent/2.0")
         with pytest.raises(FileNotFoundError):
             contents.lend(ContentId(2))
+
+
+def test_file_is_not_borrowed_if_the_node_was_told_of_another_one_that_it_has_replaced(
+    files: Files, memory: Path
+) -> None:
+    """It could never be lent to a program: each open would fail."""
+    with borrowing(memory) as contents:
+        keep(files, 1, byte=b"a")
+        keep(files, 2, byte=b"b")
+        os.link(memory / "store/extents/1.0", memory / "store/lent/2.0")
+        assert not contents.borrow(ContentId(2), f"{memory}/store")
+        os.unlink(memory / "store/lent/2.0")
+        assert contents.borrow(ContentId(2), f"{memory}/store")
 
 
 def test_file_of_a_reader_that_keeps_no_pages_is_used_again_when_it_is_closed_and_unmapped(
