@@ -366,6 +366,7 @@ class ShardFile:
         of another kind."""
         name = os.fspath(path)
         open_file = _files.open_to_read if shown else _files.open_privately
+        self.shown = shown
         with open_file(name) as (fd, status):
             self.inode = status.st_ino
             self.header = (header_of or read_header)(name, fd, status.st_size)

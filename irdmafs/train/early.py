@@ -42,16 +42,19 @@ class Early:
         homes: dict[str, Path],
         past: Past,
         use: Callable[[Shard, ShardFile], None] | None,
+        *,
+        shown: bool,
     ) -> None:
         """`homes`: where each part is made, as far as that is known; `past`: the files of earlier versions;
         both are added to. `use`: called in a thread with each shard that is here, of which the version may
-        get another one yet; None: its arrays may be given to the program."""
+        get another one yet; `shown`: as in ShardFile."""
         self.version = version
         self._train = train
         self._layout = layout
         self._homes = homes
         self._past = past
         self._use = use
+        self._shown = shown
         self._directories: dict[str, Directory] = {}
         self._fetches: dict[str, _Fetch] = {}
         self._pool = ThreadPoolExecutor(_AT_ONCE, "early")
@@ -121,7 +124,7 @@ class Early:
 
     def _open(self, shard: Shard, path: Path, before: Seen) -> ShardFile:
         try:
-            file = ShardFile(path, version=self.version, shown=self._use is None)
+            file = ShardFile(path, version=self.version, shown=self._shown)
         except (FileNotFoundError, FormatError):
             # The file is of an earlier version, and will be written anew.
             self._past.add(before)

@@ -75,6 +75,8 @@ class Worker:
         self._homes: dict[str, Path] = {}
         self._early: Early | None = None
         self._early_out: Mapping[str, Any] | None = None
+        # The last pull gave arrays that show the version's files: the next one probably does, too.
+        self._shows = False
         with self.train.naming():
             self._take_part()
 
@@ -401,6 +403,7 @@ class Worker:
             self._homes,
             self._past,
             None if out is None else copy,
+            shown=out is None and self._shows,
         )
 
     def _end_early(self) -> None:
@@ -418,6 +421,7 @@ class Worker:
 
     def _show(self, plan: Plan, out: Mapping[str, Any] | None) -> dict[str, Any]:
         self._check_out(out)
+        self._shows = out is None
         values: dict[str, Value] = {}
         while True:
             try:
@@ -453,8 +457,9 @@ class Worker:
     def _open_shard(
         self, version: int, early: Mapping[str, ShardFile], shown: bool, shard: Shard
     ) -> ShardFile:
-        if shard.name in early:
-            return early[shard.name]
+        fetched = early.get(shard.name)
+        if fetched is not None and (fetched.shown or not shown):
+            return fetched
         path = params_of(self.train.version(version), shard)
         status = seen(path.stat())
         file = ShardFile(path, version=version, shown=shown)

@@ -7,12 +7,13 @@ import random
 import secrets
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mountpoint import Mount, eventually
+from numpy.typing import NDArray
 from training_runs import (
     Arrays,
     gradients,
@@ -29,7 +30,7 @@ from training_runs import (
 from irdmafs.train import Reducer, Worker
 from irdmafs.train.ahead import Staged
 from irdmafs.train.changes import AnyChange, Changes
-from irdmafs.train.directory import TrainDirectory
+from irdmafs.train.directory import ShardFile, TrainDirectory
 from irdmafs.train.open_push import OpenPush
 from irdmafs.train.part import Part
 from irdmafs.train.pushes import STEP, Identity, values_of
@@ -347,22 +348,46 @@ def fetch_ahead(worker: Worker, reducer: Reducer, reductions: list[bool]) -> Non
     eventually(lambda: fetched(worker), "the shards are fetched")
 
 
+def files_ahead(worker: Worker) -> list[ShardFile]:
+    """Return the files that a worker has fetched ahead."""
+    assert worker._early is not None
+    return [one.file.result() for one in worker._early._fetches.values()]
+
+
+def lies_in(files: Sequence[ShardFile], array: NDArray[Any]) -> bool:
+    begin = array.ctypes.data
+    return any(0 <= begin - file._data.ctypes.data < file._data.size for file in files)
+
+
 def test_pull_gives_what_was_fetched_ahead(on_mount: Path, reductions: list[bool]) -> None:
     start(on_mount, model(), shards=SHARDS)
     with Reducer(on_mount) as reducer, Worker(on_mount, "a") as a:
         a.pull()
         push = put_all(a, gradients(0, 1))
         fetch_ahead(a, reducer, reductions)
-        early = a._early
-        assert early is not None
-        files = [one.file.result() for one in early._fetches.values()]
+        files = files_ahead(a)
         found = finish(on_mount, reducer, push)
         pulled = a.pull(timeout_s=LONG_S)
         assert same_bits(pulled, found)
-        starts = {file._data.ctypes.data for file in files}
-        assert any(0 <= pulled["norm"].ctypes.data - begin < 1 << 20 for begin in starts), (
-            "no other file was opened"
-        )
+        assert lies_in(files, pulled["norm"]), "no other file was opened"
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["shown", "copied"])
+def test_only_files_that_are_shown_to_a_program_are_opened_for_it(
+    on_mount: Path, reductions: list[bool], copied: bool
+) -> None:
+    """A program may send pages of a file from where they lie, so its node uses that for nothing else."""
+    start(on_mount, model(), shards=SHARDS)
+    with Reducer(on_mount) as reducer, Worker(on_mount, "a") as a:
+        a.pull(zeros() if copied else None)
+        push = put_all(a, gradients(0, 1))
+        fetch_ahead(a, reducer, reductions)
+        files = files_ahead(a)
+        assert [file.shown for file in files] == [not copied] * SHARDS
+        found = finish(on_mount, reducer, push)
+        pulled = a.pull(timeout_s=LONG_S)
+        assert same_bits(pulled, found)
+        assert lies_in(files, pulled["norm"]) == (not copied)
 
 
 def test_pull_gives_the_version_if_a_shard_was_made_anew_after_it_was_fetched(
