@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 PREFIX: Final = b"user.irdmafs."
 # The counter of changes below a directory; followed by ".N" or ".N.SECONDS", once it is not N.
 CHANGES: Final = PREFIX + b"changes"
+# All that is below a directory (listing.py); followed as CHANGES is, once its counter is not N.
+TREE: Final = PREFIX + b"tree"
 DISCARD: Final = PREFIX + b"discard"
 PREFETCH: Final = PREFIX + b"prefetch"
 # Reading it announces an open for reading that keeps no reference to pages (coherence/references.py).
@@ -40,7 +42,7 @@ VERSIONS: Final = PREFIX + b"versions"
 QUOTA_USED_BYTES: Final = PREFIX + b"quota_used_bytes"
 QUOTA_USED_INODES: Final = PREFIX + b"quota_used_inodes"
 
-_TELLING = {CHANGES, STATUS, NODES, VERSION, VERSIONS, QUOTA_USED_BYTES, QUOTA_USED_INODES}
+_TELLING = {CHANGES, TREE, STATUS, NODES, VERSION, VERSIONS, QUOTA_USED_BYTES, QUOTA_USED_INODES}
 _OF_DIRECTORIES = {FOLLOW, ISOLATION, TRAIN, SINCE_TIMEOUT, *NAMES, *QUOTA_NAMES}
 # The attributes of array files (irdmafs.client), and those by which a directory rules everything below it.
 _KEPT = {PREFIX + b"dtype", PREFIX + b"shape", *_OF_DIRECTORIES}
@@ -76,10 +78,10 @@ def refuse_nonsense(inode: Inode, name: bytes, value: bytes) -> None:
             raise fail(errno.EINVAL, str(error)) from None
 
 
-def changes_asked(name: bytes) -> tuple[int, float] | None:
+def changes_asked(name: bytes, attribute: bytes) -> tuple[int, float] | None:
     """Return which counter of changes a request waits out, and for how many seconds, by a name that begins
-    with CHANGES; None: it does not wait. Raises OSError EINVAL."""
-    asked = name.removeprefix(CHANGES)
+    with CHANGES or TREE; None: it does not wait. Raises OSError EINVAL."""
+    asked = name.removeprefix(attribute)
     if not asked:
         return None
     found = _CHANGED_SINCE.fullmatch(asked)

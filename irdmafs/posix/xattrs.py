@@ -18,6 +18,7 @@ from ..inline import detach
 from . import own_xattrs, quotas
 from .answers import Answers
 from .calls import Caller
+from .listing import tree_below
 from .privileges import privileges_of
 from .waits import Waits
 
@@ -117,7 +118,11 @@ class Xattrs:
         if name in (own_xattrs.PREFETCH, own_xattrs.PREFETCH_NOW):
             return json.dumps(self._store.prefetch_progress(found.ino)).encode()
         if name.startswith(own_xattrs.CHANGES) and found.is_dir:
-            return await self._changes(found.ino, name, ctx)
+            return b"%d" % await self._count(found.ino, name, own_xattrs.CHANGES, ctx)
+        if name.startswith(own_xattrs.TREE) and found.is_dir:
+            counter = await self._count(found.ino, name, own_xattrs.TREE, ctx)
+            found = self._namespace.inode(found.ino)
+            return tree_below(self._namespace, found, counter, ctx.uid)
         if name == own_xattrs.STATUS and found.ino == ROOT_INO:
             return json.dumps(self._status()).encode()
         if name == own_xattrs.NODES and found.is_file:
@@ -142,13 +147,13 @@ class Xattrs:
         found = await self._store.nodes_of(self._namespace.inode(inode.ino))
         return json.dumps(found, separators=(",", ":")).encode()
 
-    async def _changes(self, directory: int, name: bytes, ctx: Caller) -> bytes:
-        """Return the counter of changes below a directory, as the name asks for it."""
-        asked = own_xattrs.changes_asked(name)
+    async def _count(self, directory: int, name: bytes, attribute: bytes, ctx: Caller) -> int:
+        """Return the counter of changes below a directory, as the name of an attribute asks for it."""
+        asked = own_xattrs.changes_asked(name, attribute)
         if asked is not None:
             count, seconds = asked
             await self._waits.changed(directory, count, seconds, ctx)
-        return b"%d" % self._waits.count(directory)
+        return self._waits.count(directory)
 
     async def _read_into(self, node_id: int, name: bytes, ctx: Caller) -> dict[str, Any]:
         """Read a file's current version, as an open would find it, into memory that the caller lends. An

@@ -42,6 +42,7 @@ from .plan import Plan, Push, is_wanted, next_plan, pending, without
 from .pushes import Identity
 from .staging import without_worker
 from .status import Progress, write_status
+from .trees import Folder, Trees
 
 __all__ = ["Coordinator", "assemble"]
 
@@ -58,9 +59,10 @@ _SETTLED_NS = 2_000_000_000
 class Coordinator:
     """Plans, commits and tidies."""
 
-    def __init__(self, train: TrainDirectory, layout: ModelLayout) -> None:
+    def __init__(self, train: TrainDirectory, layout: ModelLayout, trees: Trees) -> None:
         self._train = train
         self._layout = layout
+        self._trees = trees
         self._progress = Progress()
         # By name in push/; of refused ones the inode, time and size of the file that was refused.
         self._pushes: dict[str, Identity] = {}
@@ -150,13 +152,14 @@ class Coordinator:
 
     def _find_pushes(self, config: TrainConfig, newest: Plan) -> list[Push]:
         """Return what is in push/. A push that was read once is not read again."""
-        names = set(os.listdir(self._train.push))
+        there = self._trees.look(self._train.push)
+        names = set(there.names)
         for known in (self._pushes, self._bad):
             for name in known.keys() - names:
                 del known[name]
         steps = dict(newest.clocks)
         for name in sorted(names - self._pushes.keys()):
-            identity = self._look_at(config, newest, name)
+            identity = self._look_at(config, newest, name, there.folders.get(name))
             if identity is not None:
                 self._pushes[name] = identity
         for name, identity in list(self._pushes.items()):
@@ -183,14 +186,16 @@ class Coordinator:
             return
         self._pushes[settled] = identity._replace(step=step)
 
-    def _look_at(self, config: TrainConfig, newest: Plan, name: str) -> Identity | None:
+    def _look_at(
+        self, config: TrainConfig, newest: Plan, name: str, folder: Folder | None
+    ) -> Identity | None:
         path = self._train.push / name
         try:
             status = path.lstat()
             now = seen(status)
             if name.startswith(".") or self._bad.get(name) == now:
                 return None
-            identity = pushes.inspect(self._train, self._layout, name)
+            identity = pushes.inspect(self._train, self._layout, name, folder)
             if identity is not None:
                 # The mount has not checked it under this name if it was renamed into push/.
                 pushes.check_worker_and_step(config, newest.clocks, identity)
@@ -249,7 +254,8 @@ class Coordinator:
     # -- commit ------------------------------------------------------------------------------------
 
     def _commit(self, config: TrainConfig, target: Path, plan: Plan) -> bool:
-        if not self._layout.parts.keys() <= set(os.listdir(target)):
+        there = self._trees.look(self._train.next).folder(target.name)
+        if not self._layout.parts.keys() <= there.folders.keys():
             return False
         self._progress.reduced()
         if config.whole_every and plan.version % config.whole_every == 0:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections import OrderedDict
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Directory", "OpenFolders", "Past", "Seen", "seen"]
+__all__ = ["Directories", "Directory", "OpenFolders", "Past", "Seen", "seen"]
 
 _PAST_MAX = 1 << 16
+_OPEN_MAX = 128
 _DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -52,10 +54,6 @@ class Directory:
         if (fd := getattr(self, "fd", -1)) >= 0:
             os.close(fd)
 
-    def is_at(self, path: Path) -> bool:
-        """Return whether this directory has a path. Raises OSError if nothing has it."""
-        return os.path.samestat(os.fstat(self.fd), os.stat(path, follow_symlinks=False))
-
     @property
     def path(self) -> Path:
         """Return a path of this directory, wherever it is."""
@@ -64,9 +62,28 @@ class Directory:
     def file(self, name: str) -> Path:
         return self.path / name
 
-    def look(self, name: str) -> os.stat_result:
-        """Return the status of a file in it. Raises OSError."""
-        return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+
+class Directories:
+    """Directories that are used again and again under changing names: the last ones, by their inodes."""
+
+    def __init__(self) -> None:
+        self._opened: OrderedDict[int, Directory] = OrderedDict()
+
+    def get(self, ino: int, path: Path) -> Directory:
+        """Return a directory which has this path, or had it. Raises OSError if another one has it now."""
+        found = self._opened.get(ino)
+        if found is None:
+            found = Directory(path)
+            if os.fstat(found.fd).st_ino != ino:
+                raise FileNotFoundError(errno.ENOENT, "Another directory is there now", str(path))
+            self._opened[ino] = found
+            if len(self._opened) > _OPEN_MAX:
+                self._opened.popitem(last=False)
+        self._opened.move_to_end(ino)
+        return found
+
+    def close(self) -> None:
+        self._opened.clear()
 
 
 class OpenFolders:

@@ -16,30 +16,40 @@ _FLOCK = struct.Struct("hhqqi4x")
 
 
 class Lock:
-    """A file that this process has locked, until it ends or `close` is called. It is a lock of the open
-    file (F_OFD_SETLK), so it does not end with other descriptors of the process."""
+    """A file that this process has locked, until it ends or `close` is called, or that it tries to lock. It
+    is a lock of the open file (F_OFD_SETLK), so it does not end with other descriptors of the process."""
 
-    def __init__(self, fd: int, path: Path) -> None:
-        self._fd = fd
-        self.path = path
+    def __init__(self, path: Path) -> None:
+        """Open the file, which is made if there is none. Raises OSError."""
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     @classmethod
     def take(cls, path: Path, content: bytes = b"") -> Lock | None:
-        """Lock a file, which is made if there is none; None if somebody else has it locked. `content`
-        becomes what the file holds. Raises OSError."""
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        """Lock a file; None if somebody else has it locked. `content`: as of hold(). Raises OSError."""
+        lock = cls(path)
         try:
-            fcntl.fcntl(fd, _F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, 0, 0, 0, 0))
-            if content:
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, content, 0)
-                os.fsync(fd)
-            return cls(fd, path)
-        except OSError as error:
-            os.close(fd)
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                return None
+            if lock.hold(content):
+                return lock
+        except BaseException:
+            lock.close()
             raise
+        lock.close()
+        return None
+
+    def hold(self, content: bytes = b"") -> bool:
+        """Try to lock the file; return whether it is locked now. `content` becomes what the file holds.
+        Raises OSError."""
+        try:
+            fcntl.fcntl(self._fd, _F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, 0, 0, 0, 0))
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return False
+            raise
+        if content:
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, content, 0)
+            os.fsync(self._fd)
+        return True
 
     @property
     def is_held(self) -> bool:

@@ -31,6 +31,7 @@ from .errors import BadPush
 from .layout import ModelLayout, Shard
 from .plan import Plan
 from .reduction import Reduction
+from .trees import look
 
 __all__ = ["Part"]
 
@@ -188,11 +189,11 @@ class Part:
 
     def _drop_shared_files(self, path: Path) -> None:
         """Remove files that have another name, too: model.safetensors, or whatever a user has made."""
-        for name in (PARAMS, STATE):
-            for shard in self._shards:
+        there = look(path)
+        for folder in (PARAMS, STATE):
+            for name in there.folder(folder).linked:
                 with contextlib.suppress(FileNotFoundError):
-                    if os.stat(path / name / shard.name).st_nlink > 1:
-                        os.unlink(path / name / shard.name)
+                    os.unlink(path / folder / name)
 
     def _complain(self, target: Path, bad: BadPush) -> bool:
         """Tell the coordinator of a bad push, once; return whether that was done now."""

@@ -27,6 +27,7 @@ from .layout import FLOAT_CODES, ModelLayout, Parameter, Shard
 from .locks import is_locked
 from .plan import Push
 from .scales import blocks_of
+from .trees import Folder
 
 __all__ = [
     "REFUSALS",
@@ -184,11 +185,18 @@ def scales_of(header: Header) -> dict[str, float]:
     return scales
 
 
-def inspect(train: TrainDirectory, layout: ModelLayout, name: str) -> Identity | None:
-    """Return what a name in push/ says of itself; None for what is no push, or not yet. Raises Refused for
-    what does not fit the parameters."""
+def inspect(
+    train: TrainDirectory, layout: ModelLayout, name: str, folder: Folder | None = None
+) -> Identity | None:
+    """Return what a name in push/ says of itself; None for what is no push, or not yet. `folder`: what is
+    known to be below it. Raises Refused for what does not fit the parameters."""
     if name.startswith("."):
         return None
+    if folder is not None and train.is_on_irdmafs and folder.files.keys() >= {*layout.shard_names}:
+        # They were checked when they were published.
+        identity = identity_of_directory(name)
+        size = sum(folder.files[shard].size for shard in layout.shard_names)
+        return identity and identity._replace(size=size)
     path = train.push / name
     try:
         if stat.S_ISDIR(_check_kind(path).st_mode):
@@ -280,8 +288,8 @@ def check_content(train: TrainDirectory, fd: int, name: str) -> None:
         pushed = _read(layout, last, fd)
         identity, tensors = pushed.identity, pushed.tensors
         _check_whole(layout, tensors)
-    # The name that a directory will have is checked once, and not with each of its files.
-    if not (folders and name.startswith(".")):
+    # The name that a directory in staging/ will have is checked once, and not with each of its files.
+    if len(folders) <= 1:
         check_identity(train, config, identity)
     if config.nonfinite == "refuse":
         _refuse_nonfinite(fd, tensors)

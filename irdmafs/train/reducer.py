@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +18,6 @@ import msgspec
 
 from .ahead import Staged
 from .arithmetic import Blocks
-from .changes import GATHER_S, AnyChange, Changes
 from .config import TrainConfig
 from .coordinator import Coordinator
 from .directory import LOOK_S, TrainDirectory, state_of
@@ -27,6 +26,7 @@ from .locks import Lock
 from .part import Part
 from .places import is_here
 from .plan import Plan, is_foreseen
+from .trees import Folder, Trees
 
 __all__ = ["Reducer"]
 
@@ -57,21 +57,20 @@ class Reducer:
         self.train = TrainDirectory(directory, keeps_open=True)
         with self.train.naming():
             self.layout = self.train.layout()
-        self._staged = Staged(self.train)
+        self._trees = Trees()
+        self._staged = Staged(self.train, self._trees)
         self._blocks = Blocks(threads or len(os.sched_getaffinity(0)))
+        # Those that are held, and those that others hold: opening them each time would cost more.
         self._locks: dict[str, Lock] = {}
+        self._of_others: dict[str, Lock] = {}
         self._parts: dict[str, Part] = {}
         self._coordinator: Coordinator | None = None
-        self._changes = AnyChange()
         self._looked_s = 0.0
         self._begun_s = time.monotonic()
-        # The counter of changes of next/, and what was found then.
-        self._found: tuple[str | None, _Found] | None = None
-        self._names: list[str] = []
-        # Where all parts of this reducer were made.
-        self._finished: Path | None = None
+        # The names in next/, and what was found then.
+        self._found: tuple[Collection[str], _Found] | None = None
         # The counters of next/ and push/ when the coordinator had nothing to do, and when that was.
-        self._coordinated: tuple[str | None, ...] = ()
+        self._coordinated: tuple[int | None, ...] = ()
         self._coordinated_s = 0.0
 
     def __enter__(self) -> Reducer:
@@ -82,7 +81,8 @@ class Reducer:
 
     def close(self) -> None:
         self._leave_parts()
-        self._changes.close()
+        self._trees.close()
+        self._staged.close()
         self._blocks.close()
         self.train.close()
 
@@ -92,14 +92,12 @@ class Reducer:
         said, worked_s = "", time.monotonic()
         while not stopped():
             try:
-                # Before looking, so that no change is missed.
-                begun = [Changes(path) for path in self._watched()]
                 did = self.step()
                 worked_s = time.monotonic()
                 if did:
                     said = ""
                 elif self._coordinator is None or not self._coordinator.tidy_up():
-                    self._wait(begun, stopped)
+                    self._wait(stopped)
             except InterruptedError:
                 continue
             except (OSError, ValueError, msgspec.MsgspecError, TrainError) as error:
@@ -122,41 +120,34 @@ class Reducer:
         """Go on after the mount was mounted again. Raises TrainError if there is another training."""
         self._leave_parts()
         self.train.reopen()
-        self._staged = Staged(self.train)
+        self._trees.close()
+        self._trees = Trees()
+        self._staged = Staged(self.train, self._trees)
         with contextlib.suppress(OSError), self.train.naming():
             if self.train.layout() != self.layout:
                 raise TrainError(f"another training has begun in {self.train.models}")
 
-    def _watched(self) -> Iterator[Path]:
-        """Return the directories whose changes concern this reducer."""
-        yield self.train.next
-        if self._coordinator is not None:
-            yield self.train.push
-        if self._found is None or (self._parts and is_foreseen(self._found[1].config)):
-            yield self.train.staging
-
-    def _wait(self, begun: Sequence[Changes], stopped: Callable[[], bool]) -> None:
+    def _wait(self, stopped: Callable[[], bool]) -> None:
         until_s = time.monotonic() + LOOK_S
         while not stopped() and time.monotonic() < until_s:
-            if self._changes.wait(begun, _STOPPED_S):
-                time.sleep(GATHER_S)
+            if self._trees.wait(_STOPPED_S):
                 return
 
     def step(self) -> bool:
         """Do what can be done now; return whether that was anything. Raises TrainError and OSError, and
         ValueError and msgspec.MsgspecError for what cannot be read."""
         took = self._take_parts()
-        found = self._look()
-        if self._coordinator is not None and self._coordinate(self._coordinator, found):
+        below = self._trees.look(self.train.next)
+        found = self._look(below)
+        if self._coordinator is not None and self._coordinate(self._coordinator, found, below):
             return True
         did = False
         if found.made is not None:
             target, plan = found.made
-            if self._parts and target != self._finished:
-                missing = self._parts.keys() - set(os.listdir(target))
-                for name in sorted(missing):
-                    did = self._parts[name].make(found.config, target, plan) or did
-                self._finished = None if missing else target
+            for name in sorted(self._parts.keys() - below.folder(target.name).folders.keys()):
+                did = self._parts[name].make(found.config, target, plan) or did
+            if did:
+                self._trees.look_again(self.train.next)
         elif self._parts and is_foreseen(found.config):
             foreseen = self._staged.plan(found.config, found.newest)
             if foreseen is not None:
@@ -164,23 +155,19 @@ class Reducer:
                     did = part.foresee(foreseen) or did
         return did or took
 
-    def _look(self) -> _Found:
-        """Return what there is, as long as it is so."""
-        counter = Changes(self.train.next).counter
-        if self._found is None or counter is None or self._found[0] != counter:
-            names = os.listdir(self.train.next)
-            if self._found is not None and counter is not None and names == self._names:
-                found = self._found[1]
-            else:
-                config = self.train.config()
-                newest = self.train.newest_plan()
-                found = _Found(config, newest, self.train.making(newest.version + 1, names))
-            self._found, self._names = (counter, found), names
+    def _look(self, below: Folder) -> _Found:
+        """Return what there is, as long as next/ has the same names."""
+        names = below.folders.keys()
+        if self._found is None or below.counter is None or self._found[0] != names:
+            config = self.train.config()
+            newest = self.train.newest_plan()
+            found = _Found(config, newest, self.train.making(newest.version + 1, names))
+            self._found = (names, found)
         return self._found[1]
 
-    def _coordinate(self, coordinator: Coordinator, found: _Found) -> bool:
+    def _coordinate(self, coordinator: Coordinator, found: _Found, below: Folder) -> bool:
         """Do the coordinator's part, unless nothing has changed that concerns it."""
-        counters = tuple(Changes(path).counter for path in (self.train.next, self.train.push))
+        counters = (below.counter, self._trees.look(self.train.push).counter)
         now_s = time.monotonic()
         if counters == self._coordinated and now_s < self._coordinated_s + LOOK_S:
             return False
@@ -188,6 +175,8 @@ class Reducer:
         # None: without irdmafs there are no counters.
         self._coordinated = () if did or None in counters else counters
         self._coordinated_s = now_s
+        if did:
+            self._trees.look_again(self.train.next)
         return did
 
     # -- parts -------------------------------------------------------------------------------------
@@ -198,8 +187,9 @@ class Reducer:
         if self._looked_s and now_s < self._looked_s + LOOK_S:
             return False
         took = False
-        # The configuration may have changed, too.
-        self._looked_s, self._found, self._finished = now_s, None, None
+        self._looked_s = now_s
+        if self._found is not None and self._found[1].config != self.train.config():
+            self._found = None
         for name in [name for name, lock in self._locks.items() if not lock.is_held]:
             log.warning("%s: the lock of %s was lost", self.train.models, name)
             self._locks.pop(name).close()
@@ -209,23 +199,23 @@ class Reducer:
         for name in (_COORDINATOR, *self.layout.parts):
             if name in self._locks or not self._may_take(name, now_s):
                 continue
-            lock = Lock.take(
-                self.train.reducers / name, f"{os.uname().nodename} {os.getpid()}\n".encode()
-            )
-            if lock is not None:
+            if name not in self._of_others:
+                self._of_others[name] = Lock(self.train.reducers / name)
+            if self._of_others[name].hold(f"{os.uname().nodename} {os.getpid()}\n".encode()):
                 log.info("%s: this reducer has %s now", self.train.models, name)
-                self._locks[name] = lock
+                self._locks[name] = self._of_others.pop(name)
                 took = True
         for name in self.layout.parts.keys() & (self._locks.keys() - self._parts.keys()):
             self._parts[name] = Part(self.train, self.layout, name, self._blocks, self._staged)
         if self._coordinator is None and _COORDINATOR in self._locks:
-            self._coordinator = Coordinator(self.train, self.layout)
+            self._coordinator = Coordinator(self.train, self.layout, self._trees)
         return took
 
     def _leave_parts(self) -> None:
-        for lock in self._locks.values():
+        for lock in (*self._locks.values(), *self._of_others.values()):
             lock.close()
         self._locks.clear()
+        self._of_others.clear()
         self._parts.clear()
         self._coordinator = None
 

@@ -26,7 +26,7 @@ from .copies import copy_shard
 from .directory import ShardFile, TrainDirectory, gather, in_parallel, params_of, remove
 from .early import Early
 from .errors import Refused, TrainError
-from .folders import Past, seen
+from .folders import Directories, Past, seen
 from .layout import Shard
 from .locks import Lock, is_locked
 from .open_push import OpenPush
@@ -72,7 +72,7 @@ class Worker:
             self._in_turns = self._turns()
         # Files of versions that were pulled.
         self._past = Past()
-        self._homes: dict[str, Path] = {}
+        self._directories = Directories()
         self._early: Early | None = None
         self._early_out: Mapping[str, Any] | None = None
         # The last pull gave arrays that show the version's files: the next one probably does, too.
@@ -157,6 +157,7 @@ class Worker:
             self._staging.remove()
             remove(self.train.workers / self.name)
         self._lock.close()
+        self._directories.close()
         self.train.close()
 
     # -- push --------------------------------------------------------------------------------------
@@ -235,7 +236,7 @@ class Worker:
         pushed = self._pushed
         self._lock.close()
         self.train.reopen()
-        self._homes.clear()
+        self._directories.close()
         try:
             self._take_part()
         except TrainError as error:
@@ -400,7 +401,7 @@ class Worker:
             self.train,
             self.layout,
             before + 1,
-            self._homes,
+            self._directories,
             self._past,
             None if out is None else copy,
             shown=out is None and self._shows,

@@ -3,16 +3,14 @@
 import itertools
 import mmap
 import os
-import random
 import secrets
 import shutil
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from mountpoint import Mount, eventually
+from mountpoint import eventually
 from numpy.typing import NDArray
 from training_runs import (
     Arrays,
@@ -29,12 +27,12 @@ from training_runs import (
 
 from irdmafs.train import Reducer, Worker
 from irdmafs.train.ahead import Staged
-from irdmafs.train.changes import AnyChange, Changes
 from irdmafs.train.directory import ShardFile, TrainDirectory
 from irdmafs.train.open_push import OpenPush
 from irdmafs.train.part import Part
 from irdmafs.train.pushes import STEP, Identity, values_of
 from irdmafs.train.reduction import Reduction
+from irdmafs.train.trees import Trees
 
 SHARDS = 3
 # Long enough for whatever is waited for to happen.
@@ -206,7 +204,7 @@ def test_reducer_whose_part_was_taken_publishes_nothing(run: Path, reductions: l
         eventually(lambda: coordinator.step(config, train.newest_plan(), None), "a plan is made")
         made = train.making(1, os.listdir(train.next))
         assert made is not None
-        staged = Staged(train)
+        staged = Staged(train, Trees())
         taken = {name: Part(train, reducer.layout, name, reducer._blocks, staged) for name in lost}
         for name, part in lost.items():
             assert not part.make(config, *made)
@@ -232,7 +230,7 @@ def test_links_in_staging_are_not_followed(run: Path, reductions: list[bool], li
         else:
             staging.with_name(f"a@{secrets.token_hex(8)}").symlink_to(foreign.parent)
         reduce_until(reducer, reducer.train.members.exists, "the worker is seen")
-        staged, config = Staged(reducer.train), reducer.train.config()
+        staged, config = Staged(reducer.train, Trees()), reducer.train.config()
         assert staged.plan(config, reducer.train.newest_plan()) is None
         if link == "of a push":
             (staging / foreign.name).unlink()
@@ -464,40 +462,3 @@ def test_nothing_is_copied_after_push_pull_has_raised(
         found = finish(on_mount, reducer, push)
         assert same_bits(out, before)
         assert same_bits(a.pull(out, timeout_s=LONG_S), found)
-
-
-# -- waiting for changes ---------------------------------------------------------------------------
-
-
-@pytest.fixture
-def folders(training_mount: Mount, tmp_path: Path) -> list[Path]:
-    found = [training_mount.path / f"{tmp_path.name}-{number}" for number in range(3)]
-    for folder in found:
-        folder.mkdir()
-    return found
-
-
-def test_change_of_any_directory_ends_a_wait(folders: list[Path]) -> None:
-    changes = AnyChange()
-    for number, folder in enumerate(folders):
-        begun = [Changes(each) for each in folders]
-        thread = threading.Thread(target=(folder / str(number)).mkdir)
-        thread.start()
-        assert changes.wait(begun, LONG_S)
-        thread.join()
-    changes.close()
-
-
-def test_change_before_the_wait_is_not_missed(folders: list[Path]) -> None:
-    changes, numbers = AnyChange(), random.Random(1)
-    for name in range(200):
-        begun = [Changes(folder) for folder in folders]
-        (numbers.choice(folders) / str(name)).mkdir()
-        assert changes.wait(begun, LONG_S)
-    changes.close()
-
-
-def test_wait_for_no_change_ends_after_its_time(folders: list[Path]) -> None:
-    changes = AnyChange()
-    assert not changes.wait([Changes(folder) for folder in folders], 0.01)
-    changes.close()

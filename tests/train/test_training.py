@@ -36,6 +36,7 @@ from irdmafs.train.config import TrainConfig
 from irdmafs.train.coordinator import Coordinator
 from irdmafs.train.directory import TrainDirectory
 from irdmafs.train.locks import Lock, is_locked
+from irdmafs.train.trees import Trees
 
 JOINS = """
 import sys
@@ -532,7 +533,7 @@ def test_directories_that_another_coordinator_took_are_made_again(run: Path) -> 
         reduce(reducer)
         assert reducer._coordinator is not None
         reducer._coordinator.tidy_up()
-        Coordinator(reducer.train, reducer.layout)._sweep()
+        Coordinator(reducer.train, reducer.layout, Trees())._sweep()
         worker.push(ones())
         with pytest.raises(FileNotFoundError):
             reduce(reducer)
@@ -546,7 +547,7 @@ def test_version_that_is_planned_anew_under_its_name_is_made(run: Path) -> None:
     assert lock is not None
     with Worker(run, "w") as worker, Reducer(run) as reducer:
         train = reducer.train
-        coordinator = Coordinator(train, reducer.layout)
+        coordinator = Coordinator(train, reducer.layout, Trees())
 
         def coordinate() -> None:
             newest = train.newest_plan()

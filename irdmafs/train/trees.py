@@ -1,0 +1,214 @@
+"""What is below directories, as it is told by each change: one request for each, however much is there.
+
+On irdmafs that is what the mount has been told so far: of two changes that somebody saw one after the other
+it has both, or the first, or none. Elsewhere directories are walked, each time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import threading
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .changes import CHANGES, GATHER_S, NO_COUNTER
+from .directory import is_published
+from .folders import Seen, seen
+
+__all__ = ["Folder", "Trees", "look"]
+
+_TREE = "user.irdmafs.tree"
+_BYTES_MAX = 65536
+# As many names fit in an answer, and more.
+_NAMES_MAX = 1024
+# Elsewhere there is nothing to wait for: look again.
+_POLL_S = 0.005
+# A thread that nobody waits for any more ends its wait after so long.
+_WATCH_S = 1.0
+# Not on irdmafs; too much for one answer; not for this user.
+_WALKED = (errno.ENODATA, errno.EOPNOTSUPP, errno.E2BIG, errno.ERANGE, errno.EACCES)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.getxattr.restype = ctypes.c_ssize_t
+
+
+class Folder(NamedTuple):
+    """A directory: its published files, of these the ones that have other names (hard links), too, its
+    directories, and the names of all that is in it. `counter`: of changes below it, if it was looked at by
+    itself, and the mount counts them."""
+
+    ino: int
+    files: Mapping[str, Seen]
+    linked: Collection[str]
+    folders: Mapping[str, Folder]
+    names: Collection[str]
+    counter: int | None = None
+
+    def folder(self, *names: str) -> Folder:
+        """Return a directory below it; one without entries if it is not there."""
+        found = self
+        for name in names:
+            found = found.folders.get(name, _NOTHING)
+        return found
+
+
+_NOTHING = Folder(0, {}, (), {}, ())
+
+
+def look(path: Path, after: int | None = None, timeout_s: float = 0.0) -> Folder:
+    """Return what is below a directory; if `after` is a counter, once it is another one, or after a while.
+    Raises OSError, InterruptedError too."""
+    waiting = "" if after is None else f".{after}.{timeout_s:.3f}"
+    try:
+        counter, entries = json.loads(_ask(path, _TREE + waiting))
+    except OSError as error:
+        if error.errno not in _WALKED:
+            raise
+        counter = _count(path, waiting)
+        return _walk(path)._replace(counter=counter)
+    return _folder(path, 0, entries)._replace(counter=counter)
+
+
+def _ask(path: Path, name: str) -> bytes:
+    # os.getxattr asks twice if an answer is longer than a few bytes.
+    answer = ctypes.create_string_buffer(_BYTES_MAX)
+    size = _libc.getxattr(os.fsencode(path), name.encode(), answer, _BYTES_MAX)
+    if size < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), os.fspath(path))
+    return answer.raw[:size]
+
+
+def _count(path: Path, waiting: str) -> int | None:
+    """Return the counter of a directory whose tree is walked."""
+    try:
+        return int(os.getxattr(path, CHANGES + waiting))
+    except OSError as error:
+        if error.errno not in NO_COUNTER:
+            raise
+        return None
+
+
+def _folder(path: Path, ino: int, entries: Mapping[str, Any]) -> Folder:
+    files, linked, folders = {}, [], {}
+    for name, (number, *more) in entries.items():
+        if len(more) == 4:
+            ctime_ns, size, version, links = more
+            if version and size:
+                files[name] = Seen(number, ctime_ns, size)
+            if links > 1:
+                linked.append(name)
+        elif more and more[0] is not None:
+            folders[name] = _folder(path / name, number, more[0])
+        elif more:
+            folders[name] = _walk(path / name)
+    return Folder(ino, files, linked, folders, entries.keys())
+
+
+def _walk(path: Path) -> Folder:
+    """Look at each file. What goes meanwhile, or may not be seen, is not there; nor are files of a
+    directory that has very many: whoever made them would have others look at them for ever."""
+    files, linked, folders = {}, [], {}
+    with os.scandir(path) as entries:
+        there = list(entries)
+    for entry in there:
+        below = path / entry.name
+        with contextlib.suppress(OSError):
+            if entry.is_dir(follow_symlinks=False):
+                folders[entry.name] = look(below)
+            elif len(there) <= _NAMES_MAX and entry.is_file(follow_symlinks=False):
+                status = below.lstat()
+                if is_published(below, status):
+                    files[entry.name] = seen(status)
+                if status.st_nlink > 1:
+                    linked.append(entry.name)
+    names = [entry.name for entry in there]
+    return Folder(os.stat(path).st_ino, files, linked, folders, names)
+
+
+class Trees:
+    """What is below some directories. Threads wait for their changes, from the first look at each."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._found: dict[Path, Folder] = {}
+        self._errors: list[OSError] = []
+        self._closed = False
+        # How often there was something new, and how often that was known to wait().
+        self._news = self._waited = 0
+
+    def look(self, path: Path) -> Folder:
+        """Return what was below a directory at the last change that this process was told of. Raises
+        OSError, also one that a thread has met."""
+        with self._changed:
+            if self._errors:
+                raise self._errors.pop()
+            found = self._found.get(path)
+        return self.look_again(path) if found is None or found.counter is None else found
+
+    def look_again(self, path: Path) -> Folder:
+        """Return what is below a directory now; changes of this process and those that came before one it
+        knows of are among it. Raises OSError."""
+        found = look(path)
+        with self._changed:
+            is_new = path not in self._found
+            self._take(path, found)
+        if is_new and found.counter is not None:
+            threading.Thread(target=self._watch, args=(path,), name="tree", daemon=True).start()
+        return self._found[path]
+
+    def _take(self, path: Path, found: Folder) -> bool:
+        """Keep what was found, unless something later is known; return whether it is new."""
+        known = self._found.get(path, _NOTHING).counter
+        if known is not None and found.counter is not None and found.counter <= known:
+            return False
+        self._found[path] = found
+        return True
+
+    def _watch(self, path: Path) -> None:
+        while not self._closed:
+            try:
+                try:
+                    found = look(path, self._found[path].counter, _WATCH_S)
+                except BlockingIOError:
+                    # Too many wait on this mount.
+                    time.sleep(_WATCH_S)
+                    found = look(path)
+            except InterruptedError:
+                continue
+            except OSError as error:
+                # It is met by who looks; from then on it is watched again.
+                with self._changed:
+                    self._errors.append(error)
+                    del self._found[path]
+                    self._tell()
+                return
+            with self._changed:
+                if self._take(path, found):
+                    self._tell()
+            time.sleep(GATHER_S)
+
+    def _tell(self) -> None:
+        self._news += 1
+        self._changed.notify_all()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return True when something has changed since the last wait(), or may have; False after a
+        while."""
+        with self._changed:
+            if any(found.counter is None for found in self._found.values()):
+                self._changed.wait(min(_POLL_S, timeout_s))
+                return True
+            is_new = self._changed.wait_for(lambda: self._news != self._waited, timeout_s)
+            self._waited = self._news
+            return is_new
+
+    def close(self) -> None:
+        """Watch no more. Threads that wait end soon."""
+        self._closed = True

@@ -1,0 +1,142 @@
+"""A directory tells all that is below it in one answer, to who may see it."""
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_mount import CLUSTER
+from conftest import SESSIONS as _SESSIONS
+from mountpoint import eventually
+from processes import Process, is_waiting
+
+SESSIONS = (*_SESSIONS, CLUSTER)
+pytestmark = pytest.mark.beyond_posix
+
+TREE = "user.irdmafs.tree"
+NOBODY = 65534
+AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")
+TakeProcess = Callable[[], Process]
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="takes another user")
+
+
+def tree_of(directory: Path, waiting: str = "") -> tuple[int, dict[str, Any]]:
+    counter, entries = json.loads(os.getxattr(directory, TREE + waiting))
+    return counter, entries
+
+
+def entry(path: Path) -> list[int]:
+    status = path.stat()
+    version = int(os.getxattr(path, "user.irdmafs.version"))
+    return [status.st_ino, status.st_ctime_ns, status.st_size, version, status.st_nlink]
+
+
+def test_tree_has_files_directories_and_the_rest(folder: Path) -> None:
+    (folder / "a" / "b").mkdir(parents=True)
+    (folder / "a" / "file").write_bytes(b"12")
+    (folder / "link").symlink_to("a")
+    os.mkfifo(folder / "fifo")
+    counter, entries = tree_of(folder)
+    assert counter == int(os.getxattr(folder, "user.irdmafs.changes"))
+    assert entries == {
+        "a": [
+            (folder / "a").stat().st_ino,
+            {"b": [(folder / "a/b").stat().st_ino, {}], "file": entry(folder / "a/file")},
+        ],
+        "link": [(folder / "link").lstat().st_ino],
+        "fifo": [(folder / "fifo").stat().st_ino],
+    }
+
+
+def test_names_that_are_no_text_are_told(folder: Path) -> None:
+    name = os.fsdecode(b"\xff\xfe")
+    (folder / name).touch()
+    assert list(tree_of(folder)[1]) == [name]
+
+
+def test_a_file_is_told_as_it_was_published(folder: Path) -> None:
+    path = folder / "file"
+    path.write_bytes(b"old")
+    before = entry(path)
+    with path.open("wb", buffering=0) as file:
+        file.write(b"longer")
+        assert tree_of(folder)[1]["file"] == before
+    assert tree_of(folder)[1]["file"] == entry(path) != before
+
+
+def test_who_waits_gets_the_tree_that_woke_him(folder: Path, process: TakeProcess) -> None:
+    waiter = process()
+    count, _ = tree_of(folder)
+    waiter.start(
+        f"os.getxattr(directory, f'{TREE}.{{count}}').decode()", directory=str(folder), count=count
+    )
+    eventually(lambda: is_waiting(waiter.pid), "it waits", 30)
+    (folder / "new").mkdir()
+    counter, entries = json.loads(waiter.result())
+    assert counter > count
+    assert list(entries) == ["new"]
+
+
+def test_a_wait_with_a_time_limit_ends(folder: Path) -> None:
+    count, _ = tree_of(folder)
+    assert tree_of(folder, f".{count}.0.05") == (count, {})
+    with pytest.raises(OSError) as refused:
+        tree_of(folder, ".x")
+    assert refused.value.errno == errno.EINVAL
+
+
+@needs_root
+@pytest.mark.parametrize("mode", [0o700, 0o744, 0o750, 0o711])
+def test_what_others_may_not_see_is_left_out(folder: Path, mode: int) -> None:
+    private = folder / "private"
+    private.mkdir()
+    (private / "secret").write_bytes(b"x")
+    private.chmod(mode)
+    with Process(AS_NOBODY) as stranger:
+        answer = stranger.do(f"os.getxattr(directory, '{TREE}')", directory=str(folder))
+        assert json.loads(answer)[1] == {"private": [private.stat().st_ino, None]}
+        with pytest.raises(PermissionError):
+            stranger.do(f"os.getxattr(directory, '{TREE}')", directory=str(private))
+    assert tree_of(folder)[1]["private"][1] == {"secret": entry(private / "secret")}
+
+
+@needs_root
+def test_a_group_and_an_acl_are_left_to_the_kernel(folder: Path) -> None:
+    private = folder / "private"
+    private.mkdir(mode=0o750)
+    os.chown(private, 0, NOBODY)
+    with Process(AS_NOBODY) as member, pytest.raises(PermissionError):
+        member.do(f"os.getxattr(directory, '{TREE}')", directory=str(private))
+
+
+@needs_root
+def test_an_owner_who_has_shut_himself_out_sees_nothing(folder: Path) -> None:
+    own = folder / "own"
+    own.mkdir()
+    os.chown(own, NOBODY, NOBODY)
+    own.chmod(0o077)
+    with Process(AS_NOBODY) as owner, pytest.raises(PermissionError):
+        owner.do(f"os.getxattr(directory, '{TREE}')", directory=str(own))
+
+
+@pytest.mark.parametrize(("count", "length"), [(300, 250), (2000, 10)])
+def test_more_than_an_attribute_holds_is_refused(folder: Path, count: int, length: int) -> None:
+    for number in range(count):
+        (folder / f"{number:0{length}}").touch()
+    with pytest.raises(OSError) as refused:
+        tree_of(folder)
+    assert refused.value.errno == errno.E2BIG
+
+
+def test_it_is_neither_listed_nor_set(folder: Path) -> None:
+    tree_of(folder)
+    assert TREE not in os.listxattr(folder)
+    with pytest.raises(PermissionError):
+        os.setxattr(folder, TREE, b"1")
+    (folder / "file").touch()
+    with pytest.raises(OSError) as refused:
+        os.getxattr(folder / "file", TREE)
+    assert refused.value.errno == errno.ENODATA
