@@ -107,7 +107,8 @@ def _folder(path: Path, ino: int, entries: Mapping[str, Any]) -> Folder:
         elif more and more[0] is not None:
             folders[name] = _folder(path / name, number, more[0])
         elif more:
-            folders[name] = _walk(path / name)
+            with contextlib.suppress(OSError):
+                folders[name] = _walk(path / name)
     return Folder(ino, files, linked, folders, entries.keys())
 
 
@@ -133,11 +134,13 @@ def _walk(path: Path) -> Folder:
 
 
 class Trees:
-    """What is below some directories. Threads wait for their changes, from the first look at each."""
+    """What is below some directories. From the first wait() on threads wait for changes of all that were
+    looked at; before, each look is a request."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._found: dict[Path, Folder] = {}
+        self._watched: set[Path] = set()
         self._errors: list[OSError] = []
         self._closed = False
         # How often there was something new, and how often that was known to wait().
@@ -149,19 +152,17 @@ class Trees:
         with self._changed:
             if self._errors:
                 raise self._errors.pop()
-            found = self._found.get(path)
-        return self.look_again(path) if found is None or found.counter is None else found
+            if path in self._watched:
+                return self._found[path]
+        return self.look_again(path)
 
     def look_again(self, path: Path) -> Folder:
         """Return what is below a directory now; changes of this process and those that came before one it
         knows of are among it. Raises OSError."""
         found = look(path)
         with self._changed:
-            is_new = path not in self._found
             self._take(path, found)
-        if is_new and found.counter is not None:
-            threading.Thread(target=self._watch, args=(path,), name="tree", daemon=True).start()
-        return self._found[path]
+            return self._found[path]
 
     def _take(self, path: Path, found: Folder) -> bool:
         """Keep what was found, unless something later is known; return whether it is new."""
@@ -171,11 +172,29 @@ class Trees:
         self._found[path] = found
         return True
 
-    def _watch(self, path: Path) -> None:
+    def wait(self, timeout_s: float) -> bool:
+        """Return True when something has changed since the last wait(), or may have; False after a
+        while."""
+        with self._changed:
+            for path, found in self._found.items():
+                if found.counter is None:
+                    self._changed.wait(min(_POLL_S, timeout_s))
+                    return True
+                if path not in self._watched:
+                    self._watched.add(path)
+                    target, arguments = self._watch, (path, found.counter)
+                    threading.Thread(
+                        target=target, args=arguments, name="tree", daemon=True
+                    ).start()
+            is_new = self._changed.wait_for(lambda: self._news != self._waited, timeout_s)
+            self._waited = self._news
+            return is_new
+
+    def _watch(self, path: Path, counter: int | None) -> None:
         while not self._closed:
             try:
                 try:
-                    found = look(path, self._found[path].counter, _WATCH_S)
+                    found = look(path, counter, _WATCH_S)
                 except BlockingIOError:
                     # Too many wait on this mount.
                     time.sleep(_WATCH_S)
@@ -186,9 +205,11 @@ class Trees:
                 # It is met by who looks; from then on it is watched again.
                 with self._changed:
                     self._errors.append(error)
+                    self._watched.discard(path)
                     del self._found[path]
                     self._tell()
                 return
+            counter = found.counter
             with self._changed:
                 if self._take(path, found):
                     self._tell()
@@ -197,17 +218,6 @@ class Trees:
     def _tell(self) -> None:
         self._news += 1
         self._changed.notify_all()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Return True when something has changed since the last wait(), or may have; False after a
-        while."""
-        with self._changed:
-            if any(found.counter is None for found in self._found.values()):
-                self._changed.wait(min(_POLL_S, timeout_s))
-                return True
-            is_new = self._changed.wait_for(lambda: self._news != self._waited, timeout_s)
-            self._waited = self._news
-            return is_new
 
     def close(self) -> None:
         """Watch no more. Threads that wait end soon."""
