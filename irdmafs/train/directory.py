@@ -73,6 +73,7 @@ class TrainDirectory:
         self.path = self.models / name
         self._keeps_open = keeps_open
         self._read: dict[Path, tuple[Seen, Any]] = {}
+        self._known: tuple[TrainConfig, ModelLayout] | None = None
         self.reopen()
 
     def close(self) -> None:
@@ -155,6 +156,14 @@ class TrainDirectory:
         except msgspec.MsgspecError as error:
             raise TrainError(f"{path}: {error}") from None
         return layout
+
+    def config_and_layout(self) -> tuple[TrainConfig, ModelLayout]:
+        """Read both. The layout of a training is that of its beginning: it is not looked at again while its
+        configuration is the same. Raises TrainError."""
+        config = self.config()
+        if self._known is None or self._known[0] is not config:
+            self._known = (config, self.layout())
+        return self._known
 
     def version_numbers(self) -> list[int]:
         """Return the numbers of the versions that are there, in order."""

@@ -280,7 +280,7 @@ def _directory(path: Path) -> TrainDirectory:
 
 def check_content(train: TrainDirectory, fd: int, name: str) -> None:
     """As check(), without a trace."""
-    config, layout = train.config(), train.layout()
+    config, layout = train.config_and_layout()
     *folders, last = name.split("/")
     if folders:
         identity, tensors = _read_shard(layout, folders, last, fd)
