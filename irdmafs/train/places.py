@@ -21,6 +21,10 @@ _NODES = "user.irdmafs.nodes"
 # Names that are tried: a node that is one of 25 is primary of none of them once in 200 times.
 _CANDIDATES_MIN = 128
 _CANDIDATES_PER_SHARD = 8
+# Two shards of a node: one is reduced and pulled while the other is on its way. More, or smaller ones, cost
+# more than that saves.
+_SHARDS_PER_NODE = 2
+_SHARD_BYTES = 8 << 20
 # The attribute is not there on one host, nor on another filesystem.
 _UNKNOWN = (errno.ENODATA, errno.ENOTSUP, errno.ENOENT)
 
@@ -40,10 +44,10 @@ def choose(names: Mapping[str, str], shards: int) -> list[str]:
     return chosen[:shards]
 
 
-def shard_names(directory: Path, shards: int | None) -> tuple[list[str], int]:
+def shard_names(directory: Path, shards: int | None, size: int) -> tuple[list[str], int]:
     """Return names for shards whose files are below `directory`, which has the placement `together`, and
-    the number of parts: one for each store node, or one for each shard where there are none. Without a
-    number of shards, one for each part. Raises OSError."""
+    the number of parts: one for each store node, or one for each shard where there are none. `size`: of all
+    parameters, in bytes, by which shards are chosen without a number of them. Raises OSError."""
     tried = max(_CANDIDATES_MIN, _CANDIDATES_PER_SHARD * (shards or 0))
     names: dict[str, str] = {}
     below = Path(tempfile.mkdtemp(prefix=".places-", dir=directory))
@@ -56,7 +60,9 @@ def shard_names(directory: Path, shards: int | None) -> tuple[list[str], int]:
     finally:
         shutil.rmtree(below)
     nodes_there = len(set(names.values()))
-    shards = shards or nodes_there
+    if not shards:
+        is_worth_it = size >= nodes_there * _SHARDS_PER_NODE * _SHARD_BYTES
+        shards = min(nodes_there * (_SHARDS_PER_NODE if is_worth_it else 1), len(names))
     return choose(names, shards), min(shards, nodes_there)
 
 

@@ -97,7 +97,8 @@ def _make(
     _set(train.staging, _TRAIN, b"push")
     _set(train.since, _TRAIN, b"since")
     parameters = canonical(parameter for parameter, _ in values.values())
-    names, parts = shard_names(train.path, shards)
+    size = sum(parameter.size * FLOAT_CODES[parameter.dtype] for parameter in parameters)
+    names, parts = shard_names(train.path, shards, size)
     layout = ModelLayout(parameters, tuple(names), parts)
     train.layout_path.write_bytes(msgspec.json.encode(layout))
     _first_version(

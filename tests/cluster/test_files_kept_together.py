@@ -134,12 +134,15 @@ def test_directories_do_not_have_it_and_nobody_sets_it(folder: Path) -> None:
     assert caught.value.errno == errno.EPERM
 
 
-def test_each_node_is_primary_of_one_shard(cluster: Cluster, together: Path) -> None:
-    names, parts = shard_names(together, None)
+@pytest.mark.parametrize(("size", "each"), [(0, 1), ((48 << 20) - 1, 1), (48 << 20, 2)])
+def test_each_node_is_primary_of_as_many_shards(
+    cluster: Cluster, together: Path, size: int, each: int
+) -> None:
+    names, parts = shard_names(together, None, size)
     assert os.listdir(together) == []
     files = [made(together / "state" / name, b"content") for name in names]
     primaries = Counter(groups_of(file)[0]["nodes"][0]["node"] for file in files)
-    assert sorted(primaries.values()) == [1, 1, 1]
+    assert sorted(primaries.values()) == [each] * 3
     assert {int(node, 16) for node in primaries} == set(cluster.live_nodes())
-    assert sorted(map(is_here, files), key=str) == [False, False, True]
+    assert Counter(map(is_here, files)) == {False: 2 * each, True: each}
     assert parts == 3
