@@ -6,13 +6,13 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from itertools import count
 from pathlib import Path
 
 from etcd_server import need_etcd, shared_etcd
-from mountpoint import IRDMAFS, Mount, eventually, run_checked
+from harness import forks
+from mountpoint import IRDMAFS, Mount, eventually
 
 CLUSTER = "cluster"
 
@@ -32,27 +32,28 @@ class OneNodeMount(Mount):
         need_etcd()
         super().__init__("kernel", arguments=arguments, command=command, store_size=store_size)
         self._directory = Path(tempfile.mkdtemp(prefix="test-irdmafs-node-", dir="/dev/shm"))
-        self._node: subprocess.Popen[bytes] | None = None
+        self._node: forks.Running | None = None
         self._name = name = f"test{os.getpid()}-{next(_numbers)}"
-        run_checked(
-            *(sys.executable, "-m", "irdmafs", "cluster", "init", "--no-tls"),
-            *("--etcd", shared_etcd().endpoint, "--name", name, "--out", self._directory),
+        done = self._run(
+            *(*IRDMAFS, "cluster", "init", "--no-tls", "--etcd", shared_etcd().endpoint),
+            *("--name", name, "--out", self._directory),
             *("--replicas", "1", "--buckets", "8", "--lease-ttl", "3"),
         )
+        assert done.returncode == 0, done
         self._config = self._directory / "cluster.toml"
         self.arguments = (*arguments, "--cluster", str(self._config), "--host", "elsewhere")
 
-    def try_mount(self) -> subprocess.CompletedProcess[str]:
+    def _run_mount(self) -> subprocess.CompletedProcess[str]:
         if self._node is None:
             self.start_node()
-        return super().try_mount()
+        return super()._run_mount()
 
     def start_node(self) -> None:
         log = self._directory / "log"
-        command = (sys.executable, "-m", "irdmafs", "serve", self._directory / "store", "-f")
+        command = (*IRDMAFS, "serve", str(self._directory / "store"), "-f")
         with log.open("wb") as output:
-            self._node = subprocess.Popen(
-                [*command, "--config", self._config], stdout=output, stderr=output, cwd="/"
+            self._node = forks.start(
+                [*command, "--config", str(self._config)], output=output, errors=output
             )
         eventually(lambda: b"is served" in log.read_bytes(), "the store node serves", 20)
 

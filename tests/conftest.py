@@ -19,6 +19,7 @@ from cluster_mount import CLUSTER, OneNodeMount
 from etcd_server import end_shared_etcd
 from guest_tests import GuestTests, starts_guests
 from harness.cluster import living as clusters
+from harness.forks import end_forking, fork_commands
 from harness.guest.kernel import built_kernel
 from mountpoint import IRDMAFS, PLAIN, Mount, PlainMount, living
 from processes import Process
@@ -45,6 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     # A daemon that crashes in somebody's C says where, in its log.
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+    fork_commands()
     config.addinivalue_line("markers", "kernel_session(reason): promised by that session only")
     config.addinivalue_line(
         "markers",
@@ -210,6 +212,7 @@ def _end_idle_processes() -> Iterator[None]:
     while _idle_processes:
         _idle_processes.pop().close()
     end_shared_etcd()
+    end_forking()
 
 
 @pytest.fixture(scope="session", autouse=True)

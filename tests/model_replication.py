@@ -63,8 +63,10 @@ class Model:
         self._changes: dict[tuple[int, int], list[tuple[str, int]]] = {}
         self._members: list[int] = []
         self._in_sync: list[int] = []
+        self._shown: list[str] = []
         # Many states have these in common.
         self._moved: dict[Seen, Seen] = {}
+        self._swapped: dict[Seen, Seen] = {}
 
     # --- configurations, by number
 
@@ -75,6 +77,8 @@ class Model:
             self.configs.append(config)
             self._members.append(sum(1 << node for node in config.members))
             self._in_sync.append(sum(1 << node for node in config.in_sync))
+            joining = f", joining {config.joining}" if config.joining else ""
+            self._shown.append(f"epoch {config.epoch}, in sync {config.in_sync}{joining}")
         return number
 
     def changes(self, config: int, node: int) -> list[tuple[str, int]]:
@@ -208,10 +212,9 @@ class Model:
                     ):
                         acks |= 1 << node
             sending = Writer(SENDING, writer.content, config, acks)
-            puts = state.puts | {(writer.content, config)}
             yield (
                 f"writer {index}: sends content {writer.content} to {self.show(config)}",
-                self._with_writer(state, index, sending)._replace(puts=puts),
+                self._with_put(self._with_writer(state, index, sending), writer.content, config),
             )
 
     def _may_commit(self, head: Etcd, writer: Writer) -> bool:
@@ -239,7 +242,7 @@ class Model:
             if node.torn & bit:
                 continue
             if self.bounds.torn and not node.sealed & bit:
-                receiving = node._replace(torn=node.torn | bit)
+                receiving = Node(UP, node.view, node.sealed, node.torn | bit)
                 yield (
                     f"node {index}: begins to receive content {content}",
                     self._with_node(state, index, receiving),
@@ -256,13 +259,13 @@ class Model:
             if not self.rules.node_serves_only_sealed:
                 raise Broken(f"a reader gets part of content {content} from node {index}")
             # It may have begun under an older configuration: what counts is who is told of it.
-            sealed = node._replace(sealed=node.sealed | bit, torn=node.torn & ~bit)
+            sealed = Node(UP, node.view, node.sealed | bit, node.torn & ~bit)
             after = self._with_node(state, index, sealed)
             for _, config in sorted(put for put in state.puts if put[0] == content):
                 if self._members[config] & here and self._is_known(config, view):
                     after = self._acknowledged(after, here, content, config)
             yield f"node {index}: has all of content {content}, seals, acknowledges", after
-            dropped = node._replace(torn=node.torn & ~bit)
+            dropped = Node(UP, node.view, node.sealed, node.torn & ~bit)
             yield (
                 f"node {index}: loses the connection that brings content {content}",
                 self._with_node(state, index, dropped),
@@ -275,14 +278,14 @@ class Model:
                 for number, other in enumerate(state.nodes)
             )
             if not node.sealed & bit and have:
-                copied = node._replace(sealed=node.sealed | bit)
+                copied = Node(UP, node.view, node.sealed | bit, node.torn)
                 yield (
                     f"node {index}: copies content {view.named} from another",
                     self._with_node(state, index, copied),
                 )
         left_behind = node.sealed & ~self._bit(view.pin)
         if left_behind and not self._members[view.config] & here:
-            freed = node._replace(sealed=node.sealed & ~left_behind)
+            freed = Node(UP, node.view, node.sealed & ~left_behind, node.torn)
             yield (
                 f"node {index}: frees what it kept as a member",
                 self._with_node(state, index, freed),
@@ -552,16 +555,17 @@ class Model:
         writers = (*writers[:index], writer, *writers[index + 1 :])
         return State(log, nodes, writers, puts, promotions, owed, lost, left)
 
+    def _with_put(self, state: State, content: int, config: int) -> State:
+        log, nodes, writers, puts, promotions, owed, lost, left = state
+        puts = puts | {(content, config)}
+        return State(log, nodes, writers, puts, promotions, owed, lost, left)
+
     def _put(self, state: State, etcd: Etcd) -> State:
-        return state._replace(log=(*state.log, etcd))
+        log, nodes, writers, puts, promotions, owed, lost, left = state
+        return State((*log, etcd), nodes, writers, puts, promotions, owed, lost, left)
 
     def show(self, config: int) -> str:
-        epoch, in_sync, joining = (
-            self.configs[config].epoch,
-            self.configs[config].in_sync,
-            self.configs[config].joining,
-        )
-        return f"epoch {epoch}, in sync {in_sync}" + (f", joining {joining}" if joining else "")
+        return self._shown[config]
 
     # --- what must hold
 
@@ -687,28 +691,38 @@ class Model:
 
     def swapped(self, state: State) -> State:
         """The two writers, and their contents, change places."""
+        before = state.log, state.nodes
+        after = self._swapped.get(before)
+        if after is None:
+            after = self._swapped[before] = self._as_swapped(*before)
+        first, second = (
+            Writer(writer.phase, self._other(writer.content), writer.config, writer.acks)
+            for writer in state.writers
+        )
+        return State(
+            *after,
+            (second, first),
+            frozenset((self._other(content), config) for content, config in state.puts),
+            state.promotions,
+            state.owed,
+            self._others(state.lost),
+            state.left,
+        )
+
+    def _as_swapped(self, log: tuple[Etcd, ...], nodes: tuple[Node, ...]) -> Seen:
+        other, others = self._other, self._others
+        return (
+            tuple(Etcd(e.config, other(e.named), others(e.sessions), other(e.pin)) for e in log),
+            tuple(Node(n.mode, n.view, others(n.sealed), others(n.torn)) for n in nodes),
+        )
+
+    def _other(self, content: int) -> int:
+        """The content of the other writer that has the same place among its contents."""
+        size = self.bounds.contents
+        return content if content == NOTHING else (content + size) % (2 * size)
+
+    def _others(self, contents: int) -> int:
+        """The same for a set of contents."""
         size = self.bounds.contents
         low = (1 << size) - 1
-
-        def content(number: int) -> int:
-            return number if number == NOTHING else (number + size) % (2 * size)
-
-        def bits(many: int) -> int:
-            return many >> size | (many & low) << size
-
-        first, second = (
-            writer._replace(content=content(writer.content)) for writer in state.writers
-        )
-        return state._replace(
-            log=tuple(
-                Etcd(etcd.config, content(etcd.named), bits(etcd.sessions), content(etcd.pin))
-                for etcd in state.log
-            ),
-            nodes=tuple(
-                Node(node.mode, node.view, bits(node.sealed), bits(node.torn))
-                for node in state.nodes
-            ),
-            writers=(second, first),
-            puts=frozenset((content(put[0]), put[1]) for put in state.puts),
-            lost=bits(state.lost),
-        )
+        return contents >> size | (contents & low) << size

@@ -6,13 +6,14 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
+
+from harness import forks
 
 COMMAND_TIMEOUT_S = 60.0
 PLAIN = "plain"
@@ -25,16 +26,14 @@ NOT_BLOCKING = frozenset(
 living: set["Mount"] = set()
 
 
-IRDMAFS = (sys.executable, "-m", "irdmafs")
+IRDMAFS = forks.PREFIX
 
 
 def irdmafs(
-    *arguments: str | os.PathLike[str],
-    launcher: tuple[str, ...] = (),
-    command: tuple[str, ...] = IRDMAFS,
+    *arguments: str | os.PathLike[str], launcher: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command line tool; its exit code is for the caller to judge."""
-    words = [*launcher, *command, *(str(word) for word in arguments)]
+    """Run the real command line tool; its exit code is for the caller to judge."""
+    words = [*launcher, *IRDMAFS, *(str(word) for word in arguments)]
     return subprocess.run(words, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, cwd="/")
 
 
@@ -93,22 +92,23 @@ class Mount:
     # -- mounting ---------------------------------------------------------------------------
 
     def try_mount(self) -> subprocess.CompletedProcess[str]:
-        return irdmafs(
-            "mount",
-            self.path,
-            "--store",
-            self.store,
-            "--session",
-            self.session,
-            "--log-file",
-            self.log,
-            *self.arguments,
-            launcher=self.launcher,
-            command=self.command,
+        """Run the real command; its exit status and output are for the caller to judge."""
+        with forks.real_commands():
+            return self._run_mount()
+
+    def _run_mount(self) -> subprocess.CompletedProcess[str]:
+        return self._run(
+            *self.command,
+            *("mount", self.path, "--store", self.store, "--log-file", self.log),
+            *("--session", self.session, *self.arguments),
         )
 
+    def _run(self, *words: str | os.PathLike[str]) -> subprocess.CompletedProcess[str]:
+        command = [os.fspath(word) for word in words]
+        return forks.run(command, self.launcher, timeout_s=COMMAND_TIMEOUT_S)
+
     def mount(self) -> None:
-        done = self.try_mount()
+        done = self._run_mount()
         assert done.returncode == 0, f"irdmafs mount failed\n{self.explain(done)}"
         assert self.is_mounted(), f"irdmafs mount returned but it is not mounted\n{done}"
         living.add(self)
@@ -116,7 +116,7 @@ class Mount:
     remount = mount
 
     def unmount(self) -> None:
-        done = irdmafs("umount", self.path, launcher=self.launcher)
+        done = self._run(*IRDMAFS, "umount", self.path)
         assert done.returncode == 0, f"irdmafs umount failed\n{self.explain(done)}"
         eventually(lambda: not self.is_mounted(), f"{self.path} unmounted")
         eventually(lambda: not self.pids(), f"the daemon of {self.path} ends after umount")

@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 STEP_TIMEOUT_S = 60.0
+# The user who owns nothing, and the command prefix that makes a program his.
+NOBODY = 65534
+AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")
 
 
 def is_waiting(pid: int) -> bool:

@@ -3,13 +3,13 @@
 import functools
 import os
 import subprocess
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Self
 
 import trio
 from etcd_server import EtcdServer
+from harness import forks
 
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.kv.etcd import EtcdEngine
@@ -65,14 +65,7 @@ class SecureCluster:
     def irdmafs(self, *arguments: str, config: bool = True) -> subprocess.CompletedProcess[str]:
         """`irdmafs cluster ARGUMENTS`."""
         named = ("--cluster", str(self.file)) if config else ()
-        return subprocess.run(
-            [sys.executable, "-m", "irdmafs", "cluster", *arguments, *named],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            cwd="/",
-        )
+        return forks.run([*forks.PREFIX, "cluster", *arguments, *named], timeout_s=60)
 
     def cert(self, name: str, role: Role) -> None:
         done = self.irdmafs("cert", name, "--role", role)

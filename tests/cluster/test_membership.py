@@ -1,4 +1,7 @@
-"""Who is in the cluster, who leads a group, and how a group gets its members: on a real etcd."""
+"""Who is in the cluster, who leads a group, and how a group gets its members: on a real etcd.
+
+IRDMAFS_STEPS says how much happens in the long test of everything at random.
+"""
 
 import os
 import random
@@ -50,6 +53,7 @@ from irdmafs.backend.node.housekeeping import HISTORY_KEPT_S
 
 etcd, etcd_prefix = etcd_server.etcd, etcd_server.etcd_prefix  # fixtures
 
+STEPS_MANY = int(os.environ.get("IRDMAFS_STEPS") or 200)
 TTL_S = 2  # short, and yet not lost on a busy machine
 SETTINGS = Settings(1, "test", 2, 16, 0, TTL_S)
 MOUNT_RECORD = MountRecord("worker", "/mnt", 1, "0")
@@ -1081,13 +1085,14 @@ async def _random_life(server: EtcdServer, prefix: bytes, steps: int) -> None:
         assert watcher.changes > steps
 
 
+@pytest.mark.timeout(120 + STEPS_MANY)
 @pytest.mark.parametrize(
     "steps",
     [
         pytest.param(
             60, marks=pytest.mark.part_of("test_nothing_breaks_the_invariants_of_replication")
         ),
-        pytest.param(400, marks=pytest.mark.slow),
+        pytest.param(STEPS_MANY, marks=pytest.mark.slow),
     ],
 )
 def test_nothing_breaks_the_invariants_of_replication(

@@ -3,6 +3,7 @@
 These are the drills of docs/operations.md, with etcd's own tools.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -85,8 +86,8 @@ def in_quarantine(node: StoreNode) -> set[str]:
 
 
 def status(cluster: Cluster) -> tuple[int, dict[str, Any]]:
-    done = run_irdmafs(cluster.admin, "cluster", "status", "--cluster", cluster.config)
-    return done.returncode, cluster.status()
+    done = run_irdmafs(cluster.admin, "cluster", "status", "--json", "--cluster", cluster.config)
+    return done.returncode, json.loads(done.stdout)
 
 
 def is_told(cluster: Cluster) -> bool:

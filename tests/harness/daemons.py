@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from . import forks
 from .network import CommandFailed, Host
 
 END_TIMEOUT_S = 10.0
@@ -37,21 +38,19 @@ class Daemon:
         self.log = log
         self.environment = dict(environment or {})
         self.starts = 0
-        self._popen: subprocess.Popen[bytes] | None = None
+        self._running: forks.Running | None = None
         self._stopped = False
 
     def start(self) -> None:
         assert not self.alive, f"{self.name} runs already"
         with self.log.open("ab") as log:
             # A session of its own: Ctrl-C reaches whoever drives the cluster, who ends it in order.
-            self._popen = subprocess.Popen(
-                [*self.host.launcher, *self.command],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd="/",
-                start_new_session=True,
-                env=os.environ | self.environment,
+            self._running = forks.start(
+                self.command,
+                self.host.launcher,
+                output=log,
+                errors=log,
+                environment=self.environment,
             )
         self._stopped = False
         self.starts += 1
@@ -59,12 +58,12 @@ class Daemon:
     @property
     def pid(self) -> int:
         """The launcher replaces itself by the program, so this is the program's."""
-        assert self._popen is not None, f"{self.name} was never started"
-        return self._popen.pid
+        assert self._running is not None, f"{self.name} was never started"
+        return self._running.pid
 
     @property
     def alive(self) -> bool:
-        return self._popen is not None and self._popen.poll() is None
+        return self._running is not None and self._running.poll() is None
 
     @property
     def stopped(self) -> bool:
@@ -72,7 +71,7 @@ class Daemon:
 
     @property
     def exit_status(self) -> int | None:
-        return None if self._popen is None else self._popen.poll()
+        return None if self._running is None else self._running.poll()
 
     def _signal(self, number: int) -> None:
         # The whole session: a helper process that outlives its parent would hold files and ports.
@@ -82,17 +81,17 @@ class Daemon:
     def kill9(self, *, wait: bool = True) -> None:
         """Kill it and wait until it is gone: its sockets and files are closed then. A process cannot go
         while it closes files of a mount that does not answer."""
-        if self._popen is None:
+        if self._running is None:
             return
         self._signal(signal.SIGKILL)
         if wait:
-            self._popen.wait(END_TIMEOUT_S)
+            self._running.wait(END_TIMEOUT_S)
 
     def wait(self, timeout_s: float) -> int:
         """Return its exit status when it has ended by itself. Raises CommandFailed if it does not."""
-        assert self._popen is not None, f"{self.name} was never started"
+        assert self._running is not None, f"{self.name} was never started"
         try:
-            return self._popen.wait(timeout_s)
+            return self._running.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
             raise CommandFailed(f"{error}\n{self.log_tail()}") from None
 
@@ -107,16 +106,16 @@ class Daemon:
 
     def terminate(self, timeout_s: float = END_TIMEOUT_S) -> int:
         """Ask it to end, and kill it if it does not. Returns its exit status."""
-        if self._popen is None:
+        if self._running is None:
             return 0
-        if self._popen.poll() is None:
+        if self._running.poll() is None:
             self._signal(signal.SIGTERM)
             self._signal(signal.SIGCONT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._popen.wait(timeout_s)
-        if self._popen.poll() is None:
+                self._running.wait(timeout_s)
+        if self._running.poll() is None:
             self.kill9()
-        return self._popen.wait(END_TIMEOUT_S)
+        return self._running.wait(END_TIMEOUT_S)
 
     def log_tail(self, characters: int = LOG_TAIL_CHARACTERS) -> str:
         with contextlib.suppress(OSError):

@@ -7,13 +7,13 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from irdmafs.mount.mounting import ask_mount
 
+from . import forks
 from .daemons import Daemon, wait_until
 from .network import CommandFailed, Host, run
 
@@ -24,7 +24,7 @@ _ROOM_BYTES = 1 << 20
 
 
 def irdmafs_command(*arguments: str | os.PathLike[str]) -> list[str]:
-    return [sys.executable, "-m", "irdmafs", *(os.fspath(word) for word in arguments)]
+    return [*forks.PREFIX, *(os.fspath(word) for word in arguments)]
 
 
 def write_toml(path: Path, sections: Mapping[str, Mapping[str, object]]) -> None:
@@ -174,11 +174,4 @@ def run_irdmafs(
     host: Host, *arguments: str | os.PathLike[str], timeout_s: float = COMMAND_TIMEOUT_S
 ) -> subprocess.CompletedProcess[str]:
     """Run the command line tool on a host; its exit status is for the caller to judge."""
-    return subprocess.run(
-        [*host.launcher, *irdmafs_command(*arguments)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        cwd="/",
-    )
+    return forks.run(irdmafs_command(*arguments), host.launcher, timeout_s=timeout_s)

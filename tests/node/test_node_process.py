@@ -12,17 +12,18 @@ import shutil
 import signal
 import stat
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import IO
 
 import pytest
 import trio
 from etcd_server import EtcdServer, etcd
+from harness import forks
 
 from irdmafs.backend.cluster.group_configs import Groups
 from irdmafs.backend.cluster.membership import MOUNT, Members, Session
@@ -66,23 +67,24 @@ class ServedNode:
         self.store = store
         self._log = log
         self._command = [
-            sys.executable, "-m", "irdmafs", "serve", str(store), "-f", "--name", cluster,
+            *forks.PREFIX, "serve", str(store), "-f", "--name", cluster,
             "--etcd", ",".join(etcd.endpoints), *arguments,
         ]  # fmt: skip
-        self._popen: subprocess.Popen[str] | None = None
+        self._running: forks.Running | None = None
+        self._output: IO[str] | None = None
 
     def spawn(self) -> None:
         with self._log.open("ab") as log:
-            self._popen = subprocess.Popen(
-                self._command, stdout=subprocess.PIPE, stderr=log, text=True, cwd="/"
-            )
+            reader, writer = os.pipe()
+            self._output = open(reader)  # noqa: SIM115
+            with open(writer, "wb") as output:
+                self._running = forks.start(self._command, output=output, errors=log)
 
     def start(self) -> None:
         """Returns when it says that it serves."""
         self.spawn()
-        assert self._popen is not None
-        assert self._popen.stdout is not None
-        line = self._popen.stdout.readline()
+        assert self._output is not None
+        line = self._output.readline()
         assert "is served" in line, self.log
 
     def wait_for_store(self) -> bool:
@@ -104,12 +106,12 @@ class ServedNode:
 
     @property
     def was_started(self) -> bool:
-        return self._popen is not None
+        return self._running is not None
 
     @property
     def pid(self) -> int:
-        assert self._popen is not None
-        return self._popen.pid
+        assert self._running is not None
+        return self._running.pid
 
     @property
     def log(self) -> str:
@@ -124,8 +126,8 @@ class ServedNode:
         return {Extent(int(content, 16), int(stripe, 16)) for content, stripe in names}
 
     def signal(self, number: int) -> None:
-        assert self._popen is not None
-        self._popen.send_signal(number)
+        assert self._running is not None
+        self._running.send_signal(number)
 
     def kill9(self) -> None:
         self.signal(signal.SIGKILL)
@@ -136,14 +138,14 @@ class ServedNode:
         return self.wait()
 
     def wait(self) -> int:
-        assert self._popen is not None
-        assert self._popen.stdout is not None
-        code = self._popen.wait(START_TIMEOUT_S)
-        self._popen.stdout.close()
+        assert self._running is not None
+        assert self._output is not None
+        code = self._running.wait(START_TIMEOUT_S)
+        self._output.close()
         return code
 
     def close(self) -> None:
-        if self._popen is not None and self._popen.poll() is None:
+        if self._running is not None and self._running.poll() is None:
             self.kill9()
 
 
