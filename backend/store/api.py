@@ -55,8 +55,8 @@ class Freshness(Protocol):
         becomes believable."""
         ...
 
-    def directories_believable_s(self) -> float:
-        """Return for how many seconds the kernel may believe the attributes of any directory. It is made to
+    def attributes_believable_s(self) -> float:
+        """Return for how many seconds the kernel may believe the attributes of anything. It is made to
         forget them when a change comes here, so they are no older than a new answer would be."""
         ...
 

@@ -174,11 +174,24 @@ def lies_on_irdmafs(path: str | os.PathLike[str]) -> bool:
     return is_irdmafs(os.stat(path).st_dev)
 
 
-def write_version(path: str, contents: Iterable[memoryview]) -> int:
-    """Write a new version of a file of irdmafs, which closing the returned descriptor publishes. Raises
-    OSError, with the path."""
+def open_anew(path: str, mode: int, view: str | os.PathLike[str] | None = None) -> int:
+    """Open a file to write it from its beginning, which makes it if it is not there; `mode`: O_WRONLY or
+    O_RDWR. `view`: a path of the private view of its directory, in which nobody else writes. Raises
+    OSError."""
+    flags = mode | os.O_TRUNC | os.O_CLOEXEC
+    if view is not None:
+        with contextlib.suppress(FileNotFoundError):
+            return os.open(os.path.join(view, os.path.basename(path)), flags)
+    return os.open(path, flags | os.O_CREAT, 0o666)
+
+
+def write_version(
+    path: str, contents: Iterable[memoryview], view: str | os.PathLike[str] | None = None
+) -> int:
+    """Write a new version of a file of irdmafs, which closing the returned descriptor publishes. `view`: as
+    in `open_anew`. Raises OSError, with the path."""
     with naming(path):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        fd = open_anew(path, os.O_WRONLY, view)
         try:
             write_all(fd, contents)
         except BaseException:

@@ -21,8 +21,10 @@ class Alone(Coherence):
     replaced."""
 
     listings_stay = True
+    has_private_views = False
 
     def __init__(self, namespace: Namespace, cache: Cache) -> None:
+        super().__init__()
         self._cache = cache
         self._namespace = namespace
         self._nodes = cache.nodes
@@ -56,6 +58,9 @@ class Alone(Coherence):
 
     async def find_fresh(self, parent: Inode, name: bytes, pid: int) -> Inode | None:
         return self._namespace.lookup(parent.ino, name)
+
+    def find_privately(self, parent: int, name: bytes, pid: int, uid: int) -> Inode | None:
+        return None
 
     async def freshen(self, inode: Inode) -> None:
         """Do nothing: everything is known."""

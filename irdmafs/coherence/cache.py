@@ -80,7 +80,7 @@ class Cache:
         self.promise, self.is_promised = routes.promise, routes.is_promised
         self.withdraw = routes.withdraw
 
-        self.announce = references.announce
+        self.announce, self.opens_as = references.announce, references.opens
 
         self.discard, self.is_at_hand = sharing.discard, sharing.is_at_hand
         self.is_written_in_place = sharing.is_written_in_place

@@ -26,12 +26,14 @@ _RETRY_LOOKUPS = 2
 
 
 class TrailStep(NamedTuple):
-    """A directory, a name in it, and the inode that was found; `link`: a symbolic one."""
+    """A directory, a name in it, and the inode that was found; `link`: a symbolic one; `private`: in the
+    private view of the directory."""
 
     parent: int
     name: bytes
     ino: int
     link: bool = False
+    private: bool = False
 
 
 class Retry:
@@ -64,7 +66,9 @@ class LookupTrails:
         self._led: dict[int, tuple[int, Name]] = {}
         self._retries: dict[int, Retry] = {}
 
-    def note(self, pid: int, parent: int, name: bytes, inode: Inode) -> None:
+    def note(
+        self, pid: int, parent: int, name: bytes, inode: Inode, *, private: bool = False
+    ) -> None:
         names = self._of.get(pid)
         if names is None:
             names = self._of[pid] = []
@@ -72,7 +76,7 @@ class LookupTrails:
                 self.forget(next(iter(self._of)))
         elif len(names) == _NAMES_MAX:  # a thread that only looks: its oldest names led elsewhere
             del names[: _NAMES_MAX // 2]
-        names.append(TrailStep(parent, name, inode.ino, inode.is_symlink))
+        names.append(TrailStep(parent, name, inode.ino, inode.is_symlink, private))
 
     def take(self, pid: int) -> Sequence[TrailStep]:
         """Return, and forget, what a thread that opens a file has looked up."""

@@ -126,6 +126,21 @@ class NodeTable:
             raise fail(errno.ESTALE)
         return inode
 
+    def directory(self, node_id: int) -> Inode:
+        """Return the inode of a directory in which names are to be listed or changed. Raises OSError EPERM
+        for a private view of it, and ESTALE."""
+        inode = self.inode_of(node_id)
+        if node_id != inode.ino:
+            raise fail(errno.EPERM)
+        return inode
+
+    def private_view(self, directory: Inode) -> Node:
+        """Return the node of the private view of a directory, another one than its own."""
+        own = self.numbered(directory)
+        return next((node for node in self.of(directory.ino) if node is not own), None) or self.add(
+            directory
+        )
+
     def add(self, inode: Inode, node_id: int = 0) -> Node:
         """Make a node, with `node_id` if given: one that is free again, and by which the inode is asked
         for."""

@@ -10,6 +10,7 @@ from typing import Protocol
 from ..backend.namespace import Inode
 from .freshness import TrailStep
 from .kernel_cache import Name
+from .kernel_locks import KernelLocks
 from .nodes import Node
 
 __all__ = ["Answer", "Coherence", "Listing"]
@@ -38,10 +39,19 @@ class Listing(ABC):
 class Coherence(ABC):
     """The rules of when operations, and the kernel, may believe the namespace.
 
-    `listings_stay`: the kernel may keep listings. `pid` is the number of the calling thread.
+    `listings_stay`: the kernel may keep listings. `kernel_locks` is told of changes of names that are being
+    carried out. `pid` is the number of the calling thread.
     """
 
     listings_stay: bool
+
+    @property
+    @abstractmethod
+    def has_private_views(self) -> bool:
+        """Return whether opens in private views of directories differ from others (see find_privately)."""
+
+    def __init__(self) -> None:
+        self.kernel_locks = KernelLocks()
 
     # -- for how long the kernel may believe an answer ---------------------------------------------
 
@@ -81,6 +91,12 @@ class Coherence(ABC):
     @abstractmethod
     async def find_fresh(self, parent: Inode, name: bytes, pid: int) -> Inode | None:
         """Return the inode that a name leads to now. Raises OSError."""
+
+    @abstractmethod
+    def find_privately(self, parent: int, name: bytes, pid: int, uid: int) -> Inode | None:
+        """Return the file that a name leads to as far as is known here, which the thread opens as it is
+        known, too, and of whose pages it keeps no references, if its user is believed (see references).
+        Raises OSError."""
 
     @abstractmethod
     async def freshen(self, inode: Inode) -> None:

@@ -5,8 +5,12 @@ its pages get into pipes and sockets, where they may stay after the file was clo
 out. So the file of a store node on this host that was opened here is never used for another version. A
 program that uses none of these calls says so before it opens a file, and the node may use the file again
 once it is closed and unmapped, as the kernel tells.
+
+Whoever kept references in spite of that would see what the file is used for next, a version of any file.
+So only root is believed, and the user who runs the daemon: they may read everything that it has.
 """
 
+import os
 import time
 
 __all__ = ["References"]
@@ -21,13 +25,23 @@ class References:
 
     def __init__(self) -> None:
         self._announced: dict[tuple[int, int], float] = {}  # the oldest first
+        self._believed = {0, os.geteuid()}
 
-    def announce(self, thread: int, ino: int) -> None:
-        """Note that the thread's next open of this file keeps none."""
+    def announce(self, thread: int, ino: int, uid: int) -> bool:
+        """Note that the thread's next open of this file keeps none; return whether its user is
+        believed."""
+        if uid not in self._believed:
+            return False
         self._announced.pop((thread, ino), None)
         while len(self._announced) >= _ANNOUNCED_MAX:
             del self._announced[next(iter(self._announced))]
         self._announced[thread, ino] = time.monotonic() + _WAIT_S
+        return True
+
+    def opens(self, thread: int, ino: int, uid: int) -> None:
+        """Note who the thread is that opens a file: another one may have had its number."""
+        if self._announced and uid not in self._believed:
+            self._announced.pop((thread, ino), None)
 
     def may_stay(self, thread: int, ino: int) -> bool:
         """Return whether an open that is made now may keep references; this ends what was announced."""

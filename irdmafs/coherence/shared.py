@@ -18,6 +18,7 @@ from .beliefs import Beliefs
 from .cache import Cache
 from .freshness import LookupTrails, Retry, TrailStep
 from .kernel_cache import Name
+from .kernel_locks import Moves
 from .nodes import Node
 from .protocol import Answer, Coherence, Listing
 from .sharing import truncates
@@ -33,7 +34,12 @@ class Shared(Coherence):
 
     listings_stay = False
 
+    @property
+    def has_private_views(self) -> bool:
+        return self._kernel.can_forget
+
     def __init__(self, store: Store, freshness: Freshness, cache: Cache, beliefs: Beliefs) -> None:
+        super().__init__()
         self._store = store
         self._freshness = freshness
         self._namespace = store.namespace
@@ -43,6 +49,7 @@ class Shared(Coherence):
         self._nodes = cache.nodes
         self._beliefs = beliefs
         self._trails = LookupTrails(store.namespace)
+        self._moves = Moves(self.kernel_locks)
 
     # -- for how long the kernel may believe an answer ---------------------------------------------
 
@@ -51,14 +58,14 @@ class Shared(Coherence):
             return
         if inode.is_dir:
             valid_s = self._freshness.believable_s(inode.ino, used=False)
-            # Modes of directories are checked at each step of a path.
-            valid_s = valid_s or self._freshness.directories_believable_s()
         else:
             # A file with names in several directories is believed if all of them are.
             valid_s = min(
                 map(self._freshness.believable_s, self._namespace.parents_of(inode.ino)),
                 default=0.0,
             )
+        # The kernel checks modes at each step of a path, and at its end before an open.
+        valid_s = valid_s or self._freshness.attributes_believable_s()
         if valid_s and self._kernel.can_forget:
             self._believe_attributes(answer, inode, valid_s)
 
@@ -84,8 +91,7 @@ class Shared(Coherence):
         """Have the kernel believe a name for so long, and the attributes of its node."""
         node.name = name
         if not valid_s or not self._kernel.can_forget:
-            if inode.is_dir:
-                self.attributes(answer, node, inode)
+            self.attributes(answer, node, inode)
             return
         answer.entry_timeout = valid_s
         self._beliefs.name(*name, inode.ino, valid_s)
@@ -121,17 +127,21 @@ class Shared(Coherence):
             if not retry.ino:
                 return None  # find_fresh prepares it
             retry.lookups += 1
-        inode = self._namespace.lookup(parent, name)
-        led = self._inodes.get(self._trails.led(pid, (parent, name)))
-        if led is not None and self._cache.is_promised(pid, led.ino):
+        led = self._led(parent, name, pid)
+        if led is not None:
             return led
+        inode = self._namespace.lookup(parent, name)
         if inode is not None:
+            if inode.is_dir and not self._may_tell(parent, inode, pid):
+                return None  # find_fresh waits
             self._trails.note(pid, parent, name, inode)
         return inode
 
     async def find_fresh(self, parent: Inode, name: bytes, pid: int) -> Inode | None:
         await self.freshen(parent)
         inode = self._namespace.lookup(parent.ino, name)
+        if inode is not None and inode.is_dir:
+            inode = await self._movable(parent.ino, name, inode, pid)
         retry = self._trails.retry(pid, (parent.ino, name))
         if retry is not None:
             retry.lookups += 1
@@ -147,6 +157,18 @@ class Shared(Coherence):
             self._trails.note(pid, parent.ino, name, inode)
         return inode
 
+    def _may_tell(self, parent: int, directory: Inode, pid: int) -> bool:
+        node = self._nodes.by_id.get(directory.ino)
+        return node is None or self._moves.may_tell(node, parent, pid)
+
+    async def _movable(self, parent: int, name: bytes, directory: Inode, pid: int) -> Inode | None:
+        """Return what a name leads to when the kernel can find a directory there."""
+        if self._may_tell(parent, directory, pid):
+            return directory
+        await detach()
+        await self._moves.wait_to_tell(self._nodes.by_id[directory.ino], parent, pid)
+        return self._namespace.lookup(parent, name)
+
     def _is_over(self, retry: Retry, pid: int) -> bool:
         """Return whether a thread looks up the name of an open for another call by now."""
         if not retry.is_over:
@@ -155,6 +177,22 @@ class Shared(Coherence):
         if retry.ino:
             self._cache.withdraw(pid, retry.ino)
         return True
+
+    def _led(self, parent: int, name: bytes, pid: int) -> Inode | None:
+        """Return the inode to which a thread is led by a name, whose open comes once more."""
+        inode = self._inodes.get(self._trails.led(pid, (parent, name)))
+        return inode if inode is not None and self._cache.is_promised(pid, inode.ino) else None
+
+    def find_privately(self, parent: int, name: bytes, pid: int, uid: int) -> Inode | None:
+        led = self._led(parent, name, pid)
+        if led is not None:
+            return led
+        inode = self._namespace.lookup(parent, name)
+        if inode is not None and inode.is_file:
+            self._trails.note(pid, parent, name, inode, private=True)
+            self._cache.announce(pid, inode.ino, uid)
+            return inode
+        return None
 
     async def freshen(self, inode: Inode) -> None:
         await self._freshen(inode, content=False)
@@ -187,10 +225,11 @@ class Shared(Coherence):
                 asked = self._inodes.get(name.parent)
             if asked is None:
                 asked = self._inodes[ROOT_INO]
-            believed = await self._freshen(asked, content=not truncates(flags))
+            private = bool(names) and names[-1].private
+            believed = private or await self._freshen(asked, content=not truncates(flags))
             try:
                 node, inode = self._nodes.get(node_id)
-                if not self._trails.hold(pid, names, inode.ino, believed=believed):
+                if not private and not self._trails.hold(pid, names, inode.ino, believed=believed):
                     raise fail(errno.ESTALE)
                 if not inode.nlink and not self._nodes.in_use(inode.ino):
                     raise fail(errno.ESTALE)  # its content may be gone with its last name

@@ -36,6 +36,13 @@ _REQUESTS = (
     "fsyncdir", "statfs", "setxattr", "getxattr", "listxattr", "removexattr", "create", "forget",
 )  # fmt: skip
 
+# The kernel locks directories while it changes names in them: which arguments of a request they are.
+_LOCKED = {
+    **dict.fromkeys(("mknod", "mkdir", "symlink", "unlink", "rmdir", "create"), (0,)),
+    "link": (1,),
+    "rename": (0, 2),
+}
+
 _ATTRIBUTES = [name for name in Attributes.__annotations__ if name != "ino"]
 
 
@@ -137,12 +144,14 @@ def _adapted(operations: Operations, counts: Counts) -> pyfuse3.Operations:
 
     def wrap(name: str, method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
         kind = Opcode[name.upper()]
+        locked = _LOCKED.get(name, ())
 
         @functools.wraps(method)
         async def wrapped(*args: Any) -> Any:
             counts.by_opcode[kind] += 1
             try:
-                result = await method(*args)
+                with operations.kernel_locks.hold(*(args[at] for at in locked)):
+                    result = await method(*args)
             except (OSError, KeyError) as error:
                 code = (error.errno or errno.EIO) if isinstance(error, OSError) else errno.EBADF
                 if code in (errno.EIO, errno.ENOSPC, errno.EMFILE):

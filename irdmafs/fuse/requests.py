@@ -18,6 +18,7 @@ from ..posix.own_xattrs import PREFIX as OWN_XATTRS
 from ..posix.privileges import CAPABILITY
 from . import wire
 from .backings import Backings
+from .bodies import SetattrFields, creator
 from .connection import Connection
 from .deferred import Deferred
 from .notices import Notices
@@ -77,27 +78,6 @@ class Row(NamedTuple):
     pack: Callable[[Any], bytes] | None
 
 
-class Creator(NamedTuple):
-    """The caller of a request that makes something with a mode."""
-
-    uid: int
-    gid: int
-    pid: int
-    umask: int
-
-
-class SetattrFields:
-    """Which attributes a SETATTR changes."""
-
-    def __init__(self, valid: int) -> None:
-        self.update_mode = bool(valid & Valid.MODE)
-        self.update_uid = bool(valid & Valid.UID)
-        self.update_gid = bool(valid & Valid.GID)
-        self.update_size = bool(valid & Valid.SIZE)
-        self.update_atime = bool(valid & (Valid.ATIME | Valid.ATIME_NOW))
-        self.update_mtime = bool(valid & (Valid.MTIME | Valid.MTIME_NOW))
-
-
 class Requests:
     """The table of all kinds of requests (`rows`), which are read from the connection's buffer.
 
@@ -118,6 +98,7 @@ class Requests:
         self._view = memoryview(connection.buffer)
         self._operations = operations
         self._find = operations.find
+        self._locked = operations.kernel_locks.hold
         self._attributes = operations.attributes
         self._backings = backings
         self._notices = notices
@@ -126,18 +107,19 @@ class Requests:
         self.rows = self._table(operations)
 
     def _table(self, ops: Operations) -> dict[int, Row]:
-        named, at_handle, row = self._named, self._at_handle, self._row
+        named, changing = self._named, self._changing
+        at_handle, row = self._at_handle, self._row
         rows = {
             # Names
             Opcode.LOOKUP: row(None, self._lookup, pack_found),
             Opcode.FORGET: row(wire.FORGET_IN, self._forget),
             Opcode.BATCH_FORGET: row(wire.BATCH_FORGET_IN, self._batch_forget),
-            Opcode.MKNOD: row(wire.MKNOD_IN, self._mknod, pack_entry),
-            Opcode.MKDIR: row(wire.MKDIR_IN, self._mkdir, pack_entry),
-            Opcode.SYMLINK: row(None, self._symlink, pack_entry),
-            Opcode.LINK: row(wire.LINK_IN, self._link, pack_entry),
-            Opcode.UNLINK: named(ops.unlink),
-            Opcode.RMDIR: named(ops.rmdir),
+            Opcode.MKNOD: row(wire.MKNOD_IN, changing(self._mknod), pack_entry),
+            Opcode.MKDIR: row(wire.MKDIR_IN, changing(self._mkdir), pack_entry),
+            Opcode.SYMLINK: row(None, changing(self._symlink), pack_entry),
+            Opcode.LINK: row(wire.LINK_IN, changing(self._link), pack_entry),
+            Opcode.UNLINK: row(None, changing(named(ops.unlink))),
+            Opcode.RMDIR: row(None, changing(named(ops.rmdir))),
             Opcode.RENAME: row(wire.RENAME_IN, self._rename),
             Opcode.RENAME2: row(wire.RENAME2_IN, self._rename2),
             Opcode.READLINK: row(None, lambda asked: ops.readlink(asked.nodeid, asked)),
@@ -149,11 +131,11 @@ class Requests:
             Opcode.SETXATTR: row(wire.SETXATTR_IN, self._setxattr),
             Opcode.GETXATTR: row(wire.GETXATTR_IN, self._getxattr),
             Opcode.LISTXATTR: row(wire.GETXATTR_IN, self._listxattr),
-            Opcode.REMOVEXATTR: named(ops.removexattr),
+            Opcode.REMOVEXATTR: row(None, named(ops.removexattr)),
             Opcode.IOCTL: row(wire.IOCTL_IN, self._ioctl),
             # Files
             Opcode.OPEN: row(wire.OPEN_IN, self._open, self._pack_open),
-            Opcode.CREATE: row(wire.CREATE_IN, self._create, self._pack_created),
+            Opcode.CREATE: row(wire.CREATE_IN, changing(self._create), self._pack_created),
             Opcode.TMPFILE: row(wire.CREATE_IN, self._tmpfile, self._pack_created),
             Opcode.READ: at_handle(wire.READ_IN, ops.read),
             Opcode.WRITE: row(wire.WRITE_IN, self._write, pack_written),
@@ -195,13 +177,9 @@ class Requests:
         """Return the row of a request whose body begins with `layout`."""
         return Row(BODY + (layout.size if layout is not None else 0), carry_out, pack)
 
-    def _named(self, operation: Callable[[int, bytes, Request], Result]) -> Row:
-        """Return the row of a request whose body is one name."""
-
-        def carry_out(asked: Request) -> Result:
-            return operation(asked.nodeid, self._name(asked, BODY), asked)
-
-        return self._row(None, carry_out)
+    def _named(self, operation: Callable[[int, bytes, Request], Result]) -> CarryOut:
+        """Return the operation of a request whose body is one name."""
+        return lambda asked: operation(asked.nodeid, self._name(asked, BODY), asked)
 
     def _at_handle(
         self,
@@ -217,6 +195,14 @@ class Requests:
             return operation(*unpack(buffer, BODY))
 
         return self._row(layout, carry_out, pack)
+
+    def _changing(self, carry_out: CarryOut) -> CarryOut:
+        """Return the operation of a request during which the kernel has locked the directory."""
+        return lambda asked: self._hold(carry_out(asked), asked.nodeid)
+
+    async def _hold(self, carrying_out: Coroutine[Any, Any, Any], *directories: int) -> Result:
+        with self._locked(*directories):
+            return await carrying_out
 
     @staticmethod
     def _fsync(operation: Callable[[int, bool], Result]) -> Callable[..., Result]:
@@ -252,12 +238,12 @@ class Requests:
     def _mknod(self, asked: Request) -> Result:
         mode, rdev, umask, _ = wire.MKNOD_IN.unpack_from(self._buffer, BODY)
         name = self._name(asked, BODY + wire.MKNOD_IN.size)
-        return self._operations.mknod(asked.nodeid, name, mode, rdev, _creator(asked, umask))
+        return self._operations.mknod(asked.nodeid, name, mode, rdev, creator(asked, umask))
 
     def _mkdir(self, asked: Request) -> Result:
         mode, umask = wire.MKDIR_IN.unpack_from(self._buffer, BODY)
         name = self._name(asked, BODY + wire.MKDIR_IN.size)
-        return self._operations.mkdir(asked.nodeid, name, mode, _creator(asked, umask))
+        return self._operations.mkdir(asked.nodeid, name, mode, creator(asked, umask))
 
     def _symlink(self, asked: Request) -> Result:
         name, target = self._two_names(asked, BODY)
@@ -270,13 +256,16 @@ class Requests:
 
     def _rename(self, asked: Request) -> Result:
         (target,) = wire.RENAME_IN.unpack_from(self._buffer, BODY)
-        old, new = self._two_names(asked, BODY + wire.RENAME_IN.size)
-        return self._operations.rename(asked.nodeid, old, target, new, 0, asked)
+        return self._renamed(asked, target, 0, BODY + wire.RENAME_IN.size)
 
     def _rename2(self, asked: Request) -> Result:
         target, flags, _ = wire.RENAME2_IN.unpack_from(self._buffer, BODY)
-        old, new = self._two_names(asked, BODY + wire.RENAME2_IN.size)
-        return self._operations.rename(asked.nodeid, old, target, new, flags, asked)
+        return self._renamed(asked, target, flags, BODY + wire.RENAME2_IN.size)
+
+    def _renamed(self, asked: Request, target: int, flags: int, start: int) -> Result:
+        old, new = self._two_names(asked, start)
+        renaming = self._operations.rename(asked.nodeid, old, target, new, flags, asked)
+        return self._hold(renaming, asked.nodeid, target)
 
     # -- attributes ------------------------------------------------------------------------------
 
@@ -369,11 +358,11 @@ class Requests:
     def _create(self, asked: Request) -> Result:
         flags, mode, umask, _ = wire.CREATE_IN.unpack_from(self._buffer, BODY)
         name = self._name(asked, BODY + wire.CREATE_IN.size)
-        return self._operations.create(asked.nodeid, name, mode, flags, _creator(asked, umask))
+        return self._operations.create(asked.nodeid, name, mode, flags, creator(asked, umask))
 
     def _tmpfile(self, asked: Request) -> Result:
         flags, mode, umask, _ = wire.CREATE_IN.unpack_from(self._buffer, BODY)
-        return self._operations.tmpfile(asked.nodeid, mode, flags, _creator(asked, umask))
+        return self._operations.tmpfile(asked.nodeid, mode, flags, creator(asked, umask))
 
     def _pack_created(self, created: tuple[OpenInfo, Attributes]) -> bytes:
         info, entry = created
@@ -491,7 +480,3 @@ class Requests:
         (interrupted,) = wire.INTERRUPT_IN.unpack_from(self._buffer, BODY)
         self._interrupt_waiting(interrupted)
         return ANSWERED
-
-
-def _creator(asked: Request, umask: int) -> Creator:
-    return Creator(asked.uid, asked.gid, asked.pid, umask)

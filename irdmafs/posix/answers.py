@@ -67,6 +67,14 @@ class Answers:
         self._coherence.entry(answer, parent, name, node, inode)
         return answer
 
+    def hidden(self, node: Node, inode: Inode) -> Attributes:
+        """Return the answer to a lookup of a name that the kernel may not keep."""
+        node.lookups += 1
+        answer = self.attributes(node, inode)
+        if inode.is_dir:
+            self._coherence.attributes(answer, node, inode)
+        return answer
+
     def made(self, parent: int, name: bytes, inode: Inode, pid: int) -> Attributes:
         """Return the answer to a request that made a name. It counts as a lookup."""
         node = self._cache.node_of(inode, pid)

@@ -34,6 +34,7 @@ class Directories:
         self._atimes = atimes
 
     async def opendir(self, inode: int, ctx: Caller) -> int:
+        self._nodes.directory(inode)
         arrived = self._coherence.arrived(inode)
         if arrived is None:
             arrived = await self._coherence.settle_names(inode, ctx.pid, by_name=False)

@@ -2,14 +2,19 @@
 
 import errno
 from collections.abc import Sequence
+from typing import Final
 
-from ..backend.namespace import Namespace, fail
+from ..backend.namespace import Inode, Namespace, fail
 from ..coherence.cache import Cache
 from ..coherence.nodes import INO_BITS
 from ..coherence.protocol import Coherence
 from .answers import Answers
 from .calls import Attributes, Caller
 from .since import Since
+
+# In every directory of a cluster, though no listing has it: a view of its files for programs that open them
+# as this mount knows them, and keep no references to their pages (docs/mount.md).
+PRIVATE_VIEW: Final = b".irdmafs-private"
 
 
 class Lookups:
@@ -38,6 +43,8 @@ class Lookups:
         parent = self._nodes.inode_of(parent_inode)
         if name == b"..":
             return self._found_by_handle(self._namespace.parent_of(parent.ino))
+        if parent_inode != parent.ino:
+            return None  # lookup() is told who asks
         inode = self._coherence.find(parent.ino, name, pid)
         if inode is not None:
             return self._answers.entry(parent.ino, name, inode, pid)
@@ -56,11 +63,22 @@ class Lookups:
         if found is not None:
             return found
         parent = self._nodes.inode_of(parent_inode)
+        if parent_inode != parent.ino:
+            return self._found_privately(parent, name, ctx)
         inode = await self._coherence.find_fresh(parent, name, ctx.pid)
         if inode is None:
-            link = self._since.find(self._nodes.inode_of(parent_inode), name)
+            directory = self._nodes.inode_of(parent_inode)
+            if name == PRIVATE_VIEW and self._coherence.has_private_views:
+                return self._answers.hidden(self._nodes.private_view(directory), directory)
+            link = self._since.find(directory, name)
             return link if link is not None else Attributes()
         return self._answers.entry(parent.ino, name, inode, ctx.pid)
+
+    def _found_privately(self, directory: Inode, name: bytes, ctx: Caller) -> Attributes:
+        inode = self._coherence.find_privately(directory.ino, name, ctx.pid, ctx.uid)
+        if inode is None:
+            return Attributes()
+        return self._answers.hidden(self._cache.node_of(inode, ctx.pid), inode)
 
     def _found_by_handle(self, node_id: int) -> Attributes:
         """Return the attributes of a file handle's node (name_to_handle_at(2)). The kernel may have

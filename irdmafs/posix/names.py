@@ -38,7 +38,7 @@ class Names:
     async def _make(
         self, parent: int, name: bytes, mode: int, ctx: Caller, **what: Any
     ) -> Attributes:
-        directory = self._nodes.inode_of(parent)
+        directory = self._nodes.directory(parent)
         await self._coherence.before_change()
         self._since.refuse(directory, name)
         inode = await self._namespace.create(
@@ -66,7 +66,7 @@ class Names:
         self, inode: int, new_parent_inode: int, new_name: bytes, ctx: Caller
     ) -> Attributes:
         node, _ = self._nodes.get(inode)
-        directory = self._nodes.inode_of(new_parent_inode)
+        directory = self._nodes.directory(new_parent_inode)
         await self._coherence.before_change()
         self._since.refuse(directory, new_name)
         await self._cache.publish_now(node.ino)
@@ -75,7 +75,7 @@ class Names:
         return self._answers.made(directory.ino, new_name, linked, ctx.pid)
 
     async def unlink(self, parent_inode: int, name: bytes, ctx: Caller) -> None:
-        directory = self._nodes.inode_of(parent_inode)
+        directory = self._nodes.directory(parent_inode)
         parent = directory.ino
         await self._coherence.before_change()
         self._since.refuse(directory, name)
@@ -86,7 +86,7 @@ class Names:
         await self._unnamed(inode, in_use)
 
     async def rmdir(self, parent_inode: int, name: bytes, ctx: Caller) -> None:
-        parent = self._nodes.inode_of(parent_inode).ino
+        parent = self._nodes.directory(parent_inode).ino
         await self._coherence.before_change()
         found = self._namespace.lookup(parent, name)
         # A process whose working directory it is still sends requests about it.
@@ -113,8 +113,8 @@ class Names:
         flags: int,
         ctx: Caller,
     ) -> None:
-        source = self._nodes.inode_of(parent_inode_old)
-        target = self._nodes.inode_of(parent_inode_new)
+        source = self._nodes.directory(parent_inode_old)
+        target = self._nodes.directory(parent_inode_new)
         old, new = source.ino, target.ino
         await self._coherence.before_change()
         self._since.refuse(source, name_old)

@@ -64,6 +64,7 @@ class Opens:
         if flags & os.O_TRUNC:
             await self._metadata.lose_privileges(found.ino, ctx, lose_set_ids=lose_set_ids)
             found = self._inodes[found.ino]
+        self._cache.opens_as(ctx.pid, found.ino, ctx.uid)
         try:
             handle = await self._cache.open(found, node, flags, ctx.pid)
         except OSError as error:
@@ -76,7 +77,7 @@ class Opens:
     async def create(
         self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: Caller
     ) -> tuple[OpenInfo, Attributes]:
-        directory = self._nodes.inode_of(parent_inode)
+        directory = self._nodes.directory(parent_inode)
         await self._coherence.before_change()
         self._since.refuse(directory, name)
         if self._namespace.lookup(directory.ino, name) is None:
@@ -108,7 +109,7 @@ class Opens:
         self, parent_inode: int, mode: int, flags: int, ctx: Caller
     ) -> tuple[OpenInfo, Attributes]:
         """Open a file without a name (O_TMPFILE). linkat(2) may give it one."""
-        directory = self._nodes.inode_of(parent_inode)
+        directory = self._nodes.directory(parent_inode)
         mode = mode & 0o7777 | stat.S_IFREG
         inode = self._namespace.orphan(
             mode, ctx.uid, ctx.gid, directory=directory.ino, umask=ctx.umask

@@ -47,6 +47,7 @@ class Operations:
     ) -> None:
         self._namespace = store.namespace
         self.processes = cache.processes
+        self.kernel_locks = coherence.kernel_locks
         self.listings_stay = coherence.listings_stay and not options.strictatime
         self.atimes = atimes
         self.locking = locking

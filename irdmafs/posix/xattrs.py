@@ -111,8 +111,7 @@ class Xattrs:
         if name == own_xattrs.VERSIONS and found.is_file:
             return json.dumps(own_xattrs.versions(found, self._cache, self._nodes)).encode()
         if name == own_xattrs.KEEPS_NO_PAGES and found.is_file:
-            self._cache.announce(ctx.pid, found.ino)
-            return b"1"
+            return b"%d" % self._cache.announce(ctx.pid, found.ino, ctx.uid)
         if name == own_xattrs.PREFETCH_NOW:
             self._store.prefetch(found.ino)
         if name in (own_xattrs.PREFETCH, own_xattrs.PREFETCH_NOW):

@@ -1,6 +1,7 @@
 """Many programs that write, replace, cut, map and rename the same few files at once.
 
-IRDMAFS_SEED repeats a run, as far as the order of system calls can be repeated.
+IRDMAFS_SEED repeats a run, as far as the order of system calls can be repeated. IRDMAFS_SECONDS is how long
+the programs run before what they leave is looked at.
 """
 
 import json
@@ -16,10 +17,11 @@ from cluster import Cluster, Plan
 from conftest import make_mount
 
 PROGRAMS = 3
-SECONDS = 3.0
+SECONDS = float(os.environ.get("IRDMAFS_SECONDS") or 1.0)
 ROUNDS = 3
 
 
+@pytest.mark.timeout(120 + ROUNDS * SECONDS)
 @pytest.mark.parametrize(
     ("hosts", "beside"),
     [(1, {}), (1, {0: 0}), (2, {}), (2, {0: 0})],
@@ -62,7 +64,7 @@ def run_programs(folders: list[Path], seed: int) -> set[str]:
     ]
     failures: set[str] = set()
     for program in programs:
-        printed, _ = program.communicate(timeout=60)
+        printed, _ = program.communicate(timeout=SECONDS + 60)
         # A mapped file that another program cut: as anywhere.
         assert program.returncode in (0, -7)
         failures |= set(json.loads(printed or "{}"))

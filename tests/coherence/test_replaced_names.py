@@ -2,7 +2,8 @@
 make and remove is found, made anew or missing.
 
 Checkpoints are published by renaming. An open that comes to a file which has just been replaced has to
-be led to the new one, and must not fail because that is replaced, too, by then.
+be led to the new one, and must not fail because that is replaced, too, by then. IRDMAFS_REPLACEMENTS says
+how often each file is replaced.
 """
 
 import contextlib
@@ -14,22 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from _pytest.mark import ParameterSet
 from cluster import MIB, Cluster, Plan
 from mountpoint import eventually
 from patterns import pattern, version_of
 
-REPLACEMENTS = 120
-REPLACEMENTS_MANY = 500
+REPLACEMENTS = int(os.environ.get("IRDMAFS_REPLACEMENTS") or 150)
 SIZE = 9000
 LISTINGS = 30
-
-
-def replacements(test: str) -> list[ParameterSet]:
-    return [
-        pytest.param(REPLACEMENTS, marks=pytest.mark.part_of(test)),
-        pytest.param(REPLACEMENTS_MANY, marks=pytest.mark.slow),
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +39,14 @@ def two(cluster: Cluster, request: pytest.FixtureRequest) -> tuple[Path, Path]:
 
 
 @contextmanager
-def replaced(folder: Path, times: int) -> Iterator[Callable[[], bool]]:
-    """`folder`/file is replaced so many times; gives what says whether that still goes on."""
+def replaced(folder: Path) -> Iterator[Callable[[], bool]]:
+    """`folder`/file is replaced REPLACEMENTS times; gives what says whether that still goes on."""
     (folder / "file").write_bytes(pattern(1, SIZE))
     failures: list[BaseException] = []
 
     def replace() -> None:
         try:
-            for n in range(times):
+            for n in range(REPLACEMENTS):
                 (folder / "new").write_bytes(pattern(n + 2, SIZE))
                 os.replace(folder / "new", folder / "file")
         except BaseException as error:
@@ -69,62 +61,53 @@ def replaced(folder: Path, times: int) -> Iterator[Callable[[], bool]]:
         assert not failures, failures
 
 
-@pytest.mark.parametrize("times", replacements("test_reading_it_never_fails"))
-def test_reading_it_never_fails(two: tuple[Path, Path], times: int) -> None:
+def test_reading_it_never_fails(two: tuple[Path, Path]) -> None:
     here, there = two
-    with replaced(here, times) as goes_on:
+    with replaced(here) as goes_on:
         reads, last = 0, 0
         while goes_on():
             version = version_of((there / "file").read_bytes())
             assert version >= last, "an older version came after a newer one"
             reads, last = reads + 1, version
     assert reads > 10
-    assert version_of((there / "file").read_bytes()) == times + 1
+    assert version_of((there / "file").read_bytes()) == REPLACEMENTS + 1
 
 
-@pytest.mark.parametrize(
-    "times", replacements("test_overwriting_it_never_fails_and_leaves_nothing_empty")
-)
-def test_overwriting_it_never_fails_and_leaves_nothing_empty(
-    two: tuple[Path, Path], times: int
-) -> None:
+def test_overwriting_it_never_fails_and_leaves_nothing_empty(two: tuple[Path, Path]) -> None:
     """An overwriting open that is led elsewhere begins its working copy before it comes there; no
     later open of the same thread may meet that."""
     here, there = two
-    with replaced(here, times) as goes_on:
+    with replaced(here) as goes_on:
         writes = 0
         while goes_on():
             with open(there / "file", "wb") as file:
-                file.write(pattern(times + 2 + writes, SIZE))
+                file.write(pattern(REPLACEMENTS + 2 + writes, SIZE))
             writes += 1
             assert len((there / "file").read_bytes()) == SIZE
     assert writes > 10
 
 
-@pytest.mark.parametrize(
-    "times", replacements("test_overwriting_what_it_just_replaced_never_fails")
-)
-def test_overwriting_what_it_just_replaced_never_fails(two: tuple[Path, Path], times: int) -> None:
+def test_overwriting_what_it_just_replaced_never_fails(two: tuple[Path, Path]) -> None:
     """The kernel moves a name that it believes in without asking for it again."""
     here, there = two
-    with replaced(here, times) as goes_on:
+    with replaced(here) as goes_on:
         writes = 0
         while goes_on():
             (there / "mine").write_bytes(pattern(1, SIZE))
             os.replace(there / "mine", there / "file")
             for mode in ("wb", "r+b", "wb"):
                 with open(there / "file", mode) as file:
-                    file.write(pattern(times + 2 + writes, SIZE))
+                    file.write(pattern(REPLACEMENTS + 2 + writes, SIZE))
             writes += 1
     assert writes > 10
 
 
 @contextmanager
-def remade(path: Path, times: int) -> Iterator[Callable[[], bool]]:
-    """A file is made and removed so many times; gives what says whether that still goes on."""
+def remade(path: Path) -> Iterator[Callable[[], bool]]:
+    """A file is made and removed REPLACEMENTS times; gives what says whether that still goes on."""
 
     def remake() -> None:
-        for _ in range(times):
+        for _ in range(REPLACEMENTS):
             path.open("wb").close()
             path.unlink()
 
@@ -134,19 +117,13 @@ def remade(path: Path, times: int) -> Iterator[Callable[[], bool]]:
         made.result()
 
 
-@pytest.mark.parametrize(
-    "times",
-    replacements(
-        "test_opening_what_others_make_and_remove_finds_it_or_makes_it_or_says_that_it_is_missing"
-    ),
-)
 @pytest.mark.parametrize("mode", ["wb", "ab", "rb", "r+b"])
 def test_opening_what_others_make_and_remove_finds_it_or_makes_it_or_says_that_it_is_missing(
-    two: tuple[Path, Path], mode: str, times: int
+    two: tuple[Path, Path], mode: str
 ) -> None:
     here, there = two
     makes = mode in ("wb", "ab")
-    with remade(here / "file", times) as goes_on:
+    with remade(here / "file") as goes_on:
         opens = 0
         while goes_on():
             with contextlib.nullcontext() if makes else contextlib.suppress(FileNotFoundError):

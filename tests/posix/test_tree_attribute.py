@@ -11,14 +11,12 @@ import pytest
 from cluster_mount import CLUSTER
 from conftest import SESSIONS as _SESSIONS
 from mountpoint import eventually
-from processes import Process, is_waiting
+from processes import AS_NOBODY, NOBODY, Process, is_waiting
 
 SESSIONS = (*_SESSIONS, CLUSTER)
 pytestmark = pytest.mark.beyond_posix
 
 TREE = "user.irdmafs.tree"
-NOBODY = 65534
-AS_NOBODY = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")
 TakeProcess = Callable[[], Process]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="takes another user")
 

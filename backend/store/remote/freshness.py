@@ -39,7 +39,7 @@ class Freshness:
         self._bring = bring
         self.listeners = changes.mount_listeners
         self.path_valid_s = leases.path_valid_s
-        self.directories_believable_s = leases.directories_believable_s
+        self.attributes_believable_s = leases.attributes_believable_s
 
     def is_fresh(self, inode: Inode) -> bool:
         """Return whether `freshen` has nothing to wait for."""

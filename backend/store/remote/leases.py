@@ -144,9 +144,9 @@ class Leases:
                 return min(left_s, _BELIEVED_S)
         return 0.0
 
-    def directories_believable_s(self) -> float:
-        """Return for how many seconds the kernel may believe the attributes of directories that are not
-        followed. It is told of changes when they arrive here, as lookups see them; nobody waits for
+    def attributes_believable_s(self) -> float:
+        """Return for how many seconds the kernel may believe the attributes of what is not followed.
+        It is told of changes when they arrive here, as lookups see them; nobody waits for
         that."""
         return min(self._session.left_s(), _BELIEVED_S)
 

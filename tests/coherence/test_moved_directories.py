@@ -1,0 +1,174 @@
+"""A directory that one host moves is found by another, which has it open, at its new place, while programs
+there rename files.
+
+The kernel moves what it knows of a directory when a lookup finds it elsewhere, if it gets the locks of a
+rename at once; else the lookup fails with ESTALE.
+"""
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+from cluster import Cluster, Plan
+
+from irdmafs.backend.namespace import Inode
+from irdmafs.coherence.kernel_locks import KernelLocks, Moves
+from irdmafs.coherence.nodes import Node
+
+MOVES = 150
+# A thread that is not run for long may still have a lock that it should have released. Without waiting for
+# renames there are several failures for each move.
+FAILURES_MAX = MOVES
+PAUSE_S = 0.003
+
+OLD, NEW, OTHER = 10, 11, 12
+ONE, ANOTHER = 100, 101
+
+
+@contextlib.contextmanager
+def repeated(act: Callable[[], None]) -> Iterator[None]:
+    """Something is done again and again, with pauses."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(PAUSE_S):
+            act()
+
+    with ThreadPoolExecutor(1) as thread:
+        repeating = thread.submit(repeat)
+        try:
+            yield
+        finally:
+            ended.set()
+        repeating.result()
+
+
+def test_it_is_found_while_files_are_renamed() -> None:
+    with Cluster(Plan()) as cluster:
+        here, there = (mount.path for mount in cluster.mounts)
+        for name in "abcd":
+            (here / name).mkdir()
+        (here / "a" / "moved").mkdir()
+        (there / "c" / "file").write_text("")
+
+        failures = 0
+
+        def rename() -> None:
+            os.rename(there / "c" / "file", there / "d" / "file")
+            os.rename(there / "d" / "file", there / "c" / "file")
+
+        def is_there(path: Path) -> bool:
+            nonlocal failures
+            try:
+                os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY))
+            except FileNotFoundError:
+                return False
+            except OSError as error:
+                assert error.errno == errno.ESTALE, error
+                failures += 1
+                return False
+            return True
+
+        kept = os.open(there / "a" / "moved", os.O_PATH)
+        try:
+            with repeated(rename):
+                for number in range(MOVES):
+                    before, after = ("ab", "ba")[number % 2]
+                    os.rename(here / before / "moved", here / after / "moved")
+                    assert any(is_there(there / after / "moved") for _ in range(100))
+                    assert not is_there(there / before / "moved")
+        finally:
+            os.close(kept)
+    assert failures <= FAILURES_MAX
+
+
+@pytest.fixture
+def moves() -> tuple[Moves, KernelLocks]:
+    locks = KernelLocks()
+    return Moves(locks), locks
+
+
+def node_in(parent: int) -> Node:
+    node = Node(50, Inode(50, 0o40755, 0, 0, 0))
+    node.name = (parent, b"name")
+    return node
+
+
+def run(waiting: Callable[..., Awaitable[None]], *arguments: object) -> None:
+    """Wait, in time that passes when nobody can do anything."""
+    trio.run(waiting, *arguments, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def told(node: Node, parent: int) -> None:
+    """As the coherence of a mount does with the answer."""
+    node.name = (parent, b"name")
+
+
+def test_who_looks_where_it_was_before_is_not_held_up(moves: tuple[Moves, KernelLocks]) -> None:
+    found, locks = moves
+    with locks.hold(OLD, OTHER):
+        assert found.may_tell(node_in(OLD), OLD, ONE)
+
+
+def test_renames_from_directory_to_directory_hold_all_up(moves: tuple[Moves, KernelLocks]) -> None:
+    found, locks = moves
+    node = node_in(OLD)
+    with locks.hold(ANOTHER, OTHER):
+        assert not found.may_tell(node, NEW, ONE)
+    assert found.may_tell(node, NEW, ONE)
+
+
+def test_changes_in_one_directory_hold_up_what_comes_from_there(
+    moves: tuple[Moves, KernelLocks],
+) -> None:
+    found, locks = moves
+    with locks.hold(NEW), locks.hold(OTHER, OTHER):
+        assert found.may_tell(node_in(OLD), NEW, ONE)
+    with locks.hold(OLD):
+        assert not found.may_tell(node_in(OLD), NEW, ONE)
+
+
+def test_a_thread_that_asks_again_waits_once(moves: tuple[Moves, KernelLocks]) -> None:
+    found, _ = moves
+    node = node_in(OLD)
+    assert found.may_tell(node, NEW, ONE)
+    told(node, NEW)
+    assert found.may_tell(node, NEW, ANOTHER), "another thread asks for the first time"
+    assert not found.may_tell(node, NEW, ONE)
+
+    run(found.wait_to_tell, node, NEW, ONE)
+    assert found.may_tell(node, NEW, ONE)
+
+
+def test_it_is_waited_until_the_locks_are_released(moves: tuple[Moves, KernelLocks]) -> None:
+    found, locks = moves
+    node = node_in(OLD)
+    order = []
+
+    async def change() -> None:
+        with locks.hold(OLD):
+            await trio.sleep(0.1)
+            order.append("released")
+
+    async def wait() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(change)
+            await trio.testing.wait_all_tasks_blocked()
+            await found.wait_to_tell(node, NEW, ONE)
+            order.append("told")
+
+    run(wait)
+    assert order == ["released", "told"]
+
+
+def test_nobody_waits_for_ever(moves: tuple[Moves, KernelLocks]) -> None:
+    found, locks = moves
+    with locks.hold(OLD):
+        run(found.wait_to_tell, node_in(OLD), NEW, ONE)
