@@ -14,12 +14,13 @@ from typing import NamedTuple
 
 from ..client import FormatError
 from .config import TrainConfig
-from .directory import LOOK_S, ShardFile, TrainDirectory, owner_of
+from .directory import LOOK_S, TrainDirectory, owner_of
 from .errors import Refused
 from .folders import Directories, Past, Seen
 from .layout import Shard
 from .plan import Plan, Push, next_plan
 from .pushes import STEP, check_again, header_of, identity_of_directory
+from .shard_files import ShardFile
 from .trees import Folder, Trees
 
 __all__ = ["Foreseen", "Staged"]
@@ -119,7 +120,7 @@ class Staged:
             return None
         try:
             directory = self._directories.get(push.folder.ino, push.path)
-            file = ShardFile(directory.file(shard.name), header_of)
+            file = ShardFile.within(directory, shard.name, header_of)
             if file.inode == before.ino and file.header.metadata.get(STEP) == str(step):
                 check_again(shard, file.header, cut=True)
                 return file, before

@@ -9,7 +9,9 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,10 +22,8 @@ from .config import TrainConfig
 from .directory import (
     LOOK_S,
     PLAN,
-    ShardFile,
     TrainDirectory,
     discard,
-    gather,
     give_back,
     lead_to_newest,
     owner_of,
@@ -37,9 +37,10 @@ from .directory import (
 from .errors import Refused, TrainError
 from .folders import Seen, seen
 from .layout import ModelLayout
-from .locks import is_locked
+from .locks import WatchedLock, is_locked
 from .plan import Plan, Push, is_wanted, next_plan, pending, without
 from .pushes import Identity
+from .shard_files import ShardFile, gather
 from .staging import without_worker
 from .status import Progress, write_status
 from .trees import Folder, Trees
@@ -56,6 +57,14 @@ _LEFT_S = 60.0
 _SETTLED_NS = 2_000_000_000
 
 
+class _Worker(NamedTuple):
+    """One that takes part: its file, open, and the clock in it once that was read."""
+
+    status: Seen | None
+    lock: WatchedLock
+    clock: int | None
+
+
 class Coordinator:
     """Plans, commits and tidies."""
 
@@ -68,6 +77,7 @@ class Coordinator:
         self._pushes: dict[str, Identity] = {}
         self._bad: dict[str, Seen] = {}
         self._members: dict[str, int] = {}
+        self._joined: dict[str, _Worker] = {}
         self._looked_s = 0.0
         self._lacking_s = time.monotonic()
         self._tidied = -1
@@ -221,35 +231,56 @@ class Coordinator:
     def _look_at_members(self) -> None:
         """See who takes part, and who has ended."""
         now_s = time.monotonic()
-        if self._names() == self._members.keys() and now_s < self._looked_s + LOOK_S:
+        known = self._trees.look(self._train.workers)
+        if _visible(known.names) == self._members.keys() and now_s < self._looked_s + LOOK_S:
             return
         self._looked_s = now_s
         # Listed before the workers: each makes its directory there when it has locked its name.
         staged = os.listdir(self._train.staging)
-        present = {name for name in self._names() if self._takes_part(name)}
+        there = self._trees.look_again(self._train.workers)
+        present = {
+            name for name in _visible(there.names) if self._takes_part(name, there.files.get(name))
+        }
         for name in without_worker(staged, present):
             # Another user's may have to stay.
             with contextlib.suppress(PermissionError):
                 discard(self._train, self._train.staging / name)
+        for name in self._joined.keys() - present:
+            del self._joined[name]
         members = {}
         for name in present:
             with contextlib.suppress(FileNotFoundError, ValueError, TrainError):
-                members[name] = int(read_small(self._train.workers / name) or 0)
+                members[name] = self._clock_of(name)
         if members != self._members or not self._train.members.exists():
             replace(self._train.members, msgspec.json.encode(members))
             self._members = members
 
-    def _names(self) -> set[str]:
-        return {name for name in os.listdir(self._train.workers) if not name.startswith(".")}
-
-    def _takes_part(self, name: str) -> bool:
-        """Return whether a worker has not ended. Removes the file of one that has."""
+    def _takes_part(self, name: str, status: Seen | None) -> bool:
+        """Return whether a worker has not ended. Removes the file of one that has. `status`: of its
+        file."""
         path = self._train.workers / name
-        if is_locked(path):
-            return True
+        known = self._joined.get(name)
+        try:
+            if known is None or known.status != status:
+                known = self._joined[name] = _Worker(status, WatchedLock(path), None)
+            # Another file may have the name by now.
+            if known.lock.is_held() or is_locked(path):
+                return True
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ELOOP):
+                raise
         log.info("%s: worker %s has ended", self._train.models, name)
         remove(path)
         return False
+
+    def _clock_of(self, name: str) -> int:
+        """Return the clock at which a worker joined, which its file says."""
+        known = self._joined[name]
+        if known.status is None or known.clock is None:
+            clock = int(read_small(self._train.workers / name) or 0)
+            known = self._joined[name] = known._replace(clock=clock)
+        assert known.clock is not None
+        return known.clock
 
     # -- commit ------------------------------------------------------------------------------------
 
@@ -336,6 +367,10 @@ class Coordinator:
                 path = folder / name
                 if name.startswith(".") and _is_old(path) and not is_locked(path):
                     remove(path)
+
+
+def _visible(names: Iterable[str]) -> set[str]:
+    return {name for name in names if not name.startswith(".")}
 
 
 def _is_old(path: Path) -> bool:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from ..client._dtypes import Array, Value, dtype_of_code
-from .directory import ShardFile
 from .layout import Shard, Slice
+from .shard_files import ShardFile
 
 __all__ = ["copy_shard"]
 

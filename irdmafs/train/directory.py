@@ -6,23 +6,19 @@ import contextlib
 import ctypes
 import errno
 import functools
-import mmap
 import os
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 
-from ..client import FormatError, _files
-from ..client._dtypes import Array, Value, dtype_of_code
-from ..client._safetensors import HEADER_MAX_BYTES, Header, header_size, parse_header
+from ..client import _files
+from .changes import count_changes
 from .config import TrainConfig
 from .errors import TrainError
 from .folders import OpenFolders, Seen, seen
@@ -49,9 +45,6 @@ SPARE = "spare"
 _NOT_TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.EACCES, errno.EPERM)
 # Workers that ended and parts whose reducer ended send no event: look after them this often.
 LOOK_S = 1.0
-_DISCARD = "user.irdmafs.discard"
-# Shards that are written or opened at once.
-_AT_ONCE = 16
 # The largest config.toml, layout.json or plan: 10,000 workers and 100,000 parameters fit.
 _SMALL_MAX_BYTES = 16 << 20
 # Small files that are not read again as long as they are the same.
@@ -74,6 +67,8 @@ class TrainDirectory:
         self._keeps_open = keeps_open
         self._read: dict[Path, tuple[Seen, Any]] = {}
         self._known: tuple[TrainConfig, ModelLayout] | None = None
+        # The counter of changes below versions/, and the plan that was the newest then.
+        self._newest: tuple[str | None, Plan] | None = None
         self.reopen()
 
     def close(self) -> None:
@@ -204,6 +199,13 @@ class TrainDirectory:
         return value
 
     def newest_plan(self) -> Plan:
+        """Return the plan of the newest version that the mount has been told of. Raises TrainError."""
+        counter = count_changes(self.versions)
+        if counter is None or self._newest is None or self._newest[0] != counter:
+            self._newest = (counter, self._read_newest_plan())
+        return self._newest[1]
+
+    def _read_newest_plan(self) -> Plan:
         """Read the plan of the newest version, which may have gone since its directory was listed."""
         while True:
             number = self.newest()
@@ -358,50 +360,6 @@ def lead_to_newest(train: TrainDirectory) -> None:
     os.replace(link, train.since / "0")
 
 
-class ShardFile:
-    """A .safetensors file in memory: its header, and its bytes, mapped."""
-
-    def __init__(
-        self,
-        path: Path,
-        header_of: Callable[[str, int, int], Header] | None = None,
-        *,
-        version: int | None = None,
-        shown: bool = False,
-    ) -> None:
-        """`version`: the one that the file has to be of, as files are written anew. `shown`: its arrays are
-        given to programs, which may send them from where they lie. Raises FileNotFoundError, also if it is
-        of another version, and FormatError, and what `header_of` raises, which reads the header of a file
-        of another kind."""
-        name = os.fspath(path)
-        open_file = _files.open_to_read if shown else _files.open_privately
-        self.shown = shown
-        with open_file(name) as (fd, status):
-            self.inode = status.st_ino
-            self.header = (header_of or read_header)(name, fd, status.st_size)
-            if version is not None and self.header.metadata.get(VERSION) != str(version):
-                raise FileNotFoundError(errno.ENOENT, f"Not of version {version}", name)
-            self._data = _files.Mapping(name, fd, status.st_size).bytes
-
-    def bits(self, dtype: np.dtype[Any], offset: int, count: int) -> Array:
-        """Return elements, as numbers of this type or as integers that hold their bits."""
-        return self._data[offset : offset + count * dtype.itemsize].view(dtype)
-
-    def tensor(self, name: str) -> Array:
-        """Return a tensor as it lies in the file, read-only. Raises KeyError."""
-        found = self.header.tensors[name]
-        return _files.view(name, self._data, found.dtype, found.shape, found.offset)
-
-
-def in_parallel(do: Callable[[Shard], T], shards: Sequence[Shard]) -> list[T]:
-    """Do the same with each shard, several at once: they lie on different store nodes, and all workers
-    begin at the same time, so in turns all would use the same links."""
-    if len(shards) <= 1:
-        return [do(shard) for shard in shards]
-    with ThreadPoolExecutor(min(len(shards), _AT_ONCE), "shard") as pool:
-        return list(pool.map(do, shards))
-
-
 def make_part(path: Path) -> None:
     """Make the directories of a part. Raises OSError."""
     for name in ("", PARAMS, STATE):
@@ -416,73 +374,3 @@ def params_of(version: Path, shard: Shard) -> Path:
 def state_of(version: Path, shard: Shard) -> Path:
     """Return the file with what the rule keeps of a shard of a version."""
     return version / shard.part / STATE / shard.name
-
-
-def gather(layout: ModelLayout, open_shard: Callable[[Shard], ShardFile]) -> dict[str, Value]:
-    """Return all parameters of a version from the files of its shards: shown where they lie, copied where a
-    shard ends within one. Raises FileNotFoundError and FormatError."""
-    found: dict[str, list[Array]] = {}
-    shards = layout.shards()
-    for shard, file in zip(shards, in_parallel(open_shard, shards), strict=True):
-        for part in shard.slices:
-            found.setdefault(part.parameter.name, []).append(file.tensor(part.parameter.name))
-    result = {}
-    for parameter in layout.parameters:
-        dtype, extension = dtype_of_code(parameter.dtype)
-        parts = found.get(parameter.name, [np.empty(0, dtype)])
-        array = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        array.flags.writeable = False
-        result[parameter.name] = Value(array.reshape(parameter.shape), extension)
-    return result
-
-
-def read_header(path: str, fd: int, size: int, most: int = HEADER_MAX_BYTES) -> Header:
-    """Read the header of an open .safetensors file, of `most` bytes at most. Raises FormatError."""
-    length = header_size(path, _files.read_at(fd, 8, 0), size)
-    if length > most:
-        raise FormatError(path, f"the header has {length} bytes, more than {most}")
-    return parse_header(path, _files.read_at(fd, length, 8), size)
-
-
-class _Shown:
-    """The memory of a mapped file as numpy sees it. A thread that is about to end may still have a
-    reference to an array of it, with which mmap.mmap would not let it be unmapped."""
-
-    def __init__(self, memory: mmap.mmap) -> None:
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self.__array_interface__ = {
-            "version": 3,
-            "typestr": "|u1",
-            "shape": (len(memory),),
-            "data": (address, False),
-        }
-
-
-@contextlib.contextmanager
-def new_file(path: Path, size: int, *, versioned: bool) -> Iterator[Array]:
-    """Give the memory of a file that is to have `size` bytes, and publish it, whole, at the end of the
-    block, unless that raises. No array of it may be used any more then. A file that was begun and not
-    published is begun anew.
-
-    On irdmafs (`versioned`) the file is written in place: it has no version until it is closed. Elsewhere
-    it gets its name when it is whole.
-    """
-    written = path if versioned else path.with_name(f".{path.name}.{os.getpid()}")
-    fd = os.open(written, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-    try:
-        # Allocated: a full filesystem is an error here, and not a SIGBUS.
-        os.posix_fallocate(fd, 0, size)
-        with mmap.mmap(fd, size) as memory:
-            yield np.asarray(_Shown(memory))
-    except BaseException:
-        with contextlib.suppress(OSError):
-            if versioned:
-                os.setxattr(fd, _DISCARD, b"1")
-            else:
-                written.unlink()
-        with contextlib.suppress(OSError):
-            os.close(fd)
-        raise
-    os.close(fd)
-    if not versioned:
-        written.rename(path)

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 from ..client import FormatError
 from .changes import GATHER_S
-from .directory import LOOK_S, PARAMS, ShardFile, TrainDirectory, owner_of
-from .folders import Directories, Past, Seen
+from .directory import LOOK_S, PARAMS, TrainDirectory, owner_of
+from .folders import Directories, Directory, Past, Seen
 from .layout import ModelLayout, Shard
+from .shard_files import ShardFile
 from .trees import Folder, look
 
 __all__ = ["Early"]
@@ -56,6 +57,8 @@ class Early:
         self._use = use
         self._shown = shown
         self._fetches: dict[str, _Fetch] = {}
+        # Parts that were being made when it was looked. None: it was not.
+        self._begun: set[str] | None = None
         self._pool = ThreadPoolExecutor(_AT_ONCE, "early")
         self._lock = threading.Lock()
         self._ended = False
@@ -106,7 +109,9 @@ class Early:
             for home, folder in ahead.folders.items()
             if number in folder.folders
         }
-        if self._layout.parts.keys() - made.keys():
+        begun = self._layout.parts.keys() if self._begun is None else self._begun
+        self._begun = {*(self._begun or ()), *made}
+        if begun - made.keys():
             # Parts that are published, as soon as there is a plan.
             planned = look(self._train.next).folder(number)
             for part, folder in planned.folders.items():
@@ -125,13 +130,13 @@ class Early:
         with self._lock, contextlib.suppress(FileNotFoundError):
             if not self._ended:
                 # It is elsewhere when its part was published meanwhile: another look finds it.
-                name = self._directories.get(folder.ino, path).file(shard.name)
-                file = self._pool.submit(self._open, shard, name, before)
+                directory = self._directories.get(folder.ino, path)
+                file = self._pool.submit(self._open, shard, directory, before)
                 self._fetches[shard.name] = _Fetch(before, file)
 
-    def _open(self, shard: Shard, path: Path, before: Seen) -> ShardFile:
+    def _open(self, shard: Shard, directory: Directory, before: Seen) -> ShardFile:
         try:
-            file = ShardFile(path, version=self.version, shown=self._shown)
+            file = ShardFile.within(directory, shard.name, version=self.version, shown=self._shown)
         except (FileNotFoundError, FormatError):
             # The file is of an earlier version, and will be written anew.
             self._past.add(before)

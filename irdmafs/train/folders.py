@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import threading
 from collections import OrderedDict
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +14,7 @@ __all__ = ["Directories", "Directory", "OpenFolders", "Past", "Seen", "seen"]
 
 _PAST_MAX = 1 << 16
 _OPEN_MAX = 128
+_PRIVATE_VIEW = ".irdmafs-private"
 _DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -46,13 +48,17 @@ class Past:
 class Directory:
     """An open directory, which has the same files after it was renamed."""
 
-    def __init__(self, path: str | Path, above: int | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         """Raises OSError, also for a link."""
-        self.fd = os.open(path, _DIRECTORY, dir_fd=above)
+        self.fd = os.open(path, _DIRECTORY)
+        # The descriptor of its private view. None: it was not looked for; -1: there is none.
+        self._view_fd: int | None = None
+        self._lock = threading.Lock()
 
     def __del__(self) -> None:
-        if (fd := getattr(self, "fd", -1)) >= 0:
-            os.close(fd)
+        for fd in (getattr(self, "fd", -1), getattr(self, "_view_fd", None)):
+            if fd is not None and fd >= 0:
+                os.close(fd)
 
     @property
     def path(self) -> Path:
@@ -61,6 +67,18 @@ class Directory:
 
     def file(self, name: str) -> Path:
         return self.path / name
+
+    @property
+    def view(self) -> Path | None:
+        """Return a path of its private view (docs/mount.md), in which this process opens files as its mount
+        knows them, and promises to keep no references to their pages. None where there is none."""
+        with self._lock:
+            if self._view_fd is None:
+                try:
+                    self._view_fd = os.open(_PRIVATE_VIEW, _DIRECTORY, dir_fd=self.fd)
+                except OSError:
+                    self._view_fd = -1
+        return Path(f"/proc/self/fd/{self._view_fd}") if self._view_fd >= 0 else None
 
 
 class Directories:
@@ -73,13 +91,18 @@ class Directories:
         """Return a directory which has this path, or had it. Raises OSError if another one has it now."""
         found = self._opened.get(ino)
         if found is None:
-            found = Directory(path)
-            if os.fstat(found.fd).st_ino != ino:
+            found = self.open(path)
+            if self._opened.get(ino) is not found:
                 raise FileNotFoundError(errno.ENOENT, "Another directory is there now", str(path))
-            self._opened[ino] = found
-            if len(self._opened) > _OPEN_MAX:
-                self._opened.popitem(last=False)
         self._opened.move_to_end(ino)
+        return found
+
+    def open(self, path: Path) -> Directory:
+        """Return the directory that has a path. Raises OSError."""
+        opened = Directory(path)
+        found = self._opened.setdefault(os.fstat(opened.fd).st_ino, opened)
+        if len(self._opened) > _OPEN_MAX:
+            self._opened.popitem(last=False)
         return found
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ import os
 import struct
 from pathlib import Path
 
-__all__ = ["Lock", "is_locked"]
+__all__ = ["Lock", "WatchedLock", "is_locked"]
 
 _F_OFD_GETLK, _F_OFD_SETLK = 36, 37
 _FLOCK = struct.Struct("hhqqi4x")
@@ -68,16 +68,28 @@ class Lock:
             os.close(fd)
 
 
+class WatchedLock:
+    """An open file of which it is asked whether somebody has it locked."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError; ELOOP for a link."""
+        self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if (fd := getattr(self, "_fd", -1)) >= 0:
+            os.close(fd)
+
+    def is_held(self) -> bool:
+        """Raises OSError."""
+        answer = fcntl.fcntl(self._fd, _F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, 0, 0, 0, 0))
+        return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+
+
 def is_locked(path: Path) -> bool:
     """Return whether somebody has a file locked. One that is not there is not, nor is a link."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return WatchedLock(path).is_held()
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ELOOP):
             return False
         raise
-    try:
-        answer = fcntl.fcntl(fd, _F_OFD_GETLK, _FLOCK.pack(fcntl.F_WRLCK, 0, 0, 0, 0))
-        return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
-    finally:
-        os.close(fd)

@@ -28,10 +28,11 @@ from .directory import (
     replace,
 )
 from .errors import BadPush
+from .folders import Directories
 from .layout import ModelLayout, Shard
 from .plan import Plan
-from .reduction import Reduction
-from .trees import look
+from .reduction import PartFolders, Reduction
+from .trees import Folder, look
 
 __all__ = ["Part"]
 
@@ -59,11 +60,15 @@ class Part:
         self._blocks = blocks
         self._staged = staged
         self._home = make_home(train.ahead, name, partial(put_aside, train))
-        # The version whose directory is there, and its shards.
+        self._directories = Directories()
+        # The version whose directory is there, its directories, and its shards.
         self._version: int | None = None
+        self._folders: PartFolders | None = None
         self._made: dict[str, _Made] = {}
         # Reductions that wait for the norms of other parts, and where their version is being made.
         self._begun: tuple[Path, dict[str, Reduction]] | None = None
+        # The version before the last plan, and its directories.
+        self._before: tuple[int, PartFolders] | None = None
         # The last: where a version is being made, and the push.
         self._complaint: tuple[Path, str] | None = None
 
@@ -71,7 +76,7 @@ class Part:
         """Make the next shard for which all pushes of a foreseen plan are there; return whether there was
         one. Raises OSError."""
         # While the first pushes are on their way.
-        directory = self._directory(plan.version)
+        folders = self._open_folders(plan.version)
         for shard in self._shards:
             if shard.name in self._made:
                 continue
@@ -79,7 +84,11 @@ class Part:
             if foreseen is None:
                 continue
             with contextlib.suppress(FileNotFoundError, FormatError, BadPush):
-                Reduction(self._train, shard, plan, self._blocks, foreseen.files).write(directory)
+                before = self._open_before(plan)
+                reduction = Reduction(
+                    self._train, shard, plan, self._blocks, before, foreseen.files
+                )
+                reduction.write(folders)
                 self._made[shard.name] = _Made(plan, foreseen)
                 self._staged.used(foreseen)
                 return True
@@ -107,7 +116,7 @@ class Part:
                 raise
             # Made by somebody else.
             return False
-        self._version = self._begun = None
+        self._version = self._folders = self._begun = None
         return True
 
     def _finish(self, config: TrainConfig, target: Path, plan: Plan) -> bool:
@@ -128,9 +137,9 @@ class Part:
             if found is None:
                 return False
             norms = found
-        directory = self._directory(plan.version)
+        folders = self._open_folders(plan.version)
         for shard in missing:
-            reductions[shard.name].write(directory, norms)
+            reductions[shard.name].write(folders, norms)
             self._made[shard.name] = _Made(plan, None)
         self._begun = None
         return True
@@ -149,8 +158,9 @@ class Part:
     ) -> dict[str, Reduction]:
         if self._begun is None or self._begun[0] != target:
             found = {}
+            before = self._open_before(plan)
             for shard in shards:
-                found[shard.name] = Reduction(self._train, shard, plan, self._blocks)
+                found[shard.name] = Reduction(self._train, shard, plan, self._blocks, before)
                 if config.nonfinite == "skip":
                     found[shard.name].check_finite()
             self._begun = (target, found)
@@ -171,25 +181,46 @@ class Part:
         in_order = [found[shard.name] for shard in self._layout.shards()]
         return [sum(norms) for norms in zip(*in_order, strict=True)]
 
+    def _open_before(self, plan: Plan) -> PartFolders:
+        """Return the directories of the part in the version before a plan's. Raises OSError."""
+        number = plan.version - 1
+        if self._before is None or self._before[0] != number:
+            path = self._train.version(number) / self._name
+            self._before = (number, self._open(path, look(path)))
+        return self._before[1]
+
+    def _open(self, path: Path, there: Folder) -> PartFolders:
+        params, state = (
+            self._directories.get(there.folder(name).ino, path / name) for name in (PARAMS, STATE)
+        )
+        return PartFolders(params, state)
+
+    def _open_folders(self, version: int) -> PartFolders:
+        """Return the directories for the shards of a version. Raises OSError."""
+        path = self._directory(version)
+        if self._folders is None:
+            there = look(path)
+            self._drop_shared_files(path, there)
+            self._folders = self._open(path, there)
+        return self._folders
+
     def _directory(self, version: int) -> Path:
-        """Return the directory for the shards of a version. It is that of one that nobody wants any more,
-        if there is one: writing files anew costs less than making new ones. Raises OSError."""
+        """Return the directory for a version. It is that of one that nobody wants any more, if there is
+        one: writing files anew costs less than making new ones. Raises OSError."""
         path = self._home / str(version)
         if self._version != version:
             before = SPARE if self._version is None else str(self._version)
+            self._folders = None
             self._made.clear()
             try:
                 os.rename(self._home / before, path)
             except FileNotFoundError:
                 make_part(path)
-            else:
-                self._drop_shared_files(path)
             self._version = version
         return path
 
-    def _drop_shared_files(self, path: Path) -> None:
+    def _drop_shared_files(self, path: Path, there: Folder) -> None:
         """Remove files that have another name, too: model.safetensors, or whatever a user has made."""
-        there = look(path)
         for folder in (PARAMS, STATE):
             for name in there.folder(folder).linked:
                 with contextlib.suppress(FileNotFoundError):

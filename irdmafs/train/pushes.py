@@ -20,13 +20,14 @@ from ..client._safetensors import HEADER_MAX_BYTES, Header, encode
 from . import refusals
 from .arithmetic import F32_MAX, count_nonfinite
 from .config import TrainConfig, is_worker_name
-from .directory import TrainDirectory, is_published, read_header
+from .directory import TrainDirectory, is_published
 from .errors import Refused, TrainError
 from .folders import Directory
 from .layout import FLOAT_CODES, ModelLayout, Parameter, Shard
 from .locks import is_locked
 from .plan import Push
 from .scales import blocks_of
+from .shard_files import read_header
 from .trees import Folder
 
 __all__ = [

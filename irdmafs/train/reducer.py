@@ -60,7 +60,7 @@ class Reducer:
         self._trees = Trees()
         self._staged = Staged(self.train, self._trees)
         self._blocks = Blocks(threads or len(os.sched_getaffinity(0)))
-        # Those that are held, and those that others hold: opening them each time would cost more.
+        # The locks of parts: held here, and held by others, which stay open as opening them costs more.
         self._locks: dict[str, Lock] = {}
         self._of_others: dict[str, Lock] = {}
         self._parts: dict[str, Part] = {}

@@ -17,26 +17,26 @@ from ..client import FormatError
 from ..client._dtypes import Array, Value, code_of, dtype_of_code
 from ..client._safetensors import Head, head_of
 from .arithmetic import F32, Blocks, Weight, accumulate, from_float32, square_sum, to_float32
-from .directory import (
-    PARAMS,
-    STATE,
-    VERSION,
-    ShardFile,
-    TrainDirectory,
-    new_file,
-    params_of,
-    state_of,
-)
+from .directory import PARAMS, STATE, VERSION, TrainDirectory
 from .errors import BadPush, Refused
+from .folders import Directory
 from .layout import FLOAT_CODES, Run, Shard, runs_of
 from .plan import Plan, PushInPlan
 from .pushes import check_again, has_nonfinite, header_of, scales_of
 from .rules import Rule, make_rule
 from .scales import BlockScales
+from .shard_files import ShardFile, new_file
 
-__all__ = ["Reduction", "first_state"]
+__all__ = ["PartFolders", "Reduction", "first_state"]
 
 MASTER = "master"
+
+
+class PartFolders(NamedTuple):
+    """The directories of a part of a version."""
+
+    params: Directory
+    state: Directory
 
 
 class _Term(NamedTuple):
@@ -73,22 +73,22 @@ class Reduction:
         shard: Shard,
         plan: Plan,
         blocks: Blocks,
+        before: PartFolders,
         opened: Mapping[str, ShardFile] | None = None,
     ) -> None:
-        """`opened`: the files of the shard in all pushes, by the names of the pushes, if these are not in
-        push/ yet; they were checked. Raises FileNotFoundError for a push that is gone, and BadPush for one
-        that was changed."""
+        """`before`: of the part in the version before. `opened`: the shard's files in all pushes, by the
+        names of the pushes, if these are not in push/ yet; they were checked. Raises FileNotFoundError for
+        a push that is gone, and BadPush for one that was changed."""
         self._opened = opened
         self._train = train
         self._shard = shard
         self._plan = plan
         self._blocks = blocks
         self.rule: Rule = make_rule(plan.rule, plan.options, torch=plan.torch)
-        before = plan.version - 1
-        version = train.version(before)
-        self._before = ShardFile(state_of(version, shard), version=before)
+        last = plan.version - 1
+        self._before = ShardFile.within(before.state, shard.name, version=last)
         if shard.is_fp32:
-            self._master = _flat(ShardFile(params_of(version, shard), version=before), shard)
+            self._master = _flat(ShardFile.within(before.params, shard.name, version=last), shard)
         else:
             self._master = self._before.tensor(MASTER)
         self._updates = plan.each_update()
@@ -142,9 +142,9 @@ class Reduction:
             self._combined = combined
         return norms
 
-    def write(self, directory: Path, square_norms: Sequence[float] = ()) -> None:
-        """Write params/K and state/K of the next version in the directory of their part. `square_norms`: of
-        all shards together, one for each update, if the plan clips. Raises OSError."""
+    def write(self, folders: PartFolders, square_norms: Sequence[float] = ()) -> None:
+        """Write params/K and state/K of the next version into the directories of their part.
+        `square_norms`: of all shards together, one for each update, if the plan clips. Raises OSError."""
         scales = [1.0] * len(self._updates)
         if square_norms:
             # As torch.nn.utils.clip_grad_norm_ does.
@@ -154,7 +154,7 @@ class Reduction:
             ]
         versioned = self._train.is_on_irdmafs
         files = _ShardFiles(
-            directory, self._shard, self.rule, self._plan.version, versioned=versioned
+            folders, self._shard, self.rule, self._plan.version, versioned=versioned
         )
         with files:
             self._fill(*files.arrays(), scales)
@@ -277,7 +277,7 @@ class _ShardFiles(contextlib.AbstractContextManager["_ShardFiles"]):
     block, unless that raises."""
 
     def __init__(
-        self, directory: Path, shard: Shard, rule: Rule, version: int, *, versioned: bool
+        self, folders: PartFolders, shard: Shard, rule: Rule, version: int, *, versioned: bool
     ) -> None:
         self._versioned = versioned
         self._is_fp32 = shard.is_fp32
@@ -288,12 +288,16 @@ class _ShardFiles(contextlib.AbstractContextManager["_ShardFiles"]):
             part.parameter.name: (part.parameter.dtype, part.shape) for part in shard.slices
         }
         said = {VERSION: str(version)}
-        self._state = (head_of(self._state_forms, said), directory / STATE / name)
-        self._params = (head_of(self._params_forms, said), directory / PARAMS / name)
+        self._state = (head_of(self._state_forms, said), folders.state)
+        self._params = (head_of(self._params_forms, said), folders.params)
+        self._name = name
 
     def __enter__(self) -> Self:
         forms = (self._state, self._params)
-        self._files = [new_file(path, head.size, versioned=self._versioned) for head, path in forms]
+        self._files = [
+            new_file(folder, self._name, head.size, versioned=self._versioned)
+            for head, folder in forms
+        ]
         with contextlib.ExitStack() as stack:
             self._memories = [stack.enter_context(file) for file in self._files]
             for (head, _), memory in zip(forms, self._memories, strict=True):
@@ -335,7 +339,8 @@ def first_state(
     directory: Path, shard: Shard, values: Mapping[str, Value], rule: Rule, *, versioned: bool
 ) -> None:
     """Write params/K and state/K of version 0 from the model's parameters. Raises OSError."""
-    with _ShardFiles(directory, shard, rule, 0, versioned=versioned) as files:
+    folders = PartFolders(Directory(directory / PARAMS), Directory(directory / STATE))
+    with _ShardFiles(folders, shard, rule, 0, versioned=versioned) as files:
         _copy(shard, values, *files.arrays())
 
 

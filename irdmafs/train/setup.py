@@ -14,13 +14,14 @@ from ..client import FormatError, _files
 from ..client._dtypes import Value, code_of
 from .config import TrainConfig
 from .coordinator import assemble
-from .directory import FOLDERS, PLAN, ShardFile, TrainDirectory, lead_to_newest, make_part, remove
+from .directory import FOLDERS, PLAN, TrainDirectory, lead_to_newest, make_part, remove
 from .errors import TrainError
 from .layout import FLOAT_CODES, ModelLayout, Parameter, canonical
 from .places import shard_names
 from .plan import first_plan
 from .reduction import first_state
 from .rules import Rule, make_rule
+from .shard_files import ShardFile
 from .status import how_to_reduce
 
 __all__ = ["begin", "end"]

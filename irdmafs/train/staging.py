@@ -12,7 +12,7 @@ from pathlib import Path
 from ..client import _files
 from ..client._dtypes import Value
 from .directory import SPARE, TrainDirectory, discard, make_home, owner_of
-from .folders import Directory
+from .folders import Directories, Directory
 from .layout import Shard
 from .pushes import REFUSALS, check_content, shard_contents
 
@@ -20,7 +20,7 @@ __all__ = ["Staging", "explain", "without_worker"]
 
 # Shards that are published at once: enough that the link is never idle, and few enough that one after the
 # other is there.
-_AT_ONCE = 2
+_AT_ONCE = 3
 
 
 class Staging:
@@ -32,6 +32,7 @@ class Staging:
         self.path = make_home(train.staging, worker, partial(discard, train))
         # The push that is being written.
         self._open: tuple[Path, Directory] | None = None
+        self._directories = Directories()
         self._publishing = ThreadPoolExecutor(_AT_ONCE, "publish")
 
     def begin(self, name: str) -> Path:
@@ -42,7 +43,7 @@ class Staging:
             os.rename(self.path / SPARE, path)
         except FileNotFoundError:
             path.mkdir()
-        self._open = (path, Directory(path))
+        self._open = (path, self._directories.open(path))
         return path
 
     def write(
@@ -61,7 +62,8 @@ class Staging:
         assert opened is not None
         assert opened[0] == directory, "only one push is written at a time"
         with self._naming(path):
-            fd = _files.write_version(os.fspath(opened[1].file(shard.name)), contents)
+            name = os.fspath(opened[1].file(shard.name))
+            fd = _files.write_version(name, contents, opened[1].view)
         return self._publishing.submit(self._publish, path, fd, contents)
 
     def _publish(self, path: Path, fd: int, contents: Iterable[memoryview]) -> None:
@@ -89,6 +91,8 @@ class Staging:
     def remove(self) -> None:
         """Raises OSError."""
         self._publishing.shutdown()
+        self._open = None
+        self._directories.close()
         discard(self._train, self.path)
 
 

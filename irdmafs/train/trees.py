@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .changes import CHANGES, GATHER_S, NO_COUNTER
+from .changes import GATHER_S, count_changes
 from .directory import is_published
 from .folders import Seen, seen
 
@@ -70,7 +70,8 @@ def look(path: Path, after: int | None = None, timeout_s: float = 0.0) -> Folder
     except OSError as error:
         if error.errno not in _WALKED:
             raise
-        counter = _count(path, waiting)
+        found = count_changes(path, waiting)
+        counter = None if found is None else int(found)
         return _walk(path)._replace(counter=counter)
     return _folder(path, 0, entries)._replace(counter=counter)
 
@@ -83,16 +84,6 @@ def _ask(path: Path, name: str) -> bytes:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), os.fspath(path))
     return answer.raw[:size]
-
-
-def _count(path: Path, waiting: str) -> int | None:
-    """Return the counter of a directory whose tree is walked."""
-    try:
-        return int(os.getxattr(path, CHANGES + waiting))
-    except OSError as error:
-        if error.errno not in NO_COUNTER:
-            raise
-        return None
 
 
 def _folder(path: Path, ino: int, entries: Mapping[str, Any]) -> Folder:

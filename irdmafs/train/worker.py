@@ -23,7 +23,7 @@ from ..client._safetensors import encode
 from .changes import Changes
 from .config import is_worker_name
 from .copies import copy_shard
-from .directory import ShardFile, TrainDirectory, gather, in_parallel, params_of, remove
+from .directory import TrainDirectory, params_of, remove
 from .early import Early
 from .errors import Refused, TrainError
 from .folders import Directories, Past, seen
@@ -33,6 +33,7 @@ from .open_push import OpenPush
 from .places import is_here
 from .plan import Plan, is_foreseen, may_pull
 from .pushes import REFUSALS, STEP, Identity, check, check_identity, inspect, values_of
+from .shard_files import ShardFile, gather, in_parallel
 from .staging import Staging, explain
 
 __all__ = ["Worker"]

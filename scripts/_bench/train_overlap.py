@@ -81,7 +81,7 @@ def work(directory: str, name: str, options: dict[str, Any]) -> None:
     "--size", "size_mib", default=16, show_default=True, help="MiB of the model, in fp32."
 )
 @click.option("--mbit", default=100.0, show_default=True, help="Mbit/s of each link.")
-@click.option("--shards", default=8, show_default=True)
+@click.option("--shards", default=32, show_default=True)
 @click.option("--steps", default=5, show_default=True, help="Of each measurement.")
 def train_overlap(size_mib: int, mbit: float, shards: int, steps: int) -> None:
     """Measure steps whose backward pass takes as long as pushing and pulling do (needs torch).

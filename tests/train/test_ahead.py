@@ -27,11 +27,12 @@ from training_runs import (
 
 from irdmafs.train import Reducer, Worker
 from irdmafs.train.ahead import Staged
-from irdmafs.train.directory import ShardFile, TrainDirectory
+from irdmafs.train.directory import TrainDirectory
 from irdmafs.train.open_push import OpenPush
 from irdmafs.train.part import Part
 from irdmafs.train.pushes import STEP, Identity, values_of
 from irdmafs.train.reduction import Reduction
+from irdmafs.train.shard_files import ShardFile
 from irdmafs.train.trees import Trees
 
 SHARDS = 3
