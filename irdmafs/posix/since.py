@@ -55,8 +55,10 @@ class Since:
         self._waits = waits
         self._freshness = freshness
         self._kernel = kernel
-        # Nodes that the kernel keeps although it asks for the names again.
-        self._known: list[int] = []
+        # Nodes that the kernel keeps although it asks for the names again: those since it was made to drop
+        # them, and those that it was to drop.
+        self._found: set[int] = set()
+        self._pruned: set[int] = set()
         self._prune_at = _PRUNE_EVERY
 
     def find(self, directory: Inode, name: bytes) -> Attributes | None:
@@ -69,16 +71,18 @@ class Since:
             raise fail(errno.EAGAIN)
         node = self._nodes.add(link)
         node.lookups += 1
-        self._known.append(node.id)
-        if len(self._known) > self._prune_at:
+        self._found.add(node.id)
+        if len(self._found) >= self._prune_at:
             self._prune()
         return self._answers.attributes(node, link)
 
     def _prune(self) -> None:
         """Have the kernel drop the links that nobody uses."""
-        self._known = [node for node in self._known if node in self._nodes.by_id]
-        self._prune_at = 2 * len(self._known) + _PRUNE_EVERY
-        self._kernel.prune(self._known)
+        in_use = self._pruned & self._nodes.by_id.keys()
+        self._pruned = in_use | self._found
+        self._found.clear()
+        self._prune_at = len(in_use) + _PRUNE_EVERY
+        self._kernel.prune(list(self._pruned))
 
     def refuse(self, directory: Inode, name: bytes) -> None:
         """Raise OSError EPERM if a name that is to be made or removed is a link."""
