@@ -1,0 +1,66 @@
+"""A directory that another host has moved, and that a program here has open, is renamed here.
+
+The kernel has it at its old place. A rename looks it up with the locks of its directories held.
+"""
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import Cluster, Plan
+
+from irdmafs.train.directory import move
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[Path, Path]]:
+    with Cluster(Plan()) as cluster:
+        one, another = (mount.path for mount in cluster.mounts)
+        yield one, another
+
+
+@pytest.fixture
+def moved(hosts: tuple[Path, Path], request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A directory that is open here, and that another host has moved to this path."""
+    there, here = (host / request.node.name for host in hosts)
+    there.mkdir()
+    for name in ("before", "after", "target"):
+        (there / name).mkdir()
+    (there / "before" / "moved").mkdir()
+    (there / "before" / "moved" / "file").write_text("content")
+    with contextlib.ExitStack() as stack:
+        opened = os.open(here / "before" / "moved", os.O_PATH)
+        stack.callback(os.close, opened)
+        os.rename(there / "before" / "moved", there / "after" / "moved")
+        yield here / "after" / "moved"
+
+
+def test_it_is_renamed_in_its_directory(moved: Path) -> None:
+    os.rename(moved, moved.parent / "renamed")
+    assert (moved.parent / "renamed" / "file").read_text() == "content"
+
+
+def test_it_is_renamed_to_another_directory_once_it_was_looked_at(moved: Path) -> None:
+    target = moved.parent.parent / "target" / "moved"
+    os.stat(moved)
+    os.rename(moved, target)
+    assert (target / "file").read_text() == "content"
+
+
+def test_without_a_look_it_stays_and_is_renamed_at_the_next_try(moved: Path) -> None:
+    target = moved.parent.parent / "target" / "moved"
+    with pytest.raises(OSError) as refused:
+        os.rename(moved, target)
+    assert refused.value.errno == errno.ESTALE
+    assert (moved / "file").read_text() == "content"
+    os.rename(moved, target)
+    assert (target / "file").read_text() == "content"
+
+
+def test_trainings_move_it_at_once(moved: Path) -> None:
+    target = moved.parent.parent / "target" / "moved"
+    move(moved, target)
+    assert (target / "file").read_text() == "content"
