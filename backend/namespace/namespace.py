@@ -18,9 +18,11 @@ from .changes import Commit
 from .inode import FIRST_VIRTUAL_INO, NO_LAYOUT, ROOT_INO, Inode, fail
 from .local import LocalCommitter
 from .planner import (
+    NOTHING_KNOWN,
     RENAME_EXCHANGE,
     RENAME_NOREPLACE,
     RENAME_WHITEOUT,
+    Known,
     Planner,
     attributes_set,
     root_of,
@@ -191,11 +193,14 @@ class Namespace:
 
         return await self._carry_out(partial(self._planner.unlink_if, parent, name, wanted))
 
-    async def rmdir(self, parent: int, name: bytes, *, in_use: bool) -> Inode:
-        """Remove an empty directory; `in_use` as for unlink."""
+    async def rmdir(
+        self, parent: int, name: bytes, *, in_use: bool, known: Known = NOTHING_KNOWN
+    ) -> Inode:
+        """Remove an empty directory; `in_use` as for unlink. Raises ESTALE if one of the names in `known`
+        does not lead to its inode at that moment."""
         expected = self.tree.ino_behind(parent, name) if in_use else 0
 
-        inode = await self._carry_out(partial(self._planner.rmdir, parent, name, expected))
+        inode = await self._carry_out(partial(self._planner.rmdir, parent, name, expected, known))
         assert inode is not None
         return inode
 
@@ -209,10 +214,12 @@ class Namespace:
         *,
         in_use: bool,
         owner: tuple[int, int] = (0, 0),
+        known: Known = NOTHING_KNOWN,
     ) -> Inode | None:
         """Rename with renameat2(2)'s flags, and return the inode that lost its name, if any.
 
-        `in_use` as for unlink, and for that inode. `owner`: user and group of a whiteout. Raises
+        `in_use` as for unlink, and for that inode; `known` as for rmdir. `owner`: user and group of a
+        whiteout. Raises
         ENAMETOOLONG when a directory of a shared engine would be moved below more than a hundred others.
         """
         if flags & ~RENAME_WHITEOUT not in (0, RENAME_NOREPLACE) and flags != RENAME_EXCHANGE:
@@ -221,7 +228,15 @@ class Namespace:
 
         return await self._carry_out(
             partial(
-                self._planner.rename, parent, name, new_parent, new_name, flags, expected, owner
+                self._planner.rename,
+                parent,
+                name,
+                new_parent,
+                new_name,
+                flags,
+                expected,
+                owner,
+                known,
             )
         )
 

@@ -14,6 +14,8 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final
 
 from ..clock import now_ns
 from ..cluster.records import ContentId, Layout
@@ -25,10 +27,12 @@ from .protection import refuse_change, refuse_lost_name, refuse_new_name
 from .tree import Tree
 
 __all__ = [
+    "NOTHING_KNOWN",
     "RENAME_EXCHANGE",
     "RENAME_NOREPLACE",
     "RENAME_WHITEOUT",
     "XATTR_SIZE_MAX",
+    "Known",
     "Outdated",
     "Planner",
     "attributes_set",
@@ -43,6 +47,10 @@ _XATTRS_TOTAL_MAX = 1024 * 1024
 RENAME_NOREPLACE = 1
 RENAME_EXCHANGE = 2
 RENAME_WHITEOUT = 4
+
+# Inodes that names, each of a directory, are known to lead to.
+Known = Mapping[tuple[int, bytes], int]
+NOTHING_KNOWN: Final[Known] = MappingProxyType({})
 
 
 class Outdated(OSError):
@@ -159,8 +167,16 @@ class Planner:
             return None
         return _without_name(parent, name, found, False)
 
-    def rmdir(self, parent: int, name: bytes, kept_ino: int) -> Commit:
-        """Remove an empty directory; `kept_ino` as for unlink."""
+    def _refuse_others(self, known: Known) -> None:
+        """Raise OSError ESTALE unless each name leads to its inode."""
+        for (parent, name), ino in known.items():
+            if self._tree.ino_behind(parent, name) != ino:
+                raise fail(errno.ESTALE)
+
+    def rmdir(self, parent: int, name: bytes, kept_ino: int, known: Known) -> Commit:
+        """Remove an empty directory; `kept_ino` as for unlink. Raises ESTALE if a `known` name leads
+        elsewhere."""
+        self._refuse_others(known)
         found = self._tree.existing(parent, name)
         refuse_lost_name(self._tree.inodes[parent], found)
         if not found.is_dir:
@@ -178,9 +194,11 @@ class Planner:
         flags: int,
         kept_ino: int,
         owner: tuple[int, int],
+        known: Known,
     ) -> Commit | None:
         """Rename with renameat2(2)'s flags. `kept_ino` as for unlink; `owner`: user and group of a
-        whiteout."""
+        whiteout; `known` as for rmdir."""
+        self._refuse_others(known)
         moved, replaced = self._tree.existing(parent, name), self._tree.lookup(new_parent, new_name)
         if flags & RENAME_NOREPLACE and replaced is not None:
             raise fail(errno.EEXIST)

@@ -88,6 +88,10 @@ class Alone(Coherence):
     def changing(self, pid: int, *names: Name) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def known_directories(self, *names: Name) -> dict[Name, int]:
+        """Return none: the kernel notes every change by itself."""
+        return {}
+
     def renamed(self, ino: int, old: Name, new: Name) -> None:
         """Do nothing: no name has to be forgotten later."""
 

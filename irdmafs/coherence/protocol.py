@@ -140,6 +140,11 @@ class Coherence(ABC):
         """Return a context manager for a change of these names by a thread."""
 
     @abstractmethod
+    def known_directories(self, *names: Name) -> dict[Name, int]:
+        """Return the inodes of directories that the kernel may have under these names, which are about to
+        lead elsewhere or nowhere: then it takes them for removed."""
+
+    @abstractmethod
     def renamed(self, ino: int, old: Name, new: Name) -> None:
         """Note that the kernel moved its name of an inode, and does not look it up again."""
 

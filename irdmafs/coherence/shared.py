@@ -19,6 +19,7 @@ from .cache import Cache
 from .freshness import LookupTrails, Retry, TrailStep
 from .kernel_cache import Name
 from .kernel_locks import Moves
+from .kernel_names import KernelNames
 from .nodes import Node
 from .protocol import Answer, Coherence, Listing
 from .sharing import truncates
@@ -50,6 +51,7 @@ class Shared(Coherence):
         self._beliefs = beliefs
         self._trails = LookupTrails(store.namespace)
         self._moves = Moves(self.kernel_locks)
+        self._kernel_names = KernelNames(cache.nodes)
 
     # -- for how long the kernel may believe an answer ---------------------------------------------
 
@@ -90,6 +92,7 @@ class Shared(Coherence):
     ) -> None:
         """Have the kernel believe a name for so long, and the attributes of its node."""
         node.name = name
+        self._kernel_names.found(name, inode)
         if not valid_s or not self._kernel.can_forget:
             self.attributes(answer, node, inode)
             return
@@ -104,6 +107,7 @@ class Shared(Coherence):
         if not self._cache.names_are_stable(inode.ino):
             return
         node.name = (parent, name)
+        self._kernel_names.found(node.name, inode)
         valid_s = self._freshness.believable_s(parent, used=False)
         if not valid_s or not self._kernel.can_forget:
             return
@@ -153,6 +157,7 @@ class Shared(Coherence):
                     return inode
         if inode is None:
             self._trails.missed(pid)
+            self._kernel_names.found((parent.ino, name), None)
         else:
             self._trails.note(pid, parent.ino, name, inode)
         return inode
@@ -315,7 +320,13 @@ class Shared(Coherence):
         self._trails.forget(pid)  # the thread's lookups were for this change
         return self._beliefs.changing(*names)
 
+    def known_directories(self, *names: Name) -> dict[Name, int]:
+        return self._kernel_names.of(*names)
+
     def renamed(self, ino: int, old: Name, new: Name) -> None:
+        inode = self._inodes.get(ino)
+        if inode is not None and inode.is_dir:
+            self._kernel_names.found(new, inode)
         for node in self._nodes.of(ino):
             if node.name == old:
                 node.name = new

@@ -92,7 +92,9 @@ class Names:
         # A process whose working directory it is still sends requests about it.
         in_use = found is not None and any(self._nodes.of(found.ino))
         with self._coherence.changing(ctx.pid, (parent, name)):
-            await self._namespace.rmdir(parent, name, in_use=in_use)
+            await self._namespace.rmdir(
+                parent, name, in_use=in_use, known=self._coherence.known_directories((parent, name))
+            )
 
     async def _unnamed(self, inode: Inode, in_use: bool) -> None:
         """Tell the kernel and the store that an inode lost a name."""
@@ -126,10 +128,12 @@ class Names:
             raise fail(errno.ENAMETOOLONG)
         replaced = self._namespace.lookup(new, name_new)
         in_use = replaced is not None and self._nodes.has_nodes(replaced.ino)
-        with self._coherence.changing(ctx.pid, (old, name_old), (new, name_new)):
+        names = (old, name_old), (new, name_new)
+        with self._coherence.changing(ctx.pid, *names):
             unnamed = await self._namespace.rename(
-                old, name_old, new, name_new, flags, in_use=in_use, owner=(ctx.uid, ctx.gid)
-            )
+                old, name_old, new, name_new, flags, in_use=in_use, owner=(ctx.uid, ctx.gid),
+                known=self._coherence.known_directories(*names),
+            )  # fmt: skip
         if replaced is not None and flags & RENAME_EXCHANGE:
             self._coherence.renamed(replaced.ino, (new, name_new), (old, name_old))
         if moved is not None:

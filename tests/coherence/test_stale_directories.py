@@ -1,0 +1,99 @@
+"""A program removes a name, or has it lead to another directory, where its kernel still has a directory
+that another host has moved: the kernel takes its own for dead then, wherever it is now."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from cluster import Cluster, Plan
+from mountpoint import eventually
+from processes import is_waiting
+
+LEASE_S = 20
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(Plan(nodes=1, replicas=1, lease_ttl_s=LEASE_S)) as made:
+        # Nobody waits for a host that has looked something up.
+        os.setxattr(made.mounts[0].path, "user.irdmafs.follow", b"off")
+        yield made
+
+
+@pytest.fixture
+def hosts(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[tuple[Path, Path]]:
+    """A directory on both mounts, with a directory that is open on the second, and an empty one."""
+    here, there = (mount.path / request.node.name for mount in cluster.mounts)
+    here.mkdir()
+    (here / "known").mkdir()
+    (here / "other").mkdir()
+    opened = os.open(there / "known", os.O_PATH)
+    yield here, there
+    os.close(opened)
+
+
+@contextmanager
+def doing(cluster: Cluster, change: Callable[[], None]) -> Iterator[Future[None]]:
+    """Change names on the second mount. Its kernel has looked them up, and the change is carried out after
+    the block."""
+    mount, (etcd,) = cluster.mounts[1], cluster.etcd.members
+    threads: list[int] = []
+
+    def run() -> None:
+        threads.append(threading.get_native_id())
+        change()
+
+    cluster.cut(mount, etcd)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            changing = pool.submit(run)
+            eventually(lambda: bool(threads) and is_waiting(threads[0]), "the mount is asked")
+            try:
+                yield changing
+            finally:
+                cluster.heal(mount, etcd)
+    finally:
+        cluster.heal(mount, etcd)
+
+
+def is_usable(directory: Path) -> bool:
+    (directory / "file").write_text("content")
+    return os.listdir(directory) == ["file"]
+
+
+def test_rename_onto_a_directory_that_is_elsewhere_by_now(
+    cluster: Cluster, hosts: tuple[Path, Path]
+) -> None:
+    here, there = hosts
+    with doing(cluster, lambda: os.rename(there / "other", there / "known")):
+        os.rename(here / "known", here / "moved")
+    assert sorted(os.listdir(there)) == ["known", "moved"]
+    assert is_usable(there / "moved")
+    assert is_usable(there / "known")
+
+
+def test_rmdir_of_a_directory_that_is_elsewhere_by_now(
+    cluster: Cluster, hosts: tuple[Path, Path]
+) -> None:
+    here, there = hosts
+    with doing(cluster, lambda: os.rmdir(there / "known")):
+        os.rename(here / "known", here / "moved")
+        os.rename(here / "other", here / "known")
+    assert os.listdir(there) == ["moved"]
+    assert is_usable(there / "moved")
+
+
+def test_rename_of_a_directory_that_is_elsewhere_by_now(
+    cluster: Cluster, hosts: tuple[Path, Path]
+) -> None:
+    here, there = hosts
+    with doing(cluster, lambda: os.rename(there / "known", there / "renamed")):
+        os.rename(here / "known", here / "moved")
+        os.rename(here / "other", here / "known")
+        (here / "known" / "another").touch()
+    assert os.listdir(there / "renamed") == ["another"]
+    assert is_usable(there / "moved")
