@@ -182,7 +182,12 @@ class ContentTable:
         """Keep a content. `lends`: a program gets it that may keep references to its pages. Raises OSError
         ESTALE if a store node has freed its extent already."""
         if not content.holds:
-            self._store.pin(content.extent)
+            try:
+                self._store.pin(content.extent)
+            except OSError:
+                if content.own:
+                    self.supersede(content)  # nobody else has it
+                raise
             content.pinned = content.extent
         content.holds += 1
         if lends:

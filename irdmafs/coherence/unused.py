@@ -51,7 +51,11 @@ class Unused(NodeEvents):
 
     def _give_back(self, content: Content, inode: Inode) -> None:
         """Make a content that was opened in place, and is unchanged, the version's again."""
-        if content.version == inode.version and not self._changes.is_written(content):
+        try:
+            unchanged = content.version == inode.version and not self._changes.is_written(content)
+        except OSError:
+            return  # a store node has removed its file with the session that it was begun in
+        if unchanged:
             before = content.extent
             if self._store.end_in_place(inode, before):
                 content.own = False
