@@ -28,6 +28,8 @@ __all__ = ["SIZE_MAX", "Publisher"]
 
 log = logging.getLogger(__name__)
 
+# Contents of which it is not known whether they became versions.
+_UNSURE_MAX = 1000
 # A version is digested and laid out by stripes, holes included: about 2 s for 1 TiB of holes.
 SIZE_MAX = 16 << 40
 
@@ -79,6 +81,7 @@ class Publisher:
         self._forget = forget
         self._host = host
         self._verify = verify
+        self._unsure: dict[ContentId, None] = {}  # the oldest first
         self.figures = PublishFigures()
 
     def allocate(self, inode: Inode) -> tuple[ContentId, int]:
@@ -151,6 +154,13 @@ class Publisher:
                 except Conflict as conflict:
                     log.info("content %x: %s; again", extent, conflict)
                     await self._cluster.replica.barrier()
+                except Outdated:
+                    newest = self._namespace.inode(ino)
+                    if newest.extent not in self._unsure or newest.version == version.base:
+                        raise
+                    # The answer was lost that the version before had been published, by this mount. This
+                    # content was given up.
+                    version, transfer = version._replace(base=newest.version), None
                 except OSError as error:
                     if error.errno != errno.ECANCELED:
                         raise
@@ -201,6 +211,10 @@ class Publisher:
             if transfer is not None:
                 certain = isinstance(error, Outdated) or error.errno == errno.EDQUOT
                 self._abandoned.give_up(content, transfer.asked, is_certain=certain)
+                if not certain:
+                    self._unsure[content] = None
+                    if len(self._unsure) > _UNSURE_MAX:
+                        del self._unsure[next(iter(self._unsure))]
             raise
         self.figures.publishes += 1
         self.figures.published_bytes += status.st_size

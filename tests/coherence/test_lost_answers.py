@@ -1,0 +1,95 @@
+"""A version was published and its writer was told that it was not: etcd's answer was lost."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import lost_answers
+import pytest
+from cluster import Cluster, ClusterMount, Plan
+from harness.network import Host
+
+
+class LosingCluster(Cluster):
+    """Its mounts lose an answer when they are told to."""
+
+    def _make_mount(
+        self, host: Host | None, *arguments: str, certificate: str = ""
+    ) -> ClusterMount:
+        mount = super()._make_mount(host, *arguments, certificate=certificate)
+        assert mount.command[:3] == [sys.executable, "-m", "irdmafs"]
+        mount.command[1:3] = [lost_answers.__file__]
+        return mount
+
+
+@pytest.fixture(scope="module", params=["a node elsewhere", "a node here"])
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    beside = {0: 0} if request.param == "a node here" else {}
+    with LosingCluster(Plan(nodes=1, replicas=1, beside=beside)) as made:
+        yield made
+
+
+@pytest.fixture
+def writers(cluster: Cluster, request: pytest.FixtureRequest) -> tuple[Path, Path]:
+    """The same file on both mounts."""
+    name = request.node.name.partition("[")[0]
+    one, another = (mount.path / name for mount in cluster.mounts)
+    return one, another
+
+
+def lose_answer(cluster: Cluster, fd: int) -> None:
+    """Publish what was written, of which the mount is not told."""
+    os.kill(cluster.mounts[0].pid, lost_answers.SIGNAL)
+    with pytest.raises(TimeoutError):
+        os.fsync(fd)
+
+
+def replace(path: Path, text: str) -> None:
+    """As a lock file gets what its holder is called."""
+    fd = os.open(path, os.O_RDWR)
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, text.encode(), 0)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def test_a_file_that_others_replace_then_can_be_written_again(
+    cluster: Cluster, writers: tuple[Path, Path]
+) -> None:
+    here, there = writers
+    here.write_text("first")
+    fd = os.open(here, os.O_RDWR)
+    try:
+        os.pwrite(fd, b"second", 0)
+        lose_answer(cluster, fd)
+        assert there.read_text() == "second"
+        replace(there, "third")
+    finally:
+        with pytest.raises(OSError, match="Stale"):
+            os.close(fd)
+    assert there.read_text() == "third"
+    for text in ("fourth", "fifth"):
+        replace(here, text)
+        assert there.read_text() == here.read_text() == text
+
+
+def test_what_is_written_next_is_published_and_the_version_before_stays_whole(
+    cluster: Cluster, writers: tuple[Path, Path]
+) -> None:
+    here, there = writers
+    here.write_text("first")
+    fd = os.open(here, os.O_RDWR)
+    try:
+        os.pwrite(fd, b"second", 0)
+        lose_answer(cluster, fd)
+        with there.open() as reader:
+            os.pwrite(fd, b"THIRD", 0)
+            assert reader.read() == "second"
+        os.fsync(fd)
+        assert there.read_text() == here.read_text() == "THIRDd"
+    finally:
+        os.close(fd)
+    assert there.read_text() == here.read_text() == "THIRDd"
