@@ -196,12 +196,18 @@ class Reducer:
             self._parts.pop(name, None)
             if name == _COORDINATOR:
                 self._coordinator = None
+        holder = f"{os.uname().nodename} {os.getpid()}\n".encode()
         for name in (_COORDINATOR, *self.layout.parts):
             if name in self._locks or not self._may_take(name, now_s):
                 continue
             if name not in self._of_others:
                 self._of_others[name] = Lock(self.train.reducers / name)
-            if self._of_others[name].hold(f"{os.uname().nodename} {os.getpid()}\n".encode()):
+            try:
+                held = self._of_others[name].hold(holder)
+            except OSError:
+                self._of_others.pop(name).close()
+                raise
+            if held:
                 log.info("%s: this reducer has %s now", self.train.models, name)
                 self._locks[name] = self._of_others.pop(name)
                 took = True

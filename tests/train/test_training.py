@@ -1,5 +1,6 @@
 """A directory trains its models: who waits for whom, and the parameters that come of it."""
 
+import errno
 import os
 import re
 import shutil
@@ -495,6 +496,19 @@ def test_reducer_whose_filesystem_fails_while_it_takes_its_part_goes_on(
             with pytest.raises(OSError):
                 reducer.step()
         reduce_until(reducer, lambda: newest(run) == 1, "the version is made")
+
+
+def test_reducer_that_cannot_write_its_name_leaves_its_part_to_another(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(run)
+    with Worker(run, "w") as worker, Reducer(run) as fails, Reducer(run) as other:
+        worker.push(ones())
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "ftruncate", Mock(side_effect=OSError(errno.EIO, "broken")))
+            with pytest.raises(OSError, match="broken"):
+                fails.step()
+        reduce_until(other, lambda: newest(run) == 1, "the version is made")
 
 
 def test_files_that_were_being_written_when_a_process_was_killed_are_removed(run: Path) -> None:
