@@ -26,11 +26,13 @@ from .directory import (
     discard,
     give_back,
     lead_to_newest,
+    move,
     owner_of,
     params_of,
     put_aside,
     read_small,
     remove,
+    remove_aside,
     rename_new,
     replace,
 )
@@ -176,13 +178,17 @@ class Coordinator:
             if 0 < identity.step <= newest.clocks.get(identity.worker, 0):
                 # A repetition of one that has counted.
                 del self._pushes[name]
-                remove(self._train.push / name)
+                self._put_aside_push(name)
         for identity in self._pushes.values():
             steps[identity.worker] = max(steps.get(identity.worker, 0), identity.step)
         for name, identity in [item for item in self._pushes.items() if item[1].step == 0]:
             steps[identity.worker] += 1
             self._settle(name, identity, steps[identity.worker])
         return [one.push(name) for name, one in self._pushes.items()]
+
+    def _put_aside_push(self, name: str) -> None:
+        put_aside(self._train, self._train.push / name)
+        self._litter = None
 
     def _settle(self, name: str, identity: Identity, step: int) -> None:
         """Give a push that has the worker's next step a name that says which that is. Its old name is free:
@@ -218,7 +224,7 @@ class Coordinator:
         except Refused as error:
             if error.errno == errno.ESTALE:
                 # As above: its step is past.
-                remove(path)
+                self._put_aside_push(name)
             elif self._train.is_on_irdmafs or time.time_ns() > status.st_mtime_ns + _SETTLED_NS:
                 self._bad[name] = now
                 self._refuse(name, error)
@@ -292,7 +298,7 @@ class Coordinator:
         if config.whole_every and plan.version % config.whole_every == 0:
             assemble(self._layout, plan.version, target)
         try:
-            os.rename(target, self._train.version(plan.version))
+            move(target, self._train.version(plan.version))
         except OSError as error:
             # Another coordinator made it, while this one's host was stopped.
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
@@ -351,7 +357,7 @@ class Coordinator:
             self._litter = os.listdir(aside)
         until_s = time.monotonic() + _TIDY_S
         while self._litter and time.monotonic() < until_s:
-            remove(aside / self._litter.pop())
+            remove_aside(aside / self._litter.pop())
             did = True
         return did
 

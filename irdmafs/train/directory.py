@@ -282,6 +282,18 @@ def rename_new(path: Path, new: Path) -> None:
         raise OSError(code, os.strerror(code), os.fspath(path))
 
 
+def move(path: Path, target: Path) -> None:
+    """Rename a directory, which another host may have moved to `path`. Raises OSError."""
+    try:
+        os.rename(path, target)
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+        # The kernel has it elsewhere, and cannot move its entry while it holds the lock of a rename.
+        os.stat(path)
+        os.rename(path, target)
+
+
 def replace(path: Path, data: bytes) -> None:
     """Replace a small file, whole. Raises OSError."""
     temporary = _aside(path)
@@ -290,7 +302,8 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a directory and all that is in it; it may be gone, or go meanwhile."""
+    """Remove a file, or a directory that only this process has and all that is in it; it may be gone, or go
+    meanwhile. Others may have a directory, or be about to: see put_aside and discard."""
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -305,20 +318,44 @@ def put_aside(train: TrainDirectory, path: Path) -> Path | None:
     if it was gone. Raises OSError."""
     gone = train.aside / secrets.token_hex(8)
     try:
-        os.rename(path, gone)
+        move(path, gone)
     except FileNotFoundError:
         return None
     return gone
 
 
+def remove_aside(path: Path) -> None:
+    """Remove what was put aside. Raises OSError.
+
+    Another process, or a request that was not answered, may be about to move a directory that is in it to
+    where its files count, or are written anew: it goes by the directory that it finds it in, whatever that
+    is called by now. While the files were removed it would take a part of them along, and lose more. So
+    each is renamed first: it is moved whole, or not at all.
+    """
+    for inner in _directories_in(path):
+        gone = path.with_name(f"@{secrets.token_hex(8)}")
+        with contextlib.suppress(FileNotFoundError):
+            move(inner, gone)
+            remove(gone)
+    remove(path)
+
+
 def discard(train: TrainDirectory, path: Path) -> None:
-    """Remove what is below staging/: a push, or a directory of a worker. Somebody, or a request that was
-    not answered, may be about to publish it: it is renamed first, so either it is published whole or it
-    never will be. Raises OSError."""
+    """Remove what is below staging/, a push or a directory of a worker, as remove_aside does. Raises
+    OSError."""
     gone = train.staging / f"@{secrets.token_hex(8)}"
     with contextlib.suppress(FileNotFoundError):
-        os.rename(path, gone)
-        remove(gone)
+        move(path, gone)
+        remove_aside(gone)
+
+
+def _directories_in(path: Path) -> list[Path]:
+    """Return the directories in a directory; none if it is a file, or gone."""
+    try:
+        with os.scandir(path) as entries:
+            return [path / entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def owner_of(name: str) -> str:
@@ -342,7 +379,7 @@ def give_back(path: Path, home: Path) -> bool:
     """Give what was made in a directory of staging/ or ahead/ back to it, to be written anew. Return
     whether it was taken. Raises OSError."""
     try:
-        os.rename(path, home / SPARE)
+        move(path, home / SPARE)
     except OSError as error:
         if error.errno not in _NOT_TAKEN:
             raise

@@ -77,7 +77,9 @@ class WatchedLock:
 
     def __del__(self) -> None:
         if (fd := getattr(self, "_fd", -1)) >= 0:
-            os.close(fd)
+            # Its mount may be gone.
+            with contextlib.suppress(OSError):
+                os.close(fd)
 
     def is_held(self) -> bool:
         """Raises OSError."""

@@ -101,7 +101,7 @@ class Part:
         try:
             if not self._finish(config, target, plan):
                 return False
-            os.rename(self._directory(plan.version), target / self._name)
+            self._publish(plan.version, target)
         except (FileNotFoundError, FormatError) as error:
             # Made by somebody else meanwhile, and tidied. Or a push is gone: the coordinator will make
             # another plan. Or another reducer has the part.
@@ -119,9 +119,18 @@ class Part:
         self._version = self._folders = self._begun = None
         return True
 
+    def _publish(self, version: int, target: Path) -> None:
+        try:
+            os.rename(self._home / str(version), target / self._name)
+        except OSError:
+            # Maybe it was: nothing is written by descriptors that were opened before.
+            self._folders = None
+            raise
+
     def _finish(self, config: TrainConfig, target: Path, plan: Plan) -> bool:
         """Make what is not made; return whether all is. Raises FileNotFoundError, FormatError and
         BadPush."""
+        self._directory(plan.version)
         missing = [shard for shard in self._shards if not self._has(shard, plan)]
         if not missing:
             return True
@@ -208,6 +217,8 @@ class Part:
         """Return the directory for a version. It is that of one that nobody wants any more, if there is
         one: writing files anew costs less than making new ones. Raises OSError."""
         path = self._home / str(version)
+        if self._folders is None and self._version == version and not path.exists():
+            self._version = None  # it was published
         if self._version != version:
             before = SPARE if self._version is None else str(self._version)
             self._folders = None

@@ -64,20 +64,28 @@ def test_worker_that_was_replaced_while_it_pushed_publishes_nothing(
 def test_push_that_is_removed_is_not_published_half(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stopped worker goes on while the other removes its push."""
+    """The stopped worker goes on while the other removes its push: also a request that has found the
+    directory before, as one that was on its way while a mount was cut off."""
     stopped = stopped_in_a_push(run)
-    went_on = []
+    train = TrainDirectory(run)
+    home = os.open(stopped._staging.path, os.O_RDONLY | os.O_DIRECTORY)
+    removed = []
 
     def remove_slowly(path: Path) -> None:
         with pytest.raises(FileNotFoundError):
-            os.rename(stopped._staging.path / "a@1", TrainDirectory(run).push / "a@1")
-        went_on.append(path)
+            os.rename(stopped._staging.path / "a@1", train.push / "a@1")
+        with pytest.raises(FileNotFoundError):
+            os.rename("a@1", train.push / "a@1", src_dir_fd=home)
+        removed.append(path)
         remove(path)
 
-    monkeypatch.setattr(directory, "remove", remove_slowly)
-    with Worker(run, "a") as worker:
-        assert worker.step == 0
-        assert len(went_on) == 1
+    try:
+        monkeypatch.setattr(directory, "remove", remove_slowly)
+        with Worker(run, "a") as worker:
+            assert worker.step == 0
+            assert len(removed) == 2, "the push, and the directory of the worker"
+    finally:
+        os.close(home)
 
 
 def test_two_workers_of_one_name_do_not_mix_their_shards(run: Path) -> None:

@@ -1,0 +1,134 @@
+"""Files that are being removed are nobody's: what another process moves meanwhile it has whole."""
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from training_runs import newest, ones, parameters, reduce, start
+
+from irdmafs.train import Reducer, Worker, directory
+from irdmafs.train.coordinator import Coordinator
+from irdmafs.train.directory import SPARE, TrainDirectory, remove
+
+
+@contextmanager
+def removed_slowly(inode: int, act: Callable[[], None]) -> Iterator[list[Path]]:
+    """Act when this directory is about to be removed. Gives what was."""
+    removed: list[Path] = []
+
+    def remove_slowly(path: Path) -> None:
+        if path.lstat().st_ino == inode:
+            removed.append(path)
+            act()
+        remove(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(directory, "remove", remove_slowly)
+        yield removed
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A descriptor of a directory, as a request has it that has been on its way for long."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def made(run: Path) -> Path:
+    """Return the directory in which a reducer makes its part."""
+    (home,) = (TrainDirectory(run).ahead).iterdir()
+    return home
+
+
+def tidy_up(reducer: Reducer) -> None:
+    assert reducer._coordinator is not None
+    while reducer._coordinator.tidy_up():
+        pass
+
+
+def test_part_of_a_reducer_that_was_replaced_is_not_published_half(run: Path) -> None:
+    """Its rename to the version is on its way while the directory that it is in is removed."""
+    start(run)
+    train = TrainDirectory(run)
+    with Worker(run, "a") as worker, Reducer(run) as stopped:
+        worker.push(ones(1))
+        reduce(stopped)
+        (home,) = train.ahead.iterdir()
+        (home / "2").mkdir()
+        (home / "2" / "file").write_text("")
+        inode = (home / "2").stat().st_ino
+        with opened(home) as fd:
+            stopped._leave_parts()
+
+            def publish() -> None:
+                with pytest.raises(FileNotFoundError):
+                    os.rename("2", train.next / "half", src_dir_fd=fd)
+
+            with removed_slowly(inode, publish) as removed, Reducer(run) as other:
+                reduce(other)
+                tidy_up(other)
+            assert removed
+    assert not os.listdir(train.aside)
+
+
+def test_push_that_has_counted_is_given_back_whole_or_removed(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coordinator that was stopped gives it back to its worker, who writes the next push there, while
+    another one removes it."""
+    start(run, shards=3)
+    train = TrainDirectory(run)
+    with Worker(run, "a") as worker, Reducer(run) as reducer:
+        worker.push(ones(1))
+        (push,) = os.listdir(train.push)
+        inode = (train.push / push).stat().st_ino
+        monkeypatch.setattr(Coordinator, "_tidy", lambda *_: None)
+
+        def give_back() -> None:
+            with pytest.raises(FileNotFoundError):
+                os.rename(train.push / push, worker._staging.path / SPARE)
+
+        with removed_slowly(inode, give_back) as removed:
+            reduce(reducer)
+            assert newest(run) == 1
+            tidy_up(reducer)
+        assert removed
+        assert not os.path.lexists(train.push / push)
+
+
+def test_part_that_was_published_in_spite_of_an_error_is_not_written_any_more(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer to its rename was lost, and a push is removed, so that the version is planned again."""
+    start(run, shards=3, sync="quorum:1")
+    rename = os.rename
+    lost: list[Path] = []
+
+    def lose_answer(source: Path, target: Path) -> None:
+        rename(source, target)
+        if not lost and (Path(source).name, Path(target).name) == ("1", "0"):
+            lost.append(Path(target))
+            raise OSError(errno.EIO, "Input/output error")
+
+    with Worker(run, "a") as worker, Reducer(run) as reducer:
+        worker.push(ones(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rename", lose_answer)
+            with pytest.raises(OSError, match="Input/output"):
+                reduce(reducer)
+        (published,) = lost
+        part = reducer._parts[published.name]
+        assert not _inodes(published) & {os.stat(one.path).st_ino for one in part._open_folders(1)}
+        reduce(reducer)
+        assert newest(run) == 1
+    assert all(bool((array == 1).all()) for array in parameters(run).values())
+
+
+def _inodes(directory: Path) -> set[int]:
+    return {path.stat().st_ino for path in directory.rglob("*")}
