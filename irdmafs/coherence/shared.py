@@ -80,6 +80,7 @@ class Shared(Coherence):
 
     def entry(self, answer: Answer, parent: int, name: bytes, node: Node, inode: Inode) -> None:
         if not self._cache.names_are_stable(inode.ino):
+            self._kernel_names.found((parent, name), inode)
             return
         # Looking up a subdirectory does not count as a use of its parent.
         valid_s = self._freshness.believable_s(parent, used=not inode.is_dir)

@@ -2,16 +2,21 @@
 that another host has moved: the kernel takes its own for dead then, wherever it is now."""
 
 import os
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from cluster import Cluster, Plan
 from mountpoint import eventually
 from processes import is_waiting
+
+from irdmafs.backend.namespace import Inode
+from irdmafs.coherence.kernel_names import KernelNames
 
 LEASE_S = 20
 
@@ -97,3 +102,40 @@ def test_rename_of_a_directory_that_is_elsewhere_by_now(
         (here / "known" / "another").touch()
     assert os.listdir(there / "renamed") == ["another"]
     assert is_usable(there / "moved")
+
+
+def test_name_that_leads_to_a_file_by_now_which_is_being_replaced(
+    cluster: Cluster, hosts: tuple[Path, Path]
+) -> None:
+    here, there = hosts
+    os.rmdir(here / "known")
+    (here / "known").write_text("before")
+    (there / "new").write_text("new")
+    with (there / "known").open("w"), (there / "known").open():
+        os.rename(there / "new", there / "known")
+    assert (here / "known").read_text() == "new"
+
+
+def test_directories_that_the_kernel_has_forgotten_are_forgotten() -> None:
+    known = set(range(1, 10_000))
+    nodes = Mock(has_nodes=known.__contains__)
+    names = KernelNames(nodes)
+    for number in range(1, 10_000):
+        known.discard(number - 1)
+        names.found((1, b"%d" % number), Inode(number, stat.S_IFDIR, 0, 0, 0))
+    assert len(names._inodes) <= 1001
+    assert names.of((1, b"9999"), (1, b"9998")) == {(1, b"9999"): 9999}
+
+
+def test_directory_is_known_under_its_last_name() -> None:
+    names = KernelNames(Mock(has_nodes=lambda _: True))
+    one, other = (Inode(ino, stat.S_IFDIR, 0, 0, 0) for ino in (10, 11))
+    a, b = (1, b"a"), (1, b"b")
+    names.found(a, one)
+    names.found(b, one)
+    assert names.of(a, b) == {b: 10}
+    names.found(b, other)
+    assert names.of(a, b) == {b: 11}
+    names.found(a, one)
+    names.found(b, None)
+    assert names.of(a, b) == {a: 10}
