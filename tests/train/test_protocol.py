@@ -2,6 +2,8 @@
 
 import pytest
 from explorer import Broken, explore
+from model_removal import Model as RemovalModel
+from model_removal import Rules as RemovalRules
 from model_training import Bounds, Model, Rules
 
 KEPT = {
@@ -47,3 +49,9 @@ def test_every_push_counts_once_and_a_version_is_made_by_one_plan(case: str) -> 
 def test_rule_is_needed(rule: str) -> None:
     with pytest.raises(Broken):
         explore(Model(NEEDED[rule], Rules(**{rule: False})))
+
+
+def test_a_push_is_published_whole_whoever_removes_its_directory() -> None:
+    assert explore(RemovalModel(RemovalRules())).complete
+    with pytest.raises(Broken, match="published with 1 of 2 files"):
+        explore(RemovalModel(RemovalRules(renames_before_removing=False)))
