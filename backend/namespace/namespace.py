@@ -219,26 +219,17 @@ class Namespace:
         """Rename with renameat2(2)'s flags, and return the inode that lost its name, if any.
 
         `in_use` as for unlink, and for that inode; `known` as for rmdir. `owner`: user and group of a
-        whiteout. Raises
-        ENAMETOOLONG when a directory of a shared engine would be moved below more than a hundred others.
+        whiteout. Raises ENAMETOOLONG when a directory of a shared engine would be moved below more than a
+        hundred others.
         """
         if flags & ~RENAME_WHITEOUT not in (0, RENAME_NOREPLACE) and flags != RENAME_EXCHANGE:
             raise fail(errno.EINVAL)
         expected = self.tree.ino_behind(new_parent, new_name) if in_use else 0
 
-        return await self._carry_out(
-            partial(
-                self._planner.rename,
-                parent,
-                name,
-                new_parent,
-                new_name,
-                flags,
-                expected,
-                owner,
-                known,
-            )
+        plan = partial(
+            self._planner.rename, parent, name, new_parent, new_name, flags, expected, owner, known
         )
+        return await self._carry_out(plan)
 
     # -- inodes ----------------------------------------------------------------------------------
 

@@ -130,7 +130,7 @@ class Part:
     def _finish(self, config: TrainConfig, target: Path, plan: Plan) -> bool:
         """Make what is not made; return whether all is. Raises FileNotFoundError, FormatError and
         BadPush."""
-        self._directory(plan.version)
+        self._directory(plan.version)  # what was published, in spite of an error, is made anew
         missing = [shard for shard in self._shards if not self._has(shard, plan)]
         if not missing:
             return True

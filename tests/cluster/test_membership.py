@@ -1,4 +1,4 @@
-"""Who is in the cluster, who leads a group, and how a group gets its members: on a real etcd.
+"""Tests of who is in the cluster, who leads a group, and how a group gets its members: on a real etcd.
 
 IRDMAFS_STEPS says how much happens in the long test of everything at random.
 """

@@ -657,7 +657,7 @@ def _wait_given_up(cluster: Cluster, node: StoreNode) -> None:
 
 
 def _is_member(cluster: Cluster, node: StoreNode) -> bool:
-    """Whether a node is a member of any group; without a number it is not."""
+    """Return whether a node is a member of any group; without a number it is not."""
     with contextlib.suppress(FileNotFoundError):
         return any(node.node_id in group.members for group in cluster.groups().values())
     return False

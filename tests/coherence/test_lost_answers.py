@@ -1,7 +1,6 @@
 """A version was published and its writer was told that it was not: etcd's answer was lost."""
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import lost_answers
 import pytest
 from cluster import Cluster, ClusterMount, Plan
 from harness.network import Host
+from harness.parts import run_instead
 
 
 class LosingCluster(Cluster):
@@ -18,9 +18,7 @@ class LosingCluster(Cluster):
         self, host: Host | None, *arguments: str, certificate: str = ""
     ) -> ClusterMount:
         mount = super()._make_mount(host, *arguments, certificate=certificate)
-        assert mount.command[:3] == [sys.executable, "-m", "irdmafs"]
-        mount.command[1:3] = [lost_answers.__file__]
-        return mount
+        return run_instead(mount, lost_answers.__file__)
 
 
 @pytest.fixture(scope="module", params=["a node elsewhere", "a node here"])
@@ -38,11 +36,15 @@ def writers(cluster: Cluster, request: pytest.FixtureRequest) -> tuple[Path, Pat
     return one, another
 
 
-def lose_answer(cluster: Cluster, fd: int) -> None:
-    """Publish what was written, of which the mount is not told."""
+def write_and_lose_answer(cluster: Cluster, path: Path) -> int:
+    """Return a descriptor of a file whose second version is published, of which the mount is not told."""
+    path.write_text("first")
+    fd = os.open(path, os.O_RDWR)
+    os.pwrite(fd, b"second", 0)
     os.kill(cluster.mounts[0].pid, lost_answers.SIGNAL)
     with pytest.raises(TimeoutError):
         os.fsync(fd)
+    return fd
 
 
 def replace(path: Path, text: str) -> None:
@@ -60,11 +62,8 @@ def test_a_file_that_others_replace_then_can_be_written_again(
     cluster: Cluster, writers: tuple[Path, Path]
 ) -> None:
     here, there = writers
-    here.write_text("first")
-    fd = os.open(here, os.O_RDWR)
+    fd = write_and_lose_answer(cluster, here)
     try:
-        os.pwrite(fd, b"second", 0)
-        lose_answer(cluster, fd)
         assert there.read_text() == "second"
         replace(there, "third")
     finally:
@@ -80,11 +79,8 @@ def test_what_is_written_next_is_published_and_the_version_before_stays_whole(
     cluster: Cluster, writers: tuple[Path, Path]
 ) -> None:
     here, there = writers
-    here.write_text("first")
-    fd = os.open(here, os.O_RDWR)
+    fd = write_and_lose_answer(cluster, here)
     try:
-        os.pwrite(fd, b"second", 0)
-        lose_answer(cluster, fd)
         with there.open() as reader:
             os.pwrite(fd, b"THIRD", 0)
             assert reader.read() == "second"

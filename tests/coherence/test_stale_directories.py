@@ -5,7 +5,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import Mock
@@ -42,7 +42,7 @@ def hosts(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[tuple[Pa
 
 
 @contextmanager
-def doing(cluster: Cluster, change: Callable[[], None]) -> Iterator[Future[None]]:
+def doing(cluster: Cluster, change: Callable[[], None]) -> Iterator[None]:
     """Change names on the second mount. Its kernel has looked them up, and the change is carried out after
     the block."""
     mount, (etcd,) = cluster.mounts[1], cluster.etcd.members
@@ -53,16 +53,14 @@ def doing(cluster: Cluster, change: Callable[[], None]) -> Iterator[Future[None]
         change()
 
     cluster.cut(mount, etcd)
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            changing = pool.submit(run)
+    with ThreadPoolExecutor(1) as pool:
+        changing = pool.submit(run)
+        try:
             eventually(lambda: bool(threads) and is_waiting(threads[0]), "the mount is asked")
-            try:
-                yield changing
-            finally:
-                cluster.heal(mount, etcd)
-    finally:
-        cluster.heal(mount, etcd)
+            yield
+        finally:
+            cluster.heal(mount, etcd)
+        changing.result()
 
 
 def is_usable(directory: Path) -> bool:

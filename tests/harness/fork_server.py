@@ -43,8 +43,8 @@ _FIRST_OWN_FD, _AFTER_ALL_FDS = 3, 1 << 16
 
 
 class Request(TypedDict):
-    """What a child is to be. Its descriptors come with the message: output, error output and the pipe that
-    its numbers are written to. An empty `namespace` is the server's own."""
+    """Describes a child. Its descriptors come with the message: output, error output and the pipe that its
+    numbers are written to. An empty `namespace` is the server's own."""
 
     command: list[str]
     environment: dict[str, str]

@@ -133,7 +133,7 @@ class ForkServer:
 
 
 class _State:
-    """Whether commands are forked now, and the server."""
+    """Keeps the server, and whether commands are forked now."""
 
     def __init__(self) -> None:
         self.forks = False

@@ -7,9 +7,10 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from irdmafs.mount.mounting import ask_mount
 
@@ -23,8 +24,18 @@ STATUS_XATTR = "user.irdmafs.status"
 _ROOM_BYTES = 1 << 20
 
 
+Part = TypeVar("Part", bound=Daemon)
+
+
 def irdmafs_command(*arguments: str | os.PathLike[str]) -> list[str]:
     return [*forks.PREFIX, *(os.fspath(word) for word in arguments)]
+
+
+def run_instead(part: Part, program: str) -> Part:
+    """Have a part run a program that is the command `irdmafs` with changes. Return the part."""
+    assert tuple(part.command[: len(forks.PREFIX)]) == forks.PREFIX
+    part.command[: len(forks.PREFIX)] = [sys.executable, program]
+    return part
 
 
 def write_toml(path: Path, sections: Mapping[str, Mapping[str, object]]) -> None:

@@ -40,12 +40,6 @@ def opened(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def made(run: Path) -> Path:
-    """Return the directory in which a reducer makes its part."""
-    (home,) = (TrainDirectory(run).ahead).iterdir()
-    return home
-
-
 def tidy_up(reducer: Reducer) -> None:
     assert reducer._coordinator is not None
     while reducer._coordinator.tidy_up():

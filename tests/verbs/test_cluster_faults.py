@@ -8,18 +8,17 @@ import contextlib
 import os
 import random
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
 
 import breakable
 import pytest
 import rdma
 from cluster import MIB, Cluster, ClusterMount, Daemon, Host, Plan, StoreNode
+from harness.parts import run_instead
 from history import Workers, check
 
 pytestmark = pytest.mark.verbs
@@ -82,25 +81,17 @@ class Faults:
         self._cluster.wait_healthy(PHASE_S)
 
 
-Part = TypeVar("Part", bound=Daemon)
-
-
 class BreakableCluster(Cluster):
     """Its processes break queue pairs when they are told to."""
 
     def _make_node(self, host: Host) -> StoreNode:
-        return _breakable(super()._make_node(host))
+        return run_instead(super()._make_node(host), breakable.__file__)
 
     def _make_mount(
         self, host: Host | None, *arguments: str, certificate: str = ""
     ) -> ClusterMount:
-        return _breakable(super()._make_mount(host, *arguments, certificate=certificate))
-
-
-def _breakable(part: Part) -> Part:
-    assert part.command[:3] == [sys.executable, "-m", "irdmafs"]
-    part.command[1:3] = [breakable.__file__]
-    return part
+        mount = super()._make_mount(host, *arguments, certificate=certificate)
+        return run_instead(mount, breakable.__file__)
 
 
 def told(cluster: Cluster, what: str) -> int:
