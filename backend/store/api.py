@@ -151,6 +151,10 @@ class Store(Protocol):
         Raises OSError ENOSPC and EDQUOT, and the present version stays; Outdated."""
         ...
 
+    def may_have_published(self, extent: ContentId) -> bool:
+        """Return whether `publish` of this content failed, although it may have become a version."""
+        ...
+
     async def save_aside(
         self, ino: int, extent: ContentId, status: os.stat_result, mtime_ns: int
     ) -> str:

@@ -156,6 +156,9 @@ class EmbeddedStore(Pinned):
             self.retire(before)
         return inode
 
+    def may_have_published(self, extent: ContentId) -> bool:
+        return False
+
     async def save_aside(
         self, ino: int, extent: ContentId, status: os.stat_result, mtime_ns: int
     ) -> str:

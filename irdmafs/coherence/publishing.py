@@ -278,19 +278,10 @@ class Publisher:
             if push:
                 await self._check(content, extent, push)
             try:
-                base = None if replaces else content.version
-                while True:
-                    try:
-                        inode = await self._store.publish(
-                            content.ino, extent, shape, status.st_mtime_ns,
-                            ctime_ns=ctime_ns, mapped=mapped, base=base,
-                        )  # fmt: skip
-                        break
-                    except Outdated:
-                        newest = self._inodes[content.ino].version
-                        if newest == base or newest != self._table.published.get(content.ino):
-                            raise
-                        base = newest  # it was published on this host, where the last close wins
+                inode = await self._store_version(
+                    content, extent, shape, status.st_mtime_ns,
+                    ctime_ns=ctime_ns, mapped=mapped, replaces=replaces,
+                )  # fmt: skip
             except Outdated as outdated:
                 inode = self._inodes[content.ino]
                 # Two hosts that only emptied the file, as programs do with lock files, do not conflict.
@@ -308,6 +299,8 @@ class Publisher:
             if extent != content.extent:
                 self._store.extents.free(extent)
             raise
+        if extent not in (content.extent, inode.extent):
+            self._store.retire(extent)  # the copy was published under another number
         self._table.published[content.ino] = inode.version
         content.seen = stamp_of(status)
         content.kept = False
@@ -326,6 +319,38 @@ class Publisher:
             elif content.private or content.superseded:
                 self._table.make_current(content)
         await self._announce(inode, content, naming=naming)
+
+    async def _store_version(
+        self,
+        content: Content,
+        extent: ContentId,
+        status: os.stat_result,
+        mtime_ns: int,
+        *,
+        ctime_ns: int,
+        mapped: bool,
+        replaces: bool,
+    ) -> Inode:
+        """Have an extent made the file's next version. Unless it `replaces` whatever there is, raises
+        Outdated if another host has published since."""
+        base = None if replaces else content.version
+        while True:
+            try:
+                return await self._store.publish(
+                    content.ino, extent, status, mtime_ns,
+                    ctime_ns=ctime_ns, mapped=mapped, base=base,
+                )  # fmt: skip
+            except Outdated:
+                newest = self._inodes[content.ino]
+                if newest.version == base or not self._is_own(newest):
+                    raise
+                base = newest.version  # on this host the last close wins
+
+    def _is_own(self, inode: Inode) -> bool:
+        """Return whether this host has published the newest version, whether or not it was told so."""
+        return inode.version == self._table.published.get(
+            inode.ino
+        ) or self._store.may_have_published(inode.extent)
 
     async def _check(self, content: Content, extent: ContentId, push: int) -> None:
         """Have a push checked. Give it up if it is refused, and remove the name of a new one. Raises

@@ -154,13 +154,6 @@ class Publisher:
                 except Conflict as conflict:
                     log.info("content %x: %s; again", extent, conflict)
                     await self._cluster.replica.barrier()
-                except Outdated:
-                    newest = self._namespace.inode(ino)
-                    if newest.extent not in self._unsure or newest.version == version.base:
-                        raise
-                    # The answer was lost that the version before had been published, by this mount. This
-                    # content was given up.
-                    version, transfer = version._replace(base=newest.version), None
                 except OSError as error:
                     if error.errno != errno.ECANCELED:
                         raise
@@ -168,6 +161,10 @@ class Publisher:
                     log.info("content %x: %s; again under another number", extent, error)
                     await self._cluster.replica.barrier()
                     transfer = None
+
+    def may_have_published(self, extent: ContentId) -> bool:
+        """Return whether publishing a content failed here, although it may have become a version."""
+        return extent in self._unsure
 
     async def _valid_session(self, ino: int, begun_in: int) -> int:
         session = await self._session.wait_valid()

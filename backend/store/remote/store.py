@@ -196,6 +196,7 @@ class RemoteStore:
         self.layout, self.check_attribute = layouts.of_name, layouts.check_attribute
         self.nodes_of = layouts.nodes_of
         self.allocate, self.publish = publisher.allocate, publisher.publish
+        self.may_have_published = publisher.may_have_published
         self.save_aside = publisher.save_aside
         self.begin_in_place, self.end_in_place = in_place.begin, in_place.end
         self.is_same = in_place.is_same
