@@ -283,7 +283,8 @@ def rename_new(path: Path, new: Path) -> None:
 
 
 def move(path: Path, target: Path) -> None:
-    """Rename a directory, which another host may have moved to `path`. Raises OSError."""
+    """Rename a directory. Another host may have moved it to `path`, or something else to `target`. Raises
+    OSError."""
     try:
         os.rename(path, target)
     except OSError as error:
@@ -291,6 +292,7 @@ def move(path: Path, target: Path) -> None:
             raise
         # The kernel has it elsewhere, and cannot move its entry while it holds the lock of a rename.
         os.stat(path)
+        os.path.lexists(target)
         os.rename(path, target)
 
 

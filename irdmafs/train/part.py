@@ -24,6 +24,7 @@ from .directory import (
     is_published,
     make_home,
     make_part,
+    move,
     put_aside,
     replace,
 )
@@ -121,7 +122,7 @@ class Part:
 
     def _publish(self, version: int, target: Path) -> None:
         try:
-            os.rename(self._home / str(version), target / self._name)
+            move(self._home / str(version), target / self._name)
         except OSError:
             # Maybe it was: nothing is written by descriptors that were opened before.
             self._folders = None
@@ -131,7 +132,7 @@ class Part:
         """Make what is not made; return whether all is. Raises FileNotFoundError, FormatError and
         BadPush."""
         self._directory(plan.version)  # what was published, in spite of an error, is made anew
-        missing = [shard for shard in self._shards if not self._has(shard, plan)]
+        missing = self._missing(plan)
         if not missing:
             return True
         reductions = self._reductions(config, missing, target, plan)
@@ -153,14 +154,19 @@ class Part:
         self._begun = None
         return True
 
-    def _has(self, shard: Shard, plan: Plan) -> bool:
-        """Return whether a shard was made by this plan, of the pushes that it has."""
-        made = self._made.get(shard.name) if self._version == plan.version else None
-        if made is None:
-            return False
-        if made.foreseen is None:
-            return made.plan == plan
-        return self._staged.has(shard, made.foreseen, plan)
+    def _missing(self, plan: Plan) -> list[Shard]:
+        """Return the shards that were not made by this plan, of the pushes that it has."""
+        made = self._made if self._version == plan.version else {}
+        is_ahead = any(one.foreseen is not None for one in made.values())
+        pushes = self._staged.published() if is_ahead else None
+
+        def is_made(shard: Shard) -> bool:
+            one = made.get(shard.name)
+            if one is None or one.foreseen is None or pushes is None:
+                return one is not None and one.plan == plan
+            return one.foreseen.is_of(shard, plan, pushes)
+
+        return [shard for shard in self._shards if not is_made(shard)]
 
     def _reductions(
         self, config: TrainConfig, shards: Sequence[Shard], target: Path, plan: Plan

@@ -6,7 +6,7 @@ The kernel has it at its old place. A rename looks it up with the locks of its d
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -50,7 +50,7 @@ def test_it_is_renamed_to_another_directory_once_it_was_looked_at(moved: Path) -
     assert (target / "file").read_text() == "content"
 
 
-def test_without_a_look_it_stays_and_is_renamed_at_the_next_try(moved: Path) -> None:
+def test_without_a_look_it_stays_and_is_renamed_after_one(moved: Path) -> None:
     target = moved.parent.parent / "target" / "moved"
     with pytest.raises(OSError) as refused:
         os.rename(moved, target)
@@ -64,3 +64,19 @@ def test_trainings_move_it_at_once(moved: Path) -> None:
     target = moved.parent.parent / "target" / "moved"
     move(moved, target)
     assert (target / "file").read_text() == "content"
+
+
+@pytest.mark.parametrize("rename", [os.rename, move], ids=["any program", "a training"])
+def test_another_one_does_not_take_its_name(
+    moved: Path, rename: Callable[[Path, Path], None]
+) -> None:
+    other = moved.parent.parent / "target" / "other"
+    other.mkdir()
+    with pytest.raises(OSError) as refused:
+        rename(other, moved)
+    # The first look at the name is that of the rename.
+    assert refused.value.errno == (errno.ENOTEMPTY if rename is move else errno.ESTALE)
+    assert other.exists()
+    assert (moved / "file").read_text() == "content"
+    with pytest.raises(OSError, match="not empty"):
+        os.rename(other, moved)
