@@ -250,6 +250,15 @@ def write_all(fd: int, contents: Iterable[memoryview]) -> None:
     _write_batch(fd, batch)
 
 
+def write_at(fd: int, data: memoryview, offset: int) -> None:
+    """Write bytes to a place in a file, all of them, straight from their memory."""
+    while data:
+        written = os.pwrite(fd, data, offset)
+        if not written:
+            raise OSError(errno.EIO, "The filesystem accepts no more bytes")
+        data, offset = data[written:], offset + written
+
+
 def _write_batch(fd: int, batch: list[memoryview]) -> None:
     # One call takes 2 GiB less a page at most, and may take less.
     position = 0

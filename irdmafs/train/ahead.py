@@ -41,6 +41,15 @@ class Foreseen(NamedTuple):
     files: dict[str, ShardFile]
     seen: dict[str, Seen]
 
+    def is_of(self, shard: Shard, plan: Plan, pushes: Folder) -> bool:
+        """Return whether a plan is the foreseen one, and its pushes, which are in push/ now, have the files
+        that were opened."""
+        return plan.is_like(self.plan) and all(
+            pushes.folder(push.path).files.get(shard.name) == self.seen[push.path]
+            for push in plan.pushes
+            if push.weight
+        )
+
 
 class Staged:
     """The pushes of the next version, as far as they are there."""
@@ -130,17 +139,9 @@ class Staged:
         self._past.add(before)
         return None
 
-    def has(self, shard: Shard, foreseen: Foreseen, plan: Plan) -> bool:
-        """Return whether the pushes of a plan, which are in push/ now, have the files that were opened.
-        Raises OSError."""
-        if not plan.is_like(foreseen.plan):
-            return False
-        there = self._trees.look_again(self._train.push)
-        return all(
-            there.folder(push.path).files.get(shard.name) == foreseen.seen[push.path]
-            for push in plan.pushes
-            if push.weight
-        )
+    def published(self) -> Folder:
+        """Return what is in push/ now. Raises OSError."""
+        return self._trees.look_again(self._train.push)
 
     def used(self, foreseen: Foreseen) -> None:
         """Note that these files will be written anew."""

@@ -55,8 +55,12 @@ class Slice(NamedTuple):
     scales: str = ""
 
     @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    @property
     def is_whole(self) -> bool:
-        return self.stop - self.start == self.parameter.size
+        return self.size == self.parameter.size
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from .ahead import Staged
 from .arithmetic import Blocks
 from .config import TrainConfig
 from .coordinator import Coordinator
-from .directory import LOOK_S, TrainDirectory, state_of
+from .directory import LOOK_S, TrainDirectory, params_of
 from .errors import TrainError
 from .locks import Lock
 from .part import Part
@@ -66,6 +66,8 @@ class Reducer:
         self._parts: dict[str, Part] = {}
         self._coordinator: Coordinator | None = None
         self._looked_s = 0.0
+        # The newest version then.
+        self._newest = -1
         self._begun_s = time.monotonic()
         # The names in next/, and what was found then.
         self._found: tuple[Collection[str], _Found] | None = None
@@ -197,8 +199,11 @@ class Reducer:
             if name == _COORDINATOR:
                 self._coordinator = None
         holder = f"{os.uname().nodename} {os.getpid()}\n".encode()
+        newest = -1 if self._found is None else self._found[1].newest.version
+        # A new version is the work of all parts: somebody has them.
+        are_taken, self._newest = newest > self._newest >= 0, newest
         for name in (_COORDINATOR, *self.layout.parts):
-            if name in self._locks or not self._may_take(name, now_s):
+            if name in self._locks or are_taken or not self._may_take(name, now_s):
                 continue
             if name not in self._of_others:
                 self._of_others[name] = Lock(self.train.reducers / name)
@@ -230,7 +235,7 @@ class Reducer:
         if name == _COORDINATOR or now_s > self._begun_s + _LEAVE_S:
             return True
         version = self.train.version(self.train.newest())
-        return is_here(state_of(version, self.layout.parts[name][0])) is not False
+        return is_here(params_of(version, self.layout.parts[name][0])) is not False
 
 
 _COORDINATOR = "coordinator"

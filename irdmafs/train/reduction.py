@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,12 +16,12 @@ import numpy as np
 
 from ..client import FormatError
 from ..client._dtypes import Array, Value, code_of, dtype_of_code
-from ..client._safetensors import Head, head_of
-from .arithmetic import F32, Blocks, Weight, accumulate, from_float32, square_sum, to_float32
+from ..client._safetensors import head_of
+from .arithmetic import BLOCK, F32, Blocks, Weight, accumulate, from_float32, square_sum, to_float32
 from .directory import PARAMS, STATE, VERSION, TrainDirectory
 from .errors import BadPush, Refused
 from .folders import Directory
-from .layout import FLOAT_CODES, Run, Shard, runs_of
+from .layout import FLOAT_CODES, Run, Shard, Slice, runs_of
 from .plan import Plan, PushInPlan
 from .pushes import check_again, has_nonfinite, header_of, scales_of
 from .rules import Rule, make_rule
@@ -30,6 +31,8 @@ from .shard_files import ShardFile, new_file
 __all__ = ["PartFolders", "Reduction", "first_state"]
 
 MASTER = "master"
+# What the metadata of params/K say under "state" where there is no state/K.
+NOTHING = "none"
 
 
 class PartFolders(NamedTuple):
@@ -86,11 +89,17 @@ class Reduction:
         self._blocks = blocks
         self.rule: Rule = make_rule(plan.rule, plan.options, torch=plan.torch)
         last = plan.version - 1
-        self._before = ShardFile.within(before.state, shard.name, version=last)
+        is_kept = True
         if shard.is_fp32:
-            self._master = _flat(ShardFile.within(before.params, shard.name, version=last), shard)
-        else:
-            self._master = self._before.tensor(MASTER)
+            params = ShardFile.within(before.params, shard.name, version=last)
+            self._master = _flat(params, shard)
+            is_kept = bool(self.rule.state) and params.header.metadata.get(STATE) != NOTHING
+        self._kept: dict[str, Array] = {}
+        if is_kept:
+            state = ShardFile.within(before.state, shard.name, version=last)
+            self._kept = {key: state.tensor(key) for key in state.header.tensors}
+        if not shard.is_fp32:
+            self._master = self._kept[MASTER]
         self._updates = plan.each_update()
         self._files: dict[str, Path] = {}
         terms = [list(self._terms(update.pushes)) for update in self._updates]
@@ -157,34 +166,29 @@ class Reduction:
             folders, self._shard, self.rule, self._plan.version, versioned=versioned
         )
         with files:
-            self._fill(*files.arrays(), scales)
+            self._fill(files, scales)
 
-    def _fill(
-        self, state: Mapping[str, Array], params: Mapping[str, Array], scales: Sequence[float]
-    ) -> None:
-        # A rule that was changed may keep what the one before did not.
-        kept = self._before.header.tensors
-        old = {
-            key: self._before.tensor(key) if key in kept else np.zeros(self._shard.size, np.float32)
-            for key in state
-        }
-        old[MASTER] = self._master
-        outputs = [] if self._shard.is_fp32 else _outputs(self._shard, params)
+    def _fill(self, files: _ShardFiles, scales: Sequence[float]) -> None:
+        kept = self._kept
 
         def step(span: _Span, part: slice) -> None:
             first, last = span.start + part.start, span.start + part.stop
-            block = {key: array[first:last] for key, array in state.items()}
-            for key, array in block.items():
-                array[:] = old[key][first:last]
-            master = block.pop(MASTER)
+            master = _buffers.of(MASTER, last - first)
+            np.copyto(master, self._master[first:last])
+            state = {}
+            # A rule that was changed may keep what the one before did not.
+            for key in self.rule.state:
+                state[key] = _buffers.of(key, last - first)
+                np.copyto(state[key], kept[key][first:last] if key in kept else np.float32(0))
             for update, terms, scale in zip(self._updates, span.terms, scales, strict=True):
                 if not terms:
                     continue
                 gradient = self._gradient(terms, first, last)
                 if scale != 1:
                     gradient = gradient * np.float32(scale)
-                self.rule.apply(update.number, update.lr, gradient, master, block)
-            _store(state[MASTER], first, last, outputs)
+                self.rule.apply(update.number, update.lr, gradient, master, state)
+            files.write_state(state, first)
+            files.write_master(master, first)
 
         for span in self._spans:
             self._blocks.each(span.stop - span.start, partial(step, span))
@@ -192,7 +196,7 @@ class Reduction:
     def _gradient(self, terms: Sequence[_Term], first: int, last: int) -> F32:
         if self._combined is not None:
             return self._combined[first:last]
-        return _combine(terms, first, np.empty(last - first, np.float32))
+        return _combine(terms, first, _buffers.of("", last - first))
 
 
 def _scales(file: ShardFile, run: Run) -> BlockScales | None:
@@ -248,85 +252,77 @@ def _combine_into(combined: F32, span: _Span, update: int, block: slice) -> None
     _combine(span.terms[update], first, combined[first:last])
 
 
-class _Output(NamedTuple):
-    """A parameter's slice in params/K, flat: the elements from `at` on of the shard."""
-
-    at: int
-    dtype: str
-    bits: Array
-
-
-def _outputs(shard: Shard, params: Mapping[str, Array]) -> list[_Output]:
-    return [
-        _Output(part.at, part.parameter.dtype, params[part.parameter.name].reshape(-1))
-        for part in shard.slices
-        if part.stop > part.start
-    ]
-
-
-def _store(master: Array, first: int, last: int, outputs: Sequence[_Output]) -> None:
-    """Convert elements [first, last) of the master weights to the model's types."""
-    for out in outputs:
-        start, stop = max(first, out.at), min(last, out.at + len(out.bits))
-        if start < stop:
-            from_float32(master[start:stop], out.dtype, out.bits[start - out.at : stop - out.at])
-
-
 class _ShardFiles(contextlib.AbstractContextManager["_ShardFiles"]):
-    """params/K and state/K of a version that is being made, in memory. They are published at the end of the
-    block, unless that raises."""
+    """params/K of a version that is being made, and state/K if anything is kept there. All elements are to
+    be written, by any threads; the files are published at the end of the block, unless that raises."""
 
     def __init__(
         self, folders: PartFolders, shard: Shard, rule: Rule, version: int, *, versioned: bool
     ) -> None:
-        self._versioned = versioned
-        self._is_fp32 = shard.is_fp32
-        size, name = shard.size, shard.name
+        self._shard = shard
         kept = rule.state if shard.is_fp32 else (MASTER, *rule.state)
-        self._state_forms = dict.fromkeys(kept, ("F32", (size,)))
-        self._params_forms = {
-            part.parameter.name: (part.parameter.dtype, part.shape) for part in shard.slices
-        }
         said = {VERSION: str(version)}
-        self._state = (head_of(self._state_forms, said), folders.state)
-        self._params = (head_of(self._params_forms, said), folders.params)
-        self._name = name
+        state = dict.fromkeys(kept, ("F32", (shard.size,)))
+        params = {part.parameter.name: (part.parameter.dtype, part.shape) for part in shard.slices}
+        heads = {folders.params: head_of(params, said if kept else said | {STATE: NOTHING})}
+        if kept:
+            heads[folders.state] = head_of(state, said)
+        self._making = [
+            new_file(folder, shard.name, head, versioned=versioned)
+            for folder, head in heads.items()
+        ]
 
     def __enter__(self) -> Self:
-        forms = (self._state, self._params)
-        self._files = [
-            new_file(folder, self._name, head.size, versioned=self._versioned)
-            for head, folder in forms
-        ]
         with contextlib.ExitStack() as stack:
-            self._memories = [stack.enter_context(file) for file in self._files]
-            for (head, _), memory in zip(forms, self._memories, strict=True):
-                memory[: len(head.text)] = np.frombuffer(head.text, np.uint8)
+            self._params, *self._state = [stack.enter_context(file) for file in self._making]
             stack.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:
         # Each is sent to its node and told to the cluster: at the same time.
-        with ThreadPoolExecutor(len(self._files)) as pool:
-            list(pool.map(lambda file: file.__exit__(*error), self._files))
+        with ThreadPoolExecutor(len(self._making)) as pool:
+            list(pool.map(lambda file: file.__exit__(*error), self._making))
 
-    def arrays(self) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Return the tensors of state/K, with the master weights, and of params/K. They are to be filled
-        before the block ends."""
-        state = _show(self._state[0], self._state_forms, self._memories[0])
-        head, memory = self._params[0], self._memories[1]
-        if self._is_fp32:
-            state[MASTER] = memory[len(head.text) :].view(np.float32)
-        return state, _show(head, self._params_forms, memory)
+    def write_state(self, state: Mapping[str, F32], first: int) -> None:
+        """Write elements from `first` on of arrays of state/K. Raises OSError."""
+        for file in self._state:
+            for key, values in state.items():
+                file.write(key, values, first)
+
+    def write_master(self, master: F32, first: int) -> None:
+        """Write elements from `first` on of the master weights, and the parameters that they make. Raises
+        OSError."""
+        if self._shard.is_fp32:
+            self._params.write_flat(master, first)
+            return
+        self.write_state({MASTER: master}, first)
+        for part in self._shard.slices:
+            start, stop = max(first, part.at), min(first + len(master), part.at + part.size)
+            if start < stop:
+                code = part.parameter.dtype
+                converted = np.empty(stop - start, dtype_of_code(code)[0])
+                from_float32(master[start - first : stop - first], code, converted)
+                self.write_parameter(part, converted, start - part.at)
+
+    def write_parameter(self, part: Slice, values: Array, first: int = 0) -> None:
+        """Write elements from `first` on of the slice of a parameter. Raises OSError."""
+        self._params.write(part.parameter.name, values, first)
 
 
-def _show(
-    head: Head, forms: Mapping[str, tuple[str, tuple[int, ...]]], memory: Array
-) -> dict[str, Array]:
-    return {
-        name: np.ndarray(shape, dtype_of_code(code)[0], memory, head.offsets[name])
-        for name, (code, shape) in forms.items()
-    }
+class _Buffers(threading.local):
+    """Arrays for the elements of a block, which every thread has of its own and keeps."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, F32] = {}
+
+    def of(self, key: str, size: int) -> F32:
+        """Return an array of so many elements, of any values; "": that of gradients."""
+        if key not in self._arrays:
+            self._arrays[key] = np.empty(BLOCK, np.float32)
+        return self._arrays[key][:size]
+
+
+_buffers = _Buffers()
 
 
 def _flat(file: ShardFile, shard: Shard) -> Array:
@@ -341,18 +337,11 @@ def first_state(
     """Write params/K and state/K of version 0 from the model's parameters. Raises OSError."""
     folders = PartFolders(Directory(directory / PARAMS), Directory(directory / STATE))
     with _ShardFiles(folders, shard, rule, 0, versioned=versioned) as files:
-        _copy(shard, values, *files.arrays())
-
-
-def _copy(
-    shard: Shard,
-    values: Mapping[str, Value],
-    state: Mapping[str, Array],
-    params: Mapping[str, Array],
-) -> None:
-    master = state[MASTER]
-    for part in shard.slices:
-        flat = values[part.parameter.name].array.reshape(-1)[part.start : part.stop]
-        params[part.parameter.name].reshape(-1)[:] = flat
-        if not shard.is_fp32:
-            to_float32(flat, part.parameter.dtype, master[part.at : part.at + len(flat)])
+        files.write_state(dict.fromkeys(rule.state, np.zeros(shard.size, np.float32)), 0)
+        for part in shard.slices:
+            flat = values[part.parameter.name].array.reshape(-1)[part.start : part.stop]
+            files.write_parameter(part, flat)
+            if not shard.is_fp32:
+                master = np.empty(part.size, np.float32)
+                to_float32(flat, part.parameter.dtype, master)
+                files.write_state({MASTER: master}, part.at)

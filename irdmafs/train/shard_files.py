@@ -1,11 +1,9 @@
-"""Files of shards: as memory to read, and to make new ones."""
+"""Files of shards: as memory to read, and new ones to write."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
-import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,12 +14,12 @@ import numpy as np
 
 from ..client import FormatError, _files
 from ..client._dtypes import Array, Value, dtype_of_code
-from ..client._safetensors import HEADER_MAX_BYTES, Header, header_size, parse_header
+from ..client._safetensors import HEADER_MAX_BYTES, Head, Header, header_size, parse_header
 from .directory import VERSION
 from .folders import Directory
 from .layout import ModelLayout, Shard
 
-__all__ = ["ShardFile", "gather", "in_parallel", "new_file", "read_header"]
+__all__ = ["NewFile", "ShardFile", "gather", "in_parallel", "new_file", "read_header"]
 
 T = TypeVar("T")
 
@@ -116,37 +114,44 @@ def read_header(path: str, fd: int, size: int, most: int = HEADER_MAX_BYTES) -> 
     return parse_header(path, _files.read_at(fd, length, 8), size)
 
 
-class _Shown:
-    """The memory of a mapped file as numpy sees it. A thread that is about to end may still have a
-    reference to an array of it, with which mmap.mmap would not let it be unmapped."""
+class NewFile:
+    """A .safetensors file that is being made. Threads may write its elements at the same time."""
 
-    def __init__(self, memory: mmap.mmap) -> None:
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self.__array_interface__ = {
-            "version": 3,
-            "typestr": "|u1",
-            "shape": (len(memory),),
-            "data": (address, False),
-        }
+    def __init__(self, fd: int, head: Head) -> None:
+        """Raises OSError."""
+        self._fd = fd
+        self._head = head
+        _files.write_at(fd, memoryview(head.text), 0)
+
+    def write(self, name: str, values: Array, first: int = 0) -> None:
+        """Write elements of a tensor, from `first` on. Raises OSError."""
+        self._write(values, self._head.offsets[name] + first * values.itemsize)
+
+    def write_flat(self, values: Array, first: int) -> None:
+        """Write elements of a file of one type, from `first` on, whatever tensors they are of. Raises
+        OSError."""
+        self._write(values, len(self._head.text) + first * values.itemsize)
+
+    def _write(self, values: Array, offset: int) -> None:
+        if values.size:
+            _files.write_at(self._fd, values.data.cast("B"), offset)
 
 
 @contextlib.contextmanager
-def new_file(directory: Directory, name: str, size: int, *, versioned: bool) -> Iterator[Array]:
-    """Give the memory of a file that is to have `size` bytes, and publish it, whole, at the end of the
-    block, unless that raises. No array of it may be used any more then. A file that was begun and not
-    published is begun anew.
+def new_file(directory: Directory, name: str, head: Head, *, versioned: bool) -> Iterator[NewFile]:
+    """Give a file to be written, and publish it, whole, at the end of the block, unless that raises. A file
+    that was begun and not published is begun anew.
+
+    It is written, not mapped: a mount publishes a copy of a file that may be mapped still.
 
     On irdmafs (`versioned`) the file is written in place: it has no version until it is closed. Elsewhere
     it gets its name when it is whole. Nobody else writes in the directory.
     """
     path = directory.file(name)
     written = path if versioned else path.with_name(f".{name}.{os.getpid()}")
-    fd = _files.open_anew(os.fspath(written), os.O_RDWR, directory.view if versioned else None)
+    fd = _files.open_anew(os.fspath(written), os.O_WRONLY, directory.view if versioned else None)
     try:
-        # Allocated: a full filesystem is an error here, and not a SIGBUS.
-        os.posix_fallocate(fd, 0, size)
-        with mmap.mmap(fd, size) as memory:
-            yield np.asarray(_Shown(memory))
+        yield NewFile(fd, head)
     except BaseException:
         with contextlib.suppress(OSError):
             if versioned:
