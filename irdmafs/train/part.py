@@ -208,7 +208,7 @@ class Part:
         params, state = (
             self._directories.get(there.folder(name).ino, path / name) for name in (PARAMS, STATE)
         )
-        return PartFolders(params, state)
+        return PartFolders(params, state, there.folder(STATE).names)
 
     def _open_folders(self, version: int) -> PartFolders:
         """Return the directories for the shards of a version. Raises OSError."""

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -36,10 +36,11 @@ NOTHING = "none"
 
 
 class PartFolders(NamedTuple):
-    """The directories of a part of a version."""
+    """The directories of a part of a version, and the names in the second one when they were opened."""
 
     params: Directory
     state: Directory
+    kept: Collection[str] = ()
 
 
 class _Term(NamedTuple):
@@ -267,6 +268,9 @@ class _ShardFiles(contextlib.AbstractContextManager["_ShardFiles"]):
         heads = {folders.params: head_of(params, said if kept else said | {STATE: NOTHING})}
         if kept:
             heads[folders.state] = head_of(state, said)
+        elif shard.name in folders.kept:
+            # By another rule, in files that are written anew.
+            folders.state.file(shard.name).unlink(missing_ok=True)
         self._making = [
             new_file(folder, shard.name, head, versioned=versioned)
             for folder, head in heads.items()

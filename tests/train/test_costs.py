@@ -1,5 +1,6 @@
 """Trainings cost a cluster little beside the bytes of their parameters."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ from training_runs import model, newest, ones, parameters, reduce, reduce_until,
 
 from irdmafs.train import Reducer, Worker
 from irdmafs.train.directory import TrainDirectory
+from irdmafs.train.locks import Lock
 
 
 def figures(mount: ClusterMount) -> dict[str, Any]:
@@ -84,3 +86,43 @@ def test_parameters_that_came_ahead_of_the_version_are_not_fetched_again(hosts: 
         pulled = worker.pull(timeout_s=30)
         assert figures(worker_at)["fetched_files"] == before
         assert same_bits(pulled, parameters(run))
+
+
+def test_parts_of_others_are_asked_for_only_while_no_version_comes(
+    hosts: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each question about a lock is one to etcd."""
+    here, there = (mount.path / "asked" for mount in hosts.mounts)
+    start(here, model(), shards=3)
+    asked: list[Lock] = []
+
+    def hold(lock: Lock, text: bytes) -> bool:
+        asked.append(lock)
+        return hold_lock(lock, text)
+
+    hold_lock = Lock.hold
+    monkeypatch.setattr(Lock, "hold", hold)
+
+    def asks(reducer: Reducer) -> int:
+        asked.clear()
+        reducer._looked_s = 0.0
+        reducer.step()
+        return len(asked)
+
+    def sees(reducer: Reducer, version: int) -> bool:
+        reducer._found, reducer._looked_s = None, math.inf
+        reducer.step()
+        found: Any = reducer._found
+        return bool(found[1].newest.version == version)
+
+    with Worker(here, "w") as worker, Reducer(here) as works, Reducer(there) as waits:
+        # Long ago, when they left parts to reducers beside their nodes.
+        works._begun_s = waits._begun_s = 0.0
+        # For the coordinator's work and the only part.
+        assert asks(works) == asks(waits) == 2
+        assert asks(waits) == 2
+        worker.push(ones())
+        reduce_until(works, lambda: newest(here) == 1, "a version")
+        eventually(lambda: sees(waits, 1), "it is seen")
+        assert asks(waits) == 0
+        assert asks(waits) == 2

@@ -1,0 +1,78 @@
+"""What a rule keeps between updates: a file of its own where that is anything, and none where it is
+nothing."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from training_runs import newest, ones, parameters, reduce, start, zeros
+
+from irdmafs.train import Reducer, TrainConfig, Worker
+from irdmafs.train.directory import TrainDirectory, params_of, state_of
+
+
+def kept(run: Path) -> Sequence[str]:
+    """Return the names of the arrays that the newest version has beside its parameters."""
+    train = TrainDirectory(run)
+    (shard,) = train.layout().shards()
+    path = state_of(train.version(newest(run)), shard)
+    if not path.exists():
+        return []
+    with safe_open(path, "np") as file:
+        assert file.metadata()["version"] == str(newest(run))
+        return sorted(file.keys())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "config", "expected"),
+    [
+        (np.float32, {"rule": "sum"}, []),
+        (np.float16, {"rule": "sum"}, ["master"]),
+        (np.float32, {"rule": "adamw", "lr": 0.1}, ["exp_avg", "exp_avg_sq"]),
+    ],
+)
+def test_only_what_is_kept_has_a_file(
+    run: Path, dtype: type, config: dict[str, Any], expected: Sequence[str]
+) -> None:
+    start(run, {name: value.astype(dtype) for name, value in zeros().items()}, **config)
+    with Worker(run, "w") as worker, Reducer(run) as reducer:
+        assert kept(run) == expected
+        for step in (1, 2):
+            worker.push(ones())
+            reduce(reducer)
+            assert newest(run) == step
+            assert kept(run) == expected
+
+
+def test_rule_that_is_changed_begins_with_zeros(run: Path) -> None:
+    """Whatever lies in the files that are written anew."""
+    config = TrainConfig(rule="sgd", lr=1.0, workers=1, keep=2)
+    start(run, rule="sgd", lr=1.0, workers=1, keep=2)
+    train = TrainDirectory(run)
+    expected = 0.0
+    with Worker(run, "w") as worker, Reducer(run) as reducer:
+        for momentum in (0.0, 0.5, 0.0, 0.5):
+            changed = replace(config, options={"momentum": momentum})
+            (train.path / "config.toml").write_text(changed.toml())
+            reducer._found = None
+            change = 0.0
+            for _ in range(4):
+                worker.push(ones())
+                reduce(reducer)
+                change = momentum * change + 1
+                expected -= change
+                worker.pull()
+                assert parameters(run)["norm"].tolist() == [expected] * 3
+                assert kept(run) == (["momentum"] if momentum else [])
+
+
+def test_parameters_say_that_nothing_is_kept(run: Path) -> None:
+    start(run)
+    train = TrainDirectory(run)
+    (shard,) = train.layout().shards()
+    with safe_open(params_of(train.version(0), shard), "np") as file:
+        assert file.metadata() == {"version": "0", "state": "none"}
