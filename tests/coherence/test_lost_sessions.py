@@ -5,8 +5,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import ended_sessions
 import pytest
-from cluster import Cluster, Plan
+from cluster import Cluster, ClusterMount, Plan
+from harness.network import Host
+from harness.parts import run_instead
 from mountpoint import eventually
 
 
@@ -78,3 +81,29 @@ def test_what_is_written_after_it_is_published(cluster: Cluster) -> None:
     finally:
         os.close(fd)
     assert path.read_text() == "AFTERe"
+
+
+class EndingCluster(Cluster):
+    """Its mounts take a session for ended when they are told to."""
+
+    def _make_mount(
+        self, host: Host | None, *arguments: str, certificate: str = ""
+    ) -> ClusterMount:
+        mount = super()._make_mount(host, *arguments, certificate=certificate)
+        return run_instead(mount, ended_sessions.__file__)
+
+
+def test_copy_that_gets_another_number_is_kept_once() -> None:
+    """It was made to be published in a session that has ended."""
+    with EndingCluster(Plan(nodes=1, mounts=1, replicas=1)) as cluster:
+        (mount,) = cluster.mounts
+        with (mount.path / "file").open("wb+", buffering=0) as file:
+            for text in (b"first", b"second"):
+                file.write(text)
+                os.fsync(file.fileno())
+            before = os.listdir(mount.cache / "extents")
+            file.write(b"third")
+            os.kill(mount.pid, ended_sessions.SIGNAL)
+            os.fsync(file.fileno())
+            assert len(os.listdir(mount.cache / "extents")) == len(before)
+        assert (mount.path / "file").read_bytes() == b"firstsecondthird"
