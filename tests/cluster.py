@@ -10,13 +10,14 @@ from etcd_server import need_etcd
 from harness.cluster import MIB, Plan
 from harness.daemons import Daemon
 from harness.network import CommandFailed, Host, Network, NoNamespaces, make_network
-from harness.parts import ClusterMount, StoreNode, run_irdmafs
+from harness.parts import ClusterMount, StoreNode, run_instead, run_irdmafs
 from harness.training import train
 
 __all__ = [
     "MIB",
     "Cluster",
     "ClusterMount",
+    "ClusterOfChangedMounts",
     "CommandFailed",
     "Daemon",
     "Host",
@@ -73,3 +74,17 @@ class Cluster(harness.cluster.Cluster):
             # conftest comes too late for a cluster that is the test's own.
             print(self.logs())
         super().__exit__(kind, error, traceback)
+
+
+class ClusterOfChangedMounts(Cluster):
+    """Its mounts are run by another program, which is the command `irdmafs` with changes."""
+
+    def __init__(self, plan: Plan, program: str) -> None:
+        super().__init__(plan)
+        self._program = program
+
+    def _make_mount(
+        self, host: Host | None, *arguments: str, certificate: str = ""
+    ) -> ClusterMount:
+        mount = super()._make_mount(host, *arguments, certificate=certificate)
+        return run_instead(mount, self._program)

@@ -6,25 +6,15 @@ from pathlib import Path
 
 import lost_answers
 import pytest
-from cluster import Cluster, ClusterMount, Plan
-from harness.network import Host
-from harness.parts import run_instead
-
-
-class LosingCluster(Cluster):
-    """Its mounts lose an answer when they are told to."""
-
-    def _make_mount(
-        self, host: Host | None, *arguments: str, certificate: str = ""
-    ) -> ClusterMount:
-        mount = super()._make_mount(host, *arguments, certificate=certificate)
-        return run_instead(mount, lost_answers.__file__)
+from cluster import Cluster, ClusterOfChangedMounts, Plan
 
 
 @pytest.fixture(scope="module", params=["a node elsewhere", "a node here"])
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     beside = {0: 0} if request.param == "a node here" else {}
-    with LosingCluster(Plan(nodes=1, replicas=1, beside=beside)) as made:
+    with ClusterOfChangedMounts(
+        Plan(nodes=1, replicas=1, beside=beside), lost_answers.__file__
+    ) as made:
         yield made
 
 

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import ended_sessions
 import pytest
-from cluster import Cluster, ClusterMount, Plan
-from harness.network import Host
-from harness.parts import run_instead
+from cluster import Cluster, ClusterOfChangedMounts, Plan
 from mountpoint import eventually
 
 
@@ -83,19 +81,11 @@ def test_what_is_written_after_it_is_published(cluster: Cluster) -> None:
     assert path.read_text() == "AFTERe"
 
 
-class EndingCluster(Cluster):
-    """Its mounts take a session for ended when they are told to."""
-
-    def _make_mount(
-        self, host: Host | None, *arguments: str, certificate: str = ""
-    ) -> ClusterMount:
-        mount = super()._make_mount(host, *arguments, certificate=certificate)
-        return run_instead(mount, ended_sessions.__file__)
-
-
 def test_copy_that_gets_another_number_is_kept_once() -> None:
     """It was made to be published in a session that has ended."""
-    with EndingCluster(Plan(nodes=1, mounts=1, replicas=1)) as cluster:
+    with ClusterOfChangedMounts(
+        Plan(nodes=1, mounts=1, replicas=1), ended_sessions.__file__
+    ) as cluster:
         (mount,) = cluster.mounts
         with (mount.path / "file").open("wb+", buffering=0) as file:
             for text in (b"first", b"second"):
