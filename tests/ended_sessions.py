@@ -1,31 +1,23 @@
-"""The `irdmafs` command, whose next content after SIGUSR2 gets a number of the session before: as if that
-had ended while a copy was made."""
+"""Runs the `irdmafs` command. Its next content after the signal gets a number of the session before: that
+may have ended while a copy was made."""
 
-import signal
+from at_signal import told_once
 
 from irdmafs.backend.cluster.records import CONTENT_NUMBER_BITS, ContentId
 from irdmafs.backend.store.remote.numbers import ContentNumbers
 from irdmafs.cli.command import main
 
-SIGNAL = signal.SIGUSR2
-
 
 def end_sessions() -> None:
     """At each signal."""
-    ended = False
+    has_ended = told_once()
     new = ContentNumbers.new
 
     def new_of_ended(self: ContentNumbers) -> ContentId:
-        nonlocal ended
-        number, was, ended = new(self), ended, False
-        return ContentId(number - (1 << CONTENT_NUMBER_BITS)) if was else number
-
-    def end_session(*_: object) -> None:
-        nonlocal ended
-        ended = True
+        number = new(self)
+        return ContentId(number - (1 << CONTENT_NUMBER_BITS)) if has_ended() else number
 
     ContentNumbers.new = new_of_ended  # type: ignore[method-assign]
-    signal.signal(SIGNAL, end_session)
 
 
 if __name__ == "__main__":

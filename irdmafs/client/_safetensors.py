@@ -122,12 +122,11 @@ def _parse_entry(
 
 
 class Head(NamedTuple):
-    """The beginning of a file, up to its data. `offsets`: where each tensor begins in the file, in the
-    order of their data; `size`: of the file. In bytes."""
+    """The beginning of a file, up to its data. `offsets`: the byte of the file where each tensor begins, in
+    the order of their data."""
 
     text: bytes
     offsets: dict[str, int]
-    size: int
 
 
 def head_of(
@@ -161,7 +160,7 @@ def head_of(
         raise ValueError(f"the header takes {len(text)} bytes, more than {HEADER_MAX_BYTES}")
     data = LENGTH_BYTES + len(text)
     offsets = {name: data + start for name, start in starts.items()}
-    return Head(struct.pack("<Q", len(text)) + text, offsets, data + position)
+    return Head(struct.pack("<Q", len(text)) + text, offsets)
 
 
 def encode(values: Mapping[str, Value], metadata: Mapping[str, str] | None) -> Iterator[memoryview]:

@@ -65,7 +65,7 @@ class Slice(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the shape of the slice in a shard's file: a cut parameter is one-dimensional."""
-        return self.parameter.shape if self.is_whole else (self.stop - self.start,)
+        return self.parameter.shape if self.is_whole else (self.size,)
 
 
 class Shard(NamedTuple):
@@ -190,7 +190,7 @@ def runs_of(shard: Shard, header: Header, scales: Mapping[str, float], *, cut: b
     runs: list[Run] = []
     for part in shard.slices:
         found = header.tensors.get(part.parameter.name)
-        count = part.stop - part.start
+        count = part.size
         if found is None or not count:
             continue
         code = code_of(found.dtype, found.extension)

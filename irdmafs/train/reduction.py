@@ -31,7 +31,7 @@ from .shard_files import ShardFile, new_file
 __all__ = ["PartFolders", "Reduction", "first_state"]
 
 MASTER = "master"
-# What the metadata of params/K say under "state" where there is no state/K.
+# The value of "state" in the metadata of params/K where there is no state/K.
 NOTHING = "none"
 
 

@@ -1080,7 +1080,7 @@ async def _random_life(server: EtcdServer, prefix: bytes, steps: int) -> None:
             await writer.engine.transact((), [Put(key_of(b"N", node), encode(record))])
         writing.cancel()
         # However few there were on a slow machine.
-        while len(writer.published) < steps // 4:
+        while len(writer.published) <= steps // 4:
             await writer.publish(random.randbytes(10))
         await settled(writer, watcher, len(made.stores))
         assert_readable(made, writer)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import lost_answers
 import pytest
+from at_signal import SIGNAL
 from cluster import Cluster, ClusterOfChangedMounts, Plan
 
 
@@ -31,7 +32,7 @@ def write_and_lose_answer(cluster: Cluster, path: Path) -> int:
     path.write_text("first")
     fd = os.open(path, os.O_RDWR)
     os.pwrite(fd, b"second", 0)
-    os.kill(cluster.mounts[0].pid, lost_answers.SIGNAL)
+    os.kill(cluster.mounts[0].pid, SIGNAL)
     with pytest.raises(TimeoutError):
         os.fsync(fd)
     return fd

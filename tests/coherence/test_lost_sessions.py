@@ -7,6 +7,7 @@ from pathlib import Path
 
 import ended_sessions
 import pytest
+from at_signal import SIGNAL
 from cluster import Cluster, ClusterOfChangedMounts, Plan
 from mountpoint import eventually
 
@@ -93,7 +94,7 @@ def test_copy_that_gets_another_number_is_kept_once() -> None:
                 os.fsync(file.fileno())
             before = os.listdir(mount.cache / "extents")
             file.write(b"third")
-            os.kill(mount.pid, ended_sessions.SIGNAL)
+            os.kill(mount.pid, SIGNAL)
             os.fsync(file.fileno())
             assert len(os.listdir(mount.cache / "extents")) == len(before)
         assert (mount.path / "file").read_bytes() == b"firstsecondthird"

@@ -1,5 +1,4 @@
-"""What a rule keeps between updates: a file of its own where that is anything, and none where it is
-nothing."""
+"""A rule has a file for what it keeps between updates, and none if it keeps nothing."""
 
 from collections.abc import Sequence
 from dataclasses import replace
