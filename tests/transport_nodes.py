@@ -115,6 +115,14 @@ class ExtentDirectory:
         path = f"{self.directory}/incoming/{os.path.basename(name)}"
         return OpenFile(path, os.open(path, os.O_RDONLY))
 
+    async def share(self, source: Extent, length: int) -> OpenFile:
+        if self.size(source) != length:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        self.created += 1
+        path = f"{self.directory}/incoming/_{self.created}"
+        os.link(self.path(source), path)
+        return OpenFile(path, os.open(path, os.O_RDONLY))
+
     async def seal(self, extent: Extent, incoming: OpenFile) -> None:
         try:
             await self.may_seal.wait()

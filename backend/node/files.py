@@ -152,7 +152,8 @@ class Files:
                 continue
             status = entry.stat(follow_symlinks=False)
             self._count_in(extent, status)
-            if not status.st_mode & stat.S_IWUSR:
+            # A mark on a file of several names may be another extent's.
+            if not status.st_mode & stat.S_IWUSR and status.st_nlink == 1:
                 self._named.add(extent)
             if not status.st_mode & OWN_FILE:
                 self._foreign.add(extent)
@@ -239,6 +240,23 @@ class Files:
         incoming = self.incoming.create(length, allocated)
         self._created += 1
         return incoming
+
+    def share(self, source: Extent, length: int) -> Incoming:
+        """Give the file of a sealed extent of `length` bytes another name, under which it becomes another
+        extent. Neither of them leaves it to a third one later. Raises OSError ENOENT."""
+        if self._sizes.get(source) != length:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), extent_name(source))
+        made = self._made.get(source)
+        if made is not None:
+            made.is_lent = True
+        name = self.incoming.new_name()
+        os.link(
+            extent_name(source),
+            name,
+            src_dir_fd=self._place.extents,
+            dst_dir_fd=self._place.incoming,
+        )
+        return self.incoming.open_shared(name, is_own=source not in self._foreign)
 
     def harden(self, incoming: Incoming) -> None:
         """Make the bytes survive a power loss, if the store is on a disk. For a worker thread."""

@@ -98,6 +98,20 @@ class IncomingFiles:
         self._reserved[file.name] = file.length
         return Incoming(file.name, fd, file)
 
+    def open_shared(self, name: str, *, is_own: bool) -> Incoming:
+        """Open another name of an extent's file, which is `is_own` if no application made it. Raises
+        OSError."""
+        try:
+            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._fd)
+        except OSError:
+            self.remove(name)
+            raise
+        file = None
+        if is_own:
+            file = StoredFile(name, os.fstat(fd).st_size)
+            file.is_lent = True
+        return Incoming(name, fd, file)
+
     def take_over(self, name: str, content: int) -> Incoming:
         """Open the working copy that a mount on this host made for this content. For the event loop.
 

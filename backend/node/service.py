@@ -149,6 +149,13 @@ class NodeService:
         self._begin()
         return incoming
 
+    async def share(self, source: Extent, length: int) -> Incoming:
+        """Return another name of an extent's file, as a file like that of `create`. Raises OSError
+        ENOENT."""
+        incoming = self._files.share(source, length)
+        self._begin()
+        return incoming
+
     async def seal(self, extent: Extent, incoming: Incoming) -> None:
         """Store an extent whose bytes have arrived. When this returns it is stored, even after a power loss
         if the store is on a disk. If it is here already, the first copy is kept. Raises OSError: as

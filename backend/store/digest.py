@@ -75,6 +75,19 @@ class Digests:
     def stripes_of(self, part: int) -> range:
         return range(part * self._run, min((part + 1) * self._run, self._stripes))
 
+    def same_as(self, other: "Digests") -> set[int]:
+        """Return the stripes that have the same bytes in another content."""
+        if self._run != other._run or not (self.are_there and other.are_there):
+            return set()
+        size = DIGEST_BYTES
+        return {
+            stripe
+            for part in range(min(self.parts, other.parts))
+            if self.stripes_of(part) == other.stripes_of(part)
+            and self._record[part * size :][:size] == other._record[part * size :][:size]
+            for stripe in self.stripes_of(part)
+        }
+
     def match(self, part: int, stripes: Sequence[bytes]) -> bool:
         """Return whether the stripes of a part, given by their digests, are right."""
         expected = self._record[part * DIGEST_BYTES : (part + 1) * DIGEST_BYTES]

@@ -152,6 +152,11 @@ class Device(Protocol):
         send it down the chain. On the node's host only."""
         ...
 
+    async def share(self, extent: Extent, target: Target, source: Extent, length: int) -> None:
+        """Make an extent of the bytes of another one that the node has, without a copy. The target's chain
+        is not gone on with. Raises OSError ENOENT if the node does not have `length` bytes of it."""
+        ...
+
     async def read_sparse(
         self, extent: Extent, into: FileRange, landed: Landed = nothing_landed
     ) -> None:

@@ -27,6 +27,7 @@ from .messages import (
     Get,
     Map,
     Mapped,
+    Share,
 )
 from .mover import NotThisWay, PuttingWay, Transfer, W, Way
 
@@ -77,6 +78,12 @@ class RemoteDevice:
         _check_chain(target)
         await self.link.ask(
             lambda number: Adopt(number, current_request(), extent, target, name), target.group
+        )
+
+    async def share(self, extent: Extent, target: Target, source: Extent, length: int) -> None:
+        await self.link.ask(
+            lambda number: Share(number, current_request(), extent, target, source, length),
+            target.group,
         )
 
     async def read_sparse(

@@ -14,7 +14,7 @@ from . import Extent, Fenced, Target, Unreachable
 from .frames import BadMessage
 
 # Both ends must speak the same version: nodes and mounts are upgraded together.
-VERSION = 5
+VERSION = 6
 
 PUT_BYTES_MAX = 1 << 20
 # An answer to Get ends when it is this long; the caller requests the rest again.
@@ -142,6 +142,21 @@ class Suspect(Request, tag=15):
 
 class Status(Request, tag=16):
     pass
+
+
+class Share(AboutExtent, tag=37):
+    """Asks the node to make an extent of the bytes of another one, `source`, of `length` bytes, that it has
+    already. Both keep them: sealed extents never change."""
+
+    target: Target
+    source: Extent
+    length: int
+
+    def check(self) -> None:
+        check_extent(self.extent)
+        check_extent(self.source)
+        check_target(self.target)
+        check_range(0, self.length)
 
 
 class Doubt(AboutExtent, tag=33):

@@ -35,6 +35,7 @@ from .messages import (
     Report,
     Request,
     Scrub,
+    Share,
     Status,
     Suspect,
     Verdict,
@@ -155,6 +156,16 @@ async def _adopt(node: StoreNode, request: Adopt) -> Done:
     return Done(request.number)
 
 
+async def _share(node: StoreNode, request: Share) -> Done:
+    extent, service = request.extent, node.service
+    await service.admit(extent, request.target)
+    if service.size(extent) is None:
+        incoming = await service.share(request.source, request.length)
+        with Intake(incoming, service.drop) as intake:
+            await service.seal(extent, intake.take())
+    return Done(request.number)
+
+
 async def _get(node: StoreNode, request: Get) -> Contents:
     extents, limit = request.extents, request.limit
     if _are_few(request):
@@ -248,6 +259,8 @@ OPERATIONS: dict[type[Request], Operation] = {
     # Writing.
     Put: Operation((ANY, OWN, NONE, NONE), Done, _put),
     Adopt: Operation((NONE, OWN, NONE, NONE), Done, _adopt),
+    # Every mount may read every extent, so it may have one of its own with the same bytes.
+    Share: Operation((NONE, OWN, NONE, NONE), Done, _share),
     Abort: Operation((NONE, OWN, NONE, NONE), Done, _abort),
     # The node checks by itself whether the other one can be reached.
     Suspect: Operation((NONE, ANY, NONE, NONE), Verdict, _suspect),

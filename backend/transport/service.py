@@ -74,6 +74,11 @@ class Service(Protocol[I]):
         """Return the file incoming/NAME, open for reading. Raises OSError: ENOENT, EPERM."""
         ...
 
+    async def share(self, source: Extent, length: int) -> I:
+        """Return another name of the file of a sealed extent of `length` bytes, open for reading. Raises
+        OSError ENOENT if that extent is not here."""
+        ...
+
     async def seal(self, extent: Extent, incoming: I) -> None:
         """Make a complete file a readable, durable extent. If this raises, the file is dropped."""
         ...

@@ -125,6 +125,9 @@ class FilesService:
     async def adopt(self, extent: Extent, name: str) -> Incoming:
         return self.files.incoming.take_over(name, extent.content)
 
+    async def share(self, source: Extent, length: int) -> Incoming:
+        return self.files.share(source, length)
+
     async def seal(self, extent: Extent, incoming: Incoming) -> None:
         self.files.seal(incoming, extent)
 

@@ -9,13 +9,17 @@ from ...cluster.policy import Policy, parse_policy, policy_id
 from ...cluster.records import GroupConfig, Layout, policy_key
 from ...kv import Conflict, Put
 from ...kv.etcd import EtcdEngine
-from ...namespace import Inode, Namespace, attributes, fail
+from ...namespace import ROOT_INO, Inode, Namespace, attributes, fail
+from ..digest import BLOCK_BYTES, PARTS_MAX
 from .cluster import Cluster
 
 __all__ = ["Layouts"]
 
 # Groups that are told of one file: answers to getxattr(2) are to be small.
 _TOLD_GROUPS_MAX = 16
+
+# A file that is changed in place is cut into stripes with a digest of their own, of this size at least.
+_CUT_BYTES_MIN = 16 << 20
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +64,20 @@ class Layouts:
         settings = self._cluster.settings
         seed = seed_of(inode.ino.to_bytes(8, "big"))
         return Layout(settings.replicas, settings.stripe_bytes, seed)
+
+    def of_change(self, inode: Inode, size: int) -> Layout:
+        """Return the layout of a file of `size` bytes that is changed in place: if it is one large stripe,
+        it is cut, so that later changes need not send all of it. Where it is the placement that counts,
+        files stay whole."""
+        layout = self.of(inode)
+        stripe_bytes = max(_CUT_BYTES_MIN, -(-size // PARTS_MAX // BLOCK_BYTES) * BLOCK_BYTES)
+        if layout.stripes(size) > 1 or size <= stripe_bytes:
+            return layout
+        parent = next(iter(self._namespace.parents_of(inode.ino)), ROOT_INO)
+        placement = attributes.of(self._namespace, parent, self._cluster.settings)[2]
+        if placement.local or placement.together:
+            return layout
+        return layout._replace(stripe_bytes=stripe_bytes)
 
     async def nodes_of(self, inode: Inode) -> list[dict[str, Any]]:
         """Return the groups of a file's stripes, 16 at most, and the nodes that keep each, the primary

@@ -110,7 +110,10 @@ class Publisher:
         size = status.st_size
         if size > SIZE_MAX:
             raise fail(errno.EFBIG)
-        layout = self._layouts.of(self._namespace.inode(ino))
+        before = self._namespace.inode(ino)
+        layout = self._layouts.of(before)
+        if base is not None and before.version and self._verify:
+            layout = self._layouts.of_change(before, size)
         version = _Version(ino, status, mtime_ns, ctime_ns, base, layout)
         begun_in = self._session.number
         while not size:
@@ -146,6 +149,7 @@ class Publisher:
                         self._cluster, extent, layout, fd, size,
                         self._contents.adoptable(extent) if layout.stripes(size) == 1 else "",
                         verify=self._verify, mapped=mapped,
+                        base=before if _is_shared_with(before, base, layout) else None,
                     )  # fmt: skip
                 self._contents.sent.add(extent)
                 try:
@@ -214,7 +218,8 @@ class Publisher:
                         del self._unsure[next(iter(self._unsure))]
             raise
         self.figures.publishes += 1
-        self.figures.published_bytes += status.st_size
+        sent = transfer.sent_bytes if transfer is not None else 0
+        self.figures.published_bytes += sent
         self._space.published(allocated_bytes(status.st_size, status.st_blocks))
         if transfer is not None:
             stripes = version.layout.stripes(status.st_size)
@@ -237,3 +242,14 @@ class Publisher:
         if published.extent != extent:
             self._pins.retire(extent)
         return name
+
+
+def _is_shared_with(before: Inode, base: int | None, layout: Layout) -> bool:
+    """Return whether a content is a changed copy of the newest version, whose stripes it may share."""
+    return (
+        base is not None
+        and before.version == base
+        and bool(before.digests)
+        and before.layout == layout
+        and layout.stripes(before.size) > 1
+    )

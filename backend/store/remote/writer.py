@@ -9,15 +9,26 @@ import logging
 import os
 import random
 import time
+from collections.abc import Awaitable, Callable
 
 import trio
 
 from ...cluster.groups import has_still
 from ...cluster.records import ContentId, GroupConfig, Layout, group_key
 from ...kv import Compare
-from ...transport import Distrusted, Extent, Fenced, FileRange, Target, Unreachable, nothing_landed
+from ...namespace import Inode
+from ...transport import (
+    Device,
+    Distrusted,
+    Extent,
+    Fenced,
+    FileRange,
+    Target,
+    Unreachable,
+    nothing_landed,
+)
 from ...unwrap import first_error
-from ..digest import Stripe, digest_of, fold
+from ..digest import Digests, Stripe, digest_of, fold
 from .cluster import Cluster, for_each_stripe
 
 log = logging.getLogger(__name__)
@@ -30,7 +41,8 @@ _FULL_S = 5.0
 class Transfer:
     """One content on its way. `adoptable` names the file in the incoming directory of the store node on
     this host, which adopts it. With `verify` its digests are computed while it is sent. `mapped`: it may
-    change meanwhile without a trace."""
+    change meanwhile without a trace. `base`: the version of which it is a changed copy; stripes that have
+    stayed the same are not sent, as nodes have them (Device.share)."""
 
     def __init__(
         self,
@@ -43,6 +55,7 @@ class Transfer:
         *,
         verify: bool = False,
         mapped: bool = False,
+        base: Inode | None = None,
     ) -> None:
         self._cluster = cluster
         self._content = content
@@ -56,6 +69,9 @@ class Transfer:
         # An adopted file is the very file that the program may still have mapped.
         self._wants_digests = verify and not (mapped and adoptable)
         self._mapped = mapped
+        self._base = base
+        # The stripes that the nodes have as stripes of the base.
+        self._shared: set[int] = set()
         self._stamp: tuple[int, int] | None = None
         # The stripes that are hashed while their bytes pass through this process.
         self._passing: dict[int, Stripe] = {}
@@ -76,7 +92,11 @@ class Transfer:
         if hashing:
             self._stamp = self._present_stamp()
         try:
-            if hashing and not self._mapped and self._bytes_pass():
+            if hashing and self._base is not None:
+                await self._hash()
+                self._shared = self._stripes_of_base(self._base)
+                await self._bring_all()
+            elif hashing and not self._mapped and self._bytes_pass():
                 self._passing = {
                     stripe: Stripe(self._fd, *self._layout.span(self._size, stripe))
                     for stripe in range(self._layout.stripes(self._size))
@@ -100,8 +120,21 @@ class Transfer:
             self._wants_digests, self.digests = False, b""
         return list(self._guards.items())
 
+    def _stripes_of_base(self, base: Inode) -> set[int]:
+        """Return the stripes that have the same bytes in the base, which has the same layout."""
+        stripes, before = self._layout.stripes(self._size), self._layout.stripes(base.size)
+        same = Digests(self.digests, stripes).same_as(Digests(base.digests, before))
+        span = self._layout.span
+        return {each for each in same if span(self._size, each) == span(base.size, each)}
+
     async def _bring_all(self) -> None:
         await for_each_stripe(self._layout.stripes(self._size), self._bring)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Return how many bytes of the content nodes did not have already."""
+        shared = sum(self._layout.span(self._size, stripe)[1] for stripe in self._shared)
+        return self._size - shared
 
     # -- digests ---------------------------------------------------------------------------------
 
@@ -209,7 +242,9 @@ class Transfer:
         extent = Extent(self._content, stripe)
         target = Target(group, revision, tuple(chain[1:]))
         device = cluster.peers.device(chain[0])
-        if chain[0] == cluster.here and self._adoptable:
+        if stripe in self._shared and await self._share(extent, target, chain, length):
+            pass
+        elif chain[0] == cluster.here and self._adoptable:
             await device.adopt(extent, target, self._adoptable)
         elif length <= cluster.small_bytes:
             await self._put(extent, Target(group, revision, ()), chain, offset, length)
@@ -219,20 +254,34 @@ class Transfer:
             await device.write(extent, target, FileRange(self._fd, offset, length), passed)
         self._acknowledged[stripe].update(dict.fromkeys(chain, config))
 
+    async def _share(self, extent: Extent, target: Target, nodes: list[int], length: int) -> bool:
+        """Have nodes use their bytes of the base. Return False if one of them does not have these."""
+        assert self._base is not None
+        source = Extent(self._base.extent, extent.stripe)
+        target = Target(target.group, target.config, ())
+        try:
+            await self._tell_all(nodes, lambda device: device.share(extent, target, source, length))
+        except FileNotFoundError:
+            self._shared.discard(extent.stripe)
+            return False
+        return True
+
     async def _put(
         self, extent: Extent, target: Target, nodes: list[int], offset: int, length: int
     ) -> None:
         """Send to all nodes at once: for little data, a chain's extra hops cost more than this host's
         link."""
         data = os.pread(self._fd, length, offset)
+        await self._tell_all(nodes, lambda device: device.put(extent, target, data))
+
+    async def _tell_all(self, nodes: list[int], tell: Callable[[Device], Awaitable[None]]) -> None:
         if len(nodes) == 1:
-            await self._cluster.peers.device(nodes[0]).put(extent, target, data)
+            await tell(self._cluster.peers.device(nodes[0]))
             return
         try:
             async with trio.open_nursery() as nursery:
                 for node in nodes:
-                    put = self._cluster.peers.device(node).put
-                    nursery.start_soon(put, extent, target, data)
+                    nursery.start_soon(tell, self._cluster.peers.device(node))
         except BaseExceptionGroup as group:
             raise first_error(group) from group
 
