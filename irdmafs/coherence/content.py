@@ -144,6 +144,8 @@ class ContentTable:
         self.private: dict[int, list[Content]] = {}
         # The newest version of each file that was published on this host.
         self.published: dict[int, int] = {}
+        # The content that is being published, of each file.
+        self.publishing: dict[int, Content] = {}
         # Contents with a descriptor, the oldest first.
         self._described: dict[Content, None] = {}
 
@@ -251,6 +253,24 @@ class ContentTable:
         if before is not None and before is not content:
             self.supersede(before)
         self.current[content.ino] = content
+
+    def become_version(self, inode: Inode) -> Content | None:
+        """Make the content that is being published current if its very file is the newest version, maybe
+        under another number: the store knows of a version before its publisher does."""
+        content = self.publishing.get(inode.ino)
+        if content is None or not self._is_same_file(content.extent, inode.extent):
+            return None
+        content.show(inode)
+        self.make_current(content)
+        return content
+
+    def _is_same_file(self, one: ContentId, other: ContentId) -> bool:
+        if not (one and other):
+            return False
+        try:
+            return one == other or os.path.samestat(*map(self._store.extents.stat, (one, other)))
+        except OSError:
+            return False
 
     def supersede(self, content: Content) -> None:
         """Let no further open share this content; descriptors that have it keep it."""

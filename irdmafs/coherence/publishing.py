@@ -6,6 +6,8 @@ docs/sharing.md, "When a version is published", has the rules that this module c
 import errno
 import logging
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import trio
 
@@ -50,6 +52,8 @@ class Publisher:
         self._inodes = store.namespace.inodes
         self._processes = processes
         self._pushes = pushes
+        # By inode, those whose contents are being published.
+        self._turns: dict[int, trio.Lock] = {}
 
     # -- close -----------------------------------------------------------------------------------
 
@@ -301,7 +305,6 @@ class Publisher:
             raise
         if extent not in (content.extent, inode.extent):
             self._store.retire(extent)  # the copy was published under another number
-        self._table.published[content.ino] = inode.version
         content.seen = stamp_of(status)
         content.kept = False
         if extent != content.extent and content.private:
@@ -314,9 +317,9 @@ class Publisher:
             content.whole = False
             if extent == content.extent:
                 self._handed_over(content, inode)
-            if content.private and (content.writers > 1 or content.awaited):
-                self._supersede_before(inode)  # somebody has joined meanwhile, and goes on
-            elif content.private or content.superseded:
+            # Even if others have joined it meanwhile: the version's extent is this content's, and opens for
+            # reading must not begin another one with it.
+            if content.private or content.superseded:
                 self._table.make_current(content)
         await self._announce(inode, content, naming=naming)
 
@@ -334,17 +337,40 @@ class Publisher:
         """Have an extent made the file's next version. Unless it `replaces` whatever there is, raises
         Outdated if another host has published since."""
         base = None if replaces else content.version
-        while True:
-            try:
-                return await self._store.publish(
-                    content.ino, extent, status, mtime_ns,
-                    ctime_ns=ctime_ns, mapped=mapped, base=base,
-                )  # fmt: skip
-            except Outdated:
-                newest = self._inodes[content.ino]
-                if newest.version == base or not self._is_own(newest):
-                    raise
-                base = newest.version  # on this host the last close wins
+        async with self._turn(content):
+            while True:
+                try:
+                    inode = await self._store.publish(
+                        content.ino, extent, status, mtime_ns,
+                        ctime_ns=ctime_ns, mapped=mapped, base=base,
+                    )  # fmt: skip
+                except Outdated:
+                    newest = self._inodes[content.ino]
+                    if newest.version == base or not self._is_own(newest):
+                        raise
+                    base = newest.version  # on this host the last close wins
+                else:
+                    self._table.published[content.ino] = inode.version
+                    return inode
+
+    @asynccontextmanager
+    async def _turn(self, content: Content) -> AsyncIterator[None]:
+        """Publish one content of a file at a time: while another one is on its way, nobody could tell that
+        the newest version is this host's own."""
+        if not self._store.waits:
+            yield
+            return
+        lock = self._turns.setdefault(content.ino, trio.Lock())
+        try:
+            async with lock:
+                self._table.publishing[content.ino] = content
+                try:
+                    yield
+                finally:
+                    del self._table.publishing[content.ino]
+        finally:
+            if not lock.locked():
+                self._turns.pop(content.ino, None)
 
     def _is_own(self, inode: Inode) -> bool:
         """Return whether this host has published the newest version, whether or not it was told so."""
@@ -408,7 +434,8 @@ class Publisher:
 
     def _supersede_before(self, inode: Inode) -> None:
         before = self._table.current.get(inode.ino)
-        if before is not None:
+        # An open may have begun the content of this version already.
+        if before is not None and before.version != inode.version:
             self._table.supersede(before)
 
     async def _copy(self, content: Content) -> tuple[ContentId, os.stat_result]:

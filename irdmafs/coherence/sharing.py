@@ -17,6 +17,7 @@ class Sharing:
 
     def __init__(self, store: Store, table: ContentTable, isolation: Isolation) -> None:
         self._store = store
+        self._inodes = store.namespace.inodes
         self._table = table
         self._isolation = isolation
 
@@ -29,6 +30,8 @@ class Sharing:
         content = self._table.current.get(inode.ino)
         if content is None or content.version == inode.version or not self._store.shared:
             return content
+        if content.version == self._newest(inode).version:
+            return content
         # While it is being published here, that version may be the newer one itself.
         if content.is_busy or content.writers:
             return content
@@ -38,8 +41,15 @@ class Sharing:
     def current_or_new(self, inode: Inode) -> Content:
         content = self.current(inode)
         if content is None:
+            inode = self._newest(inode)
+            content = self._table.become_version(inode)
+        if content is None:
             content = self._table.current[inode.ino] = Content(inode)
         return content
+
+    def _newest(self, inode: Inode) -> Inode:
+        """Return the inode as it is now: the caller may have found it before another version came."""
+        return self._inodes.get(inode.ino, inode)
 
     def newest(self, inode: Inode) -> Content:
         """Return the content that truncate(2) by name changes."""

@@ -1,0 +1,69 @@
+"""A file that programs of one host replace, while others open descriptors of it once more for writing."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from cluster import Cluster, Plan
+
+CALLS = 500
+PROGRAMS = 8
+
+PROGRAM = r"""
+import collections, errno, json, os, random, sys
+path, seed, calls, names = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
+random.seed(seed)
+
+def replace():
+    with open(path, "wb") as file:
+        file.write(b"x" * 100)
+
+def reopen():
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.close(os.open(f"/proc/self/fd/{fd}", os.O_RDWR))  # as `> /dev/stdout` does
+    finally:
+        os.close(fd)
+
+def cut():
+    os.truncate(path, random.randrange(200))
+
+failures = collections.Counter()
+for _ in range(calls):
+    name = random.choice(names)
+    try:
+        globals()[name]()
+    except OSError as error:
+        failures[f"{name}: {errno.errorcode[error.errno]}"] += 1
+print(json.dumps(failures))
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(Plan(nodes=2, mounts=1)) as made:
+        yield made
+
+
+@pytest.mark.parametrize("calls", [("replace", "reopen"), ("replace", "reopen", "cut")])
+def test_nobody_meets_an_error_or_a_conflict(cluster: Cluster, calls: tuple[str, ...]) -> None:
+    seed = int(os.environ.get("IRDMAFS_SEED") or random.SystemRandom().randrange(1 << 24))
+    print(f"\nIRDMAFS_SEED={seed}")
+    folder = cluster.mounts[0].path / f"of{len(calls)}"
+    folder.mkdir()
+    path = folder / "file"
+    path.write_bytes(b"x" * 100)
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(path), str(seed + number), str(CALLS), *calls],
+            stdout=subprocess.PIPE,
+        )
+        for number in range(PROGRAMS)
+    ]
+    told = [json.loads(program.communicate(timeout=60)[0]) for program in programs]
+    assert told == [{}] * PROGRAMS
+    assert os.listdir(folder) == ["file"]
