@@ -30,7 +30,7 @@ class Rules(NamedTuple):
     removal_compares_guard: bool = True
     grants_within_session_only: bool = True
     shrinks_before_it_says_so: bool = True
-    publishes_before_it_shrinks: bool = True
+    publishes_before_it_unlocks: bool = True
     publish_compares_session: bool = True
     growth_waits_for_its_revision: bool = True
 
@@ -88,6 +88,7 @@ class State(NamedTuple):
     past: tuple[Etcd, ...]  # from the oldest that a host has seen last
     hosts: tuple[Host, ...]
     losses: int
+    acknowledged: int = 0  # updates that were unlocked without an error
 
     @property
     def etcd(self) -> Etcd:
@@ -152,6 +153,7 @@ class Model:
             ),
             tuple(self._renumbered(host, numbers, oldest) for host in state.hosts),
             state.losses,
+            state.acknowledged,
         )
 
     def _renumbered(self, host: Host, numbers: dict[int, int], oldest: int) -> Host:
@@ -163,6 +165,8 @@ class Model:
         return host._replace(seen=host.seen - oldest, flight=flight)
 
     def check(self, state: State) -> None:
+        if state.etcd.value < state.acknowledged:
+            raise Broken("an update was unlocked that nobody else can see")
         inside = [
             number
             for number, host in enumerate(state.hosts)
@@ -278,10 +282,11 @@ class Model:
                 f"the process of host {number} adds one",
                 self._with(state, number, phase=WRITTEN, value=host.value + 1),
             )
-        elif host.phase == INSIDE or (host.phase == WRITTEN and self._may_unlock(state, number)):
+        elif host.phase == INSIDE or (host.phase == WRITTEN and self._may_unlock(host)):
+            after = self._with(state, number, phase=IDLE, rounds=host.rounds - 1)
             yield (
                 f"the process of host {number} unlocks",
-                self._with(state, number, phase=IDLE, rounds=host.rounds - 1),
+                after._replace(acknowledged=state.acknowledged + writes),
             )
         elif host.phase == LOST:
             yield (
@@ -304,13 +309,8 @@ class Model:
             return False
         return is_covered(host.mine, self._claims[number])
 
-    def _may_unlock(self, state: State, number: int) -> bool:
-        host = state.hosts[number]
-        if not self.rules.publishes_before_it_shrinks:
-            return True
-        if host.mine.sole and host.flight is None and not self._must_come_down(state, number):
-            return True
-        return host.value == host.base
+    def _may_unlock(self, host: Host) -> bool:
+        return host.value == host.base or not self.rules.publishes_before_it_unlocks
 
     def _others(self, etcd: Etcd, number: int) -> list[Entry]:
         return [entry for at, entry in enumerate(etcd.entries) if at != number]
@@ -342,15 +342,14 @@ class Model:
         if dirty and host.phase != LOST:
             yield from self._send(state, number, "publish", NOTHING)
         exact = Entry(False, held, wanted)
-        clean = not dirty or not self.rules.publishes_before_it_shrinks
         shrinks = (
             self._must_come_down(state, number)
             if host.mine.sole
             else bool(host.mine.held) and host.phase in (IDLE, LOST)
         )
-        if shrinks and clean:
+        if shrinks:
             yield from self._send(state, number, "put", exact)
-        if host.mine and not (held or wanted or any(others)) and clean:
+        if host.mine and not (held or wanted or any(others)):
             yield from self._send(state, number, "remove", NOTHING)
 
     def _send(

@@ -20,6 +20,7 @@ from .in_place import InPlace
 from .isolation import Isolation
 from .kernel_cache import KernelCache
 from .looks import Looks
+from .newest import Newest
 from .nodes import Handle, Node
 from .publishing import Publisher
 from .pushes import Pushes, Refused
@@ -63,11 +64,12 @@ class Cache:
         self._redirects = Redirects()
         self._references = references = References()
         self._routes = routes = Routes(store, kernel, table, self._redirects, sharing, unused)
+        newest = Newest(store, kernel, table, changes, nodes)
         self._publisher = publisher = Publisher(
-            store, kernel, table, changes, nodes, processes, pushes
+            store, kernel, table, changes, nodes, processes, pushes, newest
         )
         self._in_place = in_place = InPlace(
-            store, kernel, table, changes, sharing, unused, publisher
+            store, kernel, table, changes, sharing, unused, newest, publisher
         )
         self._carried = carried = Carried(store, table, in_place)
 
@@ -233,12 +235,34 @@ class Cache:
         if handle.writing and handle.content is not None:
             await self._publisher.fsync(handle, handle.content)
 
-    async def publish_in_place(self, ino: int) -> None:
-        """Publish everything written in place so far, before another host may lock the file."""
+    def is_changed_in_place(self, ino: int) -> bool:
+        """Return whether anybody wrote the file in place since it was published, as far as stat can
+        tell."""
         content = self._table.current.get(ino)
-        if content is not None and content.is_changing and self._inodes[ino].nlink:
+        return content is not None and content.is_changing and self._changes.is_written(content)
+
+    async def publish_in_place(self, ino: int, *, begun: bool) -> None:
+        """Publish everything written in place so far, before another host may lock the file. `begun`: also
+        a new file whose writers all began with an empty one, which is else left to their closes."""
+        content = self._table.current.get(ino)
+        if (
+            content is not None
+            and content.is_changing
+            and (begun or not content.whole)
+            and self._inodes[ino].nlink
+        ):
             with self._unused.held(content):
                 await self._publisher.publish_so_far(content)
+
+    async def show_newest(self, ino: int) -> None:
+        """Show the newest version, before a lock of the file is granted.
+
+        Raises OSError ESTALE if something else was written in place here; that is in a file beside it now.
+        """
+        await self._in_place.refresh(ino)
+        inode = self._inodes.get(ino)
+        if inode is not None and self._in_place.is_behind(inode):
+            await self.publish_in_place(ino, begun=True)
 
     async def publish_now(self, ino: int) -> None:
         """Publish the content being written to an inode whose name is about to lead to another inode."""

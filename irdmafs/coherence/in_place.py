@@ -3,16 +3,14 @@
 import os
 from collections.abc import Callable
 
-import trio
-
 from ..backend.cluster.records import NO_CONTENT
 from ..backend.namespace import Inode
 from ..backend.store.api import Store
-from ..backend.store.extents import copy_contents
 from ..inline import detach
 from .changes import Changes
-from .content import Content, ContentTable, Stamp, changed_ns, stamp_of
+from .content import Content, ContentTable, changed_ns, stamp_of
 from .kernel_cache import KernelCache
+from .newest import Newest
 from .nodes import Handle, Node
 from .publishing import Publisher
 from .sharing import Sharing
@@ -30,6 +28,7 @@ class InPlace:
         changes: Changes,
         sharing: Sharing,
         unused: Unused,
+        newest: Newest,
         publisher: Publisher,
     ) -> None:
         self._store = store
@@ -38,6 +37,7 @@ class InPlace:
         self._changes = changes
         self._sharing = sharing
         self._unused = unused
+        self._newest = newest
         self._publisher = publisher
         self._nodes = unused.nodes
         self._inodes = store.namespace.inodes
@@ -81,17 +81,8 @@ class InPlace:
         else:
             self._unused.move_backings(content.ino, before, extent)
         if is_version:
-            content.seen = content.begun = self._set_mtime(content, inode)
+            content.seen = content.begun = self._newest.set_mtime(content, inode)
         content.writable = True
-
-    def _set_mtime(self, content: Content, inode: Inode) -> Stamp:
-        """Give the content the inode's time of modification, and return its stamp. Its access time stays:
-        it may be that of a read which no record has."""
-        status = self._table.stat(content)
-        if status.st_mtime_ns != inode.mtime_ns:
-            self._table.set_times(content, status.st_atime_ns, inode.mtime_ns)
-            status = self._table.stat(content)
-        return stamp_of(status)
 
     # -- what other hosts published --------------------------------------------------------------
 
@@ -119,23 +110,7 @@ class InPlace:
                     return
                 if not content.writable:
                     await self._begin(content)
-                await self._overwrite(content, inode)
-        for node in list(self._nodes.of(ino)):
-            if node.content is content:
-                if node.cached:
-                    await self._kernel.forget_content(node)
-                self._kernel.invalidate_attributes(node)
-
-    async def _overwrite(self, content: Content, inode: Inode) -> None:
-        """Copy a version into a content that has nothing unpublished."""
-        extents = self._store.extents
-        with extents.opened(content.extent, os.O_RDWR) as fd:
-            os.ftruncate(fd, inode.size)
-            if inode.extent:
-                with extents.opened(inode.extent) as source:
-                    await trio.to_thread.run_sync(copy_contents, source, fd)
-        content.show(inode)
-        content.seen, content.dirty = self._set_mtime(content, inode), False
+                await self._newest.show(content, inode)
 
     # -- changes that come as requests -----------------------------------------------------------
 

@@ -20,6 +20,7 @@ from ..inline import detach
 from .changes import Changes
 from .content import Content, ContentTable, changed_ns, stamp_of
 from .kernel_cache import KernelCache
+from .newest import Newest
 from .nodes import Handle, NodeTable
 from .pushes import Pushes, Refused
 
@@ -43,6 +44,7 @@ class Publisher:
         nodes: NodeTable,
         processes: Processes,
         pushes: Pushes,
+        newest: Newest,
     ) -> None:
         self._store = store
         self._kernel = kernel
@@ -52,6 +54,7 @@ class Publisher:
         self._inodes = store.namespace.inodes
         self._processes = processes
         self._pushes = pushes
+        self._newest = newest
         # By inode, those whose contents are being published.
         self._turns: dict[int, trio.Lock] = {}
 
@@ -174,8 +177,13 @@ class Publisher:
             await self._publish_locked(content, stays=True, changed=changed)
 
     async def publish_so_far(self, content: Content) -> None:
-        """Publish everything written in place so far, by any process; nothing if there is nothing."""
-        if not content.extent or content.discarded:
+        """Publish everything written in place so far, by any process; nothing if there is nothing. A push
+        is left to its close."""
+        if (
+            not content.extent
+            or content.discarded
+            or self._pushes.directory_of(self._inodes[content.ino])
+        ):
             return
         changed = self._changes.is_written(content)
         if changed or self._changes.is_to_be_compared(content):
@@ -296,8 +304,8 @@ class Publisher:
                         content.ino, extent, shape, status.st_mtime_ns
                     )
                     extent = content.extent
-                    content.seen, dirty = stamp_of(status), False
-                    raise self._set_aside(content, name, outdated) from outdated
+                    dirty = False
+                    raise await self._set_aside(content, name, status, outdated) from outdated
         except BaseException:
             content.dirty |= dirty
             if extent != content.extent:
@@ -454,16 +462,20 @@ class Publisher:
         finally:
             os.close(fd)
 
-    def _set_aside(self, content: Content, name: str, outdated: Outdated) -> OSError:
+    async def _set_aside(
+        self, content: Content, name: str, status: os.stat_result, outdated: Outdated
+    ) -> OSError:
         """Return the error of a file that others published while it was written in place here. The bytes
-        written are kept in a file beside it."""
-        self._table.supersede(content)
+        written are kept in a file beside it, and its descriptors go on with the newest version."""
         where = self._store.namespace.describe(content.ino)
-        return fail(
+        error = fail(
             errno.ESTALE,
             f"{where}: version {outdated.version} was published while version {content.version} was "
             f"written in place here; what was written is in {name}",
         )
+        content.seen = stamp_of(status)
+        await self._newest.show_after_conflict(content)
+        return error
 
     async def _announce(self, inode: Inode, content: Content, *, naming: bool) -> None:
         """Announce a published version: other nodes and names of the file may still show the one before."""

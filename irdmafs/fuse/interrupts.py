@@ -45,7 +45,7 @@ class Waiting(NamedTuple):
                 await self.ended.wait()
 
     async def _should_end(self, processes: Processes) -> bool:
-        if self.any_signal or self.opcode == Opcode.SETLKW:
+        if self.any_signal:
             return True
         pending = await processes.pending_signals(self.pid)
         return pending.fatal or (pending.keyboard and self.opcode in _READING)

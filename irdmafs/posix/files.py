@@ -6,12 +6,15 @@ import os
 from collections.abc import Coroutine
 from typing import Any, Final
 
+import trio
+
 from ..backend.namespace import fail
 from ..backend.namespace.protection import APPEND, IMMUTABLE
 from ..backend.store.api import Store
 from ..coherence.cache import Cache
 from ..coherence.content import Content
 from ..coherence.nodes import Handle
+from ..inline import detach
 from .answers import Answers
 from .atimes import Atimes
 from .calls import OFFSET_MAX
@@ -186,15 +189,25 @@ class OpenFiles:
 
     async def close(self, fh: int, pid: int, owner: int) -> None:
         """Close a descriptor in the kernel session, which tells whose locks on the file end with it. The
-        next owner of such a lock sees what was written under it."""
+        next owner of such a lock sees what was written under it, also if the process is being killed."""
         locking = self._locking
+        if locking.may_lose and locking.posix.holds(self._handle(fh).node.ino, owner):
+            await detach()
+            with trio.CancelScope(shield=True):
+                await self._close(fh, pid, owner)
+        else:
+            await self._close(fh, pid, owner)
+
+    async def _close(self, fh: int, pid: int, owner: int) -> None:
+        locking = self._locking
+        published = False
         try:
             await self.flush(fh, pid)
+            published = True
         finally:
             if locking.closes_matter:
-                await locking.closed(fh, self._handle(fh).node.ino, owner)
-        if locking.closes_matter:
-            locking.tell_lost(pid, self._handle(fh).node.ino)
+                ino = self._handle(fh).node.ino
+                await locking.closed(fh, ino, owner, pid, published=published)
 
     async def release_locked(self, fh: int) -> None:
         """Release a handle through which locks may have been taken."""

@@ -29,8 +29,9 @@ log = logging.getLogger(__name__)
 class Contents(Protocol):
     """The contents that are written in place on this host; see Cache."""
 
-    async def publish_in_place(self, ino: int) -> None: ...
-    async def refresh(self, ino: int) -> None: ...
+    def is_changed_in_place(self, ino: int) -> bool: ...
+    async def publish_in_place(self, ino: int, *, begun: bool) -> None: ...
+    async def show_newest(self, ino: int) -> None: ...
 
 
 class Locking(LockHolder):
@@ -87,7 +88,11 @@ class Locking(LockHolder):
             # The kernel may reuse the number of a file description before its release is known here.
             owner = fh
         if lock.type == F_UNLCK:
-            await self._unlock(table, ino, owner, lock)
+            try:
+                await self._unlock(table, ino, owner, lock)
+            except OSError:
+                self.told(lock.pid, ino)
+                raise
             self.tell_lost(lock.pid, ino)
             return
         self.tell_lost(lock.pid, ino)
@@ -104,7 +109,7 @@ class Locking(LockHolder):
             except BlockingIOError:
                 if not wait and not self._is_about_to_end(table, ino, owner, lock):
                     raise
-            await detach()
+            await detach(any_signal=wait)
             if wait:
                 await table.acquire_wait(ino, owner, lock)
                 return
@@ -120,9 +125,8 @@ class Locking(LockHolder):
     ) -> None:
         since = turn = time.monotonic()
         claim = _claim(table, lock)
-        if lock.type == F_RDLCK and not shared.is_alone(ino) and table.writes(ino, owner, lock):
-            await detach()
-            await self._contents.publish_in_place(ino)  # others may read it in a moment
+        if lock.type == F_RDLCK:
+            await self._publish_written(shared, table, ino, owner, lock, any_signal=wait)
         while True:
             if shared.grants(ino, claim, turn):
                 try:
@@ -135,7 +139,7 @@ class Locking(LockHolder):
                         shared.shrunk(ino)  # it may have been one for writing
                     return
             elif not table.conflicts(ino, owner, lock):
-                await detach()
+                await detach(any_signal=wait)
                 if table is self.flocks and table.holds(ino, owner):
                     # A conversion gives the old lock up first, so that two hosts that both want more can go
                     # on.
@@ -145,26 +149,57 @@ class Locking(LockHolder):
                 continue
             elif not wait and not self._is_about_to_end(table, ino, owner, lock):
                 raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-            await detach()
+            await detach(any_signal=wait)
             await table.wait_free(ino, owner, lock)
             turn = since
 
-    async def _unlock(self, table: LockTable, ino: int, owner: int, lock: Lock) -> None:
+    async def _unlock(
+        self, table: LockTable, ino: int, owner: int, lock: Lock, *, closing: bool = False
+    ) -> None:
         shared = self._shared
-        if shared is None or not table.holds(ino, owner):
+        if (
+            shared is None
+            or not table.holds(ino, owner)
+            or (shared.is_alone(ino) and not self._contents.is_changed_in_place(ino))
+        ):
             table.acquire(ino, owner, lock)
             return
-        alone = shared.is_alone(ino)
         try:
-            if not alone:
-                await detach()
-                await self._contents.publish_in_place(ino)
-        finally:
-            table.acquire(ino, owner, lock)
-            if alone:
-                shared.shrunk(ino)  # in case it is not taken by now
-            else:
-                await shared.shrink(ino)
+            await self._publish_written(shared, table, ino, owner, lock, closing=closing)
+        except OSError:
+            await self._give_up(shared, table, ino, owner, lock)
+            raise
+        # A process that is killed meanwhile keeps its locks until its files are closed, and published.
+        await self._give_up(shared, table, ino, owner, lock)
+
+    async def _give_up(
+        self, shared: HostLocks, table: LockTable, ino: int, owner: int, lock: Lock
+    ) -> None:
+        table.acquire(ino, owner, lock)
+        if not shared.is_alone(ino):
+            await detach()
+            await shared.shrink(ino)
+
+    async def _publish_written(
+        self,
+        shared: HostLocks,
+        table: LockTable,
+        ino: int,
+        owner: int,
+        lock: Lock,
+        *,
+        closing: bool = False,
+        any_signal: bool = False,
+    ) -> None:
+        """Publish what was written in place before an owner gives up locks for writing: others may lock
+        the file next. Raises OSError if that fails. While this host is alone, a store through a mapping
+        that no time shows waits until another host asks for a lock."""
+        if table.writes(ino, owner, lock) and (
+            self._contents.is_changed_in_place(ino) or not shared.is_alone(ino)
+        ):
+            await detach(any_signal=any_signal)
+            with self.publishing(ino, lock.pid):
+                await self._contents.publish_in_place(ino, begun=not closing)
 
     def _refuse(self) -> None:
         if self._scope == "refuse":
@@ -189,21 +224,30 @@ class Locking(LockHolder):
         """Return whether POSIX locks were taken through a handle, and not all given back by a close."""
         return fh in self._lockers
 
-    async def closed(self, fh: int, ino: int, owner: int) -> None:
+    async def closed(self, fh: int, ino: int, owner: int, pid: int, *, published: bool) -> None:
         """Drop a process's locks on a file when it closes a descriptor of it, as POSIX requires. Raises
-        OSError if bytes written under them cannot be published."""
+        OSError if bytes written under them cannot be published, or a lock was lost. `published`: else the
+        close fails in any case."""
         owners = self._lockers.get(fh)
         if owners is not None:
             owners.discard(owner)
             if not owners:
                 del self._lockers[fh]
         if self.posix.holds(ino, owner):
-            await self._unlock(self.posix, ino, owner, Lock(F_UNLCK, 0, LAST_BYTE, 0))
+            all_of_it = Lock(F_UNLCK, 0, LAST_BYTE, pid)
+            if published or self._shared is None:
+                await self._unlock(self.posix, ino, owner, all_of_it, closing=True)
+            else:
+                await self._give_up(self._shared, self.posix, ino, owner, all_of_it)
+        if published:
+            self.tell_lost(pid, ino)
+        else:
+            self.told(pid, ino)
 
-    def _drop_lockers(self, fh: int, ino: int) -> None:
-        """Drop the POSIX locks taken through a handle before its release: read locks of owners whose closes
-        were not reported, and locks of open file descriptions, which were flushed."""
-        for owner in self._lockers.pop(fh, ()):
+    def _drop_lockers(self, owners: Iterable[int], ino: int) -> None:
+        """Drop the POSIX locks that were taken through a handle and are left at its release: read locks of
+        owners whose closes were not reported, and locks of open file descriptions."""
+        for owner in owners:
             self.posix.release_owner(ino, owner)
             if self._shared is not None:
                 self._shared.shrunk(ino)
@@ -212,14 +256,16 @@ class Locking(LockHolder):
     async def releasing(self, fh: int, ino: int) -> AsyncIterator[None]:
         """Give up the locks of a handle whose last descriptor is closed, after what was written through
         it is published."""
-        self._drop_lockers(fh, ino)
+        owners = self._lockers.pop(fh, ())
         self._leaving.add(fh)
         try:
             try:
                 yield
             finally:
+                self._drop_lockers(owners, ino)
                 if self.flocks.holds(ino, fh):
-                    await self._unlock(self.flocks, ino, fh, Lock(F_UNLCK, 0, LAST_BYTE, 0))
+                    all_of_it = Lock(F_UNLCK, 0, LAST_BYTE, 0)
+                    await self._unlock(self.flocks, ino, fh, all_of_it, closing=True)
         finally:
             self._leaving.discard(fh)
 
@@ -231,10 +277,10 @@ class Locking(LockHolder):
                 yield _claim(table, lock)
 
     async def publish(self, ino: int) -> None:
-        await self._contents.publish_in_place(ino)
+        await self._contents.publish_in_place(ino, begun=False)
 
     async def refresh(self, ino: int) -> None:
-        await self._contents.refresh(ino)
+        await self._contents.show_newest(ino)
 
     # -- locks that are lost ---------------------------------------------------------------------
 
@@ -258,15 +304,23 @@ class Locking(LockHolder):
 
     def tell_lost(self, pid: int, ino: int) -> None:
         """Raise OSError EIO, once, when a process locks, unlocks or closes a file whose lock it lost."""
+        if self.told(pid, ino):
+            raise OSError(
+                errno.EIO, "the lock was lost when the mount was cut off from its cluster"
+            )
+
+    def told(self, pid: int, ino: int) -> bool:
+        """Note that a process gets an error when it locks, unlocks or closes a file. Return whether it had
+        lost a lock of the file and was not told before."""
         if not self._lost:
-            return
+            return False
         inodes = self._lost.get(_process_of(pid))
         if inodes is None or ino not in inodes:
-            return
+            return False
         inodes.discard(ino)
         if not inodes:
             del self._lost[_process_of(pid)]
-        raise OSError(errno.EIO, "the lock was lost when the mount was cut off from its cluster")
+        return True
 
     def check(self, pid: int) -> None:
         """Raise OSError EIO if a process that is about to publish has lost locks, and may not know it."""

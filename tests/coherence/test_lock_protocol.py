@@ -21,7 +21,7 @@ NEEDED = {
     "growth_compares_guard": ONCE,
     "grants_within_session_only": CUT_OFF,
     "shrinks_before_it_says_so": TWICE,
-    "publishes_before_it_shrinks": TWICE,
+    "publishes_before_it_unlocks": ONCE,
     "publish_compares_session": CUT_OFF,
     "growth_waits_for_its_revision": ONCE,
 }

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import itertools
+import os
 import random
 import re
 import signal
@@ -62,6 +63,14 @@ for _ in range(times):
     os.pwrite(fd, b'%d' % (number + 1), 0)
     fcntl.lockf(fd, fcntl.LOCK_UN)
 os.close(fd)
+"""
+
+ADD_IN_PLACE = """
+fcntl.lockf(fd, fcntl.LOCK_EX)
+number = int(os.pread(fd, 20, 0)) + 1
+os.pwrite(fd, b'%d' % number, 0)
+fcntl.lockf(fd, fcntl.LOCK_UN)
+number
 """
 
 
@@ -166,6 +175,24 @@ def test_waiter_gets_what_another_host_gives_up(on_hosts: Two, lock: str, end: s
     assert other.result() == "mine"
 
 
+@pytest.mark.parametrize("lock", ["lockf", "flock"])
+def test_next_holder_sees_what_a_killed_holder_wrote_in_place(
+    two: tuple[Path, Path], lock: str
+) -> None:
+    (two[0] / "file").write_bytes(b"0")
+    take = "fd = os.open(d + '/file', os.O_RDWR); getattr(fcntl, lock)(fd, fcntl.LOCK_EX)"
+    for number in range(1, 6):
+        with Process() as one, Process() as other:
+            one.do(take, d=str(two[0]), lock=lock)
+            one.do("os.pwrite(fd, number, 0)", number=b"%d" % (2 * number - 1))
+            other.start(take + "; os.pread(fd, 9, 0)", d=str(two[1]), lock=lock)
+            assert not other.finished(NEVER_S / 3)
+            one.kill()
+            assert int(other.result()) == 2 * number - 1
+            other.do("os.pwrite(fd, number, 0); os.close(fd)", number=b"%d" % (2 * number))
+    assert os.listdir(two[0]) == ["file"], "nobody was in conflict"
+
+
 def test_waiter_that_is_interrupted_or_killed_gets_nothing(
     on_hosts: Two, two: tuple[Path, Path]
 ) -> None:
@@ -259,6 +286,38 @@ for byte in range(200):
     fcntl.flock(fd, fcntl.LOCK_UN)
 """)
         assert counters(cluster.mounts[0])["lock_transactions"] == before
+
+
+@pytest.mark.parametrize(
+    "unlock",
+    [
+        "fcntl.lockf(fd, fcntl.LOCK_UN)",
+        "fcntl.lockf(fd, fcntl.LOCK_SH)",
+        "fcntl.flock(fd, fcntl.LOCK_UN)",
+        "fcntl.flock(fd, fcntl.LOCK_SH)",
+    ],
+)
+def test_unlock_publishes_what_a_host_wrote_alone(
+    on_hosts: Two, two: tuple[Path, Path], unlock: str
+) -> None:
+    one, _ = on_hosts
+    for byte in (b"1", b"2"):
+        one.do("fcntl.lockf(fd, fcntl.LOCK_EX); fcntl.flock(fd, fcntl.LOCK_EX)")
+        one.do("os.pwrite(fd, byte, 0)", byte=byte)
+        one.do(unlock)
+        assert (two[1] / "file").read_bytes() == byte + b"x" * 99
+
+
+def test_unlock_publishes_nothing_that_did_not_change(cluster: Cluster, on_hosts: Two) -> None:
+    one, _ = on_hosts
+    one.do("fcntl.lockf(fd, fcntl.LOCK_EX); os.pwrite(fd, b'1', 0)")
+    before = counters(cluster.mounts[0])["publishes"]
+    one.do("""
+for _ in range(50):
+    fcntl.lockf(fd, fcntl.LOCK_UN)
+    fcntl.lockf(fd, fcntl.LOCK_EX)
+""")
+    assert counters(cluster.mounts[0])["publishes"] == before + 1
 
 
 def test_nothing_is_left_in_etcd_of_locks_that_are_gone(cluster: Cluster, on_hosts: Two) -> None:
@@ -399,6 +458,75 @@ def test_process_that_asks_again_for_a_lost_lock_is_told_first(failing: Cluster)
         assert holder.do("failure(lambda: fcntl.flock(fd, fcntl.LOCK_EX))") == errno.EIO
         holder.do("fcntl.flock(fd, fcntl.LOCK_EX)")
         assert holder.do(write) == 0
+
+
+@pytest.mark.parametrize("how", ["stopped", "cut off"])
+def test_host_that_comes_back_goes_on_from_what_others_made_of_its_last_unlock(
+    failing: Cluster, how: str
+) -> None:
+    one, other = failing.mounts
+    (one.path / "count").write_text("0")
+    with Process() as here, Process() as there:
+        for process, mount in ((here, one), (there, other)):
+            process.do("fd = os.open(d + '/count', os.O_RDWR)", d=str(mount.path))
+        here.do(ADD_IN_PLACE)
+        if how == "stopped":
+            one.pause()
+        else:
+            failing.isolate(one)
+        there.start(ADD_IN_PLACE)
+        assert there.result(30) == 2
+        one.resume() if how == "stopped" else failing.heal_all()
+        assert [process.do(ADD_IN_PLACE) for process in (here, here, there, here)] == [3, 4, 5, 6]
+    assert sorted(os.listdir(other.path)) == ["count"]
+
+
+def test_unlock_that_cannot_publish_fails_and_gives_the_lock_up(failing: Cluster) -> None:
+    one, other = failing.mounts
+    (one.path / "count").write_text("0")
+    with Process() as here, Process() as there:
+        for process, mount in ((here, one), (there, other)):
+            process.do(PREPARE)
+            process.do("fd = os.open(d + '/count', os.O_RDWR)", d=str(mount.path))
+        here.do("fcntl.lockf(fd, fcntl.LOCK_EX); os.pwrite(fd, b'9', 0)")
+        failing.isolate(one)
+        here.start("failure(lambda: fcntl.lockf(fd, fcntl.LOCK_UN))")
+        there.start(ADD_IN_PLACE)
+        assert there.result(30) == 1
+        failing.heal_all()
+        assert here.result(60) == errno.EIO
+        assert there.do(ADD_IN_PLACE) == 2
+        assert here.do("failure(lambda: fcntl.lockf(fd, fcntl.LOCK_EX))") == errno.ESTALE
+        assert here.do(ADD_IN_PLACE) == 3
+    (aside,) = (name for name in os.listdir(other.path) if "conflict" in name)
+    assert (other.path / aside).read_text() == "9"
+
+
+def test_lock_shows_the_newest_version_to_a_descriptor_that_was_told_of_a_conflict(
+    on_hosts: Two, two: tuple[Path, Path]
+) -> None:
+    one, other = on_hosts
+    one.do("os.pwrite(fd, b'1', 0)")
+    other.do("os.pwrite(fd, b'2', 0); os.fsync(fd)")
+    assert one.do("failure(lambda: os.fsync(fd))") == errno.ESTALE
+    one.do("fcntl.lockf(fd, fcntl.LOCK_EX)")
+    assert one.do("os.pread(fd, 1, 0)") == b"2"
+    one.do("os.pwrite(fd, b'3', 0); fcntl.lockf(fd, fcntl.LOCK_UN)")
+    assert (two[1] / "file").read_bytes()[:1] == b"3"
+    one.do("os.close(fd)")
+    assert len(os.listdir(two[1])) == 2
+
+
+def test_lock_is_not_granted_over_bytes_that_conflict_with_the_newest_version(
+    on_hosts: Two,
+) -> None:
+    one, other = on_hosts
+    one.do("os.pwrite(fd, b'1', 0)")
+    other.do("os.pwrite(fd, b'2', 0); os.fsync(fd)")
+    assert one.do("failure(lambda: fcntl.lockf(fd, fcntl.LOCK_EX))") == errno.ESTALE
+    assert other.do("try_lock(fd, fcntl.LOCK_EX); fcntl.lockf(fd, fcntl.LOCK_UN)") is None
+    one.do("fcntl.lockf(fd, fcntl.LOCK_EX)")
+    assert one.do("os.pread(fd, 1, 0)") == b"2"
 
 
 def test_locks_can_be_kept_on_one_host_or_refused(cluster: Cluster, two: tuple[Path, Path]) -> None:

@@ -67,7 +67,7 @@ class _Inode:
     def __init__(self) -> None:
         self.mine = NOTHING
         self.changing = trio.Lock()  # one transaction at a time
-        self.coming_down = False  # from sole: bytes written under its locks are being published
+        self.coming_down = False  # from sole: stores through mappings are being published
         self.settling = False  # a task is about to reduce the claim
         self.unsure = False  # etcd may have more of this host than `mine`
         self.wanting: list[Claim] = []
