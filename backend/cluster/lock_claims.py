@@ -66,12 +66,16 @@ class Claim(NamedTuple):
 
 class Entry(msgspec.Struct, array_like=True, frozen=True):
     """One host's record of an inode. `sole`: no other host has any claim, so this one grants freely.
-    `held`: the locks of its processes, at least. `wanted`: the locks that they wait for, which bind no
-    other host."""
+    `held`: the locks of its processes, at least. `wanted`: the locks that they ask for, which bind no
+    other host. `asks`: some of these processes will not wait, so hosts in their way are to answer.
+    `answers`: a revision of etcd; the asking entries up to it were answered, as `held` is exact since
+    then."""
 
     sole: bool = False
     held: tuple[Claim, ...] = ()
     wanted: tuple[Claim, ...] = ()
+    asks: bool = False
+    answers: int = 0
 
     def __bool__(self) -> bool:
         return self.sole or bool(self.held or self.wanted)
@@ -146,6 +150,10 @@ class LockHolder(ABC):
     @abstractmethod
     async def publish(self, ino: int) -> None:
         """Publish what was written in place: another host may lock the file next. Raises OSError."""
+
+    @abstractmethod
+    async def released(self, ino: int) -> None:
+        """Return when descriptors that were closed before the call hold no lock of the inode any more."""
 
     @abstractmethod
     async def refresh(self, ino: int) -> None:

@@ -25,6 +25,10 @@ class KernelCache(ABC):
         """Return whether it ends requests whose callers got a signal (see interrupts)."""
 
     @abstractmethod
+    async def caught_up(self) -> None:
+        """Return when the requests that the kernel has sent so far were begun; soon in any case."""
+
+    @abstractmethod
     def start_soon(self, telling: Callable[..., Awaitable[None]], *args: Any) -> bool:
         """Start a task of the session. Return False if the session, and so the mount, has ended."""
 

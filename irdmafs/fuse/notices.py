@@ -1,7 +1,8 @@
 """Notifications to the kernel: what it must forget, and that a new version is there."""
 
+import select
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import trio
 
@@ -13,6 +14,8 @@ from .backings import Backings
 from .connection import Connection
 from .submounts import Submounts
 from .tasks import Tasks
+
+_CAUGHT_UP_S: Final = 0.1
 
 
 class Notices(KernelCache):
@@ -33,6 +36,13 @@ class Notices(KernelCache):
 
     def start_soon(self, telling: Callable[..., Awaitable[None]], *args: Any) -> bool:
         return self._tasks.start_soon(telling, *args)
+
+    async def caught_up(self) -> None:
+        poller = select.poll()
+        poller.register(self._connection.fd, select.POLLIN)
+        with trio.move_on_after(_CAUGHT_UP_S):  # they are read in the order in which they were sent
+            while poller.poll(0):
+                await trio.lowlevel.checkpoint()
 
     # -- what it is to forget --------------------------------------------------------------------
 

@@ -118,6 +118,9 @@ class PortableNotices(KernelCache):
             if error.errno not in _GONE:
                 log.warning("notifying the kernel failed: %s", error)
 
+    async def caught_up(self) -> None:
+        """Do nothing: the kernel keeps locks by itself."""
+
     def start_soon(self, telling: Callable[..., Awaitable[None]], *args: Any) -> bool:
         return self._tasks.start_soon(telling, *args)
 

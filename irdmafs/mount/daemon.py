@@ -209,7 +209,7 @@ class _Assembly:
         passthrough = kind.wakeups is not None
         pushes = Pushes(store.namespace, self._checker)
         cache = Cache(store, kernel, self._processes, isolation, pushes, passthrough=passthrough)
-        locking = Locking(options.locks, store.locks, cache, store.namespace.describe)
+        locking = Locking(options.locks, store.locks, cache, kernel, store.namespace.describe)
         coherence: Coherence
         if store.freshness is not None:
             beliefs = Beliefs(store.namespace, cache.nodes, kernel)

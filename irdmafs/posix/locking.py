@@ -15,8 +15,11 @@ from contextlib import asynccontextmanager, contextmanager
 from fcntl import F_RDLCK, F_UNLCK
 from typing import Protocol
 
+import trio
+
 from ..backend.cluster.lock_claims import FLOCK, POSIX, Claim, HostLocks, LockHolder
 from ..callers.processes import ids_of
+from ..coherence.kernel_cache import KernelCache
 from ..inline import detach
 from ..mount.config import LockScope
 from .locks import LAST_BYTE, FlockTable, Lock, LockTable
@@ -42,6 +45,7 @@ class Locking(LockHolder):
         scope: LockScope,
         shared: HostLocks | None,
         contents: Contents,
+        kernel: KernelCache,
         describe: Callable[[int], str],
     ) -> None:
         self._scope = scope
@@ -49,13 +53,14 @@ class Locking(LockHolder):
         # Locks that hold on other hosts end with the mount's session.
         self.may_lose = self._shared is not None
         self._contents = contents
+        self._kernel = kernel
         self._describe = describe
         self.posix = LockTable()
         self.flocks = FlockTable()
         # Owners of POSIX locks, by the handle through which they took some.
         self._lockers: dict[int, set[int]] = {}
-        # Handles that are being released, whose flock(2) locks end with them.
-        self._leaving: set[int] = set()
+        # Handles that are being released, whose flock(2) locks end with them, and what tells of the end.
+        self._leaving: dict[int, trio.Event] = {}
         # Processes that do not know yet that they lost locks: on which inodes.
         self._lost: dict[int, set[int]] = {}
         self._publishing: dict[int, list[int]] = {}  # inode -> processes
@@ -118,7 +123,7 @@ class Locking(LockHolder):
     def _is_about_to_end(self, table: LockTable, ino: int, owner: int, lock: Lock) -> bool:
         """Return whether only closed files stand in the way of a lock. The kernel does not wait for a
         release, so that a process may ask for the lock before we have given it up."""
-        return table is self.flocks and table.blockers(ino, owner, lock) <= self._leaving
+        return table is self.flocks and table.blockers(ino, owner, lock) <= self._leaving.keys()
 
     async def _lock_shared(
         self, shared: HostLocks, table: LockTable, ino: int, owner: int, lock: Lock, *, wait: bool
@@ -257,7 +262,7 @@ class Locking(LockHolder):
         """Give up the locks of a handle whose last descriptor is closed, after what was written through
         it is published."""
         owners = self._lockers.pop(fh, ())
-        self._leaving.add(fh)
+        self._leaving[fh] = trio.Event()
         try:
             try:
                 yield
@@ -267,7 +272,7 @@ class Locking(LockHolder):
                     all_of_it = Lock(F_UNLCK, 0, LAST_BYTE, 0)
                     await self._unlock(self.flocks, ino, fh, all_of_it, closing=True)
         finally:
-            self._leaving.discard(fh)
+            self._leaving.pop(fh).set()
 
     # -- what the mount tells of itself to other hosts (LockHolder) ------------------------------
 
@@ -278,6 +283,13 @@ class Locking(LockHolder):
 
     async def publish(self, ino: int) -> None:
         await self._contents.publish_in_place(ino, begun=False)
+
+    async def released(self, ino: int) -> None:
+        # The kernel reports the last close of a description, but the process does not wait for that.
+        await self._kernel.caught_up()
+        for fh, ended in list(self._leaving.items()):
+            if self.flocks.holds(ino, fh):
+                await ended.wait()
 
     async def refresh(self, ino: int) -> None:
         await self._contents.show_newest(ino)

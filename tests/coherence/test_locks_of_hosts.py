@@ -17,6 +17,7 @@ from processes import Process
 
 TTL_S = 2
 SLOTS = 6
+TURNS = 20
 NEVER_S = 0.3  # what must not happen is looked for so long
 
 PREPARE = """
@@ -222,6 +223,52 @@ outcome
     assert one.do("try_flock(fd, fcntl.LOCK_EX)")
     one.do("fcntl.flock(fd, fcntl.LOCK_UN)")
     assert other.do("try_flock(fd, fcntl.LOCK_EX)")
+
+
+@pytest.mark.parametrize("unlock", [True, False], ids=["unlocked", "closed"])
+@pytest.mark.parametrize("lock", ["lockf", "flock"])
+def test_lock_that_nobody_holds_is_refused_to_none_of_two_hosts_that_take_turns(
+    two: tuple[Path, Path], lock: str, unlock: bool
+) -> None:
+    (two[0] / "file").touch()
+    take_turns = """
+refused = []
+for number in range(turns):
+    for kind in (fcntl.LOCK_EX, fcntl.LOCK_SH):
+        for d in directories:
+            fd = os.open(d + '/file', os.O_RDWR)
+            try:
+                getattr(fcntl, lock)(fd, kind | fcntl.LOCK_NB)
+                os.write(fd, b'y')
+                if unlock:
+                    getattr(fcntl, lock)(fd, fcntl.LOCK_UN)
+            except BlockingIOError:
+                refused.append((number, kind, d))
+            os.close(fd)
+refused
+"""
+    with Process() as process:
+        directories = list(map(str, two))
+        names = {"lock": lock, "unlock": unlock, "turns": TURNS, "directories": directories}
+        assert process.do(take_turns, **names) == []
+
+
+def test_try_is_refused_at_once_by_a_holder_and_by_one_that_is_stopped_in_the_end(
+    failing: Cluster,
+) -> None:
+    one, other = failing.mounts
+    with Process() as holder, Process() as tries:
+        _locked(one, holder)
+        tries.do(PREPARE)
+        tries.do("fd = os.open(d + '/lock', os.O_RDWR)", d=str(other.path))
+        for _ in range(20):
+            assert not tries.do("try_flock(fd, fcntl.LOCK_EX)")
+        one.pause()
+        try:
+            tries.start("try_flock(fd, fcntl.LOCK_EX)")
+            assert tries.result(30), "its session has ended, and the lock with it"
+        finally:
+            one.resume()
 
 
 def test_two_hosts_that_both_convert_their_shared_flock_take_turns(on_hosts: Two) -> None:

@@ -202,7 +202,7 @@ class Served:
         )  # fmt: skip
         self.nodes = self.cache.nodes
         coherence = Alone(store.namespace, self.cache)
-        locking = Locking("local", None, self.cache, store.namespace.describe)
+        locking = Locking("local", None, self.cache, self.notices, store.namespace.describe)
         self.operations = Operations(
             store, self.cache, coherence, locking, MountOptions(), atimes, dict, acls=False
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from ...cluster.lock_claims import ENTRY, GUARD, Entry, parse_key
+from ...cluster.lock_claims import ENTRY, GUARD, Entry, is_blocked, parse_key
 from ...cluster.records import decode
 from ...kv import Event, KeyValue
 
@@ -25,6 +25,7 @@ class LockEntries:
 
     def __init__(self) -> None:
         self._entries: dict[int, dict[int, Entry]] = {}  # inode -> lease -> entry
+        self._revisions: dict[tuple[int, int], int] = {}  # (inode, lease) -> that of the entry
         self._guards: dict[int, int] = {}
         self.left_behind: dict[int, float] = {}
         # Called with the number of an inode whose entries or guard changed.
@@ -34,6 +35,22 @@ class LockEntries:
         """Return the entries of an inode, by the leases of the hosts."""
         return self._entries.get(ino, _NONE)
 
+    def asked(self, ino: int, lease: int) -> int:
+        """Return the last revision at which another host asked for a lock that the entry of this lease is
+        in the way of, 0: none does."""
+        entries = self.of(ino)
+        mine = entries.get(lease)
+        if mine is None:
+            return 0
+        asking = (
+            other
+            for other, entry in entries.items()
+            if other != lease
+            and entry.asks
+            and any(is_blocked([mine], claim) for claim in entry.wanted)
+        )
+        return max((self._revisions[ino, other] for other in asking), default=0)
+
     def guard(self, ino: int) -> int:
         """Return the revision that put the guard of an inode, 0: there is none."""
         return self._guards.get(ino, 0)
@@ -41,6 +58,7 @@ class LockEntries:
     def load(self, records: Sequence[KeyValue], revision: int) -> None:
         inodes = {*self._entries, *self._guards}
         self._entries.clear()
+        self._revisions.clear()
         self._guards.clear()
         self.left_behind.clear()
         for record in records:
@@ -63,10 +81,12 @@ class LockEntries:
             entries = self._entries.get(ino)
             if entries is not None:
                 entries.pop(lease, None)
+                self._revisions.pop((ino, lease), None)
                 if not entries:
                     del self._entries[ino]
         else:
             self._entries.setdefault(ino, {})[lease] = _decoded(key, value)
+            self._revisions[ino, lease] = revision
         if ino in self._guards and ino not in self._entries:
             self.left_behind.setdefault(ino, time.monotonic())
         else:

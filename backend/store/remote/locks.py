@@ -51,6 +51,8 @@ class _Inode:
     """An inode that is locked here, or was recently. etcd has at least the claim `mine` of this host."""
 
     __slots__ = (
+        "answers",
+        "asking",
         "changing",
         "coming_down",
         "contended",
@@ -71,11 +73,18 @@ class _Inode:
         self.settling = False  # a task is about to reduce the claim
         self.unsure = False  # etcd may have more of this host than `mine`
         self.wanting: list[Claim] = []
+        self.asking = 0  # how many of these will not wait
+        self.answers = 0  # the last revision of an asking entry that is answered
         self.moved = trio.Event()  # set and replaced when others' entries change
         self.yielding_to: dict[int, float] = {}  # other hosts that wait, and since when
         self.contended = -_CALM_S
         self.used = True
         self.idle_since = 0.0
+
+    def entry(
+        self, held: tuple[Claim, ...], wanted: tuple[Claim, ...], *, sole: bool = False
+    ) -> Entry:
+        return Entry(sole, held, wanted, bool(wanted) and self.asking > 0, self.answers)
 
     def wake(self) -> None:
         self.moved.set()
@@ -152,9 +161,10 @@ class SharedLocks:
         """
         state = self._state(ino)
         state.wanting.append(claim)
+        state.asking += not wait
         yield_until = time.monotonic() + _YIELD_S
         give_up = time.monotonic() + 2 * self._session.ttl_s + self._timeout_s
-        fresh = wait
+        asked = 0
         try:
             while True:
                 await self._wait_valid()
@@ -167,13 +177,14 @@ class SharedLocks:
                     continue
                 others = list(self._others(ino))
                 if is_blocked(others, claim):
-                    if not fresh:
-                        await self._replica.barrier()
-                        fresh = True
-                        continue
-                    if not wait and (now > give_up or not any(other.sole for other in others)):
+                    if wait:
+                        await self._want(ino, state)
+                    elif not asked:
+                        asked = await self._ask(ino, state)
+                    elif now > give_up or is_blocked(
+                        [other for other in others if other.answers >= asked], claim
+                    ):
                         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-                    await self._want(ino, state)
                     with trio.move_on_after(_LOOK_AGAIN_S):
                         await moved.wait()
                 elif now < yield_until and self._yields(ino, state, claim, since):
@@ -184,6 +195,7 @@ class SharedLocks:
                     await self._replica.barrier()
         finally:
             state.wanting.remove(claim)
+            state.asking -= not wait
             if state.mine.wanted:
                 self._settle_soon(ino, state)
 
@@ -252,7 +264,7 @@ class SharedLocks:
                 raise OSError(errno.ENOLCK, "more locks on a file than can be told to other hosts")
             wanting = list(state.wanting)
             wanting.remove(claim)
-            entry = Entry(sole, held, merged(wanting))
+            entry = state.entry(held, merged(wanting), sole=sole)
             compares = [self._session.compare(), (guard_key(ino), guard)]
             try:
                 revision = await self._transact(
@@ -287,7 +299,16 @@ class SharedLocks:
         async with state.changing:
             wanted = merged(state.wanting)
             if not state.mine.sole and wanted != state.mine.wanted:
-                await self._put(ino, state, Entry(False, state.mine.held, wanted))
+                await self._put(ino, state, state.entry(state.mine.held, wanted))
+
+    async def _ask(self, ino: int, state: _Inode) -> int:
+        """Ask the hosts that are in the way of a lock if their processes hold what their entries say.
+        Return the revision that their answers name at least; 0: ask again."""
+        async with state.changing:
+            if state.mine.sole:
+                return 0
+            entry = state.entry(state.mine.held, merged(state.wanting))
+            return await self._put(ino, state, entry)
 
     def _settle_soon(self, ino: int, state: _Inode) -> None:
         if not state.settling:
@@ -299,6 +320,11 @@ class SharedLocks:
         while lease == self._session.lease:
             state.settling = False
             try:
+                asked = self._entries.asked(ino, lease)
+                if asked > state.answers:
+                    for holder in self.holders:
+                        await holder.released(ino)
+                    state.answers = max(state.answers, asked)
                 await self._settle(ino, state)
                 return
             except OSError as error:
@@ -326,19 +352,21 @@ class SharedLocks:
                     state.coming_down = False
                 # There is no await from here until `mine` is set to what other hosts will know.
             held = merged(self._held(ino))
-            entry = Entry(False, held, merged(state.wanting))
+            entry = state.entry(held, merged(state.wanting))
             if state.unsure or entry != state.mine:
                 await self._put(ino, state, entry)
 
-    async def _put(self, ino: int, state: _Inode, entry: Entry) -> None:
-        """Put an entry that claims no more than before. Raises OSError."""
+    async def _put(self, ino: int, state: _Inode, entry: Entry) -> int:
+        """Put an entry that claims no more than before. Return the revision, 0 if there is no entry now.
+        Raises OSError."""
         state.mine = entry
         lease = self._session.lease
         key = entry_key(ino, lease)
         session: list[Compare] = [self._session.compare()]
+        revision = 0
         try:
             if entry:
-                await self._transact(session, [Put(key, encode(entry), lease)])
+                revision = await self._transact(session, [Put(key, encode(entry), lease)])
             elif next(self._others(ino), None) is not None or not await self._remove(ino, session):
                 await self._transact(session, [Delete(key)])
         except (Conflict, LeaseEnded):
@@ -347,6 +375,7 @@ class SharedLocks:
             state.unsure = True
             raise
         state.unsure = False
+        return revision
 
     async def _remove(self, ino: int, session: Sequence[Compare]) -> bool:
         """Remove this host's entry, and the guard, if there is no other entry. Return False if somebody has
@@ -430,7 +459,7 @@ class SharedLocks:
             state.yielding_to.setdefault(lease, now)
         if next(self._others(ino), None) is not None:
             state.contended = now
-            if state.mine.sole or state.unsure:
+            if state.mine.sole or state.unsure or self._entries.asked(ino, ours) > state.answers:
                 self._settle_soon(ino, state)
         state.wake()
 
