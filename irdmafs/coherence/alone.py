@@ -38,6 +38,7 @@ class Alone(Coherence):
             answer.attr_timeout = _FOREVER_S
 
     def entry(self, answer: Answer, parent: int, name: bytes, node: Node, inode: Inode) -> None:
+        node.name = (parent, name)
         if self._cache.names_are_stable(inode.ino):
             answer.entry_timeout = _FOREVER_S
         if not self._cache.changes_unnoticed(node):
@@ -93,7 +94,7 @@ class Alone(Coherence):
         return {}
 
     def renamed(self, ino: int, old: Name, new: Name) -> None:
-        """Do nothing: no name has to be forgotten later."""
+        self._nodes.renamed(ino, old, new)
 
     def count(self) -> dict[str, int]:
         return {"epochs": 0, "inodes_told": 0}
@@ -109,6 +110,7 @@ class _Listing(Listing):
         return False
 
     def entry(self, answer: Answer, name: bytes, node: Node, inode: Inode) -> None:
+        node.name = (self._directory, name)
         cache = self._cache
         if not cache.changes_unnoticed(node):
             answer.attr_timeout = _FOREVER_S

@@ -152,8 +152,6 @@ class Beliefs:
             if new is None or not new.nlink:
                 self._let_go(known.ino)
             published = new is not None and old is not None and new.version != old.version
-            if published:
-                self._kernel.version_published(known.ino)
             if (published or not ours) and self._take_attributes(known.ino):
                 inodes.add(known.ino)
             if old is None or new is None:

@@ -54,8 +54,8 @@ class KernelCache(ABC):
         """Let the kernel drop unused objects of these nodes, if it can."""
 
     @abstractmethod
-    def version_published(self, ino: int) -> None:
-        """Wake processes that wait for a newer version of a file."""
+    async def wake_poll(self, handle: int) -> None:
+        """Have the kernel ask again for the events of a descriptor, by the number that it gave for it."""
 
     @abstractmethod
     def move_backing(self, node: Node, extent: ContentId) -> None:

@@ -42,7 +42,7 @@ class Node:
         self.backing_extent = 0
         # The privileges of the file (see privileges) that the kernel knows of.
         self.told = 0
-        # In a shared namespace: the directory and name by which the kernel last found it.
+        # The directory and name by which the kernel last found it.
         self.name: tuple[int, bytes] | None = None
 
     @property
@@ -59,11 +59,13 @@ class Handle:
 
     `since`: the content's stamp when it was opened while others wrote it, None if the handle may have
     changed it. `aborted`: nothing written through it is published; `killed`: because its writer died.
+    `name`: the directory and name by which it was opened, if they are known; `version`: the version that
+    it was opened on.
     """
 
     __slots__ = (
-        "aborted", "content", "entries", "fh", "flags", "is_directory", "killed", "node", "pid", "since",
-        "writing",
+        "aborted", "content", "entries", "fh", "flags", "is_directory", "killed", "name", "node", "pid",
+        "since", "version", "writing",
     )  # fmt: skip
 
     def __init__(self, fh: int, node: Node, content: Content | None, flags: int, pid: int) -> None:
@@ -75,6 +77,8 @@ class Handle:
         self.writing = flags & os.O_ACCMODE != os.O_RDONLY
         self.since: Stamp | None = None
         self.aborted = self.killed = False
+        self.name = node.name
+        self.version = content.version if content is not None else 0
         self.is_directory = content is None
         self.entries: list[tuple[bytes, int]] | None = None
 
@@ -210,6 +214,12 @@ class NodeTable:
             if len(siblings) == 1:
                 del self._siblings[node.ino]
         self._events.node_dropped(node)
+
+    def renamed(self, ino: int, old: tuple[int, bytes], new: tuple[int, bytes]) -> None:
+        """Note that the kernel moved its name of an inode, and does not look it up again."""
+        for node in self.of(ino):
+            if node.name == old:
+                node.name = new
 
     def open(self, node: Node, content: Content | None, flags: int, pid: int) -> Handle:
         handle = Handle(self._next_fh, node, content, flags, pid)

@@ -480,7 +480,6 @@ class Publisher:
     async def _announce(self, inode: Inode, content: Content, *, naming: bool) -> None:
         """Announce a published version: other nodes and names of the file may still show the one before."""
         ino = inode.ino
-        self._kernel.version_published(ino)
         if self._nodes.has_siblings(ino):
             for node in self._nodes.of(ino):
                 if not node.is_bound and node.backing_extent != inode.extent:

@@ -328,9 +328,7 @@ class Shared(Coherence):
         inode = self._inodes.get(ino)
         if inode is not None and inode.is_dir:
             self._kernel_names.found(new, inode)
-        for node in self._nodes.of(ino):
-            if node.name == old:
-                node.name = new
+        self._nodes.renamed(ino, old, new)
 
     def count(self) -> dict[str, int]:
         return self._beliefs.count()

@@ -1,4 +1,4 @@
-"""Notifications to the kernel: what it must forget, and that a new version is there."""
+"""Notifications to the kernel: what it must forget, and which descriptors' events have changed."""
 
 import select
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -28,8 +28,6 @@ class Notices(KernelCache):
         self._backings = backings
         self._submounts = submounts
         self._tasks = tasks
-        # The kernel's handles of polls for a newer version, by inode.
-        self._pollers: dict[int, set[int]] = {}
 
     def close(self) -> None:
         self._submounts.close()
@@ -93,13 +91,6 @@ class Notices(KernelCache):
     def backed_by(self, extent: ContentId) -> list[Node]:
         return self._backings.of(extent)
 
-    # -- versions --------------------------------------------------------------------------------
-
-    def poll(self, ino: int, kernel_handle: int) -> None:
-        """Wake a poll(2) when the next version of a file is published."""
-        self._pollers.setdefault(ino, set()).add(kernel_handle)
-
-    def version_published(self, ino: int) -> None:
-        for handle in self._pollers.pop(ino, ()):
-            message = wire.notification(wire.Notify.POLL, wire.NOTIFY_POLL.pack(handle))
-            self.start_soon(self._tell_in_thread, message)
+    async def wake_poll(self, handle: int) -> None:
+        message = wire.notification(wire.Notify.POLL, wire.NOTIFY_POLL.pack(handle))
+        await self._tell_in_thread(message)

@@ -124,7 +124,7 @@ class PortableNotices(KernelCache):
     def start_soon(self, telling: Callable[..., Awaitable[None]], *args: Any) -> bool:
         return self._tasks.start_soon(telling, *args)
 
-    def version_published(self, ino: int) -> None:
+    async def wake_poll(self, handle: int) -> None:
         """Do nothing: pyfuse3's poll is not used."""
 
     def move_backing(self, node: Node, extent: ContentId) -> None:

@@ -147,7 +147,7 @@ class Requests:
             Opcode.COPY_FILE_RANGE: at_handle(
                 wire.COPY_FILE_RANGE_IN, ops.copy_file_range, pack_written
             ),
-            Opcode.POLL: at_handle(wire.POLL_IN, self._poll),
+            Opcode.POLL: row(wire.POLL_IN, self._poll),
             # Directories
             Opcode.OPENDIR: row(wire.OPEN_IN, self._opendir, self._pack_opendir),
             Opcode.READDIR: at_handle(wire.READ_IN, self._readdir),
@@ -423,15 +423,15 @@ class Requests:
             raise fail(errno.EFBIG)
         await self._operations.fallocate(fh, mode, offset, length)
 
-    def _poll(self, fh: int, kernel_handle: int, flags: int, _: int) -> bytes:
-        """Return the ready events. A file is always readable and writable; POLLPRI: a newer version was
-        published."""
-        ino, newer = self._operations.newer_version(fh)
+    def _poll(self, asked: Request) -> bytes:
+        """Return the ready events. A file is always readable and writable; POLLPRI: its name has something
+        newer."""
+        fh, kernel_handle, flags, _ = wire.POLL_IN.unpack_from(self._buffer, BODY)
+        if flags & wire.POLL_SCHEDULE_NOTIFY:
+            self._operations.poll(fh, kernel_handle, asked.uid)
         events = select.POLLIN | select.POLLOUT
-        if newer:
+        if self._operations.is_outdated(fh):
             events |= select.POLLPRI
-        elif flags & wire.POLL_SCHEDULE_NOTIFY:
-            self._notices.poll(ino, kernel_handle)
         return wire.POLL_OUT.pack(events, 0)
 
     # -- directories -----------------------------------------------------------------------------

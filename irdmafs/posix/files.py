@@ -22,6 +22,7 @@ from .locking import Locking
 from .locks import Lock
 from .metadata import Metadata
 from .privileges import Closer, privileges_of
+from .waits import Waits
 
 _COPIED_MAX_BYTES: Final = 16 * 1024 * 1024  # in one request: others wait meanwhile
 _FALLOC_FL_KEEP_SIZE: Final = 1
@@ -42,6 +43,7 @@ class OpenFiles:
         metadata: Metadata,
         locking: Locking,
         atimes: Atimes,
+        waits: Waits,
     ) -> None:
         self._store = store
         self._inodes = store.namespace.inodes
@@ -52,6 +54,7 @@ class OpenFiles:
         self._metadata = metadata
         self._locking = locking
         self._atimes = atimes
+        self._waits = waits
 
     def _handle(self, fh: int, *, writing: bool = False) -> Handle:
         """Return an open file. Raises KeyError if there is none, EBADF if it is not open for that."""
@@ -170,12 +173,24 @@ class OpenFiles:
             self._atimes.read(self._inodes[source.ino])
         return copied
 
-    def newer_version(self, fh: int) -> tuple[int, bool]:
-        """Return the handle's inode, and whether a version newer than the handle's was published."""
+    def is_outdated(self, fh: int) -> bool:
+        """Return whether the name by which a file was opened leads elsewhere, or nowhere, now, or whether
+        a version was published since; for a handle that writes: one that it does not show."""
         handle = self._handle(fh)
-        content, inode = self._content(handle), self._inodes[handle.node.ino]
-        changing = content.is_changing and not content.superseded
-        return inode.ino, not changing and content.version != inode.version
+        content, version = self._content(handle), self._inodes[handle.node.ino].version
+        if handle.writing:
+            changing = content.is_changing and not content.superseded
+            newer = not changing and content.version != version
+        else:
+            newer = handle.version != version
+        if newer or handle.name is None:
+            return newer
+        return not self._store.namespace.leads_to(*handle.name, handle.node.ino)
+
+    def poll(self, fh: int, kernel_handle: int, uid: int) -> None:
+        """Have the kernel ask once more for `is_outdated` when that may have changed. Raises OSError EAGAIN
+        if this user's processes wait for too much already."""
+        self._waits.poll(self._handle(fh).node, kernel_handle, uid)
 
     async def test_lock(self, node_id: int, owner: int, lock: Lock) -> Lock:
         """Return the lock in the way, or `lock` as F_UNLCK (fcntl F_GETLK)."""

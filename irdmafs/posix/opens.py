@@ -72,6 +72,8 @@ class Opens:
                 # It has to come back by the same name, although that may mean another file by then.
                 self._coherence.come_again(ctx.pid, name, found.ino)
             raise
+        if name is not None:
+            handle.name = name[:2]
         return self._opened(handle)
 
     async def create(
@@ -100,6 +102,7 @@ class Opens:
         refuse_other_than_file(found)
         found = await self._coherence.bring(found, content=not flags & os.O_TRUNC, opens=True)
         handle = await self._cache.open_any(found, flags, ctx.pid)
+        handle.name = (directory.ino, name)
         handle.node.lookups += 1
         answer = self._answers.attributes(handle.node, found)
         self._coherence.changed(answer, handle.node)
@@ -120,6 +123,7 @@ class Opens:
         self, inode: Inode, flags: int, ctx: Caller, name: Name | None = None
     ) -> tuple[OpenInfo, Attributes]:
         handle = self._cache.create(inode, flags, ctx.pid)
+        handle.name = name
         node = handle.node
         node.lookups += 1
         info = self._opened(handle)

@@ -81,10 +81,10 @@ class Operations:
         self.open, self.create, self.tmpfile = opens.open, opens.create, opens.tmpfile
         self.cancel_open = opens.cancel_open
 
-        files = OpenFiles(store, cache, answers, metadata, locking, atimes)
+        files = OpenFiles(store, cache, answers, metadata, locking, atimes, waits)
         self.read, self.write, self.lseek = files.read, files.write, files.lseek
         self.fallocate, self.copy_file_range = files.fallocate, files.copy_file_range
-        self.fsync, self.newer_version = files.fsync, files.newer_version
+        self.fsync, self.poll, self.is_outdated = files.fsync, files.poll, files.is_outdated
         self.flush, self.close = files.flush, files.close
         self.release, self.release_locked = files.release, files.release_locked
         self.release_can_wait = files.release_can_wait

@@ -1,13 +1,14 @@
-"""Callers that wait for a change below a directory, as long as it takes: how many may, and how that ends.
+"""Callers that wait for a change, as long as it takes: how many may, and how that ends.
 
-The kernel session is told of their signals (see interrupts). pyfuse3 is not, so there each caller is looked
-at from time to time, and few may wait: each takes one of the tasks that answer requests.
+They wait for a change below a directory, in a request, or for one of a file, in poll(2). The kernel session
+is told of signals that end a request (see interrupts). pyfuse3 is not, so there each caller is looked at
+from time to time, and few may wait: each takes one of the tasks that answer requests.
 """
 
 import errno
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Final
 
 import trio
@@ -15,6 +16,7 @@ import trio
 from ..backend.namespace import Namespace, fail
 from ..callers.processes import Processes
 from ..coherence.kernel_cache import KernelCache
+from ..coherence.nodes import Node
 from ..inline import detach
 from .calls import Caller
 
@@ -23,6 +25,7 @@ __all__ = ["Waits"]
 _OF_ONE_USER_MAX: Final = 4096
 _WITHOUT_SIGNALS_MAX: Final = 48
 _LOOK_AT_CALLER_S: Final = 0.5
+_LOOK_AT_DESCRIPTORS_S: Final = 60.0
 
 
 class Waits:
@@ -31,12 +34,15 @@ class Waits:
     def __init__(
         self, namespace: Namespace, processes: Processes, kernel: KernelCache, *, shared: bool
     ) -> None:
+        self._inodes = namespace.inodes
         self._watches = namespace.watches
         self._processes = processes
         self._kernel = kernel
         self._tells_of_signals = kernel.tells_of_signals
         self._shared = shared
         self._waiting: Counter[int] = Counter()  # by user
+        # The kernel's numbers of polled descriptors, by inode.
+        self._polled: dict[int, set[int]] = {}
         self._ended = False
 
     def end(self) -> None:
@@ -66,6 +72,36 @@ class Waits:
                     await self._watches.wait(directory, count)
                 if look.cancelled_caught:
                     await self._look_at_caller(ctx.pid)
+
+    def poll(self, node: Node, kernel_handle: int, uid: int) -> None:
+        """Have the kernel ask for a descriptor's events again when the names of its file, or its version,
+        change. Raises OSError EAGAIN as `changed` does."""
+        waiting = self._polled.get(node.ino)
+        if waiting is not None:
+            waiting.add(kernel_handle)
+            return
+        with ExitStack() as stack:
+            stack.enter_context(self._one_more(uid))
+            count, version = self._watches.count(node.ino), self._inodes[node.ino].version
+            if self._kernel.start_soon(self._wake_polls, node, count, version, stack.pop_all()):
+                self._polled[node.ino] = {kernel_handle}
+
+    async def _wake_polls(self, node: Node, count: int, version: int, waiting: ExitStack) -> None:
+        with waiting:
+            while node.opens:
+                with trio.move_on_after(_LOOK_AT_DESCRIPTORS_S) as look, suppress(BlockingIOError):
+                    await self._watches.wait(node.ino, count)
+                if not look.cancelled_caught:
+                    break
+            polled = self._polled.pop(node.ino)
+        inode = self._inodes.get(node.ino)
+        renamed = inode is None or inode.version == version
+        if renamed and not self._shared and self._kernel.can_forget:
+            # The kernel finishes a change of names after it was answered. Until then it would open the
+            # file that had the name before.
+            self._kernel.forget((), names=True)
+        for kernel_handle in polled:
+            await self._kernel.wake_poll(kernel_handle)
 
     @contextmanager
     def _one_more(self, uid: int) -> Iterator[None]:

@@ -50,6 +50,11 @@ def publish(path: Path) -> None:
     path.write_bytes(b"new")
 
 
+def append(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"more")
+
+
 def replace(path: Path) -> None:
     aside = path.with_name("aside")
     aside.write_bytes(b"whole")
@@ -59,6 +64,7 @@ def replace(path: Path) -> None:
 CHANGE = {
     "a file is made": lambda path: path.with_name("more").touch(),
     "a file is published": publish,
+    "a file is appended to": append,
     "a file is replaced": replace,
     "a file is removed": lambda path: path.unlink(),
     "a file is renamed": lambda path: path.rename(path.with_name("renamed")),
@@ -367,7 +373,7 @@ def test_one_user_cannot_have_too_many_waits() -> None:
         pid = gid = umask = 0
 
     async def wait() -> None:
-        namespace = SimpleNamespace(watches=table_of(lambda ino: ()))
+        namespace = SimpleNamespace(watches=table_of(lambda ino: ()), inodes={})
         waiting = waits.Waits(namespace, None, Told(), shared=False)  # type: ignore[arg-type]
         count = waiting.count(1)
         async with trio.open_nursery() as nursery:

@@ -1,0 +1,207 @@
+"""A program that polls an open descriptor is told when the name of the file has something newer."""
+
+import os
+import select
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cluster_mount import CLUSTER
+from mountpoint import eventually
+from processes import Process
+
+# pyfuse3 does not carry it.
+SESSIONS = ("kernel", CLUSTER)
+pytestmark = pytest.mark.beyond_posix
+
+TakeProcess = Callable[[], Process]
+OPEN = "import select; fd = os.open(file, os.O_RDONLY)"
+POLL = "p = select.poll(); p.register(fd, select.POLLPRI); bool(p.poll({ms}))"
+
+
+def publish(path: Path) -> None:
+    path.write_bytes(b"newer")
+
+
+def append(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b" and more")
+
+
+def replace(path: Path) -> None:
+    aside = path.with_name("aside")
+    aside.write_bytes(b"whole")
+    aside.rename(path)
+
+
+def keep_and_replace(path: Path) -> None:
+    path.rename(path.with_name("before"))
+    replace(path)
+
+
+CHANGES = {
+    "it is published": publish,
+    "it is appended to": append,
+    "it is truncated": lambda path: os.truncate(path, 1),
+    "another is renamed onto it": replace,
+    "it is kept by another name": keep_and_replace,
+    "it is exchanged for a link": lambda path: (path.unlink(), path.symlink_to("other")),
+    "it is removed": lambda path: path.unlink(),
+    "it is renamed": lambda path: path.rename(path.with_name("renamed")),
+}
+changes = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+
+
+def opened(process: Process, file: Path) -> Process:
+    process.do(OPEN, file=str(file))
+    return process
+
+
+def start_polling(process: Process) -> None:
+    process.start(POLL.format(ms=20_000))
+    channel = Path(f"/proc/{process.pid}/wchan")
+    eventually(lambda: channel.read_text().startswith("poll_"), "it polls", 30)
+
+
+@changes
+def test_a_change_wakes_who_polls(
+    folder: Path, process: TakeProcess, change: Callable[[Path], object]
+) -> None:
+    file = folder / "file"
+    file.write_bytes(b"old")
+    reader = opened(process(), file)
+    start_polling(reader)
+    assert not reader.finished(within_s=0.1)
+    change(file)
+    assert reader.result() is True
+
+
+@changes
+def test_a_change_before_the_poll_is_told_at_once(
+    folder: Path, process: TakeProcess, change: Callable[[Path], object]
+) -> None:
+    file = folder / "file"
+    file.write_bytes(b"old")
+    reader = opened(process(), file)
+    change(file)
+    assert reader.do(POLL.format(ms=0)) is True
+
+
+@changes
+def test_a_change_by_another_host_wakes_who_polls(
+    pair: list[Path], process: TakeProcess, change: Callable[[Path], object]
+) -> None:
+    one, other = pair
+    (one / "file").write_bytes(b"old")
+    reader = opened(process(), other / "file")
+    start_polling(reader)
+    change(one / "file")
+    assert reader.result() is True
+
+
+FOLLOW = """
+import select
+place, lines = 0, []
+while not lines or lines[-1] != "end":
+    with open(file) as log:
+        log.seek(place)
+        lines += log.read().split()
+        place = log.tell()
+        p = select.poll()
+        p.register(log, select.POLLPRI)
+        if not lines or lines[-1] != "end":
+            assert p.poll(20_000)
+lines
+"""
+
+
+def test_a_log_of_another_host_can_be_followed(pair: list[Path], process: TakeProcess) -> None:
+    one, other = pair
+    (one / "log").write_text("first\n")
+    reader = process()
+    reader.start(FOLLOW, file=str(other / "log"))
+    lines = ["first", *(f"line{number}" for number in range(20)), "synced", "end"]
+    for line in lines[1:-2]:
+        with (one / "log").open("a") as log:
+            log.write(line + "\n")
+    with (one / "log").open("a") as log:
+        for line in lines[-2:]:
+            log.write(line + "\n")
+            log.flush()
+            os.fsync(log.fileno())
+        assert reader.result() == lines
+
+
+def test_a_change_of_something_else_is_not_told(folder: Path, process: TakeProcess) -> None:
+    file, beside = folder / "file", folder / "beside"
+    file.write_bytes(b"old")
+    beside.write_bytes(b"old")
+    reader = opened(process(), file)
+    publish(beside)
+    replace(beside)
+    beside.rename(folder / "moved")
+    file.chmod(0o600)
+    assert reader.do(POLL.format(ms=0)) is False
+
+
+def test_a_file_is_told_of_by_the_name_that_it_got_last(folder: Path, process: TakeProcess) -> None:
+    made, file = folder / "made", folder / "file"
+    made.write_bytes(b"old")
+    made.rename(file)
+    reader = opened(process(), file)
+    assert reader.do(POLL.format(ms=0)) is False
+    replace(file)
+    assert reader.do(POLL.format(ms=0)) is True
+
+
+def test_who_is_told_opens_what_it_was_told_of(folder: Path, process: TakeProcess) -> None:
+    file, aside = folder / "file", folder / "aside"
+    file.write_bytes(b"0")
+    reader, writer = process(), process()
+    opened(reader, file)
+    for number in range(1, 50):
+        reader.start(
+            POLL.format(ms=20_000)
+            + "; os.close(fd); fd = os.open(file, os.O_RDONLY); os.read(fd, 10)",
+            file=str(file),
+        )
+        writer.do(
+            "open(aside, 'wb').write(b'%d' % number); os.replace(aside, file)",
+            aside=str(aside),
+            file=str(file),
+            number=number,
+        )
+        assert reader.result() == b"%d" % number
+
+
+def test_a_directory_cannot_be_polled_for_changes(folder: Path) -> None:
+    """The kernel's FUSE has no poll for directories: an attribute tells of their changes."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with select.epoll() as poller, pytest.raises(PermissionError):
+            poller.register(descriptor, select.EPOLLPRI)
+    finally:
+        os.close(descriptor)
+
+
+def test_who_writes_is_not_told_of_its_own_version(folder: Path) -> None:
+    with open(folder / "file", "w+b", buffering=0) as file:
+        poller = select.poll()
+        poller.register(file, select.POLLPRI)
+        file.write(b"one")
+        os.fsync(file)
+        assert poller.poll(0) == []
+        replace(folder / "file")
+        assert [events for _, events in poller.poll(0)] == [select.POLLPRI]
+
+
+def test_epoll_tells_of_each_version_by_edge(folder: Path) -> None:
+    path = folder / "file"
+    path.write_bytes(b"old")
+    with path.open("rb") as file, select.epoll() as poller:
+        poller.register(file, select.EPOLLPRI | select.EPOLLET)
+        assert poller.poll(0) == []
+        for change in (publish, append, replace):
+            change(path)
+            assert poller.poll(20) != []
+            assert poller.poll(0) == []
