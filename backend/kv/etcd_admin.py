@@ -8,6 +8,7 @@ from ..etcd import etcd_pb2 as pb
 from ..etcd.auth import Auth
 from ..etcd.client import COMPACT, RANGE, TXN, RpcError
 from .etcd_calls import OUT_OF_RANGE, PERMISSION_DENIED, Calls
+from .etcd_room import EtcdRoom
 
 __all__ = ["EtcdAdmin"]
 
@@ -23,6 +24,7 @@ class EtcdAdmin:
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
+        self.room = EtcdRoom(calls)
 
     @property
     def auth(self) -> Auth:
