@@ -1,6 +1,7 @@
 """Administration of an etcd: its users, its history, and how well it is protected."""
 
 import logging
+import re
 
 import trio
 
@@ -10,13 +11,22 @@ from ..etcd.client import COMPACT, RANGE, TXN, RpcError
 from .etcd_calls import OUT_OF_RANGE, PERMISSION_DENIED, Calls
 from .etcd_room import EtcdRoom
 
-__all__ = ["EtcdAdmin"]
+__all__ = ["EtcdAdmin", "roles_hold"]
 
 log = logging.getLogger(__name__)
 
 # A key after all keys that are watched.
 _SPENT_KEY = b"\xff"
 _SPENDING_AT_ONCE = 32
+# The first etcd whose roles hold against holders of its certificates (docs/security.md).
+_SOUND_VERSION = (3, 6, 11)
+
+
+def roles_hold(version: str) -> bool:
+    """Return whether an etcd of this version lets nobody do more than its roles say. Older ones check
+    neither transactions within transactions nor alarms, and nothing at all during an alarm."""
+    numbers = re.findall(r"\d+", version.partition("-")[0])
+    return tuple(map(int, numbers)) >= _SOUND_VERSION
 
 
 class EtcdAdmin:
@@ -65,6 +75,13 @@ class EtcdAdmin:
             return [
                 f"etcd ({where}) does not check what a certificate may do: any member of the cluster can"
                 " change everything; irdmafs cluster protect has it checked"
+            ]
+        version = (await self.room.here()).version
+        if not roles_hold(version):
+            return [
+                f"etcd ({where}) is {version}, whose roles do not hold: whoever has a certificate, a"
+                " reader's too, can change and stop everything; update it to"
+                f" {'.'.join(map(str, _SOUND_VERSION))} or newer"
             ]
         return []
 

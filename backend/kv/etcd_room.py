@@ -1,8 +1,7 @@
 """The room that etcd has, the alarms with which it stops writes, and the repair of both.
 
 etcd raises the alarm NOSPACE when its file has reached its quota, and CORRUPT when its members differ. An
-alarm stays until it is taken back, also where there is room again. etcd before 3.4.44, 3.5.30 and 3.6.11
-lets every certificate of its CA raise alarms (docs/security.md).
+alarm stays until it is taken back, also where there is room again.
 """
 
 import errno

@@ -7,7 +7,7 @@ from collections import deque
 import trio
 
 from ..kv.etcd import EtcdEngine
-from ..kv.etcd_room import Room, remedy
+from ..kv.etcd_room import remedy
 from .figures import EtcdFigures
 
 __all__ = ["EtcdWatch"]
@@ -34,13 +34,15 @@ class EtcdWatch:
     async def run(self) -> None:
         while True:
             try:
-                self._take(await self._engine.admin.room.here(), time.monotonic())
+                await self.look()
             except OSError as error:
                 log.info("the room of etcd is not known: %s", error)
             await trio.sleep(_PERIOD_S)
 
-    def _take(self, room: Room, now: float) -> None:
-        seen = self._seen
+    async def look(self) -> None:
+        """Ask etcd once. Raises OSError."""
+        room = await self._engine.admin.room.here()
+        seen, now = self._seen, time.monotonic()
         seen.append((now, room.used_bytes))
         while seen[0][0] < now - _GROWTH_S:
             seen.popleft()

@@ -16,6 +16,7 @@ from irdmafs.backend.etcd import etcd_pb2 as pb
 from irdmafs.backend.etcd.client import ALARM
 from irdmafs.backend.kv import NoSpace, Put
 from irdmafs.backend.kv.etcd import EtcdEngine
+from irdmafs.backend.kv.etcd_admin import roles_hold
 
 QUOTA_BYTES = 16 << 20
 
@@ -115,3 +116,14 @@ def test_an_etcd_that_calls_itself_corrupt_is_compared_before_its_alarm_is_taken
     done = cluster.run("repair-etcd")
     assert (done.returncode, "same data" in done.stdout) == (0, True), done
     cluster.put()
+
+
+@pytest.mark.parametrize(
+    ("version", "holds"),
+    [
+        ("3.4.23", False), ("3.5.30", False), ("3.6.10", False), ("3.6.11", True),
+        ("3.7.0-rc.1", True), ("4.0.0", True),
+    ],
+)  # fmt: skip
+def test_an_etcd_whose_roles_can_be_got_around_is_known(version: str, holds: bool) -> None:
+    assert roles_hold(version) is holds
