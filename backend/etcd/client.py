@@ -30,6 +30,7 @@ __all__ = [
     "AUTHENTICATE",
     "COMPACT",
     "DEFRAGMENT",
+    "DELETE",
     "GRANT",
     "HASH_KV",
     "KEEP_ALIVE",
@@ -87,6 +88,7 @@ def auth_method(name: str, response: type[Response]) -> Method[Response]:
 
 RANGE: Method[pb.RangeResponse] = _method("KV/Range", pb.RangeResponse)
 TXN: Method[pb.TxnResponse] = _method("KV/Txn", pb.TxnResponse)
+DELETE: Method[pb.DeleteRangeResponse] = _method("KV/DeleteRange", pb.DeleteRangeResponse)
 COMPACT: Method[pb.CompactionResponse] = _method("KV/Compact", pb.CompactionResponse)
 WATCH: Method[pb.WatchResponse] = _method("Watch/Watch", pb.WatchResponse)
 GRANT: Method[pb.LeaseGrantResponse] = _method("Lease/LeaseGrant", pb.LeaseGrantResponse)

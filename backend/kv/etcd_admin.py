@@ -7,7 +7,7 @@ import trio
 
 from ..etcd import etcd_pb2 as pb
 from ..etcd.auth import Auth
-from ..etcd.client import COMPACT, RANGE, TXN, RpcError
+from ..etcd.client import COMPACT, DELETE, RANGE, TXN, RpcError
 from .etcd_calls import OUT_OF_RANGE, PERMISSION_DENIED, Calls
 from .etcd_room import EtcdRoom
 
@@ -108,6 +108,13 @@ class EtcdAdmin:
         except RpcError as error:
             if error.code != OUT_OF_RANGE:  # it is compacted already
                 raise self._calls.failure(error) from None
+
+    async def remove(self, start: bytes, end: bytes) -> None:
+        """Remove the keys with start <= key < end, also from an etcd that has no room for a transaction,
+        which would put a key of its own. Nobody has to wait for it, as for keys whose lease ends."""
+        prefix = self._calls.prefix
+        request = pb.DeleteRangeRequest(key=prefix + start, range_end=prefix + end)
+        await self._calls.call(DELETE, request)
 
     async def spend(self, count: int) -> None:
         """Raise etcd's revision by `count`, without changing anything else."""
