@@ -104,6 +104,10 @@ class EtcdRoom:
                 before = _room_of(await self._ask(client, STATUS, pb.StatusRequest()))
                 await self._ask(client, DEFRAGMENT, pb.DefragmentRequest(), _DEFRAGMENT_S)
                 after = _room_of(await self._ask(client, STATUS, pb.StatusRequest()))
+            except OSError as error:
+                # The others need not wait for it. It raises its alarm again if it is full when it is back.
+                tell(f"{client.address} is left out: {error.strerror or error}")
+                continue
             finally:
                 client.close()
             tell(

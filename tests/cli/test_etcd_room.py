@@ -27,9 +27,8 @@ class Cluster:
     def __init__(self, server: EtcdServer, directory: Path) -> None:
         self.server = server
         self.file = directory / "cluster.toml"
-        done = irdmafs(
-            "cluster", "init", "--no-tls", "--etcd", server.endpoint, "--out", str(directory)
-        )
+        where = ",".join(server.endpoints)
+        done = irdmafs("cluster", "init", "--no-tls", "--etcd", where, "--out", str(directory))
         assert done.returncode == 0, done
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -116,6 +115,28 @@ def test_an_etcd_that_calls_itself_corrupt_is_compared_before_its_alarm_is_taken
     done = cluster.run("repair-etcd")
     assert (done.returncode, "same data" in done.stdout) == (0, True), done
     cluster.put()
+
+
+def test_the_members_that_are_up_are_repaired_and_compared_only_if_all_are(tmp_path: Path) -> None:
+    with EtcdServer(members=3) as server:
+        cluster = Cluster(server, tmp_path)
+        server.kill9(2)
+        cluster.raise_alarm(pb.NOSPACE)
+        rooms = cluster.status()["etcd_room"]["members"]
+        assert set(rooms) == set(server.endpoints)
+        assert [where for where, room in rooms.items() if "error" in room] == [server.endpoints[2]]
+        done = cluster.run("repair-etcd")
+        assert done.returncode == 0, done
+        assert f"{server.endpoints[2]} is left out" in done.stdout
+        cluster.put()
+
+        cluster.raise_alarm(pb.CORRUPT)
+        assert cluster.run("repair-etcd").returncode == 1
+        assert "CORRUPT" in cluster.problem_of_etcd()
+        server.start(2)
+        done = cluster.run("repair-etcd")
+        assert (done.returncode, "same data" in done.stdout) == (0, True), done
+        cluster.put()
 
 
 @pytest.mark.parametrize(
