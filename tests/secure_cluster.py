@@ -27,21 +27,23 @@ def in_trio(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 class SecureEtcd(EtcdServer):
     """etcd with the certificates that the command made in a directory."""
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(credentials=directory)
+    def __init__(self, directory: Path, quota_bytes: int = 0) -> None:
+        super().__init__(credentials=directory, quota_bytes=quota_bytes)
 
 
 class SecureCluster:
-    """A context manager; `directory` holds cluster.toml, the CA and one certificate of each role."""
+    """A context manager; `directory` holds cluster.toml, the CA and one certificate of each role. etcd's
+    quota is `quota_bytes`; 0: etcd's own."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, quota_bytes: int = 0) -> None:
         self.directory = directory
+        self._quota_bytes = quota_bytes
         self.file = directory / "cluster.toml"
 
     def __enter__(self) -> Self:
         unknown = "127.0.0.1:1"
         self._init(unknown, "--prepare")
-        self.etcd = SecureEtcd(self.directory).__enter__()
+        self.etcd = SecureEtcd(self.directory, self._quota_bytes).__enter__()
         try:
             # Only the port is not known before it runs.
             self.file.write_text(self.file.read_text().replace(unknown, self.etcd.endpoint))

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ..kv.etcd_room import Room
 from .group_configs import Groups
 from .groups import degraded, leader
 from .membership import Members
@@ -51,6 +52,8 @@ class Cluster:
         # Paths of files that nodes found damaged, by inode.
         self.paths: dict[int, str] = {}
         self.notes: list[str] = []
+        # The room of etcd's members by address, or why it is not known.
+        self.etcd_room: dict[str, Room | OSError] = {}
         self._rate = rebalance_rate
         self.in_sync = Counter(node for c in self.groups.values() for node in c.in_sync)
         self.joining = Counter(node for c in self.groups.values() for node in c.joining)

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from ..kv import WentBack
+from ..kv.etcd_room import Room, remedy
 from .history import described
 from .overview import Cluster
 from .placement import policy_of, replicas_of
@@ -49,6 +50,7 @@ def health(found: Cluster) -> tuple[Health, list[str]]:
     live = found.live
     if found.went_back:
         problems.append(("unavailable", str(WentBack(described(found.went_back)).strerror)))
+    problems += _faults_of_etcd(found)
     if not live:
         problems.append(("unavailable", "no store node is up; start one with: irdmafs serve STORE"))
     elif all(found.state_of(node) != "up" for node in live):
@@ -72,6 +74,16 @@ def health(found: Cluster) -> tuple[Health, list[str]]:
     problems += _damaged_files(found)
     worst: Health = max((how for how, _ in problems), key=HEALTHS.index, default="ok")
     return worst, [line for _, line in problems]
+
+
+def _faults_of_etcd(found: Cluster) -> Iterator[tuple[Health, str]]:
+    """Yield the faults of etcd's members, each once: alarms are those of all."""
+    told: dict[str, Health] = {}
+    for room in found.etcd_room.values():
+        if isinstance(room, Room) and (fault := remedy(room)):
+            told[fault] = "unavailable" if room.alarms else "degraded"
+    for fault, how in told.items():
+        yield how, fault
 
 
 def _damaged_files(found: Cluster) -> Iterator[tuple[Health, str]]:
@@ -199,6 +211,7 @@ def report_of(found: Cluster) -> dict[str, Any]:
             "bytes_about": moving.bytes,
             "seconds_about": round(moving.seconds, 1),
         },
+        "etcd_room": _etcd_json(found),
         "damaged_files": [
             {"ino": ino, "path": found.paths.get(ino), "may_be_mended": may_be_mended}
             for ino, may_be_mended in found.damaged().items()
@@ -234,6 +247,35 @@ def _node_json(found: Cluster, node: int) -> dict[str, Any]:
         for key in _TOLD:
             result[key] = found.reports.get(node, {}).get(key)
     return result
+
+
+def _etcd_json(found: Cluster) -> dict[str, Any]:
+    """Return the room of each member of etcd, and its growth as the node knows that watches longest."""
+    grown = [
+        (seconds, size)
+        for report in found.reports.values()
+        if isinstance(seconds := report.get("etcd_grown_seconds"), float | int)
+        and isinstance(size := report.get("etcd_grown_bytes"), int)
+    ]
+    seconds, size = max(grown, default=(0, 0))
+    return {
+        "alarms": sorted(
+            {
+                alarm
+                for room in found.etcd_room.values()
+                if isinstance(room, Room)
+                for alarm in room.alarms
+            }
+        ),
+        "members": {
+            address: room._asdict()
+            if isinstance(room, Room)
+            else {"error": room.strerror or str(room)}
+            for address, room in found.etcd_room.items()
+        },
+        "grown_bytes": size,
+        "grown_seconds": round(seconds, 1),
+    }
 
 
 def _told_of(record: MountRecord) -> dict[str, Any]:

@@ -6,6 +6,7 @@ it has a definite answer or its time is over; a call that may not (a transaction
 can have received it.
 """
 
+import copy
 import errno
 import logging
 import random
@@ -25,16 +26,24 @@ from .frames import header_block
 from .stream import Stream
 
 __all__ = [
+    "ALARM",
     "AUTHENTICATE",
     "COMPACT",
+    "DEFRAGMENT",
+    "DELETE",
     "GRANT",
+    "HASH_KV",
     "KEEP_ALIVE",
+    "MEMBERS",
     "RANGE",
     "REVOKE",
+    "STATUS",
     "TXN",
     "WATCH",
     "Client",
+    "Message",
     "Method",
+    "Response",
     "RpcError",
     "Uncertain",
     "Unsent",
@@ -79,6 +88,7 @@ def auth_method(name: str, response: type[Response]) -> Method[Response]:
 
 RANGE: Method[pb.RangeResponse] = _method("KV/Range", pb.RangeResponse)
 TXN: Method[pb.TxnResponse] = _method("KV/Txn", pb.TxnResponse)
+DELETE: Method[pb.DeleteRangeResponse] = _method("KV/DeleteRange", pb.DeleteRangeResponse)
 COMPACT: Method[pb.CompactionResponse] = _method("KV/Compact", pb.CompactionResponse)
 WATCH: Method[pb.WatchResponse] = _method("Watch/Watch", pb.WatchResponse)
 GRANT: Method[pb.LeaseGrantResponse] = _method("Lease/LeaseGrant", pb.LeaseGrantResponse)
@@ -90,6 +100,12 @@ KEEP_ALIVE: Method[pb.LeaseKeepAliveResponse] = _method(
 AUTHENTICATE: Method[pb.AuthenticateResponse] = _method(
     "Auth/Authenticate", pb.AuthenticateResponse
 )
+
+STATUS: Method[pb.StatusResponse] = _method("Maintenance/Status", pb.StatusResponse)
+ALARM: Method[pb.AlarmResponse] = _method("Maintenance/Alarm", pb.AlarmResponse)
+DEFRAGMENT: Method[pb.DefragmentResponse] = _method("Maintenance/Defragment", pb.DefragmentResponse)
+HASH_KV: Method[pb.HashKVResponse] = _method("Maintenance/HashKV", pb.HashKVResponse)
+MEMBERS: Method[pb.MemberListResponse] = _method("Cluster/MemberList", pb.MemberListResponse)
 
 
 class Unsent(Exception):
@@ -168,6 +184,14 @@ class Client:
             for endpoint in self.endpoints
         ]
         return "; ".join(said)
+
+    def only(self, endpoint: Endpoint) -> "Client":
+        """Return a client of one endpoint, with the same credentials. The caller closes it."""
+        other = copy.copy(self)
+        other.endpoints, other._current = [endpoint], 0
+        other._connection, other._connecting = None, trio.Lock()
+        other._blocks, other._failures = {}, {}
+        return other
 
     def close(self) -> None:
         self._closed = True

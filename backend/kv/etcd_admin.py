@@ -1,21 +1,32 @@
 """Administration of an etcd: its users, its history, and how well it is protected."""
 
 import logging
+import re
 
 import trio
 
 from ..etcd import etcd_pb2 as pb
 from ..etcd.auth import Auth
-from ..etcd.client import COMPACT, RANGE, TXN, RpcError
+from ..etcd.client import COMPACT, DELETE, RANGE, TXN, RpcError
 from .etcd_calls import OUT_OF_RANGE, PERMISSION_DENIED, Calls
+from .etcd_room import EtcdRoom
 
-__all__ = ["EtcdAdmin"]
+__all__ = ["EtcdAdmin", "roles_hold"]
 
 log = logging.getLogger(__name__)
 
 # A key after all keys that are watched.
 _SPENT_KEY = b"\xff"
 _SPENDING_AT_ONCE = 32
+# The first etcd whose roles hold against holders of its certificates (docs/security.md).
+_SOUND_VERSION = (3, 6, 11)
+
+
+def roles_hold(version: str) -> bool:
+    """Return whether an etcd of this version lets nobody do more than its roles say. Older ones check
+    neither transactions within transactions nor alarms, and nothing at all during an alarm."""
+    numbers = re.findall(r"\d+", version.partition("-")[0])
+    return tuple(map(int, numbers)) >= _SOUND_VERSION
 
 
 class EtcdAdmin:
@@ -23,6 +34,7 @@ class EtcdAdmin:
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
+        self.room = EtcdRoom(calls)
 
     @property
     def auth(self) -> Auth:
@@ -64,6 +76,13 @@ class EtcdAdmin:
                 f"etcd ({where}) does not check what a certificate may do: any member of the cluster can"
                 " change everything; irdmafs cluster protect has it checked"
             ]
+        version = (await self.room.here()).version
+        if not roles_hold(version):
+            return [
+                f"etcd ({where}) is {version}, whose roles do not hold: whoever has a certificate, a"
+                " reader's too, can change and stop everything; update it to"
+                f" {'.'.join(map(str, _SOUND_VERSION))} or newer"
+            ]
         return []
 
     async def _is_restricted(self) -> bool:
@@ -89,6 +108,13 @@ class EtcdAdmin:
         except RpcError as error:
             if error.code != OUT_OF_RANGE:  # it is compacted already
                 raise self._calls.failure(error) from None
+
+    async def remove(self, start: bytes, end: bytes) -> None:
+        """Remove the keys with start <= key < end, also from an etcd that has no room for a transaction,
+        which would put a key of its own. Nobody has to wait for it, as for keys whose lease ends."""
+        prefix = self._calls.prefix
+        request = pb.DeleteRangeRequest(key=prefix + start, range_end=prefix + end)
+        await self._calls.call(DELETE, request)
 
     async def spend(self, count: int) -> None:
         """Raise etcd's revision by `count`, without changing anything else."""

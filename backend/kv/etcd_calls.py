@@ -2,6 +2,8 @@
 trusted any more when etcd went back in time."""
 
 import errno
+import logging
+import time
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
@@ -11,12 +13,19 @@ from ..etcd import etcd_pb2 as pb
 from ..etcd.client import RANGE, TXN, Client, Message, Method, RpcError, Unsent
 from . import NoSpace, WentBack
 
-__all__ = ["LAST_KEY", "Answered", "Calls"]
+__all__ = ["LAST_KEY", "REPAIR", "Answered", "Calls"]
+
+log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer", bound="Answered")
 
 # A key that every transaction puts: its revision is the newest transaction's, its value its id.
 LAST_KEY = b"s"
+
+# Frees etcd's room, and takes its alarms back.
+REPAIR = "irdmafs cluster repair-etcd"
+# An alarm that goes on is told again after this time.
+_ALARM_TOLD_S = 60.0
 
 # gRPC status codes
 PERMISSION_DENIED, RESOURCE_EXHAUSTED, UNAUTHENTICATED = 7, 8, 16
@@ -46,6 +55,7 @@ class Calls:
         self.trust_listeners: list[Callable[[], None]] = []
         self._went_back: WentBack | None = None
         self._closed = False
+        self._alarm_told = -_ALARM_TOLD_S
 
     @property
     def closed(self) -> bool:
@@ -129,7 +139,14 @@ class Calls:
         """Return a refusal of etcd as an error that says what to do."""
         where = f"etcd at {self.client.address}"
         if error.code == RESOURCE_EXHAUSTED and "space exceeded" in error.text:
-            return NoSpace(f"{where} (compact and defragment it, then `etcdctl alarm disarm`)")
+            self._tell_alarm(
+                f"{where} refuses all writes: alarm NOSPACE. Free its room with: {REPAIR}"
+            )
+            return NoSpace(f"{where} (alarm NOSPACE: {REPAIR})")
+        if "corrupt cluster" in error.text:
+            text = f"{where} refuses all writes: alarm CORRUPT. Have its members compared with: {REPAIR}"
+            self._tell_alarm(text)
+            return OSError(errno.EIO, text)
         if error.code in (PERMISSION_DENIED, UNAUTHENTICATED) or "user name is" in error.text:
             who = "this user" if self.client.user else "nobody without a user and password"
             return OSError(
@@ -140,3 +157,10 @@ class Calls:
         if "request is too large" in error.text or "larger than max" in error.text:
             return OSError(errno.EMSGSIZE, f"{where}: a transaction is too large ({error.text})")
         return OSError(errno.EIO, f"{where}: {error.text}")
+
+    def _tell_alarm(self, text: str) -> None:
+        """Log what stops all requests, for as long as it does, but not at each of them."""
+        now = time.monotonic()
+        if now >= self._alarm_told + _ALARM_TOLD_S:
+            self._alarm_told = now
+            log.error("%s", text)

@@ -54,6 +54,7 @@ from .catalog import Catalog
 from .checks import Checks
 from .copier import Copier, Throttle
 from .damage import WrongExtents
+from .etcd_room import EtcdWatch
 from .figures import NodeFigures
 from .files import Files
 from .handover import Handover
@@ -234,6 +235,8 @@ class _Node:
             rereplicate_after_s=section.rereplicate_after,
         )  # fmt: skip
 
+        self._etcd_watch = EtcdWatch(engine)
+
         # Service to other processes.
         self._service = service = NodeService(
             files, catalog, room, replica, members, groups, session, agent.evict, self._status,
@@ -266,7 +269,7 @@ class _Node:
         await self._register(where.advertised, listener.control_port, listener.ports)
         for task in (
             self._resync.run, self._agent.run, self._catalog.run, self._scrub.run,
-            self._tell_space,
+            self._tell_space, self._etcd_watch.run,
         ):  # fmt: skip
             nursery.start_soon(task)
         nursery.start_soon(self._history.run, self._session, lambda: len(self._members.nodes))
@@ -360,6 +363,7 @@ class _Node:
         return [
             self._listener.counters, self._files.figures(), self._catalog.figures(),
             self._resync.figures(), self._scrub.figures(), self._rdma.figures(),
+            self._etcd_watch.figures(),
             NodeFigures(self._own_groups(), self._session.left_s()),
         ]  # fmt: skip
 

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 from ..observe.figures import count, gauge, gauges
 
-__all__ = ["CatalogFigures", "FileFigures", "NodeFigures", "ResyncFigures", "ScrubFigures"]
+__all__ = [
+    "CatalogFigures",
+    "EtcdFigures",
+    "FileFigures",
+    "NodeFigures",
+    "ResyncFigures",
+    "ScrubFigures",
+]
 
 
 @dataclass(slots=True)
@@ -61,3 +68,15 @@ class NodeFigures:
 
     groups: dict[str, int] = gauges("Placement groups, by this node's state in them", "state")
     lease_valid_seconds: float = gauge("How long this node may still serve without etcd")
+
+
+@dataclass(slots=True)
+class EtcdFigures:
+    """The room of the member of etcd that this node uses."""
+
+    etcd_file_bytes: int = gauge("Size of etcd's file, which its quota limits")
+    etcd_used_bytes: int = gauge("Bytes of etcd's file in use")
+    etcd_quota_bytes: int = gauge("etcd's quota; 0: not known")
+    etcd_grown_bytes: int = gauge("Growth of what etcd has in use, in etcd_grown_seconds")
+    etcd_grown_seconds: float = gauge("Time in which the growth was seen, an hour at most")
+    etcd_alarms: dict[str, int] = gauges("1 for an alarm of etcd that is raised", "alarm")

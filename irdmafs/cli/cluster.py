@@ -276,6 +276,7 @@ def status_command(ctx: click.Context, watch: bool, as_json: bool, config_path: 
             found = await read_state(config, engine)
             await ask_nodes(found, config)
             await name_files(found, engine)
+            found.etcd_room = await engine.admin.room.everywhere()
             data = {
                 "cluster": config.cluster.name,
                 "etcd": list(config.cluster.etcd),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,8 @@ from ..backend.cluster.records import (
     encode,
 )
 from ..backend.etcd.auth import ROOT
-from ..backend.kv import Conflict, Delete, Put
+from ..backend.kv import Conflict, NoSpace, Put
+from ..backend.kv.etcd_calls import REPAIR
 from ..backend.kv.etcd_leases import LEASE_BITS
 from ..backend.trust.rights import Range, own_ranges, shared_ranges
 from ..backend.trust.security import Identity, Role, expiry_of, identity_in
@@ -42,8 +43,6 @@ __all__ = [
 
 _SHARED_ROLES: tuple[Role, ...] = ("mount", "node", "reader")
 _CHANGE_RETRIES = 10
-# etcd takes 128 operations in a transaction.
-_REMOVED_AT_ONCE = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,31 +224,42 @@ async def revoke(engine: EtcdEngine, name: str) -> list[Member]:
         raise ConfigError(
             f"no certificate was issued to {name!r}; irdmafs cluster members lists them"
         )
-    revoked = [
-        member for member in members if not member.record.revoked_s and await _mark(engine, member)
-    ]
+    try:
+        revoked = [
+            member
+            for member in members
+            if not member.record.revoked_s and await _mark(engine, member)
+        ]
+    except NoSpace:
+        # The member may be the one that filled etcd.
+        await _shut_out(engine, name, members)
+        raise ConfigError(
+            f"etcd has no room to note that {name!r} is revoked; what {name!r} kept there is removed, and "
+            f"etcd refuses its requests. Give these commands: {REPAIR}; irdmafs cluster revoke {name}"
+        ) from None
+    # Nodes and mounts have cut these processes off.
+    await _shut_out(engine, name, members)
+    return revoked
+
+
+async def _shut_out(engine: EtcdEngine, name: str, members: Sequence[Member]) -> None:
+    """Have etcd refuse the requests of these certificates, all of this name, end their sessions, and remove
+    their keys. Needs no room in etcd."""
     for member in members:
         if engine.admin.secure:
             user = _user_of(member.record)
             await engine.admin.auth.delete_user(user)
             await engine.admin.auth.delete_role(_own_name(engine, user))
-    # Nodes and mounts have cut these processes off, and etcd lets them make no other sessions.
     for use in await uses_of(engine, name):
         if use.lease:
             await engine.leases.revoke(use.lease)
         else:
-            await engine.transact((), [Delete(use.key)])
+            await engine.admin.remove(use.key, use.key + b"\0")
     for member in members:
+        # Some of its keys may have no lease, or one that is kept alive.
         if member.record.owner and member.record.role in _SHARED_ROLES:
-            await _remove_own(engine, _as_role(member.record.role), member.record.owner)
-    return revoked
-
-
-async def _remove_own(engine: EtcdEngine, role: Role, owner: int) -> None:
-    """Remove the remaining keys of a certificate: some may have no lease, or one that is kept alive."""
-    for start, end in own_ranges(role, owner):
-        while found := await engine.page(start, end, _REMOVED_AT_ONCE):
-            await engine.transact((), [Delete(pair.key) for pair in found])
+            for start, end in own_ranges(_as_role(member.record.role), member.record.owner):
+                await engine.admin.remove(start, end)
 
 
 async def _mark(engine: EtcdEngine, member: Member) -> bool:

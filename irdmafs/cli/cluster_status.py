@@ -33,6 +33,7 @@ def print_cluster(data: Mapping[str, Any]) -> None:
     rows = [
         ("health", str(data.get("health", "-"))),
         ("etcd", ", ".join(data.get("etcd") or ())),
+        ("room in etcd", _etcd_line(data.get("etcd_room") or {})),
         ("replicas", str(settings.get("replicas", "-"))),
         (
             "stripes of",
@@ -87,6 +88,25 @@ def print_cluster(data: Mapping[str, Any]) -> None:
         print(printable(f"! {problem}"))
     for note in notes:
         print(printable(f"  {note}"))
+
+
+def _etcd_line(room: Mapping[str, Any]) -> str:
+    """Return the room of the fullest member of etcd, and how much of it went lately."""
+    members = [one for one in (room.get("members") or {}).values() if "file_bytes" in one]
+    if not members:
+        return "not known"
+    fullest = max(members, key=lambda one: int(one["file_bytes"]))
+    text = f"{human_bytes(fullest['file_bytes'])}, {human_bytes(fullest['used_bytes'])} in use"
+    if fullest["quota_bytes"]:
+        text += f", quota {human_bytes(fullest['quota_bytes'])}"
+    if room.get("grown_seconds"):
+        grown = int(room["grown_bytes"])
+        text += (
+            f"; {'less' if grown < 0 else 'more'} by {human_bytes(abs(grown))} in "
+            f"{human_duration(room['grown_seconds'])}"
+        )
+    alarms = ", ".join(room.get("alarms") or ())
+    return f"ALARM {alarms}; {text}" if alarms else text
 
 
 def _groups_line(groups: Mapping[str, Any]) -> str:

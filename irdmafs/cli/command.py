@@ -33,6 +33,7 @@ from .flags import flag_name, flags_of, overrides, section_flags
 from .members import cluster
 from .nodes import admit, drain, remove, scrub
 from .recover import recover
+from .repair import repair_etcd
 from .restore import accept_restore
 from .serve import serve
 from .train import train
@@ -435,7 +436,7 @@ def _print_json(value: object) -> None:
     click.echo(status.printable(json.dumps(value, indent=2, ensure_ascii=True)))
 
 
-for _command in (accept_restore, admit, drain, remove, scrub):
+for _command in (accept_restore, admit, drain, remove, repair_etcd, scrub):
     cluster.add_command(_command)
 for _command in (cluster, prefetch, rebalance, recover, serve, train):
     main.add_command(_command)

@@ -739,7 +739,7 @@ def test_a_full_etcd_refuses_and_can_still_be_read() -> None:
     async def main(server: EtcdServer) -> None:
         async with EtcdEngine(server.endpoints, b"/") as engine:
             written = 0
-            with pytest.raises(NoSpace, match="defragment"):
+            with pytest.raises(NoSpace, match="repair-etcd"):
                 while written < 100:
                     await engine.transact((), [Put(b"%02d" % written, bytes(500_000))])
                     written += 1

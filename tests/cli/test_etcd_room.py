@@ -1,0 +1,150 @@
+"""`irdmafs cluster status` tells of etcd's alarms and room, and `repair-etcd` mends them (real etcd)."""
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from etcd_server import EtcdServer
+from mountpoint import irdmafs
+
+from irdmafs.backend.cluster.config import ClusterConfig
+from irdmafs.backend.etcd import etcd_pb2 as pb
+from irdmafs.backend.etcd.client import ALARM
+from irdmafs.backend.kv import NoSpace, Put
+from irdmafs.backend.kv.etcd import EtcdEngine
+from irdmafs.backend.kv.etcd_admin import roles_hold
+
+QUOTA_BYTES = 16 << 20
+
+
+class Cluster:
+    """A cluster without nodes, whose etcd has a small quota."""
+
+    def __init__(self, server: EtcdServer, directory: Path) -> None:
+        self.server = server
+        self.file = directory / "cluster.toml"
+        where = ",".join(server.endpoints)
+        done = irdmafs("cluster", "init", "--no-tls", "--etcd", where, "--out", str(directory))
+        assert done.returncode == 0, done
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return irdmafs("cluster", *arguments, "--cluster", self.file)
+
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.run("status", "--json").stdout)
+        return found
+
+    def problem_of_etcd(self) -> str:
+        """The problem with etcd that status names; "" for none."""
+        return next((line for line in self.status()["problems"] if line.startswith("etcd")), "")
+
+    def engine(self) -> EtcdEngine:
+        return ClusterConfig.load(str(self.file)).cluster.engine("admin")
+
+    def raise_alarm(self, alarm: pb.AlarmType) -> None:
+        async def main() -> None:
+            async with self.engine() as engine:
+                request = pb.AlarmRequest(action=pb.AlarmRequest.ACTIVATE, memberID=1, alarm=alarm)
+                await engine.admin.room._calls.call(ALARM, request)
+
+        trio.run(main)
+
+    def put(self, keys: int = 1, size: int = 1) -> None:
+        async def main() -> None:
+            async with self.engine() as engine:
+                for number in range(keys):
+                    await engine.transact((), [Put(b"i%08d" % number, bytes(size))])
+
+        trio.run(main)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with EtcdServer(quota_bytes=QUOTA_BYTES) as server:
+        yield Cluster(server, tmp_path)
+
+
+def test_status_tells_the_room_of_etcd(cluster: Cluster) -> None:
+    told = cluster.status()["etcd_room"]
+    assert told["alarms"] == []
+    [room] = told["members"].values()
+    assert room["file_bytes"] >= room["used_bytes"] > 0
+    assert "room in etcd" in cluster.run("status").stdout
+
+
+def test_an_alarm_that_was_raised_without_need_is_told_and_taken_back(cluster: Cluster) -> None:
+    cluster.raise_alarm(pb.NOSPACE)
+    with pytest.raises(NoSpace, match="repair-etcd"):
+        cluster.put()
+    assert "NOSPACE" in cluster.problem_of_etcd()
+    shown = cluster.run("status")
+    assert (shown.returncode, "ALARM NOSPACE" in shown.stdout) == (2, True)
+    assert "repair-etcd" in shown.stdout
+    assert cluster.run("repair-etcd").returncode == 0
+    cluster.put()
+    assert cluster.problem_of_etcd() == ""
+
+
+def test_a_full_etcd_takes_writes_again_when_keys_were_removed_and_it_was_repaired(
+    cluster: Cluster,
+) -> None:
+    with pytest.raises(NoSpace):
+        cluster.put(keys=100, size=500_000)
+    assert "NOSPACE" in cluster.problem_of_etcd()
+    cluster.server.ctl("del", "--prefix", "/irdmafs/default/i")
+    done = cluster.run("repair-etcd")
+    assert done.returncode == 0, done
+    [room] = cluster.status()["etcd_room"]["members"].values()
+    assert room["file_bytes"] < QUOTA_BYTES / 2
+    cluster.put()
+
+
+def test_an_etcd_that_calls_itself_corrupt_is_compared_before_its_alarm_is_taken_back(
+    cluster: Cluster,
+) -> None:
+    cluster.raise_alarm(pb.CORRUPT)
+    shown = cluster.run("status")
+    assert (shown.returncode, "ALARM CORRUPT" in shown.stdout) == (2, True), shown
+    assert "repair-etcd" in shown.stdout
+    with pytest.raises(OSError, match="CORRUPT"):
+        cluster.put()
+    done = cluster.run("repair-etcd")
+    assert (done.returncode, "same data" in done.stdout) == (0, True), done
+    cluster.put()
+
+
+def test_the_members_that_are_up_are_repaired_and_compared_only_if_all_are(tmp_path: Path) -> None:
+    with EtcdServer(members=3) as server:
+        cluster = Cluster(server, tmp_path)
+        server.kill9(2)
+        cluster.raise_alarm(pb.NOSPACE)
+        rooms = cluster.status()["etcd_room"]["members"]
+        assert set(rooms) == set(server.endpoints)
+        assert [where for where, room in rooms.items() if "error" in room] == [server.endpoints[2]]
+        done = cluster.run("repair-etcd")
+        assert done.returncode == 0, done
+        assert f"{server.endpoints[2]} is left out" in done.stdout
+        cluster.put()
+
+        cluster.raise_alarm(pb.CORRUPT)
+        assert cluster.run("repair-etcd").returncode == 1
+        assert "CORRUPT" in cluster.problem_of_etcd()
+        server.start(2)
+        done = cluster.run("repair-etcd")
+        assert (done.returncode, "same data" in done.stdout) == (0, True), done
+        cluster.put()
+
+
+@pytest.mark.parametrize(
+    ("version", "holds"),
+    [
+        ("3.4.23", False), ("3.5.30", False), ("3.6.10", False), ("3.6.11", True),
+        ("3.7.0-rc.1", True), ("4.0.0", True),
+    ],
+)  # fmt: skip
+def test_an_etcd_whose_roles_can_be_got_around_is_known(version: str, holds: bool) -> None:
+    assert roles_hold(version) is holds
