@@ -21,7 +21,7 @@ from ..trust.renewal import Renewable
 from . import etcd_pb2 as pb
 from .connection import Connection
 from .endpoint import Endpoint, connect, parse_endpoint, tls_context
-from .errors import ConnectionLost, NotAccepted, RpcError
+from .errors import ConnectionLost, NoAnswer, NotAccepted, RpcError
 from .frames import header_block
 from .stream import Stream
 
@@ -203,7 +203,7 @@ class Client:
     ) -> Response:
         """Repeat a call that may be repeated until etcd answers.
 
-        Raises RpcError, and OSError (ETIMEDOUT; EACCES when another try cannot succeed).
+        Raises RpcError, NoAnswer, and OSError EACCES when another try cannot succeed.
         """
         deadline = trio.current_time() + timeout_s
         pauses = Pauses(*PAUSES_S)
@@ -280,9 +280,8 @@ class Client:
             return True
         return False
 
-    def timed_out(self, after_s: float) -> OSError:
-        return OSError(
-            errno.ETIMEDOUT,
+    def timed_out(self, after_s: float) -> NoAnswer:
+        return NoAnswer(
             f"etcd gave no definite answer for {after_s:.0f} s ({self.failures()})."
             " Is it running, has it a majority, and are these its client addresses?",
         )

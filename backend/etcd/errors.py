@@ -1,5 +1,15 @@
 """Ways in which a call of etcd, or the connection that it is made on, fails."""
 
+import errno
+
+
+class NoAnswer(OSError):
+    """ETIMEDOUT: etcd gave no definite answer in time."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(errno.ETIMEDOUT, text)
+        self.text = text
+
 
 class RpcError(Exception):
     """The server answered with a gRPC status other than OK."""

@@ -32,6 +32,7 @@ from ..cluster.records import (
 )
 from ..cluster.replica import Replica
 from ..cluster.settings import read_settings
+from ..etcd.errors import NoAnswer
 from ..kv import Conflict, Put, SharedEngine, WentBack
 from ..kv.etcd import EtcdEngine
 from ..observe.figures import values_of
@@ -48,7 +49,7 @@ from ..transport.server import Listener
 from ..transport.verbs.rdma import Rdma
 from ..trust.certificates import Certificates
 from ..trust.renewal import Renewal
-from ..unwrap import only_error
+from ..unwrap import first_error, only_error
 from .agent import Agent
 from .catalog import Catalog
 from .checks import Checks
@@ -79,12 +80,17 @@ _RELEASE_S = 3.0
 
 
 async def serve_node(
-    config: ClusterConfig, ready: Callable[[str], None], *, patient: bool = True
+    config: ClusterConfig,
+    ready: Callable[[str], None],
+    waits: Callable[[str], None],
+    *,
+    patient: bool = True,
 ) -> None:
     """Be a store node of a cluster until a signal arrives. `ready` is called when it begins to serve, with
     its id and address, and again if it begins anew. The first SIGTERM or SIGINT waits for transfers under
-    way and gives the lease back, the second one ends at once. If etcd went back in time the node waits,
-    before its first service only if it is `patient`.
+    way and gives the lease back, the second one ends at once. Before it serves the node waits as long as
+    etcd does not answer: `waits` is told so, once. If etcd went back in time the node waits, before its
+    first service only if it is `patient`.
 
     Raises ConfigError, StoreInUse, kv.Damaged or OSError with a line for the user.
     """
@@ -93,9 +99,9 @@ async def serve_node(
     try:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
             async with trio.open_nursery() as nursery:
-                turn = _Turn(patient)
+                turn = _Turn(patient, waits)
                 nursery.start_soon(_heed, signals, turn, nursery.cancel_scope)
-                while await _served(config, turn, ready):
+                while await _begins_anew(config, turn, ready):
                     pass
                 nursery.cancel_scope.cancel()
     except BaseExceptionGroup as group:
@@ -106,26 +112,48 @@ class _Turn:
     """One run of the node. `stop` ends it in order, once it `serves`; `renewal` reads its certificates
     again."""
 
-    def __init__(self, patient: bool) -> None:
+    def __init__(self, patient: bool, waits: Callable[[str], None]) -> None:
         self.patient = patient
+        self._waits = waits
+        self._waits_for_etcd = False
         self.stop = trio.Event()
         self.serves = False
         self.renewal: Renewal | None = None
 
+    def wait_for_etcd(self, error: NoAnswer) -> None:
+        """Say, once, that the node waits until etcd answers."""
+        if not self._waits_for_etcd:
+            self._waits_for_etcd = True
+            text = f"{error.text} This node waits for it"
+            log.warning("%s", text)
+            self._waits(text)
 
-async def _served(config: ClusterConfig, turn: _Turn, ready: Callable[[str], None]) -> bool:
-    """Run the node. Return whether it has to begin anew, as etcd is not in the state that it knew."""
-    went_back = False
+    def begin(self) -> None:
+        self.serves = self.patient = True
+        self._waits_for_etcd = False
+
+
+async def _begins_anew(config: ClusterConfig, turn: _Turn, ready: Callable[[str], None]) -> bool:
+    """Run the node. Return whether it has to begin anew, as etcd did not answer before the node served, or
+    is not in the state that the node knew."""
+    anew = False
     try:
         await _serve_once(config, turn, ready)
     except* WentBack as group:
         if not turn.patient:
             raise
-        went_back = True
+        anew = True
         log.error("%s. This node stops serving", only_error(group))
+    except* NoAnswer as group:
+        if turn.serves:
+            raise
+        anew = True
+        error = first_error(group)
+        assert isinstance(error, NoAnswer)
+        turn.wait_for_etcd(error)
     finally:
         turn.serves = False
-    return went_back
+    return anew
 
 
 async def _heed(signals: AsyncIterator[int], turn: _Turn, scope: trio.CancelScope) -> None:
@@ -275,7 +303,7 @@ class _Node:
         nursery.start_soon(self._history.run, self._session, lambda: len(self._members.nodes))
         text = f"node {self._files.node:016x} at {where.advertised}:{listener.control_port}"
         log.info("serving %s as %s", self._files.directory, text)
-        self._turn.serves = self._turn.patient = True
+        self._turn.begin()
         ready(text)
         await self._turn.stop.wait()
         await self._end()

@@ -35,7 +35,8 @@ def serve(
 
     Contents of files are kept in the directory STORE.
 
-    Returns once the node serves. SIGTERM ends it; what it keeps stays in STORE.
+    Returns once the node serves; while etcd does not answer, it waits. SIGTERM ends it; what it keeps stays
+    in STORE.
     """
     from ..backend.cluster.config import find_config
     from ..mount import background
@@ -57,7 +58,7 @@ def serve(
         raise MountError(f"cannot make the store {store}: {error.strerror}") from error
     log = None if foreground else config.log.file or os.path.join(store, "irdmafs.log")
 
-    def run(ready: Callable[[str], None]) -> None:
+    def run(ready: Callable[[str], None], waits: Callable[[str], None]) -> None:
         import trio
 
         from ..backend.kv import Damaged
@@ -67,7 +68,7 @@ def serve(
         with one_line_errors():
             set_up_logging("node", config.log.format, config.log.level, log or config.log.file)
             try:
-                trio.run(partial(serve_node, config, ready, patient=foreground))
+                trio.run(partial(serve_node, config, ready, waits, patient=foreground))
             except Damaged as error:
                 raise MountError(str(error)) from error
             except OSError as error:
@@ -79,10 +80,13 @@ def serve(
         say(f"{store} is served ({text})")
         sys.stdout.flush()
 
+    def waits(text: str) -> None:
+        say(text, err=True)
+
     try:
         if log is None:
-            run(ready)
+            run(ready, waits if config.log.file else lambda text: None)
         else:
-            ready(background.start_process(log, run))
+            ready(background.start_process(log, run, waits))
     except KeyboardInterrupt:
         ctx.exit(128 + signal.SIGINT)

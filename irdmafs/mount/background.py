@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import logging.handlers
@@ -75,12 +76,17 @@ def run_here(config: MountConfig, ready: Callable[[str], None]) -> None:
 def start(config: MountConfig) -> str:
     """Serve the mount in a new process in the background, and return the text that it gave to `ready`.
     Raises as start_process does."""
-    return start_process(log_path(config), lambda ready: run_here(config, ready))
+    return start_process(log_path(config), lambda ready, waits: run_here(config, ready))
 
 
-def start_process(path: str, run: Callable[[Callable[[str], None]], None]) -> str:
+def start_process(
+    path: str,
+    run: Callable[[Callable[[str], None], Callable[[str], None]], None],
+    waits: Callable[[str], None] = lambda text: None,
+) -> str:
     """Call `run` in a new process in the background, with its output in the log `path`, and return the text
-    that `run` gave to its argument.
+    that `run` gave to its first argument. Each text that it gives to the second one before that is given to
+    `waits`.
 
     Raises MountError with the daemon's reason, DaemonFailedError with the end of its log where it
     died without one.
@@ -102,12 +108,12 @@ def start_process(path: str, run: Callable[[Callable[[str], None]], None]) -> st
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
         try:
-            answer = pipe.readline()
+            while (message := _message(pipe.readline())) and "waits" in message:
+                waits(message["waits"])
         except KeyboardInterrupt:
             os.kill(pid, signal.SIGTERM)
             os.waitpid(pid, 0)
             raise
-    message = json.loads(answer) if answer.endswith(b"\n") else {}
     if "ready" in message:
         return str(message["ready"])
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -120,17 +126,27 @@ def start_process(path: str, run: Callable[[Callable[[str], None]], None]) -> st
     raise DaemonFailedError(f"the daemon {how} before it answered{tail or f'; see {path}'}")
 
 
-def _daemonize(run: Callable[[Callable[[str], None]], None], log: int, writer: int) -> None:
+def _message(line: bytes) -> dict[str, str]:
+    """Return a message of the daemon; {} if it ended before it had sent all of it."""
+    return dict(json.loads(line)) if line.endswith(b"\n") else {}
+
+
+def _daemonize(
+    run: Callable[[Callable[[str], None], Callable[[str], None]], None], log: int, writer: int
+) -> None:
     """Run the forked process to its end. Never returns."""
     code = 1
 
     def tell(**message: str) -> None:
-        nonlocal writer
         if writer >= 0:
-            try:
+            # The command that started this process may have been ended.
+            with contextlib.suppress(BrokenPipeError):
                 os.write(writer, json.dumps(message).encode() + b"\n")
-            except BrokenPipeError:
-                pass
+
+    def answer(**message: str) -> None:
+        nonlocal writer
+        tell(**message)
+        if writer >= 0:
             os.close(writer)
             writer = -1
 
@@ -143,15 +159,15 @@ def _daemonize(run: Callable[[Callable[[str], None]], None], log: int, writer: i
         os.dup2(log, 2)
         os.close(null)
         os.close(log)
-        run(lambda text: tell(ready=text))
-        tell(error="it was ended before it answered")
+        run(lambda text: answer(ready=text), lambda text: tell(waits=text))
+        answer(error="it was ended before it answered")
         code = 0
     except MountError as error:
         _log.error("%s", error)
-        tell(error=str(error))
+        answer(error=str(error))
     except BaseException as error:
         _log.exception("the daemon failed")
-        tell(failure=f"{type(error).__name__}: {error}")
+        answer(failure=f"{type(error).__name__}: {error}")
     finally:
         logging.shutdown()
         # Not sys.exit: exit handlers that the parent registered must run in the parent only.

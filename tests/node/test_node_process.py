@@ -66,7 +66,7 @@ class ServedNode:
     ) -> None:
         self.store = store
         self._log = log
-        self._command = [
+        self.command = [
             *forks.PREFIX, "serve", str(store), "-f", "--name", cluster,
             "--etcd", ",".join(etcd.endpoints), *arguments,
         ]  # fmt: skip
@@ -78,14 +78,24 @@ class ServedNode:
             reader, writer = os.pipe()
             self._output = open(reader)  # noqa: SIM115
             with open(writer, "wb") as output:
-                self._running = forks.start(self._command, output=output, errors=log)
+                self._running = forks.start(self.command, output=output, errors=log)
 
     def start(self) -> None:
         """Returns when it says that it serves."""
         self.spawn()
+        self.wait_served()
+
+    def wait_served(self) -> None:
+        """Wait until it says that it serves."""
         assert self._output is not None
         line = self._output.readline()
         assert "is served" in line, self.log
+
+    def wait_for_log(self, text: str) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while text not in self.log:
+            assert time.monotonic() < deadline, self.log
+            time.sleep(0.05)
 
     def wait_for_store(self) -> bool:
         """Wait until it has its store open."""
@@ -99,7 +109,7 @@ class ServedNode:
     def refuse(self) -> str:
         """Start what must not start; what it says about it."""
         done = subprocess.run(
-            self._command, capture_output=True, text=True, cwd="/", timeout=START_TIMEOUT_S
+            self.command, capture_output=True, text=True, cwd="/", timeout=START_TIMEOUT_S
         )
         assert done.returncode != 0
         return done.stderr
@@ -777,6 +787,40 @@ def test_a_node_without_etcd_refuses_writes_after_its_lease_and_comes_back(
 
         run(place, test)
         node.close()
+
+
+def test_nodes_that_start_while_etcd_is_away_say_so_and_wait(place: Place) -> None:
+    with EtcdServer() as own:
+        place.etcd = own
+        trio.run(place.found)
+        here, ended = place.add(), place.add()
+        for node in (here, ended):
+            assert node.terminate() == 0
+        own.kill9()
+        for node in (here, ended):
+            node.spawn()
+        store = place.directory / "behind"
+        command = [word for word in here.command if word != "-f"]
+        command[command.index(str(here.store))] = str(store)
+        behind = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/"
+        )
+        with behind:
+            assert behind.stdout is not None and behind.stderr is not None
+            said = behind.stderr.readline()
+            assert "This node waits for it" in said
+            assert own.endpoints[0] in said
+            for node in (here, ended):
+                node.wait_for_log("This node waits for it")
+            assert ended.terminate() == 0
+            assert "Traceback" not in ended.log
+            own.start()
+            here.wait_served()
+            assert "is served" in behind.stdout.readline()
+            assert behind.wait(START_TIMEOUT_S) == 0
+        assert here.log.count("This node waits for it") == 1
+        os.kill(int((store / "lock").read_text()), signal.SIGTERM)
+        here.close()
 
 
 def test_a_store_on_a_disk_keeps_what_it_acknowledged(place: Place, tmp_path: Path) -> None:
