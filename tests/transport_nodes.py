@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import trio
 
-from irdmafs.backend.cluster.records import NodeAddress
+from irdmafs.backend.cluster.records import NodeAddress, session_of
 from irdmafs.backend.store.sparse import segments
 from irdmafs.backend.transport import Extent, Fenced, Target
 from irdmafs.backend.transport.mover import Mover, Serving
@@ -55,9 +55,8 @@ class ExtentDirectory:
         for name in ("incoming", "spare"):
             os.makedirs(f"{directory}/{name}", exist_ok=True)
         self.newest_config = 0
-        # Keys of sessions, where that counts; and who asked for what.
+        # Keys of sessions, where that counts.
         self.owners: dict[int, bytes] = {}
-        self.asked: list[tuple[int, int]] = []
         self.limit_bytes = 1 << 40
         self.created = 0
         self.dropped = 0
@@ -76,9 +75,8 @@ class ExtentDirectory:
         """What is in incoming/."""
         return os.listdir(f"{self.directory}/incoming")
 
-    async def check_owner(self, peer: Peer, session: int, content: int) -> None:
-        self.asked.append((session, content))
-        if self.owners and self.owners.get(session) != peer.session_key:
+    async def check_owner(self, peer: Peer, content: int) -> None:
+        if self.owners and self.owners.get(session_of(content)) != peer.session_key:
             raise PermissionError(errno.EACCES, f"content {content:x} is not of its session")
 
     async def admit(self, extent: Extent, target: Target) -> None:

@@ -387,6 +387,7 @@ REQUESTS: dict[type[messages.Message], messages.Request] = {
         messages.Doubt(1, "", EXTENT),
         messages.Digest(1, "", EXTENT),
         messages.Map(1, "", EXTENT),
+        messages.Share(1, "", EXTENT, TARGET, Extent(5 << 24 | 2, 0), 10),
         messages.Scrub(1, ""),
         verbs.Attach(1, "", END, 0, "rxe0", bytes(16)),
         verbs.Expose(1, "", EXTENT, 0, 10, 0),
@@ -447,7 +448,7 @@ def test_a_mount_is_refused_what_is_of_another_session(
         assert not cluster.service(1).aborted
         assert not cluster.service(1).leftovers
         told = warnings(caplog, "irdmafs.backend.transport.rights")
-        assert len(told) == cluster.nodes[1].listener.counters.denied_requests == 4
+        assert len(told) == cluster.nodes[1].listener.counters.denied_requests == 5
 
     in_cluster(memory, test, 1)
 
@@ -487,14 +488,22 @@ def test_the_rights_of_a_data_connection_end_with_its_control_connection(memory:
     in_cluster(memory, test, 1)
 
 
-def test_a_new_session_gets_data_connections_of_its_own(memory: Path) -> None:
+def test_a_new_session_of_the_same_mount_keeps_its_connections(memory: Path) -> None:
+    key = b"the key of the mount's sessions, one after another"
+
     async def test(cluster: Place) -> None:
+        cluster.service(1).owners = {5: key, 6: key}
         session = 5
-        async with mounted(memory, timeout_s=TIMEOUT_S, session=lambda: session) as peers:
-            await write(peers, cluster, Extent(1, 0), bytes(100_000))
+        async with mounted(
+            memory, timeout_s=TIMEOUT_S, session=lambda: session, session_key=key
+        ) as peers:
+            await write(peers, cluster, Extent(5 << 24, 0), bytes(100_000))
+            connections = cluster.nodes[1].listener.counters.connections
             session = 6
-            await write(peers, cluster, Extent(2, 0), bytes(100_000))
-        assert cluster.service(1).asked == [(5, 1), (6, 2)]
+            for session_of_content in (6, 5):
+                extent = Extent(session_of_content << 24 | 1, 0)
+                await write(peers, cluster, extent, bytes(100_000))
+            assert cluster.nodes[1].listener.counters.connections == connections
 
     in_cluster(memory, test, 1)
 

@@ -175,12 +175,13 @@ def test_an_error_of_the_node_is_the_callers_and_tried_in_no_other_way(memory: P
 def test_the_rights_to_a_movers_messages_are_checked_for_it(memory: Path, key: bytes) -> None:
     async def test(place: Place) -> None:
         place.service(1).owners = {SESSION: KEY}
+        extent = Extent(SESSION << 24 | 1, 0)
         if key == KEY:
-            await written(place, Extent(1, 0), bytes(MiB))
+            await written(place, extent, bytes(MiB))
         else:
             with pytest.raises(PermissionError):
-                await written(place, Extent(1, 0), bytes(MiB))
-        assert place.have(Extent(1, 0), bytes(MiB)) == ([1] if key == KEY else [])
+                await written(place, extent, bytes(MiB))
+        assert place.have(extent, bytes(MiB)) == ([1] if key == KEY else [])
 
     at_the_pier(memory, test, session=lambda: SESSION, session_key=key)
 

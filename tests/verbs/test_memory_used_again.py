@@ -110,7 +110,7 @@ class FilesService:
         self.node = node
         self.files = Files(str(directory), mappings=rdma)
 
-    async def check_owner(self, peer: Peer, session: int, content: int) -> None:
+    async def check_owner(self, peer: Peer, content: int) -> None:
         pass
 
     async def admit(self, extent: Extent, target: Target) -> None:
