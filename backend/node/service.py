@@ -87,19 +87,17 @@ class NodeService:
 
     # -- taking in -------------------------------------------------------------------------------
 
-    async def check_owner(self, peer: Peer, session: int, content: int) -> None:
-        """Check that a content belongs to the session whose rights the peer has, and that the session is
-        the peer's own. Raises OSError: ECANCELED if the content's session is over, EACCES if it is
-        another's, Unreachable if this node lags behind."""
+    async def check_owner(self, peer: Peer, content: int) -> None:
+        """Check that a content belongs to a session of the peer's: it has the key, which a process keeps
+        for all its sessions, one after another. Raises OSError: ECANCELED if the content's session is over,
+        EACCES if it is another's, Unreachable if this node lags behind."""
         number = session_of(content)
-        if number == session == peer.owned and number in self._members.sessions:
+        if number == peer.owned and number in self._members.sessions:
             return
         await self._catch_up(number)
         record = self._members.sessions.get(number)
         if record is None:
             raise OSError(errno.ECANCELED, f"content {content:x}: its writer's session is over")
-        if number != session:
-            raise _denied(f"content {content:x} is another session's")
         if not hmac.compare_digest(record.key_digest, session_digest(peer.session_key)):
             raise _denied(f"it does not have the key of session {number}")
         if peer.is_certified and (record.name, record.role) != (peer.name, peer.role):

@@ -62,11 +62,6 @@ class Caller:
     counters: Counters
     nursery: trio.Nursery
 
-    @property
-    def writing_session(self) -> int:
-        """Return the session that the right to write depends on; 0: none, as for a node."""
-        return self.session() if self.role == "mount" else 0
-
     def hello(self, node: int) -> Hello:
         return Hello(VERSION, self.role, self.name, self.session(), node, self.session_key)
 

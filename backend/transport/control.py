@@ -166,7 +166,7 @@ class Control:
         elif isinstance(request, Abort):
             content = request.content
         peer, service = self._peer, self._node.service
-        await check_right(service, self._codec.rights, peer, type(request), peer.session, content)
+        await check_right(service, self._codec.rights, peer, type(request), content)
         operation = OPERATIONS.get(type(request))
         if operation is not None:
             return await operation.do(self._node, request)

@@ -49,10 +49,9 @@ class Service(Protocol[I]):
         """Return the node's id."""
         ...
 
-    async def check_owner(self, peer: Peer, session: int, content: int) -> None:
-        """Raise OSError unless the content is the peer's, `session` being the one that it has the rights
-        of: ECANCELED when the content's session is over, EACCES when it is another's, Unreachable when
-        that is not known."""
+    async def check_owner(self, peer: Peer, content: int) -> None:
+        """Raise OSError unless the content is of a session of the peer's: ECANCELED when the session is
+        over, EACCES when it is another's, Unreachable when that is not known."""
         ...
 
     async def admit(self, extent: Extent, target: Target) -> None:
@@ -150,11 +149,10 @@ async def check_right(
     rights: Mapping[Any, Row],
     peer: Peer,
     asked: Asked,
-    session: int,
     content: int | None,
 ) -> None:
-    """Check the right of a peer, which has the rights of a session, to ask for something about a content
-    (None: about no content). Raises OSError EACCES, and as Service.check_owner."""
+    """Check the right of a peer to ask for something about a content (None: about no content). Raises
+    OSError EACCES, and as Service.check_owner."""
     if need(rights, peer.role, asked) is Scope.OWN:
         assert content is not None, "only requests about a content are limited to a peer's own"
-        await service.check_owner(peer, session, content)
+        await service.check_owner(peer, content)

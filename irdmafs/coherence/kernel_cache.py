@@ -2,12 +2,16 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Final
+
+import trio
 
 from ..backend.cluster.records import ContentId
 from .nodes import Node
 
 Name = tuple[int, bytes]  # number of a directory, which is its node id, too, and a name in it
+
+_TRY_AGAIN_S: Final = 0.001
 
 
 class KernelCache(ABC):
@@ -32,9 +36,21 @@ class KernelCache(ABC):
     def start_soon(self, telling: Callable[..., Awaitable[None]], *args: Any) -> bool:
         """Start a task of the session. Return False if the session, and so the mount, has ended."""
 
-    @abstractmethod
     def invalidate_attributes(self, node: Node) -> None:
         """Make the kernel ask for a node's attributes before it shows them again."""
+        node.outdated = node.lookups > 0 and not self.forget_attributes(node)
+        if node.outdated:
+            self.start_soon(self._invalidate_later, node)
+
+    async def _invalidate_later(self, node: Node) -> None:
+        """The answer that first names the node is on its way into the kernel, which would keep it."""
+        while node.outdated and node.lookups > 0 and not self.forget_attributes(node):
+            await trio.sleep(_TRY_AGAIN_S)
+        node.outdated = False
+
+    @abstractmethod
+    def forget_attributes(self, node: Node) -> bool:
+        """Have the kernel forget a node's attributes. Return False if it has not heard of the node yet."""
 
     @abstractmethod
     async def expire_names(self, names: list[Name]) -> None:

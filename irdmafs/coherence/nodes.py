@@ -22,12 +22,12 @@ class Node:
 
     `promised` counts opens that are on their way here. `cached` is the mode of the present opens: through
     the daemon and the page cache, not passthrough. `backing_extent` is the extent of the kernel's
-    `backing_id`.
+    `backing_id`. `outdated`: the kernel has yet to be told that the attributes of its first answer are.
     """
 
     __slots__ = (
         "backing_extent", "backing_id", "cached", "content", "id", "ino", "lookups", "name", "opens",
-        "promised", "told",
+        "outdated", "promised", "told",
     )  # fmt: skip
 
     def __init__(self, node_id: int, inode: Inode) -> None:
@@ -36,6 +36,7 @@ class Node:
         self.lookups = 0
         self.opens = 0
         self.promised = 0
+        self.outdated = False
         self.content: Content | None = None
         self.cached = False
         self.backing_id = 0

@@ -111,13 +111,16 @@ class Connection:
         if error.errno not in (errno.ENOENT, errno.ENODEV):
             log.error("answering the kernel failed: %s", error)
 
-    def tell(self, message: bytes) -> None:
-        """Send what the kernel did not ask for."""
+    def tell(self, message: bytes) -> bool:
+        """Send what the kernel did not ask for. Return False if it does not know what this is about."""
         try:
             os.write(self.fd, message)
         except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENODEV, errno.ENOTDIR):
+            if error.errno == errno.ENOENT:
+                return False
+            if error.errno not in (errno.ENODEV, errno.ENOTDIR):
                 log.warning("notifying the kernel failed: %s", error)
+        return True
 
     def close(self) -> None:
         if self.fd >= 0:

@@ -50,9 +50,8 @@ class Notices(KernelCache):
     def can_forget(self) -> bool:
         return self._connection.has_epochs and not self._submounts.exist()
 
-    def invalidate_attributes(self, node: Node) -> None:
-        if node.lookups > 0:
-            self._connection.tell(wire.inval_inode(node.id, -1, 0))  # takes no lock
+    def forget_attributes(self, node: Node) -> bool:
+        return self._connection.tell(wire.inval_inode(node.id, -1, 0))  # takes no lock
 
     async def expire_names(self, names: list[Name]) -> None:
         if self.can_forget:

@@ -89,13 +89,16 @@ class PortableNotices(KernelCache):
     def __init__(self, tasks: Tasks) -> None:
         self._tasks = tasks
 
-    def invalidate_attributes(self, node: Node) -> None:
-        if node.lookups > 0 and not self._tasks.ended:
+    def forget_attributes(self, node: Node) -> bool:
+        if not self._tasks.ended:
             try:
                 pyfuse3.invalidate_inode(node.id, attr_only=True)  # takes no lock
             except OSError as error:
+                if error.errno == errno.ENOENT:
+                    return False
                 if error.errno not in _GONE:
                     log.warning("notifying the kernel failed: %s", error)
+        return True
 
     async def expire_names(self, names: list[Name]) -> None:
         for parent, name in names:

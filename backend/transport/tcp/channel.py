@@ -95,7 +95,6 @@ class Channel:
     def __init__(self, sock: socket.socket, user_timeout_s: float) -> None:
         self.sock = sock
         self.clean = True
-        self.session = 0  # the peer whose rights it has
         self.was_idle = False
         self.idle_since = time.monotonic()
         self._reply = bytearray()

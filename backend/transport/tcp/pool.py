@@ -47,11 +47,10 @@ class Pool:
         if control is not self._control:
             self.drop()
             self._control = control
-        session = self._caller.writing_session
         found: list[Channel] = []
         while self._idle and len(found) < count:
             channel = self._idle.pop()
-            if channel.session != session or channel.is_closed_by_peer():
+            if channel.is_closed_by_peer():
                 channel.close()
             else:
                 found.append(channel)
@@ -93,7 +92,6 @@ class Pool:
 
     async def _open(self, control: ControlClient, count: int) -> list[Channel]:
         node = self._link.node
-        session = self._caller.writing_session
         answer = await control.ask(lambda number: Tickets(number, "", count))
         if not isinstance(answer, Granted) or len(answer.tickets) != count:
             raise Unreachable(node, "its answer makes no sense")
@@ -104,7 +102,6 @@ class Pool:
             try:
                 with trio.fail_after(self._caller.timeout_s):
                     channel = await self._open_channel(control, Ticket.unpack(ticket))
-                    channel.session = session
                     opened.append(channel)
             except (OSError, Lost, trio.TooSlowError, BadMessage, Refusal) as error:
                 why = str(error) or "no data connection could be opened in time"

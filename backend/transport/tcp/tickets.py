@@ -37,12 +37,11 @@ class Guest:
 
 
 class _Granted(NamedTuple):
-    """A ticket that was not used yet; `session` is the one whose rights it gives."""
+    """A ticket that was not used yet."""
 
     key: bytes
     end: float
     guest: Guest
-    session: int
 
 
 class Office:
@@ -68,9 +67,7 @@ class Office:
         granted = []
         for _ in range(count):
             ticket = Ticket.make()
-            self._tickets[ticket.number] = _Granted(
-                ticket.key, now + TICKET_S, guest, guest.peer.session
-            )
+            self._tickets[ticket.number] = _Granted(ticket.key, now + TICKET_S, guest)
             guest.tickets[ticket.number] = None
             granted.append(ticket.pack())
         return granted
@@ -82,7 +79,6 @@ class Office:
         if granted is None or granted.end < trio.current_time():
             raise BadMessage("it shows no valid ticket for a data connection")
         channel.authentication = Authentication(granted.key, listens=True)
-        channel.session = granted.session
         try:
             channel.checked(preamble)
         except Forged:

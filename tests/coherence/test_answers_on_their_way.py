@@ -1,0 +1,104 @@
+"""An answer reaches the kernel before a change, and is taken in by the thread that asked only after it."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+from mountpoint import Mount, eventually
+
+READER = """
+import os, sys
+os.sched_setaffinity(0, {0})
+sys.stdin.readline()
+fd = os.open(sys.argv[1], os.O_RDONLY)
+print(len(os.read(fd, 1000)), os.fstat(fd).st_size)
+"""
+BUSY = """
+import os, sys
+os.sched_setaffinity(0, {0})
+sys.stdin.readline()
+os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
+print("busy", flush=True)
+while True:
+    pass
+"""
+
+
+class Process(subprocess.Popen[str]):
+    stdin: IO[str]
+    stdout: IO[str]
+
+
+@contextlib.contextmanager
+def python(program: str, *arguments: object) -> Iterator[Process]:
+    process = Process(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def on_the_other_processor(pid: int) -> None:
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        os.sched_setaffinity(int(thread), {1})
+
+
+@pytest.fixture
+def processors() -> Iterator[None]:
+    """Keep this process, and so its children, on the second processor."""
+    before = os.sched_getaffinity(0)
+    if not {0, 1} <= before:
+        pytest.skip("it needs processors 0 and 1")
+    try:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    except PermissionError:
+        pytest.skip("it needs the right to real-time scheduling")
+    os.sched_setaffinity(0, {1})
+    yield
+    os.sched_setaffinity(0, before)
+
+
+def begin(process: Process) -> None:
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def is_waiting_for_an_answer(process: Process) -> bool:
+    return Path(f"/proc/{process.pid}/wchan").read_text() == "request_wait_answer"
+
+
+def test_a_reader_that_looked_a_file_up_before_a_publish_reads_all_of_what_it_opens(
+    new_mount: Callable[..., Mount], processors: None
+) -> None:
+    with new_mount() as mount:
+        path = mount.path / "file"
+        path.write_bytes(b"first")
+        daemon = mount.pid
+        on_the_other_processor(daemon)
+        with python(READER, path) as reader, python(BUSY) as busy:
+            writer = os.open(path, os.O_WRONLY | os.O_TRUNC)
+            os.write(writer, b"second" * 10)
+            os.kill(daemon, signal.SIGSTOP)
+            try:
+                begin(reader)
+                eventually(lambda: is_waiting_for_an_answer(reader), "the reader looks it up")
+                begin(busy)
+                assert busy.stdout.readline() == "busy\n"
+            finally:
+                os.kill(daemon, signal.SIGCONT)
+            os.close(writer)
+            busy.kill()
+            assert reader.stdout.read().split() == ["60", "60"]
