@@ -11,6 +11,7 @@ lease is gone, or the key is.
 
 import errno
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol
@@ -105,6 +106,7 @@ class Session:
         self.number = 0  # mod_revision of the key; of a mount: the session in its content ids
         self.valid_until = 0.0  # by now_s()
         self.released = False
+        self._why = ""  # what went wrong last
         self._keeping: trio.CancelScope | None = None
         # Woken whenever the session begins, goes on or ends.
         self._changed = trio.lowlevel.ParkingLot()
@@ -126,13 +128,20 @@ class Session:
         """Return for how many seconds the session is sure to be valid."""
         return max(0.0, self.valid_until - now_s())
 
-    async def wait_valid(self) -> int:
-        """Wait until the session is valid, and return its number. Raises SessionEnded after `release`."""
-        while not self.valid():
-            if self.released:
-                raise SessionEnded
-            await self._changed.park()
-        return self.number
+    async def wait_valid(self, within_s: float = math.inf) -> int:
+        """Wait until the session is valid, and return its number. Raises SessionEnded after `release`, and
+        OSError ETIMEDOUT after `within_s`."""
+        with trio.move_on_after(within_s):
+            while not self.valid():
+                if self.released:
+                    raise SessionEnded
+                await self._changed.park()
+            return self.number
+        raise OSError(
+            errno.ETIMEDOUT,
+            f"this {'mount' if self._kind == MOUNT else 'node'} has had no session for {within_s:g} s: "
+            f"{self._why or 'etcd does not answer'}",
+        )
 
     async def run(
         self,
@@ -220,6 +229,7 @@ class Session:
         if self._keeping is not None and self._keeping.cancel_called:
             return  # lost or released while the answer was on its way
         self.valid_until = max(self.valid_until, sent_s + ttl_s * (1 - MARGIN_SHARE))
+        self._why = ""
         self._notify()
 
     async def _register_again(self, verify: Callable[[], Awaitable[None]] | None) -> None:
@@ -233,6 +243,7 @@ class Session:
             except Removed:
                 raise
             except OSError as error:
+                self._why = str(error)
                 log.warning("registering again in %.1f s: %s", pauses.next_s, error)
             await pauses.wait()
 
@@ -315,5 +326,6 @@ class Session:
             except WentBack:
                 pass  # it is told elsewhere
             except OSError as error:
+                self._why = str(error)
                 log.warning("the lease is not kept alive now: %s", error)
             await pauses.wait()

@@ -132,16 +132,21 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 def set_up_logging(
-    component: str, format: LogFormat = "text", level: str = "info", file: str | None = None
+    component: str,
+    format: LogFormat = "text",
+    level: str = "info",
+    file: str | None = None,
+    *,
+    limit_bytes: int = LOG_LIMIT_BYTES,
 ) -> None:
-    """Log to `file` (rotated once at LOG_LIMIT_BYTES), or to stderr. Raises ConfigError."""
+    """Log to `file` (rotated once at `limit_bytes`), or to stderr. Raises ConfigError."""
     handler: logging.Handler
     if file is None:
         handler = logging.StreamHandler()
     else:
         try:
             handler = logging.handlers.RotatingFileHandler(
-                file, maxBytes=LOG_LIMIT_BYTES, backupCount=1
+                file, maxBytes=limit_bytes, backupCount=1
             )
         except OSError as error:
             raise ConfigError(f"cannot log to {file}: {error.strerror}") from error

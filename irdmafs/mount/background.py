@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import logging.handlers
 import os
 import signal
 import sys
@@ -30,30 +29,15 @@ def log_path(config: MountConfig) -> str:
 
 
 def _set_up_logging(config: MountConfig) -> None:
-    if config.cluster is not None:
-        from ..backend.observe.logs import set_up_logging
+    from ..backend.observe.logs import set_up_logging
 
-        to_terminal = config.foreground and config.log_file is None
-        set_up_logging(
-            "mount",
-            config.cluster.log.format,
-            config.log_level,
-            config.cluster.log.file if to_terminal else log_path(config),
-        )
-        return
-    handler: logging.Handler
-    if config.foreground and config.log_file is None:
-        handler = logging.StreamHandler()
+    to_terminal = config.foreground and config.log_file is None
+    file = None if to_terminal else log_path(config)
+    if config.cluster is None:
+        set_up_logging("", "text", config.log_level, file, limit_bytes=_LOG_LIMIT_BYTES)
     else:
-        handler = logging.handlers.RotatingFileHandler(
-            log_path(config), maxBytes=_LOG_LIMIT_BYTES, backupCount=1
-        )
-    handler.setFormatter(
-        logging.Formatter("%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s")
-    )
-    logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
-    # A full store must not turn every log line into a traceback on top.
-    logging.raiseExceptions = False
+        log = config.cluster.log
+        set_up_logging("mount", log.format, config.log_level, file or log.file)
 
 
 def run_here(config: MountConfig, ready: Callable[[str], None]) -> None:

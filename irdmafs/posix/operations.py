@@ -5,6 +5,7 @@ Operations raise OSError. Those that pyfuse3 has no name for (fallocate, lseek, 
 tmpfile) only the kernel session asks for.
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,8 @@ from .opens import Opens
 from .since import Since
 from .waits import Waits
 from .xattrs import Xattrs
+
+log = logging.getLogger(__name__)
 
 
 class Operations:
@@ -100,5 +103,8 @@ class Operations:
         await self._namespace.idle()
 
     async def ended(self) -> None:
-        """Store, after the unmount, what was put off to a later change."""
-        await self._namespace.note_reads(self.atimes.unsaved())
+        """Store, after the unmount, what was put off to a later change, if the store has room for it."""
+        try:
+            await self._namespace.note_reads(self.atimes.unsaved())
+        except OSError as error:
+            log.warning("the times of the last reads could not be stored: %s", error)

@@ -305,3 +305,11 @@ def test_only_directories_have_the_attribute_and_it_has_one_value(folder: Path) 
 def test_daemon_does_not_load_numpy(session: str) -> None:
     source = "import sys, irdmafs.mount.daemon; assert 'numpy' not in sys.modules"
     subprocess.run([sys.executable, "-c", source], check=True, timeout=60)
+
+
+def test_a_name_cannot_forge_lines_of_the_log(mount: Mount, pushes: Path) -> None:
+    forged = "a\n2026-01-01 00:00:00,000 1 ERROR irdmafs.store: forged \x1b[2J"
+    assert refused(pushes / forged, b"bad") == errno.EINVAL
+    lines = mount.log_tail().splitlines()
+    assert not any(line.startswith("2026-01-01") for line in lines)
+    assert any("a\\x0a2026-01-01" in line and "\\x1b[2J" in line for line in lines)

@@ -17,7 +17,15 @@ from irdmafs.backend.transport.peers import open_peers
 from irdmafs.backend.trust.security import Credentials, identity_in
 
 # Without namespaces, so that this process can talk to nodes itself.
-PLAN = Plan(nodes=1, mounts=1, replicas=1, buckets=4, tls=True, namespaces=False)
+PLAN = Plan(
+    nodes=1,
+    mounts=1,
+    replicas=1,
+    buckets=4,
+    tls=True,
+    namespaces=False,
+    mount_config={"timeout": "6s"},
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +50,8 @@ def test_a_revoked_mount_is_cut_off_and_another_certificate_of_its_name_is_let_i
     issue(made, "w1")
     mount = made.add_mount(certificate="mount-w1")
     (mount.path / "before").write_bytes(b"b" * 300_000)
+    opened = (mount.path / "opened").open("wb", buffering=0)
+    opened.write(b"o" * 300_000)
     old = {
         path: path.read_bytes()
         for kind in ("pem", "key")
@@ -59,6 +69,10 @@ def test_a_revoked_mount_is_cut_off_and_another_certificate_of_its_name_is_let_i
     )
     with pytest.raises(OSError):
         (mount.path / "after").write_bytes(b"a")
+    # Its session cannot begin anew: the close ends all the same.
+    with pytest.raises(TimeoutError):
+        opened.close()
+    assert "this mount has had no session for 6 s: " in mount.log_tail()
     assert "our certificate was revoked" in mount.log_tail()
     assert (made.mounts[0].path / "before").read_bytes() == b"b" * 300_000
     assert not (made.mounts[0].path / "after").exists()

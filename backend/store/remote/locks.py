@@ -242,12 +242,8 @@ class SharedLocks:
                 raise
 
     async def _wait_valid(self) -> None:
-        if self._session.valid():
-            return
-        with trio.move_on_after(self._timeout_s):
-            await self._session.wait_valid()
-            return
-        raise OSError(errno.ETIMEDOUT, "etcd does not answer: nobody knows which locks others hold")
+        if not self._session.valid():
+            await self._session.wait_valid(self._timeout_s)
 
     # -- transactions ----------------------------------------------------------------------------
 

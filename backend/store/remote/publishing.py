@@ -171,7 +171,7 @@ class Publisher:
         return extent in self._unsure
 
     async def _valid_session(self, ino: int, begun_in: int) -> int:
-        session = await self._session.wait_valid()
+        session = await self._session.wait_valid(self._cluster.timeout_s)
         if session != begun_in:
             self._check_publishing(ino)
         return session
@@ -199,7 +199,7 @@ class Publisher:
             except BaseException:
                 self._abandoned.give_up(content, transfer.asked, is_certain=True)
                 raise
-        status = version.status
+        status, before = version.status, self._namespace.inodes.get(version.ino)
         # Once the transaction has begun, only etcd knows how it ends.
         try:
             with trio.CancelScope(shield=True):
@@ -220,7 +220,8 @@ class Publisher:
         self.figures.publishes += 1
         sent = transfer.sent_bytes if transfer is not None else 0
         self.figures.published_bytes += sent
-        self._space.published(allocated_bytes(status.st_size, status.st_blocks))
+        freed = allocated_bytes(before.size, before.blocks) if before is not None else 0
+        self._space.published(allocated_bytes(status.st_size, status.st_blocks) - freed)
         if transfer is not None:
             stripes = version.layout.stripes(status.st_size)
             self._contents.published(content, status.st_blocks * 512, stripes=stripes)

@@ -1,6 +1,10 @@
 """The room for files in a cluster."""
 
 import os
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final
 
 from ...cluster.membership import Members
 from .contents import Contents
@@ -8,32 +12,48 @@ from .contents import Contents
 __all__ = ["Space"]
 
 _BLOCK_BYTES = 4096
+# A node that has less room than it last told says so within this time, if the difference is worth it.
+_TOLD_WITHIN_S: Final = 10.0
 
 
 class Space:
-    """The room that store nodes reported, less what was published since."""
+    """The room that store nodes reported, less what was published since. They do not report what was freed
+    again soon."""
 
-    def __init__(self, members: Members, contents: Contents) -> None:
+    def __init__(
+        self, members: Members, contents: Contents, now: Callable[[], float] = time.monotonic
+    ) -> None:
         self._members = members
         self._contents = contents
+        self._now = now
+        # What was published, and when.
+        self._untold: deque[tuple[float, int]] = deque()
         self._untold_bytes = 0
         members.node_changed.append(self._told)
 
     def _told(self, node: int) -> None:
+        self._untold.clear()
         self._untold_bytes = 0
 
     def published(self, size: int) -> None:
-        """Note that so many bytes were published."""
+        """Note that a version has so many bytes more than the one before, which is freed."""
+        self._forget_old()
+        self._untold.append((self._now(), size))
         self._untold_bytes += size
+
+    def _forget_old(self) -> None:
+        while self._untold and self._untold[0][0] < self._now() - _TOLD_WITHIN_S:
+            self._untold_bytes -= self._untold.popleft()[1]
 
     def statvfs(self) -> os.statvfs_result:
         """Return the space in the cluster, in files kept with its usual number of replicas."""
         settings, nodes = self._members.settings, self._members.nodes.values()
         assert settings is not None, "a mount starts with the settings"
+        self._forget_old()
         copies = max(1, min(settings.replicas, len(nodes)))
         total = sum(node.total_bytes for node in nodes) // copies // _BLOCK_BYTES
         free_bytes = sum(node.free_bytes for node in nodes) // copies
-        free = max(0, free_bytes - self._untold_bytes) // _BLOCK_BYTES
+        free = max(0, free_bytes - max(0, self._untold_bytes)) // _BLOCK_BYTES
         below = self._contents.statvfs()
         return os.statvfs_result(
             (_BLOCK_BYTES, _BLOCK_BYTES, total, free, free, below.f_files, below.f_ffree,

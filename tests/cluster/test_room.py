@@ -1,0 +1,28 @@
+"""The room that a mount of a cluster reports."""
+
+import os
+from pathlib import Path
+
+MiB = 1 << 20
+
+
+def free_bytes(directory: Path) -> int:
+    room = os.statvfs(directory)
+    return room.f_bavail * room.f_frsize
+
+
+def test_overwriting_a_file_takes_no_room(pair: list[Path]) -> None:
+    here, _ = pair
+    (here / "file").write_bytes(bytes(8 * MiB))
+    before = free_bytes(here)
+    for _ in range(20):
+        (here / "file").write_bytes(bytes(8 * MiB))
+    assert free_bytes(here) > before - 40 * MiB
+    os.unlink(here / "file")
+
+
+def test_what_was_published_is_counted_before_the_nodes_say_so(pair: list[Path]) -> None:
+    here, _ = pair
+    before = free_bytes(here)
+    (here / "file").write_bytes(bytes(range(256)) * (8 * MiB // 256))
+    assert free_bytes(here) < before
