@@ -4,6 +4,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 
+import msgspec
 import trio
 
 from ..kv import KeyValue, SharedEngine
@@ -136,7 +137,10 @@ async def read_group_bytes(engine: SharedEngine, buckets: int) -> dict[int, int]
 
 def _layouts(page: Iterable[KeyValue]) -> Iterable[tuple[Layout, int]]:
     for record in page:
-        inode = Inode.decode(_number(record), record.value, record.mod_revision)
+        try:
+            inode = Inode.decode(_number(record), record.value, record.mod_revision)
+        except msgspec.DecodeError:
+            continue  # nodes and mounts tell of it
         if inode.extent:
             yield inode.layout, inode.size
 

@@ -15,7 +15,7 @@ import trio
 from ..kv import Compare, Conflict, Event, KeyValue, Put, SharedEngine
 from .lease import MOUNT, NODE, LeaseEngine, Removed, Session, now_s
 from .placement import Candidate, Placement, Targets, policy_of
-from .policy import parse_policy
+from .policy import policy_of_rule
 from .records import (
     GROUP_BUCKET_BITS,
     SETTINGS_KEY,
@@ -90,7 +90,7 @@ class _NewGroups(Placement):
     def _misfit(self, rule: str | None) -> str:
         if rule is None:
             return "the placement rule of the file is not known"
-        for level, wanted in parse_policy(rule).only:
+        for level, wanted in policy_of_rule(rule).only:
             found = {candidate.labels.get(level, "") for candidate in self.candidates}
             if not found & set(wanted):
                 names = ", ".join(name or "none" for name in sorted(found))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from .policy import LEVELS, REPLICAS_MAX, Candidate, Policy, parse_policy
+from .policy import LEVELS, REPLICAS_MAX, Candidate, Policy, policy_of_rule
 from .records import GROUP_BUCKET_BITS, STRIPE_GROUPS_MAX, GroupConfig, Layout
 
 __all__ = [
@@ -168,7 +168,7 @@ class Placement:
             rule = self.rules.get(policy_of(group))
             if rule is None:
                 return ()
-            policy = parse_policy(rule)
+            policy = policy_of_rule(rule)
             targets = self._pools[pool] = place_all(pool, self.candidates, self.buckets, policy)
         bucket = group & (1 << GROUP_BUCKET_BITS) - 1
         return targets[bucket] if bucket < len(targets) else ()
@@ -211,7 +211,7 @@ def retargeted(
     if known is not None and known.made_for == made_for:
         return None
     before = members if known is None else known.target
-    targets = place_all(pool, nodes, buckets, parse_policy(rule), before)
+    targets = place_all(pool, nodes, buckets, policy_of_rule(rule), before)
     if not targets[0]:
         return None
     names = tuple(sorted({node for target in targets for node in target}))

@@ -99,6 +99,15 @@ def parse_policy(text: str) -> Policy:
     return Policy(spread, only_in_order, local, together)
 
 
+def policy_of_rule(rule: str) -> Policy:
+    """Return the policy of a rule that is in etcd. One that is not understood admits no node: it may be of
+    a newer version."""
+    try:
+        return parse_policy(rule)
+    except ValueError:
+        return Policy(only=((LEVELS[0], ()),))
+
+
 def policy_id(rule: str, known: Mapping[int, str]) -> int:
     """Return the number of a rule: 0 for the default, else its known one, else the lowest free one, to be
     put (records.policy_key) by a transaction that compares its absence. Raises ENOSPC."""

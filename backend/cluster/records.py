@@ -32,7 +32,7 @@ are its stripes, (content, stripe index).
 """
 
 import logging
-from typing import NamedTuple, NewType, TypeVar
+from typing import Annotated, NamedTuple, NewType, TypeVar
 
 import msgspec
 
@@ -194,10 +194,10 @@ class Layout(NamedTuple):
     """The placement of a content's stripes. `stripe_bytes` 0: one stripe, however long. `policy` is the
     number of a placement rule, 0 the default."""
 
-    replicas: int = 0
-    stripe_bytes: int = 0
+    replicas: Annotated[int, msgspec.Meta(ge=0, le=255)] = 0
+    stripe_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)] = 0
     seed: int = 0
-    policy: int = 0
+    policy: Annotated[int, msgspec.Meta(ge=0, le=255)] = 0
 
     def stripes(self, size: int) -> int:
         """Return how many stripes `size` bytes have; an empty content has none."""

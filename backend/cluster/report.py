@@ -10,7 +10,7 @@ from ..kv.etcd_room import Room, remedy
 from .history import described
 from .overview import Cluster
 from .placement import policy_of, replicas_of
-from .policy import parse_policy
+from .policy import policy_of_rule
 from .records import GROUP_BUCKET_BITS, MountRecord
 
 __all__ = ["Health", "counted", "health", "report_of"]
@@ -123,7 +123,7 @@ def _nodes_to_add(found: Cluster) -> Iterator[str]:
     candidates = found.candidates()
     for policy, replicas in sorted(wanted.items()):
         rule = found.members.policies.get(policy, "")
-        admits = parse_policy(rule).admits
+        admits = policy_of_rule(rule).admits
         fitting = sum(admits(candidate) for candidate in candidates if candidate.weight > 0)
         if fitting >= replicas:
             continue
@@ -173,7 +173,7 @@ def _unfit_rules(found: Cluster) -> list[str]:
         f"no node that is up fits the placement {rule!r}: below directories that have it "
         "nothing can be written"
         for rule in found.members.policies.values()
-        if candidates and not any(map(parse_policy(rule).admits, candidates))
+        if candidates and not any(map(policy_of_rule(rule).admits, candidates))
     ]
 
 

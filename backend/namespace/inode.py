@@ -12,7 +12,7 @@ compare (the last one wins), and its link count is derived from its names.
 
 import os
 import stat
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -42,29 +42,37 @@ NO_LAYOUT = Layout()
 # Shared by all inodes without xattrs; replaced, never changed in place.
 NO_XATTRS: dict[bytes, bytes] = {}
 
+# 16 TiB in stripes of 1 MiB, the longest file and the shortest stripe there are.
+_STRIPES_MAX = 1 << 24
+
 _encode = msgspec.msgpack.Encoder().encode
 
 
+_Word = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Time = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
+
 class _Record(NamedTuple):
-    mode: int
-    uid: int
-    gid: int
-    nlink: int
-    rdev: int
-    size: int
-    blocks: int
-    atime_ns: int
-    mtime_ns: int
-    ctime_ns: int
-    version: int
+    mode: _Word
+    uid: _Word
+    gid: _Word
+    nlink: _Word
+    rdev: _Word
+    size: _Count
+    blocks: _Count
+    atime_ns: _Time
+    mtime_ns: _Time
+    ctime_ns: _Time
+    version: _Count
     extent: ContentId
     target: bytes
     xattrs: dict[bytes, bytes]
     layout: Layout
     # Left out where nothing of this is known.
     digests: bytes = b""
-    birth_ns: int = 0
-    flags: int = 0
+    birth_ns: _Time = 0
+    flags: _Word = 0
 
 
 _decode = msgspec.msgpack.Decoder(_Record).decode
@@ -133,6 +141,8 @@ class Inode:
             inode.xattrs = NO_XATTRS
         if inode.layout == NO_LAYOUT:
             inode.layout = NO_LAYOUT
+        elif inode.layout.stripes(inode.size) > _STRIPES_MAX:
+            raise msgspec.ValidationError(f"{inode.layout.stripes(inode.size)} stripes")
         inode.parent = 0
         inode.revision = revision
         return inode

@@ -1,0 +1,86 @@
+"""A member puts records into etcd that make no sense: they harm only what they name."""
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import trio
+from cluster import Cluster, Plan
+from mountpoint import eventually
+
+from irdmafs.backend.cluster.config import ClusterConfig
+from irdmafs.backend.cluster.policy import policy_of_rule
+from irdmafs.backend.cluster.records import ContentId, Layout
+from irdmafs.backend.kv import Put
+from irdmafs.backend.namespace import Inode
+
+# Values that no inode has, or that no file of that length can be laid out by.
+SENSELESS: list[dict[str, Any]] = [
+    {"size": -1},
+    {"blocks": -1},
+    {"uid": 1 << 32},
+    {"gid": -1},
+    {"nlink": 1 << 40},
+    {"mode": 1 << 33},
+    {"mtime_ns": 1 << 63},
+    {"version": -1},
+    {"flags": 1 << 32},
+    {"size": 1 << 50, "layout": Layout(1, 1)},
+    {"size": 10, "layout": Layout(1, -1)},
+    {"size": 10, "layout": Layout(-1, 0)},
+    {"size": 10, "layout": Layout(1, 0, 0, 256)},
+]
+NEWER_RULE = "zone=a orbit=geostationary"
+
+
+def senseless(ino: int, values: dict[str, Any]) -> bytes:
+    inode = Inode(ino, 0o100644, 0, 0, 1)
+    inode.extent, inode.version = ContentId(5 << 24 | 1), 1
+    for name, value in values.items():
+        setattr(inode, name, value)
+    return inode.encode()
+
+
+@pytest.mark.parametrize("values", SENSELESS, ids=str)
+def test_a_value_that_no_inode_has_is_damage(values: dict[str, Any]) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        Inode.decode(7, senseless(7, values), 1)
+
+
+def test_a_rule_that_is_not_understood_admits_no_node() -> None:
+    assert policy_of_rule(NEWER_RULE).only[0][1] == ()
+
+
+def test_nodes_and_mounts_go_on(tmp_path: Path) -> None:
+    with Cluster(Plan(nodes=1, mounts=2, replicas=1, namespaces=False)) as cluster:
+        here, there = (mount.path for mount in cluster.mounts)
+        (here / "before").write_bytes(b"b" * 300_000)
+        for number in range(len(SENSELESS)):
+            (here / f"file{number}").write_bytes(b"x" * 100_000)
+        bad = {(here / f"file{number}").stat().st_ino: number for number in range(len(SENSELESS))}
+
+        async def put() -> None:
+            config = ClusterConfig.load(str(cluster.config)).cluster
+            assert config is not None
+            async with config.engine("mount") as engine:
+                for ino, number in bad.items():
+                    record = senseless(ino, SENSELESS[number])
+                    await engine.transact((), [Put(b"i" + ino.to_bytes(8, "big"), record)])
+                await engine.transact((), [Put(b"P" + bytes(7) + b"\x09", NEWER_RULE.encode())])
+
+        trio.run(put)
+        (node,) = cluster.nodes
+        eventually(lambda: "is damaged" in node.log_tail(), "the node was told")
+        for mount in (here, there):
+            assert (mount / "before").read_bytes() == b"b" * 300_000
+            (mount / mount.parent.name).write_bytes(b"a" * 300_000)
+            assert len(os.listdir(mount)) >= len(SENSELESS)
+        assert node.alive
+        late = cluster.add_mount()
+        assert (late.path / "before").read_bytes() == b"b" * 300_000
+        with pytest.raises(OSError) as caught:
+            (late.path / "file0").read_bytes()
+        assert caught.value.errno in (errno.EIO, errno.ENOENT)
