@@ -131,6 +131,8 @@ class Session:
     async def wait_valid(self, within_s: float = math.inf) -> int:
         """Wait until the session is valid, and return its number. Raises SessionEnded after `release`, and
         OSError ETIMEDOUT after `within_s`."""
+        if self.valid():
+            return self.number
         with trio.move_on_after(within_s):
             while not self.valid():
                 if self.released:

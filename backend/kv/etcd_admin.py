@@ -7,8 +7,8 @@ import trio
 
 from ..etcd import etcd_pb2 as pb
 from ..etcd.auth import Auth
-from ..etcd.client import COMPACT, DELETE, RANGE, TXN, RpcError
-from .etcd_calls import OUT_OF_RANGE, PERMISSION_DENIED, Calls
+from ..etcd.client import DELETE, RANGE, TXN, RpcError
+from .etcd_calls import PERMISSION_DENIED, Calls
 from .etcd_room import EtcdRoom
 
 __all__ = ["EtcdAdmin", "roles_hold"]
@@ -100,14 +100,6 @@ class EtcdAdmin:
                 log.warning("%s", weakness)
         except (OSError, RpcError) as error:
             log.info("whether etcd checks who asks is not known: %s", error)
-
-    async def compact(self, revision: int) -> None:
-        """Have etcd compact the history before `revision`, for all its users."""
-        try:
-            await self._calls.ask(COMPACT, pb.CompactionRequest(revision=revision))
-        except RpcError as error:
-            if error.code != OUT_OF_RANGE:  # it is compacted already
-                raise self._calls.failure(error) from None
 
     async def remove(self, start: bytes, end: bytes) -> None:
         """Remove the keys with start <= key < end, also from an etcd that has no room for a transaction,

@@ -97,7 +97,8 @@ class EtcdRoom:
             tell("all members of etcd have the same data")
         if any(alarm.alarm == pb.NOSPACE for alarm in alarms):
             # Otherwise the store nodes compact, and leave the history that watches still need.
-            await self._compact()
+            status = await self._calls.call(STATUS, pb.StatusRequest())
+            await self.compact(status.header.revision, at_once=True)
             tell("etcd's history is compacted")
         for client in self._members():
             try:
@@ -121,6 +122,16 @@ class EtcdRoom:
                 )
             )
             tell(f"the alarm {pb.AlarmType.Name(alarm.alarm)} is taken back")
+
+    async def compact(self, revision: int, *, at_once: bool = False) -> None:
+        """Have etcd compact the history before `revision`, for all its users. `at_once`: return when its
+        room is free."""
+        request = pb.CompactionRequest(revision=revision, physical=at_once)
+        try:
+            await self._calls.ask(COMPACT, request)
+        except RpcError as error:
+            if error.code != OUT_OF_RANGE:  # it is compacted already
+                raise self._calls.failure(error) from None
 
     async def _check_that_members_agree(self) -> None:
         """Raise OSError unless all members of etcd have the same data."""
@@ -147,15 +158,6 @@ class EtcdRoom:
                 f"the alarm CORRUPT stays: the members of etcd have different data (hashes: {told}). "
                 "Replace the one that differs, as etcd's documentation says, and give this command again",
             )
-
-    async def _compact(self) -> None:
-        status = await self._calls.call(STATUS, pb.StatusRequest())
-        request = pb.CompactionRequest(revision=status.header.revision, physical=True)
-        try:
-            await self._calls.ask(COMPACT, request)
-        except RpcError as error:
-            if error.code != OUT_OF_RANGE:  # it is compacted already
-                raise self._calls.failure(error) from None
 
     async def _alarm(self, request: pb.AlarmRequest) -> pb.AlarmResponse:
         return await self._calls.call(ALARM, request)

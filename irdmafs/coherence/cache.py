@@ -186,9 +186,8 @@ class Cache:
         """Decide at the first open of a node which content it shows, and whether it is passed through."""
         node.content = content
         if node.outdated:
-            self.kernel.invalidate_attributes(
-                node
-            )  # it has heard of the node by now: this opens it
+            # The kernel has heard of the node by now: it opens it.
+            self.kernel.invalidate_attributes(node)
         # An empty version has no extent to pass through to, nor has one that is too large to be kept on
         # this host.
         node.cached = not (self._passthrough and (writing or self._table.is_here(content)))

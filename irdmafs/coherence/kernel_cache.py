@@ -43,7 +43,7 @@ class KernelCache(ABC):
             self.start_soon(self._invalidate_later, node)
 
     async def _invalidate_later(self, node: Node) -> None:
-        """The answer that first names the node is on its way into the kernel, which would keep it."""
+        """Repeat it until the kernel has heard of the node, whose first answer is on its way."""
         while node.outdated and node.lookups > 0 and not self.forget_attributes(node):
             await trio.sleep(_TRY_AGAIN_S)
         node.outdated = False

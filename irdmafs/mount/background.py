@@ -9,12 +9,17 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from typing import TypeAlias
 
 from .config import MountConfig, MountError
 
 # The default log is in the store, where its bytes are memory.
 _LOG_LIMIT_BYTES = 1 << 20
 _TAIL_LINES = 10
+
+# What a process in the background does, with functions that tell who started it what it has to say: once
+# that it is ready, and before that what it waits for.
+_Run: TypeAlias = Callable[[Callable[[str], None], Callable[[str], None]], None]
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +70,7 @@ def start(config: MountConfig) -> str:
 
 def start_process(
     path: str,
-    run: Callable[[Callable[[str], None], Callable[[str], None]], None],
+    run: _Run,
     waits: Callable[[str], None] = lambda text: None,
 ) -> str:
     """Call `run` in a new process in the background, with its output in the log `path`, and return the text
@@ -115,9 +120,7 @@ def _message(line: bytes) -> dict[str, str]:
     return dict(json.loads(line)) if line.endswith(b"\n") else {}
 
 
-def _daemonize(
-    run: Callable[[Callable[[str], None], Callable[[str], None]], None], log: int, writer: int
-) -> None:
+def _daemonize(run: _Run, log: int, writer: int) -> None:
     """Run the forked process to its end. Never returns."""
     code = 1
 

@@ -498,8 +498,8 @@ class TestCompaction:
     ) -> None:
         async with EtcdEngine(compacted_etcd.endpoints, new_prefix()) as engine:
             revision = await engine.transact((), [Put(b"a", b"1")])
-            await engine.admin.compact(revision)
-            await engine.admin.compact(revision)
+            await engine.admin.room.compact(revision)
+            await engine.admin.room.compact(revision)
 
 
 @in_trio

@@ -17,6 +17,7 @@ import trio
 import trio.testing
 from cluster_mount import CLUSTER
 from conftest import SESSIONS as _SESSIONS
+from file_changes import append, publish, replace
 from mountpoint import Mount, eventually
 from processes import Process, is_waiting
 
@@ -44,21 +45,6 @@ def start_waiting(process: Process, directory: Path) -> int:
 
 
 # -- what counts -------------------------------------------------------------------------------------
-
-
-def publish(path: Path) -> None:
-    path.write_bytes(b"new")
-
-
-def append(path: Path) -> None:
-    with path.open("ab") as file:
-        file.write(b"more")
-
-
-def replace(path: Path) -> None:
-    aside = path.with_name("aside")
-    aside.write_bytes(b"whole")
-    aside.rename(path)
 
 
 CHANGE = {

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from cluster_mount import CLUSTER
+from file_changes import append, publish, replace
 from mountpoint import eventually
 from processes import Process
 
@@ -17,21 +18,6 @@ pytestmark = pytest.mark.beyond_posix
 TakeProcess = Callable[[], Process]
 OPEN = "import select; fd = os.open(file, os.O_RDONLY)"
 POLL = "p = select.poll(); p.register(fd, select.POLLPRI); bool(p.poll({ms}))"
-
-
-def publish(path: Path) -> None:
-    path.write_bytes(b"newer")
-
-
-def append(path: Path) -> None:
-    with path.open("ab") as file:
-        file.write(b" and more")
-
-
-def replace(path: Path) -> None:
-    aside = path.with_name("aside")
-    aside.write_bytes(b"whole")
-    aside.rename(path)
 
 
 def keep_and_replace(path: Path) -> None:

@@ -167,7 +167,7 @@ class SharedLocks:
         asked = 0
         try:
             while True:
-                await self._wait_valid()
+                await self._session.wait_valid(self._timeout_s)
                 moved = state.moved
                 now = time.monotonic()
                 if self.grants(ino, claim, since if now < yield_until else 0.0):
@@ -205,7 +205,7 @@ class SharedLocks:
         state = self._state(ino)
         state.wanting.append(claim)
         try:
-            await self._wait_valid()
+            await self._session.wait_valid(self._timeout_s)
             if not self.is_alone(ino):
                 await self._replica.barrier()
             while not self.is_alone(ino):
@@ -240,10 +240,6 @@ class SharedLocks:
             self._settle_soon(ino, state)
             if not isinstance(error, OSError):
                 raise
-
-    async def _wait_valid(self) -> None:
-        if not self._session.valid():
-            await self._session.wait_valid(self._timeout_s)
 
     # -- transactions ----------------------------------------------------------------------------
 

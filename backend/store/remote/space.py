@@ -3,7 +3,6 @@
 import os
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Final
 
 from ...cluster.membership import Members
@@ -20,13 +19,10 @@ class Space:
     """The room that store nodes reported, less what was published since. They do not report what was freed
     again soon."""
 
-    def __init__(
-        self, members: Members, contents: Contents, now: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, members: Members, contents: Contents) -> None:
         self._members = members
         self._contents = contents
-        self._now = now
-        # What was published, and when.
+        # Times and sizes of what was published since.
         self._untold: deque[tuple[float, int]] = deque()
         self._untold_bytes = 0
         members.node_changed.append(self._told)
@@ -38,11 +34,11 @@ class Space:
     def published(self, size: int) -> None:
         """Note that a version has so many bytes more than the one before, which is freed."""
         self._forget_old()
-        self._untold.append((self._now(), size))
+        self._untold.append((time.monotonic(), size))
         self._untold_bytes += size
 
     def _forget_old(self) -> None:
-        while self._untold and self._untold[0][0] < self._now() - _TOLD_WITHIN_S:
+        while self._untold and self._untold[0][0] < time.monotonic() - _TOLD_WITHIN_S:
             self._untold_bytes -= self._untold.popleft()[1]
 
     def statvfs(self) -> os.statvfs_result:
