@@ -45,6 +45,14 @@ NO_XATTRS: dict[bytes, bytes] = {}
 # 16 TiB in stripes of 1 MiB, the longest file and the shortest stripe there are.
 _STRIPES_MAX = 1 << 24
 
+# The kinds of inodes: the upper bits of a mode.
+_KINDS = frozenset(
+    kind >> 12
+    for kind in (
+        stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK, stat.S_IFIFO, stat.S_IFSOCK, stat.S_IFCHR, stat.S_IFBLK
+    )
+)  # fmt: skip
+
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -137,6 +145,8 @@ class Inode:
             inode.atime_ns, inode.mtime_ns, inode.ctime_ns, inode.version, inode.extent,
             inode.target, inode.xattrs, inode.layout, inode.digests, inode.birth_ns, inode.flags,
         ) = _decode(value)  # fmt: skip
+        if inode.mode >> 12 not in _KINDS:
+            raise msgspec.ValidationError(f"{inode.mode:o} is no mode")
         if not inode.xattrs:
             inode.xattrs = NO_XATTRS
         if inode.layout == NO_LAYOUT:
@@ -158,6 +168,11 @@ class Inode:
         new.digests, new.revision = self.digests, self.revision
         new.birth_ns, new.flags = self.birth_ns, self.flags
         return new
+
+    @property
+    def kind(self) -> int:
+        """Return the bits of the mode that a chmod cannot change."""
+        return self.mode & 0o170000
 
     @property
     def is_dir(self) -> bool:

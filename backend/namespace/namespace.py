@@ -102,7 +102,7 @@ class Namespace:
         self.children = tree.children
         self.parents_of = tree.parents_of
         self.names_of = tree.names_of
-        self.path_of = tree.path_of
+        self.path_of = tree.directories.path_of
         self.describe = tree.describe
 
     @property

@@ -13,12 +13,12 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
-import msgspec
-
 from ..clock import now_ns
 from ..cluster.records import NEXT_INO_KEY
 from ..kv import Event, KeyValue
 from .changes import Commit
+from .directories import Directories
+from .events import changes_of, time_of
 from .inode import (
     FIRST_VIRTUAL_INO,
     NAME_MAX,
@@ -28,7 +28,6 @@ from .inode import (
     fail,
     inode_key,
     name_key,
-    nearest_time,
     time_key,
 )
 from .quotas import Quotas
@@ -82,12 +81,12 @@ class Tree:
         # For each directory: when its names last changed, and the ctime of the inode record.
         self._times: dict[int, int] = {}
         self._ctimes: dict[int, int] = {}
-        # Directories by number; the parents of inodes with several names (once for each name).
-        self._names: dict[int, bytes] = {}
+        self.directories = Directories(self.inodes, self._children)
+        # The parents of inodes with several names (once for each name).
         self._parents: dict[int, list[int]] = {}
         # Inodes that callers of mutations under way want to keep.
         self._keeping: list[int] = []
-        self.quotas = Quotas(self.inodes, self._children, self.parents_of, self.path_of)
+        self.quotas = Quotas(self.inodes, self._children, self.parents_of, self.directories.path_of)
         self.watches = Watches(self.inodes, self.ino_behind, self.parents_of)
 
     # -- reading ---------------------------------------------------------------------------------
@@ -137,7 +136,7 @@ class Tree:
         if parents is not None:
             return parents
         inode = self.inodes.get(ino)
-        if inode is None or not inode.parent or (inode.is_dir and ino not in self._names):
+        if inode is None or not inode.parent or (inode.is_dir and ino not in self.directories):
             return ()
         return (inode.parent,)
 
@@ -146,7 +145,7 @@ class Tree:
         return [
             (parent, name)
             for parent in set(self.parents_of(ino))
-            for name, dentry in self._children[parent].items()
+            for name, dentry in self._children.get(parent, {}).items()
             if dentry.ino == ino
         ]
 
@@ -160,22 +159,11 @@ class Tree:
             if dentry.ino in wanted
         ]
 
-    def path_of(self, directory: int) -> bytes:
-        """Return the path of a directory from the root, which is b"". Raises ESTALE if it was removed."""
-        names = []
-        while directory != ROOT_INO:
-            inode = self.inode(directory)
-            if not inode.nlink or directory not in self._names:
-                raise fail(errno.ESTALE)
-            names.append(self._names[directory])
-            directory = inode.parent
-        return b"".join(b"/" + name for name in reversed(names))
-
     def describe(self, ino: int) -> str:
         """Return the path of an inode from the root of the filesystem, for messages."""
         for parent, name in self.names_of(ino):
             with contextlib.suppress(OSError):  # a directory that was removed
-                return os.fsdecode(self.path_of(parent) + b"/" + name)
+                return os.fsdecode(self.directories.path_of(parent) + b"/" + name)
         return f"inode {ino}"
 
     def existing(self, parent: int, name: bytes) -> Inode:
@@ -225,7 +213,7 @@ class Tree:
             dentry = self._children.get(ino, {}).get(record.key[9:])
             return dentry is None or dentry.revision != record.mod_revision
         if kind == b"t":
-            return self._times.get(ino) != _time_of(record.value)
+            return self._times.get(ino) != time_of(record.value)
         return True
 
     def _keys(self) -> Iterable[bytes]:
@@ -265,28 +253,15 @@ class Tree:
 
     def take(self, events: Iterable[Event]) -> None:
         """Apply the events of one transaction, or of several at once."""
-        inodes: list[Inode] = []
-        names: list[tuple[int, bytes, int, int]] = []
-        gone: list[int] = []
-        for revision, key, value in events:
-            kind, ino = key[:1], int.from_bytes(key[1:9], "big")
-            if kind == b"d":
-                target = int.from_bytes(value, "big") if value is not None else 0
-                names.append((ino, key[9:], target, revision))
-            elif kind == b"i" and value is None:
-                gone.append(ino)
-            elif kind == b"i" and value is not None:
-                try:
-                    inodes.append(Inode.decode(ino, value, revision))
-                except msgspec.DecodeError as error:
-                    self._complain(f"the record of inode {ino} is damaged: {error}")
-            elif kind == b"t":
-                self._set_time(ino, _time_of(value) if value is not None else None)
-            elif key == NEXT_INO_KEY and value is not None:
-                self.next_block = (int.from_bytes(value, "big"), revision)
+        times, inodes, names, gone, next_ino = changes_of(events, self._complain)
+        for ino, time_ns in times:
+            self._set_time(ino, time_ns)
         touched = self.watches.touched(names, inodes) if self.watches.in_use else ()
         for inode in inodes:
-            self._put(inode)
+            if self._is_of_its_kind(inode):
+                self._put(inode)
+        if next_ino is not None:
+            self._set_next_ino(*next_ino)
         now = now_ns()
         for ino in gone:
             known = self.inodes.get(ino)
@@ -294,16 +269,36 @@ class Tree:
                 orphan = known.copy()
                 orphan.nlink, orphan.revision, orphan.ctime_ns = 0, 0, now
                 self.inodes[ino] = orphan
+        self.directories.watch()
         for parent, name, target, revision in names:
             self._set_name(parent, name, target, revision)
         for ino in gone:
+            self._take_names_from(ino)
             self._let_go(ino, keep=ino in self._keeping)
+        for ino, (parent, name) in self.directories.misplaced():
+            self._complain(
+                f"name {name!r} in directory {parent} leads to {ino}, which lies elsewhere"
+            )
+            self._set_name(parent, name, 0, 0)
         if self.quotas.in_use:
             self.quotas.update(
                 (*(inode.ino for inode in inodes), *gone, *(name[2] for name in names))
             )
         if touched:
             self.watches.changed(touched)
+
+    def _is_of_its_kind(self, inode: Inode) -> bool:
+        known = self.inodes.get(inode.ino)
+        fits = known.kind == inode.kind if known else inode.is_dir or inode.ino != ROOT_INO
+        if not fits:
+            self._complain(f"inode {inode.ino} cannot become one of mode {inode.mode:o}")
+        return fits
+
+    def _set_next_ino(self, told: int, revision: int) -> None:
+        if not ROOT_INO < told < FIRST_VIRTUAL_INO:
+            self._complain(f"the record of free inode numbers is damaged: {told}")
+            told = max(ino for ino in self.inodes if ino < FIRST_VIRTUAL_INO) + 1
+        self.next_block = told, revision
 
     def _complain(self, message: str) -> None:
         """Report an invalid record. In a cluster it is logged and ignored."""
@@ -440,8 +435,7 @@ class Tree:
         """Count a new name of an inode, and return whether that is a directory."""
         inode = self.inodes[ino]
         if inode.is_dir:
-            inode.parent = parent
-            self._names[ino] = name
+            self.directories.link(ino, parent, name)
             return True
         if not inode.parent and ino not in self._parents:
             inode.parent = parent
@@ -467,12 +461,27 @@ class Tree:
                 del self._parents[ino]
         return False
 
+    def _take_names_from(self, ino: int) -> None:
+        """Remove the names that an inode should not have any more, as its record is gone, nor in it."""
+        inode = self.inodes.get(ino)
+        if inode is None:
+            return
+        left: list[tuple[int, bytes]] = []
+        if inode.is_dir:
+            left += ((ino, name) for name in self._children[ino])
+            left += (place for place in (self.directories.place_of(ino),) if place)
+        elif self.parents_of(ino):
+            left += self.names_of(ino)
+        for parent, name in left:
+            self._complain(f"name {name!r} in directory {parent} has lost its inode")
+            self._set_name(parent, name, 0, 0)
+
     def _let_go(self, ino: int, *, keep: bool) -> None:
         """Remove an inode whose record is gone; it stays as a local orphan if it is open here."""
         is_dir = self._ctimes.pop(ino, None) is not None
         if is_dir:
             self._times.pop(ino, None)
-            self._names.pop(ino, None)
+            self.directories.forget(ino)
             self.quotas.forget(ino)
         for holds in self.holders:
             keep = keep or holds(ino)
@@ -482,7 +491,3 @@ class Tree:
                 self._children.pop(ino, None)
             elif self._parents:
                 self._parents.pop(ino, None)
-
-
-def _time_of(value: bytes) -> int:
-    return nearest_time(int.from_bytes(value, "big"))

@@ -1,6 +1,7 @@
 """A member puts records into etcd that make no sense: they harm only what they name."""
 
 import errno
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from mountpoint import eventually
 from irdmafs.backend.cluster.config import ClusterConfig
 from irdmafs.backend.cluster.policy import policy_of_rule
 from irdmafs.backend.cluster.records import ContentId, Layout
-from irdmafs.backend.kv import Put
+from irdmafs.backend.kv import Delete, Put
 from irdmafs.backend.namespace import Inode
+from irdmafs.backend.namespace.inode import name_key
 
 # Values that no inode has, or that no file of that length can be laid out by.
 SENSELESS: list[dict[str, Any]] = [
@@ -84,3 +86,29 @@ def test_nodes_and_mounts_go_on(tmp_path: Path) -> None:
         with pytest.raises(OSError) as caught:
             (late.path / "file0").read_bytes()
         assert caught.value.errno in (errno.EIO, errno.ENOENT)
+
+
+def lost(path: Path) -> bool:
+    return not path.exists()
+
+
+def test_a_directory_below_itself_occupies_nobody(tmp_path: Path) -> None:
+    with Cluster(Plan(nodes=1, mounts=2, replicas=1, namespaces=False)) as cluster:
+        here, there = (mount.path for mount in cluster.mounts)
+        (here / "a" / "b").mkdir(parents=True)
+        (here / "a" / "b" / "file").write_bytes(b"f" * 300_000)
+        a, b = ((here / path).stat().st_ino for path in ("a", "a/b"))
+
+        async def put() -> None:
+            config = ClusterConfig.load(str(cluster.config)).cluster
+            assert config is not None
+            async with config.engine("mount") as engine:
+                loop, key = a.to_bytes(8, "big"), name_key(b, b"loop")
+                await engine.transact((), [Put(key, loop), Delete(name_key(1, b"a"))])
+
+        trio.run(put)
+        for mount in (here, there, cluster.add_mount().path):
+            eventually(functools.partial(lost, mount / "a"), "the mount was told")
+            (mount / mount.parent.name).write_bytes(b"a" * 300_000)
+            assert "a" not in os.listdir(mount)
+        assert cluster.nodes[0].alive

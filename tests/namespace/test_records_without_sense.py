@@ -1,0 +1,120 @@
+"""Whatever records there are, a tree stays a tree: what makes no sense is passed over."""
+
+from collections.abc import Iterable
+
+from hypothesis import given, note
+from hypothesis import strategies as st
+
+from irdmafs.backend.cluster.records import NEXT_INO_KEY, ContentId, Layout
+from irdmafs.backend.kv import Event, KeyValue
+from irdmafs.backend.namespace import ROOT_INO, Inode
+from irdmafs.backend.namespace.inode import FIRST_VIRTUAL_INO, inode_key
+from irdmafs.backend.namespace.tree import Tree
+
+ANY_NUMBER = st.integers(-(2**63), 2**64 - 1)
+INOS = st.one_of(st.integers(1, 7), st.sampled_from([0, FIRST_VIRTUAL_INO, 2**64 - 1]))
+NAMES = st.sampled_from([b"a", b"b", b"c", b"", b".", b"..", b"/", b"a\0", b"n" * 256])
+MODES = st.sampled_from([0o40755, 0o40755, 0o40755, 0o100644, 0o120777, 0o7777777, 0, -1])
+LIMITS = st.dictionaries(
+    st.sampled_from([b"user.irdmafs.quota.files", b"user.irdmafs.quota.bytes", b""]),
+    st.sampled_from([b"3", b"-5", b"x", b""]),
+    max_size=2,
+)
+
+
+@st.composite
+def inode_values(draw: st.DrawFn) -> bytes:
+    inode = Inode(7, draw(MODES), 0, 0, 5)
+    inode.xattrs = draw(LIMITS)
+    for field in draw(st.sets(st.sampled_from(["size", "nlink", "uid", "version", "mtime_ns"]))):
+        setattr(inode, field, draw(ANY_NUMBER))
+    if draw(st.booleans()):
+        inode.extent = ContentId(draw(st.integers(0, 2**62)))
+        inode.layout = Layout(draw(ANY_NUMBER), draw(ANY_NUMBER))
+    value = inode.encode()
+    return value[: draw(st.integers(0, len(value)))] if draw(st.integers(0, 9)) == 0 else value
+
+
+def directory(ino: int) -> tuple[bytes, bytes]:
+    return inode_key(ino), Inode(ino, 0o40755, 0, 0, 5).encode()
+
+
+@st.composite
+def records(draw: st.DrawFn) -> tuple[bytes, bytes | None]:
+    kind = draw(st.sampled_from([b"d", b"d", b"d", b"d", b"i", b"i", b"t", b"u"]))
+    if kind == b"u":
+        return NEXT_INO_KEY, draw(st.binary(max_size=9))
+    key = kind + draw(INOS).to_bytes(8, "big")
+    if kind == b"d":
+        key += draw(NAMES)
+    elif draw(st.integers(0, 9)) == 0:
+        key = key[: draw(st.integers(1, 9))] + draw(st.binary(max_size=1))
+    if draw(st.integers(0, 4)) == 0:
+        return key, None
+    if kind == b"d":
+        return key, draw(INOS).to_bytes(8, "big") if draw(st.integers(0, 9)) else b"short"
+    return key, draw(inode_values()) if kind == b"i" else draw(st.binary(max_size=9))
+
+
+CHANGES = st.lists(st.lists(records(), min_size=1, max_size=12), max_size=8)
+
+
+def check(tree: Tree) -> None:
+    """Check that every name leads to an inode, and that every directory has one place below the root."""
+    found = {ROOT_INO}
+    for name in (b"a", b"b", b"c"):
+        for ino in tree.inodes:
+            if tree.inodes[ino].is_dir and tree.inodes[ino].nlink:
+                tree.lookup(ino, name)
+    waiting = [(ROOT_INO, b"")]
+    while waiting:
+        here, path = waiting.pop()
+        assert tree.directories.path_of(here) == path
+        below = [(name, ino) for name, ino in tree.children(here) if tree.inodes[ino].is_dir]
+        assert tree.inode(here).nlink == 2 + len(below)
+        for name, ino in below:
+            assert ino not in found
+            assert tree.parent_of(ino) == here
+            found.add(ino)
+            waiting.append((ino, path + b"/" + name))
+    for ino in tree.inodes:
+        tree.describe(ino)
+        tree.quotas.of(ino)
+        tree.names_of(ino)
+        above, passed = tree.parents_of(ino), 0
+        while above:
+            above, passed = tree.parents_of(above[0]), passed + 1
+            assert passed <= len(tree.inodes)
+    assert ROOT_INO < tree.next_block[0] < FIRST_VIRTUAL_INO
+
+
+def loaded(present: Iterable[tuple[bytes, bytes]]) -> Tree:
+    tree = Tree()
+    tree.load([KeyValue(key, value, 1) for key, value in present], 1)
+    return tree
+
+
+@given(CHANGES)
+def test_a_tree_stays_a_tree(changes: list[list[tuple[bytes, bytes | None]]]) -> None:
+    present = dict(map(directory, (ROOT_INO, 2, 3, 4)))
+    tree = loaded(present.items())
+    for revision, change in enumerate(changes, 2):
+        note(str(change))
+        tree.apply(revision, [Event(revision, key, value) for key, value in change])
+        check(tree)
+        for key, value in change:
+            present.pop(key, None)
+            if value is not None:
+                present[key] = value
+    if inode_key(ROOT_INO) in present:
+        tree.load([KeyValue(key, value, 9) for key, value in present.items()], 99)
+        check(tree)
+
+
+@given(st.lists(records(), max_size=20))
+def test_what_is_there_at_the_start_is_a_tree(
+    found: list[tuple[bytes, bytes | None]],
+) -> None:
+    present = dict(map(directory, (2, 3, 4)))
+    present |= {key: value for key, value in found if value is not None}
+    check(loaded((present | dict([directory(ROOT_INO)])).items()))
