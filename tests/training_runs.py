@@ -1,5 +1,7 @@
 """Small training runs: a model, workers and reducers, in a directory on any filesystem."""
 
+import errno
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,17 @@ from mountpoint import eventually
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from irdmafs.train import Reducer, TrainConfig, Worker, begin
+from irdmafs.client import FormatError
+from irdmafs.train import Reducer, Refused, TrainConfig, Worker, begin
 from irdmafs.train.directory import TrainDirectory
+from irdmafs.train.pushes import (
+    check_identity,
+    check_shard,
+    header_of,
+    identity_of_directory,
+    read_file,
+    scales_of,
+)
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -46,6 +57,25 @@ def ones(value: float = 1.0) -> dict[str, NDArray[Any]]:
 
 def zeros() -> dict[str, NDArray[Any]]:
     return ones(0.0)
+
+
+def check(run: Path, fd: int, name: str) -> None:
+    """Check a push as reducers do; `name` is its path from push/. Raises Refused and TrainError."""
+    train = TrainDirectory(run)
+    config, layout = train.config_and_layout()
+    *folders, last = name.split("/")
+    if not folders:
+        identity = read_file(layout, name, fd, finite=config.nonfinite == "refuse")
+        check_identity(train, config, identity)
+        return
+    shard = next(one for one in layout.shards() if one.name == last)
+    assert identity_of_directory(folders[-1]) is not None
+    try:
+        header = header_of(last, fd, os.fstat(fd).st_size, layout.header_max_bytes)
+    except FormatError as error:
+        raise Refused(errno.EINVAL, str(error)) from None
+    scales_of(header)
+    check_shard(shard, header, cut=True)
 
 
 def start(

@@ -7,8 +7,7 @@
     user.irdmafs.follow        off: hosts do not follow what is below (backend.store.remote.leases) because
                                it is read often; for what exists, too
     user.irdmafs.quota_bytes, user.irdmafs.quota_inodes     see quotas
-    user.irdmafs.train         push: what is written there is checked before it is published;
-                               since: numbers lead to versions that are to come (irdmafs.posix.since)
+    user.irdmafs.train         since: numbers lead to versions that are to come (irdmafs.posix.since)
     user.irdmafs.since_timeout     seconds that such a number waits
 
 The nearest directory that has an attribute decides; a file keeps what it was created with. Quotas of all
@@ -32,10 +31,11 @@ NAMES = (REPLICAS, STRIPE_SIZE, PLACEMENT)
 ISOLATION = b"user.irdmafs.isolation"
 FOLLOW = b"user.irdmafs.follow"
 TRAIN = b"user.irdmafs.train"
-PUSH = b"push"
 SINCE = b"since"
 SINCE_TIMEOUT = b"user.irdmafs.since_timeout"
 
+# Directories of earlier training runs have it; it means nothing.
+_PUSH = b"push"
 _STRIPE_MIN_BYTES = 1 << 20
 _SINCE_TIMEOUT_S = 600.0
 
@@ -52,8 +52,8 @@ def check(name: bytes, value: bytes) -> None:
         parse_limit(name, value)
     elif name in (ISOLATION, FOLLOW) and value not in (b"on", b"off"):
         raise ValueError(f"{_text(name)} is on or off, not {_text(value)!r}")
-    elif name == TRAIN and value not in (PUSH, SINCE):
-        raise ValueError(f"user.irdmafs.train is push or since, not {_text(value)!r}")
+    elif name == TRAIN and value not in (SINCE, _PUSH):
+        raise ValueError(f"user.irdmafs.train is since, not {_text(value)!r}")
     elif name == SINCE_TIMEOUT:
         since_timeout_s(value)
 

@@ -23,7 +23,6 @@ from .looks import Looks
 from .newest import Newest
 from .nodes import Handle, Node
 from .publishing import Publisher
-from .pushes import Pushes, Refused
 from .redirects import Redirects
 from .references import References
 from .routes import Routes
@@ -47,7 +46,6 @@ class Cache:
         kernel: KernelCache,
         processes: Processes,
         isolation: Isolation,
-        pushes: Pushes,
         *,
         passthrough: bool,
     ) -> None:
@@ -66,7 +64,7 @@ class Cache:
         self._routes = routes = Routes(store, kernel, table, self._redirects, sharing, unused)
         newest = Newest(store, kernel, table, changes, nodes)
         self._publisher = publisher = Publisher(
-            store, kernel, table, changes, nodes, processes, pushes, newest
+            store, kernel, table, changes, nodes, processes, newest
         )
         self._in_place = in_place = InPlace(
             store, kernel, table, changes, sharing, unused, newest, publisher
@@ -300,8 +298,6 @@ class Cache:
                 await self._publisher.last_release(handle, content)
                 if content.writers == 1:
                     await self._last_writer_leaves(handle, content)
-            except Refused:
-                handle.aborted = True
             except OSError as error:
                 handle.aborted = True
                 where = self._store.namespace.describe(content.ino)

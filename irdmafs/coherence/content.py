@@ -40,14 +40,13 @@ class Content:
     written. `moved`: its stamp and the time of its last change when its file got another number, as the
     file's own time of change moves then as if it were written. `mapped`: a program could map it for
     writing. `whole`: every writer began with an empty file, so a writer that is killed publishes nothing.
-    `kept`: such a writer left it, and it is seen on this host only. `discarded`: its writer gave it up,
-    or it is a push that was `refused` with this error code.
+    `kept`: such a writer left it, and it is seen on this host only. `discarded`: its writer gave it up.
     """
 
     __slots__ = (
         "awaited", "begun", "blocks", "dirty", "discarded", "extent", "fd", "holds", "ino",
         "kept", "leaves", "leaving", "lock", "mapped", "moved", "mtime_ns", "opens", "own", "pinned",
-        "preparing", "private", "published", "refused", "seen", "size", "superseded", "version",
+        "preparing", "private", "published", "seen", "size", "superseded", "version",
         "whole", "writable", "writers",
     )  # fmt: skip
 
@@ -71,7 +70,6 @@ class Content:
         self.whole = private
         self.kept = False
         self.discarded = False
-        self.refused = 0
         self.seen: Stamp | None = None
         self.begun: Stamp | None = None
         self.moved: tuple[Stamp, int] | None = None

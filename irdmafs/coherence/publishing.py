@@ -22,7 +22,6 @@ from .content import Content, ContentTable, changed_ns, stamp_of
 from .kernel_cache import KernelCache
 from .newest import Newest
 from .nodes import Handle, NodeTable
-from .pushes import Pushes, Refused
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +42,6 @@ class Publisher:
         changes: Changes,
         nodes: NodeTable,
         processes: Processes,
-        pushes: Pushes,
         newest: Newest,
     ) -> None:
         self._store = store
@@ -53,7 +51,6 @@ class Publisher:
         self._nodes = nodes
         self._inodes = store.namespace.inodes
         self._processes = processes
-        self._pushes = pushes
         self._newest = newest
         # By inode, those whose contents are being published.
         self._turns: dict[int, trio.Lock] = {}
@@ -62,8 +59,6 @@ class Publisher:
 
     async def flush(self, handle: Handle, content: Content, pid: int) -> None:
         """Carry out close(2) of one descriptor. Return when everything written is published."""
-        if content.refused:
-            raise fail(content.refused)
         if not self._inodes[content.ino].nlink:
             return
         if pid != handle.pid:
@@ -104,9 +99,6 @@ class Publisher:
         try:
             stays = await self._stays(handle, content, pid)
             await self._publish_locked(content, stays=stays, changed=changed)
-        except Refused:
-            handle.aborted = True
-            raise
         except OSError as error:
             # The closing program gets the error, and may write the file anew: this must not overwrite that.
             # Later writes through a mapping were not refused.
@@ -163,8 +155,6 @@ class Publisher:
 
     async def fsync(self, handle: Handle, content: Content) -> None:
         """Carry out fsync(2): publish everything written so far; the descriptor stays open."""
-        if content.refused:
-            raise fail(content.refused)
         if content.discarded or (content.superseded and not self._changes.is_written(content)):
             return
         changed = self._changes.is_changed(handle, content)
@@ -177,29 +167,19 @@ class Publisher:
             await self._publish_locked(content, stays=True, changed=changed)
 
     async def publish_so_far(self, content: Content) -> None:
-        """Publish everything written in place so far, by any process; nothing if there is nothing. A push
-        is left to its close."""
-        if (
-            not content.extent
-            or content.discarded
-            or self._pushes.directory_of(self._inodes[content.ino])
-        ):
+        """Publish everything written in place so far, by any process; nothing if there is nothing."""
+        if not content.extent or content.discarded:
             return
         changed = self._changes.is_written(content)
         if changed or self._changes.is_to_be_compared(content):
             await self._publish_locked(content, stays=True, changed=changed)
 
     async def publish_named(self, content: Content) -> None:
-        """Publish the content being written to a file whose name is about to lead to another inode.
-
-        A push is left to its close: nobody reads it before, and the kernel keeps directories locked until
-        we return, so a check that looked up a name in one would never end.
-        """
+        """Publish the content being written to a file whose name is about to lead to another inode."""
         if (
             not content.discarded
             and self._table.stamp(content)[0]
             and self._changes.is_written(content)
-            and not self._pushes.directory_of(self._inodes[content.ino])
         ):
             if self._store.waits:
                 await detach()
@@ -234,8 +214,7 @@ class Publisher:
     ) -> bool:
         """Publish a content; if not `changed`, only if a comparison finds it changed. Return whether it was
         published."""
-        push = self._pushes.directory_of(self._inodes[content.ino])
-        waits = self._store.waits or push or content.is_busy or (stays and self._copies(content))
+        waits = self._store.waits or content.is_busy or (stays and self._copies(content))
         if not waits:
             await self._publish(content, stays=stays, naming=naming)
             return True
@@ -256,7 +235,7 @@ class Publisher:
             if content.leaves and content.holds > 1:
                 content.leaves, stays = False, True  # it was opened meanwhile
             try:
-                await self._publish(content, stays=stays, naming=naming, push=push)
+                await self._publish(content, stays=stays, naming=naming)
             finally:
                 content.leaves = False
             return True
@@ -266,11 +245,8 @@ class Publisher:
         need a copy, as they see whole versions only. So does everything that leaves this host."""
         return content.private or self._store.shared
 
-    async def _publish(
-        self, content: Content, *, stays: bool, naming: bool = False, push: int = 0
-    ) -> None:
-        """Publish a content. `naming`: the kernel keeps directories locked until this returns. `push`: the
-        directory with the attribute, if it is a push."""
+    async def _publish(self, content: Content, *, stays: bool, naming: bool = False) -> None:
+        """Publish a content. `naming`: the kernel keeps directories locked until this returns."""
         if not content.extent:
             return
         stays = stays or content.writers > 1  # others may have opened it meanwhile
@@ -287,8 +263,6 @@ class Publisher:
             if stays and status.st_size and self._copies(content):
                 extent, shape = await self._copy(content)
                 mapped = False
-            if push:
-                await self._check(content, extent, push)
             try:
                 inode = await self._store_version(
                     content, extent, shape, status.st_mtime_ns,
@@ -385,45 +359,6 @@ class Publisher:
         return inode.version == self._table.published.get(
             inode.ino
         ) or self._store.may_have_published(inode.extent)
-
-    async def _check(self, content: Content, extent: ContentId, push: int) -> None:
-        """Have a push checked. Give it up if it is refused, and remove the name of a new one. Raises
-        Refused."""
-        try:
-            with self._store.extents.opened(extent) as fd:
-                await self._pushes.check(content.ino, push, fd)
-        except Refused as refused:
-            where = self._store.namespace.describe(content.ino)
-            log.warning("%s: the push is refused: %s", where, refused.strerror)
-            self._give_up(content, refused.errno or errno.EIO)
-            await self._remove_new(content.ino)
-            raise
-        except trio.Cancelled:
-            # Its writer dies.
-            self._give_up(content, errno.EINTR)
-            self._kernel.start_soon(self._remove_new, content.ino)
-            raise
-
-    def _give_up(self, content: Content, code: int) -> None:
-        content.refused, content.discarded = code, True
-        self._table.supersede(content)
-
-    async def _remove_new(self, ino: int) -> None:
-        """Remove the names of a file that has no version."""
-
-        def is_new(inode: Inode) -> bool:
-            return inode.ino == ino and not inode.version
-
-        namespace = self._store.namespace
-        names = namespace.names_of(ino)
-        try:
-            for parent, name in names:
-                await namespace.unlink_if(parent, name, is_new)
-        except OSError as error:
-            log.error("%s could not be removed: %s", namespace.describe(ino), error)
-        for node in self._nodes.of(ino):
-            self._kernel.invalidate_attributes(node)
-        await self._kernel.expire_names(names)
 
     def _handed_over(self, content: Content, inode: Inode) -> None:
         """Note that a version names the content's very extent now, maybe under another number."""

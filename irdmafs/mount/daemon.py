@@ -24,7 +24,6 @@ from ..coherence.cache import Cache
 from ..coherence.isolation import Isolation
 from ..coherence.kernel_cache import KernelCache
 from ..coherence.protocol import Coherence
-from ..coherence.pushes import Pushes
 from ..coherence.shared import Shared
 from ..fuse.backings import Backings
 from ..fuse.connection import Connection, ProtocolError
@@ -41,7 +40,6 @@ from ..posix.locking import Locking
 from ..posix.operations import Operations
 from . import mounting
 from .config import MountConfig, MountError
-from .push_checker import PushChecker
 from .status import Cluster, SessionKind, Status
 
 log = logging.getLogger(__name__)
@@ -61,11 +59,8 @@ async def serve(config: MountConfig, ready: Callable[[str], None]) -> None:
     try:
         async with _opened_store(config) as (store, cluster):
             calm_the_collector()
-            with (
-                closing(Processes(config.mountpoint)) as processes,
-                closing(PushChecker(config.mountpoint)) as checker,
-            ):
-                parts = _Assembly(config, store, cluster, processes, checker).mounted()
+            with closing(Processes(config.mountpoint)) as processes:
+                parts = _Assembly(config, store, cluster, processes).mounted()
                 await _Daemon(config, cluster, parts).run(ready)
     except StoreInUse as error:
         raise MountError(f"{config.store}: {error.strerror}") from error
@@ -116,13 +111,11 @@ class _Assembly:
         store: Store,
         cluster: Cluster | None,
         processes: Processes,
-        checker: PushChecker,
     ) -> None:
         self._config = config
         self._store = store
         self._cluster = cluster
         self._processes = processes
-        self._checker = checker
         self._atimes = Atimes(config.options, store.extents)
         self._tasks = Tasks()
         self._counts = Counts()
@@ -207,8 +200,7 @@ class _Assembly:
         store, options = self._store, self._config.options
         isolation = Isolation(store.namespace, default=options.isolation)
         passthrough = kind.wakeups is not None
-        pushes = Pushes(store.namespace, self._checker)
-        cache = Cache(store, kernel, self._processes, isolation, pushes, passthrough=passthrough)
+        cache = Cache(store, kernel, self._processes, isolation, passthrough=passthrough)
         locking = Locking(options.locks, store.locks, cache, kernel, store.namespace.describe)
         coherence: Coherence
         if store.freshness is not None:

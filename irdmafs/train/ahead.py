@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,9 +18,9 @@ from .config import TrainConfig
 from .directory import LOOK_S, TrainDirectory, owner_of
 from .errors import Refused
 from .folders import Directories, Past, Seen
-from .layout import Shard
+from .layout import ModelLayout, Shard
 from .plan import Plan, Push, next_plan
-from .pushes import STEP, check_again, header_of, identity_of_directory
+from .pushes import STEP, check_shard, header_of, identity_of_directory
 from .shard_files import ShardFile
 from .trees import Folder, Trees
 
@@ -54,8 +55,9 @@ class Foreseen(NamedTuple):
 class Staged:
     """The pushes of the next version, as far as they are there."""
 
-    def __init__(self, train: TrainDirectory, trees: Trees) -> None:
+    def __init__(self, train: TrainDirectory, layout: ModelLayout, trees: Trees) -> None:
         self._train = train
+        self._header_of = partial(header_of, most=layout.header_max_bytes)
         self._trees = trees
         self._newest = -1
         # The pushes that no plan could be foreseen from, and when that was.
@@ -129,9 +131,9 @@ class Staged:
             return None
         try:
             directory = self._directories.get(push.folder.ino, push.path)
-            file = ShardFile.within(directory, shard.name, header_of)
+            file = ShardFile.within(directory, shard.name, self._header_of)
             if file.inode == before.ino and file.header.metadata.get(STEP) == str(step):
-                check_again(shard, file.header, cut=True)
+                check_shard(shard, file.header, cut=True)
                 return file, before
         except (OSError, FormatError, Refused):
             # Not there yet, or not as it should be: who has a plan finds out.

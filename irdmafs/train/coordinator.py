@@ -9,7 +9,8 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,6 +54,8 @@ log = logging.getLogger(__name__)
 
 # For so long at a time what is old is removed, which nobody waits for.
 _TIDY_S = 0.05
+# For so long at a time pushes are read: others wait for the next plan.
+_READ_S = 0.2
 # A file that is written aside has its name sooner than that, unless its process was killed.
 _LEFT_S = 60.0
 # Without irdmafs below a file is seen as it grows: a file that has just been written may not be whole.
@@ -75,9 +78,14 @@ class Coordinator:
         self._layout = layout
         self._trees = trees
         self._progress = Progress()
-        # By name in push/; of refused ones the inode, time and size of the file that was refused.
+        # By name in push/; of refused ones the inode, time and size of the file that was refused, by the
+        # configuration of then.
+        self._config: TrainConfig | None = None
         self._pushes: dict[str, Identity] = {}
         self._bad: dict[str, Seen] = {}
+        # By name in push/: when it was looked at last, as a number that grows; of pushes only until then.
+        self._looks: dict[str, int] = {}
+        self._look_count = 0
         self._members: dict[str, int] = {}
         self._joined: dict[str, _Worker] = {}
         self._looked_s = 0.0
@@ -109,7 +117,7 @@ class Coordinator:
         self._progress.see(config, newest, waiting, awaited, self._members)
         if not enough:
             write_status(self._train, self._progress)
-            return False
+            return self._has_unread(self._trees.look(self._train.push).names)
         plan = next_plan(config, newest, found, self._members, time.time_ns())
         assert plan is not None
         self._write_plan(self._train.attempt(plan.version, 0), plan)
@@ -146,7 +154,7 @@ class Coordinator:
         self._lacking_s = now_s
         counted = {push.path for push in plan.pushes if push.weight}
         for path in counted & complaints.keys():
-            self._refuse(path, Refused(errno.EINVAL, complaints[path]))
+            self._refuse(path, Refused(errno.EINVAL, complaints[path]), counts=True)
         gone = {path for path in counted if path in complaints or not self._is_usable(path)}
         if not gone or self._train.newest() >= plan.version:
             return False
@@ -159,23 +167,31 @@ class Coordinator:
         try:
             return pushes.inspect(self._train, self._layout, name) is not None
         except Refused as error:
-            self._refuse(name, error)
+            self._refuse(name, error, counts=True)
             return False
 
     def _find_pushes(self, config: TrainConfig, newest: Plan) -> list[Push]:
-        """Return what is in push/. A push that was read once is not read again."""
+        """Return what is in push/, as far as it was read. A push that was read once is not read again."""
         there = self._trees.look(self._train.push)
         names = set(there.names)
-        for known in (self._pushes, self._bad):
+        for known in (self._pushes, self._bad, self._looks):
             for name in known.keys() - names:
                 del known[name]
+        if config != self._config:
+            self._config = config
+            self._bad.clear()
         steps = dict(newest.clocks)
-        for name in sorted(names - self._pushes.keys()):
+        until_s = time.monotonic() + _READ_S
+        for name in self._in_turns(names - self._pushes.keys(), newest):
+            self._look_count += 1
+            self._looks[name] = self._look_count
             identity = self._look_at(config, newest, name, there.folders.get(name))
             if identity is not None:
                 self._pushes[name] = identity
+            if time.monotonic() > until_s:
+                break
         for name, identity in list(self._pushes.items()):
-            if 0 < identity.step <= newest.clocks.get(identity.worker, 0):
+            if _is_past(identity, newest):
                 # A repetition of one that has counted.
                 del self._pushes[name]
                 self._put_aside_push(name)
@@ -185,6 +201,20 @@ class Coordinator:
             steps[identity.worker] += 1
             self._settle(name, identity, steps[identity.worker])
         return [one.push(name) for name, one in self._pushes.items()]
+
+    def _has_unread(self, names: Iterable[str]) -> bool:
+        return any(name not in self._looks for name in names)
+
+    def _in_turns(self, names: Iterable[str], newest: Plan) -> Iterator[str]:
+        """Return names in the order in which they are looked at: those that were never looked at
+        first, then those longest ago, of each worker in turn. Workers that take part and others take turns,
+        too: nobody's push waits for all that somebody else has put there."""
+        by_worker: dict[str, list[str]] = {}
+        for name in sorted(names, key=lambda name: (self._looks.get(name, 0), name)):
+            by_worker.setdefault(pushes.worker_of(name), []).append(name)
+        known = [by_worker.pop(name) for name in sorted(newest.clocks.keys() | self._members.keys())
+                 if name in by_worker]  # fmt: skip
+        return _alternate([_alternate(known), _alternate(list(by_worker.values()))])
 
     def _put_aside_push(self, name: str) -> None:
         put_aside(self._train, self._train.push / name)
@@ -211,28 +241,23 @@ class Coordinator:
             now = seen(status)
             if name.startswith(".") or self._bad.get(name) == now:
                 return None
-            identity = pushes.inspect(self._train, self._layout, name, folder)
-            if identity is not None:
-                # The mount has not checked it under this name if it was renamed into push/.
-                pushes.check_worker_and_step(config, newest.clocks, identity)
-            if identity is not None and not self._train.is_on_irdmafs and path.is_file():
-                with _files.open_to_read(os.fspath(path)) as (fd, _):
-                    pushes.check_content(self._train, fd, name)
+            finite = config.nonfinite == "refuse"
+            identity = pushes.inspect(self._train, self._layout, name, folder, finite=finite)
+            if identity is not None and not _is_past(identity, newest):
+                pushes.check_identity(self._train, config, identity)
             return identity
         except FileNotFoundError:
             return None
         except Refused as error:
-            if error.errno == errno.ESTALE:
-                # As above: its step is past.
-                self._put_aside_push(name)
-            elif self._train.is_on_irdmafs or time.time_ns() > status.st_mtime_ns + _SETTLED_NS:
+            if self._train.is_on_irdmafs or time.time_ns() > status.st_mtime_ns + _SETTLED_NS:
                 self._bad[name] = now
                 self._refuse(name, error)
             return None
 
-    def _refuse(self, name: str, error: Refused) -> None:
+    def _refuse(self, name: str, error: Refused, *, counts: bool = False) -> None:
+        """`counts`: it is in a plan, where it has weight 0 from now on."""
         log.warning("%s: %s is refused: %s", self._train.models, refusals.one_line(name), error)
-        refusals.note(self._train, name, error)
+        refusals.note(self._train, name, error, counts=counts)
 
     def _look_at_members(self) -> None:
         """See who takes part, and who has ended."""
@@ -373,6 +398,17 @@ class Coordinator:
                 path = folder / name
                 if name.startswith(".") and _is_old(path) and not is_locked(path):
                     remove(path)
+
+
+def _alternate(sequences: Sequence[Iterable[str]]) -> Iterator[str]:
+    """Return the first of each, then the second of each, and so on."""
+    for turn in zip_longest(*sequences):
+        yield from (one for one in turn if one is not None)
+
+
+def _is_past(identity: Identity, newest: Plan) -> bool:
+    """Return whether a push of this worker and step has counted."""
+    return 0 < identity.step <= newest.clocks.get(identity.worker, 0)
 
 
 def _visible(names: Iterable[str]) -> set[str]:

@@ -33,6 +33,8 @@ FOLDERS = (
     "reducers", "refused",
 )  # fmt: skip
 
+# The lock of the reducer that plans.
+COORDINATOR = "coordinator"
 # The plan of a version lies in its directory from the beginning.
 PLAN = "version.json"
 # In the metadata of a file with parameters or state: the number of the version that it is of.

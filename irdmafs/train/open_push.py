@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 from collections.abc import Callable, Mapping
@@ -76,7 +77,8 @@ class OpenPush:
             if len(self._shards) > 1:
                 # The version of a file that is published last stays.
                 for writing in self._in_vain:
-                    writing.result().result()
+                    with contextlib.suppress(Refused):
+                        writing.result().result()
                 with self._lock:
                     for shard in self._shards:
                         if shard.name not in self._written:

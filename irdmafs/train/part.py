@@ -6,7 +6,7 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -26,13 +26,15 @@ from .directory import (
     make_part,
     move,
     put_aside,
+    read_small,
     replace,
 )
-from .errors import BadPush
+from .errors import BadPush, TrainError
 from .folders import Directories
 from .layout import ModelLayout, Shard
 from .plan import Plan
 from .reduction import PartFolders, Reduction
+from .shard_files import ShardFile
 from .trees import Folder, look
 
 __all__ = ["Part"]
@@ -73,7 +75,7 @@ class Part:
         # The last: where a version is being made, and the push.
         self._complaint: tuple[Path, str] | None = None
 
-    def foresee(self, plan: Plan) -> bool:
+    def foresee(self, config: TrainConfig, plan: Plan) -> bool:
         """Make the next shard for which all pushes of a foreseen plan are there; return whether there was
         one. Raises OSError."""
         # While the first pushes are on their way.
@@ -86,9 +88,7 @@ class Part:
                 continue
             with contextlib.suppress(FileNotFoundError, FormatError, BadPush):
                 before = self._open_before(plan)
-                reduction = Reduction(
-                    self._train, shard, plan, self._blocks, before, foreseen.files
-                )
+                reduction = self._reduction(config, shard, plan, before, foreseen.files)
                 reduction.write(folders)
                 self._made[shard.name] = _Made(plan, foreseen)
                 self._staged.used(foreseen)
@@ -175,23 +175,36 @@ class Part:
             found = {}
             before = self._open_before(plan)
             for shard in shards:
-                found[shard.name] = Reduction(self._train, shard, plan, self._blocks, before)
+                found[shard.name] = self._reduction(config, shard, plan, before)
                 if config.nonfinite == "skip":
                     found[shard.name].check_finite()
             self._begun = (target, found)
         return self._begun[1]
+
+    def _reduction(
+        self,
+        config: TrainConfig,
+        shard: Shard,
+        plan: Plan,
+        before: PartFolders,
+        opened: Mapping[str, ShardFile] | None = None,
+    ) -> Reduction:
+        return Reduction(
+            self._train, shard, plan, self._blocks, before, opened,
+            header_max_bytes=self._layout.header_max_bytes, finite=config.nonfinite == "refuse",
+        )  # fmt: skip
 
     def _all_norms(self, target: Path) -> list[float] | None:
         """Return the squares of the norms of each update over all shards, in their order; None: not yet."""
         found: dict[str, list[float]] = {}
         for name, shards in self._layout.parts.items():
             try:
-                lines = (target / "norm" / name).read_text().split("\n")
+                lines = read_small(target / "norm" / name).decode().split("\n")
                 found |= {
                     shard.name: [*map(float.fromhex, line.split())]
                     for shard, line in zip(shards, lines, strict=True)
                 }
-            except (FileNotFoundError, ValueError):
+            except (FileNotFoundError, ValueError, TrainError):
                 return None
         in_order = [found[shard.name] for shard in self._layout.shards()]
         return [sum(norms) for norms in zip(*in_order, strict=True)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import re
 import stat
@@ -15,13 +14,12 @@ import msgspec
 import numpy as np
 
 from ..client import FormatError, _files, _npy
-from ..client._dtypes import Layout, Value, code_of, size_bytes, value_of
-from ..client._safetensors import HEADER_MAX_BYTES, Header, encode
-from . import refusals
+from ..client._dtypes import Layout, Value, code_of, dtype_of_code, size_bytes, value_of
+from ..client._safetensors import HEADER_MAX_BYTES, Header
 from .arithmetic import F32_MAX, count_nonfinite
 from .config import TrainConfig, is_worker_name
 from .directory import TrainDirectory, is_published
-from .errors import Refused, TrainError
+from .errors import Refused
 from .folders import Directory
 from .layout import FLOAT_CODES, ModelLayout, Parameter, Shard
 from .locks import is_locked
@@ -31,26 +29,25 @@ from .shard_files import read_header
 from .trees import Folder
 
 __all__ = [
-    "REFUSALS",
     "STEP",
     "Identity",
-    "check",
+    "check_finite",
+    "check_identity",
+    "check_shard",
     "identity_of_directory",
     "inspect",
+    "read_file",
     "settled_name",
-    "shard_contents",
+    "slices_of",
+    "worker_of",
 ]
 
-# The process that checks pushes keeps small files of so many runs in memory.
-_DIRECTORIES_MAX = 64
 _SAFETENSORS, _NPY = ".safetensors", ".npy"
 # WORKER@STEP, and what else is said of a push that is a directory: ;weight=2.0;base=16;lr=0.001
 _NAME = re.compile(r"([^@;]+)@(\d{1,18})((?:;(?:weight|base|lr)=[0-9eE+.-]+)*)")
 # In the metadata of a push: its step. A file of a push in shards that lacks it is not summed ahead of the
 # plan.
 STEP = "step"
-# The codes of what a check refuses.
-REFUSALS = (errno.EINVAL, errno.EPERM, errno.ESTALE)
 # Bytes that are looked at at once for NaN and infinity.
 _BLOCK_BYTES = 16 << 20
 
@@ -99,6 +96,12 @@ def identity_of_directory(name: str) -> Identity | None:
     return _identity(found[1], {STEP: found[2], **said})
 
 
+def worker_of(name: str) -> str:
+    """Return the worker that a name in push/ says, of a push or of anything else."""
+    worker, at, _ = name.partition("@")
+    return worker if at else os.path.splitext(name)[0].partition(":")[0]
+
+
 def _identity(worker: str, said: Mapping[str, str]) -> Identity:
     """Raises Refused."""
     try:
@@ -131,6 +134,17 @@ class _File(NamedTuple):
 
     tensors: dict[str, Layout]
     identity: Identity
+
+
+def read_file(layout: ModelLayout, name: str, fd: int, *, finite: bool = False) -> Identity:
+    """Return what a push in one file says of itself. `finite`: its elements are read, too. Raises Refused
+    for what does not fit the parameters, and for NaN and infinity where elements are read."""
+    pushed = _read(layout, name, fd)
+    _check_whole(layout, pushed.tensors)
+    if finite:
+        for parameter, found in pushed.tensors.items():
+            _refuse_nonfinite(parameter, _nonfinite_in(fd, found))
+    return pushed.identity
 
 
 def _read(layout: ModelLayout, name: str, fd: int) -> _File:
@@ -181,20 +195,31 @@ def scales_of(header: Header) -> dict[str, float]:
         raise Refused(
             errno.EINVAL, f"its scales are not a JSON object of numbers: {error}"
         ) from None
-    if not all(abs(scale) <= F32_MAX for scale in scales.values()):
-        raise Refused(errno.EINVAL, "its scales are not all fp32 numbers")
+    check_scales(scales)
     return scales
 
 
+def check_scales(scales: Mapping[str, float]) -> None:
+    """Raises Refused for factors that are no fp32 numbers."""
+    if not all(abs(scale) <= F32_MAX for scale in scales.values()):
+        raise Refused(errno.EINVAL, "its scales are not all fp32 numbers")
+
+
 def inspect(
-    train: TrainDirectory, layout: ModelLayout, name: str, folder: Folder | None = None
+    train: TrainDirectory,
+    layout: ModelLayout,
+    name: str,
+    folder: Folder | None = None,
+    *,
+    finite: bool = False,
 ) -> Identity | None:
     """Return what a name in push/ says of itself; None for what is no push, or not yet. `folder`: what is
-    known to be below it. Raises Refused for what does not fit the parameters."""
+    known to be below it. `finite`: as in read_file(); the files of a push in shards are not opened here.
+    Raises Refused for what does not fit the parameters."""
     if name.startswith("."):
         return None
     if folder is not None and train.is_on_irdmafs and folder.files.keys() >= {*layout.shard_names}:
-        # They were checked when they were published.
+        # Reducers check its files.
         identity = identity_of_directory(name)
         size = sum(folder.files[shard].size for shard in layout.shard_names)
         return identity and identity._replace(size=size)
@@ -211,9 +236,7 @@ def inspect(
         with _files.open_to_read(os.fspath(path)) as (fd, status):
             if status.st_size == 0 or _files.read_version(fd) == 0:
                 return None
-            pushed = _read(layout, name, fd)
-            identity = pushed.identity._replace(size=status.st_size)
-        _check_whole(layout, pushed.tensors)
+            identity = read_file(layout, name, fd, finite=finite)._replace(size=status.st_size)
     except FileNotFoundError:
         return None
     except PermissionError as error:
@@ -231,9 +254,8 @@ def _check_kind(path: Path) -> os.stat_result:
 
 
 def _size_if_whole(layout: ModelLayout, path: Path) -> int:
-    """Return the bytes of a directory that has the files of all shards, else 0. They were checked
-    when they were published, and are not opened: on another host than theirs all of them would be fetched.
-    Raises Refused."""
+    """Return the bytes of a directory that has the files of all shards, else 0. Reducers check the files;
+    here they are not opened: on another host than theirs all of them would be fetched. Raises Refused."""
     directory = Directory(path)
     size = 0
     for name in layout.shard_names:
@@ -261,76 +283,27 @@ def settled_name(name: str, worker: str, step: int) -> str:
 # -- whether it may count -------------------------------------------------------------------------
 
 
-def check(directory: Path, fd: int, name: str) -> None:
-    """Check a file that is about to be published below push/ of a training directory, and keep the reason
-    if it is refused. `name` is its path from push/. Raises Refused, after which nothing of it is seen, and
-    TrainError."""
-    train = _directory(directory)
-    try:
-        check_content(train, fd, name)
-    except (Refused, TrainError) as refused:
-        refusals.note(train, name, refused)
-        raise
-
-
-@functools.lru_cache(_DIRECTORIES_MAX)
-def _directory(path: Path) -> TrainDirectory:
-    # Nothing is kept open: the mount could not be unmounted.
-    return TrainDirectory(path)
-
-
-def check_content(train: TrainDirectory, fd: int, name: str) -> None:
-    """As check(), without a trace."""
-    config, layout = train.config_and_layout()
-    *folders, last = name.split("/")
-    if folders:
-        identity, tensors = _read_shard(layout, folders, last, fd)
-    else:
-        pushed = _read(layout, last, fd)
-        identity, tensors = pushed.identity, pushed.tensors
-        _check_whole(layout, tensors)
-    # The name that a directory in staging/ will have is checked once, and not with each of its files.
-    if len(folders) <= 1:
-        check_identity(train, config, identity)
-    if config.nonfinite == "refuse":
-        _refuse_nonfinite(fd, tensors)
-
-
-def _read_shard(
-    layout: ModelLayout, folders: list[str], last: str, fd: int
-) -> tuple[Identity, dict[str, Layout]]:
-    shard = next((one for one in layout.shards() if one.name == last), None)
-    if shard is None:
-        raise Refused(errno.EINVAL, f"there is no shard {last!r}")
-    # It may be written in another directory, under a hidden name, before it is renamed.
-    identity = identity_of_directory(folders[-1].removeprefix("."))
-    if identity is None:
-        raise Refused(errno.EINVAL, f"{folders[-1]!r} is not WORKER@STEP")
-    return identity, _check_header(layout, shard, fd)
-
-
-def _check_header(layout: ModelLayout, shard: Shard, fd: int) -> dict[str, Layout]:
-    """Return the tensors of a shard's file of a push. Raises Refused."""
+def _check_header(layout: ModelLayout, shard: Shard, fd: int) -> None:
+    """Check the header of a shard's file of a push. Raises Refused."""
     try:
         header = read_header(shard.name, fd, os.fstat(fd).st_size, layout.header_max_bytes)
     except FormatError as error:
         raise Refused(errno.EINVAL, str(error)) from None
     scales_of(header)
-    shapes = {part.parameter.name: part.shape for part in shard.slices}
-    _check_tensors(header.tensors, shapes, _scaled(shard))
-    return header.tensors
+    check_shard(shard, header, cut=True)
 
 
-def check_again(shard: Shard, header: Header, *, cut: bool) -> None:
-    """Check what a file of a push has of a shard: it may have been changed since it was checked. Raises
-    Refused."""
+def check_shard(shard: Shard, header: Header, *, cut: bool) -> None:
+    """Check what a file of a push has of a shard. `cut`: it has nothing else. Raises Refused."""
     shapes = {
         part.parameter.name: part.shape if cut else part.parameter.shape for part in shard.slices
     }
     scaled = _scaled(shard)
     wanted = shapes.keys() | scaled.keys()
-    here = {name: found for name, found in header.tensors.items() if name in wanted}
-    _check_tensors(here, shapes, scaled)
+    tensors = header.tensors
+    if not cut:
+        tensors = {name: found for name, found in tensors.items() if name in wanted}
+    _check_tensors(tensors, shapes, scaled)
 
 
 def _scaled(shard: Shard) -> dict[str, Parameter]:
@@ -370,7 +343,7 @@ def check_identity(train: TrainDirectory, config: TrainConfig, identity: Identit
     """Raises Refused for a worker, a step or a base that cannot count."""
     newest = train.newest_plan()
     clocks = newest.clocks
-    check_worker_and_step(config, clocks, identity)
+    _check_worker_and_step(config, clocks, identity)
     if isinstance(config.workers, int) and identity.worker not in clocks:
         _check_number(train, config.workers, identity.worker, clocks)
     clock = clocks.get(identity.worker, 0)
@@ -386,11 +359,10 @@ def check_identity(train: TrainDirectory, config: TrainConfig, identity: Identit
         raise Refused(errno.ESTALE, f"version {identity.base} is gone")
 
 
-def check_worker_and_step(
+def _check_worker_and_step(
     config: TrainConfig, clocks: Mapping[str, int], identity: Identity
 ) -> None:
-    """Raises Refused for one who is not in the list of workers, and for steps that are too far ahead. What
-    was not refused once is not refused with higher clocks."""
+    """Raises Refused for one who is not in the list of workers, and for steps that are too far ahead."""
     _check_numbers(identity)
     if isinstance(config.workers, tuple) and identity.worker not in config.workers:
         raise Refused(errno.EPERM, f"{identity.worker!r} is not one of the workers")
@@ -411,10 +383,17 @@ def _check_number(train: TrainDirectory, limit: int, worker: str, clocks: Collec
         raise Refused(errno.EPERM, f"{worker!r} is a worker too many: {limit} take part")
 
 
-def _refuse_nonfinite(fd: int, tensors: Mapping[str, Layout]) -> None:
-    for name, found in tensors.items():
-        if bad := _nonfinite_in(fd, found):
-            raise Refused(errno.EINVAL, f"{name!r} has {bad} elements that are NaN or infinite")
+def check_finite(values: Mapping[str, Value]) -> None:
+    """Raises Refused for values with NaN, or with numbers that are infinite in fp32."""
+    for name, value in values.items():
+        assert value.code is not None
+        bits = value.array.reshape(-1).astype(dtype_of_code(value.code)[0], copy=False)
+        _refuse_nonfinite(name, count_nonfinite(bits, value.code))
+
+
+def _refuse_nonfinite(name: str, bad: int) -> None:
+    if bad:
+        raise Refused(errno.EINVAL, f"{name!r} has {bad} elements that are NaN or infinite")
 
 
 def has_nonfinite(file: Path) -> bool:
@@ -442,11 +421,9 @@ def _nonfinite_in(fd: int, found: Layout) -> int:
 # -- making pushes --------------------------------------------------------------------------------
 
 
-def shard_contents(
-    shard: Shard, values: Mapping[str, Value], metadata: Mapping[str, str]
-) -> list[memoryview]:
-    """Return the contents of a shard's file, from values of whole parameters, some of which may lack. All
-    scales of a parameter are in every file that has some of it."""
+def slices_of(shard: Shard, values: Mapping[str, Value]) -> dict[str, Value]:
+    """Return what a shard's file has of values of whole parameters, some of which may lack. All scales of a
+    parameter are in every file that has some of it."""
     slices = {}
     for part in shard.slices:
         value = values.get(part.parameter.name)
@@ -458,7 +435,7 @@ def shard_contents(
         slices[part.parameter.name] = Value(array, value.extension)
         if part.scales in values:
             slices[part.scales] = values[part.scales]
-    return list(encode(slices, metadata))
+    return slices
 
 
 def values_of(layout: ModelLayout, gradients: Mapping[str, object]) -> dict[str, Value]:

@@ -20,7 +20,7 @@ from .ahead import Staged
 from .arithmetic import Blocks
 from .config import TrainConfig
 from .coordinator import Coordinator
-from .directory import LOOK_S, TrainDirectory, params_of
+from .directory import COORDINATOR, LOOK_S, TrainDirectory, params_of
 from .errors import TrainError
 from .locks import Lock
 from .part import Part
@@ -58,7 +58,7 @@ class Reducer:
         with self.train.naming():
             self.layout = self.train.layout()
         self._trees = Trees()
-        self._staged = Staged(self.train, self._trees)
+        self._staged = Staged(self.train, self.layout, self._trees)
         self._blocks = Blocks(threads or len(os.sched_getaffinity(0)))
         # The locks of parts: held here, and held by others, which stay open as opening them costs more.
         self._locks: dict[str, Lock] = {}
@@ -124,7 +124,7 @@ class Reducer:
         self.train.reopen()
         self._trees.close()
         self._trees = Trees()
-        self._staged = Staged(self.train, self._trees)
+        self._staged = Staged(self.train, self.layout, self._trees)
         with contextlib.suppress(OSError), self.train.naming():
             if self.train.layout() != self.layout:
                 raise TrainError(f"another training has begun in {self.train.models}")
@@ -154,7 +154,7 @@ class Reducer:
             foreseen = self._staged.plan(found.config, found.newest)
             if foreseen is not None:
                 for part in self._parts.values():
-                    did = part.foresee(foreseen) or did
+                    did = part.foresee(found.config, foreseen) or did
         return did or took
 
     def _look(self, below: Folder) -> _Found:
@@ -196,13 +196,13 @@ class Reducer:
             log.warning("%s: the lock of %s was lost", self.train.models, name)
             self._locks.pop(name).close()
             self._parts.pop(name, None)
-            if name == _COORDINATOR:
+            if name == COORDINATOR:
                 self._coordinator = None
         holder = f"{os.uname().nodename} {os.getpid()}\n".encode()
         newest = -1 if self._found is None else self._found[1].newest.version
         # A new version is the work of all parts: somebody has them.
         are_taken, self._newest = newest > self._newest >= 0, newest
-        for name in (_COORDINATOR, *self.layout.parts):
+        for name in (COORDINATOR, *self.layout.parts):
             if name in self._locks or are_taken or not self._may_take(name, now_s):
                 continue
             if name not in self._of_others:
@@ -218,7 +218,7 @@ class Reducer:
                 took = True
         for name in self.layout.parts.keys() & (self._locks.keys() - self._parts.keys()):
             self._parts[name] = Part(self.train, self.layout, name, self._blocks, self._staged)
-        if self._coordinator is None and _COORDINATOR in self._locks:
+        if self._coordinator is None and COORDINATOR in self._locks:
             self._coordinator = Coordinator(self.train, self.layout, self._trees)
         return took
 
@@ -232,10 +232,7 @@ class Reducer:
 
     def _may_take(self, name: str, now_s: float) -> bool:
         """Return whether a part is better here than elsewhere, or nobody there has taken it."""
-        if name == _COORDINATOR or now_s > self._begun_s + _LEAVE_S:
+        if name == COORDINATOR or now_s > self._begun_s + _LEAVE_S:
             return True
         version = self.train.version(self.train.newest())
         return is_here(params_of(version, self.layout.parts[name][0])) is not False
-
-
-_COORDINATOR = "coordinator"

@@ -17,13 +17,23 @@ import numpy as np
 from ..client import FormatError
 from ..client._dtypes import Array, Value, code_of, dtype_of_code
 from ..client._safetensors import head_of
-from .arithmetic import BLOCK, F32, Blocks, Weight, accumulate, from_float32, square_sum, to_float32
+from .arithmetic import (
+    BLOCK,
+    F32,
+    Blocks,
+    Weight,
+    accumulate,
+    count_nonfinite,
+    from_float32,
+    square_sum,
+    to_float32,
+)
 from .directory import PARAMS, STATE, VERSION, TrainDirectory
 from .errors import BadPush, Refused
 from .folders import Directory
 from .layout import FLOAT_CODES, Run, Shard, Slice, runs_of
 from .plan import Plan, PushInPlan
-from .pushes import check_again, has_nonfinite, header_of, scales_of
+from .pushes import check_shard, has_nonfinite, header_of, scales_of
 from .rules import Rule, make_rule
 from .scales import BlockScales
 from .shard_files import ShardFile, new_file
@@ -44,8 +54,10 @@ class PartFolders(NamedTuple):
 
 
 class _Term(NamedTuple):
-    """A part of a push: what its elements are multiplied by, and where they are."""
+    """A part of a push: what its elements are multiplied by, and where they are. `path`: the name of the
+    push."""
 
+    path: str
     file: ShardFile
     run: Run
     weight: float
@@ -58,6 +70,11 @@ class _Term(NamedTuple):
             return self.weight
         start = scaled.start + first - self.run.at
         return lambda part: scales.factors(start + part.start, start + part.stop, self.weight)
+
+    def bits(self, first: int, count: int) -> Array:
+        """Return elements of the shard, from `first` on, as they lie in the file."""
+        offset = self.run.offset + (first - self.run.at) * FLOAT_CODES[self.run.dtype]
+        return self.file.bits(dtype_of_code(self.run.dtype)[0], offset, count)
 
 
 class _Span(NamedTuple):
@@ -79,11 +96,17 @@ class Reduction:
         blocks: Blocks,
         before: PartFolders,
         opened: Mapping[str, ShardFile] | None = None,
+        *,
+        header_max_bytes: int,
+        finite: bool,
     ) -> None:
         """`before`: of the part in the version before. `opened`: the shard's files in all pushes, by the
-        names of the pushes, if these are not in push/ yet; they were checked. Raises FileNotFoundError for
-        a push that is gone, and BadPush for one that was changed."""
+        names of the pushes, if these are not in push/ yet; they were checked. `finite`: a push with NaN or
+        infinity is bad, which write() finds. Raises FileNotFoundError for a push that is gone, and BadPush
+        for one that does not fit the parameters."""
         self._opened = opened
+        self._header_of = partial(header_of, most=header_max_bytes)
+        self._finite = finite
         self._train = train
         self._shard = shard
         self._plan = plan
@@ -117,7 +140,7 @@ class Reduction:
             except (FormatError, Refused) as error:
                 raise BadPush(counted.path, str(error)) from None
             for run in runs_of(self._shard, file.header, scales_of(file.header), cut=cut):
-                yield _Term(file, run, counted.weight, _scales(file, run))
+                yield _Term(counted.path, file, run, counted.weight, _scales(file, run))
 
     def _open(self, counted: PushInPlan) -> tuple[ShardFile, bool]:
         """Return the file of a push that has the shard, and whether it has slices only."""
@@ -128,8 +151,8 @@ class Reduction:
         if cut:
             path /= self._shard.name
         self._files[counted.path] = path
-        file = ShardFile(path, header_of)
-        check_again(self._shard, file.header, cut=cut)
+        file = ShardFile(path, self._header_of)
+        check_shard(self._shard, file.header, cut=cut)
         return file, cut
 
     def check_finite(self) -> None:
@@ -185,6 +208,8 @@ class Reduction:
                 if not terms:
                     continue
                 gradient = self._gradient(terms, first, last)
+                if self._finite and not _is_surely_finite(gradient):
+                    _check_finite(terms, first, last - first)
                 if scale != 1:
                     gradient = gradient * np.float32(scale)
                 self.rule.apply(update.number, update.lr, gradient, master, state)
@@ -232,20 +257,22 @@ def _combine(terms: Sequence[_Term], first: int, out: F32) -> F32:
     """Sum up the elements of a shard from `first` on, which all terms have, in the order of the plan."""
     accumulate(
         out,
-        [
-            (
-                term.file.bits(
-                    dtype_of_code(term.run.dtype)[0],
-                    term.run.offset + (first - term.run.at) * FLOAT_CODES[term.run.dtype],
-                    len(out),
-                ),
-                term.run.dtype,
-                term.weight_from(first),
-            )
-            for term in terms
-        ],
+        [(term.bits(first, len(out)), term.run.dtype, term.weight_from(first)) for term in terms],
     )
     return out
+
+
+def _is_surely_finite(elements: F32) -> bool:
+    """Return False if there is NaN or infinity, or large numbers may have made their sum infinite."""
+    with np.errstate(all="ignore"):
+        return bool(np.isfinite(np.add.reduce(elements)))
+
+
+def _check_finite(terms: Sequence[_Term], first: int, count: int) -> None:
+    """Raises BadPush for one with NaN or infinity among these elements."""
+    for term in terms:
+        if bad := count_nonfinite(term.bits(first, count), term.run.dtype):
+            raise BadPush(term.path, f"it has {bad} elements that are NaN or infinite")
 
 
 def _combine_into(combined: F32, span: _Span, update: int, block: slice) -> None:

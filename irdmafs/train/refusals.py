@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ import msgspec
 from .directory import TrainDirectory, read_small, replace
 from .errors import BadPush, Refused, TrainError
 
-__all__ = ["Refusal", "complain", "complaints", "note", "one_line", "read"]
+__all__ = ["NewRefusals", "Refusal", "complain", "complaints", "note", "one_line", "read"]
 
 _COMPLAINT = "bad."
 _KEPT = 32
@@ -21,26 +22,36 @@ _TEXT_MAX = 500
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """A refused push. `path`: its name in push/; `made_s`: seconds since 1970."""
+    """A refused push. `path`: its name in push/; `made_s`: seconds since 1970; `code`: the error code.
+    `counts`: it was refused when it was in a plan, and counts with weight 0."""
 
     path: str
     reason: str
     made_s: float
+    code: int = errno.EINVAL
+    counts: bool = False
 
 
-def note(train: TrainDirectory, path: str, refused: Refused | TrainError) -> None:
-    """Keep the reason of a refusal. A filesystem that is full or read-only does not keep it.
+def note(
+    train: TrainDirectory, path: str, refused: Refused | TrainError, *, counts: bool = False
+) -> str:
+    """Keep the reason of a refusal, and return the name of its file. A filesystem that is full or read-only
+    does not keep it.
 
     Only files of refused/ itself are touched: somebody may have put a link there.
     """
-    refusal = Refusal(one_line(path), one_line(str(refused)), time.time())
+    code = refused.errno if isinstance(refused, Refused) else None
+    reason = one_line(str(refused))
+    refusal = Refusal(one_line(path), reason, time.time(), code or errno.EINVAL, counts)
+    name = f"{time.time_ns()}.{os.uname().nodename}.{os.getpid()}"
     with contextlib.suppress(OSError):
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         folder = os.open(train.path / "refused", flags)
         try:
-            _keep(folder, msgspec.json.encode(refusal))
+            _keep(folder, name, msgspec.json.encode(refusal))
         finally:
             os.close(folder)
+    return name
 
 
 def one_line(text: str) -> str:
@@ -48,9 +59,8 @@ def one_line(text: str) -> str:
     return repr(text[:_TEXT_MAX])[1:-1]
 
 
-def _keep(folder: int, data: bytes) -> None:
+def _keep(folder: int, name: str, data: bytes) -> None:
     """Add a file, and remove the oldest ones. Raises OSError."""
-    name = f"{time.time_ns()}.{os.uname().nodename}.{os.getpid()}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     fd = os.open(name, flags, 0o644, dir_fd=folder)
     try:
@@ -64,11 +74,39 @@ def _keep(folder: int, data: bytes) -> None:
 
 def read(train: TrainDirectory) -> list[Refusal]:
     """Return the newest refusals, oldest first. Raises OSError."""
-    found = []
-    for name in sorted(os.listdir(train.refused))[-_SHOWN:]:
-        with contextlib.suppress(OSError, TrainError, msgspec.MsgspecError):
-            found.append(msgspec.json.decode(read_small(train.refused / name), type=Refusal))
-    return found
+    names = sorted(os.listdir(train.refused))[-_SHOWN:]
+    return [one for name in names if (one := _read(train, name)) is not None]
+
+
+def _read(train: TrainDirectory, name: str) -> Refusal | None:
+    with contextlib.suppress(OSError, TrainError, msgspec.MsgspecError):
+        return msgspec.json.decode(read_small(train.refused / name), type=Refusal)
+    return None
+
+
+class NewRefusals:
+    """The refusals from now on."""
+
+    def __init__(self, train: TrainDirectory) -> None:
+        self._train = train
+        self._known = set(self._names())
+
+    def _names(self) -> list[str]:
+        # Whoever put something else in the place of refused/ is told nothing.
+        with contextlib.suppress(OSError):
+            return sorted(os.listdir(self._train.refused))
+        return []
+
+    def skip(self, name: str) -> None:
+        """Leave one out, which its worker was told of."""
+        self._known.add(name)
+
+    def read(self) -> list[Refusal]:
+        """Return those that came since the last time, oldest first."""
+        names = self._names()
+        found = [_read(self._train, name) for name in names if name not in self._known]
+        self._known = set(names)
+        return [one for one in found if one is not None]
 
 
 def complain(target: Path, shard: str, bad: BadPush) -> None:

@@ -94,8 +94,6 @@ def _make(
     _set(train.path, _FOLLOW, b"off")
     for name in FOLDERS:
         (train.path / name).mkdir()
-    _set(train.push, _TRAIN, b"push")
-    _set(train.staging, _TRAIN, b"push")
     _set(train.since, _TRAIN, b"since")
     parameters = canonical(parameter for parameter, _ in values.values())
     size = sum(parameter.size * FLOAT_CODES[parameter.dtype] for parameter in parameters)

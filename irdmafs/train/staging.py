@@ -11,12 +11,13 @@ from pathlib import Path
 
 from ..client import _files
 from ..client._dtypes import Value
+from ..client._safetensors import encode
 from .directory import SPARE, TrainDirectory, discard, make_home, owner_of
 from .folders import Directories, Directory
 from .layout import Shard
-from .pushes import REFUSALS, check_content, shard_contents
+from .pushes import check_finite, slices_of
 
-__all__ = ["Staging", "explain", "without_worker"]
+__all__ = ["Staging", "without_worker"]
 
 # Shards that are published at once: enough that the link is never idle, and few enough that one after the
 # other is there.
@@ -30,14 +31,17 @@ class Staging:
         """Make the directory, and remove those of workers that had the name before. Raises OSError."""
         self._train = train
         self.path = make_home(train.staging, worker, partial(discard, train))
-        # The push that is being written.
+        # The push that is being written, and whether it may have NaN.
+        self._finite = False
         self._open: tuple[Path, Directory] | None = None
         self._directories = Directories()
         self._publishing = ThreadPoolExecutor(_AT_ONCE, "publish")
 
-    def begin(self, name: str) -> Path:
+    def begin(self, name: str, *, finite: bool) -> Path:
         """Return a directory for the files of a push. Those of one that has counted are in it, if there is
-        one: writing all of them anew costs half of making new ones. Raises OSError."""
+        one: writing all of them anew costs half of making new ones. `finite`: NaN and infinity are refused.
+        Raises OSError."""
+        self._finite = finite
         path = self.path / name
         try:
             os.rename(self.path / SPARE, path)
@@ -50,9 +54,12 @@ class Staging:
         self, directory: Path, shard: Shard, values: Mapping[str, Value], more: Mapping[str, str]
     ) -> Future[None]:
         """Write the file of a shard; `more`: its metadata. It is published when the future is done, which
-        raises Refused and OSError. So one file is on its way to its node while the next is written.
-        Raises OSError."""
-        contents = shard_contents(shard, values, more)
+        raises OSError. So one file is on its way to its node while the next is written. Raises Refused and
+        OSError."""
+        slices = slices_of(shard, values)
+        if self._finite:
+            check_finite(slices)
+        contents = list(encode(slices, more))
         path = directory / shard.name
         if not self._train.is_on_irdmafs:
             return self._publishing.submit(
@@ -64,16 +71,11 @@ class Staging:
         with self._naming(path):
             name = os.fspath(opened[1].file(shard.name))
             fd = _files.write_version(name, contents, opened[1].view)
-        return self._publishing.submit(self._publish, path, fd, contents)
+        return self._publishing.submit(self._publish, path, fd)
 
-    def _publish(self, path: Path, fd: int, contents: Iterable[memoryview]) -> None:
-        try:
-            with self._naming(path):
-                os.close(fd)
-        except OSError as error:
-            if error.errno in REFUSALS:
-                explain(self._train, os.fspath(path.relative_to(self._train.staging)), contents)
-            raise
+    def _publish(self, path: Path, fd: int) -> None:
+        with self._naming(path):
+            os.close(fd)
 
     @contextlib.contextmanager
     def _naming(self, path: Path) -> Iterator[None]:
@@ -94,16 +96,6 @@ class Staging:
         self._open = None
         self._directories.close()
         discard(self._train, self.path)
-
-
-def explain(train: TrainDirectory, name: str, contents: Iterable[memoryview]) -> None:
-    """Check once more what the mount has refused: a close cannot give a reason. Raises Refused."""
-    fd = os.memfd_create("push", os.MFD_CLOEXEC)
-    try:
-        _files.write_all(fd, contents)
-        check_content(train, fd, name)
-    finally:
-        os.close(fd)
 
 
 def without_worker(names: Iterable[str], workers: Container[str]) -> list[str]:

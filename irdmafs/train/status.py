@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 from . import refusals
 from .config import TrainConfig
-from .directory import TrainDirectory, replace
+from .directory import COORDINATOR, TrainDirectory, replace
+from .locks import is_locked
 from .plan import Plan, Push
 from .refusals import Refusal
 
-__all__ = ["Progress", "how_to_reduce", "write_status"]
+__all__ = ["Progress", "how_to_reduce", "is_reduced", "no_reducer", "write_status"]
 
 # A change is shown after so long at the latest.
 _PERIOD_S = 0.5
@@ -123,6 +124,16 @@ class Progress:
 def how_to_reduce(train: TrainDirectory) -> str:
     """Return the command that starts a reducer."""
     return f"irdmafs train reduce {train.models}"
+
+
+def is_reduced(train: TrainDirectory) -> bool:
+    """Return whether a reducer makes versions: it holds the coordinator's lock. Raises OSError."""
+    return is_locked(train.reducers / COORDINATOR)
+
+
+def no_reducer(train: TrainDirectory) -> str:
+    """Return what to say where no reducer is at work."""
+    return f"no reducer is at work: {how_to_reduce(train)}"
 
 
 def write_status(train: TrainDirectory, progress: Progress) -> None:

@@ -8,7 +8,7 @@ import os
 import re
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from functools import partial
 from itertools import zip_longest
@@ -32,9 +32,19 @@ from .locks import Lock, is_locked
 from .open_push import OpenPush
 from .places import is_here
 from .plan import Plan, is_foreseen, may_pull
-from .pushes import REFUSALS, STEP, Identity, check, check_identity, inspect, values_of
+from .pushes import (
+    STEP,
+    Identity,
+    check_finite,
+    check_identity,
+    check_scales,
+    inspect,
+    values_of,
+)
 from .shard_files import ShardFile, gather, in_parallel
-from .staging import Staging, explain
+from .staging import Staging
+from .status import is_reduced, no_reducer
+from .watch import Watch
 
 __all__ = ["Worker"]
 
@@ -67,7 +77,7 @@ class Worker:
         self.version = -1
         self._weight = 1.0
         self._lr: float | None = None
-        self._last_push: Path | None = None
+        self._watch = Watch(self.train, self.name)
         self._looked_s = 0.0
         with self.train.naming():
             self._in_turns = self._turns()
@@ -193,14 +203,30 @@ class Worker:
         values = values_of(self.layout, gradients)
         identity = self._next_push(weight, lr)
         more = {}
-        if scales is not None:
-            factors = {name: float(factor) for name, factor in scales.items()}
-            more["scales"] = msgspec.json.encode(factors).decode()
-        if len(self._shards) == 1:
-            return self._push_file(identity, values, more)
-        check_identity(self.train, self.config, identity)
-        self._begin_early(out)
-        return self._push_shards(identity, values, {STEP: str(identity.step), **more})
+        with self._noting(identity):
+            if scales is not None:
+                factors = {name: float(factor) for name, factor in scales.items()}
+                check_scales(factors)
+                more["scales"] = msgspec.json.encode(factors).decode()
+            if len(self._shards) == 1:
+                return self._push_file(identity, values, more)
+            check_identity(self.train, self.train.config(), identity)
+            self._begin_early(out)
+            return self._push_shards(identity, values, {STEP: str(identity.step), **more})
+
+    @contextlib.contextmanager
+    def _noting(self, identity: Identity) -> Iterator[None]:
+        """Keep the reason of a refusal for everybody to see, if this user may."""
+        try:
+            yield
+        except (Refused, TrainError) as refused:
+            self._watch.refused(identity.name, refused)
+            raise
+
+    @property
+    def _finite(self) -> bool:
+        """Return whether NaN is refused. Raises TrainError."""
+        return self.train.config().nonfinite == "refuse"
 
     def begin_push(self) -> OpenPush:
         """Begin the next push before all of its gradients are there: they are put into it one by one, and
@@ -210,17 +236,18 @@ class Worker:
         # A push of one shard is a file of push/ itself.
         cut = len(self._shards) > 1
         if cut:
-            hidden = self._staging.begin(expected.name)
+            hidden = self._staging.begin(expected.name, finite=self._finite)
             self._begin_early(None)
         else:
             hidden = self._staging.path / expected.name
 
         def publish(values: Mapping[str, Value], weight: float, lr: float | None) -> int:
             identity = self._next_push(weight, lr)
-            if not cut:
-                return self._push_file(identity, values, {})
-            check_identity(self.train, self.config, identity)
-            return self._push_directory(identity, hidden)
+            with self._noting(identity):
+                if not cut:
+                    return self._push_file(identity, values, {})
+                check_identity(self.train, self.train.config(), identity)
+                return self._push_directory(identity, hidden)
 
         more = {STEP: str(expected.step)}
         return OpenPush(self.layout, self._staging, hidden, more, publish)
@@ -249,30 +276,29 @@ class Worker:
     def _push_file(
         self, identity: Identity, values: Mapping[str, Value], more: Mapping[str, str]
     ) -> int:
+        config = self.train.config()
+        check_identity(self.train, config, identity)
+        if config.nonfinite == "refuse":
+            check_finite(values)
         name = f"{self.name}@{identity.step}.safetensors"
         self._publish(name, list(encode(values, {**identity.metadata, **more})))
         return self._pushed_as(name, identity)
 
     def _push_directory(self, identity: Identity, hidden: Path) -> int:
-        """Publish the files of all shards. Where irdmafs is not below they are checked here."""
-        if not self.train.is_on_irdmafs:
-            for shard in self._shards:
-                with _files.open_to_read(os.fspath(hidden / shard.name)) as (fd, _):
-                    name = f"{self._staging.path.name}/{hidden.name}/{shard.name}"
-                    check(self.train.models, fd, name)
+        """Publish the files of all shards."""
         os.rename(hidden, self.train.push / identity.name)
         return self._pushed_as(identity.name, identity)
 
     def _pushed_as(self, name: str, identity: Identity) -> int:
-        self._last_push = self.train.push / name
         self.step = self._pushed = identity.step
+        self._watch.pushed(self.train.push / name, self.step)
         return self.step
 
     def _push_shards(
         self, identity: Identity, values: Mapping[str, Value], more: Mapping[str, str]
     ) -> int:
         staging = self._staging
-        hidden = staging.begin(identity.name)
+        hidden = staging.begin(identity.name, finite=self._finite)
         try:
             published = []
             try:
@@ -289,21 +315,15 @@ class Worker:
             raise
 
     def _publish(self, name: str, contents: Sequence[memoryview]) -> None:
-        """Write a file below push/, which is checked before it is published. Raises Refused and OSError."""
+        """Write a file of push/, whole from the moment when it is seen. Raises OSError."""
         path = self.train.push / name
         if self.train.is_on_irdmafs:
-            try:
-                _files.replace_file(os.fspath(path), contents, versioned=True)
-            except OSError as error:
-                if error.errno in REFUSALS:
-                    explain(self.train, name, contents)
-                raise
+            _files.replace_file(os.fspath(path), contents, versioned=True)
             return
         hidden = self._staging.path / name
         try:
-            with hidden.open("wb+") as file:
+            with hidden.open("wb") as file:
                 _files.write_all(file.fileno(), contents)
-                check(self.train.models, file.fileno(), name)
             os.replace(hidden, path)
         except BaseException:
             self._staging.drop(hidden)
@@ -351,37 +371,39 @@ class Worker:
 
     def _wait(self, suffices: Callable[[Plan], bool], timeout_s: float | None) -> Plan:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        self._watch.begin()
         while True:
             changes = Changes(self.train.versions)
             newest = self.train.newest_plan()
             if suffices(newest):
                 return newest
-            self._look_after_push()
+            self._look_around()
             left_s = _LOOK_S if deadline_s is None else deadline_s - time.monotonic()
             if left_s <= 0:
                 raise TimeoutError(
                     errno.ETIMEDOUT,
-                    f"version {newest.version} is the newest after {timeout_s} s; "
-                    f"{self.train.status} says who is waited for",
+                    f"version {newest.version} is the newest after {timeout_s} s; {self._reason()}",
                 )
             with contextlib.suppress(InterruptedError):
                 changes.wait(min(left_s, _LOOK_S))
 
-    def _look_after_push(self) -> None:
-        """Raise TrainError if the last push was removed before it counted: nobody would go on."""
+    def _reason(self) -> str:
+        if not is_reduced(self.train):
+            return no_reducer(self.train)
+        return f"irdmafs train status {self.train.models} says who is waited for"
+
+    def _look_around(self) -> None:
+        """Look, now and then, whether this wait may be in vain. Raises Refused and TrainError."""
         now_s = time.monotonic()
-        if self._last_push is None or now_s < self._looked_s + _LOOK_S:
+        if now_s < self._looked_s + _LOOK_S:
             return
         self._looked_s = now_s
-        if self._last_push.exists():
-            return
-        clock = self.train.newest_plan().clocks.get(self.name, 0)
-        if clock < self._pushed:
-            missing, self._last_push = self._pushed, None
+        try:
+            self._watch.look()
+        except (Refused, TrainError):
+            clock = self.train.newest_plan().clocks.get(self.name, 0)
             self.step = self._pushed = max([clock, *self._steps_there()])
-            raise TrainError(
-                f"push {missing} of {self.name!r} was removed before it counted: push it again"
-            )
+            raise
 
     # -- the parameters ----------------------------------------------------------------------------
 

@@ -29,7 +29,6 @@ from irdmafs.coherence.alone import Alone
 from irdmafs.coherence.cache import Cache
 from irdmafs.coherence.content import Content
 from irdmafs.coherence.isolation import Isolation
-from irdmafs.coherence.pushes import Pushes
 from irdmafs.fuse import passthrough, wire
 from irdmafs.fuse.answering import Answering
 from irdmafs.fuse.backings import Backings
@@ -40,7 +39,6 @@ from irdmafs.fuse.submounts import Submounts
 from irdmafs.fuse.tasks import Tasks
 from irdmafs.fuse.wire import Malformed, Opcode, Request
 from irdmafs.mount.config import MountOptions
-from irdmafs.mount.push_checker import PushChecker
 from irdmafs.posix.atimes import Atimes
 from irdmafs.posix.locking import Locking
 from irdmafs.posix.operations import Operations
@@ -197,9 +195,8 @@ class Served:
         self.store = store
         self.processes = Processes("/nowhere")
         self.cache = Cache(
-            store, self.notices, self.processes, Isolation(store.namespace),
-            Pushes(store.namespace, PushChecker("/nowhere")), passthrough=passthrough,
-        )  # fmt: skip
+            store, self.notices, self.processes, Isolation(store.namespace), passthrough=passthrough
+        )
         self.nodes = self.cache.nodes
         coherence = Alone(store.namespace, self.cache)
         locking = Locking("local", None, self.cache, self.notices, store.namespace.describe)

@@ -764,6 +764,16 @@ def test_unknown_attributes_of_ours_are_refused(folder: Path, mount: Mount) -> N
     assert os.listxattr(folder) == ["user.irdmafs.replicas"]
 
 
+def test_a_name_cannot_forge_lines_of_the_log(folder: Path, mount: Mount) -> None:
+    forged = folder / "a\n2026-01-01 00:00:00,000 1 ERROR irdmafs.store: forged \x1b[2J"
+    forged.write_text("x")
+    with raises(errno.EINVAL):
+        os.setxattr(forged, "user.irdmafs.replica", b"3")
+    lines = mount.log_tail(5000).splitlines()
+    assert not any(line.startswith("2026-01-01") for line in lines)
+    assert any("a\\x0a2026-01-01" in line and "\\x1b[2J" in line for line in lines)
+
+
 def test_unknown_namespaces_of_attributes_are_refused(folder: Path) -> None:
     with raises(errno.EOPNOTSUPP):
         os.setxattr(folder, "nonsense.a", b"b")

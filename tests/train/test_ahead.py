@@ -46,8 +46,8 @@ def reductions(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     made: list[bool] = []
 
     class Spy(Reduction):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
+        def __init__(self, *arguments: Any, **more: Any) -> None:
+            super().__init__(*arguments, **more)
             made.append(self._opened is not None)
 
     monkeypatch.setattr("irdmafs.train.part.Reduction", Spy)
@@ -205,7 +205,7 @@ def test_reducer_whose_part_was_taken_publishes_nothing(run: Path, reductions: l
         eventually(lambda: coordinator.step(config, train.newest_plan(), None), "a plan is made")
         made = train.making(1, os.listdir(train.next))
         assert made is not None
-        staged = Staged(train, Trees())
+        staged = Staged(train, train.layout(), Trees())
         taken = {name: Part(train, reducer.layout, name, reducer._blocks, staged) for name in lost}
         for name, part in lost.items():
             assert not part.make(config, *made)
@@ -231,7 +231,7 @@ def test_links_in_staging_are_not_followed(run: Path, reductions: list[bool], li
         else:
             staging.with_name(f"a@{secrets.token_hex(8)}").symlink_to(foreign.parent)
         reduce_until(reducer, reducer.train.members.exists, "the worker is seen")
-        staged, config = Staged(reducer.train, Trees()), reducer.train.config()
+        staged, config = Staged(reducer.train, reducer.layout, Trees()), reducer.train.config()
         assert staged.plan(config, reducer.train.newest_plan()) is None
         if link == "of a push":
             (staging / foreign.name).unlink()

@@ -2,17 +2,22 @@
 
 import errno
 import os
+import re
+import shutil
+import stat
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from mountpoint import eventually
 from safetensors.numpy import save_file
-from training_runs import newest, ones, parameters, reduce, reduce_until, start
+from training_runs import check, newest, ones, parameters, reduce, reduce_until, start
 
 from irdmafs.train import Reducer, Refused, TrainError, Worker
-from irdmafs.train.directory import TrainDirectory
-from irdmafs.train.pushes import check
+from irdmafs.train.directory import TrainDirectory, replace
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -20,7 +25,7 @@ from irdmafs.train.pushes import check
 def test_push_with_nan_or_infinity_is_refused(run: Path, shards: int, value: float) -> None:
     start(run, shards=shards)
     with Worker(run, "w") as worker:
-        with pytest.raises(OSError, match=r"NaN or infinite|Invalid argument"):
+        with pytest.raises(Refused, match="NaN or infinite"):
             worker.push(ones(value))
         assert not [name for name in os.listdir(TrainDirectory(run).push) if name[0] != "."]
         assert worker.push(ones()) == 1
@@ -110,6 +115,90 @@ def test_push_that_got_its_name_by_renaming_is_refused_as_well(
         assert newest(run) == 0
 
 
+def test_worker_that_waits_is_told_that_its_file_is_refused(run: Path) -> None:
+    """Also if the user has written it, with whatever program."""
+    start(run)
+    with Reducer(run) as reducer, Worker(run, "w") as worker, ThreadPoolExecutor(1) as pool:
+        save_file(ones(np.nan), run / "file")
+        shutil.copy(run / "file", TrainDirectory(run).push / "w.safetensors")
+        pulled = pool.submit(worker.pull_since, 1, timeout_s=60)
+        reduce_until(reducer, pulled.done, "it is told")
+        with pytest.raises(Refused, match=r"w.safetensors: .*NaN or infinite"):
+            pulled.result()
+        (TrainDirectory(run).push / "w.safetensors").unlink()
+        worker.push(ones())
+        reduce(reducer)
+        assert worker.pull_since(1, timeout_s=60)["norm"].tolist() == [1] * 3
+
+
+def test_push_that_the_coordinator_refuses_is_raised_and_its_step_is_free(run: Path) -> None:
+    start(run, workers=("v", "w"))
+    train = TrainDirectory(run)
+    config = train.config_path.read_text()
+    with Worker(run, "w") as worker, Reducer(run) as reducer:
+        worker.push(ones(2))
+        replace(train.config_path, config.replace('"v", "w"', '"v"').encode())
+        reduce_until(reducer, lambda: "w@1" in train.status.read_text(), "it is refused")
+        with pytest.raises(Refused, match="not one of the workers"):
+            worker.pull(timeout_s=60)
+        assert not os.listdir(train.push)
+        replace(train.config_path, config.replace('"v", "w"', '"w"').encode())
+        assert worker.push(ones()) == 1
+        reduce_until(reducer, lambda: newest(run) == 1, "it counts")
+        assert worker.pull(timeout_s=60)["norm"].tolist() == [1] * 3
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_push_in_shards_with_nan_that_nobody_has_checked_counts_for_nothing(
+    run: Path, monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    """Made by another program than our client: reducers find it."""
+    start(run, shards=3, clip_norm=0.0 if ahead else 1e9)
+    train = TrainDirectory(run)
+    with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
+        with monkeypatch.context() as unchecked:
+            unchecked.setattr("irdmafs.train.staging.check_finite", lambda _: None)
+            a.push(ones(np.nan))
+        b.push(ones())
+        reduce_until(reducer, lambda: newest(run) == 1, "the version is made without it")
+        assert parameters(run)["norm"].tolist() == [1] * 3
+        reduce_until(reducer, lambda: "NaN" in train.status.read_text(), "the reason is shown")
+        assert a.pull(timeout_s=60)["norm"].tolist() == [1] * 3
+
+
+def test_many_files_of_one_who_pushes_hold_up_nobody(run: Path) -> None:
+    start(run, sync="async", workers="auto")
+    push = TrainDirectory(run).push
+    for number in range(2000):
+        (push / f"m{number}.safetensors").write_bytes(b"garbage")
+    with Reducer(run) as reducer, Worker(run, "z") as worker:
+        worker.push(ones())
+        looked = 0
+        while newest(run) == 0:
+            reducer.step()
+            assert reducer._coordinator is not None
+            looked = len(reducer._coordinator._looks)
+        assert looked < 2000, "its push was looked at before all of the others"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.mknod(path, stat.S_IFSOCK | 0o600)])
+@pytest.mark.parametrize("inside", [True, False])
+def test_special_file_in_push_is_refused_at_once(
+    run: Path, make: Callable[[Path], None], inside: bool
+) -> None:
+    start(run, shards=3 if inside else 1, sync="async")
+    train = TrainDirectory(run)
+    path = train.push / "x.safetensors"
+    if inside:
+        (train.push / "x@1").mkdir()
+        path = train.push / "x@1" / train.layout().shard_names[0]
+    make(path)
+    with Reducer(run) as reducer, Worker(run, "w") as worker:
+        worker.push(ones())
+        reduce_until(reducer, lambda: newest(run) == 1, "another counts")
+        reduce_until(reducer, lambda: "special file" in train.status.read_text(), "told")
+
+
 def test_push_with_nan_is_skipped_where_that_is_wanted(run: Path) -> None:
     start(run, nonfinite="skip", shards=3)
     with Reducer(run) as reducer, Worker(run, "a") as a, Worker(run, "b") as b:
@@ -156,3 +245,24 @@ def test_push_that_says_what_cannot_be_is_refused(
     with path.open("rb") as file, pytest.raises(Refused, match=reason) as caught:
         check(run, file.fileno(), "push.safetensors")
     assert caught.value.errno == code
+
+
+# -- nobody reduces --------------------------------------------------------------------------------
+
+
+def test_worker_without_a_reducer_says_so_and_what_to_do(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("irdmafs.train.watch._WITHOUT_REDUCER_S", 0.2)
+    start(run)
+    said = f"no reducer is at work: irdmafs train reduce {run}"
+    with Worker(run, "w") as worker:
+        worker.push(ones())
+        with ThreadPoolExecutor(1) as pool:
+            pulled = pool.submit(worker.pull, timeout_s=60)
+            eventually(lambda: said in caplog.text, "it is logged")
+            with Reducer(run) as reducer:
+                reduce_until(reducer, pulled.done, "the version is made")
+            pulled.result()
+        with pytest.raises(TimeoutError, match=re.escape(said)):
+            worker.pull_since(2, timeout_s=0.1)

@@ -72,9 +72,8 @@ def test_push_of_another_user_counts_and_is_removed(
         assert worker.do("worker.push(ones())") == step
         owner.do("reduce_until(reducer, lambda: newest(run) == step, 'it is made')", step=step)
         worker.do("worker.pull(timeout_s=30)")
-    with pytest.raises(OSError, match=r"NaN|Invalid argument"):
+    with pytest.raises(OSError, match="NaN"):
         worker.do("worker.push(ones(float('nan')))")
-    owner.do("reduce_until(reducer, lambda: 'NaN' in train.status.read_text(), 'it is shown')")
     worker.do("worker.close()")
     owner.do("reduce(reducer)")
     eventually(lambda: not os.listdir(run / ".train" / "push"), "pushes that counted are removed")

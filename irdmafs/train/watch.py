@@ -1,0 +1,73 @@
+"""What would have a worker wait in vain: no reducer, a push of its that was refused or removed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+from . import refusals
+from .directory import TrainDirectory, discard
+from .errors import Refused, TrainError
+from .pushes import worker_of
+from .status import is_reduced, no_reducer
+
+__all__ = ["Watch"]
+
+log = logging.getLogger(__name__)
+
+# Reducers and workers are often started together.
+_WITHOUT_REDUCER_S = 3.0
+
+
+class Watch:
+    """Looks after reducers and the pushes of a worker, while that waits."""
+
+    def __init__(self, train: TrainDirectory, worker: str) -> None:
+        self._train = train
+        self._worker = worker
+        self._refusals = refusals.NewRefusals(train)
+        self._last: Path | None = None
+        self._step = 0
+        # When this wait began, or a reducer was seen in it.
+        self._reducer_s = 0.0
+        self._told = False
+
+    def begin(self) -> None:
+        """Begin a wait."""
+        self._reducer_s = time.monotonic()
+
+    def pushed(self, path: Path, step: int) -> None:
+        """Look after this push, the worker's last."""
+        self._last, self._step = path, step
+
+    def refused(self, path: str, error: Refused | TrainError) -> None:
+        """Keep for everybody to see, if this user may, why the worker has refused its own push."""
+        self._refusals.skip(refusals.note(self._train, path, error))
+
+    def look(self) -> None:
+        """Raise Refused if a push of the worker was refused, which is removed if the worker itself made it,
+        and TrainError if the last one was removed before it counted: nobody would go on. Log it if there
+        has been no reducer for some seconds."""
+        self._look_for_reducer()
+        for refusal in self._refusals.read():
+            if worker_of(refusal.path) == self._worker and not refusal.counts:
+                if self._last is not None and self._last.name == refusal.path:
+                    last, self._last = self._last, None
+                    discard(self._train, last)
+                raise Refused(refusal.code, f"{refusal.path}: {refusal.reason}")
+        if self._last is None or self._last.exists():
+            return
+        self._last = None
+        if self._train.newest_plan().clocks.get(self._worker, 0) < self._step:
+            raise TrainError(
+                f"push {self._step} of {self._worker!r} was removed before it counted: push it again"
+            )
+
+    def _look_for_reducer(self) -> None:
+        now_s = time.monotonic()
+        if is_reduced(self._train):
+            self._reducer_s, self._told = now_s, False
+        elif not self._told and now_s > self._reducer_s + _WITHOUT_REDUCER_S:
+            self._told = True
+            log.warning("irdmafs: %s", no_reducer(self._train))
