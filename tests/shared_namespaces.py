@@ -53,14 +53,16 @@ class Lagging(Replica):
 
 
 class HostNamespace(Namespace):
-    """One host's namespace. Tests may set what it is told, and what it is to hold, at any time."""
+    """One host's namespace. Tests may set what it is told, what it is to hold, and which mounts have a
+    session, at any time. `maker` is the number of its mount."""
 
-    def __init__(self, engine: EtcdEngine, hub: type[Replica] = Replica) -> None:
+    def __init__(self, engine: EtcdEngine, hub: type[Replica] = Replica, *, maker: int = 0) -> None:
         self.engine = engine
+        self.ended: set[int] = set()
         self.held: Callable[[int], bool] = lambda ino: False
         self.listener: Listener | None = None
         self.after_commit: Callable[[tuple[int, ...], int], Awaitable[None]] | None = None
-        tree = Tree(listener=self)
+        tree = Tree(listener=self, maker=maker, is_mounted=lambda maker: maker not in self.ended)
         tree.holders.append(lambda ino: self.held(ino))
         self.hub = hub(engine, (tree,))
         committer = SharedCommitter(tree, engine, self.hub, after_commit=self._committed)
@@ -85,10 +87,10 @@ class HostNamespace(Namespace):
 
 @asynccontextmanager
 async def host(
-    server: EtcdServer, prefix: bytes, hub: type[Replica] = Replica
+    server: EtcdServer, prefix: bytes, hub: type[Replica] = Replica, *, maker: int = 0
 ) -> AsyncIterator[HostNamespace]:
     async with EtcdEngine(server.endpoints, prefix) as engine, trio.open_nursery() as nursery:
-        namespace = HostNamespace(engine, hub)
+        namespace = HostNamespace(engine, hub, maker=maker)
         await namespace.start(nursery)
         yield namespace
         nursery.cancel_scope.cancel()

@@ -185,6 +185,10 @@ class Members:
             return record is not None and record.state == "up"
         return node in known[0].target(group)
 
+    def is_mounted(self, maker: int) -> bool:
+        """Return whether the mount with this number has a session (MountRecord.maker)."""
+        return any(record.maker == maker for record in self.sessions.values())
+
     def session_of(self, lease: int) -> int | None:
         """Return the session number of a live mount."""
         return self._numbers.get(lease)

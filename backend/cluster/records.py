@@ -138,6 +138,11 @@ class MountRecord(msgspec.Struct, array_like=True, frozen=True):
     role: str = ""
     key_digest: bytes = b""
 
+    @property
+    def maker(self) -> int:
+        """Return the number by which inodes name the mount, in all of its sessions (Inode.maker)."""
+        return int.from_bytes(self.key_digest[:8], "big") >> 1
+
 
 class CertificateRecord(msgspec.Struct, array_like=True, frozen=True):
     """`owner` is its number in etcd. Times are in seconds since 1970; `revoked_s` 0: it is not revoked."""

@@ -2,7 +2,7 @@
 can have are found here, each by itself (docs/security.md, "Sensible values")."""
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -10,7 +10,20 @@ from ..cluster.records import NEXT_INO_KEY
 from ..kv import Event
 from .inode import FIRST_VIRTUAL_INO, NAME_MAX, ROOT_INO, Inode, nearest_time
 
-__all__ = ["Changes", "changes_of", "time_of"]
+__all__ = ["Changes", "Listener", "changes_of", "time_of"]
+
+
+class Listener(Protocol):
+    """Called with every change that the watch yields after the first load, also those of this process,
+    after the whole transaction is applied. Must not block and not raise."""
+
+    def inode_changed(self, old: Inode | None, new: Inode | None) -> None:
+        """Called with the inode before and after; None: it did not exist, or was removed."""
+        ...
+
+    def name_changed(self, parent: int, name: bytes, old_ino: int, new_ino: int) -> None:
+        """Called with the inode numbers before and after; 0: there was no such name, or it was removed."""
+        ...
 
 
 class Changes(NamedTuple):

@@ -7,6 +7,7 @@ in one transaction (local, shared); so one that fails leaves no trace.
 import errno
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Protocol
 
 import trio
@@ -129,8 +130,10 @@ class Namespace:
         durable: bool = True,
         layout: Layout = NO_LAYOUT,
         umask: int = 0,
+        seen: bool = False,
     ) -> Inode:
-        """Make an inode of any type under a new name.
+        """Make an inode of any type under a new name. Unless `seen`, only this mount sees the name of a
+        file before its first version, or `show`, or another name.
 
         durable=False: a crash may lose it until a durable transaction follows; a shared engine stores it at
         once. If another host has removed it when this returns, it is a local orphan.
@@ -139,11 +142,25 @@ class Namespace:
         made = await self._carry_out(
             lambda: self._planner.create(
                 parent, name, mode, uid, gid, rdev=rdev, target=target,
-                version=version, durable=durable, layout=layout, umask=umask,
+                version=version, durable=durable, layout=layout, umask=umask, seen=seen,
             )
         )  # fmt: skip
         assert made is not None
         return made
+
+    async def show(self, parent: int, name: bytes) -> None:
+        """Let every mount see a name, also if its file has no version yet."""
+        await self._carry_out(partial(self._planner.show, parent, name))
+
+    async def remove_abandoned(self, directory: int = 0) -> bool:
+        """Remove the names that nobody sees, of files that ended mounts made and never published: those in
+        a directory, 0: in all. Return whether there were any."""
+        unseen = self.tree.unseen
+        names = chain.from_iterable(map(self.tree.names_of, unseen.abandoned()))
+        found = [name for name in names if directory in (0, name[0])]
+        for parent, name in found:
+            await self.unlink_if(parent, name, unseen.is_abandoned)
+        return bool(found)
 
     def orphan(
         self, mode: int, uid: int, gid: int, *, directory: int = ROOT_INO, umask: int = 0
@@ -198,9 +215,14 @@ class Namespace:
     ) -> Inode:
         """Remove an empty directory; `in_use` as for unlink. Raises ESTALE if one of the names in `known`
         does not lead to its inode at that moment."""
-        expected = self.tree.ino_behind(parent, name) if in_use else 0
-
-        inode = await self._carry_out(partial(self._planner.rmdir, parent, name, expected, known))
+        found = self.tree.ino_behind(parent, name)
+        plan = partial(self._planner.rmdir, parent, name, found if in_use else 0, known)
+        try:
+            inode = await self._carry_out(plan)
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY or not await self.remove_abandoned(found):
+                raise
+            inode = await self._carry_out(plan)
         assert inode is not None
         return inode
 

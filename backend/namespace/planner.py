@@ -93,10 +93,11 @@ class Planner:
         durable: bool,
         layout: Layout,
         umask: int,
+        seen: bool,
     ) -> Commit:
-        """Make an inode of any type under a new name."""
-        if self._tree.lookup(parent, name) is not None:
-            raise fail(errno.EEXIST)
+        """Make an inode of any type under a new name. Unless `seen`, only this mount sees that of a file
+        before its first version."""
+        commit = self._new_name(parent, name)
         directory = self._tree.inodes[parent]
         if directory.nlink == 0:
             raise fail(errno.ENOENT)  # removed while it is a working directory
@@ -105,7 +106,8 @@ class Planner:
         inode = self.new_inode(directory, mode, uid, gid, umask, now)
         inode.rdev, inode.target, inode.version, inode.layout = rdev, target, version, layout
         inode.size = len(target)
-        commit = Commit()
+        if not (seen or version) and inode.is_file:
+            inode.maker = self._tree.unseen.maker
         commit.inode, commit.inodes = inode, (inode,)
         commit.new = inode
         commit.names = ((parent, name, inode.ino),)
@@ -114,6 +116,25 @@ class Planner:
         commit.durable = durable
         if self._quotas.in_use:
             commit.charge = self._quotas.admit(inode.ino, self._quotas.above(parent), 0)
+        return commit
+
+    def _new_name(self, parent: int, name: bytes) -> Commit:
+        """Return a commit in which the name is free. Raises EEXIST."""
+        commit, taken = Commit(), self._tree.taken(parent, name)
+        if taken is not None:
+            if not self._tree.unseen.is_abandoned(taken):
+                raise fail(errno.EEXIST)
+            commit.gone = (taken,)
+        return commit
+
+    def show(self, parent: int, name: bytes) -> Commit | None:
+        """Let every mount see the name of a file that has no version yet."""
+        taken = self._tree.taken(parent, name)
+        if taken is None or not taken.maker:
+            return None
+        commit, shown = Commit(), taken.copy()
+        shown.maker = 0
+        commit.inode, commit.inodes = shown, (shown,)
         return commit
 
     def new_inode(
@@ -127,8 +148,7 @@ class Planner:
 
     def link(self, ino: int, parent: int, name: bytes) -> Commit:
         """Give an inode another name, or its first."""
-        if self._tree.lookup(parent, name) is not None:
-            raise fail(errno.EEXIST)
+        commit = self._new_name(parent, name)
         inode = self._tree.inode(ino).copy()
         if inode.is_dir or ino >= FIRST_VIRTUAL_INO:
             raise fail(errno.EPERM)
@@ -139,7 +159,7 @@ class Planner:
         now = now_ns()
         inode.nlink += 1
         inode.ctime_ns = now
-        commit = Commit()
+        inode.maker = 0
         commit.inode, commit.inodes = inode, (inode,)
         commit.names = ((parent, name, ino),)
         commit.times = ((parent, now),)
@@ -199,12 +219,12 @@ class Planner:
         """Rename with renameat2(2)'s flags. `kept_ino` as for unlink; `owner`: user and group of a
         whiteout; `known` as for rmdir."""
         self._refuse_others(known)
-        moved, replaced = self._tree.existing(parent, name), self._tree.lookup(new_parent, new_name)
+        moved, replaced = self._tree.existing(parent, name), self._tree.taken(new_parent, new_name)
         if flags & RENAME_NOREPLACE and replaced is not None:
-            raise fail(errno.EEXIST)
+            self._new_name(new_parent, new_name)
         if new_name in (b".", b".."):
             raise fail(errno.EBUSY)
-        if flags & RENAME_EXCHANGE and replaced is None:
+        if flags & RENAME_EXCHANGE and (replaced is None or replaced.ino in self._tree.unseen.inos):
             raise fail(errno.ENOENT)
         if replaced is not None and replaced.ino == moved.ino:
             return None  # two names of one inode: POSIX demands that nothing happens
@@ -222,6 +242,7 @@ class Planner:
         commit, now = Commit(), now_ns()
         changed = moved.copy()
         changed.ctime_ns = now
+        changed.maker = 0
         commit.inodes = [changed]
         commit.names = [(new_parent, new_name, moved.ino), (parent, name, 0)]
         commit.times = [(ino, now) for ino in {parent, new_parent}]
@@ -292,12 +313,16 @@ class Planner:
         digests: bytes,
         within_quotas: bool,
     ) -> Commit:
-        """Make an extent the file's next version. Raises Outdated."""
+        """Make an extent the file's next version. Raises Outdated, and ESTALE if another mount has taken
+        the name of a file that only this one saw."""
         found = self._tree.inode(ino)
+        if found.maker and not found.nlink:
+            raise fail(errno.ESTALE, "another host has taken its name, before the first version")
         if base is not None and found.version != base:
             raise Outdated(found.version)
         inode = found.copy()
         inode.version += 1
+        inode.maker = 0
         inode.extent, inode.size, inode.blocks = extent, size, blocks
         inode.digests = digests
         inode.mtime_ns = nearest_time(mtime_ns)

@@ -123,7 +123,8 @@ class SharedCommitter:
                     raise
                 return False
             await self._hub.wait_applied(revision)
-            if self._after_commit is not None:
+            unseen = commit.new is not None and commit.new.maker
+            if self._after_commit is not None and not unseen:
                 await self._after_commit(directories, revision)
         for inode in commit.inodes:
             inode.revision = revision

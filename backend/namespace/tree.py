@@ -11,14 +11,13 @@ import errno
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Protocol
 
 from ..clock import now_ns
 from ..cluster.records import NEXT_INO_KEY
 from ..kv import Event, KeyValue
 from .changes import Commit
 from .directories import Directories
-from .events import changes_of, time_of
+from .events import Listener, changes_of, time_of
 from .inode import (
     FIRST_VIRTUAL_INO,
     NAME_MAX,
@@ -31,25 +30,12 @@ from .inode import (
     time_key,
 )
 from .quotas import Quotas
+from .unseen import Unseen
 from .watches import Watches
 
 log = logging.getLogger(__name__)
 
-
 __all__ = ["Listener", "Tree"]
-
-
-class Listener(Protocol):
-    """Called with every change that the watch yields after the first load, also those of this process,
-    after the whole transaction is applied. Must not block and not raise."""
-
-    def inode_changed(self, old: Inode | None, new: Inode | None) -> None:
-        """Called with the inode before and after; None: it did not exist, or was removed."""
-        ...
-
-    def name_changed(self, parent: int, name: bytes, old_ino: int, new_ino: int) -> None:
-        """Called with the inode numbers before and after; 0: there was no such name, or it was removed."""
-        ...
 
 
 class Tree:
@@ -58,7 +44,7 @@ class Tree:
     An inode that a holder has open stays without a name when another host removes its last one (a *local
     orphan*: nlink 0, revision 0, known to this process alone). `strict`: an invalid record raises OSError
     EIO, and names without an inode are collected in `dangling` to be removed. Otherwise both are ignored
-    and logged."""
+    and logged. `maker` and `is_mounted`: of new files that other mounts make (see Unseen)."""
 
     prefixes: tuple[bytes, ...] = (b"d", b"i", b"t", NEXT_INO_KEY)
 
@@ -67,6 +53,8 @@ class Tree:
         *,
         listener: Listener | None = None,
         strict: bool = False,
+        maker: int = 0,
+        is_mounted: Callable[[int], bool] = lambda maker: True,
     ) -> None:
         self.inodes: dict[int, Inode] = {}
         self.dangling: list[tuple[int, bytes]] = []
@@ -74,6 +62,8 @@ class Tree:
         self.holders: list[Callable[[int], bool]] = []
         # The next inode number that is not reserved, and the revision of that record.
         self.next_block = (ROOT_INO + 1, 0)
+        self.unseen = Unseen(self.inodes, maker, is_mounted)
+        self._unseen = self.unseen.inos
         self._listener = listener
         self._strict = strict
         self._is_loaded = False
@@ -84,8 +74,9 @@ class Tree:
         self.directories = Directories(self.inodes, self._children)
         # The parents of inodes with several names (once for each name).
         self._parents: dict[int, list[int]] = {}
-        # Inodes that callers of mutations under way want to keep.
+        # Inodes that callers of mutations under way want to keep, and those that they remove.
         self._keeping: list[int] = []
+        self._removing: list[int] = []
         self.quotas = Quotas(self.inodes, self._children, self.parents_of, self.directories.path_of)
         self.watches = Watches(self.inodes, self.ino_behind, self.parents_of)
 
@@ -104,13 +95,21 @@ class Tree:
         return dentry is not None and dentry.ino == ino
 
     def lookup(self, parent: int, name: bytes) -> Inode | None:
-        """Return the inode of a name, "." and ".." included; None if there is no such name."""
+        """Return the inode of a name, "." and ".." included; None if no such name is seen."""
         children = self._children.get(parent)
-        if children is None:
-            raise fail(errno.ENOTDIR if parent in self.inodes else errno.ESTALE)
-        dentry = children.get(name)
+        dentry = children.get(name) if children is not None else None
         if dentry is not None:
-            return self.inodes[dentry.ino]
+            return None if dentry.ino in self._unseen else self.inodes[dentry.ino]
+        return self._without_dentry(parent, name)
+
+    def taken(self, parent: int, name: bytes) -> Inode | None:
+        """Return the inode of a name, as `lookup` does, also of one that is not seen."""
+        ino = self.ino_behind(parent, name)
+        return self.inodes[ino] if ino else self._without_dentry(parent, name)
+
+    def _without_dentry(self, parent: int, name: bytes) -> Inode | None:
+        if parent not in self._children:
+            raise fail(errno.ENOTDIR if parent in self.inodes else errno.ESTALE)
         if name == b".":
             return self.inodes[parent]
         if name == b"..":
@@ -124,8 +123,9 @@ class Tree:
         return self.inode(directory).parent or directory
 
     def children(self, ino: int) -> list[tuple[bytes, int]]:
-        """Return a snapshot of the names in a directory and their inode numbers."""
-        return [(name, dentry.ino) for name, dentry in self._children[ino].items()]
+        """Return a snapshot of the names seen in a directory and their inode numbers."""
+        children, unseen = self._children[ino], self._unseen
+        return [(name, dentry.ino) for name, dentry in children.items() if dentry.ino not in unseen]
 
     def is_empty(self, directory: int) -> bool:
         return not self._children[directory]
@@ -170,7 +170,7 @@ class Tree:
         """Return the inode of a name, but not of "." and "..". Raises OSError ENOENT, ENOTDIR,
         ESTALE, ENAMETOOLONG."""
         ino = self.ino_behind(parent, name)
-        if not ino:
+        if not ino or ino in self._unseen:
             self.lookup(parent, name)  # raises a more exact error than ENOENT, if there is one
             raise fail(errno.ENOENT)
         return self.inodes[ino]
@@ -268,6 +268,7 @@ class Tree:
             if known is not None:
                 orphan = known.copy()
                 orphan.nlink, orphan.revision, orphan.ctime_ns = 0, 0, now
+                orphan.maker = 0 if ino in self._removing else known.maker
                 self.inodes[ino] = orphan
         self.directories.watch()
         for parent, name, target, revision in names:
@@ -340,10 +341,12 @@ class Tree:
     def keeping(self, commit: Commit) -> Iterator[None]:
         """While a commit is under way, keep the inodes that its caller needs afterwards, even if the watch
         yields their removal; and charge the commit to quotas."""
-        inos = [inode.ino for inode in commit.gone] if commit.keep else []
+        removed = [inode.ino for inode in commit.gone]
+        inos = list(removed) if commit.keep else []
         if commit.new is not None:
             inos.append(commit.new.ino)
         self._keeping += inos
+        self._removing += removed
         charged = commit.inode if commit.charge is not None else None
         if charged is not None and commit.charge is not None:
             self.quotas.expect(charged.ino, commit.charge)
@@ -352,6 +355,8 @@ class Tree:
         finally:
             for ino in inos:
                 self._keeping.remove(ino)
+            for ino in removed:
+                self._removing.remove(ino)
             if charged is not None:
                 self.quotas.update((charged.ino,))
 
@@ -401,6 +406,8 @@ class Tree:
                 self._children[ino] = {}
             if inode.xattrs or self.quotas.in_use:
                 self.quotas.take_limits(inode)
+        elif inode.maker or self._unseen:
+            self.unseen.note(inode)
         self.inodes[ino] = inode
 
     def _set_name(self, parent: int, name: bytes, ino: int, revision: int) -> None:
@@ -478,14 +485,13 @@ class Tree:
 
     def _let_go(self, ino: int, *, keep: bool) -> None:
         """Remove an inode whose record is gone; it stays as a local orphan if it is open here."""
+        self.unseen.forget(ino)
         is_dir = self._ctimes.pop(ino, None) is not None
         if is_dir:
             self._times.pop(ino, None)
             self.directories.forget(ino)
             self.quotas.forget(ino)
-        for holds in self.holders:
-            keep = keep or holds(ino)
-        if not keep:
+        if not (keep or any(holds(ino) for holds in self.holders)):
             self.inodes.pop(ino, None)
             if is_dir:
                 self._children.pop(ino, None)

@@ -89,7 +89,7 @@ class Watches:
             touched.update((parent, ino, self._ino_behind(parent, name)))
         for inode in inodes:
             known = self._inodes.get(inode.ino)
-            if known is not None and known.version != inode.version:
+            if known is not None and (known.version != inode.version or known.maker != inode.maker):
                 touched.add(inode.ino)
         return touched
 

@@ -70,6 +70,7 @@ class Cache:
             store, kernel, table, changes, sharing, unused, newest, publisher
         )
         self._carried = carried = Carried(store, table, in_place)
+        self.show_name = publisher.show_name
 
         # Bound here, so that a request needs no extra call through this class.
         looks = Looks(table, sharing, nodes)
@@ -82,6 +83,7 @@ class Cache:
 
         self.announce, self.opens_as = references.announce, references.opens
 
+        self.is_isolated = isolation.below
         self.discard, self.is_at_hand = sharing.discard, sharing.is_at_hand
         self.is_written_in_place = sharing.is_written_in_place
 

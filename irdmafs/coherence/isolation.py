@@ -14,13 +14,17 @@ class Isolation:
 
     def of(self, inode: Inode) -> bool:
         """Return whether opening this file with O_TRUNC begins a version of its own."""
-        parent = inode.parent or next(iter(self._namespace.parents_of(inode.ino)), 0)
-        while parent:
-            directory = self._namespace.inodes.get(parent)
+        return self.below(inode.parent or next(iter(self._namespace.parents_of(inode.ino)), 0))
+
+    def below(self, ino: int) -> bool:
+        """Return whether files in this directory are isolated. If so, other hosts do not see the name of a
+        new one before its first version, either."""
+        while ino:
+            directory = self._namespace.inodes.get(ino)
             if directory is None:
                 break
             value = directory.xattrs.get(ISOLATION)
             if value is not None:
                 return value != b"off"
-            parent = directory.parent
+            ino = directory.parent
         return self._default

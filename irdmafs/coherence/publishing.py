@@ -59,7 +59,8 @@ class Publisher:
 
     async def flush(self, handle: Handle, content: Content, pid: int) -> None:
         """Carry out close(2) of one descriptor. Return when everything written is published."""
-        if not self._inodes[content.ino].nlink:
+        inode = self._inodes[content.ino]
+        if not (inode.nlink or inode.maker):
             return
         if pid != handle.pid:
             others = await self._processes.may_still_write(pid, handle.pid)
@@ -95,6 +96,7 @@ class Publisher:
                 raise fail(errno.ENOSPC, "the store is full; the version before stays")
         changed = self._changes.is_changed(handle, content)
         if not changed and not self._changes.is_to_be_compared(content):
+            await self.show_name(content.ino)
             return
         try:
             stays = await self._stays(handle, content, pid)
@@ -165,6 +167,15 @@ class Publisher:
             changed = changed or (was_written and self._changes.may_hide_writes(content))
         if changed or self._changes.is_to_be_compared(content):
             await self._publish_locked(content, stays=True, changed=changed)
+        else:
+            await self.show_name(content.ino)
+
+    async def show_name(self, ino: int) -> None:
+        """Let other hosts see the name of a new file that is empty, or is about to be locked."""
+        if self._inodes[ino].maker:
+            await detach()
+            for name in self._store.namespace.names_of(ino):
+                await self._store.namespace.show(*name)
 
     async def publish_so_far(self, content: Content) -> None:
         """Publish everything written in place so far, by any process; nothing if there is nothing."""

@@ -172,7 +172,10 @@ class MountOptions:
     isolation: Annotated[
         bool,
         Value(
-            _parse_switch, "on or off", "truncating a published file begins a version of its own"
+            _parse_switch,
+            "on or off",
+            "truncating a published file begins a version of its own, and other hosts see a new file with "
+            "its first version",
         ),
     ] = True
 

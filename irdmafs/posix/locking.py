@@ -34,6 +34,7 @@ class Contents(Protocol):
 
     def is_changed_in_place(self, ino: int) -> bool: ...
     async def publish_in_place(self, ino: int, *, begun: bool) -> None: ...
+    async def show_name(self, ino: int) -> None: ...
     async def show_newest(self, ino: int) -> None: ...
 
 
@@ -130,6 +131,7 @@ class Locking(LockHolder):
     ) -> None:
         since = turn = time.monotonic()
         claim = _claim(table, lock)
+        await self._contents.show_name(ino)
         if lock.type == F_RDLCK:
             await self._publish_written(shared, table, ino, owner, lock, any_signal=wait)
         while True:

@@ -91,9 +91,13 @@ class Opens:
                     directory.ino, name, mode & 0o7777 | stat.S_IFREG, ctx.uid, ctx.gid,
                     version=0 if writing else 1, durable=not writing, umask=ctx.umask,
                     layout=self._store.layout(directory.ino, name),
+                    seen=not self._cache.is_isolated(directory.ino),
                 )  # fmt: skip
             except FileExistsError:
-                pass  # another host was first
+                # Another host was first. It may be making the file now: two that open it share it.
+                if flags & os.O_EXCL:
+                    raise
+                await self._namespace.show(directory.ino, name)
             else:
                 return self._created(inode, flags, ctx, (directory.ino, name))
         found = self._namespace.lookup(directory.ino, name)

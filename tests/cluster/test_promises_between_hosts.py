@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import itertools
 import json
 import mmap
@@ -168,6 +169,126 @@ def test_files_created_in_one_directory_by_two_hosts_at_a_time_are_all_there(
     expected = {f"{number}-{i}" for number in range(2) for i in range(100)}
     for folder in two:
         assert set(os.listdir(folder)) == expected
+
+
+# -- names of files that have no version yet
+
+
+def is_seen(path: Path) -> bool:
+    listed = path.name in os.listdir(path.parent)
+    assert path.exists() == listed
+    return listed
+
+
+def test_a_new_file_is_seen_on_another_host_when_it_is_published(two: tuple[Path, Path]) -> None:
+    one, other = two
+    for i, flags in enumerate((os.O_TRUNC, os.O_EXCL, os.O_APPEND, 0)):
+        name = f"file{i}"
+        fd = os.open(one / name, os.O_CREAT | os.O_RDWR | flags)
+        os.write(fd, b"half")
+        assert not is_seen(other / name)
+        os.write(fd, b" and half")
+        assert is_seen(one / name)
+        os.close(fd)
+        assert (other / name).read_bytes() == b"half and half"
+
+
+@pytest.mark.parametrize(("content", "access"), [(b"", os.O_RDWR), (b"content", os.O_WRONLY)])
+@pytest.mark.parametrize("means", ["close", "fsync", "rename", "link", "flock", "fcntl", "join"])
+def test_a_new_file_is_seen_after(
+    two: tuple[Path, Path], means: str, content: bytes, access: int
+) -> None:
+    one, other = two
+    fd, name = os.open(one / "file", os.O_CREAT | os.O_EXCL | access), "file"
+    os.write(fd, content)
+    assert not is_seen(other / name)
+    match means:
+        case "close":
+            os.close(fd)
+        case "fsync":
+            os.fsync(fd)
+        case "rename":
+            name = "renamed"
+            (one / "file").rename(one / name)
+        case "link":
+            name = "linked"
+            os.link(one / "file", one / name)
+        case "flock":
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        case "fcntl":
+            fcntl.lockf(fd, fcntl.LOCK_EX)
+        case "join":
+            os.close(os.open(other / "file", os.O_CREAT | os.O_RDWR))
+    assert is_seen(other / name)
+    if means != "close":
+        os.close(fd)
+    assert (other / name).read_bytes() == content
+
+
+def test_a_new_file_whose_writer_is_killed_stays_on_its_host_only(
+    two: tuple[Path, Path], process: Callable[[], Process]
+) -> None:
+    one, other = two
+    writer = process()
+    writer.do("file = open(path, 'w'); file.write('{}'); file.flush()", path=str(one / "file"))
+    writer.kill()
+    eventually(lambda: (one / "file").read_bytes() == b"{}", "it is as on a tmpfs")
+    assert not is_seen(other / "file")
+    with pytest.raises(FileExistsError):
+        (other / "file").touch(exist_ok=False)
+    with (one / "file").open("a") as file:
+        file.write("\n")
+    assert (other / "file").read_bytes() == b"{}\n"
+
+
+def test_a_name_that_is_not_seen_is_taken(two: tuple[Path, Path]) -> None:
+    one, other = two
+    fd = os.open(one / "file", os.O_CREAT | os.O_WRONLY)
+    write(other / "tried", b"x")
+    with pytest.raises(FileExistsError):
+        os.open(other / "file", os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+    with pytest.raises(FileExistsError):
+        (other / "file").mkdir()
+    with pytest.raises(FileExistsError):
+        (other / "file").symlink_to("x")
+    with pytest.raises(FileExistsError):
+        (other / "file").hardlink_to(other / "tried")
+    with pytest.raises(OSError, match="not empty"):
+        other.rmdir()
+    for path in (other / "file", other / "file/below"):
+        with pytest.raises(FileNotFoundError):
+            os.stat(path)
+        with pytest.raises(FileNotFoundError):
+            os.rename(path, other / "moved")
+    os.close(fd)
+    assert is_seen(other / "file")
+
+
+def test_a_host_that_renames_onto_a_name_not_seen_wins_and_its_maker_is_told(
+    two: tuple[Path, Path],
+) -> None:
+    one, other = two
+    fd = os.open(one / "file", os.O_CREAT | os.O_WRONLY)
+    os.write(fd, b"lost")
+    write(other / "new", b"content")
+    (other / "new").rename(other / "file")
+    with pytest.raises(OSError, match="Stale"):
+        os.close(fd)
+    for folder in two:
+        assert (folder / "file").read_bytes() == b"content"
+    fd = os.open(one / "own", os.O_CREAT | os.O_WRONLY)
+    os.write(fd, b"removed by its maker")
+    (one / "own").unlink()
+    os.close(fd)
+
+
+def test_without_isolation_a_new_name_is_seen_at_once(two: tuple[Path, Path]) -> None:
+    one, other = two
+    os.setxattr(one, "user.irdmafs.isolation", b"off")
+    with (one / "file").open("x") as file:
+        assert is_seen(other / "file")
+        file.write("content")
+    assert (other / "file").read_bytes() == b"content"
 
 
 # -- versions

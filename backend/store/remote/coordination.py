@@ -26,6 +26,9 @@ __all__ = ["Coordination"]
 
 log = logging.getLogger(__name__)
 
+# Mounts that lost their sessions, with etcd for example, have registered anew by then.
+_ABANDONED_AFTER_S = 60.0
+
 
 class Coordination:
     """The state that a mount shares with others through etcd. Nothing is known before `read`, and nothing
@@ -53,7 +56,7 @@ class Coordination:
         self.renewal = Renewal([*own, *engine.renewables])
         self.changes = Changes(engine.is_ours)
         entries = LockEntries()
-        tree = Tree(listener=self.changes)
+        tree = Tree(listener=self.changes, maker=record.maker, is_mounted=self.members.is_mounted)
         self.replica = Replica(
             engine,
             (self.members, self.groups, self.certificates, tree, entries, self.changes),
@@ -87,9 +90,20 @@ class Coordination:
         await self._nursery.start(partial(self.session.run, on_lost=self.locks.lost))
         await self._ensure_root()
         await self.engine.admin.warn()
+        self._nursery.start_soon(self._remove_abandoned)
         self._nursery.start_soon(self.renewal.run)
         self._nursery.start_soon(self.leases.run)
         self._nursery.start_soon(self.locks.run)
+
+    async def _remove_abandoned(self) -> None:
+        """Remove names that nobody sees once, when the sessions that ended just now have begun anew."""
+        if self.namespace.read_only:
+            return
+        await trio.sleep(_ABANDONED_AFTER_S)
+        try:
+            await self.namespace.remove_abandoned()
+        except OSError as error:
+            log.info("names that nobody sees stay until the next mount starts: %s", error)
 
     async def _ensure_root(self) -> None:
         if not self.namespace.read_only:

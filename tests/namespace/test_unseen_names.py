@@ -1,0 +1,170 @@
+"""Names of files that their makers have not published yet, on several namespaces of one etcd."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from etcd_server import EtcdServer, etcd, etcd_prefix
+from namespace_model import DIRECTORY, FILE, SYMLINK
+from shared_namespaces import HostNamespace, all_at_once, error_of, host, run
+
+from irdmafs.backend.cluster.records import ContentId, MountRecord
+from irdmafs.backend.namespace import RENAME_EXCHANGE, RENAME_NOREPLACE, ROOT_INO, Inode
+
+__all__ = ["etcd", "etcd_prefix"]
+
+HERE, THERE = 11, 22
+
+
+@asynccontextmanager
+async def two(
+    etcd: EtcdServer, prefix: bytes
+) -> AsyncIterator[tuple[HostNamespace, HostNamespace]]:
+    async with (
+        host(etcd, prefix, maker=HERE) as here,
+        host(etcd, prefix, maker=THERE) as there,
+    ):
+        yield here, there
+
+
+async def made(namespace: HostNamespace, name: bytes = b"file", *, parent: int = ROOT_INO) -> Inode:
+    return await namespace.create(parent, name, FILE | 0o644, 0, 0)
+
+
+async def sees(namespace: HostNamespace, name: bytes = b"file") -> bool:
+    await namespace.hub.barrier()
+    seen = namespace.lookup(ROOT_INO, name) is not None
+    assert (name in dict(namespace.children(ROOT_INO))) == seen
+    return seen
+
+
+def test_who_comes_later_does_not_see_it_either(etcd: EtcdServer, etcd_prefix: bytes) -> None:
+    async def test() -> None:
+        async with two(etcd, etcd_prefix) as (here, _):
+            file = await made(here)
+            async with host(etcd, etcd_prefix, maker=33) as third:
+                assert not await sees(third)
+                await here.publish(file.ino, ContentId(7), 1, 1, 1)
+                assert await sees(third)
+
+    run(test)
+
+
+def test_the_maker_can_change_what_nobody_else_sees(etcd: EtcdServer, etcd_prefix: bytes) -> None:
+    async def test() -> None:
+        async with two(etcd, etcd_prefix) as (here, there):
+            file = await made(here)
+            await here.set_attributes(file.ino, mode=0o600, uid=7)
+            await here.set_xattr(file.ino, b"user.a", b"1")
+            assert await sees(here)
+            assert not await sees(there)
+            await here.unlink(ROOT_INO, b"file", in_use=False)
+            assert await error_of(made(there)) == "ok"
+
+    run(test)
+
+
+def test_only_a_file_without_a_version_is_not_seen(etcd: EtcdServer, etcd_prefix: bytes) -> None:
+    async def test() -> None:
+        async with two(etcd, etcd_prefix) as (here, there):
+            await here.create(ROOT_INO, b"place", DIRECTORY | 0o755, 0, 0)
+            await here.create(ROOT_INO, b"link", SYMLINK | 0o777, 0, 0, target=b"x")
+            await here.create(ROOT_INO, b"empty", FILE | 0o644, 0, 0, version=1)
+            await here.create(ROOT_INO, b"plain", FILE | 0o644, 0, 0, seen=True)
+            for name in (b"place", b"link", b"empty", b"plain"):
+                assert await sees(there, name)
+
+    run(test)
+
+
+def test_nobody_waits_for_those_who_do_not_see_it(etcd: EtcdServer, etcd_prefix: bytes) -> None:
+    async def test() -> None:
+        async with two(etcd, etcd_prefix) as (here, _):
+            waited: list[tuple[int, ...]] = []
+
+            async def after_commit(directories: tuple[int, ...], revision: int) -> None:
+                waited.append(directories)
+
+            here.after_commit = after_commit
+            file = await made(here)
+            assert not waited
+            await here.publish(file.ino, ContentId(7), 1, 1, 1)
+            assert waited == [(ROOT_INO,)]
+
+    run(test)
+
+
+def test_watchers_are_told_when_it_is_seen(etcd: EtcdServer, etcd_prefix: bytes) -> None:
+    async def test() -> None:
+        async with two(etcd, etcd_prefix) as (here, there):
+            await made(here)
+            await there.hub.barrier()
+            count = there.watches.count(ROOT_INO)
+            await here.show(ROOT_INO, b"file")
+            await there.watches.wait(ROOT_INO, count)
+            assert await sees(there)
+
+    run(test)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_its_name_is_free_only_if_its_mount_has_ended(
+    etcd: EtcdServer, etcd_prefix: bytes, ended: bool
+) -> None:
+    async def test() -> None:
+        async with two(etcd, etcd_prefix) as (here, there):
+            there.ended |= {HERE} if ended else set()
+            names = [b"create", b"mkdir", b"link", b"rename"]
+            for name in names:
+                await made(here, name)
+            place = await here.create(ROOT_INO, b"place", DIRECTORY | 0o755, 0, 0)
+            await made(here, parent=place.ino)
+            exchanged = there.rename(
+                ROOT_INO, b"place", ROOT_INO, b"create", RENAME_EXCHANGE, in_use=False
+            )
+            assert await error_of(exchanged) == "ENOENT"
+            other = await made(there, b"other")
+            await there.show(ROOT_INO, b"other")
+            ends = await all_at_once(
+                made(there, b"create"),
+                there.create(ROOT_INO, b"mkdir", DIRECTORY, 0, 0),
+                there.link(other.ino, ROOT_INO, b"link"),
+                there.rename(
+                    ROOT_INO, b"other", ROOT_INO, b"rename", RENAME_NOREPLACE, in_use=False
+                ),
+                there.rmdir(ROOT_INO, b"place", in_use=False),
+            )
+            assert ends == (["ok"] * 5 if ended else [*["EEXIST"] * 4, "ENOTEMPTY"])
+            for name in names:
+                assert await sees(there, name) == ended
+                assert await sees(here, name) == (name != b"create" or not ended)
+
+    run(test)
+
+
+def test_a_maker_that_lost_the_name_is_told_and_one_that_removed_it_is_not(
+    etcd: EtcdServer, etcd_prefix: bytes
+) -> None:
+    async def test() -> None:
+        async with two(etcd, etcd_prefix) as (here, there):
+            here.held = lambda ino: True
+            lost, removed = await made(here, b"lost"), await made(here, b"removed")
+            there.ended |= {HERE}
+            await there.remove_abandoned(ROOT_INO + 1)
+            assert await sees(here, b"lost")
+            await here.unlink(ROOT_INO, b"removed", in_use=True)
+            await there.hub.barrier()
+            await there.remove_abandoned()
+            assert not await sees(here, b"lost")
+            publishing = [here.publish(file.ino, ContentId(7), 1, 1, 1) for file in (lost, removed)]
+            assert await all_at_once(*publishing) == ["ESTALE", "ok"]
+
+    run(test)
+
+
+def test_a_mount_has_one_number_in_all_of_its_sessions_that_fits_an_inode() -> None:
+    record = MountRecord("host", "/mnt", 1, "0.2", key_digest=b"\xff" * 32)
+    assert record.maker == record.maker == 2**63 - 1
+    made = Inode(5, FILE | 0o644, 0, 0, 1)
+    made.maker = record.maker
+    assert Inode.decode(5, made.encode(), 9).maker == made.copy().maker == record.maker
