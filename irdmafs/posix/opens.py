@@ -3,6 +3,7 @@
 import errno
 import os
 import stat
+from typing import Final
 
 from ..backend.namespace import Inode, fail
 from ..backend.namespace.protection import refuse_open
@@ -16,6 +17,9 @@ from .calls import Attributes, Caller, OpenInfo, refuse_other_than_file
 from .locking import Locking
 from .metadata import Metadata
 from .since import Since
+
+# Others may remove a name and make it again each time that it is found taken.
+_CREATES_MAX: Final = 20
 
 
 class Opens:
@@ -82,7 +86,10 @@ class Opens:
         directory = self._nodes.directory(parent_inode)
         await self._coherence.before_change()
         self._since.refuse(directory, name)
-        if self._namespace.lookup(directory.ino, name) is None:
+        found = self._namespace.lookup(directory.ino, name)
+        tries = 0
+        while found is None:
+            tries += 1
             writing = flags & os.O_ACCMODE != os.O_RDONLY
             # A file nobody writes is published as it is: empty. Else the name is made durable
             # together with the first version; a crash before that leaves neither.
@@ -95,13 +102,13 @@ class Opens:
                 )  # fmt: skip
             except FileExistsError:
                 # Another host was first. It may be making the file now: two that open it share it.
-                if flags & os.O_EXCL:
+                if flags & os.O_EXCL or tries == _CREATES_MAX:
                     raise
                 await self._namespace.show(directory.ino, name)
+                found = self._namespace.lookup(directory.ino, name)
             else:
                 return self._created(inode, flags, ctx, (directory.ino, name))
-        found = self._namespace.lookup(directory.ino, name)
-        if found is None or flags & os.O_EXCL:
+        if flags & os.O_EXCL:
             raise fail(errno.EEXIST)
         refuse_other_than_file(found)
         found = await self._coherence.bring(found, content=not flags & os.O_TRUNC, opens=True)
