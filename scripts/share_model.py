@@ -155,11 +155,11 @@ def compare(what: str, expected: Digests, found: Digests) -> None:
 
 
 def check_versions(
-    store: client.Store, model: list[Path], changed: list[Path], reader: Executor
-) -> int:
-    """Publish, let the reader map, publish again: each time every byte must be right.
+    store: client.Store, model: list[Path], changed: list[Path], reader: Executor, size_bytes: int
+) -> None:
+    """Publish, let the reader map, publish again: each time every byte must be right. Say what was done.
 
-    Returns the number of tensors. Raises Failure where bytes differ.
+    Raises Failure where bytes differ.
     """
     files = [source.name for source in model]
     original, inverted = (
@@ -167,7 +167,9 @@ def check_versions(
         for paths in (model, changed)
     )
     publish(store, model)
+    tell(f"This process wrote a model of {size_bytes / 1e6:.1f} MB into {store.path}.")
     compare("mapped by the reader", original, reader.submit(hold, store.path, files).result())
+    tell(f"Another process mapped it: all {len(original)} tensors are right, byte for byte.")
     try:
         publish(store, changed)
         kept, new = reader.submit(look_again, store.path, files).result()
@@ -175,7 +177,14 @@ def check_versions(
         publish(store, model)
     compare("held by the reader while published again", original, kept)
     compare("mapped by the reader after publishing again", inverted, new)
-    return len(original)
+    tell(
+        "This process wrote other weights over it meanwhile. The other one kept all that it had "
+        "mapped; when it opened the model again it got the new weights, all of them."
+    )
+
+
+def tell(text: str) -> None:
+    console.print(f"[bold green]OK[/] {text}", soft_wrap=True)
 
 
 def measure(
@@ -247,14 +256,10 @@ def share(directory: Path, model: list[Path], turns: int) -> None:
         reader = stack.enter_context(
             ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn"))
         )
-        tensors = check_versions(store, model, changed, reader)
-        console.print(
-            f"[bold green]OK[/] all {tensors} tensors ({size_bytes / 1e6:.1f} MB) that the second "
-            "process mapped are right byte for byte; it kept them when they were published again."
-        )
+        check_versions(store, model, changed, reader, size_bytes)
         if store.versioned:
             name = model[0].name
-            console.print(f"{directory / name} is at version {store.version(name)}.")
+            tell(f"{directory / name} is at version {store.version(name)} now.")
         stores = [store]
         if beside is not None:
             stores.append(stack.enter_context(client.open(beside)))

@@ -9,7 +9,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PACKAGES = ("backend", "irdmafs", "tests", "scripts")
-LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 QUOTED = re.compile(r"`([^`\n]+)`")
 # What is a file of the project by its form: a module or page, or anything below a directory of ours.
 FILE = re.compile(r"[\w./-]+\.(?:py|md)|(?:backend|irdmafs|docs|tests|scripts)/[\w./-]+")
@@ -22,6 +23,12 @@ def text_of(page: Path) -> str:
     return re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
+def anchors_of(page: Path) -> set[str]:
+    """Return what a page's headings are linked by, as GitHub makes it."""
+    headings = HEADING.findall(text_of(page))
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
 def modules() -> Iterator[Path]:
     for package in PACKAGES:
         yield from (ROOT / package).rglob("*.py")
@@ -29,9 +36,11 @@ def modules() -> Iterator[Path]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_of_a_page_lead_somewhere(page: Path) -> None:
-    for link, _ in LINK.findall(text_of(page)):
+    for link, anchor in LINK.findall(text_of(page)):
         if "://" not in link:
-            assert (page.parent / link).exists(), f"{page.name} links to {link}"
+            target = page.parent / link if link else page
+            assert target.exists(), f"{page.name} links to {link}"
+            assert not anchor or anchor in anchors_of(target), f"{page.name} has {link}#{anchor}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -43,7 +52,7 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 
 def test_every_page_is_reached_from_the_design() -> None:
     links = {link for link, _ in LINK.findall((ROOT / "docs" / "design.md").read_text())}
-    pages = {page.name for page in PAGES if page.parent.name == "docs"} - {"design.md"}
+    pages = {page.name for page in PAGES if page.parent != ROOT} - {"design.md"}
     assert pages <= links
 
 

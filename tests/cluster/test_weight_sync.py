@@ -1,0 +1,133 @@
+"""The ways of docs/weight-sync.md to hand models in several files from one host to another."""
+
+import fcntl
+import json
+import os
+import select
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.beyond_posix
+
+STEPS = 10
+KEPT = 3
+SHARDS = 3
+INDEX = "model.safetensors.index.json"
+
+
+def save(directory: Path, step: int) -> None:
+    """Write a model as frameworks do: shards, then the index, each under its own name."""
+    directory.mkdir()
+    for shard in range(SHARDS):
+        (directory / f"{shard}.safetensors").write_bytes(b"%d " % step * 50_000)
+    index = {"step": step, "files": [f"{shard}.safetensors" for shard in range(SHARDS)]}
+    (directory / INDEX).write_text(json.dumps(index))
+
+
+def load(directory: Path) -> set[int]:
+    """Return the steps that the files of a directory are of."""
+    index = json.loads((directory / INDEX).read_bytes())
+    contents = [(directory / name).read_bytes() for name in index["files"]]
+    return {index["step"], *(int(word) for content in contents for word in set(content.split()))}
+
+
+def remove(directory: Path) -> None:
+    """Remove a directory so that nobody sees a part of it."""
+    aside = directory.with_name(f"old-{directory.name}")
+    directory.rename(aside)
+    shutil.rmtree(aside)
+
+
+@contextmanager
+def trainer(publish: Callable[[int], None]) -> Iterator[None]:
+    """Publish all steps meanwhile."""
+
+    def run() -> None:
+        for step in range(1, STEPS + 1):
+            publish(step)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def test_a_worker_waits_for_a_version_and_loads_it_whole(pair: list[Path]) -> None:
+    ours, theirs = pair
+    (ours / "versions").mkdir()
+    (ours / "since").mkdir()
+    os.setxattr(ours / "since", "user.irdmafs.train", b"since")
+
+    def publish(step: int) -> None:
+        save(ours / "next", step)
+        (ours / "next").rename(ours / "versions" / f"{step}")
+        if step > KEPT:
+            remove(ours / "versions" / f"{step - KEPT}")
+
+    loaded, late = 0, 0
+    with trainer(publish):
+        while loaded < STEPS:
+            version = Path(os.path.realpath(theirs / "since" / f"{loaded + 1}", strict=True))
+            try:
+                assert load(version) == {int(version.name)}
+            except FileNotFoundError:
+                # Slower than KEPT steps: there is a newer one.
+                late += 1
+                continue
+            loaded = int(version.name)
+    assert late < STEPS
+
+
+def test_a_worker_is_told_by_a_pointer_to_a_whole_directory(pair: list[Path]) -> None:
+    ours, theirs = pair
+    (ours / "LATEST").write_text("step-0")
+    save(ours / "step-0", 0)
+
+    def publish(step: int) -> None:
+        save(ours / "next", step)
+        (ours / "next").rename(ours / f"step-{step}")
+        (ours / "LATEST").write_text(f"step-{step}")
+
+    seen = -1
+    with trainer(publish):
+        while seen < STEPS:
+            with (theirs / "LATEST").open() as pointer:
+                name = pointer.read()
+                step = int(name.removeprefix("step-"))
+                assert step > seen
+                seen = step
+                assert load(theirs / name) == {step}
+                poll = select.poll()
+                poll.register(pointer, select.POLLPRI)
+                assert seen == STEPS or poll.poll(30_000)
+
+
+def test_a_removed_step_is_missing_as_a_whole(pair: list[Path]) -> None:
+    ours, theirs = pair
+    save(ours / "step-1", 1)
+    assert load(theirs / "step-1") == {1}
+    (ours / "step-1").rename(ours / "old-step-1")
+    for name in (INDEX, *(f"{shard}.safetensors" for shard in range(SHARDS))):
+        with pytest.raises(FileNotFoundError):
+            (theirs / "step-1" / name).read_bytes()
+
+
+def test_a_step_that_a_worker_holds_is_not_removed(pair: list[Path]) -> None:
+    ours, theirs = pair
+    save(ours / "step-1", 1)
+    (ours / "step-1" / "in-use").touch()
+    with (theirs / "step-1" / "in-use").open() as held, (ours / "step-1" / "in-use").open() as mine:
+        fcntl.flock(held, fcntl.LOCK_SH)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        held.close()
+        fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        remove(ours / "step-1")
+    assert not (theirs / "step-1").exists()
