@@ -28,8 +28,9 @@ from ..mount.config import (
 )
 from ..mount.users import holders_of, users_of
 from . import status
-from .cluster import config_option, load, rdma_wanted
+from .cluster import config_option, load, rdma_wanted, say
 from .flags import flag_name, flags_of, overrides, section_flags
+from .install import install, uninstall
 from .members import cluster
 from .nodes import admit, drain, remove, scrub
 from .recover import recover
@@ -47,13 +48,9 @@ _DAEMON_EXIT_TIMEOUT_S = 60.0
 _DAEMON_SOON_S = 2.0
 
 
-def _say(text: str, err: bool = False) -> None:
-    click.echo(f"irdmafs: {status.printable(text)}", err=err)
-
-
 class _Failure(click.ClickException):
     def show(self, file: Any = None) -> None:
-        _say(self.message, err=True)
+        say(self.message, err=True)
 
 
 class _Group(click.Group):
@@ -113,7 +110,7 @@ def mount(
         # A reader cannot record locks in etcd, yet programs lock files that they only read.
         if not any(option.startswith("locks=") for text in options for option in text.split(",")):
             mount_options = replace(mount_options, locks="local")
-    size_bytes = None if size is None else parse_size(size)
+    size_bytes = None if size is None else _size(size)
     mounting.refuse_what_users_may_not(mount_options)
     mountpoint = mounting.prepare_mountpoint(directory, mount_options.nonempty)
     if store is None:
@@ -122,7 +119,7 @@ def mount(
         chosen = stores.explicit_store(store, mountpoint, size_bytes)
     _claim(chosen, cluster, strictatime=mount_options.strictatime)
     for warning in chosen.warnings:
-        _say(f"warning: {warning}", err=True)
+        say(f"warning: {warning}", err=True)
     config = MountConfig(
         mountpoint=mountpoint,
         store=chosen.path,
@@ -134,9 +131,9 @@ def mount(
 
     def ready(text: str) -> None:
         name, *reasons = text.split("\n")
-        _say(f"{directory} mounted ({name} session; store {chosen.path})")
+        say(f"{directory} mounted ({name} session; store {chosen.path})")
         for reason in reasons:
-            _say(reason)
+            say(reason)
         sys.stdout.flush()
 
     try:
@@ -152,6 +149,13 @@ def mount(
         raise
     except KeyboardInterrupt:
         ctx.exit(128 + signal.SIGINT)
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except MountError as error:
+        raise MountError(f"--size: {error}") from None
 
 
 def _claim(store: stores.Store, cluster: ClusterConfig | None, *, strictatime: bool) -> None:
@@ -438,5 +442,5 @@ def _print_json(value: object) -> None:
 
 for _command in (accept_restore, admit, drain, remove, repair_etcd, scrub):
     cluster.add_command(_command)
-for _command in (cluster, prefetch, rebalance, recover, serve, train):
+for _command in (cluster, install, prefetch, rebalance, recover, serve, train, uninstall):
     main.add_command(_command)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import TypeAlias
 
+from ..backend.process import MANAGER_VARIABLE
 from .config import MountConfig, MountError
 
 # The default log is in the store, where its bytes are memory.
@@ -137,6 +138,8 @@ def _daemonize(run: _Run, log: int, writer: int) -> None:
             os.close(writer)
             writer = -1
 
+    # A service manager waits for the command, if for any process.
+    os.environ.pop(MANAGER_VARIABLE, None)
     try:
         os.setsid()
         os.chdir("/")

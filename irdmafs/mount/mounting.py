@@ -16,10 +16,11 @@ import shutil
 import stat
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from .config import MountError, MountOptions
+from .config import MountError, MountOptions, parse_mount_options
 
 FSTYPE = "fuse.irdmafs"
 STATUS_XATTR = "user.irdmafs.status"
@@ -326,6 +327,21 @@ def mount_fuse(fd: int, mountpoint: str, options: MountOptions, fsname: str | No
         elif error.errno == errno.ENODEV:
             hint = " (this kernel has no FUSE: modprobe fuse)"
         raise MountError(f"cannot mount on {mountpoint}: {error.strerror}{hint}") from error
+
+
+def remount(mount: Mount, words: Iterable[str]) -> None:
+    """Have the kernel obey these options of a mount instead of those that it was mounted with; others stay.
+    Raises MountError."""
+    try:
+        flags = MS_REMOUNT | mount_flags(parse_mount_options(words))
+        mount_filesystem(mount.source, mount.mountpoint, mount.fstype, flags, "")
+    except OSError as error:
+        hint = ""
+        if error.errno == errno.EPERM:
+            hint = " (only root can)"
+        elif error.errno == errno.EBUSY:
+            hint = " (files are open for writing)"
+        raise MountError(f"cannot remount {mount.mountpoint}: {error.strerror}{hint}") from error
 
 
 def libfuse_options(options: MountOptions) -> set[str]:

@@ -285,13 +285,17 @@ def test_text_for_a_terminal_does_not_steer_it() -> None:
         ("replica", "2", "user.irdmafs.replicas"),
     ],
 )
-def test_an_attribute_that_means_nothing_is_refused_and_the_log_says_why(
+def test_an_attribute_that_means_nothing_is_refused_and_log_and_status_say_why(
     mounted: Mount, name: str, value: str, said: str
 ) -> None:
     with pytest.raises(OSError):
         os.setxattr(mounted.path, f"user.irdmafs.{name}", value.encode())
     (line,) = (line for line in mounted.log.read_text().splitlines() if "is refused" in line)
-    assert f"'user.irdmafs.{name}' is refused: " in line and said in line
+    (warning,) = (line for line in mounted.status()["warnings"] if "is refused" in line)
+    for told in (line, warning):
+        assert f"'user.irdmafs.{name}' is refused: " in told
+        assert said in told
+        assert f"process {os.getpid()} gave {value!r}" in told
 
 
 def test_a_size_in_which_nothing_has_room_is_refused(place: Path) -> None:
