@@ -129,7 +129,11 @@ def mount(
         **own,
     )
 
+    answered = False
+
     def ready(text: str) -> None:
+        nonlocal answered
+        answered = True
         name, *reasons = text.split("\n")
         say(f"{directory} mounted ({name} session; store {chosen.path})")
         for reason in reasons:
@@ -148,6 +152,8 @@ def mount(
             stores.discard_store(chosen.path)
         raise
     except KeyboardInterrupt:
+        if chosen.created and not answered:
+            stores.discard_store(chosen.path)
         ctx.exit(128 + signal.SIGINT)
 
 

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 from ..backend.process import MANAGER_VARIABLE
@@ -89,15 +89,18 @@ def start_process(
     reader, writer = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
+    # What runs at a fork in Python would swallow Ctrl-C.
+    signals = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     # Fork before any thread is started: a forked process inherits threads' locks, but not the threads.
     pid = os.fork()
     if pid == 0:
         os.close(reader)
-        _daemonize(run, log, writer)
+        _daemonize(run, log, writer, signals)
     os.close(log)
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
         try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, signals)
             while (message := _message(pipe.readline())) and "waits" in message:
                 waits(message["waits"])
         except KeyboardInterrupt:
@@ -121,8 +124,8 @@ def _message(line: bytes) -> dict[str, str]:
     return dict(json.loads(line)) if line.endswith(b"\n") else {}
 
 
-def _daemonize(run: _Run, log: int, writer: int) -> None:
-    """Run the forked process to its end. Never returns."""
+def _daemonize(run: _Run, log: int, writer: int, signals: Iterable[int]) -> None:
+    """Run the forked process to its end, with these signals blocked. Never returns."""
     code = 1
 
     def tell(**message: str) -> None:
@@ -149,6 +152,7 @@ def _daemonize(run: _Run, log: int, writer: int) -> None:
         os.dup2(log, 2)
         os.close(null)
         os.close(log)
+        signal.pthread_sigmask(signal.SIG_SETMASK, signals)
         run(lambda text: answer(ready=text), lambda text: tell(waits=text))
         answer(error="it was ended before it answered")
         code = 0

@@ -279,7 +279,10 @@ def parse_mount_options(arguments: Iterable[str]) -> MountOptions:
             )
         else:
             known = ", ".join(sorted([*flags, *(f"{key}=" for key in values)]))
-            raise MountError(f"unknown mount option {name!r}; known are: {known}")
+            raise MountError(
+                f"unknown mount option {name!r}; known are: {known} (other settings are flags: irdmafs "
+                "mount --help)"
+            )
     return replace(MountOptions(), **changes)
 
 

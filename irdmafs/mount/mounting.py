@@ -447,6 +447,8 @@ def prepare_mountpoint(path: str, nonempty: bool = False) -> str:
                 "take another directory, or have it unmounted"
             )
     if mount is not None and mount.fstype == FSTYPE:
+        if mount.user not in (None, os.geteuid()) and not can_mount():
+            raise MountError(f"{path} is already mounted by {user_name(mount.user)}")
         raise MountError(
             f"{path} is already mounted{_served_by(real)}; unmount it with: irdmafs umount {path}"
         )
