@@ -24,11 +24,10 @@ from ..mount.config import (
     MountError,
     MountFlags,
     parse_mount_options,
-    parse_size,
 )
 from ..mount.users import holders_of, users_of
 from . import status
-from .cluster import config_option, load, rdma_wanted, say
+from .cluster import config_option, load, rdma_wanted, say, size_of
 from .flags import flag_name, flags_of, overrides, section_flags
 from .install import install, uninstall
 from .members import cluster
@@ -110,7 +109,7 @@ def mount(
         # A reader cannot record locks in etcd, yet programs lock files that they only read.
         if not any(option.startswith("locks=") for text in options for option in text.split(",")):
             mount_options = replace(mount_options, locks="local")
-    size_bytes = None if size is None else _size(size)
+    size_bytes = None if size is None else size_of("--size", size)
     mounting.refuse_what_users_may_not(mount_options)
     mountpoint = mounting.prepare_mountpoint(directory, mount_options.nonempty)
     if store is None:
@@ -155,13 +154,6 @@ def mount(
         if chosen.created and not answered:
             stores.discard_store(chosen.path)
         ctx.exit(128 + signal.SIGINT)
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except MountError as error:
-        raise MountError(f"--size: {error}") from None
 
 
 def _claim(store: stores.Store, cluster: ClusterConfig | None, *, strictatime: bool) -> None:

@@ -235,6 +235,7 @@ def test_init_refuses_what_makes_no_sense(etcd: EtcdServer, tmp_path: Path) -> N
         return one_line(done)
 
     assert "--stripe: '1Q' is not a size" in refused("--stripe", "1Q")
+    assert "--stripe: '5K' is too little; give 1.0 MiB or more" in refused("--stripe", "5K")
     assert "'a/b' is not a cluster's name" in refused("--name", "a/b")
     assert irdmafs("cluster", "init").returncode == 2
     done = irdmafs("cluster", "init", "--etcd", "h", "--no-tls", "--etcd-host", "h")
