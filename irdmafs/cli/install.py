@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import click
 
 from ..mount.config import MountError
-from ..mount.mounting import FSTYPE
+from ..mount.mounting import FSTYPE, user_name
 from .cluster import say
 
 __all__ = ["install", "uninstall"]
@@ -163,6 +163,11 @@ def install(root: str, dry_run: bool) -> None:
     changes what is not up to date.
     """
     parts = list(_parts(os.path.abspath(root)))
+    if owner := os.stat(_programs()).st_uid:
+        say(
+            f"warning: {_programs()} belongs to {user_name(owner)}, who can change what root runs by it",
+            err=True,
+        )
     for part in parts:
         if part.is_foreign():
             raise MountError(f"{part.path} is not of irdmafs: move it away; nothing was changed")

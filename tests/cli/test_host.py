@@ -18,6 +18,7 @@ from harness import forks
 from mountpoint import IRDMAFS, run_checked
 from test_careless import config_of, mounted, shared
 
+from irdmafs.cli.command import main
 from irdmafs.cli.mount_helper import mount_irdmafs
 from irdmafs.mount import mounting
 
@@ -223,6 +224,21 @@ def test_install_is_repeated_without_a_change_and_undone(tmp_path: Path) -> None
     assert command("uninstall", "--root", tmp_path).stdout.count(" removed\n") == len(NAMES)
     assert not any((tmp_path / name).is_symlink() or (tmp_path / name).exists() for name in NAMES)
     assert "nothing to change" in command("uninstall", "--root", tmp_path).stdout
+
+
+def test_install_warns_of_programs_that_a_user_can_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "mount.irdmafs").touch()
+    os.chown(programs, 65534, 65534)
+    monkeypatch.setattr(sys, "argv", [str(programs / "irdmafs")])
+    done = CliRunner().invoke(main, ["install", "--root", str(tmp_path / "root")])
+    assert done.exit_code == 0
+    assert (
+        f"{programs} belongs to nobody (user 65534), who can change what root runs" in done.stderr
+    )
 
 
 @pytest.mark.parametrize("name", [NAMES[0], NAMES[-1]])
