@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
-from ..backend.process import MANAGER_VARIABLE
+from ..backend.process import MANAGER_VARIABLE, has_terminal
 from .config import MountConfig, MountError
 
 # The default log is in the store, where its bytes are memory.
@@ -125,7 +125,8 @@ def _message(line: bytes) -> dict[str, str]:
 
 
 def _daemonize(run: _Run, log: int, writer: int, signals: Iterable[int]) -> None:
-    """Run the forked process to its end, with these signals blocked. Never returns."""
+    """Run the forked process to its end. SIGINT is blocked until it leaves the session of the command; then
+    `signals` are. Never returns."""
     code = 1
 
     def tell(**message: str) -> None:
@@ -141,10 +142,23 @@ def _daemonize(run: _Run, log: int, writer: int, signals: Iterable[int]) -> None
             os.close(writer)
             writer = -1
 
+    def detach() -> None:
+        """Leave the session of the command."""
+        if os.getsid(0) != os.getpid():
+            os.setsid()
+            signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+
+    def ready(text: str) -> None:
+        detach()
+        answer(ready=text)
+
     # A service manager waits for the command, if for any process.
     os.environ.pop(MANAGER_VARIABLE, None)
     try:
-        os.setsid()
+        # Under an automounter (x-systemd.automount), which has no terminal, only its own process group may
+        # reach the mountpoint before the command has ended.
+        if has_terminal():
+            detach()
         os.chdir("/")
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
@@ -152,8 +166,7 @@ def _daemonize(run: _Run, log: int, writer: int, signals: Iterable[int]) -> None
         os.dup2(log, 2)
         os.close(null)
         os.close(log)
-        signal.pthread_sigmask(signal.SIG_SETMASK, signals)
-        run(lambda text: answer(ready=text), lambda text: tell(waits=text))
+        run(ready, lambda text: tell(waits=text))
         answer(error="it was ended before it answered")
         code = 0
     except MountError as error:

@@ -431,6 +431,9 @@ def prepare_mountpoint(path: str, nonempty: bool = False) -> str:
     """
     real = resolve(path)
     mount = find_mount(real)
+    if mount is not None and mount.fstype == "autofs":
+        # An automounter (x-systemd.automount) asks for this mount: whoever looks into it waits for us.
+        return real
     while mount is not None and (state := mount_state(real)) != "ok":
         if state == "stale":
             heal(real)

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 FAILED = 32
+AUTOMOUNTER = Path(__file__).parents[1] / "automounter.py"
 UNITS = "etc/systemd/system"
 NAMES = (
     "sbin/mount.irdmafs", "sbin/umount.irdmafs", "sbin/mount.fuse.irdmafs", "sbin/umount.fuse.irdmafs",
@@ -68,7 +69,8 @@ class InstalledHost:
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        self.run("umount", "-l", self.mountpoint)
+        for _ in range(2):
+            self.run("umount", "-l", self.mountpoint)
         assert self._holder.stdin is not None
         self._holder.stdin.close()
         self._holder.wait()
@@ -148,6 +150,21 @@ def test_mount_takes_a_private_store_a_directory_or_a_cluster(
         assert "Read-only" in host.run("touch", host.mountpoint / "file").stderr
         host.checked("umount", host.mountpoint)
         host.run(*discard)
+
+
+@pytest.mark.skipif(
+    "autofs" not in Path("/proc/filesystems").read_text(), reason="this kernel has no autofs"
+)
+def test_an_automounter_can_mount_it(host: InstalledHost) -> None:
+    """As systemd does it with x-systemd.automount; the kernel lets nobody else reach the directory."""
+    assert host.mount(host.store).returncode == 0
+    host.checked("touch", host.mountpoint / "kept")
+    host.checked("umount", host.mountpoint)
+    mount = ("mount", "-t", "irdmafs", host.store, host.mountpoint)
+    told = host.checked(sys.executable, AUTOMOUNTER, host.mountpoint, *mount)
+    assert told.endswith("kept\n")
+    assert runs(host.status()["pid"])
+    host.checked("umount", host.mountpoint)
 
 
 @pytest.mark.parametrize(
