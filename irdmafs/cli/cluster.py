@@ -181,6 +181,7 @@ def init(
     is made for it: --prepare makes the files first, and says how.
     """
     from ..backend.cluster.placement import BUCKETS
+    from ..backend.namespace.attributes import STRIPE_MIN_BYTES
     from .cluster_admin import Plan, etcd_arguments, hosts_of, made_files, refuse_existing, register
     from .cluster_members import certificates_in, protect, register_all
 
@@ -202,7 +203,7 @@ def init(
         etcd_hosts=etcd_hosts,
         tls=not no_tls,
     )
-    stripe_bytes = 0 if stripe == "0" else _parse_size("--stripe", stripe)
+    stripe_bytes = 0 if stripe == "0" else size_of("--stripe", stripe, STRIPE_MIN_BYTES)
     directory = os.path.abspath(directory)
     refused: MountError | None = None
     with one_line_errors(), made_files(directory, plan) as path:
@@ -249,13 +250,17 @@ def init(
     say(f"next, on each store node: irdmafs serve STORE --cluster {path}")
 
 
-def _parse_size(flag: str, text: str) -> int:
-    from ..backend.sizes import parse_size
+def size_of(flag: str, text: str, least: int = 1) -> int:
+    """Return the bytes that a flag asks for. Raises MountError."""
+    from ..backend.sizes import human_bytes, parse_size
 
     try:
-        return parse_size(text)
+        size = parse_size(text)
     except ValueError as error:
         raise MountError(f"{flag}: {error}") from error
+    if size < least:
+        raise MountError(f"{flag}: {text!r} is too little; give {human_bytes(least)} or more")
+    return size
 
 
 @cluster.command("status")

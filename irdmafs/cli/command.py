@@ -24,12 +24,12 @@ from ..mount.config import (
     MountError,
     MountFlags,
     parse_mount_options,
-    parse_size,
 )
 from ..mount.users import holders_of, users_of
 from . import status
-from .cluster import config_option, load, rdma_wanted
+from .cluster import config_option, load, rdma_wanted, say, size_of
 from .flags import flag_name, flags_of, overrides, section_flags
+from .install import install, uninstall
 from .members import cluster
 from .nodes import admit, drain, remove, scrub
 from .recover import recover
@@ -47,13 +47,9 @@ _DAEMON_EXIT_TIMEOUT_S = 60.0
 _DAEMON_SOON_S = 2.0
 
 
-def _say(text: str, err: bool = False) -> None:
-    click.echo(f"irdmafs: {status.printable(text)}", err=err)
-
-
 class _Failure(click.ClickException):
     def show(self, file: Any = None) -> None:
-        _say(self.message, err=True)
+        say(self.message, err=True)
 
 
 class _Group(click.Group):
@@ -113,7 +109,7 @@ def mount(
         # A reader cannot record locks in etcd, yet programs lock files that they only read.
         if not any(option.startswith("locks=") for text in options for option in text.split(",")):
             mount_options = replace(mount_options, locks="local")
-    size_bytes = None if size is None else parse_size(size)
+    size_bytes = None if size is None else size_of("--size", size)
     mounting.refuse_what_users_may_not(mount_options)
     mountpoint = mounting.prepare_mountpoint(directory, mount_options.nonempty)
     if store is None:
@@ -122,7 +118,7 @@ def mount(
         chosen = stores.explicit_store(store, mountpoint, size_bytes)
     _claim(chosen, cluster, strictatime=mount_options.strictatime)
     for warning in chosen.warnings:
-        _say(f"warning: {warning}", err=True)
+        say(f"warning: {warning}", err=True)
     config = MountConfig(
         mountpoint=mountpoint,
         store=chosen.path,
@@ -132,11 +128,15 @@ def mount(
         **own,
     )
 
+    answered = False
+
     def ready(text: str) -> None:
+        nonlocal answered
+        answered = True
         name, *reasons = text.split("\n")
-        _say(f"{directory} mounted ({name} session; store {chosen.path})")
+        say(f"{directory} mounted ({name} session; store {chosen.path})")
         for reason in reasons:
-            _say(reason)
+            say(reason)
         sys.stdout.flush()
 
     try:
@@ -151,6 +151,8 @@ def mount(
             stores.discard_store(chosen.path)
         raise
     except KeyboardInterrupt:
+        if chosen.created and not answered:
+            stores.discard_store(chosen.path)
         ctx.exit(128 + signal.SIGINT)
 
 
@@ -438,5 +440,5 @@ def _print_json(value: object) -> None:
 
 for _command in (accept_restore, admit, drain, remove, repair_etcd, scrub):
     cluster.add_command(_command)
-for _command in (cluster, prefetch, rebalance, recover, serve, train):
+for _command in (cluster, install, prefetch, rebalance, recover, serve, train, uninstall):
     main.add_command(_command)

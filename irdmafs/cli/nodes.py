@@ -48,7 +48,8 @@ def drain(
 ) -> None:
     """Move everything off a store node, and wait until it is empty.
 
-    NODE is its id, as many digits as make it clear, or HOST:PORT. Ctrl-C ends the waiting only.
+    NODE is a name that `irdmafs cluster status` shows: its id (or as many digits as make it clear), host or
+    address. Ctrl-C ends the waiting only.
     """
     import trio
 
@@ -100,9 +101,10 @@ def drain(
 def scrub(ctx: click.Context, node: str | None, config_path: str | None) -> None:
     """Have a store node, or all, compare everything it keeps with what was published, beginning now.
 
-    NODE is its id, as many digits as make it clear, or HOST:PORT. What is wrong is mended from other
-    nodes; `irdmafs cluster status` says how far it is. How fast it reads, and how often without being
-    told, say scrub_rate and scrub_period in [node] of the cluster's file.
+    NODE is a name that `irdmafs cluster status` shows: its id (or as many digits as make it clear), host or
+    address. What is wrong is mended from other nodes; `irdmafs cluster status` says how far it is. How
+    fast it reads, and how often without being told, say scrub_rate and scrub_period in [node] of the
+    cluster's file.
     """
     from ..backend.cluster.inquiry import begin_scrub
 
@@ -132,7 +134,10 @@ def scrub(ctx: click.Context, node: str | None, config_path: str | None) -> None
 @click.option("--yes", is_flag=True, help="Do not ask before files are removed.")
 @config_option
 def remove(node: str, force: bool, yes: bool, config_path: str | None) -> None:
-    """Forget a store node that has been drained and stopped, or that is dead for good."""
+    """Forget a store node that has been drained and stopped, or that is dead for good.
+
+    NODE is a name that `irdmafs cluster status` shows, as of drain.
+    """
     from ..backend.cluster.report import counted
 
     config = load(config_path)

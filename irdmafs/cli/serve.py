@@ -54,6 +54,8 @@ def serve(
     refuse_other_purpose(store, "node")
     try:
         os.makedirs(store, mode=0o700, exist_ok=True)
+    except FileExistsError:
+        raise MountError(f"the store {store} is not a directory") from None
     except OSError as error:
         raise MountError(f"cannot make the store {store}: {error.strerror}") from error
     log = None if foreground else config.log.file or os.path.join(store, "irdmafs.log")

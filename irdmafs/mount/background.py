@@ -8,9 +8,10 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
+from ..backend.process import MANAGER_VARIABLE, has_terminal
 from .config import MountConfig, MountError
 
 # The default log is in the store, where its bytes are memory.
@@ -88,15 +89,18 @@ def start_process(
     reader, writer = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
+    # What runs at a fork in Python would swallow Ctrl-C.
+    signals = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     # Fork before any thread is started: a forked process inherits threads' locks, but not the threads.
     pid = os.fork()
     if pid == 0:
         os.close(reader)
-        _daemonize(run, log, writer)
+        _daemonize(run, log, writer, signals)
     os.close(log)
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
         try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, signals)
             while (message := _message(pipe.readline())) and "waits" in message:
                 waits(message["waits"])
         except KeyboardInterrupt:
@@ -120,8 +124,9 @@ def _message(line: bytes) -> dict[str, str]:
     return dict(json.loads(line)) if line.endswith(b"\n") else {}
 
 
-def _daemonize(run: _Run, log: int, writer: int) -> None:
-    """Run the forked process to its end. Never returns."""
+def _daemonize(run: _Run, log: int, writer: int, signals: Iterable[int]) -> None:
+    """Run the forked process to its end. SIGINT is blocked until it leaves the session of the command; then
+    `signals` are. Never returns."""
     code = 1
 
     def tell(**message: str) -> None:
@@ -137,8 +142,23 @@ def _daemonize(run: _Run, log: int, writer: int) -> None:
             os.close(writer)
             writer = -1
 
+    def detach() -> None:
+        """Leave the session of the command."""
+        if os.getsid(0) != os.getpid():
+            os.setsid()
+            signal.pthread_sigmask(signal.SIG_SETMASK, signals)
+
+    def ready(text: str) -> None:
+        detach()
+        answer(ready=text)
+
+    # A service manager waits for the command, if for any process.
+    os.environ.pop(MANAGER_VARIABLE, None)
     try:
-        os.setsid()
+        # Under an automounter (x-systemd.automount), which has no terminal, only its own process group may
+        # reach the mountpoint before the command has ended.
+        if has_terminal():
+            detach()
         os.chdir("/")
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
@@ -146,7 +166,7 @@ def _daemonize(run: _Run, log: int, writer: int) -> None:
         os.dup2(log, 2)
         os.close(null)
         os.close(log)
-        run(lambda text: answer(ready=text), lambda text: tell(waits=text))
+        run(ready, lambda text: tell(waits=text))
         answer(error="it was ended before it answered")
         code = 0
     except MountError as error:

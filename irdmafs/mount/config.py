@@ -232,11 +232,20 @@ class MountConfig(MountFlags):
     cluster: ClusterConfig | None = None
 
 
-# Options for fstab and systemd, which a filesystem ignores.
+# Options of mount(8), fstab and systemd, which a filesystem ignores.
 _IGNORED = frozenset(
-    {"_netdev", "auto", "defaults", "group", "noauto", "nofail", "nouser", "owner", "user", "users"}
-)
-_IGNORED_PREFIXES = ("x-", "comment=")
+    {
+        "_netdev", "auto", "defaults", "group", "iversion", "loud", "mand", "noauto", "nofail",
+        "noiversion", "nomand", "norelatime", "nostrictatime", "nouser", "owner", "silent", "symfollow",
+        "user", "users",
+    }
+)  # fmt: skip
+_IGNORED_PREFIXES = ("x-", "X-", "comment=", "uhelper=", "user=")
+
+
+def is_for_mount_tools(option: str) -> bool:
+    """Return whether an option is for mount(8), fstab or systemd, and means nothing to the filesystem."""
+    return option in _IGNORED or option.startswith(_IGNORED_PREFIXES)
 
 
 def parse_mount_options(arguments: Iterable[str]) -> MountOptions:
@@ -254,7 +263,7 @@ def parse_mount_options(arguments: Iterable[str]) -> MountOptions:
             values[name] = form
     for option in (part.strip() for argument in arguments for part in argument.split(",")):
         name, equals, value = option.partition("=")
-        if not option or option in _IGNORED or option.startswith(_IGNORED_PREFIXES):
+        if not option or is_for_mount_tools(option):
             continue
         if not equals and name in flags:
             changes.update(flags[name])
@@ -273,7 +282,10 @@ def parse_mount_options(arguments: Iterable[str]) -> MountOptions:
             )
         else:
             known = ", ".join(sorted([*flags, *(f"{key}=" for key in values)]))
-            raise MountError(f"unknown mount option {name!r}; known are: {known}")
+            raise MountError(
+                f"unknown mount option {name!r}; known are: {known} (other settings are flags: irdmafs "
+                "mount --help)"
+            )
     return replace(MountOptions(), **changes)
 
 

@@ -13,7 +13,12 @@ import trio
 from .._version import __version__
 from ..backend.cluster.config_values import ConfigError
 from ..backend.kv import Damaged
-from ..backend.process import calm_the_collector, has_terminal, raise_open_files_limit
+from ..backend.process import (
+    calm_the_collector,
+    has_terminal,
+    raise_open_files_limit,
+    tell_manager,
+)
 from ..backend.store.api import Store
 from ..backend.store.embedded import embedded_store
 from ..backend.store.storedir import StoreInUse
@@ -237,6 +242,7 @@ class _Daemon:
                 nursery.start_soon(self._stop_on_signal)
                 nursery.start_soon(self._announce, ready)
                 await self._session.run()
+                tell_manager("STOPPING=1", status="unmounted; what was written is being stored")
                 await self._operations.ended()
                 nursery.cancel_scope.cancel()
         finally:
@@ -247,7 +253,10 @@ class _Daemon:
     async def _announce(self, ready: Callable[[str], None]) -> None:
         """Call `ready` when the mount answers a stat that comes through the kernel."""
         await trio.to_thread.run_sync(os.stat, self._config.mountpoint, abandon_on_cancel=True)
-        ready(self._status.first_words())
+        words = self._status.first_words()
+        name, *reasons = words.split("\n")
+        tell_manager("READY=1", status="; ".join((f"{name} session", *reasons)))
+        ready(words)
 
     @asynccontextmanager
     async def _metrics(self) -> AsyncIterator[None]:

@@ -16,10 +16,11 @@ import shutil
 import stat
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from .config import MountError, MountOptions
+from .config import MountError, MountOptions, parse_mount_options
 
 FSTYPE = "fuse.irdmafs"
 STATUS_XATTR = "user.irdmafs.status"
@@ -328,6 +329,21 @@ def mount_fuse(fd: int, mountpoint: str, options: MountOptions, fsname: str | No
         raise MountError(f"cannot mount on {mountpoint}: {error.strerror}{hint}") from error
 
 
+def remount(mount: Mount, words: Iterable[str]) -> None:
+    """Have the kernel obey these options of a mount instead of those that it was mounted with; others stay.
+    Raises MountError."""
+    try:
+        flags = MS_REMOUNT | mount_flags(parse_mount_options(words))
+        mount_filesystem(mount.source, mount.mountpoint, mount.fstype, flags, "")
+    except OSError as error:
+        hint = ""
+        if error.errno == errno.EPERM:
+            hint = " (only root can)"
+        elif error.errno == errno.EBUSY:
+            hint = " (files are open for writing)"
+        raise MountError(f"cannot remount {mount.mountpoint}: {error.strerror}{hint}") from error
+
+
 def libfuse_options(options: MountOptions) -> set[str]:
     """Return the same options for libfuse, as `pyfuse3.init` takes them."""
     words = {f"fsname={options.fsname}", f"subtype={FSTYPE.removeprefix('fuse.')}"}
@@ -415,6 +431,9 @@ def prepare_mountpoint(path: str, nonempty: bool = False) -> str:
     """
     real = resolve(path)
     mount = find_mount(real)
+    if mount is not None and mount.fstype == "autofs":
+        # An automounter (x-systemd.automount) asks for this mount: whoever looks into it waits for us.
+        return real
     while mount is not None and (state := mount_state(real)) != "ok":
         if state == "stale":
             heal(real)
@@ -431,6 +450,8 @@ def prepare_mountpoint(path: str, nonempty: bool = False) -> str:
                 "take another directory, or have it unmounted"
             )
     if mount is not None and mount.fstype == FSTYPE:
+        if mount.user not in (None, os.geteuid()) and not can_mount():
+            raise MountError(f"{path} is already mounted by {user_name(mount.user)}")
         raise MountError(
             f"{path} is already mounted{_served_by(real)}; unmount it with: irdmafs umount {path}"
         )

@@ -8,6 +8,8 @@ import logging
 import math
 import os
 import re
+import time
+from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -47,18 +49,43 @@ _OF_DIRECTORIES = {FOLLOW, ISOLATION, TRAIN, SINCE_TIMEOUT, *NAMES, *QUOTA_NAMES
 # The attributes of array files (irdmafs.client), and those by which a directory rules everything below it.
 _KEPT = {PREFIX + b"dtype", PREFIX + b"shape", *_OF_DIRECTORIES}
 _SETTABLE = {DISCARD, PREFETCH, *_KEPT}
+_REFUSALS_MAX: Final = 4
+_TOLD_FOR_S: Final = 600
+_SHOWN_BYTES: Final = 64
 _CHANGED_SINCE: Final = re.compile(rb"\.([0-9]{1,20})(?:\.([0-9]+(?:\.[0-9]+)?))?")
 
 
-@contextmanager
-def saying_why(namespace: Namespace, inode: Inode, name: bytes) -> Iterator[None]:
-    """Log why an attribute is refused: the caller gets only an error code."""
-    try:
-        yield
-    except OSError as error:
-        where = namespace.describe(inode.ino)
-        log.info("%s: %r is refused: %s", where, os.fsdecode(name), error.strerror)
-        raise
+class Refusals:
+    """The attributes that were refused lately. Callers get only an error code; the log and the warnings of
+    the mount say which value is wrong, and what is allowed."""
+
+    def __init__(self, namespace: Namespace) -> None:
+        self._namespace = namespace
+        # The newest ones, with the time at which each came, in seconds of time.monotonic().
+        self._newest: deque[tuple[float, str]] = deque(maxlen=_REFUSALS_MAX)
+
+    @contextmanager
+    def saying_why(self, inode: Inode, name: bytes, value: bytes, pid: int) -> Iterator[None]:
+        """Note why an attribute is refused, if it is."""
+        try:
+            yield
+        except OSError as error:
+            shown = os.fsdecode(value[:_SHOWN_BYTES])
+            what = f"{os.fsdecode(name)!r} is refused: {error.strerror}"
+            log.info(
+                "%s: %s (process %d gave %r)", self._namespace.describe(inode.ino), what, pid, shown
+            )
+            self._newest.append((time.monotonic(), f"{what} (process {pid} gave {shown!r}"))
+            raise
+
+    def warnings(self) -> list[str]:
+        """Return a line for each of the last minutes. They name no directory: everybody may read them."""
+        now = time.monotonic()
+        return [
+            f"{what} {now - then:.0f} s ago; the log names the directory)"
+            for then, what in self._newest
+            if now - then < _TOLD_FOR_S
+        ]
 
 
 def refuse_nonsense(inode: Inode, name: bytes, value: bytes) -> None:

@@ -53,6 +53,7 @@ class Xattrs:
         self._status = status
         self._waits = waits
         self._acls = acls
+        self._refusals = own_xattrs.Refusals(store.namespace)
 
     async def setxattr(
         self,
@@ -70,7 +71,7 @@ class Xattrs:
             self._store.prefetch(found.ino)
             return
         if name.startswith(own_xattrs.PREFIX):
-            with own_xattrs.saying_why(self._namespace, found, name):
+            with self._refusals.saying_why(found, name, value, ctx.pid):
                 if name == own_xattrs.DISCARD:
                     self._cache.discard(self._nodes.get(inode)[0])
                     return
@@ -123,7 +124,9 @@ class Xattrs:
             found = self._namespace.inode(found.ino)
             return tree_below(self._namespace, found, counter, ctx.uid)
         if name == own_xattrs.STATUS and found.ino == ROOT_INO:
-            return json.dumps(self._status()).encode()
+            status = self._status()
+            status["warnings"] += self._refusals.warnings()
+            return json.dumps(status).encode()
         if name == own_xattrs.NODES and found.is_file:
             return await self._nodes_of(found)
         if name in (own_xattrs.QUOTA_USED_BYTES, own_xattrs.QUOTA_USED_INODES):

@@ -17,7 +17,10 @@ from etcd_server import EtcdServer
 from mountpoint import INTERRUPTED, eventually, irdmafs
 from secure_cluster import SecureEtcd
 
+from irdmafs.backend.cluster import overview
 from irdmafs.backend.cluster.config import ClusterConfig
+from irdmafs.backend.cluster.group_configs import Groups
+from irdmafs.backend.cluster.membership import Members
 from irdmafs.backend.cluster.records import (
     SETTINGS_KEY,
     GroupConfig,
@@ -30,7 +33,7 @@ from irdmafs.backend.cluster.records import (
     key_of,
     policy_key,
 )
-from irdmafs.backend.kv import Delete, Put
+from irdmafs.backend.kv import Delete, Event, Put
 from irdmafs.backend.kv.etcd import EtcdEngine
 from irdmafs.backend.kv.etcd_admin import roles_hold
 
@@ -120,7 +123,7 @@ def nobodys_port(node: int) -> int:
     return 900 + node % 100
 
 
-A, B, C = 0xA1 << 56, 0xB2 << 56, 0xC3 << 56
+A, B, C, D = 0xA1 << 56, 0xB2 << 56, 0xC3 << 56, 0xD4
 
 
 # -- commands start light -------------------------------------------------------------------------
@@ -232,6 +235,7 @@ def test_init_refuses_what_makes_no_sense(etcd: EtcdServer, tmp_path: Path) -> N
         return one_line(done)
 
     assert "--stripe: '1Q' is not a size" in refused("--stripe", "1Q")
+    assert "--stripe: '5K' is too little; give 1.0 MiB or more" in refused("--stripe", "5K")
     assert "'a/b' is not a cluster's name" in refused("--name", "a/b")
     assert irdmafs("cluster", "init").returncode == 2
     done = irdmafs("cluster", "init", "--etcd", "h", "--no-tls", "--etcd-host", "h")
@@ -446,13 +450,42 @@ def test_a_group_is_given_up_when_nobody_who_was_in_sync_may_come_back(cluster: 
     assert cluster.config(1).epoch == 2
 
 
+def test_nodes_are_named_as_the_status_shows_them() -> None:
+    members = Members()
+    where = {A: "10.0.0.1", B: "10.0.0.2", C: "10.0.0.2", D: "fd00::1"}
+    for number, (node, address) in enumerate(where.items()):
+        labels = {"zone": "z", "host": f"h{number}"}
+        at = NodeAddress(address, 9000 + number, 1, ["tcp"], "h", "/s", 1, 1, "0")
+        records: list[tuple[bytes, msgspec.Struct]] = [
+            (key_of(b"N", node), NodeRecord("up", 1.0, labels)),
+            (key_of(b"n", node), at),
+        ]
+        members.apply(1, [Event(1, key, encode(record)) for key, record in records])
+    members.apply(1, [Event(1, key_of(b"n", A), None)])
+    found = overview.Cluster(members, Groups(), {}, 1)
+    for name in (f"{A:016x}", f"0x{A:X}", "a1", "h0", "z/h0"):
+        assert found.find_node(name) == A  # it is down
+    assert found.find_node("10.0.0.2:9002") == C
+    for name in ("fd00::1", "fd00::1:9003", "[fd00::1]:9003", "h3", "00"):
+        assert found.find_node(name) == D
+    both = (
+        f"'10.0.0.2' means several nodes: {B:016x} (10.0.0.2, 10.0.0.2:9001, h1, z/h1), "
+        f"{C:016x} (10.0.0.2, 10.0.0.2:9002, h2, z/h2); give one of their ids"
+    )
+    with pytest.raises(overview.NodeNotFound, match=re.escape(both)):
+        found.find_node("10.0.0.2")
+    for name in ("", "h9", "10.0.0.1", "0x"):
+        with pytest.raises(overview.NodeNotFound, match="there is no store node"):
+            found.find_node(name)
+
+
 def test_nodes_are_named_by_id_or_address(cluster: Cluster) -> None:
     near = A + 1
     cluster.admit(A, near, B)
     line = one_line(cluster.run("cluster", "drain", "a1"))
     assert line.startswith("'a1' means several nodes: ")
     assert f"{A:016x}" in line
-    assert f"known are: {A:016x}, " in one_line(cluster.run("cluster", "remove", "ff"))
+    assert f"known are: {A:016x} (127.0.0.1, " in one_line(cluster.run("cluster", "remove", "ff"))
     assert cluster.run("cluster", "drain", f"{near:x}", "--no-wait").returncode == 0
     assert cluster.run("cluster", "drain", f"0x{B:X}", "--no-wait").returncode == 0
 

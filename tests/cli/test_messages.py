@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from mountpoint import Mount, eventually, irdmafs, run_checked
+from mountpoint import INTERRUPTED, IRDMAFS, Mount, eventually, irdmafs, run_checked
 from processes import Process
 from test_commands import one_line
 
+from irdmafs.__main__ import _interrupts_end_silently
 from irdmafs.cli import status
 from irdmafs.mount import mounting, stores
 from irdmafs.mount.config import MountError, MountOptions
@@ -285,13 +286,17 @@ def test_text_for_a_terminal_does_not_steer_it() -> None:
         ("replica", "2", "user.irdmafs.replicas"),
     ],
 )
-def test_an_attribute_that_means_nothing_is_refused_and_the_log_says_why(
+def test_an_attribute_that_means_nothing_is_refused_and_log_and_status_say_why(
     mounted: Mount, name: str, value: str, said: str
 ) -> None:
     with pytest.raises(OSError):
         os.setxattr(mounted.path, f"user.irdmafs.{name}", value.encode())
     (line,) = (line for line in mounted.log.read_text().splitlines() if "is refused" in line)
-    assert f"'user.irdmafs.{name}' is refused: " in line and said in line
+    (warning,) = (line for line in mounted.status()["warnings"] if "is refused" in line)
+    for told in (line, warning):
+        assert f"'user.irdmafs.{name}' is refused: " in told
+        assert said in told
+        assert f"process {os.getpid()} gave {value!r}" in told
 
 
 def test_a_size_in_which_nothing_has_room_is_refused(place: Path) -> None:
@@ -302,3 +307,45 @@ def test_versions_on_a_stale_mount_says_what_is_wrong(mounted: Mount) -> None:
     (mounted.path / "file").write_text("x")
     mounted.kill9()
     assert "mount it again" in one_line(irdmafs("versions", mounted.path / "file"))
+
+
+def test_a_mount_that_is_interrupted_leaves_nothing_and_says_nothing(
+    place: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "cluster.toml"
+    config.write_text('[cluster]\netcd = ["127.0.0.1:1"]\n')
+    command = (*IRDMAFS, "mount", str(place), "--cluster", str(config))
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as mount:
+        eventually(lambda: stores.default_store_path(str(place)) is not None, "it has a store")
+        store = Path(stores.default_store_path(str(place)) or "")
+        eventually((store / "irdmafs.log").exists, "its daemon waits for etcd")
+        mount.send_signal(signal.SIGINT)
+        assert mount.stderr is not None
+        assert mount.stderr.read() == ""
+    assert mount.returncode in INTERRUPTED
+    assert not store.exists()
+
+
+def test_an_interrupt_during_imports_shows_no_traceback() -> None:
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with _interrupts_end_silently():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with _interrupts_end_silently():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def test_a_user_is_told_whose_mount_is_there(mounted: Mount) -> None:
+    line = one_line(irdmafs("mount", mounted.path, launcher=AS_NOBODY))
+    assert line == f"irdmafs: {mounted.path} is already mounted by root (user 0)"
+
+
+def test_a_file_is_no_store_of_a_node(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    done = irdmafs("serve", file, "--etcd", "127.0.0.1:1")
+    assert one_line(done) == f"irdmafs: the store {file} is not a directory"

@@ -2,6 +2,20 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from irdmafs.backend.cluster.membership import Members
+from irdmafs.backend.cluster.records import (
+    SETTINGS_KEY,
+    NodeAddress,
+    NodeRecord,
+    Settings,
+    encode,
+    key_of,
+)
+from irdmafs.backend.kv import Event
+from irdmafs.backend.store.remote.space import Space
 
 MiB = 1 << 20
 
@@ -26,3 +40,27 @@ def test_what_was_published_is_counted_before_the_nodes_say_so(pair: list[Path])
     before = free_bytes(here)
     (here / "file").write_bytes(bytes(range(256)) * (8 * MiB // 256))
     assert free_bytes(here) < before
+
+
+def test_only_nodes_that_take_new_files_count() -> None:
+    """Not one that is drained, nor one that is dead."""
+    members = Members()
+    contents: Any = SimpleNamespace(statvfs=lambda: os.statvfs("/"))
+    space = Space(members, contents)
+    records: dict[bytes, Any] = {SETTINGS_KEY: Settings(2, "id", 2, 4, 0, 5)}
+    for node in (1, 2, 3):
+        records[key_of(b"N", node)] = NodeRecord("up", 1.0, {})
+        records[key_of(b"n", node)] = NodeAddress(
+            "h", 1, 1, ["tcp"], "h", "/s", 16 * MiB, node * MiB, "0"
+        )
+
+    def blocks(changes: dict[bytes, Any]) -> tuple[int, int]:
+        """Total and free blocks once these records have changed; None: removed."""
+        members.apply(1, [Event(1, key, one and encode(one)) for key, one in changes.items()])
+        found = space.statvfs()
+        return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+
+    assert blocks(records) == (24 * MiB, 3 * MiB)
+    assert blocks({key_of(b"N", 3): NodeRecord("draining", 1.0, {})}) == (16 * MiB, 3 * MiB // 2)
+    assert blocks({key_of(b"n", 2): None}) == (16 * MiB, 1 * MiB)
+    assert blocks({key_of(b"n", 1): None}) == (0, 0)

@@ -23,6 +23,16 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
 
 
+def test_the_bench_finds_the_python_that_has_irdmafs() -> None:
+    if not (SCRIPTS.parent / ".venv").exists():
+        pytest.skip("irdmafs is not installed into .venv")
+    # The one that .venv was made of.
+    python = Path(sys.base_prefix) / "bin" / "python3"
+    done = subprocess.run([python, SCRIPTS / "bench", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0, done
+    assert "Measure irdmafs" in done.stdout
+
+
 def test_a_model_has_the_tensors_of_its_file_one_behind_the_other() -> None:
     tensors = registration.tensors(1000)
     assert len(tensors) == len({tensor.name for tensor in tensors}) == 1000

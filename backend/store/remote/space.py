@@ -42,9 +42,11 @@ class Space:
             self._untold_bytes -= self._untold.popleft()[1]
 
     def statvfs(self) -> os.statvfs_result:
-        """Return the space in the cluster, in files kept with its usual number of replicas."""
-        settings, nodes = self._members.settings, self._members.nodes.values()
+        """Return the space in the cluster, in files kept with its usual number of replicas: on nodes that
+        take new files, which a dead or a draining one does not."""
+        settings, addresses = self._members.settings, self._members.nodes
         assert settings is not None, "a mount starts with the settings"
+        nodes = [addresses[candidate.node] for candidate in self._members.candidates()]
         self._forget_old()
         copies = max(1, min(settings.replicas, len(nodes)))
         total = sum(node.total_bytes for node in nodes) // copies // _BLOCK_BYTES

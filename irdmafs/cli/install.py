@@ -1,0 +1,220 @@
+"""The commands `irdmafs install` and `irdmafs uninstall`: mount(8), umount(8) and systemd of this host know
+irdmafs, or do not any more."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import click
+
+from ..mount.config import MountError
+from ..mount.mounting import FSTYPE, user_name
+from .cluster import say
+
+__all__ = ["install", "uninstall"]
+
+# Where mount(8) and umount(8) look for their helpers, whatever PATH is.
+_HELPERS = "sbin"
+_UNITS = "etc/systemd/system"
+_MARK = "# Written by `irdmafs install`, and removed by `irdmafs uninstall`.\n"
+
+# A second signal would end a process at once, so that systemd sends only the first one to it (mixed).
+_SERVICE = """\
+Type=notify
+KillMode=mixed
+Restart=on-failure
+RestartSec=5s
+RestartPreventExitStatus=2
+LimitNOFILE=1048576
+LimitMEMLOCK=infinity
+
+[Install]
+WantedBy=multi-user.target
+"""
+
+_MOUNT_UNIT = f"""\
+{_MARK}# The instance is the mountpoint, as `systemd-escape --path` writes it. Other options:
+# systemctl edit irdmafs-mount@INSTANCE, with [Service] and Environment="OPTIONS=...".
+[Unit]
+Description=irdmafs on %f
+Wants=network-online.target
+After=network-online.target etcd.service
+
+[Service]
+Environment="OPTIONS=--cluster /etc/irdmafs/cluster.toml"
+ExecStartPre=-/bin/mkdir -p %f
+ExecStart={{irdmafs}} mount --foreground $OPTIONS -- %f
+TimeoutStartSec=5min
+TimeoutStopSec=2min
+{_SERVICE}"""
+
+_SERVE_UNIT = f"""\
+{_MARK}# The instance is the store, as `systemd-escape --path` writes it. Other options:
+# systemctl edit irdmafs-serve@INSTANCE, with [Service] and Environment="OPTIONS=...".
+[Unit]
+Description=irdmafs store node in %f
+Wants=network-online.target
+After=network-online.target etcd.service
+RequiresMountsFor=%f
+
+[Service]
+Environment="OPTIONS=--cluster /etc/irdmafs/cluster.toml"
+ExecStart={{irdmafs}} serve --foreground $OPTIONS -- %f
+ExecReload=/bin/kill -HUP $MAINPID
+TimeoutStartSec=infinity
+TimeoutStopSec=1min
+{_SERVICE}"""
+
+
+class _Link(NamedTuple):
+    """A symbolic link to a program of this installation."""
+
+    path: str
+    target: str
+
+    def is_there(self) -> bool:
+        return os.path.islink(self.path) and os.readlink(self.path) == self.target
+
+    def is_foreign(self) -> bool:
+        """Return whether something else has this name."""
+        if not os.path.islink(self.path):
+            return os.path.lexists(self.path)
+        return os.path.basename(os.readlink(self.path)) != os.path.basename(self.target)
+
+    def make(self) -> None:
+        os.symlink(self.target, self.path)
+
+
+class _Unit(NamedTuple):
+    """A unit of systemd."""
+
+    path: str
+    text: str
+
+    def is_there(self) -> bool:
+        return not self.is_foreign() and _text(self.path) == self.text
+
+    def is_foreign(self) -> bool:
+        """Return whether something else has this name."""
+        return os.path.lexists(self.path) and not _text(self.path).startswith(_MARK)
+
+    def make(self) -> None:
+        with open(self.path, "w") as file:
+            file.write(self.text)
+
+
+_Part = _Link | _Unit
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path, errors="replace") as file:
+            return file.read()
+    except FileNotFoundError:
+        return ""
+
+
+def _parts(root: str) -> Iterator[_Part]:
+    programs = _programs()
+    for fstype in ("irdmafs", FSTYPE):
+        for kind in ("mount", "umount"):
+            path = os.path.join(root, _HELPERS, f"{kind}.{fstype}")
+            yield _Link(path, os.path.join(programs, f"{kind}.irdmafs"))
+    # Specifiers of systemd begin with %.
+    irdmafs = os.path.join(programs, "irdmafs").replace("%", "%%")
+    for name, text in (("mount", _MOUNT_UNIT), ("serve", _SERVE_UNIT)):
+        path = os.path.join(root, _UNITS, f"irdmafs-{name}@.service")
+        yield _Unit(path, text.format(irdmafs=f'"{irdmafs}"'))
+
+
+def _programs() -> str:
+    """Return the directory with the programs of this installation."""
+    beside = os.path.dirname(os.path.abspath(sys.argv[0]))
+    for directory in (beside, sysconfig.get_path("scripts")):
+        if os.path.exists(os.path.join(directory, "mount.irdmafs")):
+            return directory
+    raise MountError(
+        f"mount.irdmafs is not in {beside}: install irdmafs again (pip install irdmafs)"
+    )
+
+
+def _for_both(command: Callable[..., Any]) -> Callable[..., Any]:
+    command = click.option("--dry-run", is_flag=True, help="Only say what would be changed.")(
+        command
+    )
+    return click.option(
+        "--root", default="/", metavar="DIR", show_default=True,
+        help="Of the system whose root directory this is.",
+    )(command)  # fmt: skip
+
+
+@click.command()
+@_for_both
+def install(root: str, dry_run: bool) -> None:
+    """Let mount(8), fstab and systemd of this host use irdmafs.
+
+    Makes the programs that mount and umount run for it, in /sbin, and the units irdmafs-mount@.service and
+    irdmafs-serve@.service, whose instances are a mountpoint and a store (docs/operations.md). Repeated, it
+    changes what is not up to date.
+    """
+    parts = list(_parts(os.path.abspath(root)))
+    if owner := os.stat(_programs()).st_uid:
+        say(
+            f"warning: {_programs()} belongs to {user_name(owner)}, who can change what root runs by it",
+            err=True,
+        )
+    for part in parts:
+        if part.is_foreign():
+            raise MountError(f"{part.path} is not of irdmafs: move it away; nothing was changed")
+
+    def make(part: _Part) -> bool:
+        if part.is_there():
+            return False
+        if not dry_run:
+            os.makedirs(os.path.dirname(part.path), exist_ok=True)
+            if os.path.lexists(part.path):
+                os.unlink(part.path)
+            part.make()
+        return True
+
+    _change(parts, make, "made", root, dry_run)
+
+
+@click.command()
+@_for_both
+def uninstall(root: str, dry_run: bool) -> None:
+    """Undo `irdmafs install`. What is mounted or served goes on."""
+
+    def remove(part: _Part) -> bool:
+        if not os.path.lexists(part.path) or part.is_foreign():
+            return False
+        if not dry_run:
+            os.unlink(part.path)
+        return True
+
+    _change(list(_parts(os.path.abspath(root))), remove, "removed", root, dry_run)
+
+
+def _change(
+    parts: list[_Part], change: Callable[[_Part], bool], done: str, root: str, dry_run: bool
+) -> None:
+    """Change each part, say which were changed, and have systemd read its units again."""
+    changed = []
+    for part in parts:
+        try:
+            if change(part):
+                changed.append(part)
+                say(f"{part.path} {'would be ' if dry_run else ''}{done}")
+        except OSError as error:
+            hint = "; run it as root" if os.geteuid() != 0 else ""
+            raise MountError(f"cannot change {part.path}: {error.strerror}{hint}") from error
+    if not changed:
+        say("nothing to change")
+    # As sd_booted(3) does it.
+    elif not dry_run and os.path.abspath(root) == "/" and os.path.isdir("/run/systemd/system"):
+        subprocess.run(["systemctl", "daemon-reload"], check=False)
