@@ -1,7 +1,8 @@
 """The cluster's certificate authority: make it, replace it, and issue certificates.
 
 Extended key usage keeps a mount from posing as a node: only nodes (and etcd) may accept connections.
-Certificates of the role "etcd" are for etcd itself, whose clients do check names, and carry them.
+Certificates of the role "etcd" are for etcd itself, whose clients do check names, and carry them. etcd
+refuses a reader's certificate (see security).
 """
 
 import contextlib
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, cast
 
 from .security import (
     OWNER_BITS,
+    READER_OID,
     Credentials,
     CredentialsError,
     Identity,
@@ -150,6 +152,9 @@ def issue(
             x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False
         )
     )
+    if role == "reader":
+        mark = x509.UnrecognizedExtension(x509.ObjectIdentifier(READER_OID), b"\x05\x00")
+        builder = builder.add_extension(mark, critical=True)
     alternatives = [_general_name(host) for host in hosts]
     if alternatives:
         builder = builder.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)

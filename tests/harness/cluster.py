@@ -134,6 +134,9 @@ class Cluster:
                 own = base["cluster"][key].replace("{role}", certificate or "{role}")
                 base["cluster"][key] = str(self.config_directory / own)
         base["cluster"]["insecure"] = not self.plan.tls
+        if certificate.startswith("reader"):
+            nodes = self.live_nodes().values()
+            base["cluster"]["nodes"] = [f"{node.address}:{node.control_port}" for node in nodes]
         write_toml(path, base | {section: base.get(section, {}) | dict(values)})
 
     def _make_node(self, host: Host) -> StoreNode:
