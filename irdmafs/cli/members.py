@@ -145,7 +145,25 @@ def revoke(name: str, yes: bool, config_path: str | None) -> None:
         raise MountError(f"all certificates of {name!r} were revoked already")
     for member in revoked:
         say(f"the certificate of {member.record.role} {name!r} is revoked ({_short(member)})")
+    _tell_etcd(config)
     say(f"to let it in again: irdmafs cluster cert {name} --role {revoked[0].record.role}")
+
+
+def _tell_etcd(config: ClusterConfig) -> None:
+    """Write the list of revoked certificates that etcd reads."""
+    from ..backend.trust.authority import list_revoked
+    from ..backend.trust.security import CredentialsError
+    from .cluster_members import list_members
+
+    assert config.cluster.ca is not None
+    found = with_etcd(config, list_members)
+    revoked = [int(member.serial, 16) for member in found if member.record.revoked_s]
+    try:
+        path = list_revoked(os.path.dirname(config.cluster.ca), revoked)
+    except CredentialsError as error:
+        say(f"WARNING: etcd's list of revoked certificates stays as it is: {error}", err=True)
+        return
+    say(f"copy {path} to the hosts of etcd, which reads it at each connection")
 
 
 def _have_agreed(name: str, uses: Sequence[Use], yes: bool) -> None:
@@ -213,6 +231,7 @@ def protect_command(config_path: str | None) -> None:
         await protect(engine)
 
     with_etcd(config, work)
+    _tell_etcd(config)
     say("etcd checks what each certificate may change")
 
 

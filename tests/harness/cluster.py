@@ -176,6 +176,12 @@ class Cluster:
         mount.wait_ready()
         return mount
 
+    def config_of(self, certificate: str) -> Path:
+        """A configuration file for who has the certificate of this name, at the nodes that run now."""
+        path = self.directory / f"{certificate}.toml"
+        self._write_config(path, "mount", self.plan.mount_config, certificate)
+        return path
+
     # -- what etcd and the command say ---------------------------------------------------------
 
     def irdmafs(self, *arguments: str | os.PathLike[str], allowed: Container[int] = (0,)) -> str:
