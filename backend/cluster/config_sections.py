@@ -251,7 +251,7 @@ class ClusterSection:
                 'nodes = ["HOST:PORT", ...] (irdmafs cluster status shows them)'
             )
         nodes = [split_host_port(node, 0) for node in self.nodes]
-        return Relay(nodes, credentials, self.prefix), credentials.identity.owner
+        return Relay(nodes, credentials), credentials.identity.owner
 
     def etcd_client(self, role: "Role") -> "tuple[Client, int]":
         """Return a client of etcd, and its number there (0: it has none). Raises ConfigError."""

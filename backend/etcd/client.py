@@ -12,7 +12,7 @@ import logging
 import random
 import ssl
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import trio
@@ -145,7 +145,6 @@ class Client(ABC):
         self.endpoints = list(endpoints)
         self._current = random.randrange(len(self.endpoints))
         self._failures: dict[str, str] = {}
-        self._is_revoked: Callable[[str], bool] = lambda serial: False
 
     @abstractmethod
     async def attempt(
@@ -184,9 +183,12 @@ class Client(ABC):
         """Return the user of etcd who gives a password, None where there is none."""
         return None
 
-    def heed(self, is_revoked: Callable[[str], bool]) -> None:
-        """Reach etcd through no store node whose certificate, by its serial number, is revoked."""
-        self._is_revoked = is_revoked
+    def heed(
+        self, is_revoked: Callable[[str], bool], nodes: Callable[[], Iterable[tuple[str, int]]]
+    ) -> None:
+        """Reach etcd also through the store nodes at these addresses, if it is relayed, and through none
+        whose certificate, by its serial number, is revoked."""
+        return
 
     @property
     def address(self) -> str:

@@ -6,7 +6,7 @@ the newest transaction, and whose value names its process.
 """
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 from ..etcd import etcd_pb2 as pb
@@ -95,9 +95,11 @@ class EtcdEngine:
         """Return what is read again when the files of certificates change."""
         return self._calls.client.renewables
 
-    def heed(self, is_revoked: Callable[[str], bool]) -> None:
-        """Reach etcd through no store node whose certificate, by its serial number, is revoked."""
-        self._calls.client.heed(is_revoked)
+    def heed(
+        self, is_revoked: Callable[[str], bool], nodes: Callable[[], Iterable[tuple[str, int]]]
+    ) -> None:
+        """Do as Client.heed."""
+        self._calls.client.heed(is_revoked, nodes)
 
     @property
     def prefix(self) -> bytes:

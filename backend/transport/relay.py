@@ -5,27 +5,15 @@ asked: those of the configuration, and those that are registered. Nothing depend
 fences are keys in etcd, and a watch goes on from the last revision that came.
 """
 
-import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
-import msgspec
 import trio
 
-from ..cluster.records import NodeAddress, decode
+from ..cluster.records import NodeAddress
 from ..etcd import etcd_pb2 as pb
-from ..etcd.client import (
-    RANGE,
-    TRY_S,
-    Client,
-    Message,
-    Method,
-    Response,
-    RpcError,
-    Uncertain,
-    Unsent,
-)
+from ..etcd.client import TRY_S, Client, Message, Method, Response, RpcError, Uncertain, Unsent
 from ..etcd.endpoint import Endpoint
 from ..observe.logs import current_request
 from ..trust.renewal import Renewable
@@ -39,27 +27,22 @@ from .operations import codec_for
 
 __all__ = ["Relay"]
 
-log = logging.getLogger(__name__)
-
 # A node that is silent for so long is given up.
 _SILENT_S = 3.0
-_LEARN_S = 30.0
-_NODES_MAX = 64
 
 
 class Relay(Client):
-    """The etcd of a cluster whose keys begin with `prefix`, by way of its store nodes. `credentials` are a
+    """The etcd of a cluster, by way of its store nodes, some of which are given. `credentials` are a
     reader's. Used inside trio; runs in system tasks until `close`."""
 
     is_relayed = True
 
-    def __init__(
-        self, nodes: Sequence[tuple[str, int]], credentials: Credentials, prefix: bytes
-    ) -> None:
+    def __init__(self, nodes: Sequence[tuple[str, int]], credentials: Credentials) -> None:
         self._configured = [Endpoint(host, port, True) for host, port in nodes]
         super().__init__(self._configured)
         self._credentials = credentials
-        self._prefix = prefix
+        self._is_revoked: Callable[[str], bool] = lambda serial: False
+        self._registered: Callable[[], Iterable[tuple[str, int]]] = tuple
         self._connecting = trio.Lock()
         self._control: ControlClient | None = None
         self._nursery: trio.Nursery | None = None
@@ -72,7 +55,13 @@ class Relay(Client):
         return [self._credentials.renewable]
 
     def only(self, endpoint: Endpoint) -> "Relay":
-        return Relay([(endpoint.host, endpoint.port)], self._credentials, self._prefix)
+        return Relay([(endpoint.host, endpoint.port)], self._credentials)
+
+    def heed(
+        self, is_revoked: Callable[[str], bool], nodes: Callable[[], Iterable[tuple[str, int]]]
+    ) -> None:
+        self._is_revoked = is_revoked
+        self._registered = nodes
 
     def close(self) -> None:
         self._closed = True
@@ -130,6 +119,7 @@ class Relay(Client):
                 if self._control.is_open:
                     return self._control
                 self._leave(self._control, self._control.why)
+            self._know_all()
             distrusted = 0
             for _ in self.endpoints:
                 if self._closed:
@@ -173,7 +163,6 @@ class Relay(Client):
             self._nursery,
         )  # fmt: skip
         self._link = Link(caller, 0)
-        self._nursery.start_soon(self._learn)
         return self._link
 
     async def _host(self, started: trio.Event) -> None:
@@ -189,28 +178,9 @@ class Relay(Client):
             store="", total_bytes=0, free_bytes=0, version="", name="",
         )  # fmt: skip
 
-    async def _learn(self) -> None:
-        """Read the addresses of the cluster's nodes from time to time."""
-        request = pb.RangeRequest(
-            key=self._prefix + b"n", range_end=self._prefix + b"o", limit=_NODES_MAX
-        )
-        while True:
-            try:
-                found = await self.call(RANGE, request, timeout_s=_LEARN_S)
-            except (RpcError, OSError) as error:
-                log.info("the addresses of store nodes are not known now: %s", error)
-            else:
-                self._know(pair.value for pair in found.kvs)
-            await trio.sleep(_LEARN_S)
-
-    def _know(self, records: Iterable[bytes]) -> None:
-        registered = []
-        for record in records:
-            try:
-                address = decode(record, NodeAddress)
-            except msgspec.DecodeError:
-                continue
-            registered.append(Endpoint(address.address, address.control_port, True))
+    def _know_all(self) -> None:
+        """Take note of the nodes that are registered now. That in use, or the next one, comes first."""
+        registered = [Endpoint(host, port, True) for host, port in self._registered()]
         current = self.endpoints[self._current]
         self.endpoints = list(dict.fromkeys(chain([current], self._configured, registered)))
         self._current = 0
