@@ -15,7 +15,6 @@ from ..cluster.records import NodeAddress
 from ..etcd import etcd_pb2 as pb
 from ..etcd.client import TRY_S, Client, Message, Method, Response, RpcError, Uncertain, Unsent
 from ..etcd.endpoint import Endpoint
-from ..observe.logs import current_request
 from ..trust.renewal import Renewable
 from ..trust.security import Credentials
 from . import Distrusted, Unreachable
@@ -97,7 +96,7 @@ class Relay(Client):
     async def ask(self, control: ControlClient, path: str, body: bytes) -> bytes:
         """Return the answer of a node, by its connection. Raises as `attempt`, and OSError."""
         try:
-            said = await control.ask(lambda number: AskEtcd(number, current_request(), path, body))
+            said = await control.ask(lambda number: AskEtcd(number, "", path, body))
         except Unreachable as error:
             self._leave(control, _reason(error))
             raise Uncertain(_reason(error)) from None
