@@ -248,7 +248,7 @@ class ClusterSection:
         if not self.nodes:
             raise ConfigError(
                 "a reader reaches the cluster by its store nodes: name some of them in [cluster], "
-                'nodes = ["HOST:PORT", ...] (irdmafs cluster status shows them)'
+                'nodes = ["HOST:PORT", ...] (irdmafs cluster cert says which there are)'
             )
         nodes = [split_host_port(node, 0) for node in self.nodes]
         return Relay(nodes, credentials), credentials.identity.owner

@@ -125,8 +125,8 @@ def hosts_of(endpoints: Iterable[str]) -> tuple[str, ...]:
 
 
 def etcd_arguments(directory: str) -> list[str]:
-    """Return the arguments with which etcd shows its certificate, and lets only members of the cluster
-    in, none of them revoked."""
+    """Return the arguments with which etcd shows its certificate, lets only members of the cluster in, none
+    of them revoked, and forgets its history, which newer versions let no store node do."""
     ca, cert, key = (os.path.join(directory, name) for name in ("ca.pem", "etcd.pem", "etcd.key"))
     return [
         f"--cert-file={cert}",
@@ -135,6 +135,8 @@ def etcd_arguments(directory: str) -> list[str]:
         "--client-cert-auth",
         f"--client-crl-file={os.path.join(directory, REVOKED_FILE)}",
         "--enable-grpc-gateway=false",
+        "--auto-compaction-mode=periodic",
+        "--auto-compaction-retention=15m",
         f"--peer-cert-file={cert}",
         f"--peer-key-file={key}",
         f"--peer-trusted-ca-file={ca}",

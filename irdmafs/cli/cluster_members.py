@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,7 @@ __all__ = [
     "Member",
     "Use",
     "list_members",
+    "node_addresses",
     "owner_of",
     "protect",
     "register_all",
@@ -220,6 +222,17 @@ async def uses_of(engine: EtcdEngine, name: str) -> list[Use]:
             what, said = _describe(pair.key, pair.value)
             if said == name or lease >> LEASE_BITS in owners:
                 found.append(Use(what, pair.key, lease))
+    return found
+
+
+async def node_addresses(engine: EtcdEngine) -> list[str]:
+    """Return the addresses of the store nodes that are up, HOST:PORT."""
+    found = []
+    for pair in await engine.range(NODE, _after(NODE)):
+        with suppress(msgspec.DecodeError):
+            node = decode(pair.value, NodeAddress)
+            host = f"[{node.address}]" if ":" in node.address else node.address
+            found.append(f"{host}:{node.control_port}")
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
@@ -60,7 +61,7 @@ def cert(
     It is registered in etcd, with its rights, and so that it can be revoked.
     """
     from ..backend.trust.authority import issue
-    from .cluster_members import owner_of, register_all
+    from .cluster_members import node_addresses, owner_of, register_all
 
     config = _with_ca(config_path)
     with one_line_errors():
@@ -83,6 +84,9 @@ def cert(
                 os.replace(path, os.path.join(target, os.path.basename(path)))
     names = [os.path.join(target, os.path.basename(path)) for path in (made.cert, made.key)]
     say(f"made {names[0]} and {names[1]}")
+    if role == "reader":
+        nodes = json.dumps(with_etcd(config, node_addresses))
+        say(f"its cluster.toml has to name store nodes: nodes = {nodes} in [cluster]")
 
 
 @contextmanager
