@@ -59,6 +59,11 @@ class Feed:
         """Return whether all changes after a revision are here."""
         return revision >= self.before
 
+    async def wait(self, revision: int) -> None:
+        """Return when all changes up to a revision have come."""
+        while self.revision < revision:
+            await self._changed.wait()
+
     async def after(self, key: bytes, range_end: bytes, revision: int) -> bytes:
         """Wait for changes of these keys after a revision, and return the first ones as etcd's answer to a
         watch; empty if they are not here any more."""

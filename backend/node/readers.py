@@ -18,6 +18,7 @@ from ..etcd.client import (
     RANGE,
     REVOKE,
     TRY_S,
+    TXN,
     WATCH,
     Client,
     Method,
@@ -26,6 +27,7 @@ from ..etcd.client import (
     Unsent,
 )
 from ..kv import Event, KeyValue
+from ..kv.etcd_calls import LAST_KEY
 from ..kv.etcd_leases import LEASE_BITS, OWNER_BYTES
 from ..transport.messages import AskEtcd, EtcdOutcome, EtcdSaid
 from ..transport.rights import Peer
@@ -48,6 +50,8 @@ _WATCH_S = 20.0
 # etcd begins with older changes at once, if there are any.
 _HISTORY_S = 2.0
 _ANSWER_BYTES = 8 << 20
+# How long this node may take to learn of a change that etcd has applied. Shorter than a reader's try.
+_CATCH_UP_S = 3.0
 
 
 class Kept:
@@ -128,6 +132,7 @@ class Readers:
     def __init__(self, client: Client, prefix: bytes, kept: Kept, feed: Feed) -> None:
         self._client = client
         self._prefix = prefix
+        self._last_key = prefix + LAST_KEY
         self._kept = kept
         self._feed = feed
         self._accounts: defaultdict[int, _Account] = defaultdict(_Account)
@@ -144,10 +149,32 @@ class Readers:
             if asked.grows:
                 self._check_limits(peer.owner, account, asked)
             said = await self._said(request.number, Method(request.method, bytes), asked)
+            if request.method == TXN.path and asked.grows:
+                await self._count_puts(said)
         if said.outcome == EtcdOutcome.ANSWERED:
             account.count_leases(request.method, asked.message, said.body)
             if request.method == RANGE.path:
                 said.body = _shortened(said.body)
+                if asked.message.key == self._last_key:
+                    return await self._caught_up(said)
+        return said
+
+    async def _count_puts(self, said: EtcdSaid) -> None:
+        """Wait until `kept` includes the keys that a transaction has put."""
+        answer = TXN.parse(said.body)
+        if answer.succeeded:
+            with trio.move_on_after(_CATCH_UP_S):
+                await self._feed.wait(answer.header.revision)
+
+    async def _caught_up(self, said: EtcdSaid) -> EtcdSaid:
+        """Return the answer to a barrier when a watch here has come so far. If it does not, another node is
+        of more use."""
+        for last in RANGE.parse(said.body).kvs:
+            with trio.move_on_after(_CATCH_UP_S):
+                await self._feed.wait(last.mod_revision)
+                return said
+            text = "this store node does not hear from etcd"
+            return EtcdSaid(said.number, EtcdOutcome.UNSENT, text=text)
         return said
 
     async def _said(self, number: int, method: Method[bytes], asked: Checked) -> EtcdSaid:

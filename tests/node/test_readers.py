@@ -251,7 +251,7 @@ async def test_a_reader_that_keeps_too_much_is_refused_and_others_are_not(
                 await fill(greedy)
             assert refused.value.errno == errno.EDQUOT
             kept = await engine.range(b"p", b"q")
-            assert 10 <= len(kept) <= 13
+            assert 10 <= len(kept) <= 12
             await other.ask(TXN, success(put(THEIRS, lease=FOREIGN)))
             # What it gives up it may use again.
             await greedy.ask(REVOKE, pb.LeaseRevokeRequest(ID=LEASE))
@@ -357,6 +357,22 @@ async def test_changes_that_etcd_has_forgotten_are_said_to_be(server: EtcdServer
         answer = await Asking(node).changes(before)
         assert answer.canceled
         assert answer.compact_revision
+
+
+@in_trio
+async def test_a_node_that_does_not_hear_from_etcd_says_so(server: EtcdServer) -> None:
+    """A reader then turns to another node."""
+    with (
+        patch.object(limits, "_CATCH_UP_S", 0.05),
+        closing(DirectClient(server.endpoints)) as client,
+    ):
+        async with EtcdEngine(server.endpoints, PREFIX) as engine:
+            await engine.transact((), [Put(b"c", b"")])
+            deaf = Asking(Readers(client, PREFIX, Kept(), Feed(PREFIX)))
+            said = await deaf.said(RANGE, pb.RangeRequest(key=PREFIX + b"s"))
+            assert said.outcome == EtcdOutcome.UNSENT
+            said = await deaf.said(RANGE, pb.RangeRequest(key=PREFIX + b"c"))
+            assert said.outcome == EtcdOutcome.ANSWERED
 
 
 @in_trio
