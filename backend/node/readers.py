@@ -40,7 +40,7 @@ __all__ = ["Kept", "Readers"]
 _KEPT_BYTES_MAX = 16 << 20
 _LEASES_MAX = 4096
 _AT_ONCE = 16
-_HISTORIES_AT_ONCE = 4
+_MUCH_AT_ONCE = 2
 _BYTES_PER_S = 256 << 10
 _BURST_BYTES = 1 << 20
 # Of one connection.
@@ -91,7 +91,8 @@ class _Account:
 
     def __init__(self) -> None:
         self.places = trio.Semaphore(_AT_ONCE)
-        self.places_in_history = trio.Semaphore(_HISTORIES_AT_ONCE)
+        # For what takes this node long: ranges of keys, and older changes.
+        self.places_for_much = trio.Semaphore(_MUCH_AT_ONCE)
         self._leases: dict[int, float] = {}  # when each ends, if it is not kept alive
         self._credit = float(_BURST_BYTES)
         self._counted_at = trio.current_time()
@@ -145,7 +146,8 @@ class Readers:
             return await self._watch(peer, request.number, asked.message.create_request)
         account = self._accounts[peer.owner]
         await account.pay(asked.cost)
-        async with account.places:
+        is_much = request.method == RANGE.path and asked.message.range_end
+        async with account.places_for_much if is_much else account.places:
             if asked.grows:
                 self._check_limits(peer.owner, account, asked)
             said = await self._said(request.number, Method(request.method, bytes), asked)
@@ -220,7 +222,7 @@ class Readers:
 
     async def _history(self, owner: int, create: pb.WatchCreateRequest) -> bytes:
         """Return older changes than those that are here."""
-        async with self._accounts[owner].places_in_history:
+        async with self._accounts[owner].places_for_much:
             try:
                 stream = await self._client.stream(WATCH, pb.WatchRequest(create_request=create))
                 try:
