@@ -81,8 +81,8 @@ class EtcdAdmin:
         version = (await self.room.here()).version
         if not roles_hold(version):
             return [
-                f"etcd ({where}) is {version}, whose roles do not hold: whoever has a certificate, a"
-                " reader's too, can change and stop everything; update it to"
+                f"etcd ({where}) is {version}, whose roles do not hold: whoever has a mount's or a node's"
+                " certificate can change and stop everything; update it to"
                 f" {'.'.join(map(str, _SOUND_VERSION))} or newer"
             ]
         return []

@@ -5,6 +5,7 @@ asked: those of the configuration, and those that are registered. Nothing depend
 fences are keys in etcd, and a watch goes on from the last revision that came.
 """
 
+import errno
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
@@ -21,7 +22,7 @@ from . import Distrusted, Unreachable
 from .caller import Caller, ControlClient
 from .counters import Counters
 from .link import Link
-from .messages import AskEtcd, EtcdOutcome, EtcdSaid
+from .messages import ETCD_REQUEST_BYTES_MAX, AskEtcd, EtcdOutcome, EtcdSaid
 from .operations import codec_for
 
 __all__ = ["Relay"]
@@ -71,6 +72,8 @@ class Relay(Client):
         self, method: Method[Response], request: Message, timeout_s: float
     ) -> Response:
         body = request.SerializeToString()
+        if len(body) > ETCD_REQUEST_BYTES_MAX:
+            raise OSError(errno.EMSGSIZE, f"a reader's request of {len(body)} bytes is too long")
         timeout_s = max(timeout_s, 0.0)
         control: ControlClient | None = None
         with trio.move_on_after(timeout_s):

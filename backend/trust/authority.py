@@ -184,10 +184,14 @@ def list_revoked(directory: str, serials: Iterable[int]) -> str:
     # Newer versions of etcd read no PEM here.
     data = builder.sign(ca_key, hashes.SHA256()).public_bytes(Encoding.DER)
     path = os.path.join(directory, REVOKED_FILE)
-    with tempfile.TemporaryDirectory(prefix=".crl-", dir=directory) as made:
-        _write_new(os.path.join(made, REVOKED_FILE), data)
-        os.chmod(os.path.join(made, REVOKED_FILE), 0o644)
-        os.replace(os.path.join(made, REVOKED_FILE), path)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".crl-", dir=directory) as made:
+            draft = os.path.join(made, REVOKED_FILE)
+            _write_new(draft, data)
+            os.chmod(draft, 0o644)
+            os.replace(draft, path)
+    except OSError as error:
+        raise CredentialsError(f"cannot write {path}: {error.strerror}") from error
     return path
 
 

@@ -97,6 +97,8 @@ class Cluster:
                 part.start()
             self._timed("nodes", self.wait_healthy)
             self._timed("mounts", self._wait_mounted)
+            if self.plan.tls:
+                self._name_nodes()
         except BaseException:
             self.close()
             raise
@@ -120,6 +122,15 @@ class Cluster:
         if done.returncode != 0:
             raise CommandFailed(f"irdmafs cluster init: {done.stdout}{done.stderr}")
 
+    def _addresses(self) -> list[str]:
+        """Where the nodes listen that run now."""
+        return [f"{node.address}:{node.control_port}" for node in self.live_nodes().values()]
+
+    def _name_nodes(self) -> None:
+        """Have the file of the cluster serve readers, too."""
+        line = f"[cluster]\nnodes = {json.dumps(self._addresses())}"
+        self.config.write_text(self.config.read_text().replace("[cluster]", line))
+
     def _wait_mounted(self) -> None:
         for mount in self.mounts:
             mount.wait_ready()
@@ -135,8 +146,7 @@ class Cluster:
                 base["cluster"][key] = str(self.config_directory / own)
         base["cluster"]["insecure"] = not self.plan.tls
         if certificate.startswith("reader"):
-            nodes = self.live_nodes().values()
-            base["cluster"]["nodes"] = [f"{node.address}:{node.control_port}" for node in nodes]
+            base["cluster"]["nodes"] = self._addresses()
         write_toml(path, base | {section: base.get(section, {}) | dict(values)})
 
     def _make_node(self, host: Host) -> StoreNode:

@@ -101,7 +101,10 @@ async def test_etcd_does_not_accept_a_reader_s_certificate(made: Cluster) -> Non
 
 @in_trio
 async def test_a_reader_changes_its_own_session_and_nothing_else(made: Cluster) -> None:
-    made.irdmafs("cluster", "cert", "bystander", "--role", "reader", "--cluster", made.config)
+    said = made.irdmafs(
+        "cluster", "cert", "bystander", "--role", "reader", "--cluster", made.config
+    )
+    assert all(f":{node.control_port}" in said for node in made.live_nodes().values())
     async with (
         section_of(made).engine("reader") as engine,
         section_of(made, "reader-bystander").engine("reader") as victim,

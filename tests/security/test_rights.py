@@ -135,7 +135,6 @@ async def test_a_node_changes_neither_names_nor_sessions(made: SecureCluster) ->
     async with made.engine("node", "node") as engine, made.engine("mount", "mount") as mount:
         names = {what: key for what, key in NAMESPACE.items() if what != "the last transaction"}
         lease = await mount.leases.grant(5)
-        # Of readers' sessions those that go through it.
         of_mount = {"a session": key_of(MOUNT, lease), "a pin": pin_key(5, lease)}
         assert await allowed_writes(engine, names | of_mount | CLUSTER) == []
         assert len(await allowed_writes(engine, NODE_RECORDS | PLACEMENT)) == 8
